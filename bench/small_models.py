@@ -1,0 +1,69 @@
+"""Small random models whose answers depend on their KV cache, for tests, the demo and benches.
+
+`initializer_range=0.3` makes attention matter: with the default, or with an engine's dummy weights,
+the tokens stay the same when the KV is zeroed, and a comparison proves nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+INITIALIZER_RANGE = 0.3
+
+
+def qwen3() -> Any:
+    """Dense grouped-query attention: 2 layers, 2 KV heads of 32."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+    )
+
+
+def gemma3() -> Any:
+    """Sliding windows of 96 tokens interleaved with full attention: two cache groups."""
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(
+        architectures=["Gemma3ForCausalLM"],
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        sliding_window=96,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,  # tied, a random model repeats its input whatever its KV
+    )
+
+
+MODELS = {"qwen3": qwen3, "gemma3": gemma3}
+
+
+def write_model(kind: str, folder: Path, dtype: str = "float32") -> Path:
+    """Write a model with fixed random weights to `folder` unless it is there; return `folder`."""
+    if not (folder / "model.safetensors").exists():
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(MODELS[kind]())
+        model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder

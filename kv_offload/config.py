@@ -1,0 +1,305 @@
+"""The user's configuration: one schema, YAML, precedence.
+
+Keys in vLLM's `kv_connector_extra_config` win over the YAML file, which wins over the defaults.
+Every value that is given is checked, also one that another source overrides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import reprlib
+import shlex
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from kv_offload.errors import CapacityError, ConfigError
+from kv_offload.sizes import HostMemory, format_size, parse_size, read_host_memory
+
+EXTRA_CONFIG = "kv_connector_extra_config"
+FILE_KEY = "config_file"
+FILE_VARIABLE = "KV_OFFLOAD_CONFIG_FILE"
+DEFAULT = "default"
+DEFAULT_CPU_BYTES = "25%"
+_MAX_INT = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """The effective configuration of one engine, every value checked and resolved by `load_config`.
+
+    The constructor checks nothing.
+    """
+
+    cpu_bytes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=_MAX_INT,
+            description="Host memory for the whole engine. Each of its ranks gets an equal share.",
+            extra={"allowed": "bytes, a size (48GiB) or a share of the machine's memory (40%)"},
+        ),
+    ]
+    eviction_policy: Annotated[
+        Literal["lru", "arc"],
+        Meta(description="Which blocks leave host memory first when it is full."),
+    ] = "lru"
+    store_blocks: Annotated[
+        Literal["all", "prompt"],
+        Meta(description="What is copied to host memory: all blocks, or only those of the prompt."),
+    ] = "all"
+    store_after_uses: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=_MAX_INT,
+            description="A prefix is stored when it is computed or reused for the n-th time.",
+            extra={"allowed": "an integer of at least 1"},
+        ),
+    ] = 1
+    blocks_per_slot: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="How many blocks share one slot of host memory.",
+            extra={"allowed": "an integer from 1 to 64"},
+        ),
+    ] = 1
+    transfer_engine: Annotated[
+        Literal["auto", "host", "cuda"],
+        Meta(description="What copies: CUDA, the host (for the CPU engine), or whichever fits."),
+    ] = "auto"
+    max_pinned_share: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="Share of the free GPU blocks that running stores may keep from reuse.",
+            extra={"allowed": "a number above 0 and at most 1"},
+        ),
+    ] = 0.5
+    on_load_failure: Annotated[
+        Literal["recompute", "fail"],
+        Meta(description="Whether a request whose load failed is computed again or fails."),
+    ] = "recompute"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every key with its value; `load_config` accepts the result."""
+        return dataclasses.asdict(self)
+
+    def describe(self) -> str:
+        """Return the effective configuration as one line for the log."""
+        shown = self.to_dict() | {"cpu_bytes": format_size(self.cpu_bytes)}
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key as error messages, the command line and docs/configuration.md describe it."""
+
+    name: str
+    type: Any
+    description: str
+    allowed: str
+    default: Any
+
+
+def _either(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _key(field: dataclasses.Field[Any], hint: Any) -> Key:
+    kind, meta = get_args(hint)
+    allowed = meta.extra["allowed"] if meta.extra else _either(get_args(kind))
+    default = DEFAULT_CPU_BYTES if field.default is dataclasses.MISSING else field.default
+    return Key(field.name, hint, meta.description, allowed, default)
+
+
+_HINTS = get_type_hints(OffloadConfig, include_extras=True)
+SCHEMA = {
+    field.name: _key(field, _HINTS[field.name]) for field in dataclasses.fields(OffloadConfig)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TracedConfig:
+    """A configuration, its file, and for every key the source and the value as it was written."""
+
+    config: OffloadConfig
+    file: Path | None
+    given: dict[str, tuple[str, Any]]
+
+
+def load_config(
+    extra_config: Mapping[str, Any],
+    environ: Mapping[str, str] = os.environ,
+    *,
+    host: HostMemory | None = None,
+) -> OffloadConfig:
+    """Return the effective configuration of an engine with this `kv_connector_extra_config`.
+
+    The file is `extra_config["config_file"]`, else the variable `KV_OFFLOAD_CONFIG_FILE`, else
+    none. A relative path starts at the process's working directory. `host` stands in for
+    `read_host_memory()`.
+
+    Raises:
+        ConfigError: a source cannot be read, or has an unknown key or a value that is not allowed.
+        CapacityError: `cpu_bytes` is more than this machine or its cgroup has.
+    """
+    return trace_config(extra_config, environ, host=host).config
+
+
+def trace_config(
+    extra_config: Mapping[str, Any],
+    environ: Mapping[str, str] = os.environ,
+    *,
+    host: HostMemory | None = None,
+) -> TracedConfig:
+    """Do what `load_config` does, and say where each value came from."""
+    layers: list[tuple[str, Mapping[Any, Any]]] = [
+        (DEFAULT, {key.name: key.default for key in SCHEMA.values()})
+    ]
+    file = None
+    if FILE_KEY in extra_config:
+        file, values = _read_file(EXTRA_CONFIG, FILE_KEY, extra_config[FILE_KEY])
+        layers.append((str(file), values))
+    elif FILE_VARIABLE in environ:
+        file, values = _read_file("environment", FILE_VARIABLE, environ[FILE_VARIABLE])
+        layers.append((str(file), values))
+    layers.append((EXTRA_CONFIG, {k: v for k, v in extra_config.items() if k != FILE_KEY}))
+
+    host = host or read_host_memory()
+    effective: dict[str, Any] = {}
+    given: dict[str, tuple[str, Any]] = {}
+    for source, values in layers:
+        for name, value in values.items():
+            effective[name] = _checked(source, name, value, host)
+            given[name] = (source, value)
+    config = OffloadConfig(**effective)
+    if config.cpu_bytes > host.size_bytes:
+        source, value = given["cpu_bytes"]
+        raise CapacityError(
+            f"{source}: cpu_bytes: {_show(value)}: asks for {format_size(config.cpu_bytes)} "
+            f"({config.cpu_bytes} bytes), but {host.source} says that there are "
+            f"{format_size(host.size_bytes)} ({host.size_bytes} bytes). Ask for less, for example "
+            f"{DEFAULT_CPU_BYTES}, or give the process more."
+        )
+    return TracedConfig(config, file, given)
+
+
+def _checked(source: str, name: Any, value: Any, host: HostMemory) -> Any:
+    key = SCHEMA.get(name)
+    if key is None:
+        known = [*SCHEMA, FILE_KEY] if source == EXTRA_CONFIG else [*SCHEMA]
+        shown = name if isinstance(name, str) else _show(name)
+        near = difflib.get_close_matches(shown, known, n=1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        remedy = f"{hint}Correct or remove it; the keys are {', '.join(known)}."
+        raise _bad_value(source, shown, value, "unknown key", remedy)
+    try:
+        if name == "cpu_bytes" and isinstance(value, str):
+            value = parse_size(value, host.size_bytes)
+        return msgspec.convert(value, key.type)
+    except ValueError as error:
+        remedy = (
+            f"Allowed: {key.allowed}. Correct it, or remove it to get the default, {key.default}."
+        )
+        raise _bad_value(source, name, value, str(error), remedy) from error
+
+
+def _read_file(source: str, name: str, value: Any) -> tuple[Path, Mapping[Any, Any]]:
+    remedy = "Give the path of a YAML file that this process can read."
+    if not isinstance(value, str) or not value:
+        raise _bad_value(source, name, value, "not a path", remedy)
+    try:
+        path = Path(os.path.expanduser(value)).absolute()
+        # A pipe without a writer would block the engine's start, and a device may never end.
+        content = path.read_bytes() if stat.S_ISREG(path.stat().st_mode) else None
+    except (OSError, ValueError) as error:
+        raise _bad_value(source, name, value, f"cannot be read: {error}", remedy) from error
+    if content is None:
+        raise _bad_value(source, name, value, f"{path} is not a regular file", remedy)
+    return path, _parse(path, content)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which would keep the last of two equal keys and say nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        # `!!map x` brings a node that is no mapping; PyYAML refuses it below.
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in lines:
+                    problem = (
+                        f"{key.value}: {_show(value.value)}: "
+                        f"this key was given before, in line {lines[key.value]}"
+                    )
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                lines[key.value] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep=deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, LookupError, AttributeError) as error:
+            # What PyYAML itself lets out for `2024-13-45`, `!!bool x` or `!!timestamp x`.
+            problem = f"{_show(node.value)} is not a valid {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+
+
+def _parse(path: Path, content: bytes) -> Mapping[Any, Any]:
+    """Return the top-level mapping of a YAML file; an empty file is an empty mapping."""
+    line, column = 1, 1
+    try:
+        values = yaml.load(content.decode("utf-8"), _Loader)
+        if values is None:
+            return {}
+        if isinstance(values, dict):
+            return values
+        problem = f"the top level is {_show(values)}, but it must be a mapping of keys to values"
+    except UnicodeDecodeError as error:
+        line, column = _position(content[: error.start].decode("utf-8"))
+        problem = f"byte 0x{content[error.start]:02x} is not UTF-8"
+    except yaml.reader.ReaderError as error:
+        line, column = _position(content.decode("utf-8")[: error.position])
+        problem = f"character {error.character:#x} is not allowed in YAML"
+    except yaml.MarkedYAMLError as error:
+        if error.problem_mark is not None:
+            line, column = error.problem_mark.line + 1, error.problem_mark.column + 1
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+    except RecursionError:
+        problem = "nested too deeply"
+    raise ConfigError(
+        f"{path}, line {line}, column {column}: {problem}. "
+        f"Correct the file; `kv-offload config {shlex.quote(str(path))}` checks it."
+    )
+
+
+def _position(before: str) -> tuple[int, int]:
+    return before.count("\n") + 1, len(before) - before.rfind("\n")
+
+
+def _bad_value(source: str, name: str, value: Any, reason: str, remedy: str) -> ConfigError:
+    return ConfigError(f"{source}: {name}: {_show(value)}: {reason}. {remedy}")
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
+_REPR.maxlevel = 2
+
+
+def _show(value: Any) -> str:
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        return "a huge integer"

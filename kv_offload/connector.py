@@ -1,0 +1,257 @@
+"""The class that vLLM builds: dispatches each hook to the scheduler's or the worker's half."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+from kv_offload import engine_compat
+from kv_offload.config import load_config
+from kv_offload.engine_compat import logger
+from kv_offload.engine_hooks import drain_engine_core, take_failed_loads
+from kv_offload.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
+from kv_offload.metrics import OffloadPromMetrics, OffloadStats
+from kv_offload.scheduler import OffloadScheduler
+from kv_offload.support import cache_groups, check_supported
+from kv_offload.worker import OffloadWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps computed KV blocks in host memory and loads them for later requests.
+
+    vLLM builds one object in the scheduler's process and one per rank. Raises `ConfigError`,
+    `CapacityError` or `UnsupportedError` at start; afterwards nothing it does ends the engine.
+    """
+
+    _cache_hit_source = engine_compat.host_hit_source()
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        version = engine_compat.vllm_version()
+        transfer_config = vllm_config.kv_transfer_config
+        config = load_config(transfer_config.kv_connector_extra_config)
+        check_supported(config, vllm_config, kv_cache_config, version)
+        # Read by the engine's scheduler after it has built its connector.
+        transfer_config.kv_load_failure_policy = config.on_load_failure
+        self._by_request = engine_compat.reports_failed_requests(version)
+        self._by_block = not self._by_request and config.on_load_failure == "fail"
+        self._failed_loads: dict[str, LoadJob] = {}
+        parallel = vllm_config.parallel_config
+        # One of the two stays None; a hook is only called on the half that it belongs to.
+        self.offload_scheduler: OffloadScheduler = None  # type: ignore[assignment]
+        self.offload_worker: OffloadWorker = None  # type: ignore[assignment]
+        if role == KVConnectorRole.SCHEDULER:
+            self._start_scheduler(config, kv_cache_config, parallel.world_size)
+        else:
+            self.offload_worker = OffloadWorker(
+                config, kv_cache_config, parallel.rank, parallel.world_size
+            )
+
+    def _start_scheduler(self, config: Any, kv_cache_config: KVCacheConfig, num_ranks: int) -> None:
+        slot_bytes = engine_compat.bytes_per_block(kv_cache_config) * config.blocks_per_slot
+        self.offload_scheduler = OffloadScheduler(
+            config,
+            cache_groups(kv_cache_config),
+            max(1, config.cpu_bytes // num_ranks // slot_bytes),
+            num_ranks,
+            make_block_hash_with_group_id,
+        )
+        engine_compat.drain_before_reset(drain_engine_core)
+        if not self._by_request and not self._by_block:
+            engine_compat.recompute_failed_requests(take_failed_loads)
+        logger.info("kv-offload: %s", config.describe())
+
+    # -- worker: the start of a step -----------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See `OffloadWorker.register_kv_caches`."""
+        self.offload_worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> WorkerCapacity:
+        """Tell the scheduler how many slots this rank holds."""
+        return WorkerCapacity(self.offload_worker.num_slots)
+
+    def handle_preemptions(self, kv_connector_metadata: OffloadMetadata) -> None:
+        """Submit the last step's stores: this is the first hook of every step, in all versions.
+
+        Runner V1 zeroes and copies blocks after it, runner V2 before it. Neither touches the pinned
+        sources of a store.
+        """
+        self.offload_worker.submit_stores()
+
+    def bind_connector_metadata(self, connector_metadata: OffloadMetadata) -> None:
+        """Submit this step's loads: this hook comes after zeroing and before the forward.
+
+        `start_load_kv` would not do: from vLLM 0.32 it is called after the forward was launched.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        self.start_kv_transfers(connector_metadata)
+
+    def start_kv_transfers(self, metadata: OffloadMetadata) -> None:
+        """See `OffloadWorker.start_kv_transfers`."""
+        self.offload_worker.start_kv_transfers(metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Do nothing: the loads of this step run already."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: a request is scheduled only after all its layers have arrived."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Do nothing: blocks are stored whole, over all layers."""
+
+    # -- worker: the end of a step -------------------------------------------------------------
+
+    def prepare_store_kv(self, metadata: OffloadMetadata) -> None:
+        """See `OffloadWorker.prepare_store_kv`."""
+        self.offload_worker.prepare_store_kv(metadata)
+
+    def wait_for_save(self) -> None:
+        """Queue this step's stores. Nothing is waited for: their sources are pinned."""
+        self.prepare_store_kv(self._get_connector_metadata())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Queue this step's stores where `wait_for_save` was skipped; report the loads that ended.
+
+        vLLM 0.26 and 0.28 do not call `wait_for_save` in a step without a forward.
+        """
+        if self.has_connector_metadata():
+            self.prepare_store_kv(self._get_connector_metadata())
+        self.offload_worker.poll()
+        received, self._failed_loads = self.offload_worker.take_received()
+        return None, received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Report the loads that ended and those that failed. From vLLM 0.32."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = set(self._failed_loads)
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Name the blocks of failed loads, where the engine fails requests by their blocks."""
+        if not self._by_block:
+            return set()
+        return {int(block) for job in self._failed_loads.values() for block in job.pairs[:, 0]}
+
+    def build_connector_worker_meta(self) -> OffloadWorkerMetadata | None:
+        """Report the stores that ended, and again the loads that failed."""
+        return self.offload_worker.take_report(self._failed_loads)
+
+    # -- scheduler -----------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a store that is dropped is a later miss, nothing more."""
+        return False
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
+        """Take the ranks' capacities. Another connector's metadata is not ours to read."""
+        capacities = [rank for rank in metadata.values() if isinstance(rank, WorkerCapacity)]
+        if capacities:
+            self.offload_scheduler.set_num_slots(min(rank.num_slots for rank in capacities))
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """See `OffloadScheduler.bind_pool`."""
+        self.offload_scheduler.bind_pool(gpu_block_pool)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See `OffloadScheduler.match`. All loads are asynchronous."""
+        tokens = self.offload_scheduler.match(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """See `OffloadScheduler.allocated`."""
+        self.offload_scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMetadata:
+        """See `OffloadScheduler.build_metadata`."""
+        return self.offload_scheduler.build_metadata(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """See `OffloadScheduler.update`."""
+        self.offload_scheduler.update(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Let the engine free the blocks at once: what is being stored is pinned."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Let the engine free the blocks at once: what is being stored is pinned."""
+        self.offload_scheduler.finished(request, block_ids)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Keep an idle engine stepping until the last store is reported."""
+        return self.offload_scheduler.has_pending_stores
+
+    def has_pending_block_frees(self) -> bool:
+        """Let the engine wait for a store rather than preempt a request. From vLLM 0.32."""
+        return self.offload_scheduler.holds_idle_blocks
+
+    def reset_cache(self) -> bool:
+        """Forget what is in host memory, for instance after the weights changed."""
+        self.offload_scheduler.reset()
+        return True
+
+    # -- both ----------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> OffloadStats | None:
+        """Return what this half counted since the last call."""
+        if self.offload_scheduler is not None:
+            return self.offload_scheduler.take_stats()
+        return self.offload_worker.take_stats()
+
+    def shutdown(self) -> None:
+        """End this half."""
+        if self.offload_worker is not None:
+            self.offload_worker.shutdown()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:
+        """Rebuild stats from what crossed a process boundary."""
+        return OffloadStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OffloadPromMetrics:
+        """Register the Prometheus metrics in the API front end."""
+        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

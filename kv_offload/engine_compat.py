@@ -1,0 +1,157 @@
+"""Everything that depends on vLLM's version or reaches behind its connector interface."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from kv_offload.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("vllm.kv_offload")  # only children of "vllm" have a handler
+
+OLDEST, NEWEST = (0, 26), (0, 33)
+"""Minor versions whose connector interface this plugin was written against and tested with."""
+
+
+def check_version(version: str) -> tuple[int, int]:
+    """Return vLLM's (major, minor). Raises `UnsupportedError` outside the supported range."""
+    try:
+        major, minor = (int(part) for part in version.split(".")[:2])
+    except ValueError:
+        major, minor = -1, -1
+    if not OLDEST <= (major, minor) <= NEWEST:
+        raise UnsupportedError(
+            f"kv-offload works with vLLM {_dotted(OLDEST)} to {_dotted(NEWEST)}, this is "
+            f"{version!r}; install a vLLM in that range or a kv-offload that supports yours"
+        )
+    return major, minor
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def vllm_version() -> tuple[int, int]:
+    """Return the running vLLM's (major, minor), checked."""
+    import vllm
+
+    return check_version(vllm.__version__)
+
+
+def reports_failed_requests(version: tuple[int, int]) -> bool:
+    """Whether a failed load is reported by request (0.32 and newer), not by block."""
+    return version >= (0, 32)
+
+
+def layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, Any]:
+    """Return the KV-cache spec of every layer; uniform groups keep one per layer."""
+    specs = {}
+    for group in kv_cache_config.kv_cache_groups:
+        per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None) or {}
+        for name in group.layer_names:
+            specs[name] = per_layer.get(name, group.kv_cache_spec)
+    return specs
+
+
+def bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
+    """Return the bytes of one block over all tensors of this rank.
+
+    Up to 0.31 every `KVCacheTensor` is an allocation of its own unless it is packed; from 0.32 all
+    of them describe places in one allocation of `size` bytes.
+    """
+    tensors = kv_cache_config.kv_cache_tensors
+    shared = hasattr(tensors[0], "layers") or getattr(tensors[0], "block_stride", 0) > 0
+    total = tensors[0].size if shared else sum(tensor.size for tensor in tensors)
+    return int(total) // int(kv_cache_config.num_blocks)
+
+
+def host_hit_source() -> Any:
+    """Return the engine's label for hits in host memory; None before vLLM had such labels."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return getattr(CacheHitSource, "HOST", None)
+
+
+def find_output_copy_stream() -> Any | None:
+    """Return the stream on which the model runner copies sampled tokens to the host, if any.
+
+    No interface exposes it, but the runner is a caller of the connector's `register_kv_caches`, in
+    which this must be called: it is looked for on the call stack. Runner V2 owns the stream from
+    its construction on; runner V1 makes it at first use, which this brings forward where
+    asynchronous scheduling will use it. The stream lives as long as the runner.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        runner = frame.f_locals.get("self")
+        stream = getattr(runner, "output_copy_stream", None)
+        if stream is not None:
+            return stream
+        make = getattr(runner, "_get_or_create_async_output_copy_stream", None)
+        if make is not None:
+            return make() if getattr(runner, "use_async_scheduling", False) else None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def halves(connector: Any, attribute: str) -> Iterator[Any]:
+    """Yield an attribute of our connectors: the engine's own, or those inside a MultiConnector."""
+    half = getattr(connector, attribute, None)
+    if half is not None:
+        yield half
+    for member in getattr(connector, "_connectors", ()):
+        yield from halves(member, attribute)
+
+
+def drain_before_reset(drain: Callable[[Any], None]) -> None:
+    """Have every engine core call `drain(core)` before it resets its prefix cache or sleeps.
+
+    While stores pin GPU blocks a reset fails, and sleep raises; the engine asks no connector first,
+    and in one process nobody steps it after the last output. Sleep resets through the same method.
+    A second call replaces nothing.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    original = EngineCore.reset_prefix_cache
+    if getattr(original, "_kv_offload_drains", False):
+        return
+
+    def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drain(self)
+        return original(self, *args, **kwargs)
+
+    reset_prefix_cache._kv_offload_drains = True  # type: ignore[attr-defined]
+    EngineCore.reset_prefix_cache = reset_prefix_cache
+
+
+def recompute_failed_requests(take_failed: Callable[[Any], set[str]]) -> None:
+    """Let vLLM 0.26 to 0.31 recompute a request of several cache groups whose load failed.
+
+    Those versions can only be told about blocks, and end the engine if there are several groups.
+    Their scheduler has the state that newer ones set, though: a request whose id is in
+    `failed_recving_kv_req_ids` with no computed tokens is freed and scheduled anew. `take_failed`
+    gets the scheduler's connector and returns the ids that failed since its last call.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import RequestStatus
+
+    original = Scheduler._update_from_kv_xfer_finished
+    if getattr(original, "_kv_offload_recomputes", False):
+        return
+
+    def update(self: Any, output: Any) -> None:
+        original(self, output)
+        for request_id in take_failed(self.connector):
+            request = self.requests.get(request_id)
+            if request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                request.num_computed_tokens = 0
+                self.failed_recving_kv_req_ids.add(request_id)
+
+    update._kv_offload_recomputes = True  # type: ignore[attr-defined]
+    Scheduler._update_from_kv_xfer_finished = update

@@ -1,0 +1,54 @@
+"""What the engine does with the plugin's two halves from outside the connector's hooks.
+
+Ends running stores before a reset or a sleep, and names failed loads to the versions that have no
+hook for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kv_offload.engine_compat import halves, logger
+from kv_offload.metadata import StoreJob, StoreResult
+
+
+def drain_engine_core(core: Any) -> None:
+    """Have all ranks end their stores, and the scheduler release the blocks that they pinned.
+
+    `core` is vLLM's `EngineCore`. The ranks are called directly, not through steps: a step would
+    also run live requests, and its outputs would have no receiver. Steps that were dispatched
+    before are executed first, so every store of theirs is known to the ranks.
+    """
+    for scheduler in halves(core.scheduler.get_kv_connector(), "offload_scheduler"):
+        if not scheduler.has_pending_stores:
+            continue
+        unsent, running = scheduler.begin_drain()
+        answers = core.model_executor.collective_rpc(drain_rank, args=(unsent, running))
+        results: dict[int, StoreResult] = {}
+        for answer in answers:
+            for job_id, result in answer.items():
+                results[job_id] = result.merge(results[job_id]) if job_id in results else result
+        if not scheduler.end_drain(results):
+            logger.error("kv-offload: gave up stores that did not end; their prefixes are not kept")
+
+
+def take_failed_loads(connector: Any) -> set[str]:
+    """Return the requests whose loads failed since the last call, for the engine to recompute."""
+    return {
+        request_id
+        for scheduler in halves(connector, "offload_scheduler")
+        for request_id in scheduler.take_failed_loads()
+    }
+
+
+def drain_rank(
+    _worker: Any, unsent: Sequence[StoreJob], running: Sequence[int]
+) -> dict[int, StoreResult]:
+    """Drain this process's rank. Runs in the worker, between steps."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    results: dict[int, StoreResult] = {}
+    for worker in halves(get_kv_transfer_group(), "offload_worker"):
+        results.update(worker.drain(unsent, running))
+    return results

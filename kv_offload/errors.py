@@ -1,0 +1,25 @@
+"""The error tree of `kv_offload`; `transfer` has its own in `transfer.errors`.
+
+    KVOffloadError
+    ├── ConfigError        what the user wrote is wrong: carries the path of the bad value
+    ├── UnsupportedError   this engine, model or configuration cannot be served correctly
+    └── CapacityError      the machine cannot give the memory that was asked for
+
+A message names the value, the limit and the remedy.
+"""
+
+
+class KVOffloadError(Exception):
+    """Base of every error that this package raises."""
+
+
+class ConfigError(KVOffloadError, ValueError):
+    """The configuration is missing, malformed, out of range or contradictory."""
+
+
+class UnsupportedError(KVOffloadError, RuntimeError):
+    """The engine's version, model or settings cannot be served; refused at start, never guessed."""
+
+
+class CapacityError(KVOffloadError, RuntimeError):
+    """The host memory that was asked for does not exist, or cannot hold a single slot."""

@@ -1,0 +1,145 @@
+"""Plans loads: which prefix a waiting request gets from host memory, and who waits for whom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kv_offload.cache_manager import CacheManager
+from kv_offload.metadata import LoadJob
+from kv_offload.prefix import PrefixMap, SlotKey
+
+MAX_WAIT_SECONDS = 5.0
+"""How long a request waits for another's load of its prefix before it is served on its own.
+
+A load takes milliseconds; the bound only keeps one stuck load from holding up its followers."""
+
+
+class LoadPlanner:
+    """Matches prefixes and holds the slots of running loads against eviction.
+
+    Two lifetimes are kept apart. A load runs until every rank has copied it: its slots are held
+    that long, also when the request is gone. Its keys count as *arriving* until the request that
+    asked for them is scheduled with them (only then does the engine's own prefix cache know the
+    blocks), is asked again after a failure, or ends: until then other requests for them wait.
+    """
+
+    def __init__(self, prefixes: PrefixMap, manager: CacheManager) -> None:
+        self._prefixes = prefixes
+        self._manager = manager
+        self._next_job_id = 0
+        self._planned: list[LoadJob] = []
+        self._running: dict[str, list[int]] = {}
+        self._arriving: dict[str, frozenset[SlotKey]] = {}
+        self._waiting_since: dict[str, float] = {}
+        self._matched_from: dict[str, int] = {}
+
+    @property
+    def running(self) -> int:
+        """Loads that some rank has not completed."""
+        return len(self._running)
+
+    def is_loading(self, request_id: str) -> bool:
+        """Tell whether this request's load has been planned and not completed by every rank."""
+        return request_id in self._running
+
+    def match(
+        self, request_id: str, hashes: Sequence[bytes], start_tokens: int, num_tokens: int
+    ) -> int | None:
+        """Return how many tokens beyond `start_tokens` can be loaded; None to be asked again later.
+
+        At least one token of the request is left to compute. Asked again for the same request it
+        answers the same, unless host memory changed.
+        """
+        self.settle(request_id)
+        self._matched_from[request_id] = start_tokens
+        if start_tokens % self._prefixes.block_alignment_tokens:
+            # The local hit ends inside a block, which is then the target of a copy-on-write:
+            # loading into it as well would race. The engine computes the rest of this prompt.
+            return 0
+        end = self._prefixes.longest_hit(hashes, self._manager.lookup, start_tokens, num_tokens - 1)
+        if end > start_tokens and self._arriving and not self._waited_enough(request_id):
+            needed = self._prefixes.needed_keys(hashes, start_tokens, end)
+            if any(not keys.isdisjoint(needed) for keys in self._arriving.values()):
+                self._waiting_since.setdefault(request_id, time.monotonic())
+                return None
+        self._waiting_since.pop(request_id, None)
+        return end - start_tokens
+
+    def _waited_enough(self, request_id: str) -> bool:
+        since = self._waiting_since.get(request_id)
+        return since is not None and time.monotonic() - since > MAX_WAIT_SECONDS
+
+    def take_matched_from(self, request_id: str) -> int | None:
+        """Return the local hit that `match` was last asked with; None if it was not asked since."""
+        return self._matched_from.pop(request_id, None)
+
+    def plan(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        start_tokens: int,
+        end_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        null_block_id: int,
+    ) -> None:
+        """Queue the load that fills a request's blocks from `start_tokens` to `end_tokens`.
+
+        `block_ids` has one list per group, from the request's first block on. The engine may ask
+        for less than `match` offered: then a window group can lack blocks, and the load is marked
+        incomplete, which fails it and has it recomputed.
+        """
+        per_slot = self._prefixes.blocks_per_slot
+        targets: list[tuple[SlotKey | None, int, int]] = []
+        for group, group_blocks in zip(self._prefixes.groups, block_ids, strict=True):
+            for index in range(
+                start_tokens // group.block_tokens, end_tokens // group.block_tokens
+            ):
+                block = group_blocks[index]
+                if block != null_block_id:
+                    slot_index, position = divmod(index, per_slot)
+                    key = self._prefixes.slot_key(hashes, group, slot_index)
+                    targets.append((key, block, position))
+        keys = list(dict.fromkeys(key for key, _, _ in targets if key is not None))
+        complete = all(key is not None and self._manager.lookup(key) for key, _, _ in targets)
+        slots = self._manager.prepare_load(keys) if complete else []
+        place_of: dict[SlotKey | None, int] = dict(zip(keys, slots, strict=False))
+        pairs = np.array(
+            [
+                (block, place_of.get(key, 0) * per_slot + position)
+                for key, block, position in targets
+            ],
+            dtype=np.int32,
+        ).reshape(-1, 2)
+        self._planned.append(LoadJob(self._next_job_id, request_id, pairs, not complete))
+        self._next_job_id += 1
+        self._running[request_id] = slots
+        self._arriving[request_id] = frozenset(keys)
+
+    def take_planned(self) -> tuple[LoadJob, ...]:
+        """Return the loads planned since the last call, for this step's metadata."""
+        planned = tuple(self._planned)
+        self._planned.clear()
+        return planned
+
+    def complete(self, request_ids: Iterable[str]) -> int:
+        """Let go of the slots of loads that every rank has ended; return how many there were."""
+        ended = 0
+        for request_id in request_ids:
+            slots = self._running.pop(request_id, None)
+            if slots is not None:
+                self._manager.complete_load(slots)
+                ended += 1
+        return ended
+
+    def settle(self, request_id: str) -> None:
+        """Stop others from waiting for this request's load."""
+        self._arriving.pop(request_id, None)
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that ended. Its load, if one runs, is still completed by the ranks."""
+        self.settle(request_id)
+        self._waiting_since.pop(request_id, None)
+        self._matched_from.pop(request_id, None)

@@ -1,0 +1,90 @@
+"""What the scheduler tells the workers in a step, and what they answer.
+
+A slot of the cache manager holds `blocks_per_slot` blocks. Here and in `transfer` every block has a
+place of its own in host memory, so a pair is `(block, slot * blocks_per_slot + position)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+Pairs = NDArray[np.int32]
+"""Shape `(n, 2)`: block in the engine's KV cache, place in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """Copy blocks of the KV cache to host memory, at the start of the next step."""
+
+    job_id: int
+    pairs: Pairs
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Copy places of host memory into blocks that were allocated to one waiting request.
+
+    `incomplete` says that the plan found a block with nothing in host memory to fill it: nothing is
+    copied and the load counts as failed.
+    """
+
+    job_id: int
+    request_id: str
+    pairs: Pairs
+    incomplete: bool = False
+
+
+@dataclass(frozen=True)
+class OffloadMetadata(KVConnectorMetadata):
+    """One step's plan, from the scheduler to every worker."""
+
+    stores: tuple[StoreJob, ...] = ()
+    loads: tuple[LoadJob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    """Which ranks have ended a store, and whether all of them copied it without an error.
+
+    Ranks are named, not counted: a drain can deliver what a report on its way delivers again.
+    """
+
+    ranks: frozenset[int]
+    ok: bool
+
+    def merge(self, other: StoreResult) -> StoreResult:
+        """Return what both say together."""
+        return StoreResult(self.ranks | other.ranks, self.ok and other.ok)
+
+
+@dataclass(frozen=True)
+class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
+    """What ended since the last report; the engine merges the ranks' reports with `aggregate`."""
+
+    stores: dict[int, StoreResult] = field(default_factory=dict)
+    """By job id."""
+    failed_loads: frozenset[str] = frozenset()
+    """Ids of requests. Their loads are reported as received too, by every rank."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> OffloadWorkerMetadata:
+        """Return what two ranks report together."""
+        assert isinstance(other, OffloadWorkerMetadata)
+        stores = dict(self.stores)
+        for job_id, result in other.stores.items():
+            stores[job_id] = result.merge(stores[job_id]) if job_id in stores else result
+        return OffloadWorkerMetadata(stores, self.failed_loads | other.failed_loads)
+
+
+@dataclass(frozen=True)
+class WorkerCapacity(KVConnectorHandshakeMetadata):
+    """What one rank's arena holds; the scheduler plans with the smallest."""
+
+    num_slots: int

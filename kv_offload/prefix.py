@@ -1,0 +1,142 @@
+"""Which prefix of a request host memory can serve: cache groups, slot keys, the longest hit.
+
+A key names one slot: the chained hash of the slot's last block, with its group. The hash is vLLM's
+own, so LoRA adapters, multimodal inputs and cache salts are in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+SlotKey = bytes
+KeyMaker = Callable[[bytes, int], SlotKey]
+"""vLLM's `make_block_hash_with_group_id`: the key under which its own pool knows a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that share a block table. `window_tokens` is None for full attention."""
+
+    group_id: int
+    block_tokens: int
+    window_tokens: int | None = None
+
+    def first_needed_token(self, end_tokens: int) -> int:
+        """Return the first token whose KV a query at position `end_tokens` still reads."""
+        if self.window_tokens is None:
+            return 0
+        return max(0, end_tokens - self.window_tokens + 1)
+
+
+class PrefixMap:
+    """Maps tokens of a request to slots and their keys, and finds the longest prefix to load."""
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        hash_block_tokens: int,
+        blocks_per_slot: int,
+        make_key: KeyMaker,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.blocks_per_slot = blocks_per_slot
+        self._hash_block_tokens = hash_block_tokens
+        self._make_key = make_key
+        self.slot_tokens = tuple(group.block_tokens * blocks_per_slot for group in self.groups)
+        self.block_alignment_tokens = math.lcm(*(group.block_tokens for group in self.groups))
+        self.hit_alignment_tokens = math.lcm(*self.slot_tokens)
+
+    def block_key(
+        self, hashes: Sequence[bytes], group: CacheGroup, block_index: int
+    ) -> SlotKey | None:
+        """Return the key of a full block, None where its hash does not exist yet."""
+        end = (block_index + 1) * group.block_tokens // self._hash_block_tokens
+        return self._make_key(hashes[end - 1], group.group_id) if end <= len(hashes) else None
+
+    def slot_key(
+        self, hashes: Sequence[bytes], group: CacheGroup, slot_index: int
+    ) -> SlotKey | None:
+        """Return the key of a full slot: that of its last block."""
+        return self.block_key(hashes, group, (slot_index + 1) * self.blocks_per_slot - 1)
+
+    def needed_slots(self, position: int, start_tokens: int, end_tokens: int) -> range:
+        """Return the slots that group `position` must load to extend a prefix to `end_tokens`."""
+        group, slot_tokens = self.groups[position], self.slot_tokens[position]
+        first = max(start_tokens, group.first_needed_token(end_tokens))
+        return range(first // slot_tokens, end_tokens // slot_tokens)
+
+    def needed_keys(
+        self, hashes: Sequence[bytes], start_tokens: int, end_tokens: int
+    ) -> list[SlotKey]:
+        """Return the keys of all slots that extend a prefix from start to end, in prefix order."""
+        keys = []
+        for position, group in enumerate(self.groups):
+            for slot_index in self.needed_slots(position, start_tokens, end_tokens):
+                key = self.slot_key(hashes, group, slot_index)
+                if key is not None:
+                    keys.append(key)
+        return keys
+
+    def longest_hit(
+        self,
+        hashes: Sequence[bytes],
+        readable: Callable[[SlotKey], bool],
+        start_tokens: int,
+        limit_tokens: int,
+    ) -> int:
+        """Return how far a prefix of `start_tokens` can be extended; `start_tokens` if it cannot.
+
+        Every group must cover the end: full attention from the start on without a gap, a sliding
+        window with the blocks that a query there still reads. A group that falls short lowers the
+        end for all, so the groups are asked again until none objects.
+        """
+        end = self._align(min(limit_tokens, len(hashes) * self._hash_block_tokens))
+        previous = None
+        while end > start_tokens and end != previous:
+            previous = end
+            for position in range(len(self.groups)):
+                end = self._covered_end(position, hashes, readable, start_tokens, end)
+                if end <= start_tokens:
+                    break
+        return max(end, start_tokens)
+
+    def _align(self, tokens: int) -> int:
+        return tokens - tokens % self.hit_alignment_tokens
+
+    def _covered_end(
+        self,
+        position: int,
+        hashes: Sequence[bytes],
+        readable: Callable[[SlotKey], bool],
+        start_tokens: int,
+        end_tokens: int,
+    ) -> int:
+        """Return the largest aligned end, at most `end_tokens`, that this group can serve."""
+        group, slot_tokens = self.groups[position], self.slot_tokens[position]
+
+        def present(slot_index: int) -> bool:
+            key = self.slot_key(hashes, group, slot_index)
+            return key is not None and readable(key)
+
+        if group.window_tokens is None:
+            slot_index = start_tokens // slot_tokens
+            while (slot_index + 1) * slot_tokens <= end_tokens and present(slot_index):
+                slot_index += 1
+            return self._align(slot_index * slot_tokens)
+        end = end_tokens
+        while end > start_tokens:
+            # From the end backwards: a missing slot moves the end in front of itself.
+            missing = next(
+                (
+                    i
+                    for i in reversed(self.needed_slots(position, start_tokens, end))
+                    if not present(i)
+                ),
+                None,
+            )
+            if missing is None:
+                return end
+            end = self._align(missing * slot_tokens)
+        return end

@@ -1,0 +1,231 @@
+"""The scheduler's half of the connector: follows requests, and asks the planners what to move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kv_offload.cache_manager import CacheManager
+from kv_offload.config import OffloadConfig
+from kv_offload.load_planner import LoadPlanner
+from kv_offload.metadata import OffloadMetadata, OffloadWorkerMetadata, StoreJob, StoreResult
+from kv_offload.metrics import OffloadStats
+from kv_offload.policies import make_policy
+from kv_offload.prefix import CacheGroup, KeyMaker, PrefixMap
+from kv_offload.store_planner import StoreCursor, StorePlanner
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class _RequestState:
+    request: Request
+    block_ids: list[list[int]]
+    cursor: StoreCursor
+
+
+class OffloadScheduler:
+    """Lives on the engine's one scheduling thread; every method is one of the connector's hooks.
+
+    `num_slots` may be lowered once, by `set_num_slots`, before the first request.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        groups: Sequence[CacheGroup],
+        num_slots: int,
+        num_ranks: int,
+        make_key: KeyMaker,
+    ) -> None:
+        self._config = config
+        self._groups = groups
+        self._num_ranks = num_ranks
+        self._make_key = make_key
+        self._num_slots = num_slots
+        self._pool: Any = None
+        self._requests: dict[str, _RequestState] = {}
+        self._load_failed: set[str] = set()
+        self._new_load_failures: set[str] = set()
+        self._evictions_reported = 0
+        self._gauges_reported: dict[str, int] = {}
+        self._stats = OffloadStats()
+
+    # -- start ---------------------------------------------------------------------------------
+
+    def set_num_slots(self, num_slots: int) -> None:
+        """Plan with what the smallest rank really holds."""
+        self._num_slots = min(self._num_slots, num_slots)
+        if self._pool is not None:
+            self.bind_pool(self._pool)
+
+    def bind_pool(self, pool: Any) -> None:
+        """Build everything that depends on block sizes, from the engine's final block pool."""
+        self._pool = pool
+        self.manager = CacheManager(
+            self._num_slots, make_policy(self._config.eviction_policy, self._num_slots)
+        )
+        self._prefixes = PrefixMap(
+            self._groups, pool.hash_block_size, self._config.blocks_per_slot, self._make_key
+        )
+        self._loads = LoadPlanner(self._prefixes, self.manager)
+        self._stores = StorePlanner(
+            self._prefixes,
+            self.manager,
+            self._num_ranks,
+            self._config.max_pinned_share,
+            self._config.store_after_uses,
+        )
+        self._stores.bind_pool(pool)
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def match(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return how many tokens can be loaded beyond the local hit; None to be asked again."""
+        if request.skip_reading_prefix_cache or request.request_id in self._load_failed:
+            return 0
+        return self._loads.match(
+            request.request_id, request.block_hashes, num_computed_tokens, request.num_tokens
+        )
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Take the blocks that the engine gave a waiting request, and plan its load if it has one.
+
+        Called again, with no external tokens, when a loaded request is scheduled.
+        """
+        request_id = request.request_id
+        block_ids = [list(group) for group in blocks.get_block_ids()]
+        self._requests[request_id] = _RequestState(request, block_ids, self._stores.new_cursor())
+        self._loads.settle(request_id)
+        start = self._loads.take_matched_from(request_id)
+        if start is None:
+            return
+        self._stats.count("lookup_tokens", request.num_tokens - start)
+        self._stats.count("hit_tokens", num_external_tokens)
+        if num_external_tokens:
+            end = start + num_external_tokens
+            null_block = self._pool.null_block.block_id
+            self._loads.plan(request_id, request.block_hashes, start, end, block_ids, null_block)
+
+    def build_metadata(self, output: SchedulerOutput) -> OffloadMetadata:
+        """Plan the stores of this step's requests; return them with the loads planned before."""
+        self._stores.begin_step()
+        for new in output.scheduled_new_reqs:
+            state = self._requests.get(new.req_id)
+            if state is not None:
+                state.block_ids = [list(group) for group in new.block_ids]
+                self._plan_stores(state, new.num_computed_tokens, output)
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            new_ids = cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                state.block_ids = [list(group) for group in new_ids or ()]
+                state.cursor = self._stores.new_cursor()
+            elif new_ids is not None:
+                for ids, more in zip(state.block_ids, new_ids, strict=True):
+                    ids.extend(more)
+            self._plan_stores(state, cached.num_computed_tokens[index], output)
+        return OffloadMetadata(self._stores.take_planned(), self._loads.take_planned())
+
+    def _plan_stores(
+        self, state: _RequestState, num_computed_tokens: int, output: SchedulerOutput
+    ) -> None:
+        request = state.request
+        scheduled = output.num_scheduled_tokens[request.request_id]
+        # Beyond num_tokens there are only drafts and placeholders, whose KV may be written again.
+        end = min(num_computed_tokens + scheduled, request.num_tokens)
+        self._stores.plan(
+            state.cursor, request.block_hashes, state.block_ids, self._store_limit(request, end)
+        )
+
+    def _store_limit(self, request: Request, end_tokens: int) -> int:
+        prompt_only = self._config.store_blocks == "prompt"
+        return min(end_tokens, int(request.num_prompt_tokens)) if prompt_only else end_tokens
+
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """Plan the stores of what a request leaves behind, just before its blocks are freed."""
+        request_id = request.request_id
+        state = self._requests.pop(request_id, None)
+        self._load_failed.discard(request_id)
+        loading = self._loads.is_loading(request_id)
+        self._loads.forget(request_id)
+        if state is None or loading:
+            return
+        processed = request.num_computed_tokens - request.num_in_flight_tokens
+        end = self._store_limit(request, max(0, min(processed, request.num_tokens)))
+        own_blocks = sum(len(group) for group in block_ids)
+        self._stores.begin_step()
+        self._stores.plan(state.cursor, request.block_hashes, block_ids, end, own_blocks)
+        self._stores.count_leftovers(state.cursor, end)
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """Take what the ranks report at the end of a step."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, OffloadWorkerMetadata):
+            self._stores.complete(report.stores)
+            failed = report.failed_loads & self._requests.keys()
+            self._load_failed |= failed
+            self._new_load_failures |= failed
+            self._stats.count("failed_loads", len(report.failed_loads))
+        self._loads.complete(output.finished_recving or ())
+
+    def take_failed_loads(self) -> set[str]:
+        """Return the requests whose loads failed since the last call."""
+        failed, self._new_load_failures = self._new_load_failures, set()
+        return failed
+
+    # -- between steps -------------------------------------------------------------------------
+
+    @property
+    def has_pending_stores(self) -> bool:
+        """Whether the engine must go on stepping for a store to be submitted or reported."""
+        return self._stores.pending
+
+    @property
+    def holds_idle_blocks(self) -> bool:
+        """Whether waiting for a store would free GPU blocks."""
+        return self._stores.holds_idle_blocks
+
+    def begin_drain(self) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
+        """Return the stores that no rank has seen, and the ids of all that must end."""
+        unsent = self._stores.take_planned()
+        return unsent, self._stores.running_jobs()
+
+    def end_drain(self, results: Mapping[int, StoreResult]) -> bool:
+        """Take the ranks' answers. False if some store did not end: it is given up, unpinned."""
+        self._stores.complete(results)
+        drained = not self._stores.pending
+        self._stores.abandon()
+        return drained
+
+    def reset(self) -> None:
+        """Forget everything in host memory; running copies end on their own and leave nothing."""
+        self.manager.reset()
+
+    def take_stats(self) -> OffloadStats:
+        """Return the counters since the last call, and the gauges that changed since then."""
+        stats, self._stats = self._stats, OffloadStats()
+        stats.count("evictions", self.manager.evictions - self._evictions_reported)
+        self._evictions_reported = self.manager.evictions
+        for reason, slots in self._stores.take_skipped().items():
+            stats.count(f"skipped_{reason}", slots)
+        gauges = {
+            "slots": self.manager.num_slots,
+            "slots_in_use": self.manager.slots_in_use,
+            "running_loads": self._loads.running,
+            "running_stores": self._stores.running,
+            "pinned_blocks": self._stores.pinned_blocks,
+        }
+        for name, value in gauges.items():
+            if self._gauges_reported.get(name) != value:
+                stats.gauge(name, value)
+        self._gauges_reported = gauges
+        return stats

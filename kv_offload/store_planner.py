@@ -1,0 +1,288 @@
+"""Plans stores: which blocks of a step to keep, and which GPU blocks are pinned for it."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from kv_offload.cache_manager import CacheManager
+from kv_offload.metadata import StoreJob, StoreResult
+from kv_offload.prefix import CacheGroup, PrefixMap, SlotKey
+
+MAX_SLOTS_PER_STEP = 1024
+"""Slots examined in one step over all requests; the rest follows in the next steps.
+
+It bounds the planner's time on the scheduler's thread whatever the length of a prompt."""
+
+TRACKED_PREFIXES = 1 << 20
+"""Keys whose uses are counted for `store_after_uses`; the least recently used are forgotten."""
+
+SkipReason = Literal["moved_on", "used_too_little", "no_budget", "pool_busy", "copy_failed"]
+"""Why a full slot was not stored.
+
+moved_on: the engine gave a block to somebody else before its store was planned.
+used_too_little: `store_after_uses` is not reached.
+no_budget: the request ended before pins or planning time were left for it.
+pool_busy: every slot of the pool is being read or written.
+copy_failed: a rank reported an error.
+"""
+SKIP_REASONS: tuple[SkipReason, ...] = get_args(SkipReason)
+
+
+@dataclass(slots=True)
+class StoreCursor:
+    """How far the stores of one request have been planned: one slot index per group."""
+
+    next_slot: list[int]
+
+
+@dataclass(slots=True)
+class _Candidate:
+    key: SlotKey
+    blocks: Sequence[int]
+
+
+@dataclass(slots=True)
+class _RunningStore:
+    slots: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    ranks_left: set[int] = field(default_factory=set)
+    ok: bool = True
+
+
+class UseCounter:
+    """Counts how often a key was computed or reused, for a bounded number of keys."""
+
+    def __init__(self, capacity: int = TRACKED_PREFIXES) -> None:
+        self._capacity = capacity
+        self._uses: OrderedDict[SlotKey, int] = OrderedDict()
+
+    def count(self, key: SlotKey) -> int:
+        """Add one use and return the new number of uses."""
+        uses = self._uses.pop(key, 0) + 1
+        self._uses[key] = uses
+        if len(self._uses) > self._capacity:
+            self._uses.popitem(last=False)
+        return uses
+
+
+class StorePlanner:
+    """Chooses blocks to store and pins them in the engine's block pool until every rank has them.
+
+    A block is chosen only while the pool knows it under exactly the key it is expected to have, in
+    a step that schedules its request and at whose end its tokens are computed: hashes are set
+    before the KV exists, and remembered ids go stale when a window moves on or a request is
+    preempted. The pin is a reference: nobody can reallocate, zero or overwrite the block while a
+    copy may read it. The block's own request does not write it either, since only full blocks of
+    known tokens are chosen.
+    """
+
+    def __init__(
+        self,
+        prefixes: PrefixMap,
+        manager: CacheManager,
+        num_ranks: int,
+        max_pinned_share: float,
+        store_after_uses: int,
+    ) -> None:
+        self._prefixes = prefixes
+        self._manager = manager
+        self._num_ranks = num_ranks
+        self._max_pinned_share = max_pinned_share
+        self._store_after_uses = store_after_uses
+        self._uses = UseCounter()
+        self._pool: Any = None
+        self._next_job_id = 0
+        self._planned = _RunningStore()
+        self._planned_pairs: list[tuple[int, int]] = []
+        self._running: dict[int, _RunningStore] = {}
+        self._abandoned: dict[int, _RunningStore] = {}
+        self._examined = 0
+        self.pinned_blocks = 0
+        self._skipped: Counter[SkipReason] = Counter()
+
+    def bind_pool(self, pool: Any) -> None:
+        """Take the engine's block pool. Called once, before any request."""
+        self._pool = pool
+
+    @property
+    def running(self) -> int:
+        """Stores sent to the ranks and not completed by all of them."""
+        return len(self._running)
+
+    @property
+    def pending(self) -> bool:
+        """Whether any block is pinned, be its store planned or running."""
+        return bool(self._planned_pairs or self._running)
+
+    @property
+    def holds_idle_blocks(self) -> bool:
+        """Whether a pin alone keeps some block from being free."""
+        stores = (self._planned, *self._running.values())
+        return any(self._pool.blocks[b].ref_cnt == 1 for store in stores for b in store.blocks)
+
+    def begin_step(self) -> None:
+        """Give the planner a new budget of slots to examine."""
+        self._examined = 0
+
+    def new_cursor(self) -> StoreCursor:
+        """Return the cursor of a request of which nothing has been planned."""
+        return StoreCursor([0] * len(self._prefixes.groups))
+
+    def plan(
+        self,
+        cursor: StoreCursor,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[Sequence[int]],
+        end_tokens: int,
+        soon_free_blocks: int = 0,
+    ) -> None:
+        """Plan the stores of one request's blocks whose tokens end at or below `end_tokens`.
+
+        `soon_free_blocks` counts blocks that the engine frees right after this call.
+        """
+        for position, group in enumerate(self._prefixes.groups):
+            candidates = self._collect(
+                cursor, position, group, hashes, block_ids[position], end_tokens, soon_free_blocks
+            )
+            if candidates:
+                self._reserve(candidates)
+
+    def _pins_left(self, soon_free_blocks: int) -> int:
+        free = self._pool.get_num_free_blocks() + soon_free_blocks
+        return int(self._max_pinned_share * free) - self.pinned_blocks
+
+    def _collect(
+        self,
+        cursor: StoreCursor,
+        position: int,
+        group: CacheGroup,
+        hashes: Sequence[bytes],
+        group_blocks: Sequence[int],
+        end_tokens: int,
+        soon_free_blocks: int,
+    ) -> list[_Candidate]:
+        """Advance the cursor of one group; return what is new, valid now and within the budgets."""
+        per_slot = self._prefixes.blocks_per_slot
+        last = min(
+            end_tokens // self._prefixes.slot_tokens[position], len(group_blocks) // per_slot
+        )
+        pins_left = self._pins_left(soon_free_blocks)
+        candidates: list[_Candidate] = []
+        known: list[SlotKey] = []
+        slot_index = cursor.next_slot[position]
+        while slot_index < last and self._examined < MAX_SLOTS_PER_STEP:
+            key = self._prefixes.slot_key(hashes, group, slot_index)
+            if key is None:
+                break
+            self._examined += 1
+            blocks = group_blocks[slot_index * per_slot : (slot_index + 1) * per_slot]
+            if self._manager.is_known(key):
+                known.append(key)
+            elif not self._holds(hashes, group, slot_index * per_slot, blocks):
+                self._skipped["moved_on"] += 1
+            elif len(blocks) > pins_left:
+                break
+            elif self._store_after_uses > 1 and self._uses.count(key) < self._store_after_uses:
+                self._skipped["used_too_little"] += 1
+            else:
+                pins_left -= len(blocks)
+                candidates.append(_Candidate(key, blocks))
+            slot_index += 1
+        cursor.next_slot[position] = slot_index
+        self._manager.touch(known)
+        return candidates
+
+    def _holds(
+        self, hashes: Sequence[bytes], group: CacheGroup, first_block: int, blocks: Sequence[int]
+    ) -> bool:
+        """Check that the pool knows every block under the key that the request expects, now."""
+        for offset, block_id in enumerate(blocks):
+            block = self._pool.blocks[block_id]
+            expected = self._prefixes.block_key(hashes, group, first_block + offset)
+            if block.is_null or expected is None or block.block_hash != expected:
+                return False
+        return True
+
+    def _reserve(self, candidates: Sequence[_Candidate]) -> None:
+        """Take slots for the candidates and pin the blocks of those that got one."""
+        plan = self._manager.prepare_store([candidate.key for candidate in candidates])
+        blocks_of: dict[Hashable, Sequence[int]] = {c.key: c.blocks for c in candidates}
+        self._skipped["pool_busy"] += plan.no_room
+        per_slot = self._prefixes.blocks_per_slot
+        for key, slot in plan.accepted:
+            blocks = blocks_of[key]
+            self._planned.slots.append(slot)
+            self._planned.blocks.extend(blocks)
+            self._planned_pairs.extend(
+                (block, slot * per_slot + offset) for offset, block in enumerate(blocks)
+            )
+            self._pool.touch([self._pool.blocks[block] for block in blocks])
+            self.pinned_blocks += len(blocks)
+
+    def count_leftovers(self, cursor: StoreCursor, end_tokens: int) -> None:
+        """Count the slots of an ending request that no budget was left for."""
+        for slot_tokens, next_slot in zip(
+            self._prefixes.slot_tokens, cursor.next_slot, strict=True
+        ):
+            self._skipped["no_budget"] += max(0, end_tokens // slot_tokens - next_slot)
+
+    def take_planned(self) -> tuple[StoreJob, ...]:
+        """Return what was planned since the last call as one job, for this step's metadata."""
+        if not self._planned_pairs:
+            return ()
+        job = StoreJob(self._next_job_id, np.array(self._planned_pairs, dtype=np.int32))
+        self._next_job_id += 1
+        self._planned.ranks_left = set(range(self._num_ranks))
+        self._running[job.job_id] = self._planned
+        self._planned = _RunningStore()
+        self._planned_pairs = []
+        return (job,)
+
+    def complete(self, results: Mapping[int, StoreResult]) -> None:
+        """Take the ranks' reports; what all ranks have ended becomes readable and is unpinned."""
+        for job_id, result in results.items():
+            store = self._running.get(job_id) or self._abandoned.get(job_id)
+            if store is None:
+                continue  # a drain has delivered it already
+            store.ranks_left -= result.ranks
+            store.ok = store.ok and result.ok
+            if store.ranks_left:
+                continue
+            if self._running.pop(job_id, None) is not None:
+                self._unpin(store)
+            else:
+                del self._abandoned[job_id]
+            self._manager.complete_store(store.slots, ok=store.ok)
+            if not store.ok:
+                self._skipped["copy_failed"] += len(store.slots)
+
+    def take_skipped(self) -> Counter[SkipReason]:
+        """Return how many slots were not stored since the last call, by reason."""
+        skipped, self._skipped = self._skipped, Counter()
+        return skipped
+
+    def running_jobs(self) -> tuple[int, ...]:
+        """Return the ids of the stores that were sent and have not ended everywhere."""
+        return tuple(self._running)
+
+    def abandon(self) -> None:
+        """Unpin what is still running: what it copies from now on may be garbage, so it is dropped.
+
+        The slots stay taken until the ranks report the end of the copies.
+        """
+        for job_id, store in self._running.items():
+            store.ok = False
+            self._unpin(store)
+            self._abandoned[job_id] = store
+        self._running.clear()
+
+    def _unpin(self, store: _RunningStore) -> None:
+        # The pool puts the last of these at the most recent end: a prefix' head should leave last.
+        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(store.blocks)])
+        self.pinned_blocks -= len(store.blocks)
+        store.blocks = []

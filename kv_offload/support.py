@@ -1,0 +1,119 @@
+"""Which engines, models and settings can be served: everything else is refused at start."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kv_offload.config import OffloadConfig
+from kv_offload.engine_compat import layer_specs
+from kv_offload.errors import UnsupportedError
+from kv_offload.prefix import CacheGroup
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+ATTENTION_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"})
+"""Names of vLLM's KV-cache specs whose blocks are written once and read by prefix. Subclasses with
+other rules have names of their own and are refused."""
+
+CACHE_DTYPES = frozenset({"auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"})
+"""Cache types whose pages carry all that is needed to read them back."""
+
+
+def check_supported(
+    config: OffloadConfig,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    version: tuple[int, int],
+) -> None:
+    """Raise one `UnsupportedError` that lists everything that stands in the way."""
+    problems = [
+        *_engine_problems(config, vllm_config, kv_cache_config, version),
+        *_model_problems(kv_cache_config),
+    ]
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise UnsupportedError(f"kv-offload cannot serve this engine correctly:{listed}")
+
+
+def _engine_problems(
+    config: OffloadConfig,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    version: tuple[int, int],
+) -> list[str]:
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    problems = []
+    if vllm_config.kv_transfer_config.kv_role != "kv_both":
+        role = vllm_config.kv_transfer_config.kv_role
+        problems.append(f"kv_role is {role!r}: set it to 'kv_both', the plugin stores and loads")
+    if not cache.enable_prefix_caching:
+        problems.append(
+            "prefix caching is off, and blocks are found by their prefix hash: remove "
+            "--no-enable-prefix-caching"
+        )
+    if cache.cache_dtype not in CACHE_DTYPES:
+        problems.append(
+            f"kv_cache_dtype is {cache.cache_dtype!r}: supported are "
+            f"{', '.join(sorted(CACHE_DTYPES))}"
+        )
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if getattr(parallel, name, 1) > 1:
+            problems.append(f"{name} is {getattr(parallel, name)}: only 1 is supported")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.use_eagle():
+        problems.append(
+            f"speculative method {speculative.method!r} keeps KV of its own that a loaded prefix "
+            "does not cover: use 'ngram' or none"
+        )
+    if version < (0, 32):
+        if not vllm_config.model_config.disable_cascade_attn:
+            problems.append(
+                "cascade attention is on, and this vLLM counts the plugin's references as a common "
+                "prefix: set disable_cascade_attn"
+            )
+        if config.on_load_failure == "fail" and len(kv_cache_config.kv_cache_groups) > 1:
+            problems.append(
+                "on_load_failure is 'fail', which this vLLM cannot do for a model with "
+                f"{len(kv_cache_config.kv_cache_groups)} KV-cache groups: use 'recompute'"
+            )
+    return problems
+
+
+def _model_problems(kv_cache_config: KVCacheConfig) -> list[str]:
+    problems = []
+    if not kv_cache_config.kv_cache_groups:
+        problems.append("the model has no KV cache")
+    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
+        problems.append("a second block pool in host memory (HiSparse) has ids of its own")
+    kinds = {type(spec).__name__ for spec in layer_specs(kv_cache_config).values()}
+    for kind in sorted(kinds - ATTENTION_SPECS):
+        problems.append(
+            f"the model has layers with a {kind}: supported are "
+            f"{', '.join(sorted(ATTENTION_SPECS))}"
+        )
+    if any(not getattr(g, "enable_kv_transfer", True) for g in kv_cache_config.kv_cache_groups):
+        problems.append("a KV-cache group is not transferable")
+    return problems
+
+
+def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
+    """Return the groups of a supported model in the order in which block tables list them."""
+    specs = layer_specs(kv_cache_config)
+    groups = []
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        members: list[Any] = [specs[name] for name in group.layer_names]
+        # A layer with full attention needs all blocks, and the largest window covers the others.
+        windows = [
+            spec.sliding_window if type(spec).__name__ == "SlidingWindowSpec" else None
+            for spec in members
+        ]
+        known = [window for window in windows if window is not None]
+        window = max(known) if len(known) == len(windows) else None
+        groups.append(CacheGroup(group_id, group.kv_cache_spec.block_size, window))
+    return tuple(groups)

@@ -1,0 +1,235 @@
+"""A rank's half of the connector: turns plans into transfer jobs, and completions into reports."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from transfer.factory import create_engine
+
+from kv_offload.config import OffloadConfig
+from kv_offload.engine_compat import find_output_copy_stream, logger
+from kv_offload.errors import CapacityError, ConfigError
+from kv_offload.kv_layout import describe_kv_caches
+from kv_offload.metadata import (
+    LoadJob,
+    OffloadMetadata,
+    OffloadWorkerMetadata,
+    StoreJob,
+    StoreResult,
+)
+from kv_offload.metrics import OffloadStats
+from transfer.engine import Completion, Direction, SwapEngine, SwapJob
+from transfer.errors import JobError
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+DRAIN_SECONDS = 10.0
+"""Bound of the wait for running stores before a reset or a sleep."""
+
+REMEMBERED_FAILURES = 1024
+"""Failed stores kept for a drain, which may ask after what a report on its way says too."""
+
+
+class OffloadWorker:
+    """Lives on a rank's main thread; every method is one of the connector's hooks.
+
+    A step's stores are queued at its end and submitted at the start of the next one: then their
+    copies stand neither before the sampled tokens' copy nor in the way of this step's work. Loads
+    are submitted in the step that planned them. No method but `drain` and `shutdown` waits.
+    """
+
+    def __init__(
+        self, config: OffloadConfig, kv_cache_config: KVCacheConfig, rank: int, num_ranks: int
+    ) -> None:
+        self._config = config
+        self._kv_cache_config = kv_cache_config
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._engine: SwapEngine | None = None
+        self._queued: deque[StoreJob] = deque()
+        self._queued_for: OffloadMetadata | None = None
+        self._next_store_id = 0
+        self._storing: set[int] = set()
+        self._loading: dict[int, LoadJob] = {}
+        self._failed_stores: deque[int] = deque(maxlen=REMEMBERED_FAILURES)
+        self._store_results: dict[int, StoreResult] = {}
+        self._received: set[str] = set()
+        self._failed_loads: dict[str, LoadJob] = {}
+        self._stats = OffloadStats()
+        self.num_slots = 0
+
+    # -- start and end -------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """Describe the KV tensors and allocate this rank's share of host memory.
+
+        Called once by the model runner, on whose call stack the output-copy stream is found.
+        Raises `UnsupportedError`, `CapacityError` or `ConfigError`, each with the remedy.
+        """
+        layout = describe_kv_caches(kv_caches, self._kv_cache_config)
+        slot_bytes = layout.slot_bytes * self._config.blocks_per_slot
+        share_bytes = self._config.cpu_bytes // self._num_ranks
+        self.num_slots = share_bytes // slot_bytes
+        if self.num_slots < 1:
+            raise CapacityError(
+                f"cpu_bytes gives each of {self._num_ranks} ranks {share_bytes} bytes, and one "
+                f"slot of {self._config.blocks_per_slot} blocks takes {slot_bytes}: set "
+                f"cpu_bytes to {slot_bytes * self._num_ranks} or more"
+            )
+        device = next(iter(kv_caches.values())).device
+        kind = "host" if device.type == "cpu" else device.type
+        if self._config.transfer_engine not in ("auto", kind):
+            raise ConfigError(
+                f"transfer_engine is {self._config.transfer_engine!r}, but the KV cache of this "
+                f"engine is on {device}: use 'auto' or {kind!r}"
+            )
+        stream = find_output_copy_stream() if kind == "cuda" else None
+        started = time.monotonic()
+        self._engine = create_engine(
+            kind,
+            layout,
+            self.num_slots * self._config.blocks_per_slot,
+            device=device,
+            keep_alive=list(kv_caches.values()),
+            output_copy_stream=stream,
+        )
+        logger.info(
+            "kv-offload: rank %d holds %d slots of %d bytes (%.2f GiB) over %d regions, ready in "
+            "%.1f s; stores wait for %s",
+            self._rank,
+            self.num_slots,
+            slot_bytes,
+            self.num_slots * slot_bytes / (1 << 30),
+            len(layout.regions),
+            time.monotonic() - started,
+            "compute" if stream is None else "compute and for the output-copy stream",
+        )
+
+    def shutdown(self) -> None:
+        """Wait, bounded, for running copies and let go of the KV tensors and of host memory."""
+        if self._engine is not None:
+            self._engine.close(DRAIN_SECONDS)
+            self._engine = None
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def submit_stores(self) -> None:
+        """Start the stores that the last step queued; they wait for all compute until now."""
+        while self._queued:
+            job = self._queued.popleft()
+            self._storing.add(job.job_id)
+            self._submit(SwapJob(job.job_id, Direction.STORE, job.pairs))
+
+    def start_kv_transfers(self, metadata: OffloadMetadata) -> None:
+        """Start the last step's stores that are still queued, then this step's loads.
+
+        Called after the engine zeroed and copied blocks for this step, and before its forward. The
+        destinations of a load belong to requests that wait for it: no forward reads or writes them.
+        """
+        self.submit_stores()
+        for job in metadata.loads:
+            self._loading[job.job_id] = job
+            if job.incomplete:
+                self._end_load(job, failed=True)
+            else:
+                self._submit(SwapJob(job.job_id, Direction.LOAD, job.pairs))
+
+    def _submit(self, job: SwapJob) -> None:
+        assert self._engine is not None, "a job came before register_kv_caches"
+        try:
+            self._engine.submit(job)
+        except JobError as error:
+            self._ended(Completion(job.job_id, job.direction, 0, 0.0, error))
+
+    def prepare_store_kv(self, metadata: OffloadMetadata) -> None:
+        """Queue this step's stores for the start of the next; a second call does nothing.
+
+        Two hooks end a step and some versions call only one of them in a step without a forward.
+        """
+        if self._queued_for is not metadata:
+            self._queued_for = metadata
+            self._queue(metadata.stores)
+
+    def _queue(self, stores: Sequence[StoreJob]) -> None:
+        for job in stores:
+            self._queued.append(job)
+            self._next_store_id = job.job_id + 1
+
+    def poll(self) -> None:
+        """Take in what ended since the last call. Never waits."""
+        if self._engine is not None:
+            for completion in self._engine.poll():
+                self._ended(completion)
+
+    def _ended(self, done: Completion) -> None:
+        if done.error is not None:
+            logger.error("kv-offload: rank %d: %s", self._rank, done.error)
+        elif done.direction is Direction.STORE:
+            self._stats.count("stored_bytes", done.nbytes)
+            self._stats.count("stored_seconds", done.seconds)
+        else:
+            self._stats.count("loaded_bytes", done.nbytes)
+            self._stats.count("loaded_seconds", done.seconds)
+        if done.direction is Direction.LOAD:
+            self._end_load(self._loading[done.job_id], failed=done.error is not None)
+            return
+        self._storing.discard(done.job_id)
+        if done.error is not None:
+            self._failed_stores.append(done.job_id)
+        self._store_results[done.job_id] = self._result(done.job_id)
+
+    def _result(self, job_id: int) -> StoreResult:
+        return StoreResult(frozenset({self._rank}), job_id not in self._failed_stores)
+
+    def _end_load(self, job: LoadJob, *, failed: bool) -> None:
+        del self._loading[job.job_id]
+        self._received.add(job.request_id)
+        if failed:
+            assert self._engine is not None
+            # Half-written blocks go back to the engine, which does not zero what was to be loaded.
+            self._engine.zero_blocks([int(block) for block in job.pairs[:, 0]])
+            self._failed_loads[job.request_id] = job
+
+    # -- reports -------------------------------------------------------------------------------
+
+    def take_received(self) -> tuple[set[str], dict[str, LoadJob]]:
+        """Return the requests whose loads ended, each once, and those among them that failed."""
+        received, self._received = self._received, set()
+        failed, self._failed_loads = self._failed_loads, {}
+        return received, failed
+
+    def take_report(self, failed_loads: Mapping[str, LoadJob]) -> OffloadWorkerMetadata | None:
+        """Return what the scheduler must know; None where nothing happened."""
+        results, self._store_results = self._store_results, {}
+        if not results and not failed_loads:
+            return None
+        return OffloadWorkerMetadata(results, frozenset(failed_loads))
+
+    def take_stats(self) -> OffloadStats | None:
+        """Return the counters since the last call; None where nothing was counted."""
+        stats, self._stats = self._stats, OffloadStats()
+        return None if stats.is_empty() else stats
+
+    def drain(self, unsent: Sequence[StoreJob], running: Sequence[int]) -> dict[int, StoreResult]:
+        """Submit what is queued, wait for it with a bound, and report every store that has ended.
+
+        Called between steps, before a reset or a sleep. `running` are the stores that the scheduler
+        has no report of; one may be on its way, so what is reported here may be reported again.
+        """
+        self._queue(unsent)
+        self.submit_stores()
+        if self._engine is not None and not self._engine.wait(DRAIN_SECONDS):
+            logger.error(
+                "kv-offload: rank %d: stores still run after %.0f s", self._rank, DRAIN_SECONDS
+            )
+        self.poll()
+        asked = {*running, *(job.job_id for job in unsent)}
+        return {
+            job_id: self._result(job_id)
+            for job_id in asked
+            if job_id not in self._storing and job_id < self._next_store_id
+        }

@@ -1,0 +1,499 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from kv_offload.cache_manager import CacheManager, MisuseError, MissingKeyError, StorePlan
+from kv_offload.errors import CapacityError, KVOffloadError
+from kv_offload.policies import POLICIES, make_policy
+
+A, B, C, D, E = (bytes([letter]) * 32 for letter in b"abcde")
+
+
+@pytest.fixture(params=POLICIES)
+def make_manager(request: pytest.FixtureRequest) -> Callable[[int], CacheManager]:
+    return lambda num_slots: CacheManager(num_slots, make_policy(request.param, num_slots))
+
+
+@pytest.fixture
+def manager(make_manager: Callable[[int], CacheManager]) -> CacheManager:
+    """A manager of 4 slots."""
+    return make_manager(4)
+
+
+def slots_of(plan: StorePlan) -> list[int]:
+    return [slot for _, slot in plan.accepted]
+
+
+def store(manager: CacheManager, *keys: bytes) -> list[int]:
+    plan = manager.prepare_store(keys)
+    assert [key for key, _ in plan.accepted] == list(keys)
+    manager.complete_store(slots_of(plan))
+    manager.check_integrity()
+    return slots_of(plan)
+
+
+def eviction_order(manager: CacheManager, keys: Sequence[bytes]) -> list[bytes]:
+    """Store newcomers one by one, until all of `keys` are gone."""
+    order: list[bytes] = []
+    left = list(keys)
+    for i in range(manager.num_slots):
+        plan = manager.prepare_store([b"newcomer %d" % i])
+        assert len(plan.accepted) == 1
+        gone = [key for key in left if not manager.lookup(key)]
+        left = [key for key in left if manager.lookup(key)]
+        assert len(gone) <= 1
+        order += gone
+        manager.check_integrity()
+    assert not left
+    return order
+
+
+# -- construction ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_slots", [0, -3])
+def test_a_manager_needs_a_slot(num_slots: int) -> None:
+    with pytest.raises(CapacityError, match=f"{num_slots} slots: give it memory for 1 or more"):
+        CacheManager(num_slots, make_policy("lru", 1))
+
+
+def test_a_manager_refuses_a_policy_of_another_size() -> None:
+    with pytest.raises(MisuseError, match="the policy is for 4 keys and has 0; 3 slots need"):
+        CacheManager(3, make_policy("arc", 4))
+
+
+def test_a_manager_refuses_the_policy_of_another_manager() -> None:
+    policy = make_policy("lru", 3)
+    store(CacheManager(3, policy), A)
+    with pytest.raises(MisuseError, match="the policy is for 3 keys and has 1; 3 slots need"):
+        CacheManager(3, policy)
+
+
+def test_a_new_manager_is_empty(manager: CacheManager) -> None:
+    assert (manager.num_slots, manager.slots_in_use, manager.evictions) == (4, 0, 0)
+    assert not manager.lookup(A)
+    assert not manager.is_known(A)
+    manager.check_integrity()
+
+
+def test_nothing_is_built_for_slots_that_were_never_used(
+    make_manager: Callable[[int], CacheManager],
+) -> None:
+    """A trillion slots would neither fit in memory nor be built within the test's time."""
+    manager = make_manager(10**12)
+    assert store(manager, A, B) == [0, 1]
+    manager.reset()
+    manager.check_integrity()
+
+
+# -- storing -----------------------------------------------------------------------------------
+
+
+def test_a_stored_key_is_readable_once_its_store_is_completed(manager: CacheManager) -> None:
+    plan = manager.prepare_store([A, B])
+    assert plan == StorePlan(accepted=((A, 0), (B, 1)), known=0, no_room=0, evicted=0)
+    assert manager.slots_in_use == 2
+    assert manager.is_known(A)
+    assert not manager.lookup(A)
+    manager.complete_store([0])
+    assert manager.lookup(A)
+    assert manager.is_known(A)
+    assert not manager.lookup(B)
+    manager.check_integrity()
+
+
+def test_prepare_store_skips_and_counts_known_and_repeated_keys(manager: CacheManager) -> None:
+    store(manager, A)
+    manager.prepare_store([B])
+    plan = manager.prepare_store([A, B, C, D, C, A])
+    assert plan == StorePlan(accepted=((C, 2), (D, 3)), known=4, no_room=0, evicted=0)
+    manager.check_integrity()
+
+
+def test_prepare_store_of_nothing(manager: CacheManager) -> None:
+    assert manager.prepare_store([]) == StorePlan((), known=0, no_room=0, evicted=0)
+    manager.complete_store([])
+    manager.complete_load([])
+    assert manager.prepare_load([]) == []
+
+
+def test_prepare_store_accepts_the_head_of_what_has_no_room(manager: CacheManager) -> None:
+    manager.prepare_load([A] if store(manager, A) else [])
+    plan = manager.prepare_store([B, C, D, E, b"f"])
+    assert plan == StorePlan(accepted=((B, 1), (C, 2), (D, 3)), known=0, no_room=2, evicted=0)
+    assert not manager.is_known(E)
+    assert manager.prepare_store([E]) == StorePlan((), known=0, no_room=1, evicted=0)
+    assert manager.slots_in_use == 4
+    manager.check_integrity()
+
+
+def test_prepare_store_evicts_and_counts(manager: CacheManager) -> None:
+    slots = dict(zip((A, B, C, D), store(manager, A, B, C, D), strict=True))
+    plan = manager.prepare_store([E, b"f"])
+    assert (plan.evicted, manager.evictions, manager.slots_in_use) == (2, 2, 4)
+    assert slots_of(plan) == [slots[D], slots[C]]
+    assert [manager.lookup(key) for key in (A, B, C, D)] == [True, True, False, False]
+    assert not manager.is_known(D)
+    manager.complete_store(slots_of(plan))
+    assert manager.prepare_store([C]).evicted == 1
+    assert manager.evictions == 3
+
+
+def test_prepare_store_never_evicts_a_key_of_its_own(manager: CacheManager) -> None:
+    store(manager, A)
+    store(manager, B, C, D)
+    plan = manager.prepare_store([A, b"1", b"2", b"3", b"4", B])
+    assert plan == StorePlan(
+        accepted=((b"1", slots_of(plan)[0]), (b"2", slots_of(plan)[1])),
+        known=2,
+        no_room=2,
+        evicted=2,
+    )
+    assert manager.lookup(A)
+    assert manager.lookup(B)
+    manager.check_integrity()
+    manager.complete_store(slots_of(plan))
+    manager.prepare_store([b"5", b"6", b"7", b"8"])
+    assert not manager.lookup(A), "the guard must not outlast the call"
+
+
+def test_prepare_store_with_an_unhashable_key_changes_nothing(manager: CacheManager) -> None:
+    store(manager, A)
+    with pytest.raises(TypeError):
+        manager.prepare_store([A, B, []])  # type: ignore[list-item]
+    assert manager.slots_in_use == 1
+    assert not manager.is_known(B)
+    manager.check_integrity()
+
+
+def test_a_failed_store_frees_its_slot_and_leaves_its_key_unknown(manager: CacheManager) -> None:
+    plan = manager.prepare_store([A, B])
+    manager.complete_store(slots_of(plan)[:1], ok=False)
+    manager.complete_store(slots_of(plan)[1:])
+    assert not manager.is_known(A)
+    assert manager.lookup(B)
+    assert manager.slots_in_use == 1
+    manager.check_integrity()
+    assert manager.prepare_store([A, C, D]).evicted == 0
+    assert manager.evictions == 0
+
+
+def test_a_key_whose_store_failed_can_be_stored_again(manager: CacheManager) -> None:
+    manager.complete_store(slots_of(manager.prepare_store([A])), ok=False)
+    store(manager, A)
+    assert manager.lookup(A)
+
+
+def test_a_slot_that_is_being_written_is_not_given_out(manager: CacheManager) -> None:
+    writing = slots_of(manager.prepare_store([A, B]))
+    for key in (C, D, E, b"f"):
+        assert store(manager, key)[0] not in writing
+    assert manager.is_known(A)
+
+
+# -- loading -----------------------------------------------------------------------------------
+
+
+def test_prepare_load_returns_slots_in_order(manager: CacheManager) -> None:
+    a, b, c = store(manager, A, B, C)
+    assert manager.prepare_load([C, A, B]) == [c, a, b]
+    manager.check_integrity()
+
+
+def test_prepare_load_is_all_or_nothing(manager: CacheManager) -> None:
+    store(manager, A)
+    manager.prepare_store([B])
+    for keys in ([A, B], [A, C]):
+        with pytest.raises(MissingKeyError, match="is not readable") as caught:
+            manager.prepare_load(keys)
+        assert isinstance(caught.value, KVOffloadError)
+        assert isinstance(caught.value, KeyError)
+    manager.check_integrity()
+    assert manager.prepare_store([C, D, E]).evicted == 1, "A must not be held"
+
+
+def test_a_key_is_not_evicted_while_any_reader_is_left(manager: CacheManager) -> None:
+    (slot,) = store(manager, A)
+    assert manager.prepare_load([A]) == manager.prepare_load([A]) == [slot]
+    store(manager, B, C, D)
+    for readers_left in (2, 1):
+        plan = manager.prepare_store([b"%d%d" % (readers_left, i) for i in range(4)])
+        assert (len(plan.accepted), plan.no_room) == (3, 1)
+        assert slot not in slots_of(plan)
+        assert manager.lookup(A)
+        manager.complete_store(slots_of(plan))
+        manager.complete_load([slot])
+        manager.check_integrity()
+    assert manager.prepare_store([b"%d" % i for i in range(4)]).evicted == 4
+    assert not manager.lookup(A)
+
+
+def test_a_key_repeated_in_one_load_is_held_once_for_each(manager: CacheManager) -> None:
+    (slot,) = store(manager, A)
+    assert manager.prepare_load([A, A]) == [slot, slot]
+    manager.complete_load([slot])
+    manager.check_integrity()
+    assert manager.prepare_store([b"1", b"2", b"3", b"4"]).no_room == 1
+    manager.complete_load([slot])
+    assert manager.prepare_store([b"4"]).no_room == 0
+
+
+def test_both_readers_of_a_slot_can_be_completed_in_one_call(manager: CacheManager) -> None:
+    (slot,) = store(manager, A)
+    manager.prepare_load([A])
+    manager.prepare_load([A])
+    manager.complete_load([slot, slot])
+    with pytest.raises(MisuseError):
+        manager.complete_load([slot])
+    manager.check_integrity()
+
+
+# -- recency -----------------------------------------------------------------------------------
+
+
+def test_lookups_do_not_change_recency(manager: CacheManager) -> None:
+    for key in (A, B, C, D):
+        store(manager, key)
+    manager.lookup(A)
+    manager.is_known(A)
+    assert eviction_order(manager, [A, B, C, D]) == [A, B, C, D]
+
+
+def test_keys_touched_together_are_evicted_tail_first(manager: CacheManager) -> None:
+    store(manager, D, C, B, A)
+    manager.touch(iter([A, B, C, D]))
+    assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
+
+
+def test_touched_keys_outlive_others(manager: CacheManager) -> None:
+    for key in (A, B, C, D):
+        store(manager, key)
+    manager.touch([A, B])
+    assert eviction_order(manager, [A, B, C, D]) == [C, D, B, A]
+
+
+def test_touch_ignores_unknown_keys(manager: CacheManager) -> None:
+    store(manager, A)
+    manager.touch([B, A, C])
+    assert manager.slots_in_use == 1
+    assert not manager.is_known(B)
+    manager.check_integrity()
+
+
+def test_touch_of_a_key_that_is_being_stored(manager: CacheManager) -> None:
+    a, b, c, d = slots_of(manager.prepare_store([A, B, C, D]))
+    manager.touch([C])
+    manager.complete_store([c, b, a, d])
+    assert eviction_order(manager, [A, B, C, D]) == [D, B, A, C]
+
+
+@pytest.mark.parametrize("slices", [[4], [1, 3], [2, 1, 1]])
+@pytest.mark.parametrize("head_first", [True, False])
+def test_keys_stored_together_are_evicted_tail_first(
+    manager: CacheManager, slices: list[int], head_first: bool
+) -> None:
+    slots = slots_of(manager.prepare_store([A, B, C, D]))
+    pieces = [[slots.pop(0) for _ in range(size)] for size in slices]
+    for piece in pieces if head_first else reversed(pieces):
+        manager.complete_store(piece)
+    assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
+
+
+@pytest.mark.parametrize("slices", [[3], [1, 2], [1, 1, 1]])
+@pytest.mark.parametrize("head_first", [True, False])
+def test_keys_loaded_together_are_evicted_tail_first(
+    manager: CacheManager, slices: list[int], head_first: bool
+) -> None:
+    for key in (A, B, C, D):
+        store(manager, key)
+    manager.touch([D])
+    slots = manager.prepare_load([A, B, C])
+    pieces = [[slots.pop(0) for _ in range(size)] for size in slices]
+    for piece in pieces if head_first else reversed(pieces):
+        manager.complete_load(piece)
+    assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
+
+
+def test_a_second_load_makes_a_key_recent_again(manager: CacheManager) -> None:
+    for key in (A, B, C, D):
+        store(manager, key)
+    slots = manager.prepare_load([A]) + manager.prepare_load([B, C, D]) + manager.prepare_load([A])
+    manager.complete_load(slots)
+    assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
+
+
+def test_a_tail_stored_later_is_evicted_before_its_known_head(manager: CacheManager) -> None:
+    store(manager, A)
+    store(manager, D)
+    plan = manager.prepare_store([A, B, C])
+    manager.complete_store(slots_of(plan))
+    assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
+
+
+def test_a_prefix_that_was_held_for_long_is_still_evicted_tail_first(
+    make_manager: Callable[[int], CacheManager],
+) -> None:
+    manager = make_manager(4)
+    store(manager, A, B, C)
+    slots = manager.prepare_load([A, B, C])
+    for i in range(6):  # each evicts the one before, past the older prefix
+        store(manager, b"%d" % i)
+    manager.complete_load(slots)
+    assert eviction_order(manager, [A, B, C])[-3:] == [C, B, A]
+
+
+# -- misuse ------------------------------------------------------------------------------------
+
+
+def test_complete_store_refuses_slots_without_a_store_and_changes_nothing(
+    manager: CacheManager,
+) -> None:
+    a, b = slots_of(manager.prepare_store([A, B]))
+    (c,) = store(manager, C)
+    manager.prepare_load([C])
+    for slots in ([a, 3], [a, c], [a, a], [a, -1], [a, 99]):
+        with pytest.raises(MisuseError, match="complete each prepared slot once"):
+            manager.complete_store(slots)
+        assert not manager.lookup(A)
+        manager.check_integrity()
+    manager.complete_store([a, b])
+    with pytest.raises(MisuseError, match=rf"slot {a} completes 1 stores, but 0 are running"):
+        manager.complete_store([a], ok=False)
+    assert manager.lookup(A)
+
+
+def test_complete_load_refuses_slots_without_a_load_and_changes_nothing(
+    manager: CacheManager,
+) -> None:
+    a, b = store(manager, A, B)
+    (c,) = slots_of(manager.prepare_store([C]))
+    manager.prepare_load([A])
+    for slots in ([a, b], [a, c], [a, a], [a, -1], [a, 99]):
+        with pytest.raises(MisuseError, match="complete each prepared slot once"):
+            manager.complete_load(slots)
+        manager.check_integrity()
+    manager.complete_load([a])
+    with pytest.raises(MisuseError, match=rf"slot {a} completes 1 loads, but 0 are running"):
+        manager.complete_load([a])
+
+
+# -- reset -------------------------------------------------------------------------------------
+
+
+def test_reset_forgets_idle_keys_and_frees_their_slots(manager: CacheManager) -> None:
+    store(manager, A, B, C, D)
+    manager.reset()
+    assert manager.slots_in_use == 0
+    assert not any(manager.is_known(key) for key in (A, B, C, D))
+    manager.check_integrity()
+    assert sorted(store(manager, A, B, C, D)) == [0, 1, 2, 3]
+    assert manager.evictions == 0
+
+
+def test_reset_keeps_the_slots_of_running_operations_until_they_complete(
+    manager: CacheManager,
+) -> None:
+    (loading,) = store(manager, A)
+    manager.prepare_load([A])
+    manager.prepare_load([A])
+    ok, failed = slots_of(manager.prepare_store([B, C]))
+    manager.reset()
+    manager.check_integrity()
+    assert manager.slots_in_use == 3
+    assert not any(manager.is_known(key) for key in (A, B, C))
+
+    plan = manager.prepare_store([A, B])  # the same names, with new contents
+    assert (slots_of(plan), plan.no_room) == ([3], 1)
+    manager.complete_store([3])
+
+    manager.complete_load([loading])
+    assert manager.slots_in_use == 4
+    manager.complete_load([loading])
+    assert manager.slots_in_use == 3
+    manager.complete_store([ok])
+    manager.complete_store([failed], ok=False)
+    manager.check_integrity()
+    assert manager.slots_in_use == 1
+    assert manager.lookup(A)
+    assert not manager.is_known(B)
+    assert not manager.is_known(C)
+    assert sorted(store(manager, B, C, D)) == sorted([loading, ok, failed])
+
+
+def test_an_orphan_and_the_new_slot_of_its_key_do_not_mix(manager: CacheManager) -> None:
+    (old,) = slots_of(manager.prepare_store([A]))
+    manager.reset()
+    (new,) = slots_of(manager.prepare_store([A]))
+    assert new != old
+    manager.complete_store([old])
+    assert not manager.lookup(A)
+    assert manager.is_known(A)
+    manager.complete_store([new])
+    assert manager.prepare_load([A]) == [new]
+    manager.check_integrity()
+
+
+def test_orphans_survive_a_second_reset(manager: CacheManager) -> None:
+    (first,) = slots_of(manager.prepare_store([A]))
+    manager.reset()
+    (second,) = slots_of(manager.prepare_store([A]))
+    manager.reset()
+    manager.check_integrity()
+    assert manager.slots_in_use == 2
+    manager.complete_store([first, second])
+    manager.check_integrity()
+    assert manager.slots_in_use == 0
+    assert sorted(store(manager, A, B, C, D)) == [0, 1, 2, 3]
+
+
+def test_an_orphan_is_completed_as_what_it_was(manager: CacheManager) -> None:
+    (loading,) = store(manager, A)
+    manager.prepare_load([A])
+    (storing,) = slots_of(manager.prepare_store([B]))
+    manager.reset()
+    with pytest.raises(MisuseError):
+        manager.complete_store([loading])
+    with pytest.raises(MisuseError):
+        manager.complete_load([storing])
+    with pytest.raises(MisuseError):
+        manager.complete_load([loading, loading])
+    assert manager.slots_in_use == 2
+    manager.check_integrity()
+
+
+# -- check_integrity ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("breakage", "message"),
+    [
+        ("m._storing.add(b'x')", "keys being stored and slots differ"),
+        ("m._writes[3] = C", "a key is being stored into two slots"),
+        ("m._stored[C] = 3", "a key is readable while it is being stored"),
+        ("m._reads[2] = C", "a slot is read while it is written"),
+        ("m._reads[3] = D", "slot 3 is read but .* is not in it"),
+        ("del m._readers[0]", "reader counts and reads differ"),
+        ("m._readers[0] = 0", "a read slot has no reader"),
+        ("m._orphans.add(1)", "an orphan has no running operation"),
+        ("m._free.append(1)", "a slot is lost or has two owners"),
+        ("del m._stored[B]", "a slot is lost or has two owners"),
+        ("m._stored[B] = 3; m._free.append(1)", "a slot is used that was never given out"),
+        ("m._stored[B] = -1", "a slot does not exist"),
+        ("del m._stored[B]; m._free.append(1)", "policy: wrong keys"),
+        ("m._policy.release(C)", "could be evicted while it is being stored"),
+        ("m._policy.release(A)", "hold and loads differ"),
+        ("m._policy.hold(B)", "hold and loads differ"),
+        ("m._policy.capacity = 2", "3 keys exceed capacity 2"),
+    ],
+)
+def test_check_integrity_names_what_is_broken(breakage: str, message: str) -> None:
+    manager = CacheManager(4, make_policy("lru", 4))
+    store(manager, A, B)
+    manager.prepare_load([A])
+    manager.prepare_store([C])
+    manager.check_integrity()
+    exec(breakage, {"m": manager, "A": A, "B": B, "C": C, "D": D})
+    with pytest.raises(AssertionError, match=message):
+        manager.check_integrity()

@@ -1,0 +1,171 @@
+"""Random interleavings of all operations, against a model that knows nothing of policies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kv_offload.cache_manager import CacheManager, MisuseError, MissingKeyError
+from kv_offload.policies import make_policy
+
+KEYS = [bytes([letter]) for letter in b"abcdefghij"]
+key_lists = st.lists(st.sampled_from(KEYS), max_size=6)
+
+
+@dataclass
+class Load:
+    slots: list[int]
+    orphan: bool = False
+
+
+class CacheManagerMachine(RuleBasedStateMachine):
+    """`readable` and `writes` say what is in each slot; `None` is a key that a reset forgot."""
+
+    policy_name: str
+
+    @initialize(num_slots=st.integers(1, 8))
+    def start(self, num_slots: int) -> None:
+        self.manager = CacheManager(num_slots, make_policy(self.policy_name, num_slots))
+        self.readable: dict[bytes, int] = {}
+        self.writes: dict[int, bytes | None] = {}
+        self.loads: list[Load] = []
+        self.evictions = 0
+
+    def slots_read(self) -> set[int]:
+        return {slot for load in self.loads for slot in load.slots}
+
+    def orphans(self) -> set[int]:
+        writes = {slot for slot, key in self.writes.items() if key is None}
+        return writes | {slot for load in self.loads if load.orphan for slot in load.slots}
+
+    def known(self) -> set[bytes]:
+        return {*self.readable, *(key for key in self.writes.values() if key is not None)}
+
+    def in_use(self) -> set[int]:
+        return {*self.readable.values(), *self.writes, *self.orphans()}
+
+    @rule(keys=key_lists)
+    def prepare_store(self, keys: list[bytes]) -> None:
+        new = list(dict.fromkeys(key for key in keys if key not in self.known()))
+        evictable = {
+            slot: key
+            for key, slot in self.readable.items()
+            if key not in keys and slot not in self.slots_read()
+        }
+        free = self.manager.num_slots - len(self.in_use())
+
+        plan = self.manager.prepare_store(keys)
+
+        room = free + len(evictable)
+        assert [key for key, _ in plan.accepted] == new[:room]
+        assert plan.known == len(keys) - len(new)
+        assert plan.no_room == len(new) - len(plan.accepted)
+        assert plan.evicted == max(0, len(plan.accepted) - free)
+        self.evictions += plan.evicted
+        for key, slot in plan.accepted:
+            assert 0 <= slot < self.manager.num_slots
+            if slot in self.in_use():
+                assert slot in evictable, "a slot was taken that is held or was given out twice"
+                del self.readable[evictable.pop(slot)]
+            self.writes[slot] = key
+
+    @precondition(lambda self: self.writes)
+    @rule(data=st.data(), ok=st.booleans())
+    def complete_store(self, data: st.DataObject, ok: bool) -> None:
+        writing = st.sampled_from(sorted(self.writes))
+        slots = data.draw(st.lists(writing, min_size=1, unique=True))
+        self.manager.complete_store(slots, ok=ok)
+        for slot in slots:
+            key = self.writes.pop(slot)
+            if key is not None and ok:
+                self.readable[key] = slot
+
+    @rule(keys=key_lists)
+    def prepare_load(self, keys: list[bytes]) -> None:
+        if all(key in self.readable for key in keys):
+            slots = self.manager.prepare_load(keys)
+            assert slots == [self.readable[key] for key in keys]
+            self.loads.append(Load(slots))
+        else:
+            with pytest.raises(MissingKeyError):
+                self.manager.prepare_load(keys)
+
+    @precondition(lambda self: self.readable)
+    @rule(data=st.data())
+    def prepare_load_of_readable_keys(self, data: st.DataObject) -> None:
+        keys = st.sampled_from(sorted(self.readable))
+        self.prepare_load(data.draw(st.lists(keys, min_size=1, max_size=4)))
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data())
+    def complete_load(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.loads) - 1))
+        load = self.loads[index]
+        count = data.draw(st.integers(0, len(load.slots)))
+        self.manager.complete_load(load.slots[:count])
+        del load.slots[:count]
+        if not load.slots:
+            del self.loads[index]
+
+    @rule(keys=key_lists)
+    def touch(self, keys: list[bytes]) -> None:
+        self.manager.touch(keys)
+
+    @rule(slots=st.lists(st.integers(-1, 8), min_size=1, max_size=3))
+    def misuse(self, slots: list[int]) -> None:
+        """Complete what is not running; the invariants find out whether that changed anything."""
+        if len(set(slots)) < len(slots) or not self.writes.keys() >= set(slots):
+            with pytest.raises(MisuseError):
+                self.manager.complete_store(slots)
+        if Counter(slots) - Counter(slot for load in self.loads for slot in load.slots):
+            with pytest.raises(MisuseError):
+                self.manager.complete_load(slots)
+
+    @rule()
+    def reset(self) -> None:
+        self.manager.reset()
+        self.readable.clear()
+        self.writes = dict.fromkeys(self.writes)
+        for load in self.loads:
+            load.orphan = True
+
+    @invariant()
+    def manager_and_model_agree(self) -> None:
+        self.manager.check_integrity()
+        for key in KEYS:
+            assert self.manager.lookup(key) == (key in self.readable)
+            assert self.manager.is_known(key) == (key in self.known())
+        assert self.manager.slots_in_use == len(self.in_use())
+        assert self.manager.evictions == self.evictions
+
+    def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.manager.complete_store(list(self.writes))
+        for load in self.loads:
+            self.manager.complete_load(load.slots)
+        self.manager.check_integrity()
+        self.manager.reset()
+        assert self.manager.slots_in_use == 0
+        plan = self.manager.prepare_store([b"%d" % i for i in range(self.manager.num_slots)])
+        assert {slot for _, slot in plan.accepted} == set(range(self.manager.num_slots))
+
+
+class LRUMachine(CacheManagerMachine):
+    policy_name = "lru"
+
+
+class ARCMachine(CacheManagerMachine):
+    policy_name = "arc"
+
+
+budget = settings(deadline=None, max_examples=200, stateful_step_count=50)
+TestLRU = LRUMachine.TestCase
+TestLRU.settings = budget
+TestARC = ARCMachine.TestCase
+TestARC.settings = budget

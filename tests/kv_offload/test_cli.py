@@ -1,0 +1,154 @@
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import kv_offload
+from kv_offload.cli import main
+from kv_offload.config import SCHEMA, load_config
+from kv_offload.sizes import HostMemory
+
+DOCS = Path(__file__).parents[2] / "docs/configuration.md"
+PRINT_LAST = "import sys; print(sys.argv[-1])"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KV_OFFLOAD_CONFIG_FILE", raising=False)
+
+
+def transfer_config(output):
+    """Return what a shell would hand to vLLM from the last line of `output`."""
+    option, value = shlex.split(output.splitlines()[-1])
+    assert option == "--kv-transfer-config"
+    return json.loads(value)
+
+
+def test_a_file_gives_values_sources_and_the_argument(tmp_path, capsys):
+    file = tmp_path / "kv.yaml"
+    file.write_text("cpu_bytes: 1MiB\neviction_policy: arc\n")
+    assert main(["config", "kv.yaml"]) == 0
+    output = capsys.readouterr().out
+    lines = output.splitlines()
+    assert lines[0] == f"# Effective configuration; file: '{file}'"
+    assert lines[1] == "cpu_bytes: 1048576  # file, 1MiB is 1 MiB"
+    assert lines[2] == "eviction_policy: arc  # file"
+    assert "store_blocks: all  # default" in lines
+    assert transfer_config(output) == {
+        "kv_connector": "KVOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"config_file": str(file)},
+    }
+
+
+def test_the_values_are_yaml_that_loads_to_the_same_configuration(tmp_path, capsys):
+    (tmp_path / "kv.yaml").write_text("max_pinned_share: 0.25\ncpu_bytes: 10%\n")
+    main(["config", "kv.yaml"])
+    values = yaml.safe_load(capsys.readouterr().out.split("\n\n")[0])
+    assert load_config(values, {}) == load_config({"config_file": "kv.yaml"}, {})
+
+
+def test_without_a_file_it_shows_the_defaults(capsys):
+    assert main(["config"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("# Effective configuration; file: none\n")
+    assert output.count("# default") == len(SCHEMA)
+    assert transfer_config(output) == {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}
+
+
+def test_without_a_file_it_takes_the_one_of_the_environment(tmp_path, capsys, monkeypatch):
+    (tmp_path / "kv.yaml").write_text("blocks_per_slot: 2")
+    monkeypatch.setenv("KV_OFFLOAD_CONFIG_FILE", "kv.yaml")
+    assert main(["config"]) == 0
+    output = capsys.readouterr().out
+    assert "blocks_per_slot: 2  # file" in output
+    extra_config = transfer_config(output)["kv_connector_extra_config"]
+    assert extra_config == {"config_file": str(tmp_path / "kv.yaml")}
+
+
+def test_the_documented_run_is_real(tmp_path, capsys, monkeypatch):
+    machine = HostMemory(64 << 30, "/proc/meminfo")
+    monkeypatch.setattr("kv_offload.config.read_host_memory", lambda: machine)
+    docs = DOCS.read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", docs, re.DOTALL)
+    (printed,) = re.findall(r"```\n(# Effective.*?)```", docs, re.DOTALL)
+    (tmp_path / "kv-offload.yaml").write_text(example)
+    assert main(["config", "kv-offload.yaml"]) == 0
+    assert capsys.readouterr().out.replace(str(tmp_path), "/srv") == printed
+
+
+@pytest.mark.parametrize("name", ["it's here.yaml", 'a"b$HOME`x`.yaml', "ü\n.yaml", "\udcff.yaml"])
+def test_awkward_paths_survive_the_shell(tmp_path, capsys, name):
+    (tmp_path / name).write_text("")
+    assert main(["config", name]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    done = subprocess.run(
+        ["sh", "-c", f'{shlex.quote(sys.executable)} -c "{PRINT_LAST}" {line}'],
+        capture_output=True,
+        check=True,
+    )
+    extra_config = json.loads(done.stdout)["kv_connector_extra_config"]
+    assert extra_config == {"config_file": str(tmp_path / name)}
+    assert load_config(extra_config, {}) == load_config({}, {})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("blocks_per_slot: 65", "blocks_per_slot: 65: Expected `int` <= 64"),
+        ("evict_policy: arc", "Did you mean eviction_policy?"),
+        ("cpu_bytes: 101%", "cpu_bytes: '101%': asks for"),
+        ("a: [", "line 1, column 5"),
+    ],
+)
+def test_errors_are_one_message_and_status_2(tmp_path, capsys, content, message):
+    (tmp_path / "kv.yaml").write_text(content)
+    assert main(["config", "kv.yaml"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"kv-offload: {tmp_path}/kv.yaml")
+    assert message in output.err
+    assert output.err.count("\n") == 1
+
+
+def test_a_missing_file_is_status_2_and_no_traceback(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "kv_offload.cli", "config", "missing.yaml"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.returncode == 2
+    assert f"No such file or directory: '{tmp_path}/missing.yaml'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"kv-offload {kv_offload.__version__}\n"
+
+
+def test_help_describes_every_key(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["config", "--help"])
+    assert caught.value.code == 0
+    output = capsys.readouterr().out
+    for key in SCHEMA.values():
+        assert f"{key.name} (default {key.default})\n    {key.description}" in output
+        assert f"Allowed: {key.allowed}." in output
+
+
+@pytest.mark.parametrize("arguments", [[], ["configure"], ["config", "a", "b"], ["--nope"]])
+def test_wrong_arguments_are_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: kv-offload" in capsys.readouterr().err

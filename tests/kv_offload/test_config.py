@@ -1,0 +1,471 @@
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_offload.config import DEFAULT, SCHEMA, OffloadConfig, load_config, trace_config
+from kv_offload.errors import CapacityError, ConfigError, KVOffloadError
+from kv_offload.sizes import HostMemory
+
+GIB = 1 << 30
+HOST = HostMemory(64 * GIB, "/proc/meminfo")
+DOCS = Path(__file__).parents[2] / "docs/configuration.md"
+DEFAULTS = OffloadConfig(
+    cpu_bytes=16 * GIB,
+    eviction_policy="lru",
+    store_blocks="all",
+    store_after_uses=1,
+    blocks_per_slot=1,
+    transfer_engine="auto",
+    max_pinned_share=0.5,
+    on_load_failure="recompute",
+)
+
+
+def load(extra_config=None, environ=None):
+    return load_config(extra_config or {}, environ or {}, host=HOST)
+
+
+def refusal(extra_config=None, environ=None, kind=ConfigError):
+    with pytest.raises(kind) as caught:
+        load(extra_config, environ)
+    return str(caught.value)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content, name="kv.yaml"):
+        file = tmp_path / name
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(file)
+
+    return write
+
+
+# Values
+
+
+def test_defaults():
+    assert load() == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("cpu_bytes", 1, 1),
+        ("cpu_bytes", 64 * GIB, 64 * GIB),
+        ("cpu_bytes", "1.5GiB", 3 * GIB // 2),
+        ("cpu_bytes", "48 GB", 48 * 10**9),
+        ("cpu_bytes", "40%", 64 * GIB * 40 // 100),
+        ("cpu_bytes", "100%", 64 * GIB),
+        ("eviction_policy", "arc", "arc"),
+        ("store_blocks", "prompt", "prompt"),
+        ("store_after_uses", 1, 1),
+        ("store_after_uses", 1000, 1000),
+        ("blocks_per_slot", 64, 64),
+        ("transfer_engine", "host", "host"),
+        ("transfer_engine", "cuda", "cuda"),
+        ("max_pinned_share", 0.01, 0.01),
+        ("max_pinned_share", 1, 1.0),
+        ("on_load_failure", "fail", "fail"),
+    ],
+)
+def test_values_that_are_accepted_inline_and_in_a_file(write, key, value, expected):
+    for extra_config in ({key: value}, {"config_file": write(json.dumps({key: value}))}):
+        config = load(extra_config)
+        assert getattr(config, key) == expected
+        assert config.to_dict() == DEFAULTS.to_dict() | {key: expected}
+
+
+BAD_VALUES = [
+    ("cpu_bytes", 0, ">= 1"),
+    ("cpu_bytes", -1, ">= 1"),
+    ("cpu_bytes", 1.0, "got `float`"),
+    ("cpu_bytes", 1.5, "got `float`"),
+    ("cpu_bytes", True, "got `bool`"),
+    ("cpu_bytes", None, "got `null`"),
+    ("cpu_bytes", [1], "got `array`"),
+    ("cpu_bytes", 2**70, "<= 9223372036854775807"),
+    ("cpu_bytes", "48", "the unit is missing"),
+    ("cpu_bytes", "48G", "unknown unit 'G', known are B, kB, MB"),
+    ("cpu_bytes", "-1GiB", "not a positive number and a unit"),
+    ("cpu_bytes", "0GiB", "less than one byte"),
+    ("cpu_bytes", "0%", "less than one byte"),
+    ("eviction_policy", "lfu", "Invalid enum value"),
+    ("eviction_policy", "LRU", "Invalid enum value"),
+    ("eviction_policy", False, "got `bool`"),
+    ("store_blocks", "decode", "Invalid enum value"),
+    ("store_after_uses", 0, ">= 1"),
+    ("store_after_uses", 1.0, "got `float`"),
+    ("store_after_uses", 2**70, "<= 9223372036854775807"),
+    ("blocks_per_slot", 0, ">= 1"),
+    ("blocks_per_slot", 65, "<= 64"),
+    ("blocks_per_slot", "4", "got `str`"),
+    ("blocks_per_slot", True, "got `bool`"),
+    ("blocks_per_slot", 1.0, "got `float`"),
+    ("transfer_engine", "dma", "Invalid enum value"),
+    ("max_pinned_share", 0, "> 0"),
+    ("max_pinned_share", -0.5, "> 0"),
+    ("max_pinned_share", 1.01, "<= 1"),
+    ("max_pinned_share", "50%", "got `str`"),
+    ("max_pinned_share", True, "got `bool`"),
+    ("on_load_failure", "retry", "Invalid enum value"),
+    ("on_load_failure", {}, "got `object`"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "reason"), BAD_VALUES)
+def test_bad_values_are_refused_with_source_path_value_and_remedy(write, key, value, reason):
+    file = write(json.dumps({key: value}))
+    for extra_config, source in (
+        ({key: value}, "kv_connector_extra_config"),
+        ({"config_file": file}, file),
+    ):
+        message = refusal(extra_config)
+        assert message.startswith(f"{source}: {key}: {value!r}: ")
+        assert reason in message
+        assert f"Allowed: {SCHEMA[key].allowed}. Correct it, or remove it" in message
+        assert message.endswith(f"to get the default, {SCHEMA[key].default}.")
+
+
+@pytest.mark.parametrize("text", [".nan", ".inf", "-.inf"])
+def test_numbers_that_are_not_finite_are_refused(write, text):
+    assert "max_pinned_share" in refusal({"config_file": write(f"max_pinned_share: {text}")})
+
+
+def test_a_bad_value_is_refused_also_where_another_source_overrides_it(write):
+    file = write("blocks_per_slot: 65")
+    message = refusal({"config_file": file, "blocks_per_slot": 2})
+    assert message.startswith(f"{file}: blocks_per_slot: 65")
+
+
+def test_long_and_nested_values_are_cut(write):
+    assert len(refusal({"blocks_per_slot": "x" * 100_000})) < 1000
+    lists = "".join(f"- &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]\n" for n in range(30))
+    assert len(refusal({"config_file": write(f"- &a0 [x]\n{lists}")})) < 10_000
+
+
+def test_integers_too_long_to_print_are_refused(write):
+    digits = "f" * 5000
+    assert "a huge integer" in refusal({"config_file": write(f"store_after_uses: 0x{digits}")})
+    assert "a huge integer: 1: unknown key" in refusal({"config_file": write(f"? 0x{digits}\n: 1")})
+
+
+# Capacity
+
+
+def test_more_than_the_machine_has(write):
+    message = refusal({"cpu_bytes": "65GiB"}, kind=CapacityError)
+    assert message == (
+        "kv_connector_extra_config: cpu_bytes: '65GiB': asks for 65 GiB (69793218560 bytes), but "
+        "/proc/meminfo says that there are 64 GiB (68719476736 bytes). Ask for less, for example "
+        "25%, or give the process more."
+    )
+    file = write("cpu_bytes: 101%")
+    assert refusal({"config_file": file}, kind=CapacityError).startswith(f"{file}: cpu_bytes: '101")
+    assert "cpu_bytes: 68719476737:" in refusal({"cpu_bytes": 64 * GIB + 1}, kind=CapacityError)
+
+
+def test_only_the_effective_size_must_fit(write):
+    file = write("cpu_bytes: 1TiB")
+    assert load({"config_file": file, "cpu_bytes": "1GiB"}).cpu_bytes == GIB
+
+
+def test_the_memory_of_this_machine_is_the_default_whole():
+    from kv_offload.sizes import read_host_memory
+
+    whole = read_host_memory().size_bytes
+    assert load_config({}, {}).cpu_bytes == whole // 4
+    with pytest.raises(CapacityError, match=r"100\.1%"):
+        load_config({"cpu_bytes": "100.1%"}, {})
+
+
+# Unknown keys
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("evict_policy", "eviction_policy"), ("cpu_bytes_to_use", "cpu_bytes"), ("zzz", None)],
+)
+def test_unknown_keys_are_refused_with_the_nearest_and_all_keys(write, key, near):
+    file = write(f"{key}: lru")
+    for extra_config, source in (
+        ({key: "lru"}, "kv_connector_extra_config"),
+        ({"config_file": file}, file),
+    ):
+        message = refusal(extra_config)
+        assert message.startswith(f"{source}: {key}: 'lru': unknown key. ")
+        assert ("Did you mean" in message) == (near is not None)
+        assert near is None or f"Did you mean {near}?" in message
+        assert all(name in message for name in SCHEMA)
+
+
+def test_config_file_is_a_key_only_inline(write):
+    file = write("config_file: /x.yaml")
+    message = refusal({"config_file": file})
+    assert message.startswith(f"{file}: config_file: '/x.yaml': unknown key")
+    assert "config_file" in refusal({"config_fil": file}).split("the keys are")[1]
+    assert "Did you mean config_file?" in refusal({"config_fil": file})
+
+
+@pytest.mark.parametrize("key", ["1", "true", "null", "2024-01-01"])
+def test_keys_that_are_not_strings_are_unknown(write, key):
+    assert "unknown key" in refusal({"config_file": write(f"{key}: 1")})
+    assert "1: 2: unknown key" in refusal({1: 2})
+
+
+# Sources and precedence
+
+
+def test_inline_wins_over_the_file_which_wins_over_the_default(write):
+    file = write("blocks_per_slot: 2\nstore_after_uses: 3\n")
+    config = load({"config_file": file, "blocks_per_slot": 4})
+    assert (config.blocks_per_slot, config.store_after_uses, config.eviction_policy) == (
+        4,
+        3,
+        "lru",
+    )
+
+
+def test_the_named_file_wins_over_the_environment(write):
+    named, other = write("blocks_per_slot: 2"), write("blocks_per_slot: 3", name="other.yaml")
+    environ = {"KV_OFFLOAD_CONFIG_FILE": other}
+    assert load({"config_file": named}, environ).blocks_per_slot == 2
+    assert load({}, environ).blocks_per_slot == 3
+    assert load({"blocks_per_slot": 4}, environ).blocks_per_slot == 4
+
+
+def test_the_environment_of_the_process_is_the_default(write, monkeypatch):
+    monkeypatch.setenv("KV_OFFLOAD_CONFIG_FILE", write("blocks_per_slot: 2"))
+    assert load_config({}).blocks_per_slot == 2
+
+
+def test_the_trace_says_where_every_value_came_from(write):
+    file = write("blocks_per_slot: 2\ncpu_bytes: 1GiB")
+    traced = trace_config({"config_file": file, "blocks_per_slot": 4}, {}, host=HOST)
+    assert traced.file == Path(file)
+    assert set(traced.given) == set(SCHEMA)
+    assert traced.given["blocks_per_slot"] == ("kv_connector_extra_config", 4)
+    assert traced.given["cpu_bytes"] == (file, "1GiB")
+    assert traced.given["eviction_policy"] == (DEFAULT, "lru")
+    assert trace_config({}, {}, host=HOST).file is None
+
+
+@pytest.mark.parametrize("content", ["", "# nothing\n", "---\n", "{}"])
+def test_an_empty_file_is_the_defaults(write, content):
+    assert load({"config_file": write(content)}) == DEFAULTS
+
+
+def test_paths_may_be_relative_links_or_start_at_home(write, tmp_path, monkeypatch):
+    write("blocks_per_slot: 2")
+    (tmp_path / "link.yaml").symlink_to("kv.yaml")
+    (tmp_path / "deep/below").mkdir(parents=True)
+    (tmp_path / "away").symlink_to("deep/below")
+    (tmp_path / "deep/kv.yaml").write_text("blocks_per_slot: 3")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load({"config_file": "kv.yaml"}).blocks_per_slot == 2
+    assert load({"config_file": "link.yaml"}).blocks_per_slot == 2
+    assert load({"config_file": "~/kv.yaml"}).blocks_per_slot == 2
+    assert load({"config_file": "away/../kv.yaml"}).blocks_per_slot == 3
+    assert trace_config({"config_file": "kv.yaml"}, {}, host=HOST).file == tmp_path / "kv.yaml"
+
+
+# Files that cannot be used
+
+READABLE = "Give the path of a YAML file that this process can read."
+
+
+@pytest.mark.parametrize("value", [None, "", 3, ["a"], b"x"])
+def test_a_config_file_that_is_no_path(value):
+    message = refusal({"config_file": value})
+    assert message == f"kv_connector_extra_config: config_file: {value!r}: not a path. {READABLE}"
+
+
+def test_an_empty_variable_is_not_taken_for_an_absent_one():
+    message = refusal({}, {"KV_OFFLOAD_CONFIG_FILE": ""})
+    assert message == f"environment: KV_OFFLOAD_CONFIG_FILE: '': not a path. {READABLE}"
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("missing.yaml", "No such file or directory"),
+        ("kv.yaml/x", "Not a directory"),
+        ("loop", "Too many levels of symbolic links"),
+        ("x" * 300, "File name too long"),
+        ("~nobody-has-this-name/kv.yaml", "No such file or directory"),
+        ("a\0b", "null byte"),
+        (".", "is not a regular file"),
+        ("pipe", "is not a regular file"),
+    ],
+)
+def test_files_that_cannot_be_read(write, tmp_path, monkeypatch, path, reason):
+    write("")
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(tmp_path)
+    for extra_config, environ, place in (
+        ({"config_file": path}, {}, "kv_connector_extra_config: config_file"),
+        ({}, {"KV_OFFLOAD_CONFIG_FILE": path}, "environment: KV_OFFLOAD_CONFIG_FILE"),
+    ):
+        message = refusal(extra_config, environ)
+        assert message.startswith(f"{place}: '{path[:20]}" if path.isprintable() else place)
+        assert reason in message
+        assert message.endswith(READABLE)
+
+
+def test_a_file_without_permission(write, monkeypatch):
+    file = write("")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root, in a container, reads any file
+    message = refusal({"config_file": file})
+    assert message.startswith(f"kv_connector_extra_config: config_file: {file!r}: cannot be read: ")
+    assert "Permission denied" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "column", "problem"),
+    [
+        ("a: [1, 2", 1, 9, "expected ',' or ']', but got '<stream end>'"),
+        ("cpu_bytes: 1\na: b: c", 2, 5, "mapping values are not allowed here"),
+        ("\ta: 1", 1, 1, "cannot start any token"),
+        ("a: 1\n---\nb: 2", 2, 1, "expected a single document in the stream"),
+        ("*x", 1, 1, "found undefined alias 'x'"),
+        ("a: !!python/name:os.system x", 1, 4, "could not determine a constructor for the tag"),
+        ("? [a]\n: 1", 1, 3, "found unhashable key"),
+        ("%YAML 9.9\n---\na: 1", 1, 1, "incompatible YAML document"),
+        ("a: 1\nb: 2024-13-45", 2, 4, "'2024-13-45' is not a valid timestamp"),
+        ("a: !!int x", 1, 4, "'x' is not a valid int"),
+        ("a: !!float ''", 1, 4, "'' is not a valid float"),
+        ("a: !!bool x", 1, 4, "'x' is not a valid bool"),
+        ("a: !!timestamp x", 1, 4, "'x' is not a valid timestamp"),
+        ("a: !!map x", 1, 4, "expected a mapping node, but found scalar"),
+        ("a: " + "1" * 5000, 1, 4, "is not a valid int"),
+        ("[" * 3000, 1, 1, "nested too deeply"),
+        ("a: 1\nb: \x01", 2, 4, "character 0x1 is not allowed in YAML"),
+        (b"a: 1\nb: \xff", 2, 4, "byte 0xff is not UTF-8"),
+        ("é: ü".encode("latin-1"), 1, 1, "byte 0xe9 is not UTF-8"),
+        ("cpu_bytes: 1".encode("utf-16"), 1, 1, "byte 0xff is not UTF-8"),
+        ("- a\n- b", 1, 1, "the top level is ['a', 'b'], but it must be a mapping"),
+        ("lru", 1, 1, "the top level is 'lru', but it must be a mapping of keys to values"),
+        (
+            "blocks_per_slot: 1\nblocks_per_slot: 2",
+            2,
+            1,
+            "blocks_per_slot: '2': this key was given",
+        ),
+        ("{store_blocks: all, 'store_blocks': all}", 1, 21, "was given before, in line 1"),
+    ],
+)
+def test_malformed_files_are_refused_with_line_and_column(write, content, line, column, problem):
+    file = write(content)
+    message = refusal({"config_file": file})
+    assert message.startswith(f"{file}, line {line}, column {column}: ")
+    assert problem in message
+    assert message.endswith(f"Correct the file; `kv-offload config {file}` checks it.")
+
+
+def test_utf8_and_a_byte_order_mark_are_fine(write):
+    content = "\ufeff# größer\nblocks_per_slot: 2"
+    assert load({"config_file": write(content)}).blocks_per_slot == 2
+
+
+SYNTAX = [": ", "\n", "- ", "!!int ", "!!bool ", "!!map ", "&a ", "*a", "? ", "<<: ", *"{}[]~'\",%#\x00>|"]
+VALUES = ["1", "0x1f", "1:30", "2024-02-30", "lru", "1GiB"]
+WORDS = st.sampled_from([*SCHEMA, *SYNTAX, *VALUES])
+
+
+@given(content=st.one_of(st.binary(), st.lists(WORDS | st.text(max_size=3)).map("".join)))
+def test_any_content_is_a_configuration_or_a_refusal(tmp_path_factory, content):
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    file.write_bytes(
+        content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
+    )
+    with contextlib.suppress(KVOffloadError):
+        assert load({"config_file": str(file)}).cpu_bytes > 0
+
+
+# The record
+
+
+def test_a_configuration_is_frozen_and_round_trips():
+    config = load({"eviction_policy": "arc", "cpu_bytes": "3GiB", "max_pinned_share": 1})
+    assert load(config.to_dict()) == config
+    with pytest.raises(AttributeError):
+        config.cpu_bytes = 1
+
+
+def test_describe_is_one_line_with_every_key():
+    line = load({"cpu_bytes": "1.5GiB"}).describe()
+    assert line.startswith("cpu_bytes=1.5 GiB, eviction_policy=lru, ")
+    assert "\n" not in line
+    assert all(f"{name}=" in line for name in SCHEMA)
+
+
+def test_the_eviction_policies_are_those_that_exist():
+    from kv_offload.policies import POLICIES
+
+    kind, _ = get_args(get_type_hints(OffloadConfig, include_extras=True)["eviction_policy"])
+    assert set(get_args(kind)) == set(POLICIES)
+
+
+def test_the_module_needs_neither_the_engine_nor_a_device():
+    code = (
+        "import sys, kv_offload.cli, kv_offload.config\n"
+        "print([m for m in ('torch', 'vllm', 'cupy', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stdout == "[]\n"
+
+
+# The documentation
+
+
+def test_the_documented_table_is_the_schema():
+    rows = [
+        f"| `{key.name}` | {key.description} | {key.allowed} | `{key.default}` |"
+        for key in SCHEMA.values()
+    ]
+    documented = [line for line in DOCS.read_text().splitlines() if line.startswith("| `")]
+    assert documented == rows
+
+
+def test_the_documented_example_names_every_key(write):
+    (example,) = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    traced = trace_config({"config_file": write(example)}, {}, host=HOST)
+    assert all(source != DEFAULT for source, _ in traced.given.values())
+
+
+def test_the_documented_inline_keys_are_accepted():
+    commands = re.findall(r"--kv-transfer-config '(.*?)'", DOCS.read_text())
+    inline = [json.loads(text).get("kv_connector_extra_config", {}) for text in commands]
+    (keys,) = [extra for extra in inline if extra and "config_file" not in extra]
+    assert load(keys) == dataclasses.replace(DEFAULTS, cpu_bytes=8 * GIB, eviction_policy="arc")
+
+
+def test_the_documented_errors_are_real(write, tmp_path):
+    errors = re.findall(r"^kv-offload: (.*)$", DOCS.read_text(), re.MULTILINE)
+    contents = ["blocks_per_slot: 65", "evict_policy: arc", "cpu_bytes: 8GiB\ncpu_bytes: 16GiB"]
+    assert len(errors) == len(contents)
+    for error, content in zip(errors, contents, strict=True):
+        message = refusal({"config_file": write(content, name="kv-offload.yaml")})
+        assert message.replace(str(tmp_path), "/srv") == error

@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_memory import Storage, check_exact, dense_strides, region_bytes
+
+from transfer.errors import LayoutError
+from transfer.layout import KVLayout, Region, TensorDescription
+
+LAYER, BLOCK, HEAD, TOKEN, CONTENT = range(5)
+NAMED_ORDERS = {
+    "LBHNC": (LAYER, BLOCK, HEAD, TOKEN, CONTENT),
+    "LBNHC": (LAYER, BLOCK, TOKEN, HEAD, CONTENT),
+    "LHBNC": (LAYER, HEAD, BLOCK, TOKEN, CONTENT),
+    "BLHNC": (BLOCK, LAYER, HEAD, TOKEN, CONTENT),
+    "BLNHC": (BLOCK, LAYER, TOKEN, HEAD, CONTENT),
+    "BHLNC": (BLOCK, HEAD, LAYER, TOKEN, CONTENT),
+}
+
+
+def layers_of(
+    sizes: tuple[int, ...],
+    order: tuple[int, ...],
+    itemsize: int,
+    num_blocks: int,
+    block_padding: int = 0,
+) -> tuple[Storage, list[TensorDescription]]:
+    """One storage in memory `order`; layers have the axes (block, head, token, content)."""
+    strides = dense_strides(sizes, order, itemsize)
+    if block_padding and order[0] == BLOCK:
+        strides[BLOCK] += block_padding
+    nbytes = itemsize + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    storage = Storage(nbytes + block_padding)
+    tensors = [
+        storage.describe(
+            f"layer.{layer}",
+            num_blocks,
+            sizes[1:],
+            strides[1:],
+            block_dim=0,
+            itemsize=itemsize,
+            offset=layer * strides[LAYER],
+        )
+        for layer in range(sizes[LAYER])
+    ]
+    return storage, tensors
+
+
+@pytest.mark.parametrize("name", NAMED_ORDERS)
+@pytest.mark.parametrize("kernel_blocks", [1, 2])
+def test_named_layouts(name: str, kernel_blocks: int) -> None:
+    sizes = (3, 4 * kernel_blocks, 2, 8, 16)
+    storage, tensors = layers_of(sizes, NAMED_ORDERS[name], 2, 4)
+    layout = KVLayout.from_tensors(4, tensors)
+    check_exact(layout, storage)
+    if name.startswith("B"):
+        assert len(layout.regions) == 1
+    if name == "LHBNC":
+        assert len(layout.regions) == 3 * 2
+    if name.startswith("LB"):
+        assert len(layout.regions) == 3
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    order=st.permutations(range(5)),
+    sizes=st.tuples(*[st.integers(1, 3)] * 4),
+    num_blocks=st.integers(2, 4),
+    kernel_blocks=st.integers(1, 3),
+    content=st.sampled_from([1, 4, 8, 16]),
+    itemsize=st.sampled_from([1, 2, 4]),
+    block_padding=st.sampled_from([0, 16, 48]),
+)
+def test_any_permutation_is_exact_or_refused(
+    order: list[int],
+    sizes: tuple[int, int, int, int],
+    num_blocks: int,
+    kernel_blocks: int,
+    content: int,
+    itemsize: int,
+    block_padding: int,
+) -> None:
+    layers, heads, tokens, _ = sizes
+    all_sizes = (layers, num_blocks * kernel_blocks, heads, tokens, content)
+    storage, tensors = layers_of(all_sizes, tuple(order), itemsize, num_blocks, block_padding)
+    try:
+        layout = KVLayout.from_tensors(num_blocks, tensors)
+    except LayoutError as error:
+        # Only alignment may stand in the way, and not where whole 16-byte rows lie together.
+        assert "multiple of 16" in str(error)  # noqa: PT017 - not every example raises
+        assert order[-1] != CONTENT or content * itemsize % 16
+    else:
+        check_exact(layout, storage)
+
+
+def test_round_trip_moves_one_block_and_nothing_else() -> None:
+    storage, tensors = layers_of((2, 5, 2, 4, 8), NAMED_ORDERS["BHLNC"], 2, 5)
+    layout = KVLayout.from_tensors(5, tensors)
+    rng = np.random.default_rng(0)
+    storage.data[:] = rng.integers(0, 256, len(storage.data), np.uint8)
+    original = storage.data.copy()
+    slot = original[region_bytes(layout, storage, 3)]
+    storage.data[:] = 0xA5
+    storage.data[region_bytes(layout, storage, 3)] = slot
+    mine = storage.owner == 3
+    np.testing.assert_array_equal(storage.data[mine], original[mine])
+    assert (storage.data[~mine] == 0xA5).all()
+
+
+def test_key_and_value_halves_are_two_regions() -> None:
+    storage = Storage(2 * 6 * 256)
+    tensor = storage.describe("kv", 6, (2, 6, 4, 64), (6 * 256, 256, 64, 1), block_dim=1)
+    layout = KVLayout.from_tensors(6, [tensor])
+    assert layout.regions == (
+        Region(storage.address, 256, 256, 0),
+        Region(storage.address + 6 * 256, 256, 256, 256),
+    )
+    check_exact(layout, storage)
+
+
+def test_mla_is_one_region() -> None:
+    storage = Storage(6 * 16 * 576)
+    tensor = storage.describe("mla", 6, (6, 16, 576), (16 * 576, 576, 1), block_dim=0)
+    layout = KVLayout.from_tensors(6, [tensor])
+    assert layout.regions == (Region(storage.address, 16 * 576, 16 * 576, 0),)
+    check_exact(layout, storage)
+
+
+def test_padding_and_scales_inside_the_page_travel() -> None:
+    # 4 heads of 64 bytes and 4 float32 scales in a page padded to 320 bytes.
+    storage = Storage(5 * 320)
+    data = storage.describe("data", 5, (5, 4, 64), (320, 64, 1), block_dim=0, page_bytes=320)
+    layout = KVLayout.from_tensors(5, [data])
+    assert layout.regions == (Region(storage.address, 320, 320, 0),)
+    check_exact(layout, storage, padding=True)
+
+
+def test_gaps_inside_the_page_travel() -> None:
+    # Each row of 64 data bytes is followed by its scale and padding: a view with a wider stride.
+    storage = Storage(3 * 4 * 80)
+    rows = storage.describe("rows", 3, (3, 4, 64), (320, 80, 1), block_dim=0, page_bytes=320)
+    scales = storage.describe(
+        "scales", 3, (3, 4), (320, 80), block_dim=0, itemsize=4, offset=64, page_bytes=16
+    )
+    layout = KVLayout.from_tensors(3, [rows])
+    assert layout.regions == (Region(storage.address, 320, 320, 0),)
+    check_exact(layout, storage, padding=True)
+    with pytest.raises(LayoutError, match=r"scales: .*cannot share|multiple of 16"):
+        KVLayout.from_tensors(3, [scales])
+
+
+def test_padded_halves_are_extended_evenly() -> None:
+    storage = Storage(2 * 3 * 96)
+    tensor = storage.describe("kv", 3, (2, 3, 80), (3 * 96, 96, 1), block_dim=1, page_bytes=2 * 96)
+    layout = KVLayout.from_tensors(3, [tensor])
+    assert [region.page_bytes for region in layout.regions] == [96, 96]
+    check_exact(layout, storage, padding=True)
+
+
+def test_packed_layers_become_one_page() -> None:
+    # Two layers of different page sizes, block-outer, and 32 bytes that belong to nobody.
+    storage = Storage(4 * 240)
+    small = storage.describe("small", 4, (4, 64), (240, 1), block_dim=0, offset=0)
+    large = storage.describe("large", 4, (4, 144), (240, 1), block_dim=0, offset=64)
+    layout = KVLayout.from_tensors(4, [large, small])
+    assert layout.regions == (Region(storage.address, 208, 240, 0),)
+    check_exact(layout, storage)
+
+
+def test_packed_layers_with_a_gap_stay_apart() -> None:
+    storage = Storage(4 * 256)
+    low = storage.describe("low", 4, (4, 64), (256, 1), block_dim=0, offset=0)
+    high = storage.describe("high", 4, (4, 64), (256, 1), block_dim=0, offset=128)
+    layout = KVLayout.from_tensors(4, [low, high])
+    assert len(layout.regions) == 2
+    check_exact(layout, storage)
+
+
+def test_overlaid_groups_are_copied_once() -> None:
+    storage = Storage(6 * 512)
+    attention = storage.describe("attention", 6, (6, 2, 256), (512, 256, 1), block_dim=0)
+    window = storage.describe("window", 6, (12, 256), (256, 1), block_dim=0)
+    state = storage.describe("state", 6, (6, 300), (512, 1), block_dim=0, page_bytes=512)
+    for group in itertools.permutations([attention, window, state, attention]):
+        layout = KVLayout.from_tensors(6, group)
+        assert layout.regions == (Region(storage.address, 512, 512, 0),)
+        check_exact(layout, storage)
+
+
+def test_interleaved_views_of_one_page_are_joined() -> None:
+    # Mamba: convolution state and recurrent state are two views of the same padded page.
+    storage = Storage(3 * 256)
+    convolution = storage.describe("conv", 3, (3, 96), (256, 1), block_dim=0)
+    recurrent = storage.describe("ssm", 3, (3, 128), (256, 1), block_dim=0, offset=96)
+    layout = KVLayout.from_tensors(3, [recurrent, convolution])
+    assert layout.regions == (Region(storage.address, 224, 256, 0),)
+    check_exact(layout, storage)
+
+
+def test_regions_are_sorted_over_storages() -> None:
+    storages = [Storage(4 * 64) for _ in range(3)]
+    tensors = [
+        storage.describe(f"layer.{i}", 4, (4, 64), (64, 1), block_dim=0)
+        for i, storage in enumerate(storages)
+    ]
+    layout = KVLayout.from_tensors(4, tensors)
+    addresses = [region.address for region in layout.regions]
+    assert addresses == sorted(storage.address for storage in storages)
+    assert [region.slot_offset_bytes for region in layout.regions] == [0, 64, 128]
+
+
+BASE = TensorDescription("layer.7", 1 << 20, (4, 64), (64, 1), 1, 0, 64)
+
+
+def changed(**changes: object) -> TensorDescription:
+    fields = {name: getattr(BASE, name) for name in BASE.__slots__}
+    return TensorDescription(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (changed(shape=(6, 64)), "6 blocks.*no multiple of the 4"),
+        (changed(shape=(2, 64)), "2 blocks.*no multiple of the 4"),
+        (changed(shape=(4, 0)), "dimension 1 has size 0"),
+        (changed(shape=(0, 64)), "dimension 0 has size 0"),
+        (changed(strides_bytes=(64, -1)), "dimension 1 .* stride -1"),
+        (changed(strides_bytes=(0, 1)), "dimension 0 .* stride 0"),
+        (changed(block_dim=2), "block_dim 2"),
+        (changed(block_dim=-1), "block_dim -1"),
+        (changed(strides_bytes=(64,)), "do not fit together"),
+        (changed(page_bytes=48), "page_bytes is 48, but the data of one block take 64"),
+        (changed(page_bytes=80), "80 bytes of a page are more than the block stride of 64"),
+        (changed(address=(1 << 20) + 8), "address 1048584 is no multiple of 16"),
+        (changed(page_bytes=56, shape=(4, 56)), "page_bytes 56 is no multiple of 16"),
+        (changed(strides_bytes=(72, 1)), "block stride 72 is no multiple of 16"),
+        (changed(strides_bytes=(32, 1), page_bytes=64), "more than the block stride of 32"),
+        (changed(strides_bytes=(32, 1), shape=(4, 16, 2)), "do not fit together"),
+        (changed(shape=(4, 1 << 17), strides_bytes=(1 << 20, 2), page_bytes=1 << 17), "pieces"),
+        (
+            changed(shape=(3, 4, 64), strides_bytes=(256, 64, 1), block_dim=1, page_bytes=200),
+            "3 pieces of 64 data bytes cannot share evenly",
+        ),
+    ],
+)
+def test_refuses(tensor: TensorDescription, message: str) -> None:
+    with pytest.raises(LayoutError, match=message) as caught:
+        KVLayout.from_tensors(4, [tensor])
+    assert "layer.7" in str(caught.value)
+
+
+def test_size_one_dimensions_may_have_any_stride() -> None:
+    tensor = changed(shape=(4, 1, 64), strides_bytes=(64, 0, 1))
+    assert KVLayout.from_tensors(4, [tensor]).regions == (Region(1 << 20, 64, 64, 0),)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        # The same bytes read with another stride: block 1 of one is half of block 0 of the other.
+        changed(name="b", shape=(4, 32), strides_bytes=(32, 1), page_bytes=32),
+        # Shifted by half a page: the end of block 0 is the start of block 1.
+        changed(name="b", address=(1 << 20) + 32),
+        # Shifted by a whole block: block 0 of one is block 1 of the other.
+        changed(name="b", address=(1 << 20) + 64),
+        changed(name="b", address=(1 << 20) - 64),
+        changed(name="b", address=(1 << 20) + 3 * 64),
+    ],
+)
+def test_refuses_bytes_shared_by_different_blocks(other: TensorDescription) -> None:
+    for tensors in ([BASE, other], [other, BASE]):
+        with pytest.raises(LayoutError, match="overlap where no copy could be exact"):
+            KVLayout.from_tensors(4, tensors)
+
+
+def test_neighbours_that_only_touch_are_accepted() -> None:
+    after = changed(name="b", address=(1 << 20) + 4 * 64)
+    assert len(KVLayout.from_tensors(4, [BASE, after]).regions) == 2
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1])
+def test_refuses_no_blocks(num_blocks: int) -> None:
+    with pytest.raises(LayoutError, match="num_blocks"):
+        KVLayout.from_tensors(num_blocks, [BASE])
+
+
+def test_refuses_no_tensors() -> None:
+    with pytest.raises(LayoutError, match="no KV tensors"):
+        KVLayout.from_tensors(4, [])
+
+
+def test_shared_bytes_against_brute_force() -> None:
+    """Two strided tensors at all small offsets: refused exactly when blocks share bytes."""
+    num_blocks, stride = 3, 64
+    for offset in range(0, 4 * stride, 16):
+        for first_bytes, second_bytes in itertools.product((16, 32, 64), repeat=2):
+            owners = [
+                {
+                    start + block * stride + byte: block
+                    for block in range(num_blocks)
+                    for byte in range(nbytes)
+                }
+                for start, nbytes in ((0, first_bytes), (offset, second_bytes))
+            ]
+            shared = owners[0].keys() & owners[1].keys()
+            wrong = any(owners[0][byte] != owners[1][byte] for byte in shared)
+            beyond = bool(shared) and max(first_bytes, offset + second_bytes) > stride
+            tensors = [
+                changed(shape=(3, first_bytes), page_bytes=first_bytes),
+                changed(
+                    address=(1 << 20) + offset, shape=(3, second_bytes), page_bytes=second_bytes
+                ),
+            ]
+            if wrong or beyond:
+                with pytest.raises(LayoutError, match="overlap"):
+                    KVLayout.from_tensors(num_blocks, tensors)
+            else:
+                layout = KVLayout.from_tensors(num_blocks, tensors)
+                assert layout.slot_bytes == (len(owners[0].keys() | owners[1].keys()) // num_blocks)

@@ -1,0 +1,135 @@
+"""The interface of a transfer engine: what a job is, what completes it, what may be relied upon."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer.errors import JobError, TransferError
+from transfer.layout import KVLayout
+
+
+class Direction(enum.Enum):
+    """Which way a job copies."""
+
+    LOAD = "load"
+    """Host memory to the engine's KV cache."""
+    STORE = "store"
+    """The engine's KV cache to host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapJob:
+    """Copy whole blocks, one direction.
+
+    `pairs` is int32 of shape `(n, 2)`, n >= 1: column 0 the block in the KV cache, column 1 the
+    slot in the arena. The engine does not keep `pairs` after `submit` returns.
+    """
+
+    job_id: int
+    direction: Direction
+    pairs: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A job that has ended. `seconds` runs from its submission to the end of its last copy.
+
+    With `error` set the destination (slots of a store, blocks of a load) holds garbage.
+    """
+
+    job_id: int
+    direction: Direction
+    nbytes: int
+    seconds: float
+    error: TransferError | None = None
+
+
+class SwapEngine(ABC):
+    """Copies blocks between a KV cache and a host arena, asynchronously.
+
+    Ordering. A store reads its blocks after everything that was queued on the compute stream, and
+    on the output-copy stream where one was given, when `submit` was called. A load writes its
+    blocks after everything queued on the compute stream at that moment. Nothing else is ordered:
+    two jobs may run in any order or at once, so the caller must not have a block or slot written by
+    one job while another that uses it is in flight. Loads are never queued behind more than one
+    slice of a store.
+
+    `submit`, `poll` and `zero_blocks` neither block nor synchronise. One thread calls all methods.
+    """
+
+    def __init__(self, layout: KVLayout, num_slots: int) -> None:
+        self.layout = layout
+        self.num_slots = num_slots
+
+    @abstractmethod
+    def submit(self, job: SwapJob) -> None:
+        """Start a job. Raises `JobError` and copies nothing if `check_pairs` refuses it."""
+
+    @abstractmethod
+    def poll(self) -> list[Completion]:
+        """Return jobs that ended since the last call, each exactly once. Never blocks."""
+
+    @abstractmethod
+    def wait(self, timeout_seconds: float) -> bool:
+        """Block until every submitted copy has ended; False on timeout. Consumes no completion."""
+
+    @abstractmethod
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
+        """Zero every page of `blocks`, before any compute queued later reads them.
+
+        No job that uses one of them may be in flight. Raises `JobError` for a block out of range
+        and on a closed engine.
+        """
+
+    @abstractmethod
+    def close(self, timeout_seconds: float = 30.0) -> None:
+        """Wait for what is in flight, then drop every reference to KV tensors and the arena.
+
+        Idempotent. On timeout the memory stays alive until the last copy has ended.
+        """
+
+    @property
+    @abstractmethod
+    def in_flight(self) -> int:
+        """Jobs submitted whose completion `poll` has not returned yet."""
+
+    def check_blocks(self, blocks: Sequence[int]) -> None:
+        """Raise `JobError` if a block does not exist."""
+        for block in blocks:
+            if not 0 <= block < self.layout.num_blocks:
+                raise JobError(
+                    f"block {block} does not exist, valid are 0 to {self.layout.num_blocks - 1}"
+                )
+
+    def check_pairs(self, job: SwapJob) -> None:
+        """Refuse a job that would copy out of bounds or write one place twice.
+
+        Raises `JobError`, naming the job, the pair and the limit.
+        """
+        pairs = job.pairs
+        if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype != np.int32 or len(pairs) == 0:
+            raise JobError(
+                f"job {job.job_id}: pairs must be a non-empty int32 array of shape (n, 2), "
+                f"got {pairs.dtype} of shape {pairs.shape}"
+            )
+        for column, limit, what in (
+            (0, self.layout.num_blocks, "block"),
+            (1, self.num_slots, "slot"),
+        ):
+            ids = pairs[:, column]
+            if ids.min() < 0 or ids.max() >= limit:
+                row = int(np.argmax((ids < 0) | (ids >= limit)))
+                raise JobError(
+                    f"job {job.job_id}: pair {row} names {what} {ids[row]}, "
+                    f"valid are 0 to {limit - 1}"
+                )
+        written = pairs[:, 1] if job.direction is Direction.STORE else pairs[:, 0]
+        if len(np.unique(written)) != len(written):
+            what = "slot" if job.direction is Direction.STORE else "block"
+            raise JobError(f"job {job.job_id}: a {job.direction.value} writes one {what} twice")

@@ -1,0 +1,40 @@
+"""Builds the engine and the arena that fit a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from transfer.engine import SwapEngine
+from transfer.host import HostSwapEngine
+from transfer.layout import KVLayout
+from transfer.pinned import HostArena
+
+if TYPE_CHECKING:
+    import torch
+
+EngineKind = Literal["host", "cuda"]
+
+
+def create_engine(
+    kind: EngineKind,
+    layout: KVLayout,
+    num_slots: int,
+    *,
+    device: torch.device,
+    keep_alive: Sequence[object],
+    output_copy_stream: torch.cuda.Stream | None = None,
+) -> SwapEngine:
+    """Allocate an arena of `num_slots` and return the engine that copies to and from it.
+
+    `keep_alive` are the KV tensors behind `layout`. `host` is for KV caches in host memory; `cuda`
+    page-locks the arena, and its stores also wait for `output_copy_stream`.
+    """
+    if kind == "host":
+        arena = HostArena(num_slots, layout.slot_bytes, register=None)
+        return HostSwapEngine(layout, arena, keep_alive)
+    from transfer.kernel import KernelSwapEngine
+    from transfer.pinned import CudaRegistrar
+
+    arena = HostArena(num_slots, layout.slot_bytes, register=CudaRegistrar(device))
+    return KernelSwapEngine(layout, arena, device, keep_alive, output_copy_stream)

@@ -1,0 +1,219 @@
+"""KV caches in host memory: copies on one worker thread.
+
+Memory model. The forward of an engine on the CPU runs on the thread that calls `submit`, and has
+returned by then; the lock that hands a job over makes its writes visible to the worker. So a store
+sees final bytes without waiting for anything. While a job runs, the worker reads its sources and
+writes its destinations, without the GIL; that nobody else writes either is the caller's promise
+(see `SwapEngine`). A completion is handed back under the same lock, so who has polled it sees its
+bytes.
+
+Lifetime. The worker holds the inner state, which holds arena and KV tensors, and never the engine.
+Dropping the engine, the arena and every view in mid-copy is therefore safe: the worker finishes on
+live memory, lets go of it and ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer.engine import Completion, Direction, SwapEngine, SwapJob
+from transfer.errors import CopyError, JobError, LayoutError
+from transfer.layout import KVLayout
+from transfer.pinned import HostArena
+
+_SLICE_BYTES = 4 << 20
+"""A load waits for at most one slice of a store: about 1 ms at the 5 GB/s of one slow core."""
+
+
+def _copy_run(dst_address: int, src_address: int, nbytes: int) -> None:
+    """Copy one contiguous run; releases the GIL. Tests replace it to fail or to delay a copy."""
+    ctypes.memmove(dst_address, src_address, nbytes)
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A job on its way: what is left of it, and how it fares."""
+
+    job_id: int
+    direction: Direction
+    nbytes: int
+    submitted: float
+    runs: Iterator[tuple[int, int, int]]
+
+
+@dataclass(slots=True)
+class _State:
+    """What the worker needs. Everything but `arena` and `keep_alive` is guarded by `condition`.
+
+    The condition's lock is reentrant: `_stop` runs as a finaliser, possibly inside the lock.
+    """
+
+    arena: HostArena | None
+    keep_alive: Sequence[object]
+    condition: threading.Condition = field(default_factory=threading.Condition)
+    loads: deque[_Transfer] = field(default_factory=deque)
+    stores: deque[_Transfer] = field(default_factory=deque)
+    done: deque[Completion] = field(default_factory=deque)
+    stopping: bool = False
+
+
+class HostSwapEngine(SwapEngine):
+    """Copies between KV tensors and an arena that both lie in host memory.
+
+    `keep_alive` are the objects that own the memory behind `layout`; they and the arena are held
+    until `close`, or until the last copy after the engine was dropped.
+
+    Raises `LayoutError` if a slot of the arena does not fit the layout.
+    """
+
+    def __init__(self, layout: KVLayout, arena: HostArena, keep_alive: Sequence[object]) -> None:
+        if arena.slot_bytes != layout.slot_bytes:
+            raise LayoutError(
+                f"slots of the arena have {arena.slot_bytes} bytes, a block has {layout.slot_bytes}"
+            )
+        super().__init__(layout, arena.num_slots)
+        self._arena_address = arena.address
+        self._state = _State(arena, tuple(keep_alive))
+        self._undelivered = 0
+        self._thread = threading.Thread(
+            target=_work, args=(self._state,), name="kv-offload-copy", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, _stop, self._state)
+
+    def submit(self, job: SwapJob) -> None:
+        """Queue the job for the worker. Raises `JobError`."""
+        self.check_pairs(job)
+        state = self._state
+        transfer = _Transfer(
+            job.job_id,
+            job.direction,
+            len(job.pairs) * self.layout.slot_bytes,
+            time.perf_counter(),
+            _runs(self.layout, self._arena_address, job.direction, job.pairs.astype(np.int64)),
+        )
+        with state.condition:
+            if state.stopping:
+                raise JobError(f"job {job.job_id} was submitted to an engine that is closed")
+            (state.loads if job.direction is Direction.LOAD else state.stores).append(transfer)
+            self._undelivered += 1
+            state.condition.notify_all()
+
+    def poll(self) -> list[Completion]:
+        """Return what has ended, in the order of its end."""
+        with self._state.condition:
+            completions = list(self._state.done)
+            self._state.done.clear()
+        self._undelivered -= len(completions)
+        return completions
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Block until the worker is idle; False on timeout."""
+        state = self._state
+        with state.condition:
+            return state.condition.wait_for(
+                lambda: not state.loads and not state.stores, timeout_seconds
+            )
+
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
+        """Zero the pages before returning: the forward runs on this very thread."""
+        self.check_blocks(blocks)
+        if self._state.stopping:
+            raise JobError(f"zeroing {len(blocks)} blocks was asked of an engine that is closed")
+        for region in self.layout.regions:
+            for block in blocks:
+                address = region.address + block * region.block_stride_bytes
+                ctypes.memset(address, 0, region.page_bytes)
+
+    def close(self, timeout_seconds: float = 30.0) -> None:
+        """Let the worker finish and end; completions can still be polled."""
+        _stop(self._state)
+        self._thread.join(timeout_seconds)
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs whose completion has not been polled."""
+        return self._undelivered
+
+
+def _stop(state: _State) -> None:
+    """Tell the worker to end once it has copied what was submitted."""
+    with state.condition:
+        state.stopping = True
+        state.condition.notify_all()
+
+
+def _work(state: _State) -> None:
+    """Run slices, of loads first, until told to stop and idle; then let go of the memory."""
+    while True:
+        with state.condition:
+            state.condition.wait_for(lambda: state.loads or state.stores or state.stopping)
+            queue = state.loads or state.stores
+            if not queue:
+                break
+            transfer = queue[0]
+        error = None
+        try:
+            ended = _copy_slice(transfer)
+        except Exception as cause:  # noqa: BLE001 - whatever fails one job must not end the thread
+            ended = True
+            error = CopyError(
+                f"copying on the host failed with {cause!r}: {transfer.direction.value} job "
+                f"{transfer.job_id} of {transfer.nbytes} bytes"
+            )
+        if ended:
+            seconds = time.perf_counter() - transfer.submitted
+            with state.condition:
+                # A transfer leaves its queue only here, so an empty queue means nothing is running.
+                queue.popleft()
+                state.done.append(
+                    Completion(transfer.job_id, transfer.direction, transfer.nbytes, seconds, error)
+                )
+                state.condition.notify_all()
+    state.arena = None
+    state.keep_alive = ()
+
+
+def _copy_slice(transfer: _Transfer) -> bool:
+    """Copy runs until a slice is full; True once the job has no run left."""
+    copied_bytes = 0
+    for dst_address, src_address, nbytes in transfer.runs:
+        _copy_run(dst_address, src_address, nbytes)
+        copied_bytes += nbytes
+        if copied_bytes >= _SLICE_BYTES:
+            return False
+    return True
+
+
+def _runs(
+    layout: KVLayout, arena_address: int, direction: Direction, pairs: NDArray[np.int64]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (destination, source, bytes); pages adjacent on both sides are one run.
+
+    A run is cut at half a slice, so that a slice never grows beyond one and a half.
+    """
+    pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+    limit = _SLICE_BYTES // 2
+    for region in layout.regions:
+        page_bytes = region.page_bytes
+        blocks = region.address + pairs[:, 0] * region.block_stride_bytes
+        slots = arena_address + region.slot_offset_bytes + pairs[:, 1] * layout.slot_bytes
+        breaks = (np.diff(blocks) != page_bytes) | (np.diff(slots) != page_bytes)
+        firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+        counts = np.diff(np.append(firsts, len(pairs)))
+        for block, slot, count in zip(
+            blocks[firsts].tolist(), slots[firsts].tolist(), counts.tolist(), strict=True
+        ):
+            dst, src = (block, slot) if direction is Direction.LOAD else (slot, block)
+            run_bytes = count * page_bytes
+            for offset in range(0, run_bytes, limit):
+                yield dst + offset, src + offset, min(limit, run_bytes - offset)
