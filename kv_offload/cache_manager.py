@@ -13,18 +13,19 @@ a tail without its head is useless. It is set when an operation is prepared, whe
 its keys is known, and not when it is completed, because a job that was cut into slices completes
 piece by piece, head first.
 
-Not thread safe: one scheduler owns it. All operations take O(1) amortised time per key, and memory
-grows with the slots that were ever used at once, not with `num_slots`.
+Not thread safe: one scheduler owns it. All operations take O(1) amortised time per key, none
+of them pauses to reorganise, and memory grows with the slots that were used, not with `num_slots`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kv_offload.errors import CapacityError, KVOffloadError
 from kv_offload.policies import EvictionPolicy, Key
+from kv_offload.policies.key_map import KeyMap
 
 
 class MissingKeyError(KVOffloadError, KeyError):
@@ -55,30 +56,29 @@ class CacheManager:
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         """Manage `num_slots` slots, all free.
 
-        `policy` must be new and made for `num_slots` keys, and belongs to the manager afterwards.
+        `policy` must be new and made for `num_slots` slots, and belongs to the manager afterwards.
 
         Raises `CapacityError` for fewer than 1 slot and `MisuseError` for another policy.
         """
         if num_slots < 1:
             raise CapacityError(f"a host cache of {num_slots} slots: give it memory for 1 or more")
-        if policy.capacity != num_slots or len(policy):
+        if policy.capacity != num_slots or policy.resident():
             raise MisuseError(
-                f"the policy is for {policy.capacity} keys and has {len(policy)}; "
-                f"{num_slots} slots need an empty one for {num_slots}"
+                f"the policy is for {policy.capacity} slots and ranks {len(policy.resident())}: "
+                f"give a manager of {num_slots} slots a new one for {num_slots}"
             )
         self._num_slots = num_slots
         self._policy = policy
         self._evictions = 0
-        self._stored: dict[Key, int] = {}  # readable keys -> slot
-        self._storing: set[Key] = set()
-        # Slots with a running operation; a forgotten key stays here until it is completed.
-        self._writes: dict[int, Key] = {}
-        self._reads: dict[int, Key] = {}
-        self._readers: dict[int, int] = {}  # number of loads, for the slots in `_reads`
+        self._stored = KeyMap()  # readable keys -> slot
+        self._storing: dict[Key, int] = {}
+        # Running operations by slot. Those on orphans, whose key was forgotten, are still here.
+        self._writes: set[int] = set()
+        self._readers: dict[int, int] = {}  # slot -> number of loads, where there are any
         self._orphans: set[int] = set()
-        # All slots from `_fresh` on are free, or orphans; of those below, the free ones are listed.
-        self._fresh = 0
-        self._free: list[int] = []
+        # By slot, for those that were used since the last reset; all beyond are free, or orphans.
+        self._key_of: list[Key] = []
+        self._free: list[int] = []  # the free ones among them
 
     @property
     def num_slots(self) -> int:
@@ -109,8 +109,11 @@ class CacheManager:
         Unknown keys are ignored. For a policy that counts accesses, once per request is right.
         """
         for key in reversed(tuple(keys)):
-            if self.is_known(key):
-                self._policy.use(key)
+            slot = self._stored.get(key)
+            if slot is None:
+                slot = self._storing.get(key)
+            if slot is not None:
+                self._policy.use(slot)
 
     def prepare_load(self, keys: Sequence[Key]) -> list[int]:
         """Return the slots of `keys`, in order, held against eviction; all or nothing.
@@ -120,18 +123,19 @@ class CacheManager:
 
         Raises `MissingKeyError` for a key that is not readable; nothing is changed.
         """
+        slots = []
         for key in keys:
-            if key not in self._stored:
+            slot = self._stored.get(key)
+            if slot is None:
                 raise MissingKeyError(f"{key!r} is not readable: look it up in the same step")
-        slots = [self._stored[key] for key in keys]
-        for key, slot in zip(reversed(keys), reversed(slots), strict=True):
-            if slot in self._reads:
-                self._policy.use(key)
-                self._readers[slot] += 1
+            slots.append(slot)
+        for slot in reversed(slots):
+            readers = self._readers.get(slot, 0)
+            if readers:
+                self._policy.use(slot)
             else:
-                self._policy.hold(key)
-                self._reads[slot] = key
-                self._readers[slot] = 1
+                self._policy.hold(slot)
+            self._readers[slot] = readers + 1
         return slots
 
     def complete_load(self, slots: Sequence[int]) -> None:
@@ -139,44 +143,52 @@ class CacheManager:
 
         Raises `MisuseError` for a slot that has no load running; nothing is changed.
         """
-        self._check_running("loads", slots, self._readers)
+        for slot, count in Counter(slots).items():
+            if count > self._readers.get(slot, 0):
+                raise MisuseError(
+                    f"{count} loads of slot {slot} completed, but {self._readers.get(slot, 0)} are "
+                    "running: complete every prepared load once"
+                )
         for slot in slots:
             self._readers[slot] -= 1
             if self._readers[slot]:
                 continue
             del self._readers[slot]
-            key = self._reads.pop(slot)
             if slot in self._orphans:
                 self._give_back(slot)
             else:
-                self._policy.release(key)
+                self._policy.release(slot)
 
     def prepare_store(self, keys: Sequence[Key]) -> StorePlan:
         """Give slots to the keys that are not known, first to last, evicting others as needed.
 
-        No key of `keys` is evicted. Known ones are touched; the accepted ones are not readable, and
-        their slots not given to anybody else, until `complete_store`.
+        No key of `keys` is evicted. Known ones are touched, so pass the whole run of a prefix that
+        is at hand. The accepted ones are not readable, and their slots not given to anybody else,
+        until `complete_store`.
         """
-        new = dict.fromkeys(key for key in keys if not self.is_known(key))
-        guarded = [
-            key
-            for key in dict.fromkeys(keys)
-            if key in self._stored and self._stored[key] not in self._reads
-        ]
-        for key in guarded:
-            self._policy.hold(key)
+        new: dict[Key, None] = {}
+        guarded: set[int] = set()
+        for key in keys:
+            slot = self._stored.get(key)
+            if slot is None:
+                if key not in self._storing:
+                    new[key] = None
+            elif slot not in self._readers:
+                guarded.add(slot)
+        for slot in guarded:
+            self._policy.hold(slot)
         accepted: list[tuple[Key, int]] = []
         evictions_before = self._evictions
         for key in new:
             slot = self._take_slot(key)
             if slot is None:
                 break
-            self._storing.add(key)
-            self._writes[slot] = key
+            self._storing[key] = slot
+            self._writes.add(slot)
             accepted.append((key, slot))
         self.touch(keys)
-        for key in guarded:
-            self._policy.release(key)
+        for slot in guarded:
+            self._policy.release(slot)
         return StorePlan(
             accepted=tuple(accepted),
             known=len(keys) - len(new),
@@ -189,59 +201,59 @@ class CacheManager:
 
         Raises `MisuseError` for a slot that has no store running; nothing is changed.
         """
-        self._check_running("stores", slots, dict.fromkeys(self._writes.keys() & slots, 1))
+        for slot, count in Counter(slots).items():
+            if slot not in self._writes or count > 1:
+                raise MisuseError(
+                    f"{count} stores to slot {slot} completed, but {int(slot in self._writes)} is "
+                    "running: complete every prepared store once"
+                )
         for slot in slots:
-            key = self._writes.pop(slot)
+            self._writes.remove(slot)
             if slot in self._orphans:
                 self._give_back(slot)
                 continue
-            self._storing.remove(key)
+            key = self._key_of[slot]
+            del self._storing[key]
             if ok:
                 self._stored[key] = slot
-                self._policy.release(key)
+                self._policy.release(slot)
             else:
-                self._policy.discard(key)
+                self._policy.discard(slot)
                 self._give_back(slot)
 
     def reset(self) -> None:
         """Forget all keys; slots under a running load or store stay in use until it completes."""
-        self._orphans.update(self._writes, self._reads)
-        self._stored.clear()
+        self._orphans.update(self._writes, self._readers)
+        self._stored = KeyMap()
         self._storing.clear()
         self._policy.clear()
+        self._key_of.clear()
         self._free.clear()
-        self._fresh = 0
 
     def _take_slot(self, key: Key) -> int | None:
-        """Make `key` resident in the policy and return a slot for it; `None` if all are held."""
+        """Make a slot resident with a new key and return it; `None` if all are held."""
         if self._free:
-            self._policy.add(key)
-            return self._free.pop()
-        while self._fresh < self._num_slots:
-            slot = self._fresh
-            self._fresh += 1
+            slot = self._free.pop()
+            self._key_of[slot] = key
+            self._policy.add(slot, key)
+            return slot
+        while len(self._key_of) < self._num_slots:
+            slot = len(self._key_of)
+            self._key_of.append(key)
             if slot not in self._orphans:
-                self._policy.add(key)
+                self._policy.add(slot, key)
                 return slot
         victim = self._policy.replace(key)
-        if victim is None:
-            return None
-        self._evictions += 1
-        return self._stored.pop(victim)
+        if victim is not None:
+            self._evictions += 1
+            self._stored.pop(self._key_of[victim])
+            self._key_of[victim] = key
+        return victim
 
     def _give_back(self, slot: int) -> None:
         self._orphans.discard(slot)
-        if slot < self._fresh:
+        if slot < len(self._key_of):
             self._free.append(slot)
-
-    def _check_running(self, what: str, slots: Sequence[int], running: Mapping[int, int]) -> None:
-        for slot, count in Counter(slots).items():
-            started = running.get(slot, 0)
-            if count > started:
-                raise MisuseError(
-                    f"slot {slot} completes {count} {what}, but {started} are running: "
-                    "complete each prepared slot once"
-                )
 
     def check_integrity(self) -> None:
         """Check all invariants, in O(num_slots).
@@ -249,28 +261,23 @@ class CacheManager:
         Raises `AssertionError` naming the first that is broken.
         """
         self._policy.check_integrity()
-        writes = {slot: key for slot, key in self._writes.items() if slot not in self._orphans}
-        reads = {slot: key for slot, key in self._reads.items() if slot not in self._orphans}
-        assert self._storing == set(writes.values()), "keys being stored and slots differ"
-        assert len(self._storing) == len(writes), "a key is being stored into two slots"
-        assert not self._storing & self._stored.keys(), "a key is readable while it is being stored"
-        assert not self._writes.keys() & self._reads.keys(), "a slot is read while it is written"
-        for slot, key in reads.items():
-            assert self._stored.get(key) == slot, f"slot {slot} is read but {key!r} is not in it"
-        assert self._readers.keys() == self._reads.keys(), "reader counts and reads differ"
-        assert all(count > 0 for count in self._readers.values()), "a read slot has no reader"
-        running = self._writes.keys() | self._reads.keys()
+        stored = dict(self._stored.items())
+        running = self._writes | self._readers.keys()
+        assert not self._writes & self._readers.keys(), "a slot is read while it is written"
         assert self._orphans <= running, "an orphan has no running operation"
+        assert all(count > 0 for count in self._readers.values()), "a read slot has no reader"
+        assert not self._storing.keys() & stored.keys(), "a key is readable before it is stored"
+        assert {*self._storing.values()} == self._writes - self._orphans, "writes and keys differ"
+        assert self._readers.keys() - self._orphans <= {*stored.values()}, "a read slot has no key"
 
-        used = [*self._stored.values(), *writes, *self._orphans]
-        below = [slot for slot in (*used, *self._free) if slot < self._fresh]
-        assert len(below) == len(set(below)) == self._fresh, "a slot is lost or has two owners"
-        beyond = {slot for slot in used if slot >= self._fresh}
-        assert beyond <= self._orphans, "a slot is used that was never given out"
-        assert all(0 <= slot < self._num_slots for slot in used), "a slot does not exist"
+        known = [*stored.items(), *self._storing.items()]
+        for key, slot in known:
+            assert 0 <= slot < len(self._key_of), f"slot {slot} is used that was never given out"
+            assert self._key_of[slot] == key, f"slot {slot} of {key!r} is {self._key_of[slot]!r}'s"
+        assert len(self._key_of) <= self._num_slots, "a slot does not exist"
+        orphans = [slot for slot in self._orphans if slot < len(self._key_of)]
+        owned = [*(slot for _, slot in known), *orphans, *self._free]
+        assert sorted(owned) == list(range(len(self._key_of))), "a slot is lost or has two owners"
 
-        assert len(self._policy) == len(self._stored) + len(self._storing), "policy: wrong keys"
-        for key in self._storing:
-            assert self._policy.is_held(key), f"{key!r} could be evicted while it is being stored"
-        for key, slot in self._stored.items():
-            assert self._policy.is_held(key) == (slot in reads), f"{key!r}: hold and loads differ"
+        held = {slot: slot in running for _, slot in known}
+        assert self._policy.resident() == held, "what the policy ranks or holds is wrong"

@@ -1,29 +1,28 @@
 """Evict by recency or by frequency, in a balance that follows the workload (ARC).
 
 N. Megiddo and D. S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003,
-figure 4. The names are the paper's: T1 has the keys used once, T2 those used more often; B1 and B2
-remember as ghosts the keys that were evicted from them; L1 is T1 with B1, L2 is T2 with B2; c is
+figure 4. The names are the paper's: T1 has what was used once, T2 what was used more often; B1 and
+B2 remember as ghosts the keys that were evicted from them; L1 is T1 with B1, L2 is T2 with B2; c is
 the capacity; p is the size that T1 should have.
 
-Without holds the victims are those of the paper. What holds and discarded keys add to it:
-- Where all keys of the list that REPLACE chooses are held, the other list gives the victim.
-- The cache may evict before it has c keys (after a reset some slots are busy for a while), so the
+Without holds the victims are those of the paper. What holds and discards add to it:
+- Where all slots of the list that REPLACE chooses are held, the other list gives the victim.
+- The cache may evict before c slots are resident (after a reset some are busy for a while), so the
   paper's |B1| + |B2| <= c no longer follows from its other invariants and is enforced.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from kv_offload.policies.base import EvictionPolicy, Key
+from kv_offload.policies.ghosts import GhostList
 from kv_offload.policies.recency import RecencyList
 
 
 class ARCPolicy(EvictionPolicy):
     """Two lists by recency with a ghost list each. Keeps reused prefixes through scans of new ones.
 
-    Remembers up to `2 * capacity` keys. `use` of a resident key is the paper's hit; so is `hold`.
-    A held key of T1 is therefore one that has not been released since it was added.
+    `use` is the paper's hit, and so is `hold`; a held slot of T1 is therefore one that has not been
+    released since it was added.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -34,106 +33,109 @@ class ARCPolicy(EvictionPolicy):
         """See `EvictionPolicy.clear`."""
         self._t1 = RecencyList()
         self._t2 = RecencyList()
-        self._b1: OrderedDict[Key, None] = OrderedDict()  # from the oldest to the newest ghost
-        self._b2: OrderedDict[Key, None] = OrderedDict()
+        self._b1 = GhostList()
+        self._b2 = GhostList()
         self._target = 0.0  # p
+        self._key_of: list[Key] = []  # by slot; what is not resident does not matter
 
-    def add(self, key: Key) -> None:
+    def add(self, slot: int, key: Key) -> None:
         """See `EvictionPolicy.add`."""
-        self._admit(key, evict=False)
+        home, _ = self._enter(key)
+        self._insert(home, slot, key)
 
-    def replace(self, key: Key) -> Key | None:
+    def replace(self, key: Key) -> int | None:
         """See `EvictionPolicy.replace`."""
         if not self._t1.evictable and not self._t2.evictable:
             return None
-        return self._admit(key, evict=True)
+        home, from_b2 = self._enter(key)
+        # Case IV with L1 full of T1 alone is the only one in which the victim leaves no ghost.
+        with_ghost = home is self._t2 or self._t1.length < self.capacity
+        slot = self._evict(from_b2, with_ghost)
+        self._insert(home, slot, key)
+        return slot
 
-    def _admit(self, key: Key, *, evict: bool) -> Key | None:
-        """Run the paper's cases II to IV; without `evict` there is a free place and no REPLACE."""
-        t1, b1, b2 = self._t1, self._b1, self._b2
-        home = self._t2
-        victim: Key | None = None
-        if key in b1:  # case II: T1 was too small
-            self._target = min(self._target + max(1.0, len(b2) / len(b1)), self.capacity)
-            del b1[key]
-            if evict:
-                victim = self._evict(t1_at_target=False)
-        elif key in b2:  # case III: T2 was too small
-            self._target = max(self._target - max(1.0, len(b1) / len(b2)), 0.0)
-            del b2[key]
-            if evict:
-                victim = self._evict(t1_at_target=True)
-        else:  # case IV: never seen, or forgotten
-            home = t1
-            if len(t1) == self.capacity:
-                victim = t1.pop_oldest()  # L1 is full of T1 alone: the victim leaves no ghost
-            else:
-                if len(t1) + len(b1) == self.capacity:
-                    b1.popitem(last=False)
-                elif len(self) + len(b1) + len(b2) == 2 * self.capacity:
-                    b2.popitem(last=False)
-                if evict:
-                    victim = self._evict(t1_at_target=False)
-        home.append(key, held=True)
-        return victim
+    def _enter(self, key: Key) -> tuple[RecencyList, bool]:
+        """Do all of the paper's cases II to IV but REPLACE.
 
-    def _evict(self, *, t1_at_target: bool) -> Key:
-        """Run the paper's REPLACE: move the oldest key of T1 or T2 to its ghosts.
-
-        `t1_at_target` says whether T1 gives the victim even when it has just its target size.
+        Returns the list that the key belongs to, and whether it was in B2.
         """
+        t1, b1, b2 = self._t1, self._b1, self._b2
+        if key in b1:  # case II: T1 was too small
+            self._target = min(self._target + max(1.0, b2.length / b1.length), self.capacity)
+            b1.remove(key)
+            return self._t2, False
+        if key in b2:  # case III: T2 was too small
+            self._target = max(self._target - max(1.0, b1.length / b2.length), 0.0)
+            b2.remove(key)
+            return self._t2, True
+        l1 = t1.length + b1.length  # case IV: never seen, or forgotten
+        if l1 == self.capacity:
+            if b1.length:
+                b1.pop_oldest()
+        elif l1 + self._t2.length + b2.length == 2 * self.capacity:
+            b2.pop_oldest()
+        return t1, False
+
+    def _evict(self, from_b2: bool, with_ghost: bool) -> int:
+        """Run the paper's REPLACE for a key that was in B2 or not; return the slot it empties."""
         t1, t2 = self._t1, self._t2
-        from_t1 = len(t1) > self._target or (t1_at_target and len(t1) == self._target)
-        if (from_t1 and t1.evictable) or not t2.evictable:
-            victim, ghosts = t1.pop_oldest(), self._b1
+        t1_first = t1.length > self._target or (from_b2 and t1.length == self._target)
+        if (t1_first and t1.evictable) or not t2.evictable:
+            slot, ghosts = t1.pop_oldest(), self._b1
         else:
-            victim, ghosts = t2.pop_oldest(), self._b2
-        ghosts[victim] = None
-        if len(self._b1) + len(self._b2) > self.capacity:
-            (self._b2 or self._b1).popitem(last=False)
-        return victim
+            slot, ghosts = t2.pop_oldest(), self._b2
+        if with_ghost:
+            ghosts.append(self._key_of[slot])
+            if self._b1.length + self._b2.length > self.capacity:
+                (self._b2 if self._b2.length else self._b1).pop_oldest()
+        return slot
 
-    def use(self, key: Key) -> None:
+    def _insert(self, home: RecencyList, slot: int, key: Key) -> None:
+        if slot >= len(self._key_of):
+            self._key_of.extend([key] * (slot + 1 - len(self._key_of)))
+        self._key_of[slot] = key
+        home.append(slot, held=True)
+
+    def use(self, slot: int) -> None:
         """See `EvictionPolicy.use`; the paper's case I."""
-        if key not in self._t1:
-            self._t2.refresh(key)
-        elif self._t1.is_held(key):
-            self._t1.refresh(key)
+        if slot not in self._t1:
+            self._t2.refresh(slot)
+        elif self._t1.is_held(slot):
+            self._t1.refresh(slot)
         else:
-            self._t1.remove(key)
-            self._t2.append(key, held=False)
+            self._t1.remove(slot)
+            self._t2.append(slot, held=False)
 
-    def hold(self, key: Key) -> None:
+    def hold(self, slot: int) -> None:
         """See `EvictionPolicy.hold`; the paper's case I."""
-        self.use(key)
-        self._t2.hold(key)
+        self.use(slot)
+        self._t2.hold(slot)
 
-    def release(self, key: Key) -> None:
+    def release(self, slot: int) -> None:
         """See `EvictionPolicy.release`."""
-        self._list_of(key).release(key)
+        self._list_of(slot).release(slot)
 
-    def discard(self, key: Key) -> None:
-        """See `EvictionPolicy.discard`; it leaves no ghost."""
-        self._list_of(key).remove(key)
+    def discard(self, slot: int) -> None:
+        """See `EvictionPolicy.discard`; no ghost is left."""
+        self._list_of(slot).remove(slot)
 
-    def is_held(self, key: Key) -> bool:
-        """See `EvictionPolicy.is_held`."""
-        return self._list_of(key).is_held(key)
+    def _list_of(self, slot: int) -> RecencyList:
+        return self._t1 if slot in self._t1 else self._t2
 
-    def _list_of(self, key: Key) -> RecencyList:
-        return self._t1 if key in self._t1 else self._t2
-
-    def __len__(self) -> int:
-        return len(self._t1) + len(self._t2)
+    def resident(self) -> dict[int, bool]:
+        """See `EvictionPolicy.resident`."""
+        return self._t1.holds() | self._t2.holds()
 
     def check_integrity(self) -> None:
         """See `EvictionPolicy.check_integrity`."""
-        capacity, b1, b2 = self.capacity, len(self._b1), len(self._b2)
-        self._t1.check_integrity()
-        self._t2.check_integrity()
-        keys = [*self._t1.keys(), *self._t2.keys(), *self._b1, *self._b2]
+        for part in (self._t1, self._t2, self._b1, self._b2):
+            part.check_integrity()
+        t1, t2, b1, b2 = (part.length for part in (self._t1, self._t2, self._b1, self._b2))
+        slots = self.resident()
+        assert len(slots) == t1 + t2, "a slot is in T1 and in T2"
+        keys = [*(self._key_of[slot] for slot in slots), *self._b1.keys(), *self._b2.keys()]
         assert len(set(keys)) == len(keys), "a key is in two of T1, T2, B1 and B2"
-        assert len(self) <= capacity, f"{len(self)} keys exceed capacity {capacity}"
-        assert len(self._t1) + b1 <= capacity, f"L1 exceeds capacity {capacity}"
-        assert b1 + b2 <= capacity, f"{b1 + b2} ghosts exceed capacity {capacity}"
-        assert 0 <= self._target <= capacity, f"target {self._target} is outside 0..{capacity}"
+        assert t1 + t2 <= self.capacity, f"{t1 + t2} slots exceed capacity {self.capacity}"
+        assert t1 + b1 <= self.capacity, f"L1 has {t1 + b1} keys and exceeds {self.capacity}"
+        assert b1 + b2 <= self.capacity, f"{b1 + b2} ghosts exceed capacity {self.capacity}"
+        assert 0 <= self._target <= self.capacity, f"p is {self._target}, not 0..{self.capacity}"

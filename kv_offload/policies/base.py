@@ -1,4 +1,4 @@
-"""What an eviction policy is: it ranks the keys of the host cache and names the next to leave."""
+"""What an eviction policy is: it ranks the slots of the host cache and picks the next to reuse."""
 
 from __future__ import annotations
 
@@ -9,86 +9,67 @@ from typing import TypeAlias
 from kv_offload.errors import CapacityError
 
 Key: TypeAlias = Hashable
-"""The name of a block's contents: opaque, hashable, never `None`."""
+"""The name of a block's contents: opaque and hashable."""
 
 
 class EvictionPolicy(ABC):
-    """Ranks at most `capacity` resident keys; knows neither slots nor readers.
+    """Ranks the resident slots, those that have a key; at most `capacity` slots from 0 upwards.
 
-    A key becomes resident through `add` or `replace`, at the moment its store is planned, and is
-    held from then on: the policy sees every admission at the time of the access that caused it, and
-    a key that is still being written is no victim. `release` makes it a candidate. A key that is
-    being read is held again. All operations take O(1) amortised time.
+    A slot becomes resident through `add` or `replace`, at the moment its store is planned, and is
+    held from then on: the policy sees an admission at the time of the access that caused it, and a
+    slot that is being written is no victim. `release` makes it a candidate. A slot that is being
+    read is held again. Of several slots the one used last is the most recent; `release` does not
+    change that order.
 
-    Of several keys the one used last is the most recent; `release` does not change that order.
+    All operations take O(1) amortised time. They trust their caller, `CacheManager`: apart from
+    `add`, they are for resident slots only.
 
     Raises `CapacityError` for a capacity below 1.
     """
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
-            raise CapacityError(f"an eviction policy for {capacity} keys: give it 1 or more")
+            raise CapacityError(f"an eviction policy for {capacity} slots: give it 1 or more")
         self.capacity = capacity
 
     @abstractmethod
-    def add(self, key: Key) -> None:
-        """Make a key resident, held and the most recent, where no other key has to leave for it.
+    def add(self, slot: int, key: Key) -> None:
+        """Make a free slot resident with a new key, held and the most recent."""
 
-        The key must not be resident, and fewer than `capacity` keys may be.
+    @abstractmethod
+    def replace(self, key: Key) -> int | None:
+        """Evict the key of some slot that is not held, `add` the slot with a new key and return it.
+
+        One call, because the choice of the slot may depend on the key that comes in. Returns `None`
+        and changes nothing where all resident slots are held.
         """
 
     @abstractmethod
-    def replace(self, key: Key) -> Key | None:
-        """Evict one key to make another resident, held and the most recent; return the evicted one.
-
-        One call, because the choice of the victim may depend on the key that comes in. Returns
-        `None` and changes nothing where all resident keys are held. The key must not be resident.
-        """
-
-    @abstractmethod
-    def use(self, key: Key) -> None:
-        """Count an access to a resident key, held or not, and make it the most recent.
+    def use(self, slot: int) -> None:
+        """Count an access to a slot, held or not, and make it the most recent.
 
         Until its first `release` that access is the one that added it, and is not counted again.
-
-        Raises `KeyError` for a key that is not resident.
         """
 
     @abstractmethod
-    def hold(self, key: Key) -> None:
-        """Do as `use`, and keep the key from being evicted until `release`. It must not be held.
-
-        Raises `KeyError` for a key that is not resident.
-        """
+    def hold(self, slot: int) -> None:
+        """Do as `use`, and keep a slot that is not held from being evicted until `release`."""
 
     @abstractmethod
-    def release(self, key: Key) -> None:
-        """Let a held key be evicted again. This is not an access.
-
-        Raises `KeyError` for a key that is not resident.
-        """
+    def release(self, slot: int) -> None:
+        """Let a held slot be evicted again. This is not an access."""
 
     @abstractmethod
-    def discard(self, key: Key) -> None:
-        """Forget a resident key, held or not, as if it had never been added.
-
-        Raises `KeyError` for a key that is not resident.
-        """
+    def discard(self, slot: int) -> None:
+        """Forget a slot, held or not, and its key, as if it had never been added."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget all keys, held ones included, and everything learnt from them."""
+        """Forget all slots, held ones included, and everything learnt from their keys."""
 
     @abstractmethod
-    def is_held(self, key: Key) -> bool:
-        """Say whether a resident key is held.
-
-        Raises `KeyError` for a key that is not resident.
-        """
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Count the resident keys, held ones included."""
+    def resident(self) -> dict[int, bool]:
+        """Return all resident slots and whether they are held, in O(capacity)."""
 
     @abstractmethod
     def check_integrity(self) -> None:

@@ -11,49 +11,47 @@ class LRUPolicy(EvictionPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._recency = RecencyList()
-
-    def add(self, key: Key) -> None:
-        """See `EvictionPolicy.add`."""
-        self._recency.append(key, held=True)
-
-    def replace(self, key: Key) -> Key | None:
-        """See `EvictionPolicy.replace`."""
-        if not self._recency.evictable:
-            return None
-        victim = self._recency.pop_oldest()
-        self.add(key)
-        return victim
-
-    def use(self, key: Key) -> None:
-        """See `EvictionPolicy.use`."""
-        self._recency.refresh(key)
-
-    def hold(self, key: Key) -> None:
-        """See `EvictionPolicy.hold`."""
-        self._recency.hold(key)
-        self._recency.refresh(key)
-
-    def release(self, key: Key) -> None:
-        """See `EvictionPolicy.release`."""
-        self._recency.release(key)
-
-    def discard(self, key: Key) -> None:
-        """See `EvictionPolicy.discard`."""
-        self._recency.remove(key)
+        self.clear()
 
     def clear(self) -> None:
         """See `EvictionPolicy.clear`."""
         self._recency = RecencyList()
 
-    def is_held(self, key: Key) -> bool:
-        """See `EvictionPolicy.is_held`."""
-        return self._recency.is_held(key)
+    def add(self, slot: int, key: Key) -> None:
+        """See `EvictionPolicy.add`; the key does not matter."""
+        self._recency.append(slot, held=True)
 
-    def __len__(self) -> int:
-        return len(self._recency)
+    def replace(self, key: Key) -> int | None:
+        """See `EvictionPolicy.replace`; the key does not matter."""
+        if not self._recency.evictable:
+            return None
+        slot = self._recency.pop_oldest()
+        self.add(slot, key)
+        return slot
+
+    def use(self, slot: int) -> None:
+        """See `EvictionPolicy.use`."""
+        self._recency.refresh(slot)
+
+    def hold(self, slot: int) -> None:
+        """See `EvictionPolicy.hold`."""
+        self._recency.hold(slot)
+        self._recency.refresh(slot)
+
+    def release(self, slot: int) -> None:
+        """See `EvictionPolicy.release`."""
+        self._recency.release(slot)
+
+    def discard(self, slot: int) -> None:
+        """See `EvictionPolicy.discard`."""
+        self._recency.remove(slot)
+
+    def resident(self) -> dict[int, bool]:
+        """See `EvictionPolicy.resident`."""
+        return self._recency.holds()
 
     def check_integrity(self) -> None:
         """See `EvictionPolicy.check_integrity`."""
-        assert len(self) <= self.capacity, f"{len(self)} keys exceed capacity {self.capacity}"
         self._recency.check_integrity()
+        slots = self._recency.length
+        assert slots <= self.capacity, f"{slots} slots exceed capacity {self.capacity}"

@@ -1,94 +1,139 @@
-"""A list of keys by recency in which single keys can be held: the part that policies share."""
+"""A list by recency, made of integer arrays: no object per entry, and no pause to be rebuilt."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from array import array
 
-from kv_offload.policies.base import Key
+_ABSENT, _IDLE, _HELD, _PARKED = range(4)
 
 
 class RecencyList:
-    """Keys from the least to the most recent; a held key keeps its place but is not popped.
+    """Slots from the least to the most recent; a held slot keeps its place but is not popped.
 
-    A held key that is found at the old end is parked beside the list, so that a search for a victim
-    passes it once and not again each time: O(1) amortised per operation. When it is released it
-    returns to the old end, where it was; only several parked keys may change places among
+    A held slot that is found at the old end is parked beside the list, so that a search for a
+    victim passes it once and not again each time: O(1) amortised per operation. When it is released
+    it returns to the old end, where it was; only several parked slots may change places among
     themselves, and they do not if the most recent of them is released first.
+
+    Apart from `append`, all operations are for slots that are in the list.
     """
 
-    __slots__ = ("_held", "_listed", "_parked")
+    __slots__ = ("_newer", "_older", "_state", "evictable", "length")
 
     def __init__(self) -> None:
-        self._listed: OrderedDict[Key, bool] = OrderedDict()  # the value: is the key held?
-        self._held = 0  # how many keys in `_listed` are
-        self._parked: set[Key] = set()  # all of them held
+        # Slot i is node i + 1. Node 0 closes the circle: what is newer than it is the oldest, what
+        # is older than it the newest.
+        self._older = array("i", [0])
+        self._newer = array("i", [0])
+        self._state = bytearray([_ABSENT])
+        self.length = 0
+        """How many slots there are, parked ones included."""
+        self.evictable = 0
+        """How many slots are not held."""
 
-    def append(self, key: Key, *, held: bool) -> None:
-        """Add a key that is not in the list, as the most recent."""
-        self._listed[key] = held
-        self._held += held
+    def append(self, slot: int, *, held: bool) -> None:
+        """Add a slot that is not in the list, as the most recent."""
+        node = slot + 1
+        missing = node + 1 - len(self._state)
+        if missing > 0:
+            self._older.extend([0] * missing)
+            self._newer.extend([0] * missing)
+            self._state.extend(bytes(missing))
+        self._state[node] = _HELD if held else _IDLE
+        self.length += 1
+        self.evictable += not held
+        self._link(node, self._older[0])
 
-    def refresh(self, key: Key) -> None:
-        """Make a key the most recent. Raises `KeyError` where it is not in the list."""
-        if key in self._parked:
-            self._parked.remove(key)
-            self.append(key, held=True)
+    def refresh(self, slot: int) -> None:
+        """Make a slot the most recent."""
+        node = slot + 1
+        older, newer = self._older, self._newer
+        if self._state[node] == _PARKED:
+            self._state[node] = _HELD
         else:
-            self._listed.move_to_end(key)
+            before, after = older[node], newer[node]
+            newer[before] = after
+            older[after] = before
+        newest = older[0]
+        older[node] = newest
+        newer[node] = 0
+        newer[newest] = node
+        older[0] = node
 
-    def hold(self, key: Key) -> None:
-        """Keep a key, which must not be held, from being popped. Raises `KeyError` as `refresh`."""
-        self._held += not self._listed[key]
-        self._listed[key] = True
+    def hold(self, slot: int) -> None:
+        """Keep a slot that is not held from being popped."""
+        self._state[slot + 1] = _HELD
+        self.evictable -= 1
 
-    def release(self, key: Key) -> None:
-        """Let a held key be popped again. Raises `KeyError` where it is not in the list."""
-        if key in self._parked:
-            self._parked.remove(key)
-            self._listed[key] = False
-            self._listed.move_to_end(key, last=False)
-        elif self._listed[key]:
-            self._listed[key] = False
-            self._held -= 1
+    def release(self, slot: int) -> None:
+        """Let a held slot be popped again."""
+        node = slot + 1
+        if self._state[node] == _PARKED:
+            self._link(node, 0)
+        self._state[node] = _IDLE
+        self.evictable += 1
 
-    def remove(self, key: Key) -> None:
-        """Take a key out of the list. Raises `KeyError` where it is not in the list."""
-        if key in self._parked:
-            self._parked.remove(key)
-        else:
-            self._held -= self._listed.pop(key)
+    def remove(self, slot: int) -> None:
+        """Take a slot out of the list."""
+        node = slot + 1
+        state = self._state[node]
+        if state != _PARKED:
+            self._unlink(node)
+        if state == _IDLE:
+            self.evictable -= 1
+        self._state[node] = _ABSENT
+        self.length -= 1
 
-    def pop_oldest(self) -> Key:
-        """Take out the least recent key that is not held. Needs `evictable` to be above 0."""
-        while True:
-            key, held = self._listed.popitem(last=False)
-            if not held:
-                return key
-            self._parked.add(key)
-            self._held -= 1
+    def pop_oldest(self) -> int:
+        """Take out the least recent slot that is not held; needs `evictable` to be above 0."""
+        node = self._newer[0]
+        while self._state[node] == _HELD:
+            self._unlink(node)
+            self._state[node] = _PARKED
+            node = self._newer[0]
+        self.remove(node - 1)
+        return node - 1
 
-    def is_held(self, key: Key) -> bool:
-        """Say whether a key is held. Raises `KeyError` where it is not in the list."""
-        return key in self._parked or self._listed[key]
+    def _link(self, node: int, older: int) -> None:
+        newer = self._newer[older]
+        self._older[node] = older
+        self._newer[node] = newer
+        self._newer[older] = node
+        self._older[newer] = node
 
-    @property
-    def evictable(self) -> int:
-        """How many keys are not held."""
-        return len(self._listed) - self._held
+    def _unlink(self, node: int) -> None:
+        older, newer = self._older[node], self._newer[node]
+        self._newer[older] = newer
+        self._older[newer] = older
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._listed or key in self._parked
+    def is_held(self, slot: int) -> bool:
+        """Say whether a slot is held."""
+        return self._state[slot + 1] != _IDLE
 
-    def __len__(self) -> int:
-        return len(self._listed) + len(self._parked)
+    def slots(self) -> list[int]:
+        """Return the slots that are not parked, from the least to the most recent."""
+        slots = []
+        node = self._newer[0]
+        while node:
+            slots.append(node - 1)
+            node = self._newer[node]
+        return slots
 
-    def keys(self) -> list[Key]:
-        """Copy the keys, from the least to the most recent; parked ones first, in no order."""
-        return [*self._parked, *self._listed]
+    def holds(self) -> dict[int, bool]:
+        """Return all slots and whether they are held."""
+        return {
+            node - 1: state != _IDLE for node, state in enumerate(self._state) if state != _ABSENT
+        }
+
+    def __contains__(self, slot: int) -> bool:
+        return slot + 1 < len(self._state) and self._state[slot + 1] != _ABSENT
 
     def check_integrity(self) -> None:
         """Check all invariants, in O(n). Raises `AssertionError` naming the first broken."""
-        held = sum(self._listed.values())
-        assert self._held == held, f"{self._held} listed keys counted as held, but {held} are"
-        both = self._parked & self._listed.keys()
-        assert not both, f"both listed and parked: {sorted(map(repr, both))}"
+        listed, holds = self.slots(), self.holds()
+        parked = {slot for slot in holds if self._state[slot + 1] == _PARKED}
+        linked = [*listed, *parked]
+        assert len(linked) == len(holds) == self.length, "a slot is lost or linked twice"
+        assert holds.keys() == {*linked}, "a slot is linked that is not in the list"
+        idle = len(holds) - sum(holds.values())
+        assert self.evictable == idle, f"{self.evictable} slots count as evictable, but {idle} are"

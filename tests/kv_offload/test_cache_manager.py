@@ -60,14 +60,14 @@ def test_a_manager_needs_a_slot(num_slots: int) -> None:
 
 
 def test_a_manager_refuses_a_policy_of_another_size() -> None:
-    with pytest.raises(MisuseError, match="the policy is for 4 keys and has 0; 3 slots need"):
+    with pytest.raises(MisuseError, match="for 4 slots and ranks 0: give a manager of 3 slots"):
         CacheManager(3, make_policy("arc", 4))
 
 
 def test_a_manager_refuses_the_policy_of_another_manager() -> None:
     policy = make_policy("lru", 3)
     store(CacheManager(3, policy), A)
-    with pytest.raises(MisuseError, match="the policy is for 3 keys and has 1; 3 slots need"):
+    with pytest.raises(MisuseError, match="for 3 slots and ranks 1: give a manager of 3 slots"):
         CacheManager(3, policy)
 
 
@@ -354,12 +354,12 @@ def test_complete_store_refuses_slots_without_a_store_and_changes_nothing(
     (c,) = store(manager, C)
     manager.prepare_load([C])
     for slots in ([a, 3], [a, c], [a, a], [a, -1], [a, 99]):
-        with pytest.raises(MisuseError, match="complete each prepared slot once"):
+        with pytest.raises(MisuseError, match="complete every prepared store once"):
             manager.complete_store(slots)
         assert not manager.lookup(A)
         manager.check_integrity()
     manager.complete_store([a, b])
-    with pytest.raises(MisuseError, match=rf"slot {a} completes 1 stores, but 0 are running"):
+    with pytest.raises(MisuseError, match=f"1 stores to slot {a} completed, but 0 is running"):
         manager.complete_store([a], ok=False)
     assert manager.lookup(A)
 
@@ -371,11 +371,11 @@ def test_complete_load_refuses_slots_without_a_load_and_changes_nothing(
     (c,) = slots_of(manager.prepare_store([C]))
     manager.prepare_load([A])
     for slots in ([a, b], [a, c], [a, a], [a, -1], [a, 99]):
-        with pytest.raises(MisuseError, match="complete each prepared slot once"):
+        with pytest.raises(MisuseError, match="complete every prepared load once"):
             manager.complete_load(slots)
         manager.check_integrity()
     manager.complete_load([a])
-    with pytest.raises(MisuseError, match=rf"slot {a} completes 1 loads, but 0 are running"):
+    with pytest.raises(MisuseError, match=f"1 loads of slot {a} completed, but 0 are running"):
         manager.complete_load([a])
 
 
@@ -469,23 +469,24 @@ def test_an_orphan_is_completed_as_what_it_was(manager: CacheManager) -> None:
 @pytest.mark.parametrize(
     ("breakage", "message"),
     [
-        ("m._storing.add(b'x')", "keys being stored and slots differ"),
-        ("m._writes[3] = C", "a key is being stored into two slots"),
-        ("m._stored[C] = 3", "a key is readable while it is being stored"),
-        ("m._reads[2] = C", "a slot is read while it is written"),
-        ("m._reads[3] = D", "slot 3 is read but .* is not in it"),
-        ("del m._readers[0]", "reader counts and reads differ"),
-        ("m._readers[0] = 0", "a read slot has no reader"),
+        ("m._readers[2] = 1", "a slot is read while it is written"),
         ("m._orphans.add(1)", "an orphan has no running operation"),
+        ("m._readers[0] = 0", "a read slot has no reader"),
+        ("m._stored[C] = 2", "a key is readable before it is stored"),
+        ("m._writes.add(1)", "writes and keys differ"),
+        ("m._storing[D] = 1", "writes and keys differ"),
+        ("m._readers[3] = 1", "a read slot has no key"),
+        ("m._stored[D] = 3", "slot 3 is used that was never given out"),
+        ("m._stored[D] = -1", "slot -1 is used that was never given out"),
+        ("m._stored[B] = 0", "slot 0 of .* is .*'s"),
+        ("m._num_slots = 2", "a slot does not exist"),
         ("m._free.append(1)", "a slot is lost or has two owners"),
-        ("del m._stored[B]", "a slot is lost or has two owners"),
-        ("m._stored[B] = 3; m._free.append(1)", "a slot is used that was never given out"),
-        ("m._stored[B] = -1", "a slot does not exist"),
-        ("del m._stored[B]; m._free.append(1)", "policy: wrong keys"),
-        ("m._policy.release(C)", "could be evicted while it is being stored"),
-        ("m._policy.release(A)", "hold and loads differ"),
-        ("m._policy.hold(B)", "hold and loads differ"),
-        ("m._policy.capacity = 2", "3 keys exceed capacity 2"),
+        ("m._stored.pop(B)", "a slot is lost or has two owners"),
+        ("m._stored.pop(B); m._free.append(1)", "what the policy ranks or holds is wrong"),
+        ("m._policy.release(2)", "what the policy ranks or holds is wrong"),
+        ("m._policy.release(0)", "what the policy ranks or holds is wrong"),
+        ("m._policy.hold(1)", "what the policy ranks or holds is wrong"),
+        ("m._policy.capacity = 2", "3 slots exceed capacity 2"),
     ],
 )
 def test_check_integrity_names_what_is_broken(breakage: str, message: str) -> None:

@@ -383,9 +383,10 @@ def test_utf8_and_a_byte_order_mark_are_fine(write):
     assert load({"config_file": write(content)}).blocks_per_slot == 2
 
 
-SYNTAX = [": ", "\n", "- ", "!!int ", "!!bool ", "!!map ", "&a ", "*a", "? ", "<<: ", *"{}[]~'\",%#\x00>|"]
+TAGS = ["!!int ", "!!bool ", "!!map ", "&a ", "*a", "<<: "]
+SYNTAX = [": ", "\n", "- ", "? ", *"{}[]~'\",%#\x00>|"]
 VALUES = ["1", "0x1f", "1:30", "2024-02-30", "lru", "1GiB"]
-WORDS = st.sampled_from([*SCHEMA, *SYNTAX, *VALUES])
+WORDS = st.sampled_from([*SCHEMA, *TAGS, *SYNTAX, *VALUES])
 
 
 @given(content=st.one_of(st.binary(), st.lists(WORDS | st.text(max_size=3)).map("".join)))

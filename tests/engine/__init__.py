@@ -1,0 +1,15 @@
+"""Tests on a real vLLM engine; skipped where there is none."""
+
+import os
+import warnings
+
+import pytest
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what vLLM and torch warn of is not ours to fix
+    pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
+    import vllm.entrypoints.llm

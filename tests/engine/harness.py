@@ -1,0 +1,240 @@
+"""A real engine in this process, with the plugin or without, and handles on its parts."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+from bench.small_models import VOCABULARY, write_model
+from kv_offload.connector import KVOffloadConnector
+from transfer.engine import Direction
+
+BLOCK_TOKENS = 32
+Tokens = list[int]
+
+
+def random_tokens(count: int, seed: int) -> Tokens:
+    """Return tokens that no other seed shares a prefix with."""
+    return [int(t) for t in np.random.default_rng(seed).integers(3, VOCABULARY, count)]
+
+
+def prompts_with_shared_prefix(
+    shared: int = 300, tails: Sequence[int] = (21, 25, 40, 85), seed: int = 0
+) -> list[Tokens]:
+    """Return prompts that begin alike and end apart."""
+    prefix = random_tokens(shared, seed)
+    return [prefix + random_tokens(tail, 1000 * seed + i + 1) for i, tail in enumerate(tails)]
+
+
+class Engine:
+    """One in-process vLLM engine."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.totals: Counter[str] = Counter()
+
+    # -- running ---------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Tokens], max_tokens: int = 8) -> list[Tokens]:
+        """Answer prompts greedily; return the new tokens of each."""
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+            greedy(max_tokens),
+            use_tqdm=False,
+        )
+        self.cached_tokens = [output.num_cached_tokens for output in outputs]
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def add(self, request_id: str, prompt: Tokens, max_tokens: int = 8, **sampling: Any) -> None:
+        """Queue a request for `step`."""
+        self.llm.llm_engine.add_request(
+            request_id, {"prompt_token_ids": list(prompt)}, greedy(max_tokens, **sampling)
+        )
+
+    def step(self) -> dict[str, Any]:
+        """Run one engine step; return the outputs that finished, by request id."""
+        outputs = self.llm.llm_engine.step()
+        return {output.request_id: output for output in outputs if output.finished}
+
+    def run(self, max_steps: int = 2000) -> dict[str, Any]:
+        """Step until no request is left."""
+        finished: dict[str, Any] = {}
+        for _ in range(max_steps):
+            if not self.llm.llm_engine.has_unfinished_requests():
+                return finished
+            finished.update(self.step())
+        raise AssertionError(f"requests still run after {max_steps} steps")
+
+    def abort(self, *request_ids: str) -> None:
+        """Abort requests as a client does that went away."""
+        self.llm.llm_engine.abort_request(list(request_ids))
+
+    def settle(self, max_steps: int = 2000) -> None:
+        """Step an idle engine until no store or load is left, as the engine's own loop does."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests():
+                return
+            self.core.step_fn()
+        raise AssertionError("the engine does not come to rest")
+
+    # -- parts -----------------------------------------------------------------------------
+
+    @property
+    def core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.scheduler
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def offload(self) -> Any:
+        return self.scheduler.connector.offload_scheduler
+
+    @property
+    def rank(self) -> Any:
+        return get_kv_transfer_group().offload_worker
+
+    @property
+    def slots(self) -> np.ndarray:
+        """The arena as `(slots, bytes)`."""
+        return self.rank._engine._state.arena.view()
+
+    @property
+    def block_bytes(self) -> int:
+        return int(self.rank._engine.layout.slot_bytes)
+
+    def blocks_loaded(self) -> int:
+        return int(self.totals["loaded_bytes"]) // self.block_bytes
+
+    def blocks_stored(self) -> int:
+        return int(self.totals["stored_bytes"]) // self.block_bytes
+
+    def reset_gpu_cache(self) -> None:
+        """Forget the engine's own prefix cache, so that only host memory can serve a prefix."""
+        assert self.llm.reset_prefix_cache() is True
+        stats = self.rank.take_stats()  # of the drain; the engine asks only at the end of a step
+        self.totals.update(stats.data if stats is not None else {})
+
+    def assert_nothing_left(self) -> None:
+        """No pin, job, reader or writer is left once the engine rests."""
+        self.settle()
+        assert not self.offload.has_pending_stores
+        assert self.offload._stores.pinned_blocks == 0
+        assert self.offload._loads.running == 0
+        assert not self.offload._loads._arriving
+        assert not self.offload._requests
+        assert self.rank._engine.in_flight == 0
+        assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
+        self.offload.manager.check_integrity()
+        self.offload.manager.reset()
+        assert self.offload.manager.slots_in_use == 0
+
+
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **more
+    )
+
+
+@contextlib.contextmanager
+def engine(
+    models: Path,
+    kind: str = "qwen3",
+    plugin: dict[str, Any] | None = None,
+    *,
+    blocks: int = 400,
+    **arguments: Any,
+) -> Iterator[Engine]:
+    """Start an engine, with the plugin if it is configured, and shut it down at the end."""
+    if plugin is not None:
+        arguments["kv_transfer_config"] = transfer_config(plugin)
+    settings = {
+        "model": str(write_model(kind, models / kind)),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "kv_cache_memory_bytes": 64 << 20,
+        "num_gpu_blocks_override": blocks,
+        "max_model_len": 2048,
+        "dtype": "float32",
+        "seed": 0,
+        **arguments,
+    }
+    assert not has_kv_transfer_group(), "one process holds one engine with a connector at a time"
+    running = Engine(LLM(**settings))
+    original = KVOffloadConnector.get_kv_connector_stats
+
+    def take(self: KVOffloadConnector) -> Any:
+        stats = original(self)
+        if stats is not None:
+            running.totals.update(stats.data)
+        return stats
+
+    KVOffloadConnector.get_kv_connector_stats = take
+    try:
+        yield running
+    finally:
+        KVOffloadConnector.get_kv_connector_stats = original
+        running.llm.llm_engine.engine_core.shutdown()
+        del running.llm
+        gc.collect()
+
+
+def transfer_config(plugin: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration that a user writes, with room for a few thousand small blocks."""
+    return {
+        "kv_connector": "KVOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes": "64MiB", **plugin},
+    }
+
+
+class Copies:
+    """Stands in front of the host engine's copies: holds or fails those of a direction."""
+
+    def __init__(self) -> None:
+        self._open = {direction: threading.Event() for direction in Direction}
+        self._failing: set[Direction] = set()
+        self.release()
+
+    def hold(self, direction: Direction) -> None:
+        """Let copies of a direction wait before their first byte."""
+        self._open[direction].clear()
+
+    def fail(self, direction: Direction) -> None:
+        """Let copies of a direction raise, after half of the bytes."""
+        self._failing.add(direction)
+
+    def release(self) -> None:
+        """Let everything pass."""
+        self._failing.clear()
+        for event in self._open.values():
+            event.set()
+
+    def copy_run(self, dst_address: int, src_address: int, nbytes: int) -> None:
+        direction = self._direction(dst_address)
+        assert self._open[direction].wait(60)
+        if direction in self._failing:
+            ctypes.memmove(dst_address, src_address, nbytes // 2)
+            raise OSError("injected fault")
+        ctypes.memmove(dst_address, src_address, nbytes)
+
+    def _direction(self, dst_address: int) -> Direction:
+        arena = get_kv_transfer_group().offload_worker._engine._state.arena
+        inside = arena.address <= dst_address < arena.address + arena.nbytes
+        return Direction.STORE if inside else Direction.LOAD

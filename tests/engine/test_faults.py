@@ -1,0 +1,123 @@
+"""A copy that fails costs a cache entry or a recomputation: never a wrong token, never the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kv_offload.engine_compat import reports_failed_requests, vllm_version
+from tests.engine.harness import Copies, engine, prompts_with_shared_prefix
+from transfer.engine import Direction
+
+PROMPTS = prompts_with_shared_prefix(seed=7)
+
+
+@pytest.fixture(scope="module")
+def expected(model_folder: Path) -> dict[str, list[list[int]]]:
+    answers = {}
+    for kind in ("qwen3", "gemma3"):
+        with engine(model_folder, kind) as plain:
+            answers[kind] = plain.generate(PROMPTS)
+    return answers
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_a_failed_store_is_skipped_and_counted(
+    model_folder: Path, copies: Copies, expected: dict[str, list[list[int]]], kind: str
+) -> None:
+    with engine(model_folder, kind, {}) as offloading:
+        copies.fail(Direction.STORE)
+        assert offloading.generate(PROMPTS) == expected[kind]
+        offloading.settle()
+        assert offloading.blocks_stored() == 0
+        assert offloading.totals["skipped_copy_failed"] > 0
+        assert offloading.offload.manager.slots_in_use == 0
+        copies.release()
+        offloading.reset_gpu_cache()
+        assert offloading.generate(PROMPTS) == expected[kind]
+        assert offloading.blocks_loaded() == 0
+        offloading.reset_gpu_cache()
+        # The copies work again, and so does host memory.
+        assert offloading.generate(PROMPTS) == expected[kind]
+        assert offloading.blocks_loaded() > 0
+        offloading.assert_nothing_left()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_a_failed_load_is_recomputed(
+    model_folder: Path, copies: Copies, expected: dict[str, list[list[int]]], kind: str
+) -> None:
+    """With one cache group and with two: the second has no hook below vLLM 0.32."""
+    with engine(model_folder, kind, {}) as offloading:
+        offloading.generate(PROMPTS)
+        offloading.reset_gpu_cache()
+        copies.fail(Direction.LOAD)
+        assert offloading.generate(PROMPTS) == expected[kind]
+        assert offloading.blocks_loaded() == 0
+        assert offloading.totals["failed_loads"] > 0
+        copies.release()
+        offloading.reset_gpu_cache()
+        assert offloading.generate(PROMPTS) == expected[kind]
+        assert offloading.blocks_loaded() > 0
+        offloading.assert_nothing_left()
+
+
+def test_the_destination_of_a_failed_load_is_zeroed(model_folder: Path, copies: Copies) -> None:
+    prompt = PROMPTS[0]
+    with engine(model_folder, "qwen3", {}) as offloading:
+        offloading.generate([prompt])
+        offloading.reset_gpu_cache()
+        for tensor in offloading.rank._engine._state.keep_alive:
+            tensor.fill_(float("nan"))
+        copies.fail(Direction.LOAD)
+        zeroed: list[int] = []
+        zero = offloading.rank._engine.zero_blocks
+
+        def watch(blocks: list[int]) -> None:
+            zero(blocks)
+            zeroed.extend(blocks)
+            for tensor in offloading.rank._engine._state.keep_alive:
+                assert not tensor[blocks].any()
+
+        offloading.rank._engine.zero_blocks = watch
+        offloading.generate([prompt])
+        assert len(zeroed) == (len(prompt) - 1) // 32
+
+
+def test_failing_may_be_chosen_over_recomputing(
+    model_folder: Path, copies: Copies, expected: dict[str, list[list[int]]]
+) -> None:
+    """`on_load_failure: fail` ends that request alone, with an error."""
+    with engine(model_folder, "qwen3", {"on_load_failure": "fail"}) as offloading:
+        offloading.generate(PROMPTS[:1])
+        offloading.reset_gpu_cache()
+        copies.fail(Direction.LOAD)
+        offloading.add("fails", PROMPTS[0])
+        finished = offloading.run()
+        assert finished["fails"].outputs[0].finish_reason == "error"
+        copies.release()
+        assert offloading.generate(PROMPTS) == expected["qwen3"]
+        offloading.assert_nothing_left()
+
+
+@pytest.mark.skipif(
+    reports_failed_requests(vllm_version()), reason="this vLLM can fail requests of several groups"
+)
+def test_failing_is_refused_where_the_engine_cannot(model_folder: Path) -> None:
+    with (
+        pytest.raises(Exception, match="on_load_failure is 'fail'"),
+        engine(model_folder, "gemma3", {"on_load_failure": "fail"}),
+    ):
+        pass
+
+
+def test_a_refused_job_is_a_failed_store(model_folder: Path) -> None:
+    """A job that the transfer engine refuses before copying is reported like a failed copy."""
+    with engine(model_folder, "qwen3", {}) as offloading:
+        offloading.rank._engine.num_slots = 0
+        offloading.generate(PROMPTS[:1])
+        offloading.settle()
+        assert offloading.totals["skipped_copy_failed"] > 0
+        offloading.rank._engine.num_slots = offloading.rank.num_slots
+        offloading.assert_nothing_left()

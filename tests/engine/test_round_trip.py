@@ -1,0 +1,99 @@
+"""What was computed once comes back from host memory, and the answers stay the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.harness import (
+    BLOCK_TOKENS,
+    engine,
+    prompts_with_shared_prefix,
+    random_tokens,
+)
+
+PROMPTS = prompts_with_shared_prefix()
+
+
+@pytest.fixture(scope="module")
+def expected(model_folder: Path) -> dict[str, list[list[int]]]:
+    """The answers of engines without the plugin."""
+    answers = {}
+    for kind in ("qwen3", "gemma3"):
+        with engine(model_folder, kind) as plain:
+            answers[kind] = plain.generate(PROMPTS)
+    return answers
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        {},
+        {"eviction_policy": "arc"},
+        {"blocks_per_slot": 3},
+        {"store_blocks": "prompt"},
+    ],
+    ids=lambda plugin: "-".join(f"{k}={v}" for k, v in plugin.items()) or "defaults",
+)
+def test_reloaded_prompts_give_the_same_tokens(
+    model_folder: Path, expected: dict[str, list[list[int]]], kind: str, plugin: dict[str, object]
+) -> None:
+    with engine(model_folder, kind, plugin) as offloading:
+        assert offloading.generate(PROMPTS) == expected[kind]
+        offloading.reset_gpu_cache()
+        stored = offloading.blocks_stored()
+        assert offloading.generate(PROMPTS) == expected[kind]
+        assert offloading.blocks_loaded() > 0
+        # Every prompt but its last slot, at most, came from somewhere: host memory, or a neighbour.
+        slot_tokens = BLOCK_TOKENS * int(plugin.get("blocks_per_slot", 1))
+        for prompt, cached in zip(PROMPTS, offloading.cached_tokens, strict=True):
+            assert cached >= (len(prompt) - 1) // slot_tokens * slot_tokens
+        offloading.settle()
+        # The answers are the same, so they end in the blocks that are stored already.
+        assert offloading.blocks_stored() == stored
+        offloading.assert_nothing_left()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_corrupted_host_memory_changes_the_tokens(
+    model_folder: Path, expected: dict[str, list[list[int]]], kind: str
+) -> None:
+    """The control of every comparison here: it must be able to fail."""
+    with engine(model_folder, kind, {}) as offloading:
+        offloading.generate(PROMPTS)
+        offloading.reset_gpu_cache()
+        offloading.slots[:] ^= 0x40
+        answers = offloading.generate(PROMPTS)
+        assert offloading.blocks_loaded() > 0
+        changed = [a != b for a, b in zip(answers, expected[kind], strict=True)]
+        assert all(changed)
+
+
+def test_the_loaded_bytes_are_the_stored_bytes(model_folder: Path) -> None:
+    """Compares the KV cache itself: the blocks of a reloaded prompt hold what was computed."""
+    prompt = random_tokens(8 * BLOCK_TOKENS + 1, seed=5)
+    with engine(model_folder, "qwen3", {}) as offloading:
+        offloading.add("first", prompt, max_tokens=1)
+        offloading.step()
+        computed = _blocks_of(offloading, prompt)
+        offloading.run()
+        offloading.reset_gpu_cache()
+        for tensor in offloading.rank._engine._state.keep_alive:
+            tensor.fill_(float("nan"))
+        offloading.add("second", prompt, max_tokens=1)
+        offloading.run()
+        assert offloading.blocks_loaded() == 8
+        assert _blocks_of(offloading, prompt) == computed
+
+
+def _blocks_of(offloading: object, prompt: list[int]) -> list[bytes]:
+    """Read the blocks of a prompt that the engine's own prefix cache knows."""
+    pool, rank = offloading.pool, offloading.rank  # type: ignore[attr-defined]
+    by_key = {block.block_hash: block.block_id for block in pool.blocks if block.block_hash}
+    ids = sorted(by_key.values())
+    assert len(ids) == len(prompt) // BLOCK_TOKENS
+    tensors = rank._engine._state.keep_alive
+    contents = [b"".join(tensor[i].numpy().tobytes() for tensor in tensors) for i in ids]
+    return sorted(contents)

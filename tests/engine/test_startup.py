@@ -1,0 +1,82 @@
+"""What cannot be served is refused at start, in one error that says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
+from tests.engine.harness import engine, random_tokens
+
+
+def refusal(models: Path, plugin: dict[str, Any], error: type[Exception], **arguments: Any) -> str:
+    with pytest.raises(error) as caught, engine(models, plugin=plugin, **arguments):
+        pass
+    _forget_half_started_engine()
+    return str(caught.value)
+
+
+def _forget_half_started_engine() -> None:
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    kv_transfer_state.ensure_kv_transfer_shutdown()
+
+
+def test_without_prefix_caching(model_folder: Path) -> None:
+    message = refusal(model_folder, {}, UnsupportedError, enable_prefix_caching=False)
+    assert "remove --no-enable-prefix-caching" in message
+
+
+def test_with_another_role(model_folder: Path) -> None:
+    config = {
+        "kv_connector": "KVOffloadConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"cpu_bytes": "8MiB"},
+    }
+    with (
+        pytest.raises(UnsupportedError, match="set it to 'kv_both'"),
+        engine(model_folder, kv_transfer_config=config),
+    ):
+        pass
+    _forget_half_started_engine()
+
+
+def test_unknown_key(model_folder: Path) -> None:
+    message = refusal(model_folder, {"evicton_policy": "lru"}, ConfigError)
+    assert "evicton_policy" in message
+    assert "eviction_policy" in message
+
+
+def test_pool_smaller_than_a_slot(model_folder: Path) -> None:
+    message = refusal(model_folder, {"cpu_bytes": 1000}, CapacityError)
+    assert "1000 bytes" in message
+    assert "set cpu_bytes to 32768 or more" in message
+
+
+def test_wrong_transfer_engine(model_folder: Path) -> None:
+    message = refusal(model_folder, {"transfer_engine": "cuda"}, ConfigError)
+    assert "use 'auto' or 'host'" in message
+
+
+def test_version_that_is_not_known(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.40.1")
+    message = refusal(model_folder, {}, UnsupportedError)
+    assert "0.26 to 0.33" in message
+    assert "0.40.1" in message
+
+
+def test_yaml_file(model_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "offload.yaml"
+    path.write_text("cpu_bytes: 1MiB\neviction_policy: arc\n")
+    with engine(model_folder, plugin={"config_file": str(path), "cpu_bytes": "2MiB"}) as running:
+        assert running.offload.manager.num_slots == 2 * (1 << 20) // 32768
+        running.generate([random_tokens(100, seed=1)])
+
+
+def test_missing_yaml_file(model_folder: Path) -> None:
+    message = refusal(model_folder, {"config_file": "/nowhere/offload.yaml"}, ConfigError)
+    assert "/nowhere/offload.yaml" in message
