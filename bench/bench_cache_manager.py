@@ -29,29 +29,29 @@ grew with n, which is what this guards against, would be far above."""
 
 
 class Pool:
-    """A full manager in which half of the keys were used twice and a tenth was evicted."""
+    """A full manager in which half of the prefixes were used twice and a tenth was evicted."""
 
     def __init__(self, policy_name: str, num_slots: int) -> None:
         self.random = random.Random(num_slots)
         self.manager = CacheManager(num_slots, make_policy(policy_name, num_slots))
-        self.keys: list[bytes] = []
+        self.prefixes: list[list[bytes]] = []
         for _ in range(0, num_slots, BATCH_KEYS):
-            self.store(self.new_keys())
-        for key in self.random.sample(self.keys, num_slots // 2):
-            self.manager.touch([key])
+            self.store(self.new_prefix())
+        for prefix in self.random.sample(self.prefixes, len(self.prefixes) // 2):
+            self.touch(prefix)
         for _ in range(0, num_slots // 10, BATCH_KEYS):
-            self.store(self.new_keys())
+            self.store(self.new_prefix())
 
-    def new_keys(self) -> list[bytes]:
+    def new_prefix(self) -> list[bytes]:
         """Make keys of the size of vLLM's: a SHA-256 and a group."""
         keys = [self.random.randbytes(36) for _ in range(BATCH_KEYS)]
-        self.keys += keys
+        self.prefixes.append(keys)
         return keys
 
-    def readable_keys(self) -> Callable[[], list[bytes]]:
-        """Return a function that draws readable keys at random, while nothing is stored."""
-        readable = list(filter(self.manager.lookup, self.keys))
-        return lambda: self.random.sample(readable, BATCH_KEYS)
+    def readable_prefixes(self) -> Callable[[], list[bytes]]:
+        """Return a function that draws a readable prefix at random, while nothing is stored."""
+        readable = [keys for keys in self.prefixes if all(map(self.manager.lookup, keys))]
+        return lambda: self.random.choice(readable)
 
     def lookup(self, keys: list[bytes]) -> None:
         for key in keys:
@@ -77,7 +77,7 @@ OPERATIONS: dict[str, Callable[[Pool, list[bytes]], None]] = {
 
 
 def draw_keys(pool: Pool, operation: str) -> Callable[[], list[bytes]]:
-    return pool.new_keys if "store" in operation else pool.readable_keys()
+    return pool.new_prefix if "store" in operation else pool.readable_prefixes()
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,11 @@ def get_pool(enabled: bool) -> Callable[[str, int], Pool]:
 @pytest.mark.parametrize("policy_name", POLICIES)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_cost(
-    benchmark, get_pool: Callable[[str, int], Pool], operation: str, policy_name: str, num_slots: int
+    benchmark,
+    get_pool: Callable[[str, int], Pool],
+    operation: str,
+    policy_name: str,
+    num_slots: int,
 ) -> None:
     pool = get_pool(policy_name, num_slots)
     draw = draw_keys(pool, operation)

@@ -58,12 +58,34 @@ MODELS = {"qwen3": qwen3, "gemma3": gemma3}
 
 
 def write_model(kind: str, folder: Path, dtype: str = "float32") -> Path:
-    """Write a model with fixed random weights to `folder` unless it is there; return `folder`."""
-    if not (folder / "model.safetensors").exists():
+    """Write a model with fixed random weights and a tokenizer unless they are there.
+
+    Returns `folder`. From 3 on, token `i` is the word `t<i>`, so texts are easy to make and read.
+    """
+    if not (folder / "tokenizer.json").exists():
         import torch
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(MODELS[kind]())
         model.to(getattr(torch, dtype)).save_pretrained(folder)
+        _write_tokenizer(folder)
     return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<bos>", "<eos>"]  # not words: they are found inside of other words
+    vocabulary = {word: i for i, word in enumerate(special)}
+    vocabulary.update({f"t{i}": i for i in range(len(special), VOCABULARY)})
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        unk_token="<pad>",
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+    ).save_pretrained(folder)

@@ -97,18 +97,25 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
     def __init__(self, vllm_config: Any, metric_types: Any, labels: Any, per_engine: Any) -> None:
         super().__init__(vllm_config, metric_types, labels, per_engine)
         classes = {"counter": self._counter_cls, "gauge": self._gauge_cls}
+        # One child per engine and metric now, so that each reads 0 before its first event.
         self._metrics = {
-            metric.name: classes[metric.kind](
-                name=PREFIX + metric.name, documentation=metric.documentation, labelnames=labels
-            )
+            metric.name: {
+                engine: family.labels(*labelvalues) for engine, labelvalues in per_engine.items()
+            }
             for metric in METRICS
+            for family in [
+                classes[metric.kind](
+                    name=PREFIX + metric.name,
+                    documentation=metric.documentation,
+                    labelnames=labels,
+                )
+            ]
         }
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Feed one engine's figures."""
-        labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
-            metric = self._metrics[name].labels(*labels)
+            metric = self._metrics[name][engine_idx]
             if _KINDS[name] == "counter":
                 metric.inc(value)
             else:

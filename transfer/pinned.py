@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REGISTRATION_BYTES = 16 << 30
-"""Bytes of one registration. One of 512 GiB or more is known to fail (field.md); pages of any size
-divide it."""
+"""Bytes of one registration: one of 512 GiB or more is known to fail."""
 
 _HOST_REGISTER_PORTABLE_MAPPED = 0x1 | 0x2
 """cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for all contexts, seen by kernels."""
@@ -103,6 +102,7 @@ class HostArena:
             )
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
+        self.registered = register is not None
         self._owner = _Owner(num_slots * slot_bytes, register)
 
     @property

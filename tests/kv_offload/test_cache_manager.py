@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kv_offload.cache_manager import CacheManager, MisuseError, MissingKeyError, StorePlan
+from kv_offload.cache_manager import CacheManager, MissingKeyError, MisuseError, StorePlan
 from kv_offload.errors import CapacityError, KVOffloadError
 from kv_offload.policies import POLICIES, make_policy
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kv_offload.cache_manager import CacheManager, MisuseError, MissingKeyError
+from kv_offload.cache_manager import CacheManager, MissingKeyError, MisuseError
 from kv_offload.policies import make_policy
 
 KEYS = [bytes([letter]) for letter in b"abcdefghij"]

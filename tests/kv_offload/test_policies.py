@@ -88,7 +88,7 @@ class PlainLRU:
 
 
 class Named:
-    """Lets a test name keys where a policy wants slots, and gives them slots as the manager does."""
+    """Lets a test name keys where a policy wants slots; gives them slots as the manager does."""
 
     def __init__(self, policy: EvictionPolicy, *keys: object) -> None:
         self.policy = policy
@@ -448,7 +448,7 @@ def test_arc_bounds_its_ghosts_where_it_evicts_before_it_is_full() -> None:
     [
         ("arc._t1.append(1, held=False)", "a slot is in T1 and in T2"),
         ("arc._b1.append('b')", "a key is in two of"),
-        ("for key in 'xyz': arc._b1.append(key)", "L1 has 5 keys and exceeds 4"),
+        ("for key in 'wxyz': arc._b1.append(key)", "L1 has 5 keys and exceeds 4"),
         ("for key in 'vwxyz': arc._b2.append(key)", "5 ghosts exceed capacity 4"),
         ("arc._target = 4.5", "p is 4.5, not 0..4"),
         ("arc._t1.evictable += 1", "2 slots count as evictable, but 1 are"),

@@ -1,0 +1,124 @@
+"""Run by `test_engine.py` in a process of its own: one vLLM engine on a GPU, with and without us.
+
+usage: python -m tests.gpu.engine_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON PLUGIN_AS_JSON
+
+Prints one line of JSON. Prompts are answered one at a time: on a GPU the rounding of a token
+depends on what else is in its batch, and one flipped bit of bfloat16 can flip a token of a random
+model. For the same reason the answers from host memory are compared with those that the engine
+without the plugin gives from its own prefix cache: the same tokens are computed in both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.engine.harness import BLOCK_TOKENS, Engine, engine, prompts_with_shared_prefix
+
+PROMPTS = prompts_with_shared_prefix(shared=500, tails=(21, 25, 40, 85), seed=11)
+
+
+def one_by_one(running: Engine) -> list[list[int]]:
+    return [running.generate([prompt], max_tokens=16)[0] for prompt in PROMPTS]
+
+
+def digests(running: Engine) -> dict[str, str]:
+    """Return a digest of every block that the engine's prefix cache knows, by its key.
+
+    Reads whole pages through the regions that the transfer engine copies, over all layers.
+    """
+    torch.cuda.synchronize()
+    layout = running.rank._engine.layout
+    found = {}
+    for block in running.pool.blocks:
+        if block.block_hash is not None:
+            digest = hashlib.sha256()
+            for region in layout.regions:
+                address = region.address + block.block_id * region.block_stride_bytes
+                digest.update(read_device(address, region.page_bytes))
+            found[bytes(block.block_hash).hex()] = digest.hexdigest()
+    return found
+
+
+def read_device(address: int, nbytes: int) -> bytes:
+    import cupy
+
+    target = bytearray(nbytes)
+    cupy.cuda.runtime.memcpy(
+        memoryview_address(target), address, nbytes, cupy.cuda.runtime.memcpyDeviceToHost
+    )
+    return bytes(target)
+
+
+def memoryview_address(buffer: bytearray) -> int:
+    import ctypes
+
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def poison(running: Engine) -> None:
+    """Overwrite the whole KV cache on the GPU."""
+    for tensor in running.rank._engine._state.keep_alive:
+        tensor.view(torch.uint8).fill_(0x7F)
+    torch.cuda.synchronize()
+
+
+def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, Any]) -> None:
+    settings = {"dtype": "bfloat16", "kv_cache_memory_bytes": 512 << 20, **arguments}
+    result: dict[str, Any] = {}
+    with engine(Path(models), kind, **settings) as plain:
+        result["expected"] = [one_by_one(plain), one_by_one(plain)]
+    with engine(Path(models), kind, plugin, **settings) as ours:
+        result["regions"] = len(ours.rank._engine.layout.regions)
+        lanes = ours.rank._engine._state.lanes.values()
+        result["output_copy_stream"] = any(
+            lane.stream._output_copy_stream is not None for lane in lanes
+        )
+        result["async_scheduling"] = ours.core.batch_queue is not None
+        computed = one_by_one(ours)
+        ours.settle()
+        before = digests(ours)
+        ours.reset_gpu_cache()
+        poison(ours)
+        reloaded = one_by_one(ours)
+        result["answers"] = [computed, reloaded]
+        result["loaded_blocks"] = ours.blocks_loaded()
+        after = digests(ours)
+        same = [key for key in after if key in before]
+        result["compared_blocks"] = len(same)
+        result["different_blocks"] = sum(after[key] != before[key] for key in same)
+
+        ours.reset_gpu_cache()
+        started = time.monotonic()
+        ours.generate(PROMPTS, max_tokens=64)  # all at once: only the books must balance
+        result["batch_seconds"] = time.monotonic() - started
+        ours.settle()
+        if arguments.get("enable_sleep_mode"):
+            ours.generate(PROMPTS[:1], max_tokens=2)
+            result["pending_at_sleep"] = ours.offload.has_pending_stores
+            ours.llm.sleep(level=1)
+            ours.llm.wake_up()
+            ours.totals.clear()
+            result["after_sleep"] = [one_by_one(ours)]
+            ours.settle()
+            ours.reset_gpu_cache()
+            result["after_sleep"].append(one_by_one(ours))
+            result["loaded_after_sleep"] = ours.blocks_loaded()
+
+        ours.reset_gpu_cache()
+        assert ours.rank._engine.wait(10)
+        ours.slots[:] ^= 0x40
+        result["corrupted"] = one_by_one(ours)
+        ours.assert_nothing_left()
+    result["block_tokens"] = BLOCK_TOKENS
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4]))

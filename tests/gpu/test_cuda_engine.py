@@ -1,0 +1,674 @@
+"""The CUDA path against torch: bytes, ordering, lifetime, failures."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
+
+from transfer import lane, pinned  # noqa: E402
+from transfer.engine import Completion, Direction, SwapJob  # noqa: E402
+from transfer.errors import CopyError, JobError, LayoutError, PinnedMemoryError  # noqa: E402
+from transfer.kernel import KernelSwapEngine  # noqa: E402
+from transfer.layout import KVLayout, TensorDescription  # noqa: E402
+from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402
+from transfer.streams import CopyStream  # noqa: E402
+from transfer.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+LOAD, STORE = Direction.LOAD, Direction.STORE
+KIB, MIB = 1 << 10, 1 << 20
+BUSY_CYCLES = 200_000_000
+"""About 100 ms of a spinning kernel at 2 GHz."""
+
+Pages = list[tuple[int, int]]
+"""Page bytes and block stride of each region."""
+
+
+@dataclass
+class Cache:
+    """A KV cache of several tensors in one allocation, in the order of its regions."""
+
+    storage: Any
+    tensors: list[Any]
+    layout: KVLayout
+
+    def blocks(self) -> Any:
+        """All blocks as they lie in slots: uint8 of `(num_blocks, slot_bytes)` on the host."""
+        pages = zip(self.tensors, self.layout.regions, strict=True)
+        return torch.cat([t[:, : region.page_bytes] for t, region in pages], 1).cpu()
+
+
+def make_cache(num_blocks: int, pages: Pages, device: str = "cuda:0") -> Cache:
+    storage = torch.empty(
+        sum(num_blocks * stride for _, stride in pages), dtype=torch.uint8, device=device
+    )
+    tensors, descriptions, offset = [], [], 0
+    for index, (page_bytes, stride) in enumerate(pages):
+        tensor = storage[offset : offset + num_blocks * stride].view(num_blocks, stride)
+        tensors.append(tensor)
+        descriptions.append(
+            TensorDescription(
+                f"layer.{index}",
+                tensor.data_ptr(),
+                (num_blocks, page_bytes),
+                (stride, 1),
+                1,
+                0,
+                page_bytes,
+            )
+        )
+        offset += num_blocks * stride
+    layout = KVLayout.from_tensors(num_blocks, descriptions)
+    assert len(layout.regions) == len(pages)
+    return Cache(storage, tensors, layout)
+
+
+def make_arena(cache: Cache, num_slots: int) -> HostArena:
+    registrar = CudaRegistrar(cache.storage.device)
+    return HostArena(num_slots, cache.layout.slot_bytes, register=registrar)
+
+
+def make_engine(
+    num_blocks: int, pages: Pages, num_slots: int, output_copy_stream: Any = None
+) -> tuple[KernelSwapEngine, Cache, Any]:
+    """An engine, its cache, and its slots as a tensor `(num_slots, slot_bytes)` on the host."""
+    cache = make_cache(num_blocks, pages)
+    arena = make_arena(cache, num_slots)
+    engine = KernelSwapEngine(
+        cache.layout, arena, cache.storage.device, [cache.storage], output_copy_stream
+    )
+    return engine, cache, torch.from_numpy(arena.view())
+
+
+def randomize(*tensors: Any) -> None:
+    for tensor in tensors:
+        tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8, device=tensor.device))
+    torch.cuda.synchronize()
+
+
+def random_pairs(rng: np.random.Generator, blocks: int, slots: int, count: int) -> Any:
+    chosen = [rng.permutation(blocks)[:count], rng.permutation(slots)[:count]]
+    return np.stack(chosen, 1).astype(np.int32)
+
+
+def ids(pairs: Any) -> tuple[Any, Any]:
+    """Block ids and slot ids, as torch indexes with them."""
+    return torch.from_numpy(pairs.astype(np.int64)).unbind(1)
+
+
+def finish(engine: KernelSwapEngine) -> list[Completion]:
+    assert engine.wait(60)
+    return engine.poll()
+
+
+def busy() -> None:
+    """Occupy the current stream for about 100 ms."""
+    torch.cuda._sleep(BUSY_CYCLES)
+
+
+SHAPES: list[tuple[Pages, int, int]] = [
+    ([(16, 16)], 25_000, 1),
+    ([(16, 16)], 25_000, 20_000),
+    ([(16, 48)], 5_000, 3_000),
+    ([(4 * KIB, 4 * KIB)], 12_000, MAX_PAIRS),
+    ([(4 * KIB, 4 * KIB)], 12_000, MAX_PAIRS + 1),
+    ([(4 * KIB + 16, 5 * KIB)], 6_000, 5_000),
+    ([(64 * KIB, 64 * KIB)], 1_500, 1_000),
+    ([(2 * MIB, 2 * MIB)], 60, 40),
+    ([(2 * MIB - 16, 2 * MIB)], 60, 1),
+    ([(16, 32), (4 * KIB + 32, 8 * KIB), (512, 512), (48 * KIB, 48 * KIB)], 900, 700),
+    ([(16 * KIB, 16 * KIB)] * 64, 150, 100),
+]
+
+
+@pytest.mark.parametrize(("pages", "num_blocks", "count"), SHAPES)
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_moves_exactly_the_bytes_of_the_pairs(
+    pages: Pages, num_blocks: int, count: int, direction: Direction
+) -> None:
+    num_slots = count + count // 4 + 1
+    engine, cache, slots = make_engine(num_blocks, pages, num_slots)
+    randomize(cache.storage, slots)
+    pairs = random_pairs(np.random.default_rng(count), num_blocks, num_slots, count)
+    block_ids, slot_ids = ids(pairs)
+    expected_storage, expected_slots = cache.storage.cpu(), slots.clone()
+    if direction is STORE:
+        expected_slots[slot_ids] = cache.blocks()[block_ids]
+    else:
+        offset = 0
+        for (_, stride), region in zip(pages, cache.layout.regions, strict=True):
+            tensor = expected_storage[offset : offset + num_blocks * stride].view(-1, stride)
+            first = region.slot_offset_bytes
+            tensor[block_ids, : region.page_bytes] = slots[
+                slot_ids, first : first + region.page_bytes
+            ]
+            offset += num_blocks * stride
+    engine.submit(SwapJob(4, direction, pairs))
+    (completion,) = finish(engine)
+    assert completion.error is None
+    assert (completion.job_id, completion.direction) == (4, direction)
+    assert completion.nbytes == count * cache.layout.slot_bytes
+    assert 0 < completion.seconds < 10
+    assert torch.equal(slots, expected_slots)
+    assert torch.equal(cache.storage.cpu(), expected_storage)
+    engine.close()
+
+
+def test_many_jobs_in_both_directions_at_once() -> None:
+    """Random jobs over disjoint blocks and slots, against a model that applies them at once."""
+    num_blocks = num_slots = 256
+    engine, cache, slots = make_engine(num_blocks, [(8 * KIB, 8 * KIB), (1040, 2048)], num_slots)
+    randomize(cache.storage, slots)
+    blocks_model, slots_model = cache.blocks(), slots.clone()
+    rng = np.random.default_rng(7)
+    held: dict[int, Any] = {}
+    free_blocks, free_slots = set(range(num_blocks)), set(range(num_slots))
+    submitted = ended = 0
+    for job_id in range(400):
+        for completion in engine.poll():
+            assert completion.error is None
+            pairs = held.pop(completion.job_id)
+            free_blocks.update(pairs[:, 0].tolist())
+            free_slots.update(pairs[:, 1].tolist())
+            ended += 1
+        count = min(int(rng.integers(1, 40)), len(free_blocks), len(free_slots))
+        if not count:
+            assert engine.wait(60)
+            continue
+        both = (free_blocks, free_slots)
+        chosen = [rng.choice(sorted(free), count, replace=False) for free in both]
+        pairs = np.stack(chosen, 1).astype(np.int32)
+        block_ids, slot_ids = ids(pairs)
+        free_blocks.difference_update(pairs[:, 0].tolist())
+        free_slots.difference_update(pairs[:, 1].tolist())
+        direction = STORE if rng.integers(2) else LOAD
+        if direction is STORE:
+            slots_model[slot_ids] = blocks_model[block_ids]
+        else:
+            blocks_model[block_ids] = slots_model[slot_ids]
+        held[job_id] = pairs
+        engine.submit(SwapJob(job_id, direction, pairs))
+        submitted += 1
+    ended += len(finish(engine))
+    assert ended == submitted > 200
+    assert engine.in_flight == 0
+    assert torch.equal(slots, slots_model)
+    assert torch.equal(cache.blocks(), blocks_model)
+    engine.close()
+
+
+def no_wait(stream: CopyStream) -> Any:
+    """What `wait_for_compute` must not be: it orders a copy after nothing."""
+    return stream.record()
+
+
+def store_after_slow_write(engine: KernelSwapEngine, cache: Cache, slots: Any) -> int:
+    """Return the byte that a store finds which is submitted behind a slow kernel writing 9s."""
+    cache.storage.fill_(1)
+    slots.fill_(0)
+    torch.cuda.synchronize()
+    busy()
+    cache.storage.fill_(9)
+    engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
+    finish(engine)
+    torch.cuda.synchronize()
+    (value,) = slots[5].unique().tolist()
+    return int(value)
+
+
+@pytest.mark.parametrize("own_stream", [True, False])
+def test_store_waits_for_compute(own_stream: bool) -> None:
+    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
+    stream = torch.cuda.Stream() if own_stream else torch.cuda.default_stream()
+    with torch.cuda.stream(stream):
+        assert store_after_slow_write(engine, cache, slots) == 9
+    engine.close()
+
+
+def test_without_the_wait_a_store_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above: it would notice."""
+    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
+    monkeypatch.setattr(CopyStream, "wait_for_compute", no_wait)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert store_after_slow_write(engine, cache, slots) == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+def test_store_waits_for_the_output_copy_stream(awaited: bool) -> None:
+    output = torch.cuda.Stream()
+    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8, output if awaited else None)
+    cache.storage.fill_(1)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(output):
+        busy()
+        cache.storage.fill_(9)
+    engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
+    finish(engine)
+    torch.cuda.synchronize()
+    assert slots[5].unique().tolist() == [9 if awaited else 1]
+    engine.close()
+
+
+def test_load_does_not_wait_for_the_output_copy_stream() -> None:
+    output = torch.cuda.Stream()
+    engine, _, _ = make_engine(8, [(4 * KIB, 4 * KIB)], 8, output)
+    with torch.cuda.stream(output):
+        busy()
+    engine.submit(SwapJob(1, LOAD, np.array([[3, 5]], np.int32)))
+    assert engine.wait(60)
+    assert not output.query()
+    torch.cuda.synchronize()
+    engine.close()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_load_waits_for_compute(ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh blocks are zeroed on the compute stream; a load must come after. With a control."""
+    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
+    if not ordered:
+        monkeypatch.setattr(CopyStream, "wait_for_compute", no_wait)
+    slots.fill_(7)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        busy()
+        cache.storage.zero_()
+        engine.submit(SwapJob(1, LOAD, np.array([[3, 5]], np.int32)))
+    finish(engine)
+    torch.cuda.synchronize()
+    assert cache.tensors[0][3].unique().tolist() == [7 if ordered else 0]
+    assert not cache.tensors[0][4].any()
+    engine.close()
+
+
+def test_submitting_does_not_block_while_the_device_is_busy() -> None:
+    engine, cache, slots = make_engine(1_200, [(16 * KIB, 16 * KIB)] * 8, 1_200)
+    randomize(cache.storage, slots)
+    pairs = random_pairs(np.random.default_rng(0), 1_200, 1_200, 1_000)
+    engine.submit(SwapJob(0, STORE, pairs))
+    finish(engine)
+    busy()
+    compute = torch.cuda.Event()
+    compute.record()
+    started = time.perf_counter()
+    engine.submit(SwapJob(1, STORE, pairs))
+    submit_seconds = time.perf_counter() - started
+    started = time.perf_counter()
+    assert engine.poll() == []
+    poll_seconds = time.perf_counter() - started
+    assert not compute.query()
+    assert submit_seconds < 2e-3
+    assert poll_seconds < 1e-3
+    finish(engine)
+    engine.close()
+
+
+def test_compute_does_not_wait_for_copies() -> None:
+    engine, cache, slots = make_engine(400, [(MIB, MIB)], 400)
+    randomize(cache.storage, slots)
+    pairs = random_pairs(np.random.default_rng(0), 400, 400, 400)
+    value = torch.zeros(16, device="cuda").add_(1)
+    torch.cuda.synchronize()
+    engine.submit(SwapJob(0, STORE, pairs))
+    value.add_(1)
+    torch.cuda.current_stream().synchronize()
+    # 400 MiB take at least 6 ms on any PCIe link; the small kernel is through long before.
+    assert engine.poll() == []
+    finish(engine)
+    engine.close()
+
+
+def test_captured_launch_replays_another_list() -> None:
+    cache = make_cache(64, [(4 * KIB, 8 * KIB), (48, 64)])
+    arena = make_arena(cache, 64)
+    slots = torch.from_numpy(arena.view())
+    randomize(cache.storage)
+    kernel = SwapKernel(cache.layout, arena, cache.storage.device)
+    lists = HostArena(1, LIST_BYTES, register=CudaRegistrar(cache.storage.device))
+    target = lists.view()[0]
+    write_list(target, np.empty((0, 2), np.int32))
+    kernel.launch(STORE, lists.address, torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.launch(STORE, lists.address, torch.cuda.current_stream())
+    assert not slots.any()
+    rng = np.random.default_rng(3)
+    for count in (1, 40, 0, 64):
+        pairs = random_pairs(rng, 64, 64, count)
+        write_list(target, pairs)
+        slots.zero_()
+        expected = torch.zeros_like(slots)
+        block_ids, slot_ids = ids(pairs)
+        expected[slot_ids] = cache.blocks()[block_ids]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(slots, expected)
+
+
+def test_submitting_within_a_capture_is_refused() -> None:
+    engine, _, _ = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
+    value = torch.zeros(16, device="cuda").add_(1)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        value.add_(1)
+        with pytest.raises(JobError, match="while a CUDA graph is captured"):
+            engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
+        assert engine.poll() == []
+    assert engine.in_flight == 0
+    engine.close()
+
+
+class Token:
+    """Stands for a KV tensor in `keep_alive`."""
+
+
+class WatchingRegistrar(CudaRegistrar):
+    """Notes at each unregistration whether `event` had completed."""
+
+    event: Any = None
+
+    def __init__(self, device: Any) -> None:
+        super().__init__(device)
+        self.ended_before: list[bool] = []
+
+    def unregister(self, address: int) -> None:
+        self.ended_before.append(self.event.query())
+        super().unregister(address)
+
+
+@pytest.mark.parametrize("view_survives", [True, False])
+def test_dropping_everything_in_mid_copy(view_survives: bool) -> None:
+    cache = make_cache(400, [(MIB, MIB)])
+    registrar = WatchingRegistrar(cache.storage.device)
+    arena = HostArena(400, cache.layout.slot_bytes, register=registrar)
+    owner = weakref.ref(arena._owner)
+    token = Token()
+    kept = weakref.ref(token)
+    randomize(cache.storage)
+    expected = cache.storage.cpu().view(400, -1)
+    surviving = torch.from_numpy(arena.view()) if view_survives else None
+    engine = KernelSwapEngine(cache.layout, arena, cache.storage.device, [cache.storage, token])
+    busy()
+    engine.submit(SwapJob(1, STORE, np.stack([np.arange(400)] * 2, 1).astype(np.int32)))
+    registrar.event = torch.cuda.Event()
+    registrar.event.record(engine._state.lanes[STORE].stream.stream)
+    assert not registrar.event.query()
+    del engine, arena, token
+    gc.collect()
+    assert registrar.event.query()
+    assert kept() is None
+    if surviving is not None:
+        # The ring holds 128 slices of 16 MiB, so all of the job had been launched.
+        assert torch.equal(surviving, expected)
+        assert owner() is not None
+        del surviving
+        gc.collect()
+    assert owner() is None
+    assert registrar.ended_before == [True]
+
+
+def test_close_waits_then_drops_references() -> None:
+    cache = make_cache(8, [(4 * KIB, 4 * KIB)])
+    arena = make_arena(cache, 8)
+    owner = weakref.ref(arena._owner)
+    token = Token()
+    kept = weakref.ref(token)
+    engine = KernelSwapEngine(cache.layout, arena, cache.storage.device, [token])
+    busy()
+    engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
+    del arena, token
+    engine.close(timeout_seconds=0.01)
+    gc.collect()
+    assert owner() is not None
+    assert kept() is not None
+    engine.close()
+    gc.collect()
+    assert owner() is None
+    assert kept() is None
+    assert [completion.job_id for completion in engine.poll()] == [1]
+    engine.close()
+    assert engine.wait(0)
+    with pytest.raises(JobError, match="closed"):
+        engine.submit(SwapJob(2, STORE, np.array([[3, 5]], np.int32)))
+    with pytest.raises(JobError, match="closed"):
+        engine.zero_blocks([1])
+
+
+def failing_launch(failing: int) -> Callable[..., None]:
+    """Replace `SwapKernel.launch` by one whose `failing`-th call fails in CUDA's own words."""
+    launch, calls = SwapKernel.launch, []
+
+    def fail(kernel: SwapKernel, *args: Any) -> None:
+        calls.append(args)
+        if len(calls) == failing:
+            import cupy
+
+            raise cupy.cuda.driver.CUDADriverError(1)  # CUDA_ERROR_INVALID_VALUE
+        launch(kernel, *args)
+
+    return fail
+
+
+def test_a_failed_launch_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, cache, slots = make_engine(64, [(MIB, MIB)], 64)
+    randomize(cache.storage, slots)
+    monkeypatch.setattr(SwapKernel, "launch", failing_launch(2))
+    pairs = random_pairs(np.random.default_rng(0), 64, 64, 64)
+    engine.submit(SwapJob(1, STORE, pairs[:40]))
+    engine.submit(SwapJob(2, STORE, pairs[40:]))
+    failed, fine = finish(engine)
+    assert isinstance(failed.error, CopyError)
+    for part in ("swap_store", "CUDA_ERROR_INVALID_VALUE", "job 1", f"{40 * MIB} bytes"):
+        assert part in str(failed.error)
+    assert (fine.job_id, fine.error) == (2, None)
+    block_ids, slot_ids = ids(pairs[40:])
+    assert torch.equal(slots[slot_ids], cache.blocks()[block_ids])
+    engine.close()
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_more_slices_than_the_ring_holds(
+    direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "RING_ENTRIES", 3)
+    monkeypatch.setattr(lane, "SLICE_BYTES", 64 * KIB)
+    engine, cache, slots = make_engine(20_000, [(KIB, KIB)], 20_000)
+    randomize(cache.storage, slots)
+    pairs = random_pairs(np.random.default_rng(0), 20_000, 20_000, 20_000)
+    blocks_before, slots_before = cache.blocks(), slots.clone()
+    busy()
+    parts = np.array_split(pairs, 3)
+    for job_id, part in enumerate(parts):
+        engine.submit(SwapJob(job_id, direction, part))
+    waiting = [len(job.rest) for job in engine._state.lanes[direction]._jobs]
+    assert waiting == [len(parts[0]) - 3 * 64, len(parts[1]), len(parts[2])]
+    completions = finish(engine)
+    assert [completion.job_id for completion in completions] == [0, 1, 2]
+    assert all(completion.error is None for completion in completions)
+    block_ids, slot_ids = ids(pairs)
+    if direction is STORE:
+        assert torch.equal(slots[slot_ids], blocks_before[block_ids])
+    else:
+        assert torch.equal(cache.blocks()[block_ids], slots_before[slot_ids])
+    engine.close()
+
+
+def test_slots_may_cross_from_one_registration_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pinned, "_REGISTRATION_BYTES", 64 * KIB)
+    engine, cache, slots = make_engine(32, [(40 * KIB, 40 * KIB)], 32)
+    randomize(cache.storage)
+    pairs = random_pairs(np.random.default_rng(0), 32, 32, 32)
+    block_ids, slot_ids = ids(pairs)
+    expected = cache.blocks()
+    engine.submit(SwapJob(1, STORE, pairs))
+    (completion,) = finish(engine)
+    assert completion.error is None
+    assert torch.equal(slots[slot_ids], expected[block_ids])
+    cache.storage.zero_()
+    engine.submit(SwapJob(2, LOAD, pairs))
+    finish(engine)
+    assert torch.equal(cache.blocks(), expected)
+    engine.close()
+
+
+def test_load_overtakes_a_long_store() -> None:
+    engine, cache, slots = make_engine(800, [(MIB, MIB)], 800)
+    randomize(cache.storage, slots)
+    pairs = random_pairs(np.random.default_rng(0), 800, 800, 800)
+    engine.submit(SwapJob(1, STORE, pairs[:799]))
+    engine.submit(SwapJob(2, LOAD, pairs[799:]))
+    completions: list[Completion] = []
+    while len(completions) < 2:
+        completions += engine.poll()
+    assert [completion.job_id for completion in completions] == [2, 1]
+    assert completions[0].seconds < completions[1].seconds / 4
+    engine.close()
+
+
+def test_zero_blocks_comes_before_later_compute() -> None:
+    engine, cache, _ = make_engine(8, [(4 * KIB, 8 * KIB), (48, 64)], 8)
+    cache.storage.fill_(5)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        busy()
+        engine.zero_blocks([2, 7])
+        blocks = cache.blocks()
+    assert not blocks[[2, 7]].any()
+    assert (blocks[[0, 1, 3, 4, 5, 6]] == 5).all()
+    assert (cache.tensors[0][:, 4 * KIB :] == 5).all()
+    with pytest.raises(JobError, match="block 8 does not exist"):
+        engine.zero_blocks([8])
+    engine.close()
+
+
+def test_wait_times_out() -> None:
+    engine, _, _ = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
+    assert engine.wait(0)
+    busy()
+    engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
+    started = time.perf_counter()
+    assert not engine.wait(0.02)
+    assert 0.02 <= time.perf_counter() - started < 0.08
+    assert engine.in_flight == 1
+    assert engine.wait(60)
+    assert engine.in_flight == 1
+    assert len(engine.poll()) == 1
+    assert engine.in_flight == 0
+    engine.close()
+
+
+def test_refuses_arenas_it_cannot_use() -> None:
+    cache = make_cache(8, [(4 * KIB, 4 * KIB)])
+    device = cache.storage.device
+    with pytest.raises(PinnedMemoryError, match="not page-locked"):
+        KernelSwapEngine(cache.layout, HostArena(8, 4 * KIB, register=None), device, [])
+    arena = HostArena(8, 2 * KIB, register=CudaRegistrar(device))
+    with pytest.raises(LayoutError, match="slots of the arena have 2048 bytes"):
+        KernelSwapEngine(cache.layout, arena, device, [])
+
+
+def test_bad_pairs_copy_nothing() -> None:
+    engine, _, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
+    with pytest.raises(JobError, match="pair 0 names block 8"):
+        engine.submit(SwapJob(1, STORE, np.array([[8, 0]], np.int32)))
+    assert engine.in_flight == 0
+    torch.cuda.synchronize()
+    assert not slots.any()
+    engine.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_device_that_is_not_the_current_one() -> None:
+    cache = make_cache(8, [(4 * KIB, 4 * KIB)], "cuda:1")
+    arena = make_arena(cache, 8)
+    slots = torch.from_numpy(arena.view())
+    cache.storage.fill_(3)
+    torch.cuda.synchronize("cuda:1")
+    engine = KernelSwapEngine(cache.layout, arena, torch.device("cuda", 1), [cache.storage])
+    engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
+    (completion,) = finish(engine)
+    assert completion.error is None
+    assert (slots[5] == 3).all()
+    assert torch.cuda.current_device() == 0
+    engine.close()
+
+
+SCRIPT = """
+import numpy as np, torch
+from transfer.engine import Direction, SwapJob
+from transfer.kernel import KernelSwapEngine
+from transfer.layout import KVLayout, TensorDescription
+from transfer.pinned import CudaRegistrar, HostArena
+device = torch.device("cuda", 0)
+storage = torch.ones(400, 1 << 20, dtype=torch.uint8, device=device)
+address = ADDRESS
+tensor = TensorDescription("kv", address, (400, 1 << 20), (1 << 20, 1), 1, 0, 1 << 20)
+layout = KVLayout.from_tensors(400, [tensor])
+arena = HostArena(400, layout.slot_bytes, register=CudaRegistrar(device))
+engine = KernelSwapEngine(layout, arena, device, [storage])
+pairs = np.stack([np.arange(400)] * 2, 1).astype(np.int32)
+torch.cuda._sleep(100_000_000)
+engine.submit(SwapJob(1, Direction.STORE, pairs))
+"""
+
+
+def run_script(script: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(lane.__file__).parents[1])
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_process_may_end_in_mid_copy() -> None:
+    ended = run_script(SCRIPT.replace("ADDRESS", "storage.data_ptr()"))
+    assert ended.returncode == 0, ended.stderr
+    assert "Error" not in ended.stderr
+
+
+def test_a_lost_context_fails_jobs_and_hangs_nothing() -> None:
+    """In a process of its own: after an illegal access no CUDA call succeeds any more."""
+    ended = run_script(
+        SCRIPT.replace("ADDRESS", "1 << 46")
+        + """
+assert engine.wait(60)
+(first,) = engine.poll()
+print(first.error)
+engine.submit(SwapJob(2, Direction.STORE, pairs))
+(second,) = engine.poll()
+print(second.error)
+assert engine.in_flight == 0
+engine.close()
+print("closed")
+"""
+    )
+    lines = ended.stdout.splitlines()
+    assert lines, ended.stderr
+    assert "illegal memory access" in ended.stdout
+    assert "store job 1 of 419430400 bytes" in ended.stdout
+    assert "store job 2 of 419430400 bytes" in ended.stdout
+    assert lines[-1] == "closed", ended.stderr

@@ -1,0 +1,66 @@
+"""A real vLLM engine on a GPU: blocks come back bit for bit, under both model runners."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
+
+ROOT = Path(__file__).parents[2]
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dense": ("qwen3", {}, {}),
+    "graphs": ("qwen3", {"enforce_eager": False}, {}),
+    "synchronous": ("qwen3", {"async_scheduling": False}, {"blocks_per_slot": 4}),
+    "chunked": ("qwen3", {"max_num_batched_tokens": 256, "max_num_seqs": 8}, {}),
+    "windows": ("gemma3", {}, {}),
+    "fp8": ("qwen3", {"kv_cache_dtype": "fp8"}, {}),
+    "sleep": ("qwen3", {"enable_sleep_mode": True}, {}),
+}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
+    kind, arguments, plugin = CASES[case]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    command = [sys.executable, "-m", "tests.gpu.engine_run", str(tmp_path), kind]
+    run = subprocess.run(
+        [*command, json.dumps(arguments), json.dumps(plugin)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+    )
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, f"exit status {run.returncode}\n{run.stdout[-2000:]}\n{run.stderr[-5000:]}"
+    result = json.loads(lines[0].removeprefix("RESULT "))
+    print({k: v for k, v in result.items() if not isinstance(v, list)})
+    assert result["loaded_blocks"] > 0
+    assert result["compared_blocks"] >= result["loaded_blocks"] // 2
+    assert result["different_blocks"] == 0
+    assert result["answers"] == result["expected"]
+    corrupted, reloaded = result["corrupted"], result["answers"][1]
+    assert sum(a != b for a, b in zip(corrupted, reloaded, strict=True)) == len(reloaded)
+    if runner == "v2":
+        assert result["output_copy_stream"]
+    if case == "sleep":
+        assert result["pending_at_sleep"], "the test must sleep with a store under way"
+        assert result["after_sleep"] == result["expected"]
+        assert result["loaded_after_sleep"] > 0
