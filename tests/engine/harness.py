@@ -8,6 +8,7 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -197,11 +198,15 @@ def engine(
 
 def transfer_config(plugin: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration that a user writes, with room for a few thousand small blocks."""
-    return {
+    config = {
         "kv_connector": "KVOffloadConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"cpu_bytes": "64MiB", **plugin},
     }
+    if not entry_points(group="vllm.general_plugins", name="kv_offload"):
+        # Run from a checkout, on a host where nothing can be installed.
+        config["kv_connector_module_path"] = "kv_offload.connector"
+    return config
 
 
 class Copies:
