@@ -7,11 +7,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from transfer.factory import create_engine
-
 from kv_offload.config import OffloadConfig
 from kv_offload.engine_compat import find_output_copy_stream, logger
-from kv_offload.errors import CapacityError, ConfigError
+from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.kv_layout import describe_kv_caches
 from kv_offload.metadata import (
     LoadJob,
@@ -23,8 +21,10 @@ from kv_offload.metadata import (
 from kv_offload.metrics import OffloadStats
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
 from transfer.errors import JobError
+from transfer.factory import EngineKind, create_engine
 
 if TYPE_CHECKING:
+    import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 DRAIN_SECONDS = 10.0
@@ -81,12 +81,7 @@ class OffloadWorker:
                 f"cpu_bytes to {slot_bytes * self._num_ranks} or more"
             )
         device = next(iter(kv_caches.values())).device
-        kind = "host" if device.type == "cpu" else device.type
-        if self._config.transfer_engine not in ("auto", kind):
-            raise ConfigError(
-                f"transfer_engine is {self._config.transfer_engine!r}, but the KV cache of this "
-                f"engine is on {device}: use 'auto' or {kind!r}"
-            )
+        kind = self._engine_kind(device)
         stream = find_output_copy_stream() if kind == "cuda" else None
         started = time.monotonic()
         self._engine = create_engine(
@@ -108,6 +103,20 @@ class OffloadWorker:
             time.monotonic() - started,
             "compute" if stream is None else "compute and for the output-copy stream",
         )
+
+    def _engine_kind(self, device: torch.device) -> EngineKind:
+        kinds: dict[str, EngineKind] = {"cpu": "host", "cuda": "cuda"}
+        if device.type not in kinds:
+            raise UnsupportedError(
+                f"the KV cache is on {device}: supported are CUDA devices and CPU"
+            )
+        kind = kinds[device.type]
+        if self._config.transfer_engine not in ("auto", kind):
+            raise ConfigError(
+                f"transfer_engine is {self._config.transfer_engine!r}, but the KV cache of this "
+                f"engine is on {device}: use 'auto' or {kind!r}"
+            )
+        return kind
 
     def shutdown(self) -> None:
         """Wait, bounded, for running copies and let go of the KV tensors and of host memory."""

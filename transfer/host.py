@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
 from transfer.errors import CopyError, JobError, LayoutError
+from transfer.host_copy import Run, copy_runs
 from transfer.layout import KVLayout
 from transfer.pinned import HostArena
 
@@ -34,9 +35,9 @@ _SLICE_BYTES = 4 << 20
 """A load waits for at most one slice of a store: about 1 ms at the 5 GB/s of one slow core."""
 
 
-def _copy_run(dst_address: int, src_address: int, nbytes: int) -> None:
-    """Copy one contiguous run; releases the GIL. Tests replace it to fail or to delay a copy."""
-    ctypes.memmove(dst_address, src_address, nbytes)
+def _copy_runs(runs: Sequence[Run]) -> None:
+    """Copy a slice; releases the GIL. Tests replace it to fail or to delay a copy."""
+    copy_runs(runs)
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class _Transfer:
     direction: Direction
     nbytes: int
     submitted: float
-    runs: Iterator[tuple[int, int, int]]
+    runs: Iterator[Run]
 
 
 @dataclass(slots=True)
@@ -109,7 +110,13 @@ class HostSwapEngine(SwapEngine):
             state.condition.notify_all()
 
     def poll(self) -> list[Completion]:
-        """Return what has ended, in the order of its end."""
+        """Return what has ended, in the order of its end.
+
+        While something runs the worker gets a chance at the GIL first: an engine that spins through
+        empty steps, as it does in one process, would otherwise keep it for 5 ms at a time.
+        """
+        if self._undelivered:
+            time.sleep(0)
         with self._state.condition:
             completions = list(self._state.done)
             self._state.done.clear()
@@ -185,18 +192,21 @@ def _work(state: _State) -> None:
 
 def _copy_slice(transfer: _Transfer) -> bool:
     """Copy runs until a slice is full; True once the job has no run left."""
-    copied_bytes = 0
-    for dst_address, src_address, nbytes in transfer.runs:
-        _copy_run(dst_address, src_address, nbytes)
-        copied_bytes += nbytes
-        if copied_bytes >= _SLICE_BYTES:
-            return False
-    return True
+    batch: list[Run] = []
+    batch_bytes = 0
+    for run in transfer.runs:
+        batch.append(run)
+        batch_bytes += run[2]
+        if batch_bytes >= _SLICE_BYTES:
+            break
+    if batch:
+        _copy_runs(batch)
+    return batch_bytes < _SLICE_BYTES
 
 
 def _runs(
     layout: KVLayout, arena_address: int, direction: Direction, pairs: NDArray[np.int64]
-) -> Iterator[tuple[int, int, int]]:
+) -> Iterator[Run]:
     """Yield (destination, source, bytes); pages adjacent on both sides are one run.
 
     A run is cut at half a slice, so that a slice never grows beyond one and a half.

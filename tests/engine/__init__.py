@@ -1,5 +1,6 @@
 """Tests on a real vLLM engine; skipped where there is none."""
 
+import importlib
 import os
 import warnings
 
@@ -12,4 +13,4 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM and torch warn of is not ours to fix
     pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
-    import vllm.entrypoints.llm
+    importlib.import_module("vllm.entrypoints.llm")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import threading
 from collections import Counter
@@ -19,6 +18,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from bench.small_models import VOCABULARY, write_model
 from kv_offload.connector import KVOffloadConnector
 from transfer.engine import Direction
+from transfer.host_copy import Run, copy_runs
 
 BLOCK_TOKENS = 32
 Tokens = list[int]
@@ -222,7 +222,7 @@ class Copies:
         self._open[direction].clear()
 
     def fail(self, direction: Direction) -> None:
-        """Let copies of a direction raise, after half of the bytes."""
+        """Let copies of a direction raise, after half of their runs."""
         self._failing.add(direction)
 
     def release(self) -> None:
@@ -231,13 +231,13 @@ class Copies:
         for event in self._open.values():
             event.set()
 
-    def copy_run(self, dst_address: int, src_address: int, nbytes: int) -> None:
-        direction = self._direction(dst_address)
+    def copy_runs(self, runs: Sequence[Run]) -> None:
+        direction = self._direction(runs[0][0])
         assert self._open[direction].wait(60)
         if direction in self._failing:
-            ctypes.memmove(dst_address, src_address, nbytes // 2)
+            copy_runs(runs[: (len(runs) + 1) // 2])
             raise OSError("injected fault")
-        ctypes.memmove(dst_address, src_address, nbytes)
+        copy_runs(runs)
 
     def _direction(self, dst_address: int) -> Direction:
         arena = get_kv_transfer_group().offload_worker._engine._state.arena

@@ -1,4 +1,4 @@
-"""A copy that fails costs a cache entry or a recomputation: never a wrong token, never the engine."""
+"""A failed copy costs a cache entry or a recomputation: no wrong token, and not the engine."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import ctypes
+import errno
 import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from transfer import host
 from transfer.engine import Completion, Direction, SwapJob
 from transfer.errors import CopyError, JobError, LayoutError
 from transfer.host import HostSwapEngine
+from transfer.host_copy import Run, copy_runs
 from transfer.layout import KVLayout
 from transfer.pinned import HostArena
 
@@ -70,19 +73,19 @@ def finish(engine: HostSwapEngine) -> list[Completion]:
 
 
 class Gate:
-    """Stands in for `_copy_run`: holds every copy until opened; records the runs."""
+    """Stands in for `_copy_runs`: holds every slice until opened; records the runs."""
 
-    def __init__(self, copy: Callable[[int, int, int], None]) -> None:
+    def __init__(self, copy: Callable[[Sequence[Run]], None]) -> None:
         self.copy = copy
         self.reached = threading.Semaphore(0)
         self.opened = threading.Event()
-        self.runs: list[tuple[int, int, int]] = []
+        self.runs: list[Run] = []
 
-    def __call__(self, dst: int, src: int, nbytes: int) -> None:
-        self.runs.append((dst, src, nbytes))
+    def __call__(self, runs: Sequence[Run]) -> None:
+        self.runs.extend(runs)
         self.reached.release()
         assert self.opened.wait(10)
-        self.copy(dst, src, nbytes)
+        self.copy(runs)
 
     def open(self) -> None:
         self.opened.set()
@@ -90,8 +93,8 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(host._copy_run)
-    monkeypatch.setattr(host, "_copy_run", gate)
+    gate = Gate(host._copy_runs)
+    monkeypatch.setattr(host, "_copy_runs", gate)
     yield gate
     gate.open()
 
@@ -301,15 +304,16 @@ def test_a_failed_copy_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> N
     arena = HostArena(4, 64, register=None)
     owner = weakref.ref(arena._owner)
     view = arena.view()
-    copy, calls = host._copy_run, []
+    copy, calls = host._copy_runs, []
 
-    def fail_once(dst: int, src: int, nbytes: int) -> None:
-        calls.append(nbytes)
-        if len(calls) == 2:
+    def fail_once(runs: Sequence[Run]) -> None:
+        calls.append(runs)
+        if len(calls) == 1:
+            copy(runs[:1])
             raise OSError("bus error")
-        copy(dst, src, nbytes)
+        copy(runs)
 
-    monkeypatch.setattr(host, "_copy_run", fail_once)
+    monkeypatch.setattr(host, "_copy_runs", fail_once)
     engine = HostSwapEngine(layout, arena, [storage.data])
     engine.submit(job(8, STORE, [(0, 0), (1, 1), (2, 2)]))
     engine.submit(job(9, STORE, [(3, 3)]))
@@ -417,3 +421,35 @@ def test_no_thread_per_dropped_engine() -> None:
         engine = HostSwapEngine(layout, HostArena(2, 64, register=None), [storage.data])
         engine.submit(job(1, STORE, [(0, 0)]))
     del engine
+
+
+def test_more_runs_than_one_call_takes() -> None:
+    source = np.random.default_rng(0).integers(0, 256, (3000, 16), np.uint8)
+    target = np.zeros_like(source)
+    rows = np.random.default_rng(1).permutation(len(source))
+    copy_runs(
+        [
+            (target.ctypes.data + 16 * int(row), source.ctypes.data + 16 * i, 16)
+            for i, row in enumerate(rows)
+        ]
+    )
+    assert (target[rows] == source).all()
+
+
+def test_an_address_that_is_not_mapped_is_an_error_not_a_crash() -> None:
+    target = np.zeros(64, np.uint8)
+    with pytest.raises(OSError, match="process_vm_readv"):
+        copy_runs([(target.ctypes.data, 8, 64)])
+
+
+def test_where_the_kernel_forbids_the_call_runs_are_copied_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forbidden(*_: object) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    monkeypatch.setattr("transfer.host_copy._read_memory", forbidden)
+    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    copy_runs([(target.ctypes.data, source.ctypes.data, 64)])
+    assert (target == source).all()
