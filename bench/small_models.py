@@ -54,7 +54,35 @@ def gemma3() -> Any:
     )
 
 
-MODELS = {"qwen3": qwen3, "gemma3": gemma3}
+def deepseek_v2() -> Any:
+    """Multi-head latent attention: one compressed KV head of 512 + 64, as in DeepSeek-V2-Lite."""
+    from transformers import DeepseekV2Config
+
+    return DeepseekV2Config(
+        architectures=["DeepseekV2ForCausalLM"],
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        first_k_dense_replace=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        n_shared_experts=1,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+    )
+
+
+MODELS = {"qwen3": qwen3, "gemma3": gemma3, "deepseek_v2": deepseek_v2}
 
 
 def write_model(kind: str, folder: Path, dtype: str = "float32") -> Path:

@@ -21,6 +21,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "synchronous": ("qwen3", {"async_scheduling": False}, {"blocks_per_slot": 4}),
     "chunked": ("qwen3", {"max_num_batched_tokens": 256, "max_num_seqs": 8}, {}),
     "windows": ("gemma3", {}, {}),
+    "mla": ("deepseek_v2", {"block_size": 64}, {}),
     "fp8": ("qwen3", {"kv_cache_dtype": "fp8"}, {}),
     "sleep": ("qwen3", {"enable_sleep_mode": True}, {}),
 }
