@@ -1,4 +1,4 @@
-"""What the cache manager costs the scheduler: seconds per call for a prefix of `BATCH_KEYS` keys.
+"""What the cache manager costs the scheduler, per call for a prefix of `BATCH_KEYS` keys.
 
 Run with `pytest bench/bench_cache_manager.py --benchmark-enable`; `extra_info` of the saved results
 has the nanoseconds per key. Without that option everything runs once, on small pools.
@@ -20,12 +20,12 @@ BATCH_KEYS = 64
 ROUNDS = 400
 SIZES = [1_000, 10_000, 100_000, 1_000_000]
 MAX_SIZE_AS_TEST = 10_000
-MAX_GROWTH = 4.0
+MAX_GROWTH = 5.0
 """Allowed ratio of the cost per key at 1,000,000 slots to that at 1,000.
 
-All work is O(1), but small pools live in the CPU's caches and large ones do not: 1.0 to 2.3 was
-measured with CPython 3.11 on a Xeon server. A cost that grew with log(n) would still pass; one that
-grew with n, which is what this guards against, would be far above."""
+All work is O(1), but a small pool lives in the CPU's caches and a large one does not: 1.2 to 3.0
+was measured on a Xeon at 2.8 GHz with CPython 3.11. Work that grew with n would be 1,000 times as
+much."""
 
 
 class Pool:
@@ -132,20 +132,17 @@ def test_cost(
 def test_cost_does_not_grow_with_the_pool(
     get_pool: Callable[[str, int], Pool], operation: str, policy_name: str
 ) -> None:
-    large = median_seconds(get_pool(policy_name, SIZES[-1]), operation)
-    small = median_seconds(get_pool(policy_name, SIZES[0]), operation)
+    pools = [get_pool(policy_name, num_slots) for num_slots in (SIZES[-1], SIZES[0])]
+    draws = [draw_keys(pool, operation) for pool in pools]
+    seconds: list[list[float]] = [[], []]
+    for _ in range(ROUNDS):  # by turns, so that other load on the machine slows down both
+        for pool, draw, times in zip(pools, draws, seconds, strict=True):
+            keys = draw()
+            start = time.perf_counter()
+            OPERATIONS[operation](pool, keys)
+            times.append(time.perf_counter() - start)
+    large, small = (statistics.median(times) / BATCH_KEYS for times in seconds)
     assert large <= MAX_GROWTH * small, (
-        f"{operation} takes {large / BATCH_KEYS * 1e9:.0f} ns per key at {SIZES[-1]} slots and "
-        f"{small / BATCH_KEYS * 1e9:.0f} ns at {SIZES[0]}: {large / small:.1f} times as long"
+        f"{operation} takes {large * 1e9:.0f} ns per key at {SIZES[-1]} slots and "
+        f"{small * 1e9:.0f} ns at {SIZES[0]}: {large / small:.1f} times as long"
     )
-
-
-def median_seconds(pool: Pool, operation: str) -> float:
-    draw = draw_keys(pool, operation)
-    seconds = []
-    for _ in range(ROUNDS):
-        keys = draw()
-        start = time.perf_counter()
-        OPERATIONS[operation](pool, keys)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)

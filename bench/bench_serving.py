@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,8 @@ SHAPES = {
 }
 
 
-def measure(shape_name: str, connector: str) -> dict[str, Any]:
-    """Start one engine in this process and measure it."""
+def measure(shape_name: str, connector: str, totals: Counter[str]) -> dict[str, Any]:
+    """Start one engine in this process and measure it; `totals` counts what the plugin moves."""
     import torch
     from transformers import LlamaConfig
     from vllm import LLM, SamplingParams
@@ -94,7 +95,6 @@ def measure(shape_name: str, connector: str) -> dict[str, Any]:
             kv_cache_memory_bytes=None if on_gpu else 64 << 20,
             max_model_len=max(*shape.prompt_tokens, shape.throughput_tokens) + 16,
             enforce_eager=not on_gpu,
-            disable_log_stats=False,
             **_connector_arguments(connector, shape),
         )
     result: dict[str, Any] = {"start_seconds": time.perf_counter() - started}
@@ -112,9 +112,7 @@ def measure(shape_name: str, connector: str) -> dict[str, Any]:
         return time.perf_counter() - begin
 
     def loaded_bytes() -> float:
-        return sum(
-            m.value for m in llm.get_metrics() if m.name == "vllm:host_kv_cache_loaded_bytes"
-        )
+        return totals["loaded_bytes"]
 
     def reset() -> None:
         deadline = time.monotonic() + 30
@@ -132,8 +130,11 @@ def measure(shape_name: str, connector: str) -> dict[str, Any]:
             before = loaded_bytes()
             again.append(seconds(batch))
             if connector == "kv-offload":
-                expected = shape.kv_bytes(length, 2 if on_gpu else 4)
-                assert loaded_bytes() - before == expected, "the prompt was not loaded"
+                expected, loaded = shape.kv_bytes(length, 2 if on_gpu else 4), loaded_bytes()
+                assert loaded - before == expected, (
+                    f"{loaded - before:.0f} of {expected} bytes of a prompt of {length} tokens "
+                    f"were loaded; {dict(totals)}"
+                )
             reset()
         result[f"computed_{length}"] = _spread(first)
         result[f"repeated_{length}"] = _spread(again)
@@ -215,7 +216,11 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print("RESULT " + json.dumps(measure(arguments.shape, arguments.child)), flush=True)
+        from bench.totals import counted_stats
+
+        with counted_stats() as totals:
+            result = measure(arguments.shape, arguments.child, totals)
+        print("RESULT " + json.dumps(result), flush=True)
         return
     results = {}
     environment = {

@@ -86,7 +86,7 @@ class OffloadConfig:
             description="Share of the free GPU blocks that running stores may keep from reuse.",
             extra={"allowed": "a number above 0 and at most 1"},
         ),
-    ] = 0.5
+    ] = 0.8
     on_load_failure: Annotated[
         Literal["recompute", "fail"],
         Meta(description="Whether a request whose load failed is computed again or fails."),

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kv_offload.cache_manager import CacheManager
 from kv_offload.metadata import LoadJob
@@ -92,29 +93,33 @@ class LoadPlanner:
         incomplete, which fails it and has it recomputed.
         """
         per_slot = self._prefixes.blocks_per_slot
-        targets: list[tuple[SlotKey | None, int, int]] = []
+        keys: list[SlotKey] = []
+        parts: list[tuple[NDArray[np.int64], NDArray[np.int64], int]] = []
         for group, group_blocks in zip(self._prefixes.groups, block_ids, strict=True):
-            for index in range(
-                start_tokens // group.block_tokens, end_tokens // group.block_tokens
-            ):
-                block = group_blocks[index]
-                if block != null_block_id:
-                    slot_index, position = divmod(index, per_slot)
-                    key = self._prefixes.slot_key(hashes, group, slot_index)
-                    targets.append((key, block, position))
-        keys = list(dict.fromkeys(key for key, _, _ in targets if key is not None))
-        complete = all(key is not None and self._manager.lookup(key) for key, _, _ in targets)
+            first, last = start_tokens // group.block_tokens, end_tokens // group.block_tokens
+            blocks = np.array(group_blocks[first:last], np.int64)
+            wanted = np.flatnonzero(blocks != null_block_id)
+            if len(wanted):
+                # A window group has null blocks in front of the window, never behind.
+                first_slot = (first + int(wanted[0])) // per_slot
+                last_slot = -(-last // per_slot)
+                parts.append((blocks[wanted], first + wanted - first_slot * per_slot, len(keys)))
+                keys += self._prefixes.slot_keys(hashes, group, first_slot, last_slot)
+        complete = all(map(self._manager.lookup, keys))
         slots = self._manager.prepare_load(keys) if complete else []
-        place_of: dict[SlotKey | None, int] = dict(zip(keys, slots, strict=False))
-        pairs = np.array(
-            [
-                (block, place_of.get(key, 0) * per_slot + position)
-                for key, block, position in targets
-            ],
-            dtype=np.int32,
-        ).reshape(-1, 2)
-        self._planned.append(LoadJob(self._next_job_id, request_id, pairs, not complete))
+        places = np.array(slots if complete else [0] * len(keys), np.int64)
+        pairs = [
+            np.stack((blocks, places[at + index // per_slot] * per_slot + index % per_slot), axis=1)
+            for blocks, index, at in parts
+        ]
+        job = LoadJob(
+            self._next_job_id,
+            request_id,
+            np.concatenate(pairs).astype(np.int32),
+            incomplete=not complete,
+        )
         self._next_job_id += 1
+        self._planned.append(job)
         self._running[request_id] = slots
         self._arriving[request_id] = frozenset(keys)
 

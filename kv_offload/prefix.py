@@ -48,18 +48,23 @@ class PrefixMap:
         self.block_alignment_tokens = math.lcm(*(group.block_tokens for group in self.groups))
         self.hit_alignment_tokens = math.lcm(*self.slot_tokens)
 
-    def block_key(
-        self, hashes: Sequence[bytes], group: CacheGroup, block_index: int
-    ) -> SlotKey | None:
-        """Return the key of a full block, None where its hash does not exist yet."""
-        end = (block_index + 1) * group.block_tokens // self._hash_block_tokens
-        return self._make_key(hashes[end - 1], group.group_id) if end <= len(hashes) else None
+    def block_keys(
+        self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
+    ) -> list[SlotKey]:
+        """Return the keys of blocks `first` to `last` (exclusive), as far as hashes exist."""
+        make_key, group_id = self._make_key, group.group_id
+        step = group.block_tokens // self._hash_block_tokens
+        ends = hashes[(first + 1) * step - 1 : last * step : step]
+        return [make_key(block_hash, group_id) for block_hash in ends]
 
-    def slot_key(
-        self, hashes: Sequence[bytes], group: CacheGroup, slot_index: int
-    ) -> SlotKey | None:
-        """Return the key of a full slot: that of its last block."""
-        return self.block_key(hashes, group, (slot_index + 1) * self.blocks_per_slot - 1)
+    def slot_keys(
+        self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
+    ) -> list[SlotKey]:
+        """Return the keys of slots `first` to `last` (exclusive): those of their last blocks."""
+        make_key, group_id = self._make_key, group.group_id
+        step = group.block_tokens // self._hash_block_tokens * self.blocks_per_slot
+        ends = hashes[(first + 1) * step - 1 : last * step : step]
+        return [make_key(block_hash, group_id) for block_hash in ends]
 
     def needed_slots(self, position: int, start_tokens: int, end_tokens: int) -> range:
         """Return the slots that group `position` must load to extend a prefix to `end_tokens`."""
@@ -71,12 +76,10 @@ class PrefixMap:
         self, hashes: Sequence[bytes], start_tokens: int, end_tokens: int
     ) -> list[SlotKey]:
         """Return the keys of all slots that extend a prefix from start to end, in prefix order."""
-        keys = []
+        keys: list[SlotKey] = []
         for position, group in enumerate(self.groups):
-            for slot_index in self.needed_slots(position, start_tokens, end_tokens):
-                key = self.slot_key(hashes, group, slot_index)
-                if key is not None:
-                    keys.append(key)
+            slots = self.needed_slots(position, start_tokens, end_tokens)
+            keys += self.slot_keys(hashes, group, slots.start, slots.stop)
         return keys
 
     def longest_hit(
@@ -115,28 +118,21 @@ class PrefixMap:
     ) -> int:
         """Return the largest aligned end, at most `end_tokens`, that this group can serve."""
         group, slot_tokens = self.groups[position], self.slot_tokens[position]
-
-        def present(slot_index: int) -> bool:
-            key = self.slot_key(hashes, group, slot_index)
-            return key is not None and readable(key)
-
         if group.window_tokens is None:
-            slot_index = start_tokens // slot_tokens
-            while (slot_index + 1) * slot_tokens <= end_tokens and present(slot_index):
-                slot_index += 1
-            return self._align(slot_index * slot_tokens)
+            first = start_tokens // slot_tokens
+            for key in self.slot_keys(hashes, group, first, end_tokens // slot_tokens):
+                if not readable(key):
+                    break
+                first += 1
+            return self._align(first * slot_tokens)
         end = end_tokens
         while end > start_tokens:
             # From the end backwards: a missing slot moves the end in front of itself.
-            missing = next(
-                (
-                    i
-                    for i in reversed(self.needed_slots(position, start_tokens, end))
-                    if not present(i)
-                ),
-                None,
-            )
-            if missing is None:
+            slots = self.needed_slots(position, start_tokens, end)
+            keys = self.slot_keys(hashes, group, slots.start, slots.stop)
+            present = [readable(key) for key in keys]
+            if all(present):
                 return end
-            end = self._align(missing * slot_tokens)
+            missing = len(present) - 1 - present[::-1].index(False)
+            end = self._align((slots.start + missing) * slot_tokens)
         return end

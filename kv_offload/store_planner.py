@@ -41,12 +41,6 @@ class StoreCursor:
 
 
 @dataclass(slots=True)
-class _Candidate:
-    key: SlotKey
-    blocks: Sequence[int]
-
-
-@dataclass(slots=True)
 class _RunningStore:
     slots: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -146,14 +140,19 @@ class StorePlanner:
         `soon_free_blocks` counts blocks that the engine frees right after this call.
         """
         for position, group in enumerate(self._prefixes.groups):
-            candidates = self._collect(
+            keys, blocks_of = self._collect(
                 cursor, position, group, hashes, block_ids[position], end_tokens, soon_free_blocks
             )
-            if candidates:
-                self._reserve(candidates)
+            if keys:
+                self._reserve(keys, blocks_of)
 
     def _pins_left(self, soon_free_blocks: int) -> int:
-        free = self._pool.get_num_free_blocks() + soon_free_blocks
+        """Return how many more blocks may be pinned.
+
+        The share is of what would be free if no store held anything and the requests whose blocks
+        are pinned had ended.
+        """
+        free = self._pool.get_num_free_blocks() + soon_free_blocks + self.pinned_blocks
         return int(self._max_pinned_share * free) - self.pinned_blocks
 
     def _collect(
@@ -165,64 +164,68 @@ class StorePlanner:
         group_blocks: Sequence[int],
         end_tokens: int,
         soon_free_blocks: int,
-    ) -> list[_Candidate]:
-        """Advance the cursor of one group; return what is new, valid now and within the budgets."""
+    ) -> tuple[list[SlotKey], dict[Hashable, Sequence[int]]]:
+        """Advance the cursor of one group; return the keys it passed, in prefix order.
+
+        With them come the blocks of those that are new, valid now and within the budgets.
+        """
         per_slot = self._prefixes.blocks_per_slot
+        first = cursor.next_slot[position]
         last = min(
-            end_tokens // self._prefixes.slot_tokens[position], len(group_blocks) // per_slot
+            end_tokens // self._prefixes.slot_tokens[position],
+            len(group_blocks) // per_slot,
+            first + MAX_SLOTS_PER_STEP - self._examined,
         )
+        block_keys = self._prefixes.block_keys(hashes, group, first * per_slot, last * per_slot)
         pins_left = self._pins_left(soon_free_blocks)
-        candidates: list[_Candidate] = []
-        known: list[SlotKey] = []
-        slot_index = cursor.next_slot[position]
-        while slot_index < last and self._examined < MAX_SLOTS_PER_STEP:
-            key = self._prefixes.slot_key(hashes, group, slot_index)
-            if key is None:
-                break
-            self._examined += 1
-            blocks = group_blocks[slot_index * per_slot : (slot_index + 1) * per_slot]
-            if self._manager.is_known(key):
-                known.append(key)
-            elif not self._holds(hashes, group, slot_index * per_slot, blocks):
-                self._skipped["moved_on"] += 1
-            elif len(blocks) > pins_left:
-                break
-            elif self._store_after_uses > 1 and self._uses.count(key) < self._store_after_uses:
-                self._skipped["used_too_little"] += 1
+        is_known, pool_blocks = self._manager.is_known, self._pool.blocks
+        keys: list[SlotKey] = []
+        blocks_of: dict[Hashable, Sequence[int]] = {}
+        slots_passed = 0
+        for at in range(0, len(block_keys) - per_slot + 1, per_slot):
+            key = block_keys[at + per_slot - 1]
+            if is_known(key):
+                keys.append(key)
             else:
-                pins_left -= len(blocks)
-                candidates.append(_Candidate(key, blocks))
-            slot_index += 1
-        cursor.next_slot[position] = slot_index
-        self._manager.touch(known)
-        return candidates
+                start = first * per_slot + at
+                blocks = group_blocks[start : start + per_slot]
+                expected = block_keys[at : at + per_slot]
+                # Null blocks have no hash, so they are caught here too.
+                if [pool_blocks[block].block_hash for block in blocks] != expected:
+                    self._skipped["moved_on"] += 1
+                elif per_slot > pins_left:
+                    break
+                elif self._store_after_uses > 1 and self._uses.count(key) < self._store_after_uses:
+                    self._skipped["used_too_little"] += 1
+                else:
+                    pins_left -= per_slot
+                    keys.append(key)
+                    blocks_of[key] = blocks
+            slots_passed += 1
+        self._examined += slots_passed
+        cursor.next_slot[position] = first + slots_passed
+        return keys, blocks_of
 
-    def _holds(
-        self, hashes: Sequence[bytes], group: CacheGroup, first_block: int, blocks: Sequence[int]
-    ) -> bool:
-        """Check that the pool knows every block under the key that the request expects, now."""
-        for offset, block_id in enumerate(blocks):
-            block = self._pool.blocks[block_id]
-            expected = self._prefixes.block_key(hashes, group, first_block + offset)
-            if block.is_null or expected is None or block.block_hash != expected:
-                return False
-        return True
+    def _reserve(
+        self, keys: Sequence[SlotKey], blocks_of: Mapping[Hashable, Sequence[int]]
+    ) -> None:
+        """Take slots for the new keys and pin the blocks of those that got one.
 
-    def _reserve(self, candidates: Sequence[_Candidate]) -> None:
-        """Take slots for the candidates and pin the blocks of those that got one."""
-        plan = self._manager.prepare_store([candidate.key for candidate in candidates])
-        blocks_of: dict[Hashable, Sequence[int]] = {c.key: c.blocks for c in candidates}
+        The known keys go along: they are used again, and must not be evicted for their own tail.
+        """
+        plan = self._manager.prepare_store(keys)
         self._skipped["pool_busy"] += plan.no_room
         per_slot = self._prefixes.blocks_per_slot
+        pinned: list[int] = []
         for key, slot in plan.accepted:
             blocks = blocks_of[key]
+            pinned.extend(blocks)
             self._planned.slots.append(slot)
-            self._planned.blocks.extend(blocks)
-            self._planned_pairs.extend(
-                (block, slot * per_slot + offset) for offset, block in enumerate(blocks)
-            )
-            self._pool.touch([self._pool.blocks[block] for block in blocks])
-            self.pinned_blocks += len(blocks)
+            places = range(slot * per_slot, (slot + 1) * per_slot)
+            self._planned_pairs.extend(zip(blocks, places, strict=True))
+        self._planned.blocks.extend(pinned)
+        self._pool.touch([self._pool.blocks[block] for block in pinned])
+        self.pinned_blocks += len(pinned)
 
     def count_leftovers(self, cursor: StoreCursor, end_tokens: int) -> None:
         """Count the slots of an ending request that no budget was left for."""

@@ -16,7 +16,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from bench.small_models import VOCABULARY, write_model
-from kv_offload.connector import KVOffloadConnector
+from bench.totals import counted_stats
 from transfer.engine import Direction
 from transfer.host_copy import Run, copy_runs
 
@@ -40,9 +40,9 @@ def prompts_with_shared_prefix(
 class Engine:
     """One in-process vLLM engine."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, totals: Counter[str]) -> None:
         self.llm = llm
-        self.totals: Counter[str] = Counter()
+        self.totals = totals
 
     # -- running ---------------------------------------------------------------------------
 
@@ -177,23 +177,14 @@ def engine(
         **arguments,
     }
     assert not has_kv_transfer_group(), "one process holds one engine with a connector at a time"
-    running = Engine(LLM(**settings))
-    original = KVOffloadConnector.get_kv_connector_stats
-
-    def take(self: KVOffloadConnector) -> Any:
-        stats = original(self)
-        if stats is not None:
-            running.totals.update(stats.data)
-        return stats
-
-    KVOffloadConnector.get_kv_connector_stats = take
-    try:
-        yield running
-    finally:
-        KVOffloadConnector.get_kv_connector_stats = original
-        running.llm.llm_engine.engine_core.shutdown()
-        del running.llm
-        gc.collect()
+    with counted_stats() as totals:
+        running = Engine(LLM(**settings), totals)
+        try:
+            yield running
+        finally:
+            running.llm.llm_engine.engine_core.shutdown()
+            del running.llm
+            gc.collect()
 
 
 def transfer_config(plugin: dict[str, Any]) -> dict[str, Any]:

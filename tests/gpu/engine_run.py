@@ -107,8 +107,11 @@ def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, An
         result["batch_seconds"] = time.monotonic() - started
         ours.settle()
         if arguments.get("enable_sleep_mode"):
-            ours.generate([random_tokens(300, seed=77)], max_tokens=2)
-            result["pending_at_sleep"] = ours.offload.has_pending_stores
+            for seed in range(77, 97):  # until a sleep finds a store under way
+                ours.generate([random_tokens(300, seed=seed)], max_tokens=1)
+                result["pending_at_sleep"] = ours.offload.has_pending_stores
+                if result["pending_at_sleep"]:
+                    break
             ours.llm.sleep(level=1)
             ours.llm.wake_up()
             ours.totals.clear()

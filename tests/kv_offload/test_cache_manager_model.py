@@ -14,7 +14,9 @@ from kv_offload.cache_manager import CacheManager, MissingKeyError, MisuseError
 from kv_offload.policies import make_policy
 
 KEYS = [bytes([letter]) for letter in b"abcdefghij"]
-key_lists = st.lists(st.sampled_from(KEYS), max_size=6)
+key_lists = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6)
+MIN_STEPS_BETWEEN_RESETS = 15
+"""Else resets come so often that the pool is never full and hardly anything is evicted."""
 
 
 @dataclass
@@ -28,13 +30,16 @@ class CacheManagerMachine(RuleBasedStateMachine):
 
     policy_name: str
 
-    @initialize(num_slots=st.integers(1, 8))
-    def start(self, num_slots: int) -> None:
+    @initialize(num_slots=st.integers(1, 8), full=st.booleans())
+    def start(self, num_slots: int, full: bool) -> None:
         self.manager = CacheManager(num_slots, make_policy(self.policy_name, num_slots))
         self.readable: dict[bytes, int] = {}
         self.writes: dict[int, bytes | None] = {}
         self.loads: list[Load] = []
         self.evictions = 0
+        self.steps_since_reset = 0
+        if full:
+            self.store(KEYS[:num_slots])
 
     def slots_read(self) -> set[int]:
         return {slot for load in self.loads for slot in load.slots}
@@ -78,7 +83,16 @@ class CacheManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), ok=st.booleans())
     def complete_store(self, data: st.DataObject, ok: bool) -> None:
         writing = st.sampled_from(sorted(self.writes))
-        slots = data.draw(st.lists(writing, min_size=1, unique=True))
+        self.finish_stores(data.draw(st.lists(writing, min_size=1, unique=True)), ok)
+
+    @rule(keys=key_lists)
+    def store(self, keys: list[bytes]) -> None:
+        """Store keys as fast as can be, so that the pool is often full of readable ones."""
+        writes_before = set(self.writes)
+        self.prepare_store(keys)
+        self.finish_stores([slot for slot in self.writes if slot not in writes_before], ok=True)
+
+    def finish_stores(self, slots: list[int], ok: bool) -> None:
         self.manager.complete_store(slots, ok=ok)
         for slot in slots:
             key = self.writes.pop(slot)
@@ -126,8 +140,10 @@ class CacheManagerMachine(RuleBasedStateMachine):
             with pytest.raises(MisuseError):
                 self.manager.complete_load(slots)
 
+    @precondition(lambda self: self.steps_since_reset >= MIN_STEPS_BETWEEN_RESETS)
     @rule()
     def reset(self) -> None:
+        self.steps_since_reset = 0
         self.manager.reset()
         self.readable.clear()
         self.writes = dict.fromkeys(self.writes)
@@ -136,6 +152,7 @@ class CacheManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def manager_and_model_agree(self) -> None:
+        self.steps_since_reset += 1
         self.manager.check_integrity()
         for key in KEYS:
             assert self.manager.lookup(key) == (key in self.readable)

@@ -26,7 +26,7 @@ DEFAULTS = OffloadConfig(
     store_after_uses=1,
     blocks_per_slot=1,
     transfer_engine="auto",
-    max_pinned_share=0.5,
+    max_pinned_share=0.8,
     on_load_failure="recompute",
 )
 
