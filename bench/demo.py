@@ -3,15 +3,15 @@
 `make demo` installs what this needs and runs it. Two engines answer the same prompts, one after the
 other and one prompt at a time:
 
-    without the plugin   computed, then again from its own GPU prefix cache
-    with the plugin      computed, then again from host memory: the GPU prefix cache was reset
+    without the plugin   computed, then again from the engine's own prefix cache
+    with the plugin      computed, then again from host memory: the engine's own cache was reset
 
 Each answer of the second engine is compared with its counterpart of the first, which computed
 exactly the same tokens, so a different token means different KV and not another rounding. Every
 figure is the engine's own: computed tokens are those of the prompt that it did not find in a cache
 (`RequestOutput.num_cached_tokens`), the time to the first token is vLLM's `first_token_latency`
-(from the arrival of a request to its first token), and tokens and bytes moved are the plugin's
-metrics, read with `LLM.get_metrics()`. The exit status is 1 if a token differs or nothing came from
+(from the arrival of a request to its first token), and tokens and bytes moved are what the plugin
+reports to the engine. The exit status is 1 if a token differs or nothing came from
 host memory.
 """
 
@@ -26,16 +26,15 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from bench.small_models import VOCABULARY, write_model
 
 CONNECTOR = "KVOffloadConnector"
-METRICS = "vllm:host_kv_cache_"
 GROUPS, PROMPTS_PER_GROUP = 4, 3
 SHARED_TOKENS, OWN_TOKENS = 1024, (1500, 2500)
 ANSWER_TOKENS = 16
@@ -90,7 +89,7 @@ HEADER = (
     ("prompts", ""),
     ("prompt", "tokens"),
     ("tokens", "computed"),
-    ("from GPU", "cache"),
+    ("from prefix", "cache"),
     ("from host", "memory"),
     ("bytes", "stored"),
     ("bytes", "loaded"),
@@ -160,7 +159,9 @@ def make_prompts(seed: int = 0) -> list[Prompt]:
 class Engine:
     """One vLLM engine in this process, with the plugin or without it."""
 
-    def __init__(self, model: Path, dtype: str, *, plugin: bool) -> None:
+    def __init__(
+        self, model: Path, dtype: str, totals: Mapping[str, float], *, plugin: bool
+    ) -> None:
         import torch
         from vllm import LLM
 
@@ -178,6 +179,7 @@ class Engine:
                 "kv_connector_extra_config": {"cpu_bytes": HOST_CACHE},
             }
         self._plugin = plugin
+        self._totals = totals
         self.llm = LLM(
             model=str(model),
             dtype=dtype,
@@ -186,7 +188,7 @@ class Engine:
             max_model_len=SHARED_TOKENS + OWN_TOKENS[1] + ANSWER_TOKENS,
             kv_cache_memory_bytes=KV_CACHE_BYTES,
             use_tqdm_on_load=False,
-            disable_log_stats=False,  # keeps the metrics and the latencies that are shown
+            disable_log_stats=False,  # keeps the latencies that are shown
             **options,
         )
 
@@ -194,24 +196,24 @@ class Engine:
         """Compute and reuse a prompt of its own: first calls are slower, on every path."""
         prompt = make_prompts(seed=1)[:1]
         self._generate(prompt, ANSWER_TOKENS)
-        self.reset_gpu_cache()
+        self.reset_prefix_cache()
         self._generate(prompt, ANSWER_TOKENS)
-        self.reset_gpu_cache(reset_connector=self._plugin)
+        self.reset_prefix_cache(reset_connector=self._plugin)
 
-    def reset_gpu_cache(self, reset_connector: bool = False) -> None:
-        """Forget the GPU's prefix cache, and with `reset_connector` host memory too."""
+    def reset_prefix_cache(self, reset_connector: bool = False) -> None:
+        """Forget the engine's own cache, and with `reset_connector` host memory too."""
         if not self.llm.reset_prefix_cache(reset_connector=reset_connector):
             raise RuntimeError("reset_prefix_cache() returned False: blocks are still in use")
 
     def answer(self, name: str, prompts: Sequence[Prompt], *, reset: bool) -> Phase:
-        """Answer the prompts one at a time; `reset` empties the GPU's cache afterwards.
+        """Answer the prompts one at a time; `reset` empties the engine's own cache then.
 
         A reset also waits for the stores that still run.
         """
         before = self._moved()
         outputs = self._generate(prompts, ANSWER_TOKENS)
         if reset:
-            self.reset_gpu_cache()
+            self.reset_prefix_cache()
         return Phase(
             name,
             [list(output.outputs[0].token_ids) for output in outputs],
@@ -242,8 +244,7 @@ class Engine:
             return {}
         self._generate([[1, 2, 3]], 1, skip_reading_prefix_cache=True)
         names = ("lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes")
-        values = {metric.name: getattr(metric, "value", 0) for metric in self.llm.get_metrics()}
-        return {name: int(values[METRICS + name]) for name in names}
+        return {name: int(self._totals.get(name, 0)) for name in names}
 
     def close(self) -> None:
         """End the engine and give its memory back."""
@@ -254,19 +255,22 @@ class Engine:
 
 def run(model: Path, dtype: str, prompts: list[Prompt]) -> tuple[list[Phase], list[Phase]]:
     """Answer the prompts twice with each engine."""
+    from bench.totals import counted_stats
+
     phases = []
-    for plugin, again in ((False, "GPU cache"), (True, "host memory")):
+    for plugin, again in ((False, "prefix cache"), (True, "host memory")):
         with_plugin = f"{'with' if plugin else 'without'} the plugin"
         say(f"starting the engine {with_plugin}")
-        engine = Engine(model, dtype, plugin=plugin)
-        say("warming it up")
-        engine.warm_up()
-        say(f"answering {len(prompts)} prompts: computed")
-        first = engine.answer(f"{with_plugin}, computed", prompts, reset=plugin)
-        say(f"answering them again: from {again}")
-        second = engine.answer(f"{with_plugin}, from {again}", prompts, reset=True)
-        phases.append([first, second])
-        engine.close()
+        with counted_stats() as totals:
+            engine = Engine(model, dtype, totals, plugin=plugin)
+            say("warming it up")
+            engine.warm_up()
+            say(f"answering {len(prompts)} prompts: computed")
+            first = engine.answer(f"{with_plugin}, computed", prompts, reset=plugin)
+            say(f"answering them again: from {again}")
+            second = engine.answer(f"{with_plugin}, from {again}", prompts, reset=True)
+            phases.append([first, second])
+            engine.close()
     return phases[0], phases[1]
 
 
@@ -281,11 +285,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if options.verbose else "ERROR")
     # One process: no waiting for a second one to start, and the same numbers.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    if version("torch").endswith("+cpu"):
-        # A model this small gains nothing from more threads, and where other work takes some of
-        # the cores they wait for one another: four times slower on two busy cores.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if not options.verbose:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         logging.disable(logging.WARNING)
@@ -300,8 +299,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say("importing vLLM")
     try:
         import torch
+        import transformers
         import vllm
 
+        if not options.verbose:
+            transformers.utils.logging.disable_progress_bar()
         cuda = torch.cuda.is_available()
         dtype = "bfloat16" if cuda else "float32"
         device = torch.cuda.get_device_name() if cuda else f"CPU, {os.cpu_count()} cores"

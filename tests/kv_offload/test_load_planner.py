@@ -1,0 +1,397 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_offload.cache_manager import CacheManager
+from kv_offload.load_planner import MAX_WAIT_SECONDS, LoadPlanner
+from kv_offload.metadata import LoadJob
+from kv_offload.policies import make_policy
+from kv_offload.prefix import CacheGroup, PrefixMap
+
+NULL = 0
+FULL = CacheGroup(0, 4)
+WINDOW = CacheGroup(1, 4, 6)
+HASHES = [b"hash %d" % i for i in range(12)]
+
+
+def make_key(block_hash: bytes, group_id: int) -> bytes:
+    return block_hash + b" of group %d" % group_id
+
+
+class Loads:
+    """A planner, with a host memory that is filled by hand."""
+
+    def __init__(self, *groups: CacheGroup, blocks_per_slot: int = 1, num_slots: int = 24) -> None:
+        self.prefixes = PrefixMap(groups or (FULL,), 4, blocks_per_slot, make_key)
+        self.manager = CacheManager(num_slots, make_policy("lru", num_slots))
+        self.planner = LoadPlanner(self.prefixes, self.manager)
+
+    def keep(self, slots: Sequence[int], group: CacheGroup = FULL) -> dict[int, int]:
+        """Store slots of the prefix; return where each of them is."""
+        plan = self.manager.prepare_store([self.key(slot, group) for slot in slots])
+        self.manager.complete_store([slot for _, slot in plan.accepted])
+        return dict(zip(slots, (slot for _, slot in plan.accepted), strict=True))
+
+    def key(self, slot: int, group: CacheGroup = FULL) -> bytes:
+        """Return the key of a slot: that of its last block."""
+        last_block = (slot + 1) * self.prefixes.blocks_per_slot - 1
+        return make_key(HASHES[(last_block + 1) * group.block_tokens // 4 - 1], group.group_id)
+
+    def match(self, request_id: str, start: int = 0, tokens: int = 25) -> int | None:
+        return self.planner.match(request_id, HASHES, start, tokens)
+
+    def plan(self, request_id: str, start: int, end: int, *block_ids: Sequence[int]) -> LoadJob:
+        self.planner.plan(request_id, HASHES, start, end, block_ids, NULL)
+        (job,) = self.planner.take_planned()
+        self.manager.check_integrity()
+        return job
+
+    def load(self, request_id: str, start: int = 0, end: int = 8) -> LoadJob:
+        """Match a request and plan its load, as the engine does when it allocates."""
+        assert self.match(request_id, start, tokens=end + 1) == end - start
+        self.planner.take_matched_from(request_id)
+        return self.plan(request_id, start, end, list(range(10, 10 + end // 4)))
+
+    def is_held(self, slot: int) -> bool:
+        """Tell whether a slot of the prefix outlives an eviction of everything that can go."""
+        newcomers = [b"newcomer %d" % i for i in range(self.manager.num_slots)]
+        plan = self.manager.prepare_store(newcomers)
+        held = self.manager.lookup(self.key(slot))
+        self.manager.complete_store([slot for _, slot in plan.accepted], ok=False)
+        return held
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the planner reads, in an only element."""
+    now = [1000.0]
+    monkeypatch.setattr("kv_offload.load_planner.time.monotonic", lambda: now[0])
+    return now
+
+
+# -- matching ----------------------------------------------------------------------------------
+
+
+def test_nothing_is_matched_in_an_empty_host_memory() -> None:
+    assert Loads().match("a") == 0
+
+
+def test_one_token_is_left_to_compute() -> None:
+    loads = Loads()
+    loads.keep(range(3))
+    assert loads.match("a", tokens=13) == 12
+    assert loads.match("b", tokens=12) == 8
+    assert loads.match("c", tokens=5) == 4
+    assert loads.match("d", tokens=4) == 0
+
+
+def test_a_match_counts_from_the_local_hit() -> None:
+    loads = Loads()
+    loads.keep(range(5))
+    assert loads.match("a", start=8) == 12
+
+
+def test_a_local_hit_that_covers_more_than_host_memory_leaves_nothing() -> None:
+    loads = Loads()
+    loads.keep(range(2))
+    assert loads.match("a", start=12) == 0
+
+
+def test_a_local_hit_inside_a_block_is_not_extended() -> None:
+    """Its last block is the target of a copy-on-write."""
+    loads = Loads()
+    loads.keep(range(5))
+    assert loads.match("a", start=6) == 0
+    assert loads.match("a", start=8) == 12
+
+
+def test_a_local_hit_must_end_on_a_block_of_every_group() -> None:
+    loads = Loads(FULL, CacheGroup(1, 8))
+    loads.keep(range(6))
+    loads.keep(range(3), CacheGroup(1, 8))
+    assert loads.match("a", start=4) == 0
+    assert loads.match("a", start=8) == 16
+
+
+def test_asked_again_it_answers_the_same_and_changes_nothing() -> None:
+    loads = Loads()
+    loads.keep(range(4))
+    assert [loads.match("a") for _ in range(3)] == [16, 16, 16]
+    assert loads.planner.running == 0
+    assert loads.planner.take_planned() == ()
+    assert not loads.is_held(0)
+
+
+def test_the_answer_follows_host_memory() -> None:
+    loads = Loads()
+    assert loads.match("a") == 0
+    loads.keep(range(2))
+    assert loads.match("a") == 8
+    loads.manager.reset()
+    assert loads.match("a") == 0
+
+
+def test_the_last_local_hit_is_remembered_once() -> None:
+    loads = Loads()
+    assert loads.planner.take_matched_from("a") is None
+    loads.match("a", start=0)
+    loads.match("a", start=4)
+    assert loads.planner.take_matched_from("a") == 4
+    assert loads.planner.take_matched_from("a") is None
+
+
+# -- waiting for another's load ----------------------------------------------------------------
+
+
+def test_a_request_waits_for_the_keys_that_another_loads(clock: list[float]) -> None:
+    loads = Loads()
+    loads.keep(range(2))
+    loads.load("first")
+    assert loads.match("second") is None
+    assert loads.match("second") is None
+
+
+def test_a_request_that_needs_other_keys_does_not_wait() -> None:
+    """The first loads two blocks; the second has them on the engine's side already."""
+    loads = Loads()
+    loads.keep(range(4))
+    loads.match("first", tokens=9)
+    loads.plan("first", 0, 8, [10, 11])
+    assert loads.match("second", start=8) == 8
+
+
+def test_a_request_does_not_wait_for_itself() -> None:
+    """Asked again after its load failed, or after it was preempted in the middle."""
+    loads = Loads()
+    loads.keep(range(2))
+    loads.load("a")
+    assert loads.match("a") == 8
+    assert loads.match("other") == 8, "asking again must have settled the first load"
+
+
+def test_waiting_ends_after_a_bound_for_each_request_on_its_own(clock: list[float]) -> None:
+    loads = Loads()
+    loads.keep(range(2))
+    loads.load("first")
+    assert loads.match("second") is None
+    clock[0] += MAX_WAIT_SECONDS
+    assert loads.match("second") is None
+    assert loads.match("third") is None
+    clock[0] += 0.001
+    assert loads.match("second") == 8
+    assert loads.match("third") is None
+
+
+def test_a_wait_that_ended_starts_anew(clock: list[float]) -> None:
+    loads = Loads()
+    loads.keep(range(2))
+    loads.load("first")
+    assert loads.match("second") is None
+    loads.planner.settle("first")
+    assert loads.match("second") == 8
+    clock[0] += 2 * MAX_WAIT_SECONDS
+    loads.load("fourth")
+    assert loads.match("second") is None
+
+
+def test_a_wait_is_forgotten_with_its_request(clock: list[float]) -> None:
+    loads = Loads()
+    loads.keep(range(2))
+    loads.load("first")
+    assert loads.match("second") is None
+    loads.planner.forget("second")
+    clock[0] += 2 * MAX_WAIT_SECONDS
+    assert loads.match("second") is None
+
+
+@pytest.mark.parametrize("end", ["settle", "forget"])
+def test_others_wait_until_the_first_is_scheduled_or_gone(end: str) -> None:
+    loads = Loads()
+    loads.keep(range(2))
+    loads.load("first")
+    assert loads.planner.complete(["first"]) == 1
+    assert loads.match("second") is None, "the engine does not know the blocks before it runs"
+    getattr(loads.planner, end)("first")
+    assert loads.match("second") == 8
+
+
+# -- lifetimes ---------------------------------------------------------------------------------
+
+
+def test_slots_are_held_until_the_load_is_complete() -> None:
+    loads = Loads(num_slots=4)
+    loads.keep(range(4))
+    loads.load("a")
+    assert loads.planner.is_loading("a")
+    assert loads.planner.running == 1
+    assert loads.is_held(0)
+    assert loads.is_held(1)
+    assert loads.planner.complete(["a"]) == 1
+    assert not loads.planner.is_loading("a")
+    assert loads.planner.running == 0
+    assert not loads.is_held(0)
+
+
+@pytest.mark.parametrize("end", ["settle", "forget"])
+def test_slots_stay_held_when_the_request_is_gone(end: str) -> None:
+    loads = Loads(num_slots=4)
+    loads.keep(range(4))
+    loads.load("a")
+    getattr(loads.planner, end)("a")
+    assert loads.planner.is_loading("a")
+    assert loads.is_held(0)
+    assert loads.planner.complete(["a"]) == 1
+    assert not loads.is_held(0)
+
+
+def test_each_of_two_loads_holds_its_slots() -> None:
+    loads = Loads(num_slots=4)
+    loads.keep(range(4))
+    loads.load("a")
+    loads.planner.settle("a")
+    loads.load("b")
+    assert loads.planner.running == 2
+    assert loads.planner.complete(["a"]) == 1
+    assert loads.is_held(0)
+    assert loads.planner.complete(["b"]) == 1
+    assert not loads.is_held(0)
+
+
+def test_the_end_of_an_unknown_load_is_ignored() -> None:
+    loads = Loads()
+    loads.keep(range(2))
+    loads.load("a")
+    assert loads.planner.complete(["other"]) == 0
+    assert loads.planner.complete(["a", "a"]) == 1
+    assert loads.planner.complete(["a"]) == 0
+
+
+def test_a_load_survives_a_reset_of_host_memory() -> None:
+    loads = Loads(num_slots=4)
+    loads.keep(range(4))
+    loads.load("a")
+    loads.manager.reset()
+    assert loads.manager.slots_in_use == 2
+    loads.planner.complete(["a"])
+    loads.manager.check_integrity()
+    assert loads.manager.slots_in_use == 0
+
+
+# -- plans -------------------------------------------------------------------------------------
+
+
+def pairs(job: LoadJob) -> list[list[int]]:
+    assert job.pairs.dtype == np.int32
+    assert job.pairs.shape == (len(job.pairs), 2)
+    return job.pairs.tolist()
+
+
+def test_a_plan_pairs_blocks_with_the_slots_of_their_keys() -> None:
+    loads = Loads()
+    slots = loads.keep([3, 1, 2, 0])
+    job = loads.plan("a", 4, 16, [10, 11, 12, 13, 14])
+    assert pairs(job) == [[11, slots[1]], [12, slots[2]], [13, slots[3]]]
+    assert (job.request_id, job.incomplete) == ("a", False)
+
+
+def test_jobs_are_numbered_and_handed_out_once() -> None:
+    loads = Loads()
+    loads.keep(range(4))
+    loads.planner.plan("a", HASHES, 0, 4, [[10]], NULL)
+    loads.planner.plan("b", HASHES, 0, 8, [[11, 12]], NULL)
+    jobs = loads.planner.take_planned()
+    assert [(job.job_id, job.request_id) for job in jobs] == [(0, "a"), (1, "b")]
+    assert loads.planner.take_planned() == ()
+
+
+def test_the_null_blocks_of_a_window_are_left_out() -> None:
+    """The query at 20 reads the window group from 15 on."""
+    loads = Loads(FULL, WINDOW)
+    full = loads.keep(range(5))
+    window = loads.keep([3, 4], WINDOW)
+    job = loads.plan("a", 0, 20, [10, 11, 12, 13, 14], [NULL, NULL, NULL, 15, 16])
+    assert not job.incomplete
+    assert pairs(job) == [
+        *([10 + block, full[block]] for block in range(5)),
+        [15, window[3]],
+        [16, window[4]],
+    ]
+
+
+def test_blocks_of_one_slot_are_paired_with_their_places_in_it() -> None:
+    loads = Loads(blocks_per_slot=3)
+    slots = loads.keep([0, 1])
+    job = loads.plan("a", 0, 24, [10, 11, 12, 13, 14, 15, 16])
+    assert pairs(job) == [[10 + block, slots[block // 3] * 3 + block % 3] for block in range(6)]
+
+
+def test_a_start_inside_a_slot_loads_the_rest_of_it() -> None:
+    loads = Loads(blocks_per_slot=2, num_slots=3)
+    slots = loads.keep([0, 1, 2])
+    assert loads.match("a", start=12, tokens=25) == 12
+    job = loads.plan("a", 12, 24, [10, 11, 12, 13, 14, 15])
+    assert pairs(job) == [[13, slots[1] * 2 + 1], [14, slots[2] * 2], [15, slots[2] * 2 + 1]]
+    assert loads.manager.slots_in_use == 3
+    assert not loads.is_held(0), "slot 0 is not read, so it is not held"
+
+
+def test_a_window_that_begins_inside_a_slot_loads_its_blocks_only() -> None:
+    group = CacheGroup(0, 4, 6)
+    loads = Loads(group, blocks_per_slot=4)
+    slots = loads.keep([0])
+    assert loads.match("a", tokens=17) == 16
+    job = loads.plan("a", 0, 16, [NULL, NULL, 12, 13, 14])
+    assert pairs(job) == [[12, slots[0] * 4 + 2], [13, slots[0] * 4 + 3]]
+
+
+def test_a_plan_for_fewer_tokens_than_offered_can_lack_a_window_block() -> None:
+    """Offered 20 tokens, for which the window needs blocks 3 and 4; 16 would need block 2 too."""
+    loads = Loads(FULL, WINDOW, num_slots=8)
+    loads.keep(range(5))
+    loads.keep([3, 4], WINDOW)
+    assert loads.match("a", tokens=21) == 20
+    job = loads.plan("a", 0, 16, [10, 11, 12, 13], [NULL, NULL, 14, 15])
+    assert job.incomplete
+    assert {block for block, _ in pairs(job)} == {10, 11, 12, 13, 14, 15}, "all of them are zeroed"
+    assert loads.planner.is_loading("a"), "the ranks report it like any other load"
+    assert not loads.is_held(0)
+    assert loads.planner.complete(["a"]) == 1
+    loads.manager.check_integrity()
+
+
+def test_nobody_waits_for_an_incomplete_load_that_was_asked_again() -> None:
+    loads = Loads(FULL, WINDOW)
+    loads.keep(range(5))
+    loads.keep([3, 4], WINDOW)
+    loads.match("a", tokens=21)
+    loads.plan("a", 0, 16, [10, 11, 12, 13], [NULL, NULL, 14, 15])
+    assert loads.match("b", tokens=21) is None
+    loads.planner.complete(["a"])
+    loads.match("a", tokens=21)
+    assert loads.match("b", tokens=21) == 20
+
+
+def test_a_plan_for_fewer_tokens_than_offered_can_still_be_complete() -> None:
+    loads = Loads()
+    slots = loads.keep(range(5))
+    assert loads.match("a", tokens=21) == 20
+    job = loads.plan("a", 0, 12, [10, 11, 12])
+    assert not job.incomplete
+    assert pairs(job) == [[10, slots[0]], [11, slots[1]], [12, slots[2]]]
+
+
+def test_a_key_that_was_evicted_since_the_match_makes_the_plan_incomplete() -> None:
+    loads = Loads(num_slots=2)
+    loads.keep(range(2))
+    assert loads.match("a", tokens=9) == 8
+    plan = loads.manager.prepare_store([b"newcomer"])
+    loads.manager.complete_store([slot for _, slot in plan.accepted])
+    job = loads.plan("a", 0, 8, [10, 11])
+    assert job.incomplete
+    loads.planner.complete(["a"])
+    loads.manager.check_integrity()

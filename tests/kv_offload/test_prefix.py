@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_offload.prefix import CacheGroup, PrefixMap
+
+
+def make_key(block_hash: bytes, group_id: int) -> bytes:
+    return block_hash + b" of group %d" % group_id
+
+
+def make_hashes(count: int) -> list[bytes]:
+    return [b"hash %d" % i for i in range(count)]
+
+
+def make_map(
+    *groups: CacheGroup, hash_block_tokens: int | None = None, blocks_per_slot: int = 1
+) -> PrefixMap:
+    tokens = hash_block_tokens or math.gcd(*(group.block_tokens for group in groups))
+    return PrefixMap(groups, tokens, blocks_per_slot, make_key)
+
+
+# -- brute force -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random question: which of `missing` slots, by group and index, host memory lacks."""
+
+    prefixes: PrefixMap
+    hashes: list[bytes]
+    hash_block_tokens: int
+    missing: frozenset[tuple[int, int]]
+    start: int
+    limit: int
+
+    def readable(self, key: bytes) -> bool:
+        return key in self.readable_keys
+
+    @property
+    def readable_keys(self) -> set[bytes]:
+        keys = set()
+        for group, slot_tokens in zip(self.prefixes.groups, self.prefixes.slot_tokens, strict=True):
+            for slot in range(len(self.hashes) * self.hash_block_tokens // slot_tokens):
+                if (group.group_id, slot) not in self.missing:
+                    last_hash = (slot + 1) * slot_tokens // self.hash_block_tokens - 1
+                    keys.add(make_key(self.hashes[last_hash], group.group_id))
+        return keys
+
+    def blocks_read(self, group: CacheGroup, end: int) -> set[int]:
+        """Return the blocks beyond the start that a query at position `end` reads, token by token.
+
+        It reads itself and the `window_tokens - 1` tokens before it.
+        """
+        window = group.window_tokens
+        return {
+            token // group.block_tokens
+            for token in range(self.start, end)
+            if window is None or token > end - window
+        }
+
+    def is_served(self, end: int) -> bool:
+        per_slot = self.prefixes.blocks_per_slot
+        hashed_tokens = len(self.hashes) * self.hash_block_tokens
+        for group in self.prefixes.groups:
+            for block in self.blocks_read(group, end):
+                slot = block // per_slot
+                exists = (slot + 1) * per_slot * group.block_tokens <= hashed_tokens
+                if not exists or (group.group_id, slot) in self.missing:
+                    return False
+        return True
+
+    def longest_hit(self) -> int:
+        """Try every aligned end, from the limit downwards."""
+        alignment = math.lcm(*self.prefixes.slot_tokens)
+        for end in range(self.limit, self.start, -1):
+            if end % alignment == 0 and self.is_served(end):
+                return end
+        return self.start
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    sizes = draw(st.lists(st.sampled_from([2, 4, 6, 8]), min_size=1, max_size=3))
+    groups = [
+        CacheGroup(group_id, tokens, draw(st.none() | st.integers(1, 40)))
+        for group_id, tokens in enumerate(sizes)
+    ]
+    divisors = [d for d in range(1, math.gcd(*sizes) + 1) if math.gcd(*sizes) % d == 0]
+    hash_block_tokens = draw(st.sampled_from(divisors))
+    prefixes = PrefixMap(groups, hash_block_tokens, draw(st.integers(1, 4)), make_key)
+    hits = draw(st.integers(1, 5)) * prefixes.hit_alignment_tokens
+    num_tokens = min(hits, 400) + draw(st.integers(0, 9))
+    hashes = make_hashes(num_tokens // hash_block_tokens)
+    slots = [
+        (group.group_id, slot)
+        for group, slot_tokens in zip(groups, prefixes.slot_tokens, strict=True)
+        for slot in range(num_tokens // slot_tokens)
+    ]
+    # Few are missing, or few are there: else hardly any case has a hit that is not trivial.
+    some = draw(st.sets(st.sampled_from(slots), max_size=4)) if slots else set()
+    missing = some if draw(st.booleans()) or draw(st.booleans()) else set(slots) - some
+    alignment = prefixes.block_alignment_tokens
+    start = draw(st.integers(0, num_tokens // alignment)) * alignment
+    return Case(
+        prefixes,
+        hashes,
+        hash_block_tokens,
+        frozenset(missing),
+        draw(st.sampled_from([0, start])),
+        draw(st.integers(0, num_tokens) | st.just(num_tokens - 1)),
+    )
+
+
+@given(cases())
+def test_the_longest_hit_is_what_brute_force_finds(case: Case) -> None:
+    found = case.prefixes.longest_hit(case.hashes, case.readable, case.start, case.limit)
+    assert found == case.longest_hit()
+
+
+@given(cases())
+def test_needed_slots_hold_exactly_the_blocks_that_are_read(case: Case) -> None:
+    alignment = case.prefixes.hit_alignment_tokens
+    for end in range(alignment * (case.start // alignment + 1), case.limit + 1, alignment):
+        for position, group in enumerate(case.prefixes.groups):
+            slots = {b // case.prefixes.blocks_per_slot for b in case.blocks_read(group, end)}
+            assert set(case.prefixes.needed_slots(position, case.start, end)) == slots
+
+
+@given(cases())
+def test_a_hit_needs_readable_keys_only_and_all_of_them(case: Case) -> None:
+    end = case.prefixes.longest_hit(case.hashes, case.readable, case.start, case.limit)
+    if end == case.start:
+        return
+    keys = case.prefixes.needed_keys(case.hashes, case.start, end)
+    assert set(keys) <= case.readable_keys
+    assert len(set(keys)) == len(keys)
+    expected = sum(
+        len(case.prefixes.needed_slots(position, case.start, end))
+        for position in range(len(case.prefixes.groups))
+    )
+    assert len(keys) == expected
+
+
+@given(cases(), st.integers(0, 400))
+def test_a_hit_never_goes_beyond_the_limit_nor_below_the_start(case: Case, limit: int) -> None:
+    end = case.prefixes.longest_hit(case.hashes, lambda _: True, case.start, limit)
+    assert case.start <= end
+    assert end == case.start or end <= min(limit, len(case.hashes) * case.hash_block_tokens)
+
+
+@given(cases(), st.data())
+def test_the_answer_shrinks_with_what_is_readable(case: Case, data: st.DataObject) -> None:
+    kept = data.draw(st.sets(st.sampled_from(sorted(case.readable_keys) or [b"none"])))
+    ends = [
+        case.prefixes.longest_hit(case.hashes, readable, case.start, case.limit)
+        for readable in (kept.__contains__, case.readable)
+    ]
+    assert ends == sorted(ends)
+
+
+# -- by example --------------------------------------------------------------------------------
+
+FULL = CacheGroup(0, 4)
+HASHES = make_hashes(8)
+
+
+def hit(prefixes: PrefixMap, readable: Callable[[bytes], bool], start: int, limit: int) -> int:
+    return prefixes.longest_hit(HASHES, readable, start, limit)
+
+
+def keys_of(group: CacheGroup, *blocks: int) -> set[bytes]:
+    return {make_key(HASHES[block], group.group_id) for block in blocks}
+
+
+@pytest.mark.parametrize(
+    ("window", "end", "first"),
+    [(None, 100, 0), (1, 100, 100), (4, 100, 97), (200, 100, 0), (101, 100, 0), (100, 100, 1)],
+)
+def test_the_first_token_that_a_query_reads(window: int | None, end: int, first: int) -> None:
+    assert CacheGroup(0, 4, window).first_needed_token(end) == first
+
+
+def test_a_gap_ends_a_full_attention_hit() -> None:
+    assert hit(make_map(FULL), keys_of(FULL, 0, 1, 3, 4).__contains__, 0, 31) == 8
+
+
+def test_a_local_hit_bridges_a_gap() -> None:
+    assert hit(make_map(FULL), keys_of(FULL, 0, 1, 3, 4).__contains__, 12, 31) == 20
+
+
+def test_a_window_needs_only_its_own_blocks() -> None:
+    window = CacheGroup(0, 4, 6)
+    assert hit(make_map(window), keys_of(window, 3, 4).__contains__, 0, 31) == 20
+
+
+def test_a_window_that_begins_inside_a_block_needs_all_of_it() -> None:
+    """A query at 20 reads from 15 on with a window of 6, and from 16 on with one of 5."""
+    assert hit(make_map(CacheGroup(0, 4, 6)), keys_of(FULL, 4).__contains__, 0, 31) == 0
+    assert hit(make_map(CacheGroup(0, 4, 5)), keys_of(FULL, 4).__contains__, 0, 31) == 20
+
+
+def test_a_group_that_falls_short_lowers_the_end_for_all() -> None:
+    """The full group covers 8 tokens, where the window misses a block: only 4 are left."""
+    window = CacheGroup(1, 4, 5)
+    readable = keys_of(FULL, 0, 1) | keys_of(window, 0, 2, 3, 4)
+    assert hit(make_map(FULL, window), readable.__contains__, 0, 31) == 4
+
+
+def test_groups_agree_on_an_end_that_all_their_slots_share() -> None:
+    small, large = CacheGroup(0, 4), CacheGroup(1, 8)
+    prefixes = make_map(small, large, hash_block_tokens=4)
+    readable = keys_of(small, 0, 1, 2, 3, 4) | keys_of(large, 1, 3, 5)
+    assert prefixes.block_alignment_tokens == 8
+    assert hit(prefixes, readable.__contains__, 0, 23) == 16
+
+
+@pytest.mark.parametrize("blocks_per_slot", [1, 2, 4])
+def test_a_slot_is_named_by_its_last_block(blocks_per_slot: int) -> None:
+    prefixes = make_map(FULL, blocks_per_slot=blocks_per_slot)
+    assert prefixes.slot_tokens == (4 * blocks_per_slot,)
+    slots = 8 // blocks_per_slot
+    block_keys = prefixes.block_keys(HASHES, FULL, 0, 8)
+    assert block_keys == [make_key(block_hash, 0) for block_hash in HASHES]
+    for first in range(slots):
+        keys = prefixes.slot_keys(HASHES, FULL, first, slots)
+        assert keys == block_keys[first * blocks_per_slot :][blocks_per_slot - 1 :: blocks_per_slot]
+
+
+def test_the_hash_of_a_block_is_that_of_its_last_hash_block() -> None:
+    group = CacheGroup(3, 8)
+    prefixes = make_map(group, hash_block_tokens=2)
+    assert prefixes.block_keys(HASHES, group, 0, 2) == [make_key(HASHES[i], 3) for i in (3, 7)]
+    assert prefixes.block_keys(HASHES, group, 1, 2) == [make_key(HASHES[7], 3)]
+
+
+def test_a_block_without_a_hash_has_no_key() -> None:
+    group = CacheGroup(0, 8)
+    prefixes = make_map(group, hash_block_tokens=2, blocks_per_slot=2)
+    assert len(prefixes.block_keys(HASHES, group, 0, 2)) == 2
+    assert len(prefixes.slot_keys(HASHES, group, 0, 1)) == 1
+    assert len(prefixes.block_keys(HASHES[:7], group, 0, 2)) == 1
+    assert prefixes.block_keys(HASHES[:7], group, 1, 2) == []
+    assert prefixes.slot_keys(HASHES[:7], group, 0, 1) == []
+    assert prefixes.needed_keys(HASHES[:7], 0, 16) == []
+
+
+def test_needed_keys_are_in_prefix_order_group_by_group() -> None:
+    window = CacheGroup(1, 4, 6)
+    expected: Sequence[bytes] = [
+        *(make_key(HASHES[block], 0) for block in range(1, 5)),
+        *(make_key(HASHES[block], 1) for block in (3, 4)),
+    ]
+    assert make_map(FULL, window).needed_keys(HASHES, 4, 20) == expected
+
+
+def test_a_start_inside_a_slot_needs_that_slot() -> None:
+    prefixes = make_map(FULL, blocks_per_slot=2)
+    assert list(prefixes.needed_slots(0, 12, 24)) == [1, 2]
+
+
+def test_nothing_is_found_where_the_limit_is_below_a_slot() -> None:
+    assert hit(make_map(FULL), lambda _: True, 0, 3) == 0
+    assert hit(make_map(FULL, blocks_per_slot=2), lambda _: True, 0, 7) == 0
