@@ -11,8 +11,7 @@ exactly the same tokens, so a different token means different KV and not another
 figure is the engine's own: computed tokens are those of the prompt that it did not find in a cache
 (`RequestOutput.num_cached_tokens`), the time to the first token is vLLM's `first_token_latency`
 (from the arrival of a request to its first token), and tokens and bytes moved are what the plugin
-reports to the engine. The exit status is 1 if a token differs or nothing came from
-host memory.
+reports to the engine. The exit status is 1 if a token differs or nothing came from host memory.
 """
 
 from __future__ import annotations
@@ -178,8 +177,7 @@ class Engine:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {"cpu_bytes": HOST_CACHE},
             }
-        self._plugin = plugin
-        self._totals = totals
+        self._plugin, self._totals = plugin, totals
         self.llm = LLM(
             model=str(model),
             dtype=dtype,
@@ -237,8 +235,8 @@ class Engine:
     def _moved(self) -> dict[str, int]:
         """Return the plugin's counters, all that happened until now included.
 
-        The engine reports counters with a step, and the stores of a last step end after it: a
-        request too short to be cached, and not looked up, is the step that brings them here.
+        Counters are reported in steps, and the last stores end after the last step: a request that
+        is too short to be cached, and not looked up, is one more step.
         """
         if not self._plugin:
             return {}
@@ -283,8 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="show vLLM's log and tracebacks")
     options = parser.parse_args(arguments)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if options.verbose else "ERROR")
-    # One process: no waiting for a second one to start, and the same numbers.
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # One process: no waiting for a second one to start, and the counters can be read.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not options.verbose:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         logging.disable(logging.WARNING)
@@ -326,8 +324,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     say("done")
     print(f"\n{table([*base, *plugin])}\n")
-    computed, loaded = (statistics.median(phase.first_token_seconds) for phase in plugin)
-    print(f"first token from host memory: {computed / loaded:.1f} times as fast as computed")
+    computed, loaded = (statistics.median(phase.first_token_seconds) * 1e3 for phase in plugin)
+    print(
+        f"first token: {loaded:.1f} ms from host memory, {computed:.1f} ms computed "
+        f"({computed / loaded:.1f} times)"
+    )
+    if cuda:
+        print("(a GPU computes this small model too fast to gain; bench/bench_serving.py measures)")
     status, line = verdict(base, plugin)
     print(line)
     return status

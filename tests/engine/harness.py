@@ -133,6 +133,8 @@ class Engine:
 
     def assert_nothing_left(self) -> None:
         """No pin, job, reader or writer is left once the engine rests."""
+        assert self.rank._engine.wait(30)
+        self.generate([random_tokens(3, seed=0)], max_tokens=1)  # a step, for the last reports
         self.settle()
         assert not self.offload.has_pending_stores
         assert self.offload._stores.pinned_blocks == 0
