@@ -1,8 +1,8 @@
 """How fast blocks move: GB/s from `submit` to the polled completion, beside roofline and peer.
 
 Run with `pytest bench/bench_swap.py --benchmark-enable`; with `KV_OFFLOAD_BENCH_RESULTS` set to a
-directory, `swap.json` is written there: the machine, and a row per case. Without the option
-everything runs once, on little memory.
+directory, `swap.json` and `swap.png` are written there. Without the option everything runs once, on
+little memory.
 
 The roofline is one contiguous copy of as many bytes: on CUDA between page-locked and device memory,
 on the host within it. The peer is vLLM's own `swap_blocks_batch`, where vLLM is installed, with
@@ -12,12 +12,9 @@ machine; figures are medians over the rounds.
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.swap_rows import Row, cuda_torch, save, vllm_module
 from transfer.engine import Direction, SwapEngine, SwapJob
 from transfer.host import HostSwapEngine
 from transfer.layout import KVLayout, TensorDescription
@@ -35,19 +33,6 @@ KIB, MIB = 1 << 10, 1 << 20
 LAYERS = 32
 ROUNDS = 15
 RESULTS_VARIABLE = "KV_OFFLOAD_BENCH_RESULTS"
-
-
-@dataclass(frozen=True)
-class Row:
-    name: str
-    direction: str
-    page_bytes: int
-    path: str
-    gbps: float
-    roofline_gbps: float
-    peer_gbps: float | None
-    submit_us: float
-    ratio: float
 
 
 @dataclass
@@ -86,8 +71,16 @@ class Case:
         return self.nbytes / statistics.median(self.seconds[name]) / 1e9
 
 
-def measure(case: Case, benchmark: Any, results: list[Row], path: str, page_bytes: int) -> None:
-    rounds = ROUNDS if benchmark.enabled else 1
+def measure(
+    case: Case,
+    benchmark: Any,
+    results: list[Row],
+    path: str,
+    page_bytes: int,
+    name: str = "one way",
+    rounds: int = ROUNDS,
+) -> None:
+    rounds = rounds if benchmark.enabled else 1
     for _ in range(2 if benchmark.enabled else 0):
         case.run_others()
         case.run()
@@ -97,7 +90,7 @@ def measure(case: Case, benchmark: Any, results: list[Row], path: str, page_byte
     assert gbps is not None
     assert roofline_gbps is not None
     row = Row(
-        "swap",
+        name,
         case.job.direction.value,
         page_bytes,
         path,
@@ -106,6 +99,7 @@ def measure(case: Case, benchmark: Any, results: list[Row], path: str, page_byte
         case.gbps("peer"),
         statistics.median(case.seconds["submit"]) * 1e6,
         gbps / roofline_gbps,
+        case.nbytes / gbps / 1e3,
     )
     benchmark.extra_info.update(asdict(row))
     if benchmark.enabled:
@@ -145,51 +139,7 @@ def results() -> Iterator[list[Row]]:
     yield rows
     directory = os.environ.get(RESULTS_VARIABLE)
     if directory and rows:
-        document = {"machine": machine(), "rows": [asdict(row) for row in rows]}
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        Path(directory, "swap.json").write_text(json.dumps(document, indent=1) + "\n")
-
-
-def machine() -> dict[str, str | int | None]:
-    facts: dict[str, str | int | None] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-    torch = cuda_torch()
-    if torch is not None:
-        import cupy
-
-        facts["gpu"] = torch.cuda.get_device_name(0)
-        facts["torch"] = torch.__version__
-        facts["cupy"] = cupy.__version__
-        facts["cuda_driver"] = cupy.cuda.runtime.driverGetVersion()
-        facts["vllm"] = getattr(vllm_module(), "__version__", None)
-    return facts
-
-
-def cuda_torch() -> Any:
-    """Return torch if it has a CUDA device and CuPy is there, else None."""
-    try:
-        import cupy  # noqa: F401
-        import torch
-    except ImportError:
-        return None
-    return torch if torch.cuda.is_available() else None
-
-
-def vllm_module() -> Any:
-    """Return vllm, or None. Its import warns of much that is not ours to mend."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            import vllm
-            import vllm._custom_ops
-        except ImportError:
-            return None
-    return vllm
+        save(rows, Path(directory))
 
 
 @pytest.mark.parametrize("page_bytes", [4 * KIB, 32 * KIB, 256 * KIB])
@@ -240,41 +190,217 @@ def peer(torch: Any, case: Case, arena_address: int) -> Callable[[], None]:
     return copy
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(cuda_torch() is None, reason="needs a CUDA device and CuPy")
-@pytest.mark.parametrize(
-    "page_bytes", [4 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 512 * KIB, 2 * MIB]
-)
-@pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)
-def test_kernel_engine(
-    benchmark: Any, results: list[Row], direction: Direction, page_bytes: int
-) -> None:
-    from transfer.kernel import KernelSwapEngine
+needs_cuda = pytest.mark.skipif(cuda_torch() is None, reason="needs a CUDA device and CuPy")
 
-    torch = cuda_torch()
-    device = torch.device("cuda", 0)
-    total_bytes = (256 if benchmark.enabled else 64) * MIB
-    count = max(1, total_bytes // (LAYERS * page_bytes))
-    total_bytes = count * LAYERS * page_bytes
-    num_blocks = 2 * count
-    memory = torch.ones(num_blocks * LAYERS * page_bytes, dtype=torch.uint8, device=device)
-    layout = describe(memory.data_ptr(), num_blocks, LAYERS, page_bytes)
-    arena = HostArena(num_blocks, layout.slot_bytes, register=CudaRegistrar(device))
-    host = torch.ones(total_bytes, dtype=torch.uint8, pin_memory=True)
-    stream = torch.cuda.Stream()
+
+class Bed:
+    """A CUDA engine over layers of one page size, and contiguous copies beside it."""
+
+    def __init__(self, page_bytes: int, num_blocks: int, layers: int = LAYERS) -> None:
+        from transfer.kernel import KernelSwapEngine
+        from transfer.swap import choose_family
+
+        self.torch = cuda_torch()
+        self.device = self.torch.device("cuda", 0)
+        self.path = choose_family(self.device).name
+        nbytes = num_blocks * layers * page_bytes
+        self.memory = self.torch.ones(nbytes, dtype=self.torch.uint8, device=self.device)
+        self.layout = describe(self.memory.data_ptr(), num_blocks, layers, page_bytes)
+        registrar = CudaRegistrar(self.device)
+        self.arena = HostArena(num_blocks, self.layout.slot_bytes, register=registrar)
+        self.host = self.torch.ones(nbytes, dtype=self.torch.uint8, pin_memory=True)
+        self.engine = KernelSwapEngine(self.layout, self.arena, self.device, [self.memory])
+        self.streams = {way: self.torch.cuda.Stream() for way in Direction}
+        self.torch.cuda.synchronize()
+
+    def copy(self, direction: Direction, part: slice) -> Any:
+        """Queue one contiguous copy; return its stream."""
+        with self.torch.cuda.stream(self.streams[direction]):
+            if direction is Direction.LOAD:
+                self.memory[part].copy_(self.host[part], non_blocking=True)
+            else:
+                self.host[part].copy_(self.memory[part], non_blocking=True)
+        return self.streams[direction]
+
+    def case(self, job: SwapJob) -> Case:
+        nbytes = len(job.pairs) * self.layout.slot_bytes
+        roofline = lambda: self.copy(job.direction, slice(nbytes)).synchronize()  # noqa: E731
+        case = Case(self.engine, job, nbytes, {"roofline": roofline})
+        if vllm_module() is not None:
+            case.others["peer"] = peer(self.torch, case, self.arena.address)
+        return case
+
+
+def blocks_of(total_bytes: int, page_bytes: int, layers: int = LAYERS) -> int:
+    return max(1, total_bytes // (layers * page_bytes))
+
+
+PAGES = [4 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 512 * KIB, 2 * MIB]
+WAYS = pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("page_bytes", PAGES)
+@WAYS
+def test_one_way(benchmark: Any, results: list[Row], direction: Direction, page_bytes: int) -> None:
+    count = blocks_of((256 if benchmark.enabled else 64) * MIB, page_bytes)
+    bed = Bed(page_bytes, 2 * count)
+    job = scattered(direction, 2 * count, count)
+    measure(bed.case(job), benchmark, results, bed.path, page_bytes)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@WAYS
+def test_small_job(benchmark: Any, results: list[Row], direction: Direction) -> None:
+    """8 pairs of 32 regions of 64 KiB: 16 MiB from submission to completion."""
+    bed = Bed(64 * KIB, 64)
+    job = scattered(direction, 64, 8)
+    measure(bed.case(job), benchmark, results, bed.path, 64 * KIB, "small job", 200)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("layers", [4, 32, 128])
+@WAYS
+def test_submit(benchmark: Any, results: list[Row], direction: Direction, layers: int) -> None:
+    """What the host spends on 512 blocks, whatever the number of layers."""
+    bed = Bed(4 * KIB, 1024, layers)
+    case = bed.case(scattered(direction, 1024, 512))
+    case.others.pop("peer", None)
+    measure(case, benchmark, results, bed.path, 4 * KIB, f"submit 512 blocks x {layers}", 50)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("page_bytes", [16 * KIB, 64 * KIB, 2 * MIB])
+def test_both_directions(benchmark: Any, results: list[Row], page_bytes: int) -> None:
+    """A store and a load at once; GB/s of both together, until the later one has ended."""
+    count = blocks_of(256 * MIB, page_bytes)
+    bed = Bed(page_bytes, 2 * count)
+    order = np.random.default_rng(0).permutation(2 * count).astype(np.int32)
+    jobs = [
+        SwapJob(index, way, np.stack([part, part[::-1]], 1))
+        for index, (way, part) in enumerate(
+            zip(Direction, (order[:count], order[count:]), strict=True)
+        )
+    ]
+    nbytes = count * bed.layout.slot_bytes
+    seconds: dict[str, list[float]] = {"engine": [], "roofline": [], "submit": []}
 
     def roofline() -> None:
-        with torch.cuda.stream(stream):
-            if direction is Direction.LOAD:
-                memory[:total_bytes].copy_(host, non_blocking=True)
-            else:
-                host.copy_(memory[:total_bytes], non_blocking=True)
-        stream.synchronize()
+        started = time.perf_counter()
+        bed.copy(Direction.STORE, slice(nbytes))
+        bed.copy(Direction.LOAD, slice(nbytes, 2 * nbytes))
+        for stream in bed.streams.values():
+            stream.synchronize()
+        seconds["roofline"].append(time.perf_counter() - started)
 
-    engine = KernelSwapEngine(layout, arena, device, [memory])
-    job = scattered(direction, num_blocks, count)
-    case = Case(engine, job, total_bytes, {"roofline": roofline})
-    if vllm_module() is not None:
-        case.others["peer"] = peer(torch, case, arena.address)
-    torch.cuda.synchronize()
-    measure(case, benchmark, results, "kernel", page_bytes)
+    def run() -> None:
+        started = time.perf_counter()
+        for job in jobs:
+            bed.engine.submit(job)
+        seconds["submit"].append(time.perf_counter() - started)
+        ended = 0
+        while ended < len(jobs):
+            ended += len(bed.engine.poll())
+        seconds["engine"].append(time.perf_counter() - started)
+
+    rounds = ROUNDS if benchmark.enabled else 1
+    benchmark.pedantic(run, setup=roofline, rounds=rounds, warmup_rounds=2)
+    took = {name: statistics.median(times[2:] or times) for name, times in seconds.items()}
+    gbps, roofline_gbps = (2 * nbytes / took[name] / 1e9 for name in ("engine", "roofline"))
+    row = Row(
+        "both directions",
+        "both",
+        page_bytes,
+        bed.path,
+        gbps,
+        roofline_gbps,
+        None,
+        took["submit"] * 1e6,
+        gbps / roofline_gbps,
+    )
+    if benchmark.enabled:
+        results.append(row)
+    bed.engine.close()
+
+
+@pytest.mark.gpu
+@needs_cuda
+@WAYS
+def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Direction) -> None:
+    """What 64 KiB pages on the move do to three kinds of work, beside the copy engine's doing."""
+    if not benchmark.enabled:
+        pytest.skip("takes gigabytes; run with --benchmark-enable")
+    from bench.disturbance import make_workloads, slowdown
+
+    count = blocks_of(256 * MIB, 64 * KIB)
+    bed = Bed(64 * KIB, 2 * count)
+    job = scattered(direction, 2 * count, count)
+    stream = bed.engine._state.lanes[direction].stream.stream
+
+    def ours() -> Any:
+        bed.engine.submit(job)
+        bed.engine.poll()
+        return stream
+
+    paths = {bed.path: ours, "one big copy": lambda: bed.copy(direction, slice(256 * MIB))}
+    for workload in make_workloads(bed.torch):
+        for path, copy in paths.items():
+            ratio = slowdown(bed.torch, workload, copy, 0.0051, 7)
+            name = f"slowdown of {workload.name}"
+            results.append(Row(name, direction.value, 64 * KIB, path, ratio=ratio))
+    benchmark.pedantic(lambda: ours().synchronize(), rounds=1)
+    bed.engine.close()
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
+    """A 2 KiB copy to the host, as of sampled tokens, while 256 MiB are stored: 200 of them."""
+    count = blocks_of(256 * MIB, 64 * KIB)
+    bed = Bed(64 * KIB, 2 * count)
+    torch, job = bed.torch, scattered(Direction.STORE, 2 * count, count)
+    tokens = torch.ones(2 * KIB, dtype=torch.uint8, device=bed.device)
+    target = torch.empty(2 * KIB, dtype=torch.uint8, pin_memory=True)
+    stream = torch.cuda.Stream()
+
+    def copy_tokens() -> float:
+        started = time.perf_counter()
+        with torch.cuda.stream(stream):
+            target.copy_(tokens, non_blocking=True)
+        stream.synchronize()
+        return (time.perf_counter() - started) * 1e6
+
+    def ours() -> Any:
+        bed.engine.submit(job)
+        bed.engine.poll()
+        return bed.engine._state.lanes[Direction.STORE].stream.stream
+
+    copies: dict[str, Callable[[], Any]] = {
+        "alone": lambda: stream,
+        bed.path: ours,
+        "one big copy": lambda: bed.copy(Direction.STORE, slice(256 * MIB)),
+    }
+    for path, copy in copies.items():
+        times: list[float] = []
+        while len(times) < (200 if benchmark.enabled else 2):
+            event = torch.cuda.Event()
+            event.record(copy())
+            # At least one copy a store, however long it had to wait.
+            times.append(copy_tokens())
+            while not event.query() and len(times) < 200:
+                times.append(copy_tokens())
+        torch.cuda.synchronize()
+        for name, value in (
+            ("2 KiB copy, median", statistics.median(times)),
+            ("2 KiB copy, p99", float(np.percentile(times, 99))),
+        ):
+            row = Row(name, "store", 64 * KIB, path, microseconds=value)
+            if benchmark.enabled:
+                results.append(row)
+    benchmark.pedantic(copy_tokens, rounds=1)
+    bed.engine.wait(60)
+    bed.engine.close()

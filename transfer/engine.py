@@ -66,6 +66,7 @@ class SwapEngine(ABC):
     def __init__(self, layout: KVLayout, num_slots: int) -> None:
         self.layout = layout
         self.num_slots = num_slots
+        self._last_row = np.empty(max(layout.num_blocks, num_slots), np.int32)
 
     @abstractmethod
     def submit(self, job: SwapJob) -> None:
@@ -118,18 +119,18 @@ class SwapEngine(ABC):
                 f"job {job.job_id}: pairs must be a non-empty int32 array of shape (n, 2), "
                 f"got {pairs.dtype} of shape {pairs.shape}"
             )
-        for column, limit, what in (
-            (0, self.layout.num_blocks, "block"),
-            (1, self.num_slots, "slot"),
-        ):
-            ids = pairs[:, column]
-            if ids.min() < 0 or ids.max() >= limit:
-                row = int(np.argmax((ids < 0) | (ids >= limit)))
-                raise JobError(
-                    f"job {job.job_id}: pair {row} names {what} {ids[row]}, "
-                    f"valid are 0 to {limit - 1}"
-                )
+        limits = (self.layout.num_blocks, self.num_slots)
+        high_block, high_slot = pairs.max(axis=0).tolist()
+        if pairs.min() < 0 or high_block >= limits[0] or high_slot >= limits[1]:
+            row, column = np.argwhere((pairs < 0) | (pairs >= limits))[0].tolist()
+            raise JobError(
+                f"job {job.job_id}: pair {row} names {('block', 'slot')[column]} "
+                f"{pairs[row, column]}, valid are 0 to {limits[column] - 1}"
+            )
         written = pairs[:, 1] if job.direction is Direction.STORE else pairs[:, 0]
-        if len(np.unique(written)) != len(written):
+        # Faster than sorting: a place written twice remembers only the last row that named it.
+        rows = np.arange(len(written), dtype=np.int32)
+        self._last_row[written] = rows
+        if not np.array_equal(self._last_row[written], rows):
             what = "slot" if job.direction is Direction.STORE else "block"
             raise JobError(f"job {job.job_id}: a {job.direction.value} writes one {what} twice")

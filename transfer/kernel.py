@@ -1,4 +1,4 @@
-"""KV caches on a CUDA device: the swap engine that copies with the kernels of csrc/swap.cu.
+"""KV caches on a CUDA device: the swap engine that copies with the swap kernels.
 
 Lifetime. Streams, lists, arena and KV tensors belong to an inner state, which outlives the engine
 until both streams are idle: dropping the engine in mid-copy synchronises them before anything is
@@ -15,14 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transfer.device import device_index, import_cupy
+from transfer.device import device_index
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
-from transfer.errors import CopyError, JobError, LayoutError, PinnedMemoryError
+from transfer.errors import JobError, LayoutError, PinnedMemoryError
 from transfer.lane import RING_ENTRIES, Lane
 from transfer.layout import KVLayout
 from transfer.pinned import CudaRegistrar, HostArena
 from transfer.streams import CopyStream
 from transfer.swap import SwapKernel
+from transfer.zero import BlockZeroer
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,7 @@ class _State:
     """What copies in flight need. Loads are advanced first: somebody waits for them."""
 
     lanes: dict[Direction, Lane]
+    zeroer: BlockZeroer | None
     arena: HostArena | None
     keep_alive: Sequence[object]
 
@@ -77,7 +79,6 @@ class KernelSwapEngine(SwapEngine):
                 f"make it with register=CudaRegistrar(device)"
             )
         super().__init__(layout, arena.num_slots)
-        self._cupy: Any = import_cupy()
         import torch
 
         self._cuda: Any = torch.cuda
@@ -91,7 +92,8 @@ class KernelSwapEngine(SwapEngine):
             lanes[direction] = Lane(direction, kernel, stream, layout.slot_bytes, registrar)
             lanes[direction].warm_up()
             stream.stream.synchronize()
-        self._state = _State(lanes, arena, tuple(keep_alive))
+        zeroer = BlockZeroer(layout, self._device, registrar)
+        self._state = _State(lanes, zeroer, arena, tuple(keep_alive))
         self._done: deque[Completion] = deque()
         self._undelivered = 0
         self._closed = False
@@ -129,26 +131,15 @@ class KernelSwapEngine(SwapEngine):
         return True
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Queue a memset per page on the compute stream; for the rare failure only, as it is slow.
+        """Queue the zeroing on the compute stream; see `BlockZeroer`.
 
         Raises `JobError`, or `CopyError` from CUDA.
         """
         self.check_blocks(blocks)
-        if self._closed:
+        zeroer = self._state.zeroer
+        if self._closed or zeroer is None:
             raise JobError(f"zeroing {len(blocks)} blocks was asked of an engine that is closed")
-        runtime = self._cupy.cuda.runtime
-        stream = self._cuda.current_stream(self._device).cuda_stream
-        try:
-            with self._cupy.cuda.Device(self._device.index):
-                for region in self.layout.regions:
-                    for block in blocks:
-                        address = region.address + block * region.block_stride_bytes
-                        runtime.memsetAsync(address, 0, region.page_bytes, stream)
-        except RuntimeError as error:
-            raise CopyError(
-                f"cudaMemsetAsync failed with {error}: zeroing {len(blocks)} blocks of "
-                f"{self.layout.slot_bytes} bytes"
-            ) from error
+        zeroer.zero(blocks)
 
     def close(self, timeout_seconds: float = 30.0) -> None:
         """Wait for what is in flight, then let go of everything; completions can still be polled.
@@ -194,10 +185,13 @@ def _release(state: _State) -> None:
     for lane in state.lanes.values():
         try:
             lane.stream.stream.synchronize()
+            if state.zeroer is not None:
+                state.zeroer.synchronize()
         except RuntimeError:
             logger.exception("cannot synchronise a copy stream; what its copies use is not freed")
             _LEAKED.append(state)
             return
     state.lanes.clear()
+    state.zeroer = None
     state.arena = None
     state.keep_alive = ()

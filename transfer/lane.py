@@ -27,12 +27,14 @@ from transfer.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list
 if TYPE_CHECKING:
     from torch.cuda import Event
 
-SLICE_BYTES = 16 << 20
-"""Bytes of a launch, 0.3 ms on PCIe Gen5 x16: what needs the SMs of a copy waits no longer."""
+SLICE_BYTES = 256 << 20
+"""Bytes of a launch, 5 ms on PCIe Gen5 x16: what needs the SMs of a copy waits no longer. Loads do
+not wait for it: they run beside it, on SMs of their own. Every launch costs some microseconds in
+which the link idles, so slices of 16 MiB would cost a percent of it."""
 
 RING_ENTRIES = 128
 """Launches queued at once, an event each: far below the about 1,000 operations of a stream after
-which CUDA makes the caller wait; their 2 GiB keep the link busy for 40 ms without a poll."""
+which CUDA makes the caller wait."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,10 +1,15 @@
-"""The swap kernels of csrc/swap.cu: compiled at run time, fed, launched.
+"""Swap kernels: a family compiled at run time, bound to a layout and an arena, fed and launched.
 
 Needs no CUDA toolkit: CuPy compiles with NVRTC for the device at hand and keeps the result on disk.
+A family is one source in csrc with its launch shapes: `swap_bulk` and `swap_vector`.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,27 +26,64 @@ if TYPE_CHECKING:
     import torch
 
 MAX_PAIRS = 2048
-"""Pairs of one launch: 16 KiB of shared memory, small enough to leave an SM to others."""
+"""Pairs of one launch: the vector kernels hold them in 16 KiB of shared memory."""
 
 LIST_BYTES = 16 + 8 * MAX_PAIRS
 """Bytes of a list: a header, of which the first int32 is the number of pairs, and the pairs."""
 
-COMPILE_OPTIONS = ("-std=c++17", f"-DKV_OFFLOAD_MAX_PAIRS={MAX_PAIRS}")
 
-_GRID = 4
-"""CTAs: 4 of 1,024 threads filled a PCIe Gen5 x16 link from 4 KiB pages on (H200); 16 moved no more
-and slowed a bf16 product beside them 2.9 times."""
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """How one direction is launched, and how it wants slots cut into tiles.
 
-_THREADS = 1024
-_CHUNK_BYTES = 4096
-"""What a warp copies at a time: 8 vectors a lane, so that 16 MiB give each warp 32 chunks."""
+    A tile has at most `tile_bytes` and at most `segments_per_tile` runs of contiguous bytes in the
+    KV cache. `shared_bytes` is dynamic shared memory.
+    """
+
+    ctas: int
+    threads: int
+    tile_bytes: int
+    segments_per_tile: int
+    shared_bytes: int = 0
 
 
-def source_path() -> Path:
-    """Return the kernels' source: inside the package once installed, beside it in a checkout."""
+@dataclass(frozen=True, slots=True)
+class KernelFamily:
+    """One source of csrc with the functions `swap_store` and `swap_load`, and how to launch them.
+
+    `name` is what benches and calibration call it; `options` are for the compiler.
+    """
+
+    name: str
+    source: str
+    shapes: Mapping[Direction, LaunchShape]
+    options: tuple[str, ...] = ()
+
+
+def source_directory() -> Path:
+    """Return the folder of device code: inside the package once installed, else beside it."""
     package = Path(__file__).parent
-    installed = package / "csrc" / "swap.cu"
-    return installed if installed.exists() else package.parent / "csrc" / "swap.cu"
+    installed = package / "csrc"
+    return installed if installed.exists() else package.parent / "csrc"
+
+
+def compile_options(family: KernelFamily) -> tuple[str, ...]:
+    """Return the options for NVRTC.
+
+    A digest of the headers is among them, because CuPy's cache on disk does not look into what a
+    source includes and would keep kernels of an older header.
+    """
+    include = source_directory() / "include"
+    digest = hashlib.sha256()
+    for header in sorted(include.glob("*.cuh")):
+        digest.update(header.read_bytes())
+    return (
+        "-std=c++17",
+        f"-I{include}",
+        f"-DKV_OFFLOAD_HEADERS={digest.hexdigest()[:16]}",
+        f"-DKV_OFFLOAD_MAX_PAIRS={MAX_PAIRS}",
+        *family.options,
+    )
 
 
 def write_list(target: NDArray[np.uint8], pairs: NDArray[np.int32]) -> None:
@@ -54,54 +96,120 @@ def write_list(target: NDArray[np.uint8], pairs: NDArray[np.int32]) -> None:
     words[0] = len(pairs)
 
 
-class SwapKernel:
-    """The two kernels, bound to one layout and one arena.
+def cut_tiles(layout: KVLayout, shape: LaunchShape) -> NDArray[np.uint64]:
+    """Cut a slot into tiles: `(num_tiles, n, 4)`, a row per segment, n <= `segments_per_tile`.
 
-    Keeps the arena alive, but not the KV tensors. The table of chunks is allocated by CUDA itself,
-    past the pools of torch and CuPy: an engine that discards its pool's memory to sleep leaves the
-    table, and graphs that captured its address, intact.
+    A row is an address in block 0, the block stride, the offset in the slot, and the bytes of the
+    segment with those of its tile in the upper half. Tiles with fewer than n segments are padded
+    with segments of 0 bytes.
+    """
+    tiles: list[list[tuple[int, int, int, int]]] = []
+    free_bytes = end = 0
+    for region in layout.regions:
+        offset = 0
+        while offset < region.page_bytes:
+            slot_offset = region.slot_offset_bytes + offset
+            full = not free_bytes or len(tiles[-1]) == shape.segments_per_tile
+            if full or slot_offset != end:
+                tiles.append([])
+                free_bytes = shape.tile_bytes
+            nbytes = min(free_bytes, region.page_bytes - offset)
+            row = (region.address + offset, region.block_stride_bytes, slot_offset, nbytes)
+            tiles[-1].append(row)
+            offset += nbytes
+            free_bytes -= nbytes
+            end = slot_offset + nbytes
+    table = np.zeros((len(tiles), max(map(len, tiles)), 4), np.uint64)
+    for index, tile in enumerate(tiles):
+        table[index, : len(tile)] = tile
+    table[:, :, 3] |= table[:, :, 3].sum(axis=1, keepdims=True) << np.uint64(32)
+    return table
+
+
+class _Arguments(ctypes.Structure):
+    """What both functions of every family take, in this order."""
+
+    _fields_ = (
+        ("list_address", ctypes.c_uint64),
+        ("segments", ctypes.c_uint64),
+        ("num_tiles", ctypes.c_uint32),
+        ("segments_per_tile", ctypes.c_uint32),
+        ("arena", ctypes.c_uint64),
+        ("slot_bytes", ctypes.c_uint64),
+    )
+
+
+class _Launcher:
+    """One direction: its function, its table on the device, and arguments laid out for CUDA."""
+
+    def __init__(
+        self, cupy: Any, function: Any, shape: LaunchShape, layout: KVLayout, arena: HostArena
+    ) -> None:
+        self._launch = cupy.cuda.driver.launchKernel
+        if shape.shared_bytes:
+            function.max_dynamic_shared_size_bytes = shape.shared_bytes
+        function.compile()
+        self._function = function.kernel
+        table = cut_tiles(layout, shape)
+        self._table = cupy.cuda.Memory(table.nbytes)
+        runtime = cupy.cuda.runtime
+        runtime.memcpy(self._table.ptr, table.ctypes.data, table.nbytes, runtime.memcpyHostToDevice)
+        self._arguments = _Arguments(
+            0, self._table.ptr, table.shape[0], table.shape[1], arena.address, arena.slot_bytes
+        )
+        first = ctypes.addressof(self._arguments)
+        offsets = [getattr(_Arguments, name).offset for name, _ in _Arguments._fields_]
+        self._parameters = (ctypes.c_void_p * len(offsets))(*(first + o for o in offsets))
+        self._fixed = (shape.ctas, 1, 1, shape.threads, 1, 1, shape.shared_bytes)
+
+    def __call__(self, list_address: int, stream: int) -> None:
+        self._arguments.list_address = list_address
+        parameters = ctypes.addressof(self._parameters)
+        self._launch(self._function.ptr, *self._fixed, stream, parameters, 0)
+
+
+class SwapKernel:
+    """The two kernels of a family, bound to one layout and one arena.
+
+    Keeps the arena alive, but not the KV tensors. The tables of segments are allocated by CUDA
+    itself, past the pools of torch and CuPy: an engine that discards its pool's memory to sleep
+    leaves them, and graphs that captured their address, intact.
 
     Compiles on first use on a machine (about a second) and synchronises the device: construct it
     before any capture. Raises `DeviceError`.
     """
 
-    def __init__(self, layout: KVLayout, arena: HostArena, device: torch.device) -> None:
-        self._cupy: Any = import_cupy()
+    def __init__(
+        self,
+        layout: KVLayout,
+        arena: HostArena,
+        device: torch.device,
+        family: KernelFamily | None = None,
+    ) -> None:
+        cupy = import_cupy()
         self._index = device_index(device)
         self._arena = arena
-        cuda = self._cupy.cuda
-        table = _chunks(layout)
+        self._runtime: Any = cupy.cuda.runtime
+        self._device: Any = cupy.cuda.Device
+        self.family = choose_family(device) if family is None else family
+        source = source_directory() / self.family.source
         try:
-            with cuda.Device(self._index):
-                module = self._cupy.RawModule(
-                    code=source_path().read_text(), options=COMPILE_OPTIONS
+            with self._device(self._index):
+                module = cupy.RawModule(
+                    code=source.read_text(), options=compile_options(self.family)
                 )
-                self._functions = {
-                    Direction.STORE: module.get_function("swap_store"),
-                    Direction.LOAD: module.get_function("swap_load"),
+                self._launchers = {
+                    direction: _Launcher(
+                        cupy, module.get_function(f"swap_{direction.value}"), shape, layout, arena
+                    )
+                    for direction, shape in self.family.shapes.items()
                 }
-                for function in self._functions.values():
-                    function.compile()
-                self._table = cuda.Memory(table.nbytes)
-                cuda.runtime.memcpy(
-                    self._table.ptr,
-                    table.ctypes.data,
-                    table.nbytes,
-                    cuda.runtime.memcpyHostToDevice,
-                )
                 # A copy from pageable memory may return before it has reached the device.
-                cuda.runtime.deviceSynchronize()
-        except (cuda.compiler.CompileException, RuntimeError, OSError) as error:
+                self._runtime.deviceSynchronize()
+        except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
             raise DeviceError(
-                f"cannot prepare the copy kernels of {source_path()} on CUDA device "
-                f"{self._index}: {error}"
+                f"cannot prepare the copy kernels of {source} on CUDA device {self._index}: {error}"
             ) from error
-        self._arguments = (
-            np.uint64(self._table.ptr),
-            np.uint32(len(table)),
-            np.uint64(arena.address),
-            np.uint64(arena.slot_bytes),
-        )
 
     def launch(self, direction: Direction, list_address: int, stream: torch.cuda.Stream) -> None:
         """Queue the copy of the pairs listed at `list_address` (page-locked) on `stream`.
@@ -110,40 +218,27 @@ class SwapKernel:
         when the kernel runs, not now, and must stay as it is until the kernel has ended. Raises
         `RuntimeError` from CUDA.
         """
-        cuda = self._cupy.cuda
-        with cuda.Device(self._index), _cupy_stream(cuda, stream, self._index):
-            self._functions[direction](
-                (_GRID,), (_THREADS,), (np.uint64(list_address), *self._arguments)
-            )
+        launcher = self._launchers[direction]
+        if self._runtime.getDevice() == self._index:
+            launcher(list_address, stream.cuda_stream)
+            return
+        with self._device(self._index):
+            launcher(list_address, stream.cuda_stream)
 
 
-class _StreamHandle:
-    """A stream as other libraries see it, by the CUDA stream protocol."""
+def choose_family(device: torch.device) -> KernelFamily:
+    """Return the fastest family that `device` runs. Raises `DeviceError` if it runs none."""
+    import torch
 
-    def __init__(self, pointer: int) -> None:
-        self._pointer = pointer
+    from transfer import swap_bulk, swap_vector
 
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._pointer
-
-
-def _cupy_stream(cuda: Any, stream: torch.cuda.Stream, index: int) -> Any:
-    """Wrap a torch stream for CuPy. `from_external` came with CuPy 14 and replaces the other."""
-    if hasattr(cuda.Stream, "from_external"):
-        return cuda.Stream.from_external(_StreamHandle(stream.cuda_stream))
-    return cuda.ExternalStream(stream.cuda_stream, index)
-
-
-def _chunks(layout: KVLayout) -> NDArray[np.uint64]:
-    """Cut the regions into chunks: `(n, 4)` of address, block stride, slot offset and vectors."""
-    rows = [
-        (
-            region.address + offset,
-            region.block_stride_bytes,
-            region.slot_offset_bytes + offset,
-            min(_CHUNK_BYTES, region.page_bytes - offset) // 16,
-        )
-        for region in layout.regions
-        for offset in range(0, region.page_bytes, _CHUNK_BYTES)
-    ]
-    return np.array(rows, np.uint64)
+    index = device_index(device)
+    capability: tuple[int, int] = torch.cuda.get_device_capability(index)
+    if capability >= swap_bulk.MIN_CAPABILITY:
+        return swap_bulk.FAMILY
+    if capability >= swap_vector.MIN_CAPABILITY:
+        return swap_vector.FAMILY
+    raise DeviceError(
+        f"CUDA device {index} has compute capability {capability[0]}.{capability[1]}, the copy "
+        f"kernels need at least {swap_vector.MIN_CAPABILITY[0]}.{swap_vector.MIN_CAPABILITY[1]}"
+    )

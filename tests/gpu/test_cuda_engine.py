@@ -415,7 +415,7 @@ def test_dropping_everything_in_mid_copy(view_survives: bool) -> None:
     assert registrar.event.query()
     assert kept() is None
     if surviving is not None:
-        # The ring holds 128 slices of 16 MiB, so all of the job had been launched.
+        # The ring holds 128 slices, so all of the job had been launched.
         assert torch.equal(surviving, expected)
         assert owner() is not None
         del surviving
@@ -467,6 +467,7 @@ def failing_launch(failing: int) -> Callable[..., None]:
 
 
 def test_a_failed_launch_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "SLICE_BYTES", 16 * MIB)
     engine, cache, slots = make_engine(64, [(MIB, MIB)], 64)
     randomize(cache.storage, slots)
     monkeypatch.setattr(SwapKernel, "launch", failing_launch(2))

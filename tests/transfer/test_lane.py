@@ -89,6 +89,7 @@ class NoRegistrar:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(lane, "RING_ENTRIES", 4)
+    monkeypatch.setattr(lane, "SLICE_BYTES", 16 << 20)
     return FakeDevice()
 
 

@@ -1,0 +1,239 @@
+// Swap kernels of bulk copies through shared memory, for sm_90 and newer.
+//
+// A tile is up to 32 segments that are contiguous in the slot. The host's side of a tile is one bulk
+// copy, the device's one per segment, issued by one lane each: pages smaller than a tile cost the
+// link nothing. One warp a CTA drives a ring of stages:
+//
+//   fill(stage)   source -> shared memory, completes on the stage's mbarrier
+//   drain(stage)  shared memory -> destination, a bulk group per lane
+//
+// Fills run up to kStages - kDrains tiles ahead, kDrains tiles are being drained. That bounds the
+// bytes in flight: what the link needs, and no more, since more backs up the memory system and slows
+// the compute beside it. transfer/swap_bulk.py chooses the numbers.
+
+#include "swap.cuh"
+
+namespace {
+
+using namespace kv_offload;
+
+struct StoreRing {
+  static constexpr int kStages = KV_OFFLOAD_STORE_STAGES;
+  static constexpr int kDrains = KV_OFFLOAD_STORE_DRAINS;
+  static constexpr u32 kTileBytes = KV_OFFLOAD_STORE_TILE_BYTES;
+};
+struct LoadRing {
+  static constexpr int kStages = KV_OFFLOAD_LOAD_STAGES;
+  static constexpr int kDrains = KV_OFFLOAD_LOAD_DRAINS;
+  static constexpr u32 kTileBytes = KV_OFFLOAD_LOAD_TILE_BYTES;
+};
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void init_barrier(u32 barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 num_bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+               "r"(num_bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "retry:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra retry;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void bulk_to_shared(u32 destination, u64 source, u32 num_bytes,
+                                               u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(destination),
+      "l"(source), "r"(num_bytes), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void bulk_from_shared(u64 destination, u32 source, u32 num_bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
+               "r"(source), "r"(num_bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit_drain() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until all but the last kPending groups of this lane have left shared memory.
+template <int kPending>
+__device__ __forceinline__ void wait_drained() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void wait_written() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// The tiles of one CTA, in the order of the pairs: every gridDim.x-th of all tiles of all pairs.
+// Lane i holds pair 32 * batch + i; the next batch is on its way over the bus meanwhile.
+class TileCursor {
+ public:
+  __device__ TileCursor(const ListHeader* list, u32 num_tiles, u32 lane)
+      : list_(list), num_tiles_(num_tiles), lane_(lane) {
+    // All three reads in one round trip; pairs past the count are never used.
+    num_pairs_ = read_num_pairs(list);
+    held_ = read_batch(0);
+    ahead_ = read_batch(1);
+    step(blockIdx.x);
+  }
+
+  __device__ bool valid() const { return pair_ < num_pairs_; }
+  __device__ u32 tile() const { return tile_; }
+  __device__ int block() const { return __shfl_sync(~0u, held_.x, pair_ % kWarpSize); }
+  __device__ int slot() const { return __shfl_sync(~0u, held_.y, pair_ % kWarpSize); }
+  __device__ void next() { step(gridDim.x); }
+
+ private:
+  __device__ int2 read_batch(u32 batch) const {
+    const u32 index = batch * kWarpSize + lane_;
+    return index < kMaxPairs ? read_pair(list_, index) : make_int2(0, 0);
+  }
+
+  __device__ void step(u32 tiles) {
+    tile_ += tiles;
+    while (tile_ >= num_tiles_) {
+      tile_ -= num_tiles_;
+      if (++pair_ % kWarpSize == 0) {
+        held_ = ahead_;
+        ahead_ = read_batch(pair_ / kWarpSize + 1);
+      }
+    }
+  }
+
+  const ListHeader* list_;
+  u32 num_tiles_;
+  u32 lane_;
+  u32 tile_ = 0;
+  int pair_ = 0;
+  int num_pairs_;
+  int2 held_;
+  int2 ahead_;
+};
+
+// A lane's share of draining a stage; none if num_bytes is 0.
+struct alignas(16) Drain {
+  u64 destination;
+  u32 offset_bytes;
+  u32 num_bytes;
+};
+
+template <typename Ring, bool kStore>
+__device__ __forceinline__ void swap_tiles(const ListHeader* list, const Segment* segments,
+                                           u32 num_tiles, u32 segments_per_tile, u64 arena,
+                                           u64 slot_bytes) {
+  constexpr int kStages = Ring::kStages;
+  static_assert(0 < Ring::kDrains && Ring::kDrains < kStages, "a stage to fill, one to drain");
+  static_assert(Ring::kTileBytes % 128 == 0, "stages stay aligned for bulk copies");
+  extern __shared__ __align__(128) unsigned char tiles[];  // kStages * kTileBytes
+  __shared__ u64 barriers[kStages];
+  __shared__ Drain drains[kStages][kWarpSize];
+
+  const u32 lane = threadIdx.x;
+  const u32 first_stage = shared_address(tiles);
+  const u32 first_barrier = shared_address(barriers);
+  if (lane < kStages) init_barrier(first_barrier + lane * sizeof(u64));
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+
+  // Read one tile ahead: the table is in the L2 at best.
+  TileCursor cursor(list, num_tiles, lane);
+  Segment segment{};
+  const auto fetch_segment = [&] {
+    if (lane < segments_per_tile) {
+      segment = segments[static_cast<u64>(cursor.tile()) * segments_per_tile + lane];
+    }
+  };
+  if (num_tiles != 0) fetch_segment();
+  __syncwarp();
+
+  // Every lane takes part; the stage must have been drained by all of them.
+  const auto fill = [&](int stage) {
+    const u32 stage_address = first_stage + stage * Ring::kTileBytes;
+    const u32 barrier = first_barrier + stage * sizeof(u64);
+    const u64 page = page_address(segment, cursor.block());
+    const u64 tile_offset = __shfl_sync(~0u, segment.slot_offset_bytes, 0);
+    const u32 offset = static_cast<u32>(segment.slot_offset_bytes - tile_offset);
+    const u64 host = arena + static_cast<u64>(cursor.slot()) * slot_bytes + tile_offset;
+    Drain& drain = drains[stage][lane];
+    if (lane == 0) expect_bytes(barrier, segment.tile_bytes);
+    __syncwarp();
+    if constexpr (kStore) {
+      if (segment.num_bytes != 0) {
+        bulk_to_shared(stage_address + offset, page, segment.num_bytes, barrier);
+      }
+      drain = {host, 0, lane == 0 ? segment.tile_bytes : 0};
+    } else {
+      if (lane == 0) bulk_to_shared(stage_address, host, segment.tile_bytes, barrier);
+      drain = {page, offset, segment.num_bytes};
+    }
+    cursor.next();
+    if (cursor.valid()) fetch_segment();
+  };
+
+  int num_filled = 0;  // stages filled and not drained yet, or being drained
+  for (; num_filled < kStages && cursor.valid(); ++num_filled) fill(num_filled);
+
+  int stage = 0;     // to drain next
+  int refill = 0;    // drained longest ago
+  int draining = 0;  // stages from refill on whose drain may still read shared memory
+  u32 parity = 0;
+  for (; num_filled > draining;) {
+    wait_barrier(first_barrier + stage * sizeof(u64), parity);
+    const Drain drain = drains[stage][lane];
+    if (drain.num_bytes != 0) {
+      bulk_from_shared(drain.destination,
+                       first_stage + stage * Ring::kTileBytes + drain.offset_bytes,
+                       drain.num_bytes);
+    }
+    commit_drain();
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+    if (++draining > Ring::kDrains) {
+      wait_drained<Ring::kDrains>();
+      __syncwarp();
+      --draining;
+      if (cursor.valid()) {
+        fill(refill);
+      } else {
+        --num_filled;
+      }
+      if (++refill == kStages) refill = 0;
+    }
+  }
+  // Shared memory must outlive the reads, the launch the writes.
+  wait_written();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kWarpSize)
+    swap_store(const ListHeader* list, const Segment* segments, u32 num_tiles,
+               u32 segments_per_tile, u64 arena, u64 slot_bytes) {
+  swap_tiles<StoreRing, true>(list, segments, num_tiles, segments_per_tile, arena, slot_bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(kWarpSize)
+    swap_load(const ListHeader* list, const Segment* segments, u32 num_tiles,
+              u32 segments_per_tile, u64 arena, u64 slot_bytes) {
+  swap_tiles<LoadRing, false>(list, segments, num_tiles, segments_per_tile, arena, slot_bytes);
+}
