@@ -330,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"({computed / loaded:.1f} times)"
     )
     if cuda:
-        print("(a GPU computes this small model too fast to gain; bench/bench_serving.py measures)")
+        print("(a GPU computes this small model too fast; bench/bench_serving.py has real sizes)")
     status, line = verdict(base, plugin)
     print(line)
     return status
