@@ -120,8 +120,9 @@ class SwapEngine(ABC):
                 f"got {pairs.dtype} of shape {pairs.shape}"
             )
         limits = (self.layout.num_blocks, self.num_slots)
-        high_block, high_slot = pairs.max(axis=0).tolist()
-        if pairs.min() < 0 or high_block >= limits[0] or high_slot >= limits[1]:
+        # As unsigned numbers negative ones are too high as well.
+        blocks, slots = pairs.view(np.uint32).T
+        if blocks.max() >= limits[0] or slots.max() >= limits[1]:
             row, column = np.argwhere((pairs < 0) | (pairs >= limits))[0].tolist()
             raise JobError(
                 f"job {job.job_id}: pair {row} names {('block', 'slot')[column]} "
