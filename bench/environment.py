@@ -237,7 +237,7 @@ def run(python: Path | str, arguments: Sequence[str], variables: dict[str, str])
 def on_cpu_engine(version: str, arguments: Sequence[str], *, dev: bool) -> None:
     """Become `python ARGUMENTS` in the environment of a CPU engine, and nothing but it."""
     os.environ.pop("PYTHONPATH", None)  # before pip too: it would take those packages for installed
-    # Packages were installed uncompiled: what is imported must be kept, or each start takes 8 s more.
+    # Packages were installed uncompiled: unless what is imported is kept, a start takes 8 s more.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     python = cpu_engine(version, dev=dev)
     run(python, arguments, {key: os.environ.get(key, CPU_ENGINE[key]) for key in CPU_ENGINE})

@@ -60,8 +60,8 @@ on the device and slowdown of an 8192-cubed product, a reduction and decode-like
     vector kernel, 4 CTAs                  51.0   51.0   51.1     1.91      1.53      3.1
     copy engine, contiguous                       55.3            1.00      1.010     1.007
 
-No ring that was tried moves more than 52.6. An idle warp that only sleeps slows the product by 1.059
-already, so what is left to gain there is 0.02."""
+No ring that was tried moves more than 52.6. An idle warp that only sleeps slows the product by
+1.059 already, so what is left to gain there is 0.02."""
 
 LOAD_RING = Ring(ctas=2, stages=8, tile_bytes=16 << 10, drains=1)
 """The same sweep:
