@@ -1,0 +1,320 @@
+"""What depends on vLLM's version, and the hooks that reach into the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+import vllm
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.request import RequestStatus
+
+from kv_offload import engine_compat, engine_hooks
+from kv_offload.engine_compat import (
+    NEWEST,
+    OLDEST,
+    bytes_per_block,
+    check_version,
+    drain_before_reset,
+    find_output_copy_stream,
+    halves,
+    host_hit_source,
+    layer_specs,
+    recompute_failed_requests,
+    reports_failed_requests,
+    vllm_version,
+)
+from kv_offload.errors import UnsupportedError
+from kv_offload.prefix import CacheGroup
+from tests.kv_offload.fakes import make_kv_cache_config, make_spec
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+# -- versions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("0.26.0", (0, 26)),
+        ("0.26", (0, 26)),
+        ("0.28.1.dev7+g1234abc.d20260101", (0, 28)),
+        ("0.32.0+cpu", (0, 32)),
+        ("0.33.12rc1", (0, 33)),
+    ],
+)
+def test_versions_that_are_supported(version: str, expected: tuple[int, int]) -> None:
+    assert check_version(version) == expected
+
+
+@pytest.mark.parametrize(
+    "version", ["0.25.9", "0.34.0", "1.0.0", "1.28.0", "0", "", "dev", "v0.28.0", "0.x.1", "0.-28"]
+)
+def test_versions_that_are_refused(version: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        check_version(version)
+    message = str(caught.value)
+    assert "0.26 to 0.33" in message
+    assert repr(version) in message
+    assert "install a vLLM in that range" in message
+
+
+def test_the_range_is_what_the_message_says() -> None:
+    assert (OLDEST, NEWEST) == ((0, 26), (0, 33))
+
+
+def test_the_running_version_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert OLDEST <= vllm_version() <= NEWEST
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    with pytest.raises(UnsupportedError, match=r"'0\.34\.0'"):
+        vllm_version()
+
+
+@pytest.mark.parametrize(
+    ("version", "by_request"),
+    [((0, 26), False), ((0, 31), False), ((0, 32), True), ((0, 33), True)],
+)
+def test_failed_loads_are_reported_by_request_from_a_version_on(
+    version: tuple[int, int], by_request: bool
+) -> None:
+    assert reports_failed_requests(version) == by_request
+
+
+def test_the_label_for_hits_in_host_memory_exists_where_the_engine_has_labels() -> None:
+    source = host_hit_source()
+    assert (source is not None) == hasattr(
+        vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1,
+        "get_external_cache_hit_sources",
+    )
+
+
+# -- the KV cache's configuration --------------------------------------------------------------
+
+
+def test_bytes_of_a_block_in_a_real_configuration() -> None:
+    assert bytes_per_block(make_kv_cache_config([CacheGroup(0, 4), CacheGroup(1, 8, 9)], 40)) == 64
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        # To 0.31: an allocation each ...
+        ([SimpleNamespace(size=1000, shared_by=["a"])], 100),
+        ([SimpleNamespace(size=1000, shared_by=["a", "b"], block_stride=0)] * 3, 300),
+        # ... unless they are packed into one.
+        ([SimpleNamespace(size=1000, shared_by=["a"], block_stride=100)] * 3, 100),
+        # From 0.32: all describe places in one allocation.
+        ([SimpleNamespace(size=1000, layers=["a"], layer_stride=1, block_stride=2)] * 3, 100),
+        ([SimpleNamespace(size=1009, layers=["a"], layer_stride=1, block_stride=2)], 100),
+    ],
+)
+def test_bytes_of_a_block_in_every_generation(tensors: list[Any], expected: int) -> None:
+    config = SimpleNamespace(num_blocks=10, kv_cache_tensors=tensors)
+    assert bytes_per_block(config) == expected
+
+
+def test_layers_have_the_spec_of_their_group() -> None:
+    config = make_kv_cache_config([CacheGroup(0, 4), CacheGroup(1, 4, 6)], 40)
+    assert layer_specs(config) == {"layer.0": make_spec(4), "layer.1": make_spec(4, 6)}
+
+
+def test_layers_of_a_uniform_group_have_specs_of_their_own() -> None:
+    config = make_kv_cache_config([CacheGroup(0, 4)], 40)
+    own = {"layer.0": make_spec(4), "layer.1": make_spec(4, 6)}
+    config.kv_cache_groups[0].layer_names = ["layer.0", "layer.1"]
+    config.kv_cache_groups[0].kv_cache_spec = UniformTypeKVCacheSpecs(
+        block_size=4, kv_cache_specs=own
+    )
+    assert layer_specs(config) == own
+
+
+# -- the output-copy stream --------------------------------------------------------------------
+
+
+class Runner:
+    """A caller of `register_kv_caches`, through a frame or two of others."""
+
+    def register(self) -> object | None:
+        return Connector().register_kv_caches()
+
+
+class Connector:
+    def register_kv_caches(self) -> object | None:
+        def look() -> object | None:
+            return find_output_copy_stream()
+
+        return look()
+
+
+class RunnerV2(Runner):
+    def __init__(self, stream: object | None) -> None:
+        self.output_copy_stream = stream
+
+
+class RunnerV1(Runner):
+    def __init__(self, asynchronous: bool | None) -> None:
+        if asynchronous is not None:
+            self.use_async_scheduling = asynchronous
+        self.made: list[object] = []
+
+    def _get_or_create_async_output_copy_stream(self) -> object:
+        self.made = self.made or [object()]
+        return self.made[0]
+
+
+def test_no_stream_is_found_where_no_runner_calls() -> None:
+    assert find_output_copy_stream() is None
+    assert Runner().register() is None
+
+
+def test_runner_v2_owns_the_stream() -> None:
+    stream = object()
+    assert RunnerV2(stream).register() is stream
+
+
+def test_runner_v2_without_a_stream() -> None:
+    assert RunnerV2(None).register() is None
+
+
+def test_runner_v1_makes_the_stream_that_it_will_use() -> None:
+    runner = RunnerV1(asynchronous=True)
+    assert runner.register() is runner.made[0]
+
+
+@pytest.mark.parametrize("asynchronous", [False, None])
+def test_runner_v1_makes_no_stream_that_it_will_not_use(asynchronous: bool | None) -> None:
+    runner = RunnerV1(asynchronous)
+    assert runner.register() is None
+    assert runner.made == []
+
+
+def test_the_nearest_runner_counts() -> None:
+    """A draft model's runner can be called by the target's."""
+    inner = RunnerV2(object())
+
+    class Outer(RunnerV2):
+        def register(self) -> object | None:
+            return inner.register()
+
+    assert Outer(object()).register() is inner.output_copy_stream
+
+
+# -- our halves of a connector -----------------------------------------------------------------
+
+
+def test_halves_of_one_connector_or_of_those_inside_another() -> None:
+    ours = SimpleNamespace(offload_scheduler="s", offload_worker=None)
+    other = SimpleNamespace()
+    multi = SimpleNamespace(_connectors=[other, ours, SimpleNamespace(_connectors=[ours])])
+    assert list(halves(ours, "offload_scheduler")) == ["s"]
+    assert list(halves(ours, "offload_worker")) == []
+    assert list(halves(other, "offload_scheduler")) == []
+    assert list(halves(multi, "offload_scheduler")) == ["s", "s"]
+    assert list(halves(None, "offload_scheduler")) == []
+
+
+def test_failed_loads_are_collected_from_all_halves() -> None:
+    def half(*failed: str) -> Any:
+        return SimpleNamespace(offload_scheduler=SimpleNamespace(take_failed_loads=lambda: failed))
+
+    multi = SimpleNamespace(_connectors=[half("a", "b"), half("b", "c")])
+    assert engine_hooks.take_failed_loads(multi) == {"a", "b", "c"}
+
+
+# -- draining before a reset -------------------------------------------------------------------
+
+
+@pytest.fixture
+def resets(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What happens to engine cores; the class gets its method back after the test."""
+    events: list[Any] = []
+
+    def reset_prefix_cache(self: Any, running: bool = False, connector: bool = False) -> str:
+        events.append(("reset", running, connector))
+        return "done"
+
+    monkeypatch.setattr(EngineCore, "reset_prefix_cache", reset_prefix_cache)
+    return events
+
+
+def test_an_engine_core_drains_before_it_resets(resets: list[Any]) -> None:
+    core = object.__new__(EngineCore)
+    drain_before_reset(lambda drained: resets.append(drained))
+    assert core.reset_prefix_cache(True, connector=True) == "done"
+    assert resets == [core, ("reset", True, True)]
+
+
+def test_asking_twice_drains_once(resets: list[Any]) -> None:
+    for _ in range(3):
+        drain_before_reset(lambda _: resets.append("drained"))
+    object.__new__(EngineCore).reset_prefix_cache()
+    assert resets == ["drained", ("reset", False, False)]
+
+
+def test_the_hooked_method_is_vllms_own() -> None:
+    """Sleep and pause reset through it too; a renamed method must fail here, not at a reset."""
+    assert isinstance(EngineCore.__dict__["reset_prefix_cache"], Callable)
+    assert isinstance(Scheduler.__dict__["_update_from_kv_xfer_finished"], Callable)
+
+
+# -- recomputing requests whose load failed ----------------------------------------------------
+
+
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    events: list[Any] = []
+    monkeypatch.setattr(
+        Scheduler, "_update_from_kv_xfer_finished", lambda self, output: events.append(output)
+    )
+    return events
+
+
+class Waiting:
+    """The state of vLLM's scheduler that the hook reads and writes."""
+
+    def __init__(self, **requests: RequestStatus) -> None:
+        self.connector = "the connector"
+        self.failed_recving_kv_req_ids: set[str] = set()
+        self.requests = {
+            request_id: SimpleNamespace(status=status, num_computed_tokens=7)
+            for request_id, status in requests.items()
+        }
+
+
+def test_a_waiting_request_whose_load_failed_is_recomputed(updates: list[Any]) -> None:
+    asked: list[Any] = []
+
+    def take_failed(connector: Any) -> set[str]:
+        asked.append((connector, list(updates)))
+        return {"failed", "aborted", "gone"}
+
+    recompute_failed_requests(take_failed)
+    scheduler = Waiting(
+        failed=RequestStatus.WAITING_FOR_REMOTE_KVS,
+        loaded=RequestStatus.WAITING_FOR_REMOTE_KVS,
+        aborted=RequestStatus.FINISHED_ABORTED,
+    )
+    Scheduler._update_from_kv_xfer_finished(scheduler, "output")
+    assert asked == [("the connector", ["output"])], "vLLM's own update comes first"
+    assert scheduler.failed_recving_kv_req_ids == {"failed"}
+    computed = {name: r.num_computed_tokens for name, r in scheduler.requests.items()}
+    assert computed == {"failed": 0, "loaded": 7, "aborted": 7}
+
+
+def test_asking_twice_recomputes_once(updates: list[Any]) -> None:
+    asked: list[str] = []
+    for name in ("first", "second"):
+        recompute_failed_requests(lambda _, name=name: asked.append(name) or set())
+    Scheduler._update_from_kv_xfer_finished(Waiting(), "output")
+    assert (updates, asked) == (["output"], ["first"])
+
+
+def test_the_log_goes_through_vllms_handler() -> None:
+    assert engine_compat.logger.name.startswith("vllm.")
