@@ -161,7 +161,8 @@ class OffloadScheduler:
             return
         processed = request.num_computed_tokens - request.num_in_flight_tokens
         end = self._store_limit(request, max(0, min(processed, request.num_tokens)))
-        own_blocks = sum(len(group) for group in block_ids)
+        # Its blocks that nobody shares and no store has pinned are free in a moment.
+        own_blocks = sum(self._pool.blocks[b].ref_cnt == 1 for group in block_ids for b in group)
         self._stores.begin_step()
         self._stores.plan(state.cursor, request.block_hashes, block_ids, end, own_blocks)
         self._stores.count_leftovers(state.cursor, end)

@@ -362,6 +362,19 @@ def test_the_engine_waits_for_a_store_rather_than_preempt() -> None:
     engine.check_rest()
 
 
+def test_pins_keep_to_their_share_when_a_request_ends() -> None:
+    engine = PlayedEngine(
+        blocks=17,
+        max_model_len=64,
+        max_num_batched_tokens=32,
+        plugin={"max_pinned_share": 0.5},
+    )
+    engine.add("a", (PROMPT * 3)[:60], max_tokens=1)
+    for _ in range(4):
+        engine.step()
+        assert len(pinned(engine)) <= 0.5 * (engine.pool.num_gpu_blocks - 1)
+
+
 @pytest.mark.parametrize("end", ["reported", "drained"])
 def test_a_reset_fails_while_a_block_is_pinned(end: str) -> None:
     engine = PlayedEngine()

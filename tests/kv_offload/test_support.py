@@ -1,0 +1,272 @@
+"""Every refusal has a test: what is not refused here is promised to work."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kv_offload.config import OffloadConfig
+from kv_offload.engine_compat import vllm_version
+from kv_offload.errors import UnsupportedError
+from kv_offload.prefix import CacheGroup
+from kv_offload.support import CACHE_DTYPES, cache_groups, check_supported
+from tests.kv_offload.fakes import make_kv_cache_config, make_spec, make_vllm_config
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+FULL, WINDOW = CacheGroup(0, 4), CacheGroup(1, 4, 6)
+
+
+class Engine:
+    """What an engine tells the connector when it starts, to be spoilt by the tests."""
+
+    def __init__(self, *groups: CacheGroup) -> None:
+        self.config = OffloadConfig(cpu_bytes=1 << 20)
+        self.vllm = make_vllm_config({})
+        self.cache = make_kv_cache_config(groups or (FULL,), 40)
+        self.version = vllm_version()
+
+    def check(self) -> None:
+        check_supported(self.config, self.vllm, self.cache, self.version)
+
+    def refusal(self) -> str:
+        """Return the only problem that the check lists."""
+        with pytest.raises(UnsupportedError) as caught:
+            self.check()
+        head, *problems = str(caught.value).split("\n  - ")
+        assert head == "kv-offload cannot serve this engine correctly:"
+        assert len(problems) == 1, problems
+        return problems[0]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def spec_like(base: type, name: str) -> Any:
+    """Return a spec of a subclass that vLLM may add: same data, other rules."""
+    return type(name, (base,), {})(block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32)
+
+
+# -- what is served ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (CacheGroup(0, 4, 9),)])
+def test_a_real_configuration_is_served(groups: tuple[CacheGroup, ...]) -> None:
+    Engine(*groups).check()
+
+
+@pytest.mark.parametrize("version", [(0, 26), (0, 28), (0, 31), (0, 32), (0, 33)])
+def test_every_version_is_served(engine: Engine, version: tuple[int, int]) -> None:
+    engine.version = version
+    engine.vllm.model_config = SimpleNamespace(disable_cascade_attn=True)
+    engine.check()
+
+
+@pytest.mark.parametrize("dtype", sorted(CACHE_DTYPES))
+def test_cache_types_whose_pages_carry_everything(engine: Engine, dtype: str) -> None:
+    engine.vllm.cache_config.cache_dtype = dtype
+    engine.check()
+
+
+def test_latent_attention_is_served(engine: Engine) -> None:
+    spec = MLAAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    engine.cache.kv_cache_groups[0].kv_cache_spec = spec
+    engine.check()
+
+
+def test_drafts_from_the_text_are_served() -> None:
+    engine = Engine()
+    engine.vllm = make_vllm_config({}, drafts=2)
+    assert engine.vllm.speculative_config.method == "ngram"
+    engine.check()
+
+
+def test_several_tensor_parallel_ranks_are_served() -> None:
+    engine = Engine()
+    engine.vllm.parallel_config.tensor_parallel_size = 4
+    engine.check()
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_half_a_role(engine: Engine, role: str) -> None:
+    engine.vllm.kv_transfer_config.kv_role = role
+    assert engine.refusal().startswith(f"kv_role is '{role}': set it to 'kv_both'")
+
+
+def test_no_prefix_caching(engine: Engine) -> None:
+    engine.vllm.cache_config.enable_prefix_caching = False
+    assert "remove --no-enable-prefix-caching" in engine.refusal()
+
+
+@pytest.mark.parametrize("dtype", ["fp8_per_token_head", "int8_per_token_head", "fp8_inc", "nvfp4"])
+def test_cache_types_with_data_elsewhere(engine: Engine, dtype: str) -> None:
+    engine.vllm.cache_config = SimpleNamespace(enable_prefix_caching=True, cache_dtype=dtype)
+    message = engine.refusal()
+    assert message.startswith(f"kv_cache_dtype is '{dtype}': supported are auto, bfloat16, ")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ],
+)
+def test_parallelism_that_splits_layers_or_tokens(engine: Engine, name: str) -> None:
+    assert hasattr(engine.vllm.parallel_config, name)
+    setattr(engine.vllm.parallel_config, name, 2)
+    assert engine.refusal() == f"{name} is 2: only 1 is supported"
+
+
+def test_a_draft_model_with_kv_of_its_own(engine: Engine) -> None:
+    speculative = SimpleNamespace(use_eagle=lambda: True, method="eagle3")
+    engine.vllm.speculative_config = speculative
+    message = engine.refusal()
+    assert message.startswith("speculative method 'eagle3' keeps KV of its own")
+    assert "use 'ngram' or none" in message
+
+
+def test_cascade_attention_where_pins_confuse_it(engine: Engine) -> None:
+    engine.vllm.model_config = SimpleNamespace(disable_cascade_attn=False)
+    engine.version = (0, 32)
+    engine.check()
+    engine.version = (0, 31)
+    assert "set disable_cascade_attn" in engine.refusal()
+
+
+def test_failing_requests_of_several_groups_where_the_engine_cannot() -> None:
+    engine = Engine(FULL, WINDOW)
+    engine.vllm.model_config = SimpleNamespace(disable_cascade_attn=True)
+    engine.config = dataclasses.replace(engine.config, on_load_failure="fail")
+    engine.version = (0, 32)
+    engine.check()
+    engine.version = (0, 31)
+    message = engine.refusal()
+    assert "a model with 2 KV-cache groups: use 'recompute'" in message
+    engine.cache = make_kv_cache_config((FULL,), 40)
+    engine.check()
+
+
+def test_a_model_without_a_kv_cache(engine: Engine) -> None:
+    engine.cache.kv_cache_groups = []
+    assert engine.refusal() == "the model has no KV cache"
+
+
+def test_a_second_pool_of_blocks(engine: Engine) -> None:
+    groups = engine.cache.kv_cache_groups
+    engine.cache = SimpleNamespace(kv_cache_groups=groups, hisparse_host_num_blocks=100)
+    assert "(HiSparse) has ids of its own" in engine.refusal()
+    engine.cache.hisparse_host_num_blocks = None
+    engine.check()
+
+
+def test_a_group_that_is_not_transferable(engine: Engine) -> None:
+    (group,) = engine.cache.kv_cache_groups
+    engine.cache.kv_cache_groups = [
+        SimpleNamespace(
+            layer_names=group.layer_names,
+            kv_cache_spec=group.kv_cache_spec,
+            enable_kv_transfer=False,
+        )
+    ]
+    assert engine.refusal() == "a KV-cache group is not transferable"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MambaSpec(block_size=4, shapes=((2, 2),), dtypes=(torch.float32,)),
+        ChunkedLocalAttentionSpec(
+            block_size=4,
+            num_kv_heads=1,
+            head_size=2,
+            dtype=torch.float32,
+            attention_chunk_size=8,
+        ),
+        spec_like(FullAttentionSpec, "SinkFullAttentionSpec"),
+        spec_like(FullAttentionSpec, "SomethingNewSpec"),
+    ],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_layers_whose_blocks_follow_other_rules(engine: Engine, spec: Any) -> None:
+    (group,) = engine.cache.kv_cache_groups
+    group.kv_cache_spec = spec
+    message = engine.refusal()
+    assert message.startswith(f"the model has layers with a {type(spec).__name__}: supported are ")
+    assert "FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec" in message
+
+
+def test_one_layer_of_a_uniform_group_is_enough_to_refuse(engine: Engine) -> None:
+    (group,) = engine.cache.kv_cache_groups
+    group.layer_names = ["layer.0", "layer.1"]
+    specs = {"layer.0": make_spec(4), "layer.1": spec_like(FullAttentionSpec, "OtherSpec")}
+    group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs)
+    assert "layers with a OtherSpec" in engine.refusal()
+
+
+def test_everything_that_stands_in_the_way_is_listed_at_once(engine: Engine) -> None:
+    engine.vllm.kv_transfer_config.kv_role = "kv_consumer"
+    engine.vllm.cache_config.enable_prefix_caching = False
+    engine.vllm.parallel_config.pipeline_parallel_size = 2
+    (group,) = engine.cache.kv_cache_groups
+    group.kv_cache_spec = spec_like(FullAttentionSpec, "OtherSpec")
+    with pytest.raises(UnsupportedError) as caught:
+        engine.check()
+    _, *problems = str(caught.value).split("\n  - ")
+    beginnings = ["kv_role is ", "prefix caching is off", "pipeline_parallel_size", "the model has"]
+    for problem, beginning in zip(problems, beginnings, strict=True):
+        assert problem.startswith(beginning)
+
+
+# -- groups ------------------------------------------------------------------------------------
+
+
+def test_groups_keep_the_order_of_the_block_tables() -> None:
+    groups = (CacheGroup(0, 8), CacheGroup(1, 4, 6), CacheGroup(2, 4, 13))
+    assert cache_groups(make_kv_cache_config(groups, 40)) == groups
+
+
+def uniform(*windows: int | None) -> tuple[CacheGroup, ...]:
+    config = make_kv_cache_config([FULL], 40)
+    specs = {f"layer.{i}": make_spec(4, window) for i, window in enumerate(windows)}
+    (group,) = config.kv_cache_groups
+    group.layer_names = list(specs)
+    group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs)
+    return cache_groups(config)
+
+
+def test_the_largest_window_of_a_group_covers_the_others() -> None:
+    assert uniform(6, 30, 13) == (CacheGroup(0, 4, 30),)
+
+
+def test_a_layer_with_full_attention_needs_all_blocks_of_its_group() -> None:
+    assert uniform(6, None, 30) == (CacheGroup(0, 4, None),)
+
+
+def test_a_full_attention_spec_that_notes_a_window_keeps_all_blocks() -> None:
+    """So vLLM describes windows where its hybrid manager is off: nothing is freed."""
+    config = make_kv_cache_config([FULL], 40)
+    config.kv_cache_groups[0].kv_cache_spec = FullAttentionSpec(
+        block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32, sliding_window=6
+    )
+    assert cache_groups(config) == (FULL,)

@@ -1,0 +1,452 @@
+"""A rank's half over CPU tensors, with the engine that copies in host memory."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+import torch
+
+from kv_offload.config import OffloadConfig
+from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
+from kv_offload.metadata import LoadJob, OffloadMetadata, StoreJob, StoreResult
+from kv_offload.prefix import CacheGroup
+from kv_offload.worker import OffloadWorker
+from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config
+from transfer.host_copy import copy_runs
+
+BLOCKS = 8
+BLOCK_BYTES = PAGE_WORDS * 8
+NO_BLOCK = 99
+"""A block that does not exist: the transfer engine refuses a job that names it."""
+
+
+def pairs(*values: tuple[int, int]) -> np.ndarray:
+    return np.array(values, np.int32).reshape(-1, 2)
+
+
+def store(job_id: int, *values: tuple[int, int]) -> StoreJob:
+    return StoreJob(job_id, pairs(*values))
+
+
+def load(
+    job_id: int, request_id: str, *values: tuple[int, int], incomplete: bool = False
+) -> LoadJob:
+    return LoadJob(job_id, request_id, pairs(*values), incomplete)
+
+
+def plan(stores: Sequence[StoreJob] = (), loads: Sequence[LoadJob] = ()) -> OffloadMetadata:
+    return OffloadMetadata(tuple(stores), tuple(loads))
+
+
+class Rank:
+    """A worker half and the KV cache of its rank, `BLOCKS` blocks of distinct words."""
+
+    def __init__(self, *, rank: int = 0, num_ranks: int = 1, slots: int = 8, **config: Any) -> None:
+        per_slot = config.get("blocks_per_slot", 1)
+        config.setdefault("cpu_bytes", slots * per_slot * num_ranks * BLOCK_BYTES)
+        self.half = OffloadWorker(
+            OffloadConfig(**config),
+            make_kv_cache_config([CacheGroup(0, 4)], BLOCKS),
+            rank,
+            num_ranks,
+        )
+        words = torch.arange(BLOCKS * PAGE_WORDS, dtype=torch.int64)
+        self.kv = words.view(BLOCKS, 4, PAGE_WORDS // 4)
+
+    def start(self) -> Rank:
+        self.half.register_kv_caches({"layer.0": self.kv})
+        return self
+
+    @property
+    def engine(self) -> Any:
+        return self.half._engine
+
+    def begin(self, metadata: OffloadMetadata) -> None:
+        self.half.start_kv_transfers(metadata)
+
+    def end(self, metadata: OffloadMetadata) -> None:
+        self.half.prepare_store_kv(metadata)
+        self.half.poll()
+
+    def step(self, *stores: StoreJob, loads: Sequence[LoadJob] = ()) -> None:
+        """Run a step's hooks; its loads end within it, its stores within the next one."""
+        metadata = plan(stores, loads)
+        self.begin(metadata)
+        assert self.engine.wait(10)
+        self.end(metadata)
+
+    def report(self) -> tuple[dict[int, StoreResult], set[str], dict[str, LoadJob]]:
+        """Return what the ended step reports: stores, loads, and those that failed."""
+        received, failed = self.half.take_received()
+        report = self.half.take_report(failed)
+        if report is None:
+            assert not failed
+            return {}, received, {}
+        assert report.failed_loads == failed.keys()
+        return report.stores, received, failed
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    made = Rank().start()
+    yield made
+    made.half.shutdown()
+
+
+class Gate:
+    """Stands in front of the copies: holds them, or makes them fail."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.opened.set()
+        self.failing = False
+
+    def copy_runs(self, runs: Any) -> None:
+        assert self.opened.wait(30)
+        if self.failing:
+            raise OSError("injected fault")
+        copy_runs(runs)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate()
+    monkeypatch.setattr("transfer.host._copy_runs", made.copy_runs)
+    yield made
+    made.opened.set()
+
+
+def result(rank: int = 0, *, ok: bool = True) -> StoreResult:
+    return StoreResult(frozenset({rank}), ok)
+
+
+# -- start -------------------------------------------------------------------------------------
+
+
+def test_a_rank_holds_its_share_of_host_memory() -> None:
+    rank = Rank(num_ranks=2, blocks_per_slot=3, cpu_bytes=2 * 3 * BLOCK_BYTES * 5 + 100).start()
+    assert rank.half.num_slots == 5
+    assert rank.engine.num_slots == 15
+    rank.half.shutdown()
+
+
+def test_a_share_below_one_slot_is_refused_with_the_size_that_is_needed() -> None:
+    rank = Rank(num_ranks=2, blocks_per_slot=3, cpu_bytes=300)
+    with pytest.raises(CapacityError) as caught:
+        rank.start()
+    message = str(caught.value)
+    assert "each of 2 ranks 150 bytes" in message
+    assert "one slot of 3 blocks takes 192" in message
+    assert "set cpu_bytes to 384 or more" in message
+    Rank(num_ranks=2, blocks_per_slot=3, cpu_bytes=384).start().half.shutdown()
+
+
+def test_a_transfer_engine_for_another_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use 'auto' or 'host'"):
+        Rank(transfer_engine="cuda").start()
+    Rank(transfer_engine="host").start().half.shutdown()
+
+
+def test_another_kind_of_device_is_refused() -> None:
+    rank = Rank()
+    rank.kv = torch.zeros(BLOCKS, 4, PAGE_WORDS // 4, dtype=torch.int64, device="meta")
+    with pytest.raises(UnsupportedError, match="on meta: supported are CUDA devices and CPU"):
+        rank.start()
+
+
+def test_a_cache_that_cannot_be_described_is_refused() -> None:
+    rank = Rank()
+    with pytest.raises(UnsupportedError, match="layer nobody"):
+        rank.half.register_kv_caches({"nobody": rank.kv})
+
+
+# -- stores ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("submit", ["start_kv_transfers", "submit_stores"])
+def test_stores_start_with_the_next_step(rank: Rank, submit: str) -> None:
+    metadata = plan([store(0, (1, 2))])
+    rank.begin(metadata)
+    rank.end(metadata)
+    assert rank.engine.in_flight == 0
+    assert rank.report()[0] == {}
+    if submit == "submit_stores":
+        rank.half.submit_stores()
+    else:
+        rank.begin(plan())
+    assert rank.engine.in_flight == 1
+
+
+def test_a_store_copies_what_is_there_when_it_is_submitted(rank: Rank) -> None:
+    """The forward of the step that planned it runs between planning and submitting."""
+    metadata = plan([store(0, (1, 2))])
+    rank.begin(metadata)
+    rank.kv[1] = 77
+    rank.end(metadata)
+    rank.step()
+    rank.kv[1] = 0
+    rank.step(loads=[load(0, "a", (5, 2))])
+    assert (rank.kv[5] == 77).all()
+
+
+def test_both_hooks_that_end_a_step_queue_its_stores_once(rank: Rank) -> None:
+    metadata = plan([store(0, (1, 2))])
+    rank.begin(metadata)
+    for _ in range(3):
+        rank.half.prepare_store_kv(metadata)
+    rank.half.submit_stores()
+    assert rank.engine.in_flight == 1
+
+
+def test_each_step_queues_its_own_stores(rank: Rank) -> None:
+    for job_id in (0, 1):
+        rank.half.prepare_store_kv(plan([store(job_id, (job_id, job_id))]))
+    rank.half.prepare_store_kv(plan())
+    rank.half.submit_stores()
+    rank.half.submit_stores()
+    assert rank.engine.in_flight == 2
+
+
+def test_a_store_is_reported_once_when_it_has_ended(rank: Rank) -> None:
+    rank.step(store(0, (1, 2)), store(1, (3, 4)))
+    assert rank.report() == ({}, set(), {})
+    rank.step()
+    assert rank.report() == ({0: result(), 1: result()}, set(), {})
+    rank.step()
+    assert rank.report() == ({}, set(), {})
+
+
+def test_results_carry_the_rank() -> None:
+    rank = Rank(rank=3, num_ranks=4).start()
+    rank.step(store(0, (1, 2)))
+    rank.step()
+    assert rank.report()[0] == {0: result(3)}
+    rank.half.shutdown()
+
+
+def test_a_store_under_way_is_not_reported(rank: Rank, gate: Gate) -> None:
+    gate.opened.clear()
+    rank.step(store(0, (1, 2)))
+    rank.begin(plan())
+    rank.end(plan())
+    assert rank.report()[0] == {}
+    gate.opened.set()
+    rank.step()
+    assert rank.report()[0] == {0: result()}
+
+
+def test_a_store_that_fails_is_reported_as_such(rank: Rank, gate: Gate) -> None:
+    rank.step(store(0, (1, 2)), store(1, (3, 4)))
+    gate.failing = True
+    rank.step()
+    assert rank.report()[0] == {0: result(ok=False), 1: result(ok=False)}
+    assert rank.half.take_stats() is None
+
+
+def test_a_store_that_is_refused_is_reported_as_such(rank: Rank) -> None:
+    rank.step(store(0, (NO_BLOCK, 2)), store(1, (3, 4)))
+    rank.step()
+    assert rank.report()[0] == {0: result(ok=False), 1: result()}
+
+
+# -- loads -------------------------------------------------------------------------------------
+
+
+def test_a_load_brings_back_what_was_stored(rank: Rank) -> None:
+    before = rank.kv.clone()
+    rank.step(store(0, (1, 2), (3, 0), (6, 7)))
+    rank.step()
+    rank.kv[:] = -1
+    rank.step(loads=[load(0, "a", (4, 0), (5, 7)), load(1, "b", (0, 2))])
+    assert rank.report()[1:] == ({"a", "b"}, {})
+    for target, source in ((4, 3), (5, 6), (0, 1)):
+        assert torch.equal(rank.kv[target], before[source])
+    assert (rank.kv[[1, 2, 3, 6, 7]] == -1).all()
+
+
+def test_a_load_starts_in_its_own_step(rank: Rank, gate: Gate) -> None:
+    gate.opened.clear()
+    rank.begin(plan(loads=[load(0, "a", (1, 2))]))
+    assert rank.engine.in_flight == 1
+    rank.end(plan())
+    assert rank.report() == ({}, set(), {})
+    gate.opened.set()
+
+
+def test_a_load_is_reported_once(rank: Rank) -> None:
+    rank.step(loads=[load(0, "a", (1, 2))])
+    assert rank.report()[1] == {"a"}
+    assert rank.report()[1] == set()
+    rank.step()
+    assert rank.report()[1] == set()
+
+
+def fail_by_copy(rank: Rank, gate: Gate) -> LoadJob:
+    gate.failing = True
+    return load(0, "a", (1, 2), (4, 3))
+
+
+def fail_by_slot(rank: Rank, gate: Gate) -> LoadJob:
+    return load(0, "a", (1, 2), (4, 1000))
+
+
+def fail_by_plan(rank: Rank, gate: Gate) -> LoadJob:
+    return load(0, "a", (1, 2), (4, 3), incomplete=True)
+
+
+@pytest.mark.parametrize("fail", [fail_by_copy, fail_by_slot, fail_by_plan])
+def test_a_load_that_fails_leaves_zeros_and_is_reported_twice(
+    rank: Rank, gate: Gate, fail: Callable[[Rank, Gate], LoadJob]
+) -> None:
+    """As received, because its blocks are free of copies now, and as failed."""
+    before = rank.kv.clone()
+    job = fail(rank, gate)
+    rank.step(loads=[job])
+    assert rank.report() == ({}, {"a"}, {"a": job})
+    assert (rank.kv[[1, 4]] == 0).all()
+    others = [0, 2, 3, 5, 6, 7]
+    assert torch.equal(rank.kv[others], before[others])
+    rank.step()
+    assert rank.report() == ({}, set(), {})
+
+
+def test_a_block_that_cannot_be_zeroed_does_not_end_the_engine(
+    rank: Rank, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    rank.step(loads=[load(0, "a", (NO_BLOCK, 2))])
+    assert rank.report()[1:][0] == {"a"}
+    assert f"block {NO_BLOCK} does not exist" in caplog.text
+
+
+def test_a_failed_load_does_not_touch_the_next_one(rank: Rank) -> None:
+    before = rank.kv.clone()
+    rank.step(store(0, (6, 5)))
+    rank.step()
+    rank.report()
+    rank.step(loads=[load(0, "bad", (1, 1000)), load(1, "good", (2, 5))])
+    _, received, failed = rank.report()
+    assert (received, set(failed)) == ({"bad", "good"}, {"bad"})
+    assert torch.equal(rank.kv[2], before[6])
+
+
+# -- figures -----------------------------------------------------------------------------------
+
+
+def test_bytes_and_seconds_are_counted(rank: Rank) -> None:
+    rank.step(store(0, (1, 2), (3, 4)))
+    rank.step(loads=[load(0, "a", (5, 2))])
+    stats = rank.half.take_stats()
+    assert stats is not None
+    assert stats.data.pop("stored_seconds") > 0
+    assert stats.data.pop("loaded_seconds") > 0
+    assert stats.data == {"stored_bytes": 2 * BLOCK_BYTES, "loaded_bytes": BLOCK_BYTES}
+    assert rank.half.take_stats() is None
+
+
+# -- draining ----------------------------------------------------------------------------------
+
+
+def test_a_drain_ends_stores_that_are_queued_or_not_sent(rank: Rank) -> None:
+    before = rank.kv.clone()
+    rank.step(store(0, (1, 2)))
+    assert rank.half.drain([store(1, (3, 4))], [0, 1]) == {0: result(), 1: result()}
+    assert rank.engine.in_flight == 0
+    rank.kv[:] = -1
+    rank.step(loads=[load(0, "a", (1, 2), (3, 4))])
+    assert torch.equal(rank.kv[[1, 3]], before[[1, 3]])
+
+
+def test_a_drain_reports_again_what_is_on_its_way(rank: Rank) -> None:
+    """The scheduler asks for what it has no report of; it takes both answers."""
+    rank.step(store(0, (1, 2)))
+    rank.step()
+    assert rank.half.drain([], [0]) == {0: result()}
+    assert rank.report()[0] == {0: result()}
+    assert rank.half.drain([], [0]) == {0: result()}
+
+
+def test_a_drain_does_not_answer_for_a_store_that_it_never_saw(rank: Rank) -> None:
+    rank.step(store(0, (1, 2)))
+    assert rank.half.drain([], [0, 1, 7]) == {0: result()}
+    assert rank.half.drain([], []) == {}
+
+
+def test_a_drain_remembers_failures(rank: Rank, gate: Gate) -> None:
+    rank.step(store(0, (1, 2)), store(1, (NO_BLOCK, 3)))
+    rank.step()
+    rank.report()
+    gate.failing = True
+    answers = rank.half.drain([store(2, (3, 4))], [0, 1, 2])
+    assert answers == {0: result(), 1: result(ok=False), 2: result(ok=False)}
+
+
+def test_a_drain_is_bounded(rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_offload.worker.DRAIN_SECONDS", 0.1)
+    gate.opened.clear()
+    rank.step(store(0, (1, 2)))
+    started = time.monotonic()
+    assert rank.half.drain([store(1, (3, 4))], [0]) == {}
+    assert time.monotonic() - started < 5
+    gate.opened.set()
+    rank.step()
+    assert rank.report()[0] == {0: result(), 1: result()}
+
+
+def test_a_drain_keeps_the_loads_that_ended_for_the_next_report(rank: Rank) -> None:
+    rank.begin(plan(loads=[load(0, "a", (1, 2)), load(1, "b", (3, 1000))]))
+    assert rank.half.drain([], []) == {}
+    rank.end(plan())
+    _, received, failed = rank.report()
+    assert (received, set(failed)) == ({"a", "b"}, {"b"})
+
+
+# -- the end -----------------------------------------------------------------------------------
+
+
+def test_shutdown_lets_go_of_the_kv_tensors() -> None:
+    """A reference that is left keeps GPU memory, or dangles after a sleep."""
+    rank = Rank().start()
+    rank.step(store(0, (1, 2)))
+    rank.step(loads=[load(0, "a", (3, 2))])
+    rank.report()
+    tensor = weakref.ref(rank.kv)
+    del rank.kv
+    gc.collect()
+    assert tensor() is not None
+    rank.half.shutdown()
+    gc.collect()
+    assert tensor() is None
+
+
+def test_shutdown_waits_for_what_runs(gate: Gate) -> None:
+    rank = Rank().start()
+    gate.opened.clear()
+    rank.step(store(0, (1, 2)))
+    rank.half.submit_stores()
+    state = rank.engine._state
+    threading.Timer(0.1, gate.opened.set).start()
+    rank.half.shutdown()
+    assert [done.error for done in state.done] == [None]
+    assert state.arena is None
+
+
+def test_shutdown_may_come_twice_or_before_the_start() -> None:
+    rank = Rank()
+    rank.half.shutdown()
+    rank.start()
+    rank.half.shutdown()
+    rank.half.shutdown()
+    rank.half.poll()
+    assert rank.half.drain([], []) == {}
