@@ -139,12 +139,14 @@ class StorePlanner:
 
         `soon_free_blocks` counts blocks that the engine frees right after this call.
         """
+        # Once for all groups: what one of them has pinned is neither free nor about to be.
+        pins_left = self._pins_left(soon_free_blocks)
         for position, group in enumerate(self._prefixes.groups):
             keys, blocks_of = self._collect(
-                cursor, position, group, hashes, block_ids[position], end_tokens, soon_free_blocks
+                cursor, position, group, hashes, block_ids[position], end_tokens, pins_left
             )
             if keys:
-                self._reserve(keys, blocks_of)
+                pins_left -= self._reserve(keys, blocks_of)
 
     def _pins_left(self, soon_free_blocks: int) -> int:
         """Return how many more blocks may be pinned.
@@ -163,7 +165,7 @@ class StorePlanner:
         hashes: Sequence[bytes],
         group_blocks: Sequence[int],
         end_tokens: int,
-        soon_free_blocks: int,
+        pins_left: int,
     ) -> tuple[list[SlotKey], dict[Hashable, Sequence[int]]]:
         """Advance the cursor of one group; return the keys it passed, in prefix order.
 
@@ -177,7 +179,6 @@ class StorePlanner:
             first + MAX_SLOTS_PER_STEP - self._examined,
         )
         block_keys = self._prefixes.block_keys(hashes, group, first * per_slot, last * per_slot)
-        pins_left = self._pins_left(soon_free_blocks)
         is_known, pool_blocks = self._manager.is_known, self._pool.blocks
         keys: list[SlotKey] = []
         blocks_of: dict[Hashable, Sequence[int]] = {}
@@ -208,8 +209,8 @@ class StorePlanner:
 
     def _reserve(
         self, keys: Sequence[SlotKey], blocks_of: Mapping[Hashable, Sequence[int]]
-    ) -> None:
-        """Take slots for the new keys and pin the blocks of those that got one.
+    ) -> int:
+        """Take slots for the new keys; pin the blocks of those that got one and return how many.
 
         The known keys go along: they are used again, and must not be evicted for their own tail.
         """
@@ -226,6 +227,7 @@ class StorePlanner:
         self._planned.blocks.extend(pinned)
         self._pool.touch([self._pool.blocks[block] for block in pinned])
         self.pinned_blocks += len(pinned)
+        return len(pinned)
 
     def count_leftovers(self, cursor: StoreCursor, end_tokens: int) -> None:
         """Count the slots of an ending request that no budget was left for."""

@@ -385,6 +385,14 @@ def test_a_plan_for_fewer_tokens_than_offered_can_still_be_complete() -> None:
     assert pairs(job) == [[10, slots[0]], [11, slots[1]], [12, slots[2]]]
 
 
+def test_a_plan_may_end_inside_a_slot() -> None:
+    loads = Loads(blocks_per_slot=2)
+    slots = loads.keep([0, 1])
+    assert loads.match("a", tokens=17) == 16
+    job = loads.plan("a", 0, 12, [10, 11, 12])
+    assert pairs(job) == [[10, slots[0] * 2], [11, slots[0] * 2 + 1], [12, slots[1] * 2]]
+
+
 def test_a_key_that_was_evicted_since_the_match_makes_the_plan_incomplete() -> None:
     loads = Loads(num_slots=2)
     loads.keep(range(2))

@@ -430,6 +430,14 @@ def test_blocks_that_are_about_to_be_free_count() -> None:
     assert blocks_of(stores.plan(request, ids, end=72, soon_free=18)) == ids[:10]
 
 
+def test_blocks_that_are_about_to_be_free_count_once_over_all_groups() -> None:
+    stores = Stores(FULL, CacheGroup(1, 4), blocks=21, share=0.5)
+    request, ids = stores.compute(10)
+    twins = stores.allocate(10)
+    stores.know(request, twins, group=1)
+    assert len(blocks_of(stores.plan(request, ids, twins, end=40, soon_free=20))) == 10
+
+
 def test_a_slot_is_pinned_whole_or_not_at_all() -> None:
     stores = Stores(blocks=26, share=0.5, blocks_per_slot=4)
     request, ids = stores.compute(12)
