@@ -54,8 +54,7 @@ class Pool:
         return lambda: self.random.choice(readable)
 
     def lookup(self, keys: list[bytes]) -> None:
-        for key in keys:
-            self.manager.lookup(key)
+        self.manager.readable(keys)
 
     def touch(self, keys: list[bytes]) -> None:
         self.manager.touch(keys)
@@ -65,7 +64,7 @@ class Pool:
 
     def store(self, keys: list[bytes]) -> None:
         plan = self.manager.prepare_store(keys)
-        self.manager.complete_store([slot for _, slot in plan.accepted])
+        self.manager.complete_store(plan.slots)
 
 
 OPERATIONS: dict[str, Callable[[Pool, list[bytes]], None]] = {

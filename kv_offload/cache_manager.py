@@ -13,19 +13,29 @@ a tail without its head is useless. It is set when an operation is prepared, whe
 its keys is known, and not when it is completed, because a job that was cut into slices completes
 piece by piece, head first.
 
+Whole prefixes go in and out as batches, since a prompt has thousands of blocks: what is known of
+slots is in arrays, and only finding a key and giving it a slot takes Python code per key.
+
 Not thread safe: one scheduler owns it. All operations but `reset` take O(1) amortised time per key,
 without a pause to reorganise, and memory grows with the slots that were used, not with `num_slots`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
 
 from kv_offload.errors import CapacityError, KVOffloadError
-from kv_offload.policies import EvictionPolicy, Key
+from kv_offload.policies import EvictionPolicy, Key, Slots
 from kv_offload.policies.key_map import KeyMap
+
+SlotNumbers: TypeAlias = Slots | Sequence[int]
+"""What a caller may name slots by."""
+
+_NO_SLOTS: Slots = np.empty(0, np.int32)
 
 
 class MissingKeyError(KVOffloadError, KeyError):
@@ -36,12 +46,14 @@ class MisuseError(KVOffloadError, RuntimeError):
     """The calling code is wrong: it broke a rule that is documented where this is raised."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StorePlan:
     """What `prepare_store` decided about its keys."""
 
-    accepted: tuple[tuple[Key, int], ...]
-    """(key, slot) pairs to be written; the keys keep their order."""
+    keys: Sequence[Key]
+    """The keys that are to be written, in the order in which they were given."""
+    slots: Slots
+    """Where, one for each of `keys`."""
     known: int
     """Keys skipped because they are readable, being stored or repeated."""
     no_room: int
@@ -70,13 +82,15 @@ class CacheManager:
         self._num_slots = num_slots
         self._policy = policy
         self._evictions = 0
-        self._stored = KeyMap()  # readable keys -> slot
-        self._storing: dict[Key, int] = {}
-        # Running operations by slot. Those on orphans, whose key was forgotten, are still here.
-        self._writes: set[int] = set()
-        self._readers: dict[int, int] = {}  # slot -> number of loads, where there are any
-        self._orphans: set[int] = set()
-        # By slot, for those that were used since the last reset; all beyond are free, or orphans.
+        self._slot_of = KeyMap()  # known keys, readable or being stored
+        # By slot; zeros from the system take no memory until they are written.
+        self._readable = np.zeros(num_slots, bool)
+        # Running operations. Those on orphans, whose key was forgotten, are still here.
+        self._writing = np.zeros(num_slots, bool)
+        self._readers = np.zeros(num_slots, np.int32)
+        self._orphan = np.zeros(num_slots, bool)
+        self._num_orphans = 0
+        # For the slots that were used since the last reset; all beyond are free, or orphans.
         self._key_of: list[Key] = []
         self._free: list[int] = []  # the free ones among them
 
@@ -88,7 +102,7 @@ class CacheManager:
     @property
     def slots_in_use(self) -> int:
         """Slots that are not free: readable, being stored, or orphans."""
-        return len(self._stored) + len(self._storing) + len(self._orphans)
+        return len(self._slot_of) + self._num_orphans
 
     @property
     def evictions(self) -> int:
@@ -97,25 +111,30 @@ class CacheManager:
 
     def lookup(self, key: Key) -> bool:
         """Say whether a key can be loaded now. Changes nothing, recency included."""
-        return key in self._stored
+        return bool(self.readable([key])[0])
 
     def is_known(self, key: Key) -> bool:
         """Say whether a key is readable or being stored. Changes nothing, recency included."""
-        return key in self._stored or key in self._storing
+        return key in self._slot_of
+
+    def find(self, keys: Sequence[Key]) -> Slots:
+        """Return the slots of `keys`, -1 for those that are not known. Changes nothing."""
+        return np.array(self._slot_of.get_all(keys), np.int32)
+
+    def readable(self, keys: Sequence[Key]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Say for each key whether it can be loaded now. Changes nothing, recency included."""
+        slots = self.find(keys)
+        return self._readable[slots] & (slots >= 0)
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Count an access to every known key and make the first of `keys` the most recent.
 
         Unknown keys are ignored. For a policy that counts accesses, once per request is right.
         """
-        for key in reversed(tuple(keys)):
-            slot = self._stored.get(key)
-            if slot is None:
-                slot = self._storing.get(key)
-            if slot is not None:
-                self._policy.use(slot)
+        slots = self.find(tuple(keys))
+        self._policy.use(slots[slots >= 0][::-1])
 
-    def prepare_load(self, keys: Sequence[Key]) -> list[int]:
+    def prepare_load(self, keys: Sequence[Key]) -> Slots:
         """Return the slots of `keys`, in order, held against eviction; all or nothing.
 
         Counts as an access, as `touch`. The caller owns one hold per key, repeated keys included,
@@ -123,140 +142,138 @@ class CacheManager:
 
         Raises `MissingKeyError` for a key that is not readable; nothing is changed.
         """
-        slots = []
-        for key in keys:
-            slot = self._stored.get(key)
-            if slot is None:
-                raise MissingKeyError(f"{key!r} is not readable: look it up in the same step")
-            slots.append(slot)
-        for slot in reversed(slots):
-            readers = self._readers.get(slot, 0)
-            if readers:
-                self._policy.use(slot)
-            else:
-                self._policy.hold(slot)
-            self._readers[slot] = readers + 1
+        slots = self.find(keys)
+        missing = ~self._readable[slots] | (slots < 0)
+        if missing.any():
+            key = keys[int(missing.argmax())]
+            raise MissingKeyError(f"{key!r} is not readable: look it up in the same step")
+        self._policy.hold(_distinct(slots[self._readers[slots] == 0])[::-1])
+        # Again for those that others read too, and to set the order of all.
+        self._policy.use(slots[::-1])
+        np.add.at(self._readers, slots, 1)
         return slots
 
-    def complete_load(self, slots: Sequence[int]) -> None:
+    def complete_load(self, slots: SlotNumbers) -> None:
         """End one load of each slot, whether it failed or not; the last one lifts the hold.
 
         Raises `MisuseError` for a slot that has no load running; nothing is changed.
         """
-        for slot, count in Counter(slots).items():
-            if count > self._readers.get(slot, 0):
-                raise MisuseError(
-                    f"{count} loads of slot {slot} completed, but {self._readers.get(slot, 0)} are "
-                    "running: complete every prepared load once"
-                )
-        for slot in slots:
-            self._readers[slot] -= 1
-            if self._readers[slot]:
-                continue
-            del self._readers[slot]
-            if slot in self._orphans:
-                self._give_back(slot)
-            else:
-                self._policy.release(slot)
+        ended, counts = np.unique(np.asarray(slots, np.int32), return_counts=True)
+        left = self._count_readers(ended) - counts
+        if (left < 0).any():
+            at = int((left < 0).argmax())
+            raise MisuseError(
+                f"{counts[at]} loads of slot {ended[at]} completed, but {left[at] + counts[at]} "
+                "are running: complete every prepared load once"
+            )
+        self._readers[ended] = left
+        idle = ended[left == 0]
+        self._give_back(idle[self._orphan[idle]])
+        self._policy.release(idle[self._readable[idle]])
 
-    def prepare_store(self, keys: Sequence[Key]) -> StorePlan:
+    def prepare_store(self, keys: Sequence[Key], along: Slots = _NO_SLOTS) -> StorePlan:
         """Give slots to the keys that are not known, first to last, evicting others as needed.
 
         No key of `keys` is evicted. Known ones are touched, so pass the whole run of a prefix that
-        is at hand. The accepted ones are not readable, and their slots not given to anybody else,
-        until `complete_store`.
+        is at hand, or the slots of what was found known already as `along`: they count as more
+        recent than `keys`. The accepted ones are not readable, and their slots not given to
+        anybody else, until `complete_store`.
         """
-        new: dict[Key, None] = {}
-        guarded: set[int] = set()
-        for key in keys:
-            slot = self._stored.get(key)
-            if slot is None:
-                if key not in self._storing:
-                    new[key] = None
-            elif slot not in self._readers:
-                guarded.add(slot)
-        for slot in guarded:
-            self._policy.hold(slot)
-        accepted: list[tuple[Key, int]] = []
+        found = self.find(keys)
+        known = np.concatenate((along, found[found >= 0]))
+        guarded = _distinct(known[self._readable[known] & (self._readers[known] == 0)])
+        self._policy.hold(guarded[::-1])
+        new = dict.fromkeys(key for key, slot in zip(keys, found.tolist(), strict=True) if slot < 0)
         evictions_before = self._evictions
-        for key in new:
-            slot = self._take_slot(key)
-            if slot is None:
-                break
-            self._storing[key] = slot
-            self._writes.add(slot)
-            accepted.append((key, slot))
-        self.touch(keys)
-        for slot in guarded:
-            self._policy.release(slot)
+        slots = self._take_slots(list(new))
+        accepted = list(new)[: len(slots)]
+        for key, slot in zip(accepted, slots.tolist(), strict=True):
+            self._slot_of[key] = slot
+        self._writing[slots] = True
+        used = slots if len(new) == len(keys) else self.find(keys)
+        self._policy.use(np.concatenate((along, used[used >= 0]))[::-1])
+        self._policy.release(guarded)
         return StorePlan(
-            accepted=tuple(accepted),
+            keys=accepted,
+            slots=slots,
             known=len(keys) - len(new),
             no_room=len(new) - len(accepted),
             evicted=self._evictions - evictions_before,
         )
 
-    def complete_store(self, slots: Sequence[int], *, ok: bool = True) -> None:
+    def complete_store(self, slots: SlotNumbers, *, ok: bool = True) -> None:
         """End the store of each slot: its key becomes readable, or its slot free where it failed.
 
         Raises `MisuseError` for a slot that has no store running; nothing is changed.
         """
-        for slot, count in Counter(slots).items():
-            if slot not in self._writes or count > 1:
-                raise MisuseError(
-                    f"{count} stores to slot {slot} completed, but {int(slot in self._writes)} is "
-                    "running: complete every prepared store once"
-                )
-        for slot in slots:
-            self._writes.remove(slot)
-            if slot in self._orphans:
-                self._give_back(slot)
-                continue
-            key = self._key_of[slot]
-            del self._storing[key]
-            if ok:
-                self._stored[key] = slot
-                self._policy.release(slot)
-            else:
-                self._policy.discard(slot)
-                self._give_back(slot)
+        given = np.asarray(slots, np.int32)
+        ended, counts = np.unique(given, return_counts=True)
+        running = (ended >= 0) & (ended < self._num_slots)
+        running[running] = self._writing[ended[running]]
+        wrong = ~running | (counts > 1)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise MisuseError(
+                f"{counts[at]} stores to slot {ended[at]} completed, but {int(running[at])} is "
+                "running: complete every prepared store once"
+            )
+        self._writing[given] = False
+        orphan = self._orphan[given]
+        self._give_back(given[orphan])
+        owned = given[~orphan]
+        if ok:
+            self._readable[owned] = True
+            self._policy.release(owned)
+        else:
+            for slot in owned.tolist():
+                self._slot_of.pop(self._key_of[slot])
+            self._policy.discard(owned)
+            self._give_back(owned)
 
     def reset(self) -> None:
         """Forget all keys; slots under a running load or store stay in use until it completes.
 
         Takes the time to free the keys: 0.1 s where there are 1,000,000.
         """
-        self._orphans.update(self._writes, self._readers)
-        self._stored = KeyMap()
-        self._storing.clear()
+        used = slice(len(self._key_of))
+        busy = self._writing[used] | (self._readers[used] > 0)
+        self._num_orphans += int((busy & ~self._orphan[used]).sum())
+        self._orphan[used] |= busy
+        self._readable[used] = False
+        self._slot_of = KeyMap()
         self._policy.clear()
         self._key_of.clear()
         self._free.clear()
 
-    def _take_slot(self, key: Key) -> int | None:
-        """Make a slot resident with a new key and return it; `None` if all are held."""
-        if self._free:
-            slot = self._free.pop()
-            self._key_of[slot] = key
-            self._policy.add(slot, key)
-            return slot
-        while len(self._key_of) < self._num_slots:
-            slot = len(self._key_of)
-            self._key_of.append(key)
-            if slot not in self._orphans:
-                self._policy.add(slot, key)
-                return slot
-        victim = self._policy.replace(key)
-        if victim is not None:
-            self._evictions += 1
-            self._stored.pop(self._key_of[victim])
-            self._key_of[victim] = key
-        return victim
+    def _count_readers(self, slots: Slots) -> Slots:
+        exists = (slots >= 0) & (slots < self._num_slots)
+        return np.where(exists, self._readers[np.where(exists, slots, 0)], 0)
 
-    def _give_back(self, slot: int) -> None:
-        self._orphans.discard(slot)
-        if slot < len(self._key_of):
-            self._free.append(slot)
+    def _take_slots(self, keys: Sequence[Key]) -> Slots:
+        """Make slots resident with new keys; fewer than keys if the others are all held."""
+        reused = [self._free.pop() for _ in range(min(len(self._free), len(keys)))]
+        for slot, key in zip(reused, keys, strict=False):
+            self._key_of[slot] = key
+        fresh: list[int] = []
+        while len(reused) + len(fresh) < len(keys) and len(self._key_of) < self._num_slots:
+            slot = len(self._key_of)
+            self._key_of.append(keys[len(reused) + len(fresh)])
+            if not self._orphan[slot]:
+                fresh.append(slot)
+        free = np.array(reused + fresh, np.int32)
+        self._policy.add(free, keys[: len(free)])
+        victims = self._policy.replace(keys[len(free) :])
+        for slot, key in zip(victims.tolist(), keys[len(free) :], strict=False):
+            self._slot_of.pop(self._key_of[slot])
+            self._key_of[slot] = key
+        self._readable[victims] = False
+        self._evictions += len(victims)
+        return np.concatenate((free, victims))
+
+    def _give_back(self, slots: Slots) -> None:
+        self._num_orphans -= int(self._orphan[slots].sum())
+        self._orphan[slots] = False
+        self._free.extend(slots[slots < len(self._key_of)].tolist())
 
     def check_integrity(self) -> None:
         """Check all invariants, in O(num_slots).
@@ -264,23 +281,33 @@ class CacheManager:
         Raises `AssertionError` naming the first that is broken.
         """
         self._policy.check_integrity()
-        stored = dict(self._stored.items())
-        running = self._writes | self._readers.keys()
-        assert not self._writes & self._readers.keys(), "a slot is read while it is written"
-        assert self._orphans <= running, "an orphan has no running operation"
-        assert all(count > 0 for count in self._readers.values()), "a read slot has no reader"
-        assert not self._storing.keys() & stored.keys(), "a key is readable before it is stored"
-        assert {*self._storing.values()} == self._writes - self._orphans, "writes and keys differ"
-        assert self._readers.keys() - self._orphans <= {*stored.values()}, "a read slot has no key"
+        known = dict(self._slot_of.items())
+        reading = self._readers > 0
+        running = self._writing | reading
+        assert not (self._writing & reading).any(), "a slot is read while it is written"
+        assert not (self._orphan & ~running).any(), "an orphan has no running operation"
+        assert int(self._orphan.sum()) == self._num_orphans, "orphans are not counted right"
+        assert (self._readers >= 0).all(), "a slot has fewer than no readers"
 
-        known = [*stored.items(), *self._storing.items()]
-        for key, slot in known:
+        for key, slot in known.items():
             assert 0 <= slot < len(self._key_of), f"slot {slot} is used that was never given out"
             assert self._key_of[slot] == key, f"slot {slot} of {key!r} is {self._key_of[slot]!r}'s"
+            written = bool(self._writing[slot])
+            assert bool(self._readable[slot]) != written, f"slot {slot} is readable and written"
+        owned = set(known.values())
+        assert {*np.flatnonzero(self._readable).tolist()} <= owned, "a readable slot has no key"
+        assert {*np.flatnonzero(running & ~self._orphan).tolist()} <= owned, "a busy slot has none"
         assert len(self._key_of) <= self._num_slots, "a slot does not exist"
-        orphans = [slot for slot in self._orphans if slot < len(self._key_of)]
-        owned = [*(slot for _, slot in known), *orphans, *self._free]
-        assert sorted(owned) == list(range(len(self._key_of))), "a slot is lost or has two owners"
-
-        held = {slot: slot in running for _, slot in known}
+        orphans = np.flatnonzero(self._orphan[: len(self._key_of)]).tolist()
+        all_slots = [*known.values(), *orphans, *self._free]
+        assert sorted(all_slots) == list(range(len(self._key_of))), (
+            "a slot is lost or has two owners"
+        )
+        held = {slot: bool(running[slot]) for slot in known.values()}
         assert self._policy.resident() == held, "what the policy ranks or holds is wrong"
+
+
+def _distinct(slots: Slots) -> Slots:
+    """Return each slot once, in the order in which they come first."""
+    _, first = np.unique(slots, return_index=True)
+    return slots if len(first) == len(slots) else slots[np.sort(first)]

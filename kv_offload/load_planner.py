@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache_manager import CacheManager
 from kv_offload.metadata import LoadJob
+from kv_offload.policies import Slots
 from kv_offload.prefix import PrefixMap, SlotKey
 
 MAX_WAIT_SECONDS = 5.0
 """How long a request waits for another's load of its prefix before it is served on its own.
 
 A load takes milliseconds; the bound only keeps one stuck load from holding up its followers."""
+
+
+class _Waiting(NamedTuple):
+    """For whose load a request waits, and since when, on the monotonic clock in seconds."""
+
+    owner: str
+    since: float
 
 
 class LoadPlanner:
@@ -32,9 +41,9 @@ class LoadPlanner:
         self._manager = manager
         self._next_job_id = 0
         self._planned: list[LoadJob] = []
-        self._running: dict[str, list[int]] = {}
+        self._running: dict[str, Slots] = {}
         self._arriving: dict[str, frozenset[SlotKey]] = {}
-        self._waiting_since: dict[str, float] = {}
+        self._waiting: dict[str, _Waiting] = {}
         self._matched_from: dict[str, int] = {}
 
     @property
@@ -60,18 +69,22 @@ class LoadPlanner:
             # The local hit ends inside a block, which is then the target of a copy-on-write:
             # loading into it as well would race. The engine computes the rest of this prompt.
             return 0
-        end = self._prefixes.longest_hit(hashes, self._manager.lookup, start_tokens, num_tokens - 1)
-        if end > start_tokens and self._arriving and not self._waited_enough(request_id):
+        waiting = self._waiting.get(request_id)
+        patient = waiting is None or time.monotonic() - waiting.since <= MAX_WAIT_SECONDS
+        if waiting is not None and patient and waiting.owner in self._arriving:
+            return None  # asked in every step: not worth another look at every block
+        end = self._prefixes.longest_hit(
+            hashes, self._manager.readable, start_tokens, num_tokens - 1
+        )
+        if end > start_tokens and self._arriving and patient:
             needed = self._prefixes.needed_keys(hashes, start_tokens, end)
-            if any(not keys.isdisjoint(needed) for keys in self._arriving.values()):
-                self._waiting_since.setdefault(request_id, time.monotonic())
-                return None
-        self._waiting_since.pop(request_id, None)
+            for owner, keys in self._arriving.items():
+                if not keys.isdisjoint(needed):
+                    since = waiting.since if waiting is not None else time.monotonic()
+                    self._waiting[request_id] = _Waiting(owner, since)
+                    return None
+        self._waiting.pop(request_id, None)
         return end - start_tokens
-
-    def _waited_enough(self, request_id: str) -> bool:
-        since = self._waiting_since.get(request_id)
-        return since is not None and time.monotonic() - since > MAX_WAIT_SECONDS
 
     def take_matched_from(self, request_id: str) -> int | None:
         """Return the local hit that `match` was last asked with; None if it was not asked since."""
@@ -105,9 +118,9 @@ class LoadPlanner:
                 last_slot = -(-last // per_slot)
                 parts.append((blocks[wanted], first + wanted - first_slot * per_slot, len(keys)))
                 keys += self._prefixes.slot_keys(hashes, group, first_slot, last_slot)
-        complete = all(map(self._manager.lookup, keys))
-        slots = self._manager.prepare_load(keys) if complete else []
-        places = np.array(slots if complete else [0] * len(keys), np.int64)
+        complete = bool(self._manager.readable(keys).all())
+        slots = self._manager.prepare_load(keys if complete else [])
+        places = slots.astype(np.int64) if complete else np.zeros(len(keys), np.int64)
         pairs = [
             np.stack((blocks, places[at + index // per_slot] * per_slot + index % per_slot), axis=1)
             for blocks, index, at in parts
@@ -146,5 +159,5 @@ class LoadPlanner:
     def forget(self, request_id: str) -> None:
         """Drop a request that ended. Its load, if one runs, is still completed by the ranks."""
         self.settle(request_id)
-        self._waiting_since.pop(request_id, None)
+        self._waiting.pop(request_id, None)
         self._matched_from.pop(request_id, None)

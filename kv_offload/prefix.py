@@ -1,7 +1,7 @@
 """Which prefix of a request host memory can serve: cache groups, slot keys, the longest hit.
 
-A key names one slot: the chained hash of the slot's last block, with its group. The hash is vLLM's
-own, so LoRA adapters, multimodal inputs and cache salts are in it.
+A key names one slot: the chained hash of the slot's last block, with its group unless that is group
+0. The hash is vLLM's own, so LoRA adapters, multimodal inputs and cache salts are in it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 SlotKey = bytes
-KeyMaker = Callable[[bytes, int], SlotKey]
+KeyMaker = Callable[[bytes, int], bytes]
 """vLLM's `make_block_hash_with_group_id`: the key under which its own pool knows a block."""
+Readable = Callable[[Sequence[SlotKey]], NDArray[np.bool_]]
+"""Says for each key whether host memory can serve it."""
+
+LOOKUP_SLOTS = 256
+"""Slots looked up at once in search of the first that is missing, which is mostly the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +56,10 @@ class PrefixMap:
         self.block_alignment_tokens = math.lcm(*(group.block_tokens for group in self.groups))
         self.hit_alignment_tokens = math.lcm(*self.slot_tokens)
 
-    def block_keys(
+    def pool_keys(
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
-    ) -> list[SlotKey]:
-        """Return the keys of blocks `first` to `last` (exclusive), as far as hashes exist."""
+    ) -> list[bytes]:
+        """Return the engine's keys of blocks `first` to `last` (exclusive), as far as known."""
         make_key, group_id = self._make_key, group.group_id
         step = group.block_tokens // self._hash_block_tokens
         ends = hashes[(first + 1) * step - 1 : last * step : step]
@@ -60,10 +68,14 @@ class PrefixMap:
     def slot_keys(
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
     ) -> list[SlotKey]:
-        """Return the keys of slots `first` to `last` (exclusive): those of their last blocks."""
-        make_key, group_id = self._make_key, group.group_id
+        """Return the keys of slots `first` to `last` (exclusive), as far as hashes exist."""
         step = group.block_tokens // self._hash_block_tokens * self.blocks_per_slot
         ends = hashes[(first + 1) * step - 1 : last * step : step]
+        make_key, group_id = self._make_key, group.group_id
+        if group_id == 0:
+            # The request's own objects, whose hash Python remembers, and of other length than keys
+            # with a group: most models have this group only, and their prompts many blocks.
+            return list(ends)
         return [make_key(block_hash, group_id) for block_hash in ends]
 
     def needed_slots(self, position: int, start_tokens: int, end_tokens: int) -> range:
@@ -85,7 +97,7 @@ class PrefixMap:
     def longest_hit(
         self,
         hashes: Sequence[bytes],
-        readable: Callable[[SlotKey], bool],
+        readable: Readable,
         start_tokens: int,
         limit_tokens: int,
     ) -> int:
@@ -112,27 +124,28 @@ class PrefixMap:
         self,
         position: int,
         hashes: Sequence[bytes],
-        readable: Callable[[SlotKey], bool],
+        readable: Readable,
         start_tokens: int,
         end_tokens: int,
     ) -> int:
         """Return the largest aligned end, at most `end_tokens`, that this group can serve."""
         group, slot_tokens = self.groups[position], self.slot_tokens[position]
         if group.window_tokens is None:
-            first = start_tokens // slot_tokens
-            for key in self.slot_keys(hashes, group, first, end_tokens // slot_tokens):
-                if not readable(key):
-                    break
-                first += 1
-            return self._align(first * slot_tokens)
+            last = end_tokens // slot_tokens
+            for first in range(start_tokens // slot_tokens, last, LOOKUP_SLOTS):
+                keys = self.slot_keys(hashes, group, first, min(first + LOOKUP_SLOTS, last))
+                present = readable(keys)
+                if not present.all():
+                    return self._align((first + int(present.argmin())) * slot_tokens)
+            return end_tokens
         end = end_tokens
         while end > start_tokens:
             # From the end backwards: a missing slot moves the end in front of itself.
             slots = self.needed_slots(position, start_tokens, end)
             keys = self.slot_keys(hashes, group, slots.start, slots.stop)
-            present = [readable(key) for key in keys]
-            if all(present):
+            present = readable(keys)
+            if present.all():
                 return end
-            missing = len(present) - 1 - present[::-1].index(False)
+            missing = int(np.flatnonzero(~present)[-1])
             end = self._align((slots.start + missing) * slot_tokens)
         return end

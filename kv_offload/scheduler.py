@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,8 @@ class OffloadScheduler:
         self._num_slots = num_slots
         self._pool: Any = None
         self._requests: dict[str, _RequestState] = {}
+        # Of the same requests: the number of computed tokens at which a store may be planned next.
+        self._next_end_tokens: dict[str, float] = {}
         self._load_failed: set[str] = set()
         self._new_load_failures: set[str] = set()
         self._evictions_reported = 0
@@ -120,31 +123,36 @@ class OffloadScheduler:
             if state is not None:
                 state.block_ids = [list(group) for group in new.block_ids]
                 self._plan_stores(state, new.num_computed_tokens, output)
-        cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
+        cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
+        next_ends = self._next_end_tokens
+        changes = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, new_ids, num_computed in changes:
+            # Once per running request and step: most have got no block, and filled none.
+            next_end = next_ends.get(request_id, math.inf)
+            if new_ids is None and num_computed + scheduled[request_id] < next_end:
+                continue
             state = self._requests.get(request_id)
             if state is None:
                 continue
-            new_ids = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
                 state.block_ids = [list(group) for group in new_ids or ()]
                 state.cursor = self._stores.new_cursor()
             elif new_ids is not None:
                 for ids, more in zip(state.block_ids, new_ids, strict=True):
                     ids.extend(more)
-            self._plan_stores(state, cached.num_computed_tokens[index], output)
+            self._plan_stores(state, num_computed, output)
         return OffloadMetadata(self._stores.take_planned(), self._loads.take_planned())
 
     def _plan_stores(
         self, state: _RequestState, num_computed_tokens: int, output: SchedulerOutput
     ) -> None:
         request = state.request
-        scheduled = output.num_scheduled_tokens[request.request_id]
+        request_id = request.request_id
         # Beyond num_tokens there are only drafts and placeholders, whose KV may be written again.
-        end = min(num_computed_tokens + scheduled, request.num_tokens)
-        self._stores.plan(
-            state.cursor, request.block_hashes, state.block_ids, self._store_limit(request, end)
-        )
+        end = min(num_computed_tokens + output.num_scheduled_tokens[request_id], request.num_tokens)
+        limit = self._store_limit(request, end)
+        self._stores.plan(state.cursor, request.block_hashes, state.block_ids, limit)
+        self._next_end_tokens[request_id] = state.cursor.next_end_tokens
 
     def _store_limit(self, request: Request, end_tokens: int) -> int:
         prompt_only = self._config.store_blocks == "prompt"
@@ -154,6 +162,7 @@ class OffloadScheduler:
         """Plan the stores of what a request leaves behind, just before its blocks are freed."""
         request_id = request.request_id
         state = self._requests.pop(request_id, None)
+        self._next_end_tokens.pop(request_id, None)
         self._load_failed.discard(request_id)
         loading = self._loads.is_loading(request_id)
         self._loads.forget(request_id)
@@ -161,10 +170,13 @@ class OffloadScheduler:
             return
         processed = request.num_computed_tokens - request.num_in_flight_tokens
         end = self._store_limit(request, max(0, min(processed, request.num_tokens)))
+        if end < state.cursor.next_end_tokens:
+            return
         # Its blocks that nobody shares and no store has pinned are free in a moment.
         own_blocks = sum(self._pool.blocks[b].ref_cnt == 1 for group in block_ids for b in group)
         self._stores.begin_step()
         self._stores.plan(state.cursor, request.block_hashes, block_ids, end, own_blocks)
+        self._stores.pin_chosen()
         self._stores.count_leftovers(state.cursor, end)
 
     def update(self, output: KVConnectorOutput) -> None:

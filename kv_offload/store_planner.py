@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kv_offload.cache_manager import CacheManager
 from kv_offload.metadata import StoreJob, StoreResult
+from kv_offload.policies import Key, Slots
 from kv_offload.prefix import CacheGroup, PrefixMap, SlotKey
 
 MAX_SLOTS_PER_STEP = 1024
@@ -35,16 +37,20 @@ SKIP_REASONS: tuple[SkipReason, ...] = get_args(SkipReason)
 
 @dataclass(slots=True)
 class StoreCursor:
-    """How far the stores of one request have been planned: one slot index per group."""
+    """How far the stores of one request have been planned: one slot index per group.
+
+    Below `next_end_tokens` of computed tokens there is nothing new to plan.
+    """
 
     next_slot: list[int]
+    next_end_tokens: int = 0
 
 
 @dataclass(slots=True)
-class _RunningStore:
-    slots: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    ranks_left: set[int] = field(default_factory=set)
+class _Store:
+    slots: Slots
+    blocks: list[int]
+    ranks_left: set[int]
     ok: bool = True
 
 
@@ -91,10 +97,14 @@ class StorePlanner:
         self._uses = UseCounter()
         self._pool: Any = None
         self._next_job_id = 0
-        self._planned = _RunningStore()
-        self._planned_pairs: list[tuple[int, int]] = []
-        self._running: dict[int, _RunningStore] = {}
-        self._abandoned: dict[int, _RunningStore] = {}
+        # Chosen and not pinned yet: new keys with their blocks, and slots of the same prefixes.
+        self._new: dict[Key, Sequence[int]] = {}
+        self._along: list[Slots] = []
+        # Pinned and not sent yet; arrays of equal length, with a row of blocks for each slot.
+        self._planned_slots: list[Slots] = []
+        self._planned_blocks: list[NDArray[np.int32]] = []
+        self._running: dict[int, _Store] = {}
+        self._abandoned: dict[int, _Store] = {}
         self._examined = 0
         self.pinned_blocks = 0
         self._skipped: Counter[SkipReason] = Counter()
@@ -111,13 +121,19 @@ class StorePlanner:
     @property
     def pending(self) -> bool:
         """Whether any block is pinned, be its store planned or running."""
-        return bool(self._planned_pairs or self._running)
+        return bool(self._planned_slots or self._running)
 
     @property
     def holds_idle_blocks(self) -> bool:
         """Whether a pin alone keeps some block from being free."""
-        stores = (self._planned, *self._running.values())
-        return any(self._pool.blocks[b].ref_cnt == 1 for store in stores for b in store.blocks)
+        blocks = self._pool.blocks
+        return any(blocks[block].ref_cnt == 1 for block in self._pinned())
+
+    def _pinned(self) -> Iterator[int]:
+        for blocks in self._planned_blocks:
+            yield from blocks.flat
+        for store in self._running.values():
+            yield from store.blocks
 
     def begin_step(self) -> None:
         """Give the planner a new budget of slots to examine."""
@@ -135,99 +151,103 @@ class StorePlanner:
         end_tokens: int,
         soon_free_blocks: int = 0,
     ) -> None:
-        """Plan the stores of one request's blocks whose tokens end at or below `end_tokens`.
+        """Choose among one request's blocks whose tokens end at or below `end_tokens`.
 
-        `soon_free_blocks` counts blocks that the engine frees right after this call.
+        `soon_free_blocks` counts blocks that the engine frees right after this call. The blocks are
+        pinned by `pin_chosen`, which must be called before anybody can free them.
         """
-        # Once for all groups: what one of them has pinned is neither free nor about to be.
         pins_left = self._pins_left(soon_free_blocks)
+        slot_tokens = self._prefixes.slot_tokens
         for position, group in enumerate(self._prefixes.groups):
-            keys, blocks_of = self._collect(
-                cursor, position, group, hashes, block_ids[position], end_tokens, pins_left
+            first = cursor.next_slot[position]
+            last = min(
+                end_tokens // slot_tokens[position],
+                len(block_ids[position]) // self._prefixes.blocks_per_slot,
+                first + MAX_SLOTS_PER_STEP - self._examined,
             )
-            if keys:
-                pins_left -= self._reserve(keys, blocks_of)
+            if first < last:
+                chosen_before = len(self._new)
+                passed = self._choose(group, hashes, block_ids[position], first, last, pins_left)
+                pins_left -= (len(self._new) - chosen_before) * self._prefixes.blocks_per_slot
+                self._examined += passed
+                cursor.next_slot[position] = first + passed
+        cursor.next_end_tokens = min(
+            (next_slot + 1) * tokens
+            for next_slot, tokens in zip(cursor.next_slot, slot_tokens, strict=True)
+        )
 
     def _pins_left(self, soon_free_blocks: int) -> int:
-        """Return how many more blocks may be pinned.
+        """Return how many more blocks may be chosen.
 
         The share is of what would be free if no store held anything and the requests whose blocks
         are pinned had ended.
         """
         free = self._pool.get_num_free_blocks() + soon_free_blocks + self.pinned_blocks
-        return int(self._max_pinned_share * free) - self.pinned_blocks
+        chosen = len(self._new) * self._prefixes.blocks_per_slot
+        return int(self._max_pinned_share * free) - self.pinned_blocks - chosen
 
-    def _collect(
+    def _choose(
         self,
-        cursor: StoreCursor,
-        position: int,
         group: CacheGroup,
         hashes: Sequence[bytes],
         group_blocks: Sequence[int],
-        end_tokens: int,
+        first: int,
+        last: int,
         pins_left: int,
-    ) -> tuple[list[SlotKey], dict[Hashable, Sequence[int]]]:
-        """Advance the cursor of one group; return the keys it passed, in prefix order.
-
-        With them come the blocks of those that are new, valid now and within the budgets.
-        """
-        per_slot = self._prefixes.blocks_per_slot
-        first = cursor.next_slot[position]
-        last = min(
-            end_tokens // self._prefixes.slot_tokens[position],
-            len(group_blocks) // per_slot,
-            first + MAX_SLOTS_PER_STEP - self._examined,
-        )
-        block_keys = self._prefixes.block_keys(hashes, group, first * per_slot, last * per_slot)
-        is_known, pool_blocks = self._manager.is_known, self._pool.blocks
-        keys: list[SlotKey] = []
-        blocks_of: dict[Hashable, Sequence[int]] = {}
-        slots_passed = 0
-        for at in range(0, len(block_keys) - per_slot + 1, per_slot):
-            key = block_keys[at + per_slot - 1]
-            if is_known(key):
-                keys.append(key)
-            else:
-                start = first * per_slot + at
-                blocks = group_blocks[start : start + per_slot]
-                expected = block_keys[at : at + per_slot]
-                # Null blocks have no hash, so they are caught here too.
-                if [pool_blocks[block].block_hash for block in blocks] != expected:
-                    self._skipped["moved_on"] += 1
-                elif per_slot > pins_left:
-                    break
-                elif self._store_after_uses > 1 and self._uses.count(key) < self._store_after_uses:
-                    self._skipped["used_too_little"] += 1
-                else:
-                    pins_left -= per_slot
-                    keys.append(key)
-                    blocks_of[key] = blocks
-            slots_passed += 1
-        self._examined += slots_passed
-        cursor.next_slot[position] = first + slots_passed
-        return keys, blocks_of
-
-    def _reserve(
-        self, keys: Sequence[SlotKey], blocks_of: Mapping[Hashable, Sequence[int]]
     ) -> int:
-        """Take slots for the new keys; pin the blocks of those that got one and return how many.
+        """Choose slots from `first` to `last` (exclusive); return how many were passed.
 
-        The known keys go along: they are used again, and must not be evicted for their own tail.
+        Those are chosen that are new, valid now and within the budgets.
         """
-        plan = self._manager.prepare_store(keys)
-        self._skipped["pool_busy"] += plan.no_room
         per_slot = self._prefixes.blocks_per_slot
-        pinned: list[int] = []
-        for key, slot in plan.accepted:
-            blocks = blocks_of[key]
-            pinned.extend(blocks)
-            self._planned.slots.append(slot)
-            places = range(slot * per_slot, (slot + 1) * per_slot)
-            self._planned_pairs.extend(zip(blocks, places, strict=True))
-        self._planned.blocks.extend(pinned)
-        self._pool.touch([self._pool.blocks[block] for block in pinned])
-        self.pinned_blocks += len(pinned)
-        return len(pinned)
+        keys = self._prefixes.slot_keys(hashes, group, first, last)
+        slots = self._manager.find(keys)
+        unknown = np.flatnonzero(slots < 0).tolist()
+        passed = len(keys)
+        if unknown:
+            start = (first + unknown[0]) * per_slot
+            pool_keys = self._prefixes.pool_keys(hashes, group, start, last * per_slot)
+            pool_blocks = self._pool.blocks
+        for index in unknown:
+            key = keys[index]
+            if key in self._new:
+                continue  # another request of this step has the same prefix
+            at = (first + index) * per_slot
+            blocks = group_blocks[at : at + per_slot]
+            expected = pool_keys[at - start : at - start + per_slot]
+            # Null blocks have no hash, so they are caught here too.
+            if [pool_blocks[block].block_hash for block in blocks] != expected:
+                self._skipped["moved_on"] += 1
+            elif per_slot > pins_left:
+                passed = index
+                break
+            elif self._store_after_uses > 1 and self._uses.count(key) < self._store_after_uses:
+                self._skipped["used_too_little"] += 1
+            else:
+                pins_left -= per_slot
+                self._new[key] = blocks
+        known = slots[:passed]
+        self._along.append(known[known >= 0])
+        return passed
+
+    def pin_chosen(self) -> None:
+        """Take slots for what was chosen and pin the blocks of those that got one.
+
+        What is known of the same prefixes goes along: it is used again, and must not be evicted for
+        its own tail.
+        """
+        if not self._along:
+            return
+        plan = self._manager.prepare_store(list(self._new), np.concatenate(self._along))
+        self._skipped["pool_busy"] += plan.no_room
+        if plan.keys:
+            blocks = np.array([self._new[key] for key in plan.keys], np.int32)
+            self._planned_slots.append(plan.slots)
+            self._planned_blocks.append(blocks)
+            self._pool.touch([self._pool.blocks[block] for block in blocks.flat])
+            self.pinned_blocks += blocks.size
+        self._new = {}
+        self._along = []
 
     def count_leftovers(self, cursor: StoreCursor, end_tokens: int) -> None:
         """Count the slots of an ending request that no budget was left for."""
@@ -237,15 +257,20 @@ class StorePlanner:
             self._skipped["no_budget"] += max(0, end_tokens // slot_tokens - next_slot)
 
     def take_planned(self) -> tuple[StoreJob, ...]:
-        """Return what was planned since the last call as one job, for this step's metadata."""
-        if not self._planned_pairs:
+        """Pin what was chosen, and return what was pinned since the last call as one job."""
+        self.pin_chosen()
+        if not self._planned_slots:
             return ()
-        job = StoreJob(self._next_job_id, np.array(self._planned_pairs, dtype=np.int32))
+        per_slot = self._prefixes.blocks_per_slot
+        slots, blocks = np.concatenate(self._planned_slots), np.concatenate(self._planned_blocks)
+        places = slots[:, None] * per_slot + np.arange(per_slot, dtype=np.int32)
+        pairs = np.stack((blocks.reshape(-1), places.reshape(-1)), axis=1)
+        job = StoreJob(self._next_job_id, pairs)
         self._next_job_id += 1
-        self._planned.ranks_left = set(range(self._num_ranks))
-        self._running[job.job_id] = self._planned
-        self._planned = _RunningStore()
-        self._planned_pairs = []
+        ranks = set(range(self._num_ranks))
+        self._running[job.job_id] = _Store(slots, blocks.reshape(-1).tolist(), ranks)
+        self._planned_slots = []
+        self._planned_blocks = []
         return (job,)
 
     def complete(self, results: Mapping[int, StoreResult]) -> None:
@@ -286,7 +311,7 @@ class StorePlanner:
             self._abandoned[job_id] = store
         self._running.clear()
 
-    def _unpin(self, store: _RunningStore) -> None:
+    def _unpin(self, store: _Store) -> None:
         # The pool puts the last of these at the most recent end: a prefix' head should leave last.
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(store.blocks)])
         self.pinned_blocks -= len(store.blocks)

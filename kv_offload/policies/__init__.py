@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kv_offload.errors import ConfigError
 from kv_offload.policies.arc import ARCPolicy
-from kv_offload.policies.base import EvictionPolicy, Key
+from kv_offload.policies.base import EvictionPolicy, Key, Slots
 from kv_offload.policies.lru import LRUPolicy
 
-__all__ = ["POLICIES", "ARCPolicy", "EvictionPolicy", "Key", "LRUPolicy", "make_policy"]
+__all__ = ["POLICIES", "ARCPolicy", "EvictionPolicy", "Key", "LRUPolicy", "Slots", "make_policy"]
 
 POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRUPolicy, "arc": ARCPolicy}
 

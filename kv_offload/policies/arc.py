@@ -13,7 +13,11 @@ Without holds the victims are those of the paper. What holds and discards add to
 
 from __future__ import annotations
 
-from kv_offload.policies.base import EvictionPolicy, Key
+from collections.abc import Sequence
+
+import numpy as np
+
+from kv_offload.policies.base import EvictionPolicy, Key, Slots
 from kv_offload.policies.ghosts import GhostList
 from kv_offload.policies.recency import RecencyList
 
@@ -38,21 +42,25 @@ class ARCPolicy(EvictionPolicy):
         self._target = 0.0  # p
         self._key_of: list[Key] = []  # by slot; what is not resident does not matter
 
-    def add(self, slot: int, key: Key) -> None:
+    def add(self, slots: Slots, keys: Sequence[Key]) -> None:
         """See `EvictionPolicy.add`."""
-        home, _ = self._enter(key)
-        self._insert(home, slot, key)
+        for slot, key in zip(slots.tolist(), keys, strict=True):
+            home, _ = self._enter(key)
+            self._insert(home, slot, key)
 
-    def replace(self, key: Key) -> int | None:
+    def replace(self, keys: Sequence[Key]) -> Slots:
         """See `EvictionPolicy.replace`."""
-        if not self._t1.evictable and not self._t2.evictable:
-            return None
-        home, from_b2 = self._enter(key)
-        # Case IV with L1 full of T1 alone is the only one in which the victim leaves no ghost.
-        with_ghost = home is self._t2 or self._t1.length < self.capacity
-        slot = self._evict(from_b2, with_ghost)
-        self._insert(home, slot, key)
-        return slot
+        slots = []
+        for key in keys:
+            if not self._t1.evictable and not self._t2.evictable:
+                break
+            home, from_b2 = self._enter(key)
+            # Case IV with L1 full of T1 alone is the only one in which the victim has no ghost.
+            with_ghost = home is self._t2 or self._t1.length < self.capacity
+            slot = self._evict(from_b2, with_ghost)
+            self._insert(home, slot, key)
+            slots.append(slot)
+        return np.array(slots, np.int32)
 
     def _enter(self, key: Key) -> tuple[RecencyList, bool]:
         """Do all of the paper's cases II to IV but REPLACE.
@@ -96,8 +104,18 @@ class ARCPolicy(EvictionPolicy):
         self._key_of[slot] = key
         home.append(slot, held=True)
 
-    def use(self, slot: int) -> None:
+    def use(self, slots: Slots) -> None:
         """See `EvictionPolicy.use`; the paper's case I."""
+        for slot in slots.tolist():
+            self._hit(slot)
+
+    def hold(self, slots: Slots) -> None:
+        """See `EvictionPolicy.hold`; the paper's case I."""
+        for slot in slots.tolist():
+            self._hit(slot)
+            self._t2.hold(slot)
+
+    def _hit(self, slot: int) -> None:
         if slot not in self._t1:
             self._t2.refresh(slot)
         elif self._t1.is_held(slot):
@@ -106,18 +124,15 @@ class ARCPolicy(EvictionPolicy):
             self._t1.remove(slot)
             self._t2.append(slot, held=False)
 
-    def hold(self, slot: int) -> None:
-        """See `EvictionPolicy.hold`; the paper's case I."""
-        self.use(slot)
-        self._t2.hold(slot)
-
-    def release(self, slot: int) -> None:
+    def release(self, slots: Slots) -> None:
         """See `EvictionPolicy.release`."""
-        self._list_of(slot).release(slot)
+        for slot in slots.tolist():
+            self._list_of(slot).release(slot)
 
-    def discard(self, slot: int) -> None:
+    def discard(self, slots: Slots) -> None:
         """See `EvictionPolicy.discard`; no ghost is left."""
-        self._list_of(slot).remove(slot)
+        for slot in slots.tolist():
+            self._list_of(slot).remove(slot)
 
     def _list_of(self, slot: int) -> RecencyList:
         return self._t1 if slot in self._t1 else self._t2

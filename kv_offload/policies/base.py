@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kv_offload.errors import CapacityError
 
 Key: TypeAlias = Hashable
 """The name of a block's contents: opaque and hashable."""
+
+Slots: TypeAlias = NDArray[np.int32]
+"""Slot numbers, shape `(n,)`. Batches, because a prompt has thousands of blocks."""
 
 
 class EvictionPolicy(ABC):
@@ -18,11 +24,11 @@ class EvictionPolicy(ABC):
     A slot becomes resident through `add` or `replace`, at the moment its store is planned, and is
     held from then on: the policy sees an admission at the time of the access that caused it, and a
     slot that is being written is no victim. `release` makes it a candidate. A slot that is being
-    read is held again. Of several slots the one used last is the most recent; `release` does not
-    change that order.
+    read is held again. Of several slots the one used last is the most recent, and within one call
+    the last of `slots`; `release` does not change that order.
 
-    All operations take O(1) amortised time. They trust their caller, `CacheManager`: apart from
-    `add`, they are for resident slots only.
+    All operations take O(1) amortised time per slot. They trust their caller, `CacheManager`: apart
+    from `add`, they are for resident slots only, and only `use` may be given a slot twice.
 
     Raises `CapacityError` for a capacity below 1.
     """
@@ -33,35 +39,35 @@ class EvictionPolicy(ABC):
         self.capacity = capacity
 
     @abstractmethod
-    def add(self, slot: int, key: Key) -> None:
-        """Make a free slot resident with a new key, held and the most recent."""
+    def add(self, slots: Slots, keys: Sequence[Key]) -> None:
+        """Make free slots resident with new keys, held and the most recent."""
 
     @abstractmethod
-    def replace(self, key: Key) -> int | None:
-        """Evict the key of some slot that is not held, `add` the slot with a new key and return it.
+    def replace(self, keys: Sequence[Key]) -> Slots:
+        """Evict the key of a slot that is not held for each new one; `add` and return the slots.
 
-        One call, because the choice of the slot may depend on the key that comes in. Returns `None`
-        and changes nothing where all resident slots are held.
+        One call, because the choice of the slot may depend on the key that comes in. Where fewer
+        slots can be evicted, the keys at the end get none.
         """
 
     @abstractmethod
-    def use(self, slot: int) -> None:
-        """Count an access to a slot, held or not, and make it the most recent.
+    def use(self, slots: Slots) -> None:
+        """Count an access to slots, held or not, and make them the most recent.
 
-        Until its first `release` that access is the one that added it, and is not counted again.
+        Until a slot's first `release` that access is the one that added it, not counted again.
         """
 
     @abstractmethod
-    def hold(self, slot: int) -> None:
-        """Do as `use`, and keep a slot that is not held from being evicted until `release`."""
+    def hold(self, slots: Slots) -> None:
+        """Do as `use`, and keep slots that are not held from being evicted until `release`."""
 
     @abstractmethod
-    def release(self, slot: int) -> None:
-        """Let a held slot be evicted again. This is not an access."""
+    def release(self, slots: Slots) -> None:
+        """Let held slots be evicted again. This is not an access."""
 
     @abstractmethod
-    def discard(self, slot: int) -> None:
-        """Forget a slot, held or not, and its key, as if it had never been added."""
+    def discard(self, slots: Slots) -> None:
+        """Forget slots, held or not, and their keys, as if they had never been added."""
 
     @abstractmethod
     def clear(self) -> None:

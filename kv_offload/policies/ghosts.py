@@ -56,6 +56,5 @@ class GhostList:
     def check_integrity(self) -> None:
         """Check all invariants, in O(n). Raises `AssertionError` naming the first broken."""
         self._order.check_integrity()
-        places = dict(self._places.items())
-        assert [places.get(key) for key in self.keys()] == self._order.slots(), "a ghost is lost"
-        assert len(places) == self.length, "a ghost has no place"
+        assert self._places.get_all(self.keys()) == self._order.slots(), "a ghost is lost"
+        assert len(self._places) == self.length, "a ghost has no place"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kv_offload.policies.base import Key
 
@@ -14,18 +14,22 @@ Xeon at 2.8 GHz (CPython 3.11), which would hold up every request; with 1/256 of
 class KeyMap:
     """Maps keys to ints as a dict does, spread over dicts that are small enough to be rebuilt."""
 
-    __slots__ = ("_shards",)
+    __slots__ = ("_length", "_shards")
 
     def __init__(self) -> None:
+        self._length = 0
         self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(NUM_SHARDS))
 
-    def get(self, key: Key) -> int | None:
-        """Return what a key maps to, `None` for an unknown one."""
-        return self._shards[hash(key) % NUM_SHARDS].get(key)
+    def get_all(self, keys: Sequence[Key]) -> list[int]:
+        """Return what each key maps to, -1 for unknown ones."""
+        shards = self._shards
+        return [shards[hash(key) % NUM_SHARDS].get(key, -1) for key in keys]
 
     def pop(self, key: Key) -> int:
         """Take a key out and return what it mapped to. Raises `KeyError` for an unknown one."""
-        return self._shards[hash(key) % NUM_SHARDS].pop(key)
+        value = self._shards[hash(key) % NUM_SHARDS].pop(key)
+        self._length -= 1
+        return value
 
     def items(self) -> Iterator[tuple[Key, int]]:
         """Iterate over all (key, int) pairs, in no order."""
@@ -33,10 +37,12 @@ class KeyMap:
             yield from shard.items()
 
     def __setitem__(self, key: Key, value: int) -> None:
-        self._shards[hash(key) % NUM_SHARDS][key] = value
+        shard = self._shards[hash(key) % NUM_SHARDS]
+        self._length += key not in shard
+        shard[key] = value
 
     def __contains__(self, key: Key) -> bool:
         return key in self._shards[hash(key) % NUM_SHARDS]
 
     def __len__(self) -> int:
-        return sum(map(len, self._shards))
+        return self._length

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from kv_offload.policies.base import EvictionPolicy, Key
-from kv_offload.policies.recency import RecencyList
+from collections.abc import Sequence
+
+import numpy as np
+
+from kv_offload.policies.base import EvictionPolicy, Key, Slots
+from kv_offload.policies.use_log import UseLog
 
 
 class LRUPolicy(EvictionPolicy):
-    """One list by recency. Cheapest, and right where reuse comes soon or not at all."""
+    """One order by recency. Cheapest, and right where reuse comes soon or not at all."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -15,43 +19,47 @@ class LRUPolicy(EvictionPolicy):
 
     def clear(self) -> None:
         """See `EvictionPolicy.clear`."""
-        self._recency = RecencyList()
+        self._log = UseLog(self.capacity)
+        self._held = np.zeros(self.capacity, bool)
 
-    def add(self, slot: int, key: Key) -> None:
-        """See `EvictionPolicy.add`; the key does not matter."""
-        self._recency.append(slot, held=True)
+    def add(self, slots: Slots, keys: Sequence[Key]) -> None:
+        """See `EvictionPolicy.add`; the keys do not matter."""
+        self._log.append(slots)
+        self._held[slots] = True
 
-    def replace(self, key: Key) -> int | None:
-        """See `EvictionPolicy.replace`; the key does not matter."""
-        if not self._recency.evictable:
-            return None
-        slot = self._recency.pop_oldest()
-        self.add(slot, key)
-        return slot
+    def replace(self, keys: Sequence[Key]) -> Slots:
+        """See `EvictionPolicy.replace`; the keys do not matter."""
+        slots = self._log.pop_oldest(len(keys), self._held)
+        self.add(slots, keys)
+        return slots
 
-    def use(self, slot: int) -> None:
+    def use(self, slots: Slots) -> None:
         """See `EvictionPolicy.use`."""
-        self._recency.refresh(slot)
+        self._log.append(slots)
 
-    def hold(self, slot: int) -> None:
+    def hold(self, slots: Slots) -> None:
         """See `EvictionPolicy.hold`."""
-        self._recency.hold(slot)
-        self._recency.refresh(slot)
+        self._log.append(slots)
+        self._held[slots] = True
 
-    def release(self, slot: int) -> None:
+    def release(self, slots: Slots) -> None:
         """See `EvictionPolicy.release`."""
-        self._recency.release(slot)
+        self._held[slots] = False
+        self._log.put_back(slots)
 
-    def discard(self, slot: int) -> None:
+    def discard(self, slots: Slots) -> None:
         """See `EvictionPolicy.discard`."""
-        self._recency.remove(slot)
+        self._held[slots] = False
+        self._log.remove(slots)
 
     def resident(self) -> dict[int, bool]:
         """See `EvictionPolicy.resident`."""
-        return self._recency.holds()
+        held = np.flatnonzero(self._held).tolist()
+        return dict.fromkeys(self._log.slots().tolist(), False) | dict.fromkeys(held, True)
 
     def check_integrity(self) -> None:
         """See `EvictionPolicy.check_integrity`."""
-        self._recency.check_integrity()
-        slots = self._recency.length
+        self._log.check_integrity()
+        slots = self._log.length
         assert slots <= self.capacity, f"{slots} slots exceed capacity {self.capacity}"
+        assert len(self.resident()) == slots, "a held slot is not resident"

@@ -30,7 +30,6 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
-    make_block_hash_with_group_id,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -691,7 +690,9 @@ class PlayedEngine:
         self._learn_keys()
         manager, per_slot = self.offload.manager, self.offload._config.blocks_per_slot
         manager.check_integrity()
-        for key, slot in manager._stored.items():
+        for key, slot in manager._slot_of.items():
+            if not manager.lookup(key):
+                continue
             expected = self.known[key]
             for rank in self.ranks:
                 found = rank.copies.arena[slot * per_slot : (slot + 1) * per_slot].view(np.int64)
@@ -714,18 +715,16 @@ class PlayedEngine:
                     last = end // self.hash_block_tokens
                     if last > len(hashes):
                         break
-                    key = make_block_hash_with_group_id(hashes[last - 1], group.group_id)
+                    (key,) = self.offload._prefixes.slot_keys(
+                        hashes, group, end // tokens - 1, end // tokens
+                    )
                     value = np.array(names[end - tokens : end], np.int64) + group.group_id
                     self.known[key] = value.reshape(per_slot, group.block_tokens)
 
     def check_pins(self) -> None:
         """Check that every pin is a reference on a block that is not free."""
         stores = self.offload._stores
-        pins = Counter(
-            block
-            for store in (stores._planned, *stores._running.values())
-            for block in store.blocks
-        )
+        pins = Counter(stores._pinned())
         assert stores.pinned_blocks == pins.total()
         for block, count in pins.items():
             assert self.pool.blocks[block].ref_cnt >= count
@@ -741,8 +740,9 @@ class PlayedEngine:
         assert self.offload._loads.running == 0
         assert not self.offload._loads._arriving
         assert not self.offload._loads._matched_from
-        assert not self.offload._loads._waiting_since
+        assert not self.offload._loads._waiting
         assert not self.offload._requests
+        assert not self.offload._next_end_tokens
         assert not self.offload._load_failed
         assert all(rank.copies.in_flight == 0 for rank in self.ranks)
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1

@@ -67,12 +67,12 @@ class CacheManagerMachine(RuleBasedStateMachine):
         plan = self.manager.prepare_store(keys)
 
         room = free + len(evictable)
-        assert [key for key, _ in plan.accepted] == new[:room]
+        assert [*plan.keys] == new[:room]
         assert plan.known == len(keys) - len(new)
-        assert plan.no_room == len(new) - len(plan.accepted)
-        assert plan.evicted == max(0, len(plan.accepted) - free)
+        assert plan.no_room == len(new) - len(plan.keys)
+        assert plan.evicted == max(0, len(plan.keys) - free)
         self.evictions += plan.evicted
-        for key, slot in plan.accepted:
+        for key, slot in zip(plan.keys, plan.slots.tolist(), strict=True):
             assert 0 <= slot < self.manager.num_slots
             if slot in self.in_use():
                 assert slot in evictable, "a slot was taken that is held or was given out twice"
@@ -102,7 +102,7 @@ class CacheManagerMachine(RuleBasedStateMachine):
     @rule(keys=key_lists)
     def prepare_load(self, keys: list[bytes]) -> None:
         if all(key in self.readable for key in keys):
-            slots = self.manager.prepare_load(keys)
+            slots = self.manager.prepare_load(keys).tolist()
             assert slots == [self.readable[key] for key in keys]
             self.loads.append(Load(slots))
         else:
@@ -170,7 +170,7 @@ class CacheManagerMachine(RuleBasedStateMachine):
         self.manager.reset()
         assert self.manager.slots_in_use == 0
         plan = self.manager.prepare_store([b"%d" % i for i in range(self.manager.num_slots)])
-        assert {slot for _, slot in plan.accepted} == set(range(self.manager.num_slots))
+        assert {*plan.slots.tolist()} == set(range(self.manager.num_slots))
 
 
 class LRUMachine(CacheManagerMachine):

@@ -34,13 +34,14 @@ class Loads:
     def keep(self, slots: Sequence[int], group: CacheGroup = FULL) -> dict[int, int]:
         """Store slots of the prefix; return where each of them is."""
         plan = self.manager.prepare_store([self.key(slot, group) for slot in slots])
-        self.manager.complete_store([slot for _, slot in plan.accepted])
-        return dict(zip(slots, (slot for _, slot in plan.accepted), strict=True))
+        self.manager.complete_store(plan.slots)
+        return dict(zip(slots, plan.slots.tolist(), strict=True))
 
     def key(self, slot: int, group: CacheGroup = FULL) -> bytes:
         """Return the key of a slot: that of its last block."""
         last_block = (slot + 1) * self.prefixes.blocks_per_slot - 1
-        return make_key(HASHES[(last_block + 1) * group.block_tokens // 4 - 1], group.group_id)
+        block_hash = HASHES[(last_block + 1) * group.block_tokens // 4 - 1]
+        return make_key(block_hash, group.group_id) if group.group_id else block_hash
 
     def match(self, request_id: str, start: int = 0, tokens: int = 25) -> int | None:
         return self.planner.match(request_id, HASHES, start, tokens)
@@ -62,7 +63,7 @@ class Loads:
         newcomers = [b"newcomer %d" % i for i in range(self.manager.num_slots)]
         plan = self.manager.prepare_store(newcomers)
         held = self.manager.lookup(self.key(slot))
-        self.manager.complete_store([slot for _, slot in plan.accepted], ok=False)
+        self.manager.complete_store(plan.slots, ok=False)
         return held
 
 
@@ -398,7 +399,7 @@ def test_a_key_that_was_evicted_since_the_match_makes_the_plan_incomplete() -> N
     loads.keep(range(2))
     assert loads.match("a", tokens=9) == 8
     plan = loads.manager.prepare_store([b"newcomer"])
-    loads.manager.complete_store([slot for _, slot in plan.accepted])
+    loads.manager.complete_store(plan.slots)
     job = loads.plan("a", 0, 8, [10, 11])
     assert job.incomplete
     loads.planner.complete(["a"])

@@ -4,12 +4,13 @@ import itertools
 import random
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_offload.errors import CapacityError, ConfigError
-from kv_offload.policies import POLICIES, ARCPolicy, EvictionPolicy, LRUPolicy, make_policy
+from kv_offload.policies import POLICIES, ARCPolicy, EvictionPolicy, LRUPolicy, Slots, make_policy
 from kv_offload.policies.ghosts import GhostList
 from kv_offload.policies.key_map import KeyMap
 from kv_offload.policies.recency import RecencyList
@@ -87,6 +88,10 @@ class PlainLRU:
         return victim
 
 
+def slots(*numbers: int) -> Slots:
+    return np.array(numbers, np.int32)
+
+
 class Named:
     """Lets a test name keys where a policy wants slots; gives them slots as the manager does."""
 
@@ -99,14 +104,15 @@ class Named:
 
     def add(self, key: object) -> None:
         slot = next(slot for slot in itertools.count() if slot not in self.slot_of.values())
-        self.policy.add(slot, key)
+        self.policy.add(slots(slot), [key])
         self.slot_of[key] = slot
 
     def replace(self, key: object) -> object:
         """Return the key that left, `None` if there was none."""
-        slot = self.policy.replace(key)
-        if slot is None:
+        replaced = self.policy.replace([key])
+        if not len(replaced):
             return None
+        (slot,) = replaced.tolist()
         victim = next(key for key in self.slot_of if self.slot_of[key] == slot)
         del self.slot_of[victim]
         self.slot_of[key] = slot
@@ -118,16 +124,16 @@ class Named:
         return [self.replace(f"new {i}") for i in range(count)]
 
     def use(self, key: object) -> None:
-        self.policy.use(self.slot_of[key])
+        self.policy.use(slots(self.slot_of[key]))
 
     def hold(self, key: object) -> None:
-        self.policy.hold(self.slot_of[key])
+        self.policy.hold(slots(self.slot_of[key]))
 
     def release(self, key: object) -> None:
-        self.policy.release(self.slot_of[key])
+        self.policy.release(slots(self.slot_of[key]))
 
     def discard(self, key: object) -> None:
-        self.policy.discard(self.slot_of.pop(key))
+        self.policy.discard(slots(self.slot_of.pop(key)))
 
     def is_held(self, key: object) -> bool:
         return self.policy.resident()[self.slot_of[key]]
@@ -348,11 +354,11 @@ def test_clear_forgets_everything(name: str) -> None:
 def test_slots_may_be_added_in_any_order(name: str) -> None:
     policy = make_policy(name, 8)
     for slot in (5, 2, 7):
-        policy.add(slot, f"key {slot}")
-        policy.release(slot)
+        policy.add(slots(slot), [f"key {slot}"])
+        policy.release(slots(slot))
         policy.check_integrity()
     assert policy.resident() == {5: False, 2: False, 7: False}
-    assert [policy.replace(f"new {i}") for i in range(4)] == [5, 2, 7, None]
+    assert policy.replace([f"new {i}" for i in range(4)]).tolist() == [5, 2, 7]
 
 
 @each_policy
@@ -527,7 +533,7 @@ def test_key_map_is_a_dict() -> None:
         else:
             keys[key] = plain[key] = value
         probe = rng.randbytes(1)
-        assert keys.get(probe) == plain.get(probe)
+        assert keys.get_all([probe]) == [plain.get(probe, -1)]
         assert (probe in keys) == (probe in plain)
     assert dict(keys.items()) == plain
     assert len(keys) == len(plain)

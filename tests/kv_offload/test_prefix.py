@@ -1,18 +1,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from kv_offload.prefix import CacheGroup, PrefixMap
+from kv_offload.prefix import CacheGroup, PrefixMap, Readable
 
 
 def make_key(block_hash: bytes, group_id: int) -> bytes:
     return block_hash + b" of group %d" % group_id
+
+
+def slot_key(block_hash: bytes, group_id: int) -> bytes:
+    return make_key(block_hash, group_id) if group_id else block_hash
+
+
+def among(keys: Collection[bytes]) -> Readable:
+    return lambda asked: np.array([key in keys for key in asked], bool)
+
+
+def everything(keys: Sequence[bytes]) -> NDArray[np.bool_]:
+    return np.ones(len(keys), bool)
 
 
 def make_hashes(count: int) -> list[bytes]:
@@ -40,8 +54,9 @@ class Case:
     start: int
     limit: int
 
-    def readable(self, key: bytes) -> bool:
-        return key in self.readable_keys
+    @property
+    def readable(self) -> Readable:
+        return among(self.readable_keys)
 
     @property
     def readable_keys(self) -> set[bytes]:
@@ -50,7 +65,7 @@ class Case:
             for slot in range(len(self.hashes) * self.hash_block_tokens // slot_tokens):
                 if (group.group_id, slot) not in self.missing:
                     last_hash = (slot + 1) * slot_tokens // self.hash_block_tokens - 1
-                    keys.add(make_key(self.hashes[last_hash], group.group_id))
+                    keys.add(slot_key(self.hashes[last_hash], group.group_id))
         return keys
 
     def blocks_read(self, group: CacheGroup, end: int) -> set[int]:
@@ -148,7 +163,7 @@ def test_a_hit_needs_readable_keys_only_and_all_of_them(case: Case) -> None:
 
 @given(cases(), st.integers(0, 400))
 def test_a_hit_never_goes_beyond_the_limit_nor_below_the_start(case: Case, limit: int) -> None:
-    end = case.prefixes.longest_hit(case.hashes, lambda _: True, case.start, limit)
+    end = case.prefixes.longest_hit(case.hashes, everything, case.start, limit)
     assert case.start <= end
     assert end == case.start or end <= min(limit, len(case.hashes) * case.hash_block_tokens)
 
@@ -158,7 +173,7 @@ def test_the_answer_shrinks_with_what_is_readable(case: Case, data: st.DataObjec
     kept = data.draw(st.sets(st.sampled_from(sorted(case.readable_keys) or [b"none"])))
     ends = [
         case.prefixes.longest_hit(case.hashes, readable, case.start, case.limit)
-        for readable in (kept.__contains__, case.readable)
+        for readable in (among(kept), case.readable)
     ]
     assert ends == sorted(ends)
 
@@ -169,12 +184,12 @@ FULL = CacheGroup(0, 4)
 HASHES = make_hashes(8)
 
 
-def hit(prefixes: PrefixMap, readable: Callable[[bytes], bool], start: int, limit: int) -> int:
+def hit(prefixes: PrefixMap, readable: Readable, start: int, limit: int) -> int:
     return prefixes.longest_hit(HASHES, readable, start, limit)
 
 
 def keys_of(group: CacheGroup, *blocks: int) -> set[bytes]:
-    return {make_key(HASHES[block], group.group_id) for block in blocks}
+    return {slot_key(HASHES[block], group.group_id) for block in blocks}
 
 
 @pytest.mark.parametrize(
@@ -186,22 +201,22 @@ def test_the_first_token_that_a_query_reads(window: int | None, end: int, first:
 
 
 def test_a_gap_ends_a_full_attention_hit() -> None:
-    assert hit(make_map(FULL), keys_of(FULL, 0, 1, 3, 4).__contains__, 0, 31) == 8
+    assert hit(make_map(FULL), among(keys_of(FULL, 0, 1, 3, 4)), 0, 31) == 8
 
 
 def test_a_local_hit_bridges_a_gap() -> None:
-    assert hit(make_map(FULL), keys_of(FULL, 0, 1, 3, 4).__contains__, 12, 31) == 20
+    assert hit(make_map(FULL), among(keys_of(FULL, 0, 1, 3, 4)), 12, 31) == 20
 
 
 def test_a_window_needs_only_its_own_blocks() -> None:
     window = CacheGroup(0, 4, 6)
-    assert hit(make_map(window), keys_of(window, 3, 4).__contains__, 0, 31) == 20
+    assert hit(make_map(window), among(keys_of(window, 3, 4)), 0, 31) == 20
 
 
 def test_a_window_that_begins_inside_a_block_needs_all_of_it() -> None:
     """A query at 20 reads from 15 on with a window of 6, and from 16 on with one of 5."""
-    assert hit(make_map(CacheGroup(0, 4, 6)), keys_of(FULL, 4).__contains__, 0, 31) == 0
-    assert hit(make_map(CacheGroup(0, 4, 5)), keys_of(FULL, 4).__contains__, 0, 31) == 20
+    assert hit(make_map(CacheGroup(0, 4, 6)), among(keys_of(FULL, 4)), 0, 31) == 0
+    assert hit(make_map(CacheGroup(0, 4, 5)), among(keys_of(FULL, 4)), 0, 31) == 20
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -209,14 +224,14 @@ def test_a_group_that_falls_short_lowers_the_end_for_all(order: int) -> None:
     """The full group covers 8 tokens, where the window misses a block: only 4 are left."""
     window = CacheGroup(1, 4, 5)
     readable = keys_of(FULL, 0, 1) | keys_of(window, 0, 2, 3, 4)
-    assert hit(make_map(*(FULL, window)[::order]), readable.__contains__, 0, 31) == 4
+    assert hit(make_map(*(FULL, window)[::order]), among(readable), 0, 31) == 4
 
 
 def test_a_hit_ends_where_the_slots_of_all_groups_do() -> None:
     """The full group covers 12 tokens, but the window's slots have 8, of which it has one."""
     window = CacheGroup(1, 8, 5)
     readable = keys_of(FULL, 0, 1, 2) | keys_of(window, 1)
-    assert hit(make_map(FULL, window), readable.__contains__, 0, 31) == 8
+    assert hit(make_map(FULL, window), among(readable), 0, 31) == 8
 
 
 def test_groups_agree_on_an_end_that_all_their_slots_share() -> None:
@@ -224,7 +239,7 @@ def test_groups_agree_on_an_end_that_all_their_slots_share() -> None:
     prefixes = make_map(small, large, hash_block_tokens=4)
     readable = keys_of(small, 0, 1, 2, 3, 4) | keys_of(large, 1, 3, 5)
     assert prefixes.block_alignment_tokens == 8
-    assert hit(prefixes, readable.__contains__, 0, 23) == 16
+    assert hit(prefixes, among(readable), 0, 23) == 16
 
 
 @pytest.mark.parametrize("blocks_per_slot", [1, 2, 4])
@@ -232,27 +247,33 @@ def test_a_slot_is_named_by_its_last_block(blocks_per_slot: int) -> None:
     prefixes = make_map(FULL, blocks_per_slot=blocks_per_slot)
     assert prefixes.slot_tokens == (4 * blocks_per_slot,)
     slots = 8 // blocks_per_slot
-    block_keys = prefixes.block_keys(HASHES, FULL, 0, 8)
-    assert block_keys == [make_key(block_hash, 0) for block_hash in HASHES]
+    assert prefixes.pool_keys(HASHES, FULL, 0, 8) == [make_key(h, 0) for h in HASHES]
     for first in range(slots):
         keys = prefixes.slot_keys(HASHES, FULL, first, slots)
-        assert keys == block_keys[first * blocks_per_slot :][blocks_per_slot - 1 :: blocks_per_slot]
+        assert keys == HASHES[first * blocks_per_slot :][blocks_per_slot - 1 :: blocks_per_slot]
+
+
+def test_keys_of_all_groups_but_the_first_name_the_group() -> None:
+    window = CacheGroup(1, 4, 6)
+    prefixes = make_map(FULL, window)
+    assert prefixes.slot_keys(HASHES, FULL, 0, 2) == HASHES[:2]
+    assert prefixes.slot_keys(HASHES, window, 0, 2) == [make_key(h, 1) for h in HASHES[:2]]
 
 
 def test_the_hash_of_a_block_is_that_of_its_last_hash_block() -> None:
     group = CacheGroup(3, 8)
     prefixes = make_map(group, hash_block_tokens=2)
-    assert prefixes.block_keys(HASHES, group, 0, 2) == [make_key(HASHES[i], 3) for i in (3, 7)]
-    assert prefixes.block_keys(HASHES, group, 1, 2) == [make_key(HASHES[7], 3)]
+    assert prefixes.pool_keys(HASHES, group, 0, 2) == [make_key(HASHES[i], 3) for i in (3, 7)]
+    assert prefixes.pool_keys(HASHES, group, 1, 2) == [make_key(HASHES[7], 3)]
 
 
 def test_a_block_without_a_hash_has_no_key() -> None:
     group = CacheGroup(0, 8)
     prefixes = make_map(group, hash_block_tokens=2, blocks_per_slot=2)
-    assert len(prefixes.block_keys(HASHES, group, 0, 2)) == 2
+    assert len(prefixes.pool_keys(HASHES, group, 0, 2)) == 2
     assert len(prefixes.slot_keys(HASHES, group, 0, 1)) == 1
-    assert len(prefixes.block_keys(HASHES[:7], group, 0, 2)) == 1
-    assert prefixes.block_keys(HASHES[:7], group, 1, 2) == []
+    assert len(prefixes.pool_keys(HASHES[:7], group, 0, 2)) == 1
+    assert prefixes.pool_keys(HASHES[:7], group, 1, 2) == []
     assert prefixes.slot_keys(HASHES[:7], group, 0, 1) == []
     assert prefixes.needed_keys(HASHES[:7], 0, 16) == []
 
@@ -260,7 +281,7 @@ def test_a_block_without_a_hash_has_no_key() -> None:
 def test_needed_keys_are_in_prefix_order_group_by_group() -> None:
     window = CacheGroup(1, 4, 6)
     expected: Sequence[bytes] = [
-        *(make_key(HASHES[block], 0) for block in range(1, 5)),
+        *HASHES[1:5],
         *(make_key(HASHES[block], 1) for block in (3, 4)),
     ]
     assert make_map(FULL, window).needed_keys(HASHES, 4, 20) == expected
@@ -272,5 +293,5 @@ def test_a_start_inside_a_slot_needs_that_slot() -> None:
 
 
 def test_nothing_is_found_where_the_limit_is_below_a_slot() -> None:
-    assert hit(make_map(FULL), lambda _: True, 0, 3) == 0
-    assert hit(make_map(FULL, blocks_per_slot=2), lambda _: True, 0, 7) == 0
+    assert hit(make_map(FULL), everything, 0, 3) == 0
+    assert hit(make_map(FULL, blocks_per_slot=2), everything, 0, 7) == 0

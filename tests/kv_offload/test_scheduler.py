@@ -82,8 +82,7 @@ def ends_of(engine: PlayedEngine, request: Request, ids: Sequence[int]) -> list[
 
 
 def pinned(engine: PlayedEngine) -> set[int]:
-    stores = engine.offload._stores
-    return {b for s in (stores._planned, *stores._running.values()) for b in s.blocks}
+    return set(engine.offload._stores._pinned())
 
 
 # -- storing and serving -----------------------------------------------------------------------

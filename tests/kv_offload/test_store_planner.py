@@ -84,8 +84,8 @@ class Stores:
         self.planner.plan(
             cursor or self.planner.new_cursor(), request.block_hashes, ids, end, soon_free
         )
-        self.check()
         jobs = self.planner.take_planned()
+        self.check()
         assert len(jobs) < 2
         return jobs[0] if jobs else None
 
@@ -95,16 +95,13 @@ class Stores:
 
     def check(self) -> None:
         self.manager.check_integrity()
-        stores = (self.planner._planned, *self.planner._running.values())
-        assert self.planner.pinned_blocks == sum(len(store.blocks) for store in stores)
+        assert self.planner.pinned_blocks == len(list(self.planner._pinned()))
 
     def keys(self, request: Request, group: int = 0) -> list[bytes]:
         group_tokens = self.groups[group].block_tokens
         step = group_tokens * self.prefixes.blocks_per_slot // 4
-        return [
-            make_block_hash_with_group_id(block_hash, group)
-            for block_hash in request.block_hashes[step - 1 :: step]
-        ]
+        hashes = request.block_hashes[step - 1 :: step]
+        return [make_block_hash_with_group_id(h, group) if group else h for h in hashes]
 
     def readable(self, request: Request) -> list[bool]:
         return [self.manager.lookup(key) for key in self.keys(request)]
@@ -277,6 +274,7 @@ def test_planned_blocks_are_referenced_until_the_store_has_ended() -> None:
     stores = Stores()
     request, ids = stores.compute(3)
     stores.planner.plan(stores.planner.new_cursor(), request.block_hashes, [ids], 8)
+    stores.planner.pin_chosen()
     assert stores.references(ids) == [2, 2, 1]
     assert (stores.planner.pending, stores.planner.running) == (True, 0)
     (job,) = stores.planner.take_planned()
@@ -375,6 +373,7 @@ def test_an_idle_block_is_one_that_only_a_pin_keeps() -> None:
     request, ids = stores.compute(2)
     assert not stores.planner.holds_idle_blocks
     stores.planner.plan(stores.planner.new_cursor(), request.block_hashes, [ids], 8)
+    stores.planner.pin_chosen()
     assert not stores.planner.holds_idle_blocks, "the request would keep them anyway"
     stores.free(ids)
     assert stores.planner.holds_idle_blocks
