@@ -147,10 +147,14 @@ class CacheManager:
         if missing.any():
             key = keys[int(missing.argmax())]
             raise MissingKeyError(f"{key!r} is not readable: look it up in the same step")
-        self._policy.hold(_distinct(slots[self._readers[slots] == 0])[::-1])
-        # Again for those that others read too, and to set the order of all.
-        self._policy.use(slots[::-1])
-        np.add.at(self._readers, slots, 1)
+        idle = _distinct(slots[self._readers[slots] == 0])
+        self._policy.hold(idle[::-1])
+        if len(idle) == len(slots):
+            self._readers[slots] = 1
+        else:
+            # Some are named twice, or others read them too: for those, and for the order of all.
+            self._policy.use(slots[::-1])
+            np.add.at(self._readers, slots, 1)
         return slots
 
     def complete_load(self, slots: SlotNumbers) -> None:
@@ -183,12 +187,12 @@ class CacheManager:
         known = np.concatenate((along, found[found >= 0]))
         guarded = _distinct(known[self._readable[known] & (self._readers[known] == 0)])
         self._policy.hold(guarded[::-1])
-        new = dict.fromkeys(key for key, slot in zip(keys, found.tolist(), strict=True) if slot < 0)
+        pairs = zip(keys, found.tolist(), strict=True)
+        new = list(dict.fromkeys(key for key, slot in pairs if slot < 0))
         evictions_before = self._evictions
-        slots = self._take_slots(list(new))
-        accepted = list(new)[: len(slots)]
-        for key, slot in zip(accepted, slots.tolist(), strict=True):
-            self._slot_of[key] = slot
+        slots = self._take_slots(new)
+        accepted = new[: len(slots)]
+        self._slot_of.add_all(accepted, slots.tolist())
         self._writing[slots] = True
         used = slots if len(new) == len(keys) else self.find(keys)
         self._policy.use(np.concatenate((along, used[used >= 0]))[::-1])
@@ -254,21 +258,32 @@ class CacheManager:
         reused = [self._free.pop() for _ in range(min(len(self._free), len(keys)))]
         for slot, key in zip(reused, keys, strict=False):
             self._key_of[slot] = key
-        fresh: list[int] = []
-        while len(reused) + len(fresh) < len(keys) and len(self._key_of) < self._num_slots:
-            slot = len(self._key_of)
-            self._key_of.append(keys[len(reused) + len(fresh)])
-            if not self._orphan[slot]:
-                fresh.append(slot)
-        free = np.array(reused + fresh, np.int32)
+        fresh = self._take_unused(keys[len(reused) :])
+        free = np.concatenate((np.array(reused, np.int32), fresh))
         self._policy.add(free, keys[: len(free)])
         victims = self._policy.replace(keys[len(free) :])
-        for slot, key in zip(victims.tolist(), keys[len(free) :], strict=False):
-            self._slot_of.pop(self._key_of[slot])
+        evicted = victims.tolist()
+        self._slot_of.remove_all([self._key_of[slot] for slot in evicted])
+        for slot, key in zip(evicted, keys[len(free) :], strict=False):
             self._key_of[slot] = key
         self._readable[victims] = False
         self._evictions += len(victims)
         return np.concatenate((free, victims))
+
+    def _take_unused(self, keys: Sequence[Key]) -> Slots:
+        """Give the keys slots that were not used since the last reset, as far as there are any."""
+        first = len(self._key_of)
+        if not self._num_orphans:
+            self._key_of.extend(keys[: self._num_slots - first])
+            return np.arange(first, len(self._key_of), dtype=np.int32)
+        slots: list[int] = []
+        for slot in range(first, self._num_slots):
+            if len(slots) == len(keys):
+                break
+            self._key_of.append(keys[len(slots)])  # an orphan has a name too, which nobody asks
+            if not self._orphan[slot]:
+                slots.append(slot)
+        return np.array(slots, np.int32)
 
     def _give_back(self, slots: Slots) -> None:
         self._num_orphans -= int(self._orphan[slots].sum())

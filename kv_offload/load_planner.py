@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache_manager import CacheManager
+from kv_offload.cache_manager import CacheManager, MissingKeyError
 from kv_offload.metadata import LoadJob
 from kv_offload.policies import Slots
 from kv_offload.prefix import PrefixMap, SlotKey
@@ -118,9 +118,12 @@ class LoadPlanner:
                 last_slot = -(-last // per_slot)
                 parts.append((blocks[wanted], first + wanted - first_slot * per_slot, len(keys)))
                 keys += self._prefixes.slot_keys(hashes, group, first_slot, last_slot)
-        complete = bool(self._manager.readable(keys).all())
-        slots = self._manager.prepare_load(keys if complete else [])
-        places = slots.astype(np.int64) if complete else np.zeros(len(keys), np.int64)
+        try:
+            slots = self._manager.prepare_load(keys)
+            places = slots.astype(np.int64)
+        except MissingKeyError:
+            slots = self._manager.prepare_load([])
+            places = np.zeros(len(keys), np.int64)
         pairs = [
             np.stack((blocks, places[at + index // per_slot] * per_slot + index % per_slot), axis=1)
             for blocks, index, at in parts
@@ -129,7 +132,7 @@ class LoadPlanner:
             self._next_job_id,
             request_id,
             np.concatenate(pairs).astype(np.int32),
-            incomplete=not complete,
+            incomplete=len(slots) < len(keys),
         )
         self._next_job_id += 1
         self._planned.append(job)

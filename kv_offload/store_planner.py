@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_offload.cache_manager import CacheManager
 from kv_offload.metadata import StoreJob, StoreResult
@@ -100,9 +100,9 @@ class StorePlanner:
         # Chosen and not pinned yet: new keys with their blocks, and slots of the same prefixes.
         self._new: dict[Key, Sequence[int]] = {}
         self._along: list[Slots] = []
-        # Pinned and not sent yet; arrays of equal length, with a row of blocks for each slot.
+        # Pinned and not sent yet, in the same order.
         self._planned_slots: list[Slots] = []
-        self._planned_blocks: list[NDArray[np.int32]] = []
+        self._planned_blocks: list[int] = []
         self._running: dict[int, _Store] = {}
         self._abandoned: dict[int, _Store] = {}
         self._examined = 0
@@ -130,8 +130,7 @@ class StorePlanner:
         return any(blocks[block].ref_cnt == 1 for block in self._pinned())
 
     def _pinned(self) -> Iterator[int]:
-        for blocks in self._planned_blocks:
-            yield from blocks.flat
+        yield from self._planned_blocks
         for store in self._running.values():
             yield from store.blocks
 
@@ -199,24 +198,26 @@ class StorePlanner:
 
         Those are chosen that are new, valid now and within the budgets.
         """
-        per_slot = self._prefixes.blocks_per_slot
         keys = self._prefixes.slot_keys(hashes, group, first, last)
         slots = self._manager.find(keys)
         unknown = np.flatnonzero(slots < 0).tolist()
         passed = len(keys)
         if unknown:
+            per_slot, new = self._prefixes.blocks_per_slot, self._new
             start = (first + unknown[0]) * per_slot
-            pool_keys = self._prefixes.pool_keys(hashes, group, start, last * per_slot)
+            expected = self._prefixes.pool_keys(hashes, group, start, last * per_slot)
+            blocks = group_blocks[start : start + len(expected)]
             pool_blocks = self._pool.blocks
+            # Null blocks have no hash, so they are caught here too.
+            found = [pool_blocks[block].block_hash for block in blocks]
+            all_valid = found == expected
         for index in unknown:
             key = keys[index]
-            if key in self._new:
+            if key in new:
                 continue  # another request of this step has the same prefix
-            at = (first + index) * per_slot
-            blocks = group_blocks[at : at + per_slot]
-            expected = pool_keys[at - start : at - start + per_slot]
-            # Null blocks have no hash, so they are caught here too.
-            if [pool_blocks[block].block_hash for block in blocks] != expected:
+            at = (index - unknown[0]) * per_slot
+            end = at + per_slot
+            if not all_valid and found[at:end] != expected[at:end]:
                 self._skipped["moved_on"] += 1
             elif per_slot > pins_left:
                 passed = index
@@ -225,7 +226,7 @@ class StorePlanner:
                 self._skipped["used_too_little"] += 1
             else:
                 pins_left -= per_slot
-                self._new[key] = blocks
+                new[key] = blocks[at:end]
         known = slots[:passed]
         self._along.append(known[known >= 0])
         return passed
@@ -241,11 +242,12 @@ class StorePlanner:
         plan = self._manager.prepare_store(list(self._new), np.concatenate(self._along))
         self._skipped["pool_busy"] += plan.no_room
         if plan.keys:
-            blocks = np.array([self._new[key] for key in plan.keys], np.int32)
+            blocks = list(chain.from_iterable([self._new[key] for key in plan.keys]))
             self._planned_slots.append(plan.slots)
-            self._planned_blocks.append(blocks)
-            self._pool.touch([self._pool.blocks[block] for block in blocks.flat])
-            self.pinned_blocks += blocks.size
+            self._planned_blocks += blocks
+            pool_blocks = self._pool.blocks
+            self._pool.touch([pool_blocks[block] for block in blocks])
+            self.pinned_blocks += len(blocks)
         self._new = {}
         self._along = []
 
@@ -262,13 +264,13 @@ class StorePlanner:
         if not self._planned_slots:
             return ()
         per_slot = self._prefixes.blocks_per_slot
-        slots, blocks = np.concatenate(self._planned_slots), np.concatenate(self._planned_blocks)
+        slots, blocks = np.concatenate(self._planned_slots), self._planned_blocks
         places = slots[:, None] * per_slot + np.arange(per_slot, dtype=np.int32)
-        pairs = np.stack((blocks.reshape(-1), places.reshape(-1)), axis=1)
+        pairs = np.stack((np.array(blocks, np.int32), places.reshape(-1)), axis=1)
         job = StoreJob(self._next_job_id, pairs)
         self._next_job_id += 1
         ranks = set(range(self._num_ranks))
-        self._running[job.job_id] = _Store(slots, blocks.reshape(-1).tolist(), ranks)
+        self._running[job.job_id] = _Store(slots, blocks, ranks)
         self._planned_slots = []
         self._planned_blocks = []
         return (job,)

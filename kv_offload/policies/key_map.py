@@ -25,6 +25,20 @@ class KeyMap:
         shards = self._shards
         return [shards[hash(key) % NUM_SHARDS].get(key, -1) for key in keys]
 
+    def add_all(self, keys: Sequence[Key], values: Sequence[int]) -> None:
+        """Map each key to its value; the keys are distinct and unknown."""
+        shards = self._shards
+        for key, value in zip(keys, values, strict=True):
+            shards[hash(key) % NUM_SHARDS][key] = value
+        self._length += len(keys)
+
+    def remove_all(self, keys: Sequence[Key]) -> None:
+        """Take keys out, which are distinct. Raises `KeyError` for an unknown one."""
+        shards = self._shards
+        for key in keys:
+            del shards[hash(key) % NUM_SHARDS][key]
+        self._length -= len(keys)
+
     def pop(self, key: Key) -> int:
         """Take a key out and return what it mapped to. Raises `KeyError` for an unknown one."""
         value = self._shards[hash(key) % NUM_SHARDS].pop(key)

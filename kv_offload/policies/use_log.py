@@ -47,7 +47,9 @@ class UseLog:
         """Make slots the most recent, the last of them most; of a repeated one the last counts."""
         times = np.arange(self._now, self._now + len(slots))
         self._now += len(slots)
-        self.length += len(np.unique(slots[self._time[slots] == 0]))
+        new = slots[self._time[slots] == 0]
+        if len(new):
+            self.length += len(np.unique(new))
         self._time[slots] = times
         self._parked[slots] = False
         self._push(self._chunks, (slots.copy(), times))
