@@ -73,6 +73,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             config,
             cache_groups(kv_cache_config),
             max(1, config.cpu_bytes // num_ranks // slot_bytes),
+            slot_bytes,
             num_ranks,
             make_block_hash_with_group_id,
         )
@@ -115,7 +116,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: the loads of this step run already."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request is scheduled only after all its layers have arrived."""
+        """Do nothing: the forward begins when all layers of its requests have arrived."""
 
     def save_kv_layer(
         self,
@@ -154,14 +155,18 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Name the blocks of failed loads, where the engine fails requests by their blocks."""
-        if not self._by_block:
-            return set()
-        return {int(block) for job in self._failed_loads.values() for block in job.pairs[:, 0]}
+        """Name the blocks of failed loads where the engine must hear of blocks.
+
+        Those are synchronous loads, whose requests run, and in some versions all loads.
+        """
+        failed = self.offload_worker.take_failed_synchronous()
+        if self._by_block:
+            failed += self._failed_loads.values()
+        return {int(block) for job in failed for block in job.pairs[:, 0]}
 
     def build_connector_worker_meta(self) -> OffloadWorkerMetadata | None:
         """Report the stores that ended, and again the loads that failed."""
-        return self.offload_worker.take_report(self._failed_loads)
+        return self.offload_worker.take_report()
 
     # -- scheduler -----------------------------------------------------------------------------
 
@@ -183,9 +188,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `OffloadScheduler.match`. All loads are asynchronous."""
-        tokens = self.offload_scheduler.match(request, num_computed_tokens)
-        return tokens, bool(tokens)
+        """See `OffloadScheduler.match`."""
+        return self.offload_scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -216,7 +220,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Keep an idle engine stepping until the last store is reported."""
-        return self.offload_scheduler.has_pending_stores
+        return self.offload_scheduler.has_pending_work
 
     def has_pending_block_frees(self) -> bool:
         """Let the engine wait for a store rather than preempt a request. From vLLM 0.32."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kv_offload.engine_compat import halves, logger
-from kv_offload.metadata import StoreJob, StoreResult
+from kv_offload.metadata import JobResult, StoreJob
 
 
 def drain_engine_core(core: Any) -> None:
@@ -25,7 +25,7 @@ def drain_engine_core(core: Any) -> None:
             continue
         unsent, running = scheduler.begin_drain()
         answers = core.model_executor.collective_rpc(drain_rank, args=(unsent, running))
-        results: dict[int, StoreResult] = {}
+        results: dict[int, JobResult] = {}
         for answer in answers:
             for job_id, result in answer.items():
                 results[job_id] = result.merge(results[job_id]) if job_id in results else result
@@ -44,11 +44,11 @@ def take_failed_loads(connector: Any) -> set[str]:
 
 def drain_rank(
     _worker: Any, unsent: Sequence[StoreJob], running: Sequence[int]
-) -> dict[int, StoreResult]:
+) -> dict[int, JobResult]:
     """Drain this process's rank. Runs in the worker, between steps."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    results: dict[int, StoreResult] = {}
+    results: dict[int, JobResult] = {}
     for worker in halves(get_kv_transfer_group(), "offload_worker"):
         results.update(worker.drain(unsent, running))
     return results

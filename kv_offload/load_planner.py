@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache_manager import CacheManager, MissingKeyError
-from kv_offload.metadata import LoadJob
+from kv_offload.metadata import JobResult, LoadJob
 from kv_offload.policies import Slots
 from kv_offload.prefix import PrefixMap, SlotKey
 
@@ -27,6 +27,11 @@ class _Waiting(NamedTuple):
     since: float
 
 
+class _SynchronousLoad(NamedTuple):
+    slots: Slots
+    ranks_left: set[int]
+
+
 class LoadPlanner:
     """Matches prefixes and holds the slots of running loads against eviction.
 
@@ -36,12 +41,14 @@ class LoadPlanner:
     blocks), is asked again after a failure, or ends: until then other requests for them wait.
     """
 
-    def __init__(self, prefixes: PrefixMap, manager: CacheManager) -> None:
+    def __init__(self, prefixes: PrefixMap, manager: CacheManager, num_ranks: int = 1) -> None:
         self._prefixes = prefixes
         self._manager = manager
+        self._num_ranks = num_ranks
         self._next_job_id = 0
         self._planned: list[LoadJob] = []
         self._running: dict[str, Slots] = {}
+        self._synchronous: dict[int, _SynchronousLoad] = {}
         self._arriving: dict[str, frozenset[SlotKey]] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._matched_from: dict[str, int] = {}
@@ -49,7 +56,12 @@ class LoadPlanner:
     @property
     def running(self) -> int:
         """Loads that some rank has not completed."""
-        return len(self._running)
+        return len(self._running) + len(self._synchronous)
+
+    @property
+    def awaits_report(self) -> bool:
+        """Whether some rank has not reported a synchronous load, as only a step can."""
+        return bool(self._synchronous)
 
     def is_loading(self, request_id: str) -> bool:
         """Tell whether this request's load has been planned and not completed by every rank."""
@@ -98,6 +110,8 @@ class LoadPlanner:
         end_tokens: int,
         block_ids: Sequence[Sequence[int]],
         null_block_id: int,
+        *,
+        synchronous: bool = False,
     ) -> None:
         """Queue the load that fills a request's blocks from `start_tokens` to `end_tokens`.
 
@@ -133,11 +147,17 @@ class LoadPlanner:
             request_id,
             np.concatenate(pairs).astype(np.int32),
             incomplete=len(slots) < len(keys),
+            synchronous=synchronous,
         )
         self._next_job_id += 1
         self._planned.append(job)
-        self._running[request_id] = slots
-        self._arriving[request_id] = frozenset(keys)
+        if synchronous:
+            # The engine's own prefix cache knows its blocks from this step on: nobody waits.
+            ranks = set(range(self._num_ranks))
+            self._synchronous[job.job_id] = _SynchronousLoad(slots, ranks)
+        else:
+            self._running[request_id] = slots
+            self._arriving[request_id] = frozenset(keys)
 
     def take_planned(self) -> tuple[LoadJob, ...]:
         """Return the loads planned since the last call, for this step's metadata."""
@@ -154,6 +174,15 @@ class LoadPlanner:
                 self._manager.complete_load(slots)
                 ended += 1
         return ended
+
+    def complete_synchronous(self, results: Mapping[int, JobResult]) -> None:
+        """Take the ranks' reports of synchronous loads, failed ones included."""
+        for job_id, result in results.items():
+            load = self._synchronous[job_id]
+            load.ranks_left.difference_update(result.ranks)
+            if not load.ranks_left:
+                del self._synchronous[job_id]
+                self._manager.complete_load(load.slots)
 
     def settle(self, request_id: str) -> None:
         """Stop others from waiting for this request's load."""

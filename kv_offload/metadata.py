@@ -33,13 +33,15 @@ class LoadJob:
     """Copy places of host memory into blocks that were allocated to one waiting request.
 
     `incomplete` says that the plan found a block with nothing in host memory to fill it: nothing is
-    copied and the load counts as failed.
+    copied and the load counts as failed. A `synchronous` load belongs to a request of this very
+    step: the forward must come after it.
     """
 
     job_id: int
     request_id: str
     pairs: Pairs
     incomplete: bool = False
+    synchronous: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class OffloadMetadata(KVConnectorMetadata):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreResult:
-    """Which ranks have ended a store, and whether all of them copied it without an error.
+class JobResult:
+    """Which ranks have ended a job, and whether all of them copied it without an error.
 
     Ranks are named, not counted: a drain can deliver what a report on its way delivers again.
     """
@@ -60,27 +62,41 @@ class StoreResult:
     ranks: frozenset[int]
     ok: bool
 
-    def merge(self, other: StoreResult) -> StoreResult:
+    def merge(self, other: JobResult) -> JobResult:
         """Return what both say together."""
-        return StoreResult(self.ranks | other.ranks, self.ok and other.ok)
+        return JobResult(self.ranks | other.ranks, self.ok and other.ok)
 
 
 @dataclass(frozen=True)
 class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
     """What ended since the last report; the engine merges the ranks' reports with `aggregate`."""
 
-    stores: dict[int, StoreResult] = field(default_factory=dict)
+    stores: dict[int, JobResult] = field(default_factory=dict)
     """By job id."""
     failed_loads: frozenset[str] = frozenset()
-    """Ids of requests. Their loads are reported as received too, by every rank."""
+    """Ids of requests. Unless they are synchronous their loads are reported as received too."""
+    loads: dict[int, JobResult] = field(default_factory=dict)
+    """Synchronous loads, by job id; the others are reported to the engine, by request."""
+    load_bytes_per_second: float | None = None
+    """The speed of a load that ran alone, of the slowest rank."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> OffloadWorkerMetadata:
         """Return what two ranks report together."""
         assert isinstance(other, OffloadWorkerMetadata)
-        stores = dict(self.stores)
-        for job_id, result in other.stores.items():
-            stores[job_id] = result.merge(stores[job_id]) if job_id in stores else result
-        return OffloadWorkerMetadata(stores, self.failed_loads | other.failed_loads)
+        speeds = [self.load_bytes_per_second, other.load_bytes_per_second]
+        return OffloadWorkerMetadata(
+            _merge(self.stores, other.stores),
+            self.failed_loads | other.failed_loads,
+            _merge(self.loads, other.loads),
+            min((speed for speed in speeds if speed is not None), default=None),
+        )
+
+
+def _merge(mine: dict[int, JobResult], others: dict[int, JobResult]) -> dict[int, JobResult]:
+    merged = dict(mine)
+    for job_id, result in others.items():
+        merged[job_id] = result.merge(mine[job_id]) if job_id in mine else result
+    return merged
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,13 @@ class PrefixMap:
         first = max(start_tokens, group.first_needed_token(end_tokens))
         return range(first // slot_tokens, end_tokens // slot_tokens)
 
+    def count_slots(self, start_tokens: int, end_tokens: int) -> int:
+        """Return how many slots extend a prefix from `start_tokens` to `end_tokens`."""
+        return sum(
+            len(self.needed_slots(position, start_tokens, end_tokens))
+            for position in range(len(self.groups))
+        )
+
     def needed_keys(
         self, hashes: Sequence[bytes], start_tokens: int, end_tokens: int
     ) -> list[SlotKey]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from kv_offload.cache_manager import CacheManager
 from kv_offload.config import OffloadConfig
+from kv_offload.load_mode import LoadMode
 from kv_offload.load_planner import LoadPlanner
-from kv_offload.metadata import OffloadMetadata, OffloadWorkerMetadata, StoreJob, StoreResult
+from kv_offload.metadata import JobResult, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 from kv_offload.metrics import OffloadStats
 from kv_offload.policies import make_policy
 from kv_offload.prefix import CacheGroup, KeyMaker, PrefixMap
@@ -41,11 +42,14 @@ class OffloadScheduler:
         config: OffloadConfig,
         groups: Sequence[CacheGroup],
         num_slots: int,
+        slot_bytes: int,
         num_ranks: int,
         make_key: KeyMaker,
     ) -> None:
         self._config = config
         self._groups = groups
+        self._load_mode = LoadMode(slot_bytes)
+        self._matched_synchronous: set[str] = set()
         self._num_ranks = num_ranks
         self._make_key = make_key
         self._num_slots = num_slots
@@ -76,7 +80,7 @@ class OffloadScheduler:
         self._prefixes = PrefixMap(
             self._groups, pool.hash_block_size, self._config.blocks_per_slot, self._make_key
         )
-        self._loads = LoadPlanner(self._prefixes, self.manager)
+        self._loads = LoadPlanner(self._prefixes, self.manager, self._num_ranks)
         self._stores = StorePlanner(
             self._prefixes,
             self.manager,
@@ -88,13 +92,28 @@ class OffloadScheduler:
 
     # -- one step ------------------------------------------------------------------------------
 
-    def match(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return how many tokens can be loaded beyond the local hit; None to be asked again."""
-        if request.skip_reading_prefix_cache or request.request_id in self._load_failed:
-            return 0
-        return self._loads.match(
-            request.request_id, request.block_hashes, num_computed_tokens, request.num_tokens
+    def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded beyond the local hit, and whether asynchronously.
+
+        None instead of tokens asks to be asked again.
+        """
+        request_id = request.request_id
+        self._matched_synchronous.discard(request_id)
+        if request.skip_reading_prefix_cache or request_id in self._load_failed:
+            return 0, False
+        tokens = self._loads.match(
+            request_id, request.block_hashes, num_computed_tokens, request.num_tokens
         )
+        if not tokens:
+            return tokens, False
+        # A failed synchronous load is reported by block, which vLLM can do with one group only.
+        if len(self._groups) == 1:
+            idle = not (self._requests.keys() - {request_id})
+            slots = self._prefixes.count_slots(num_computed_tokens, num_computed_tokens + tokens)
+            if self._load_mode.is_synchronous(slots, idle=idle):
+                self._matched_synchronous.add(request_id)
+                return tokens, False
+        return tokens, True
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Take the blocks that the engine gave a waiting request, and plan its load if it has one.
@@ -113,11 +132,23 @@ class OffloadScheduler:
         if num_external_tokens:
             end = start + num_external_tokens
             null_block = self._pool.null_block.block_id
-            self._loads.plan(request_id, request.block_hashes, start, end, block_ids, null_block)
+            synchronous = request_id in self._matched_synchronous
+            if synchronous:
+                self._load_mode.plan(self._prefixes.count_slots(start, end))
+            self._loads.plan(
+                request_id,
+                request.block_hashes,
+                start,
+                end,
+                block_ids,
+                null_block,
+                synchronous=synchronous,
+            )
 
     def build_metadata(self, output: SchedulerOutput) -> OffloadMetadata:
         """Plan the stores of this step's requests; return them with the loads planned before."""
         self._stores.begin_step()
+        self._load_mode.begin_step()
         for new in output.scheduled_new_reqs:
             state = self._requests.get(new.req_id)
             if state is not None:
@@ -164,6 +195,7 @@ class OffloadScheduler:
         state = self._requests.pop(request_id, None)
         self._next_end_tokens.pop(request_id, None)
         self._load_failed.discard(request_id)
+        self._matched_synchronous.discard(request_id)
         loading = self._loads.is_loading(request_id)
         self._loads.forget(request_id)
         if state is None or loading:
@@ -184,6 +216,9 @@ class OffloadScheduler:
         report = output.kv_connector_worker_meta
         if isinstance(report, OffloadWorkerMetadata):
             self._stores.complete(report.stores)
+            self._loads.complete_synchronous(report.loads)
+            if report.load_bytes_per_second is not None:
+                self._load_mode.learn(report.load_bytes_per_second)
             failed = report.failed_loads & self._requests.keys()
             self._load_failed |= failed
             self._new_load_failures |= failed
@@ -198,8 +233,13 @@ class OffloadScheduler:
     # -- between steps -------------------------------------------------------------------------
 
     @property
+    def has_pending_work(self) -> bool:
+        """Whether the engine must go on stepping for a job to be submitted or reported."""
+        return self.has_pending_stores or self._loads.awaits_report
+
+    @property
     def has_pending_stores(self) -> bool:
-        """Whether the engine must go on stepping for a store to be submitted or reported."""
+        """Whether a store has not ended on all ranks, so that it pins GPU blocks."""
         return self._stores.pending
 
     @property
@@ -212,7 +252,7 @@ class OffloadScheduler:
         unsent = self._stores.take_planned()
         return unsent, self._stores.running_jobs()
 
-    def end_drain(self, results: Mapping[int, StoreResult]) -> bool:
+    def end_drain(self, results: Mapping[int, JobResult]) -> bool:
         """Take the ranks' answers. False if some store did not end: it is given up, unpinned."""
         self._stores.complete(results)
         drained = not self._stores.pending

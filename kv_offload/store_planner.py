@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from kv_offload.cache_manager import CacheManager
-from kv_offload.metadata import StoreJob, StoreResult
+from kv_offload.metadata import JobResult, StoreJob
 from kv_offload.policies import Key, Slots
 from kv_offload.prefix import CacheGroup, PrefixMap, SlotKey
 
@@ -275,7 +275,7 @@ class StorePlanner:
         self._planned_blocks = []
         return (job,)
 
-    def complete(self, results: Mapping[int, StoreResult]) -> None:
+    def complete(self, results: Mapping[int, JobResult]) -> None:
         """Take the ranks' reports; what all ranks have ended becomes readable and is unpinned."""
         for job_id, result in results.items():
             store = self._running.get(job_id) or self._abandoned.get(job_id)

@@ -7,16 +7,18 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kv_offload.config import OffloadConfig
 from kv_offload.engine_compat import find_output_copy_stream, logger
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.kv_layout import describe_kv_caches
 from kv_offload.metadata import (
+    JobResult,
     LoadJob,
     OffloadMetadata,
     OffloadWorkerMetadata,
     StoreJob,
-    StoreResult,
 )
 from kv_offload.metrics import OffloadStats
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 
 DRAIN_SECONDS = 10.0
 """Bound of the wait for running stores before a reset or a sleep."""
+
+MEASURED_BYTES = 8 << 20
+"""A load of fewer bytes says more about its start than about the speed of the link."""
 
 REMEMBERED_FAILURES = 1024
 """Failed stores kept for a drain, which may ask after what a report on its way says too."""
@@ -54,11 +59,17 @@ class OffloadWorker:
         self._queued_for: OffloadMetadata | None = None
         self._next_store_id = 0
         self._storing: set[int] = set()
-        self._loading: dict[int, LoadJob] = {}
+        self._loading: dict[int, list[LoadJob]] = {}
+        # Whether the load submitted last has been the only one since.
+        self._alone = False
+        self._load_bytes_per_second: float | None = None
         self._failed_stores: deque[int] = deque(maxlen=REMEMBERED_FAILURES)
-        self._store_results: dict[int, StoreResult] = {}
+        self._store_results: dict[int, JobResult] = {}
         self._received: set[str] = set()
         self._failed_loads: dict[str, LoadJob] = {}
+        self._failed_synchronous: list[LoadJob] = []
+        self._failed_requests: set[str] = set()
+        self._load_results: dict[int, JobResult] = {}
         self._stats = OffloadStats()
         self.num_slots = 0
 
@@ -137,15 +148,30 @@ class OffloadWorker:
         """Start the last step's stores that are still queued, then this step's loads.
 
         Called after the engine zeroed and copied blocks for this step, and before its forward. The
-        destinations of a load belong to requests that wait for it: no forward reads or writes them.
+        destinations of an asynchronous load belong to requests that wait for it: no forward reads
+        or writes them. This step's forward reads those of the synchronous loads, so the compute
+        stream waits for them here.
         """
         self.submit_stores()
+        synchronous = [job for job in metadata.loads if job.synchronous]
+        if synchronous:
+            self._start_loads(synchronous, before_compute=True)
         for job in metadata.loads:
-            self._loading[job.job_id] = job
+            if not job.synchronous:
+                self._start_loads([job])
+
+    def _start_loads(self, jobs: Sequence[LoadJob], *, before_compute: bool = False) -> None:
+        """Load for several requests by one transfer; plans with a gap fail and are not copied."""
+        complete = [job for job in jobs if not job.incomplete]
+        for job in jobs:
             if job.incomplete:
                 self._end_load(job, failed=True)
-            else:
-                self._submit(SwapJob(job.job_id, Direction.LOAD, job.pairs))
+        if not complete:
+            return
+        self._alone = not self._loading
+        self._loading[complete[0].job_id] = complete
+        pairs = np.concatenate([job.pairs for job in complete])
+        self._submit(SwapJob(complete[0].job_id, Direction.LOAD, pairs, before_compute))
 
     def _submit(self, job: SwapJob) -> None:
         assert self._engine is not None, "a job came before register_kv_caches"
@@ -183,22 +209,31 @@ class OffloadWorker:
         else:
             self._stats.count("loaded_bytes", done.nbytes)
             self._stats.count("loaded_seconds", done.seconds)
+            if self._alone and done.nbytes >= MEASURED_BYTES and done.seconds > 0:
+                self._load_bytes_per_second = done.nbytes / done.seconds
         if done.direction is Direction.LOAD:
-            self._end_load(self._loading[done.job_id], failed=done.error is not None)
+            for job in self._loading.pop(done.job_id):
+                self._end_load(job, failed=done.error is not None)
             return
         self._storing.discard(done.job_id)
         if done.error is not None:
             self._failed_stores.append(done.job_id)
         self._store_results[done.job_id] = self._result(done.job_id)
 
-    def _result(self, job_id: int) -> StoreResult:
-        return StoreResult(frozenset({self._rank}), job_id not in self._failed_stores)
+    def _result(self, job_id: int) -> JobResult:
+        return JobResult(frozenset({self._rank}), job_id not in self._failed_stores)
 
     def _end_load(self, job: LoadJob, *, failed: bool) -> None:
-        del self._loading[job.job_id]
-        self._received.add(job.request_id)
+        if job.synchronous:
+            self._load_results[job.job_id] = JobResult(frozenset({self._rank}), not failed)
+            if failed:
+                self._failed_synchronous.append(job)
+        else:
+            self._received.add(job.request_id)
+            if failed:
+                self._failed_loads[job.request_id] = job
         if failed:
-            self._failed_loads[job.request_id] = job
+            self._failed_requests.add(job.request_id)
             self._zero(job)
 
     def _zero(self, job: LoadJob) -> None:
@@ -218,19 +253,30 @@ class OffloadWorker:
         failed, self._failed_loads = self._failed_loads, {}
         return received, failed
 
-    def take_report(self, failed_loads: Mapping[str, LoadJob]) -> OffloadWorkerMetadata | None:
+    def take_failed_synchronous(self) -> list[LoadJob]:
+        """Return the synchronous loads that failed, each once: requests of this step read them."""
+        failed, self._failed_synchronous = self._failed_synchronous, []
+        return failed
+
+    def take_report(self) -> OffloadWorkerMetadata | None:
         """Return what the scheduler must know; None where nothing happened."""
-        results, self._store_results = self._store_results, {}
-        if not results and not failed_loads:
-            return None
-        return OffloadWorkerMetadata(results, frozenset(failed_loads))
+        report = OffloadWorkerMetadata(
+            self._store_results,
+            frozenset(self._failed_requests),
+            self._load_results,
+            self._load_bytes_per_second,
+        )
+        self._store_results, self._load_results = {}, {}
+        self._failed_requests = set()
+        self._load_bytes_per_second = None
+        return None if report == OffloadWorkerMetadata() else report
 
     def take_stats(self) -> OffloadStats | None:
         """Return the counters since the last call; None where nothing was counted."""
         stats, self._stats = self._stats, OffloadStats()
         return None if stats.is_empty() else stats
 
-    def drain(self, unsent: Sequence[StoreJob], running: Sequence[int]) -> dict[int, StoreResult]:
+    def drain(self, unsent: Sequence[StoreJob], running: Sequence[int]) -> dict[int, JobResult]:
         """Submit what is queued, wait for it with a bound, and report every store that has ended.
 
         Called between steps, before a reset or a sleep. `running` are the stores that the scheduler

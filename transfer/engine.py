@@ -28,12 +28,15 @@ class SwapJob:
     """Copy whole blocks, one direction.
 
     `pairs` is int32 of shape `(n, 2)`, n >= 1: column 0 the block in the KV cache, column 1 the
-    slot in the arena. The engine does not keep `pairs` after `submit` returns.
+    slot in the arena. The engine does not keep `pairs` after `submit` returns. With
+    `before_compute`, for loads only, compute that is queued after `submit` waits for the copies,
+    the host does not, and they do not queue behind other loads.
     """
 
     job_id: int
     direction: Direction
     pairs: NDArray[np.int32]
+    before_compute: bool = False
 
 
 @dataclass(frozen=True, slots=True)

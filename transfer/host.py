@@ -92,7 +92,10 @@ class HostSwapEngine(SwapEngine):
         weakref.finalize(self, _stop, self._state)
 
     def submit(self, job: SwapJob) -> None:
-        """Queue the job for the worker. Raises `JobError`."""
+        """Queue the job for the worker, or run it here if compute must come after it.
+
+        Compute runs on this very thread. Raises `JobError`.
+        """
         self.check_pairs(job)
         state = self._state
         transfer = _Transfer(
@@ -105,9 +108,17 @@ class HostSwapEngine(SwapEngine):
         with state.condition:
             if state.stopping:
                 raise JobError(f"job {job.job_id} was submitted to an engine that is closed")
-            (state.loads if job.direction is Direction.LOAD else state.stores).append(transfer)
             self._undelivered += 1
-            state.condition.notify_all()
+            if not job.before_compute:
+                queue = state.loads if job.direction is Direction.LOAD else state.stores
+                queue.append(transfer)
+                state.condition.notify_all()
+        if job.before_compute:
+            completion = None
+            while completion is None:
+                completion = _advance(transfer)
+            with state.condition:
+                state.done.append(completion)
 
     def poll(self) -> list[Completion]:
         """Return what has ended, in the order of its end.
@@ -168,26 +179,30 @@ def _work(state: _State) -> None:
             if not queue:
                 break
             transfer = queue[0]
-        error = None
-        try:
-            ended = _copy_slice(transfer)
-        except Exception as cause:  # noqa: BLE001 - whatever fails one job must not end the thread
-            ended = True
-            error = CopyError(
-                f"copying on the host failed with {cause!r}: {transfer.direction.value} job "
-                f"{transfer.job_id} of {transfer.nbytes} bytes"
-            )
-        if ended:
-            seconds = time.perf_counter() - transfer.submitted
+        completion = _advance(transfer)
+        if completion is not None:
             with state.condition:
                 # A transfer leaves its queue only here, so an empty queue means nothing is running.
                 queue.popleft()
-                state.done.append(
-                    Completion(transfer.job_id, transfer.direction, transfer.nbytes, seconds, error)
-                )
+                state.done.append(completion)
                 state.condition.notify_all()
     state.arena = None
     state.keep_alive = ()
+
+
+def _advance(transfer: _Transfer) -> Completion | None:
+    """Copy one slice; return how the job ended, if it did."""
+    error = None
+    try:
+        if not _copy_slice(transfer):
+            return None
+    except Exception as cause:  # noqa: BLE001 - whatever fails one job must not end the thread
+        error = CopyError(
+            f"copying on the host failed with {cause!r}: {transfer.direction.value} job "
+            f"{transfer.job_id} of {transfer.nbytes} bytes"
+        )
+    seconds = time.perf_counter() - transfer.submitted
+    return Completion(transfer.job_id, transfer.direction, transfer.nbytes, seconds, error)
 
 
 def _copy_slice(transfer: _Transfer) -> bool:

@@ -161,9 +161,13 @@ def engine(
     plugin: dict[str, Any] | None = None,
     *,
     blocks: int = 400,
+    synchronous_loads: bool = False,
     **arguments: Any,
 ) -> Iterator[Engine]:
-    """Start an engine, with the plugin if it is configured, and shut it down at the end."""
+    """Start an engine, with the plugin if it is configured, and shut it down at the end.
+
+    Its loads are all synchronous, as far as its model allows, or none is.
+    """
     if plugin is not None:
         arguments["kv_transfer_config"] = transfer_config(plugin)
     settings = {
@@ -181,6 +185,8 @@ def engine(
     assert not has_kv_transfer_group(), "one process holds one engine with a connector at a time"
     with counted_stats() as totals:
         running = Engine(LLM(**settings), totals)
+        if plugin is not None:
+            running.offload._load_mode.learn(float("inf") if synchronous_loads else 1e-9)
         try:
             yield running
         finally:

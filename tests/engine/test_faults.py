@@ -85,6 +85,30 @@ def test_the_destination_of_a_failed_load_is_zeroed(model_folder: Path, copies: 
         assert len(zeroed) == (len(prompt) - 1) // 32
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_failed_synchronous_load_is_recomputed(
+    model_folder: Path,
+    copies: Copies,
+    expected: dict[str, list[list[int]]],
+    async_scheduling: bool,
+) -> None:
+    """Its request runs in the step whose load failed, so what that step sampled is not used."""
+    with engine(
+        model_folder, "qwen3", {}, synchronous_loads=True, async_scheduling=async_scheduling
+    ) as offloading:
+        assert offloading.generate(PROMPTS) == expected["qwen3"]
+        offloading.reset_gpu_cache()
+        copies.fail(Direction.LOAD)
+        assert offloading.generate(PROMPTS) == expected["qwen3"]
+        assert offloading.blocks_loaded() == 0
+        assert offloading.totals["failed_loads"] > 0
+        copies.release()
+        offloading.reset_gpu_cache()
+        assert offloading.generate(PROMPTS) == expected["qwen3"]
+        assert offloading.blocks_loaded() > 0
+        offloading.assert_nothing_left()
+
+
 def test_failing_may_be_chosen_over_recomputing(
     model_folder: Path, copies: Copies, expected: dict[str, list[list[int]]]
 ) -> None:

@@ -58,6 +58,8 @@ PAGE_WORDS = 8
 """Words of 8 bytes in a block of a group, whatever its tokens: vLLM makes pages equal."""
 VOCABULARY = 2
 GARBAGE = 0xA5
+ANY_SPEED, NO_SPEED = float("inf"), 1e-9
+"""Bytes per second of loads with which all of them are synchronous, or none."""
 _KINDS = {metric.name: metric.kind for metric in METRICS}
 
 Tokens = list[int]
@@ -210,13 +212,16 @@ class ManualSwapEngine(SwapEngine):
         self.arena: NDArray[np.uint8] = np.full((num_slots, layout.slot_bytes), GARBAGE, np.uint8)
         self.submitted: list[SwapJob] = []
         self.stuck = False
+        self.fails_before_compute = False
         self._done: list[Completion] = []
         self._undelivered = 0
 
     def submit(self, job: SwapJob) -> None:
         self.check_pairs(job)
-        self.submitted.append(SwapJob(job.job_id, job.direction, job.pairs.copy()))
+        self.submitted.append(dataclasses.replace(job, pairs=job.pairs.copy()))
         self._undelivered += 1
+        if job.before_compute:
+            self.run(-1, fail=self.fails_before_compute)
 
     def run(self, index: int = 0, *, fail: bool = False) -> None:
         """Copy one job now. One that fails leaves garbage behind."""
@@ -502,6 +507,7 @@ class PlayedEngine:
         async_scheduling: bool = False,
         drafts: int = 0,
         replaces_resumed: bool = False,
+        synchronous_loads: bool = False,
         **arguments: Any,
     ) -> None:
         plugin = {"blocks_per_slot": 1, **(plugin or {})}
@@ -535,6 +541,7 @@ class PlayedEngine:
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {(0, r): rank.connector.get_handshake_metadata() for r, rank in enumerate(self.ranks)}
         )
+        self.offload._load_mode.learn(ANY_SPEED if synchronous_loads else NO_SPEED)
         self.model = PlayedModel(groups, [rank.kv for rank in self.ranks])
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._drafts = drafts
@@ -738,6 +745,7 @@ class PlayedEngine:
         assert not self.offload._stores._running
         assert not self.offload._stores._abandoned
         assert self.offload._loads.running == 0
+        assert not self.offload._matched_synchronous
         assert not self.offload._loads._arriving
         assert not self.offload._loads._matched_from
         assert not self.offload._loads._waiting

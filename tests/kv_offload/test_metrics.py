@@ -19,11 +19,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kv_offload.connector import KVOffloadConnector
 from kv_offload.metadata import (
+    JobResult,
     LoadJob,
     OffloadMetadata,
     OffloadWorkerMetadata,
     StoreJob,
-    StoreResult,
 )
 from kv_offload.metrics import METRICS, PREFIX, OffloadPromMetrics, OffloadStats
 from kv_offload.store_planner import SKIP_REASONS
@@ -177,8 +177,8 @@ def test_what_the_stats_hold_can_be_observed(registry: CollectorRegistry, name: 
 # -- reports of the ranks ----------------------------------------------------------------------
 
 
-def result(*ranks: int, ok: bool = True) -> StoreResult:
-    return StoreResult(frozenset(ranks), ok)
+def result(*ranks: int, ok: bool = True) -> JobResult:
+    return JobResult(frozenset(ranks), ok)
 
 
 def test_reports_of_ranks_are_merged_by_job() -> None:

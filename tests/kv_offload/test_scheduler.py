@@ -24,7 +24,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from kv_offload.engine_compat import reports_failed_requests, vllm_version
 from kv_offload.engine_hooks import drain_engine_core
-from kv_offload.metadata import StoreJob, WorkerCapacity
+from kv_offload.load_mode import IDLE_SECONDS
+from kv_offload.metadata import JobResult, StoreJob, WorkerCapacity
 from kv_offload.prefix import CacheGroup
 from tests.kv_offload.fakes import PlayedEngine, RestlessError, Tokens, make_kv_cache_config
 from transfer.engine import Direction
@@ -92,13 +93,19 @@ def pinned(engine: PlayedEngine) -> set[int]:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (CacheGroup(0, BLOCK, 10),)])
 @pytest.mark.parametrize("blocks_per_slot", [1, 2])
+@pytest.mark.parametrize("synchronous_loads", [False, True])
 def test_a_prompt_is_stored_once_and_served_later(
-    async_scheduling: bool, ranks: int, groups: tuple[CacheGroup, ...], blocks_per_slot: int
+    async_scheduling: bool,
+    ranks: int,
+    groups: tuple[CacheGroup, ...],
+    blocks_per_slot: int,
+    synchronous_loads: bool,
 ) -> None:
     engine = PlayedEngine(
         groups,
         ranks=ranks,
         async_scheduling=async_scheduling,
+        synchronous_loads=synchronous_loads,
         plugin={"blocks_per_slot": blocks_per_slot, "max_pinned_share": 1.0},
     )
     engine.add("first", PROMPT)
@@ -557,6 +564,89 @@ def test_a_store_that_failed_on_one_rank_is_not_served(failing: int) -> None:
     engine.check_rest()
 
 
+def test_a_synchronous_load_is_before_the_forward_of_the_step_that_admits_its_request() -> None:
+    engine = PlayedEngine(synchronous_loads=True)
+    engine.add("first", PROMPT)
+    engine.run()
+    forget(engine)
+    engine.add("second", PROMPT, max_tokens=1)
+    output = engine.schedule()
+    (load,) = output.kv_connector_metadata.loads
+    assert load.synchronous
+    assert output.num_scheduled_tokens == {"second": 1}
+    assert engine.offload.has_pending_work, "its slots are held until the ranks report"
+    engine.execute()
+    engine.process()
+    assert engine.answers["second"] == answer(PROMPT, 1)
+    assert not engine.offload.has_pending_work
+    engine.run()
+    engine.check_rest()
+
+
+def test_a_synchronous_load_keeps_its_slots_until_every_rank_has_reported() -> None:
+    engine = PlayedEngine(synchronous_loads=True, ranks=2)
+    engine.add("first", PROMPT)
+    engine.run()
+    forget(engine)
+    engine.add("second", PROMPT, max_tokens=1)
+    (load,) = engine.schedule().kv_connector_metadata.loads
+    loads, manager = engine.offload._loads, engine.offload.manager
+    loads.complete_synchronous({load.job_id: JobResult(frozenset({1}), True)})
+    assert manager._readers.sum() == len(load.pairs)
+    loads.complete_synchronous({load.job_id: JobResult(frozenset({0}), True)})
+    assert manager._readers.sum() == 0
+
+
+def test_two_requests_of_one_step_share_what_was_loaded_for_the_first() -> None:
+    engine = PlayedEngine(synchronous_loads=True)
+    engine.add("first", PROMPT)
+    engine.run()
+    forget(engine)
+    loaded_before = engine.totals["loaded_bytes"]
+    engine.add("second", PROMPT)
+    engine.add("third", PROMPT)
+    engine.run()
+    assert engine.answers["second"] == engine.answers["third"] == answer(PROMPT)
+    assert engine.totals["loaded_bytes"] - loaded_before == blocks(5)
+    engine.check_rest()
+
+
+def test_only_loads_that_take_long_are_asynchronous() -> None:
+    engine = PlayedEngine()
+    engine.add("first", PROMPT)
+    engine.run()
+    forget(engine)
+    one_slot = engine.offload._load_mode._slot_bytes
+    engine.offload._load_mode.learn(4.5 * one_slot / IDLE_SECONDS)  # the hit is of 5 slots
+    engine.add("second", PROMPT)
+    assert not engine.schedule().kv_connector_metadata.loads[0].synchronous
+    engine.abort("second")
+    engine.run()
+    engine.offload._load_mode.learn(5.5 * one_slot / IDLE_SECONDS)
+    engine.add("third", PROMPT)
+    assert engine.schedule().kv_connector_metadata.loads[0].synchronous
+    engine.run()
+    engine.check_rest()
+
+
+def test_a_load_beside_others_is_synchronous_only_if_it_is_short() -> None:
+    engine = PlayedEngine(blocks=80)
+    engine.add("first", PROMPT)
+    engine.run()
+    forget(engine)
+    one_slot = engine.offload._load_mode._slot_bytes
+    engine.offload._load_mode.learn(5.5 * one_slot / IDLE_SECONDS)
+    engine.add("other", OTHER, max_tokens=9)
+    engine.schedule()
+    engine.execute()
+    engine.process()
+    engine.add("second", PROMPT)
+    assert not engine.schedule().kv_connector_metadata.loads[0].synchronous
+    engine.run()
+    assert engine.answers["second"] == answer(PROMPT)
+    engine.check_rest()
+
+
 def test_a_second_request_waits_for_the_load_of_its_prefix() -> None:
     engine = PlayedEngine()
     store(engine, PROMPT)
@@ -828,6 +918,7 @@ class AnyOrder(RuleBasedStateMachine):
         ranks=st.integers(1, 2),
         async_scheduling=st.booleans(),
         replaces_resumed=st.booleans(),
+        synchronous_loads=st.booleans(),
         drafts=st.sampled_from([0, 0, 2]),
         max_num_batched_tokens=st.sampled_from([8, 16, 64]),
         plugin=plugins,

@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 from kv_offload.cache_manager import CacheManager
-from kv_offload.metadata import StoreJob, StoreResult
+from kv_offload.metadata import JobResult, StoreJob
 from kv_offload.policies import make_policy
 from kv_offload.prefix import CacheGroup, PrefixMap
 from kv_offload.store_planner import SKIP_REASONS, StoreCursor, StorePlanner, UseCounter
@@ -90,7 +90,7 @@ class Stores:
         return jobs[0] if jobs else None
 
     def end(self, job: StoreJob, ranks: frozenset[int] = RANK_0, *, ok: bool = True) -> None:
-        self.planner.complete({job.job_id: StoreResult(ranks, ok)})
+        self.planner.complete({job.job_id: JobResult(ranks, ok)})
         self.check()
 
     def check(self) -> None:
@@ -349,7 +349,7 @@ def test_the_result_of_an_unknown_store_is_ignored() -> None:
     stores = Stores()
     request, ids = stores.compute(2)
     job = stores.plan(request, ids, end=8)
-    stores.planner.complete({99: StoreResult(RANK_0, True), -1: StoreResult(RANK_0, False)})
+    stores.planner.complete({99: JobResult(RANK_0, True), -1: JobResult(RANK_0, False)})
     assert stores.references(ids) == [2, 2]
     stores.end(job)
     assert stores.readable(request) == [True, True]

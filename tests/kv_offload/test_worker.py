@@ -19,7 +19,7 @@ import torch
 
 from kv_offload.config import OffloadConfig
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
-from kv_offload.metadata import LoadJob, OffloadMetadata, StoreJob, StoreResult
+from kv_offload.metadata import JobResult, LoadJob, OffloadMetadata, StoreJob
 from kv_offload.prefix import CacheGroup
 from kv_offload.worker import OffloadWorker
 from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config
@@ -86,10 +86,10 @@ class Rank:
         assert self.engine.wait(10)
         self.end(metadata)
 
-    def report(self) -> tuple[dict[int, StoreResult], set[str], dict[str, LoadJob]]:
+    def report(self) -> tuple[dict[int, JobResult], set[str], dict[str, LoadJob]]:
         """Return what the ended step reports: stores, loads, and those that failed."""
         received, failed = self.half.take_received()
-        report = self.half.take_report(failed)
+        report = self.half.take_report()
         if report is None:
             assert not failed
             return {}, received, {}
@@ -127,8 +127,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made.opened.set()
 
 
-def result(rank: int = 0, *, ok: bool = True) -> StoreResult:
-    return StoreResult(frozenset({rank}), ok)
+def result(rank: int = 0, *, ok: bool = True) -> JobResult:
+    return JobResult(frozenset({rank}), ok)
 
 
 # -- start -------------------------------------------------------------------------------------

@@ -1,0 +1,54 @@
+"""Which loads are synchronous: ordered before the step's forward instead of awaited by steps.
+
+An asynchronous load runs beside the forward, but its request joins a step only after the scheduler
+has heard of its end: at least one step late, and while others decode a step is longer than a small
+load. A synchronous load is waited for by the GPU, not by the host, in the very step that admits its
+request; everybody in that step waits with it. So a load is synchronous if it takes less time than
+the wait is worth: next to nothing while others run, more while nobody does.
+"""
+
+from __future__ import annotations
+
+BUSY_SECONDS = 0.003
+"""What the synchronous loads of one step may take from others that run: less than one token."""
+
+IDLE_SECONDS = 0.1
+"""The same where nobody runs: bounds how long a request that comes meanwhile waits."""
+
+ASSUMED_BYTES_PER_SECOND = 12e9
+"""The speed of loads until one was measured: that of PCIe Gen4 x8, so that none is too long."""
+
+
+class LoadMode:
+    """Decides by the time that loads take, from the speed that the ranks measured.
+
+    `slot_bytes` are those of a slot on one rank.
+    """
+
+    def __init__(self, slot_bytes: int) -> None:
+        self._slot_bytes = slot_bytes
+        self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
+        self._seconds_planned = 0.0
+
+    def learn(self, bytes_per_second: float) -> None:
+        """Take the speed of a load that ran alone on its rank."""
+        self._bytes_per_second = bytes_per_second
+
+    def begin_step(self) -> None:
+        """Forget what was planned for the step before."""
+        self._seconds_planned = 0.0
+
+    def is_synchronous(self, num_slots: int, *, idle: bool) -> bool:
+        """Say whether one more load, of `num_slots`, fits before this step's forward.
+
+        `idle` says that no other request runs or is loaded.
+        """
+        limit = IDLE_SECONDS if idle else BUSY_SECONDS
+        return self._seconds_planned + self._seconds(num_slots) <= limit
+
+    def plan(self, num_slots: int) -> None:
+        """Count a load that is synchronous."""
+        self._seconds_planned += self._seconds(num_slots)
+
+    def _seconds(self, num_slots: int) -> float:
+        return num_slots * self._slot_bytes / self._bytes_per_second
