@@ -68,6 +68,7 @@ class CacheManager:
                 f"give a manager of {num_slots} slots a new one for {num_slots}"
             )
         self._num_slots = num_slots
+        self._usable_slots = num_slots
         self._policy = policy
         self._evictions = 0
         self._stored = KeyMap()  # readable keys -> slot
@@ -84,6 +85,23 @@ class CacheManager:
     def num_slots(self) -> int:
         """Slots in total."""
         return self._num_slots
+
+    @property
+    def usable_slots(self) -> int:
+        """Slots from 0 on that are given out; all of them unless `limit_slots` was called."""
+        return self._usable_slots
+
+    def limit_slots(self, usable_slots: int) -> None:
+        """Give out slots below `usable_slots` only, until the next call.
+
+        Raises `MisuseError` beyond `num_slots`, and if a slot at or above it was given out.
+        """
+        if not len(self._key_of) <= usable_slots <= self._num_slots:
+            raise MisuseError(
+                f"a limit of {usable_slots} slots: {len(self._key_of)} of {self._num_slots} were "
+                "given out, name a number between"
+            )
+        self._usable_slots = usable_slots
 
     @property
     def slots_in_use(self) -> int:
@@ -240,7 +258,7 @@ class CacheManager:
             self._key_of[slot] = key
             self._policy.add(slot, key)
             return slot
-        while len(self._key_of) < self._num_slots:
+        while len(self._key_of) < self._usable_slots:
             slot = len(self._key_of)
             self._key_of.append(key)
             if slot not in self._orphans:
@@ -277,7 +295,7 @@ class CacheManager:
         for key, slot in known:
             assert 0 <= slot < len(self._key_of), f"slot {slot} is used that was never given out"
             assert self._key_of[slot] == key, f"slot {slot} of {key!r} is {self._key_of[slot]!r}'s"
-        assert len(self._key_of) <= self._num_slots, "a slot does not exist"
+        assert len(self._key_of) <= self._usable_slots <= self._num_slots, "a slot does not exist"
         orphans = [slot for slot in self._orphans if slot < len(self._key_of)]
         owned = [*(slot for _, slot in known), *orphans, *self._free]
         assert sorted(owned) == list(range(len(self._key_of))), "a slot is lost or has two owners"

@@ -73,6 +73,8 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
     """By job id."""
     failed_loads: frozenset[str] = frozenset()
     """Ids of requests. Their loads are reported as received too, by every rank."""
+    ready_slots: dict[int, int] = field(default_factory=dict)
+    """By rank, where it has grown: slots from 0 on whose memory is ready."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> OffloadWorkerMetadata:
         """Return what two ranks report together."""
@@ -80,11 +82,16 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
         stores = dict(self.stores)
         for job_id, result in other.stores.items():
             stores[job_id] = result.merge(stores[job_id]) if job_id in stores else result
-        return OffloadWorkerMetadata(stores, self.failed_loads | other.failed_loads)
+        return OffloadWorkerMetadata(
+            stores, self.failed_loads | other.failed_loads, self.ready_slots | other.ready_slots
+        )
 
 
 @dataclass(frozen=True)
 class WorkerCapacity(KVConnectorHandshakeMetadata):
     """What one rank's arena holds; the scheduler plans with the smallest."""
 
+    rank: int
     num_slots: int
+    ready_slots: int
+    """Slots from 0 on whose memory was ready when this was sent; reports say how it grows."""
