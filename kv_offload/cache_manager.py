@@ -80,6 +80,7 @@ class CacheManager:
                 f"give a manager of {num_slots} slots a new one for {num_slots}"
             )
         self._num_slots = num_slots
+        self._usable_slots = num_slots
         self._policy = policy
         self._evictions = 0
         self._slot_of = KeyMap()  # known keys, readable or being stored
@@ -98,6 +99,23 @@ class CacheManager:
     def num_slots(self) -> int:
         """Slots in total."""
         return self._num_slots
+
+    @property
+    def usable_slots(self) -> int:
+        """Slots from 0 on that are given out; all of them unless `limit_slots` was called."""
+        return self._usable_slots
+
+    def limit_slots(self, usable_slots: int) -> None:
+        """Give out slots below `usable_slots` only, until the next call.
+
+        Raises `MisuseError` beyond `num_slots`, and if a slot at or above it was given out.
+        """
+        if not len(self._key_of) <= usable_slots <= self._num_slots:
+            raise MisuseError(
+                f"a limit of {usable_slots} slots: {len(self._key_of)} of {self._num_slots} were "
+                "given out, name a number between"
+            )
+        self._usable_slots = usable_slots
 
     @property
     def slots_in_use(self) -> int:
@@ -274,10 +292,10 @@ class CacheManager:
         """Give the keys slots that were not used since the last reset, as far as there are any."""
         first = len(self._key_of)
         if not self._num_orphans:
-            self._key_of.extend(keys[: self._num_slots - first])
+            self._key_of.extend(keys[: max(0, self._usable_slots - first)])
             return np.arange(first, len(self._key_of), dtype=np.int32)
         slots: list[int] = []
-        for slot in range(first, self._num_slots):
+        for slot in range(first, self._usable_slots):
             if len(slots) == len(keys):
                 break
             self._key_of.append(keys[len(slots)])  # an orphan has a name too, which nobody asks
@@ -312,7 +330,7 @@ class CacheManager:
         owned = set(known.values())
         assert {*np.flatnonzero(self._readable).tolist()} <= owned, "a readable slot has no key"
         assert {*np.flatnonzero(running & ~self._orphan).tolist()} <= owned, "a busy slot has none"
-        assert len(self._key_of) <= self._num_slots, "a slot does not exist"
+        assert len(self._key_of) <= self._usable_slots <= self._num_slots, "a slot does not exist"
         orphans = np.flatnonzero(self._orphan[: len(self._key_of)]).tolist()
         all_slots = [*known.values(), *orphans, *self._free]
         assert sorted(all_slots) == list(range(len(self._key_of))), (

@@ -89,8 +89,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.offload_worker.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> WorkerCapacity:
-        """Tell the scheduler how many slots this rank holds."""
-        return WorkerCapacity(self.offload_worker.num_slots)
+        """Tell the scheduler how many slots this rank holds, and how many are ready."""
+        return self.offload_worker.capacity()
 
     def handle_preemptions(self, kv_connector_metadata: OffloadMetadata) -> None:
         """Submit the last step's stores: this is the first hook of every step, in all versions.
@@ -180,6 +180,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         capacities = [rank for rank in metadata.values() if isinstance(rank, WorkerCapacity)]
         if capacities:
             self.offload_scheduler.set_num_slots(min(rank.num_slots for rank in capacities))
+            self.offload_scheduler.ranks_ready({c.rank: c.ready_slots for c in capacities})
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """See `OffloadScheduler.bind_pool`."""

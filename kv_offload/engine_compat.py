@@ -14,6 +14,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kv_offload")  # only children of "vllm" have a handler
 
+
+class _Forward(logging.Handler):
+    """Hands records to the engine's log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record as if it were logged here."""
+        if logger.isEnabledFor(record.levelno):
+            logger.handle(record)
+
+
+def forward_log(name: str) -> None:
+    """Show in the engine's log what is logged under `name`. A second call changes nothing."""
+    source = logging.getLogger(name)
+    if not any(isinstance(handler, _Forward) for handler in source.handlers):
+        source.addHandler(_Forward())
+        source.setLevel(logging.INFO)
+
+
 OLDEST, NEWEST = (0, 26), (0, 33)
 """Minor versions whose connector interface this plugin was written against and tested with."""
 

@@ -79,6 +79,8 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
     """Synchronous loads, by job id; the others are reported to the engine, by request."""
     load_bytes_per_second: float | None = None
     """The speed of a load that ran alone, of the slowest rank."""
+    ready_slots: dict[int, int] = field(default_factory=dict)
+    """By rank, where it has grown: slots from 0 on whose memory is ready."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> OffloadWorkerMetadata:
         """Return what two ranks report together."""
@@ -89,6 +91,7 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
             self.failed_loads | other.failed_loads,
             _merge(self.loads, other.loads),
             min((speed for speed in speeds if speed is not None), default=None),
+            self.ready_slots | other.ready_slots,
         )
 
 
@@ -103,4 +106,7 @@ def _merge(mine: dict[int, JobResult], others: dict[int, JobResult]) -> dict[int
 class WorkerCapacity(KVConnectorHandshakeMetadata):
     """What one rank's arena holds; the scheduler plans with the smallest."""
 
+    rank: int
     num_slots: int
+    ready_slots: int
+    """Slots from 0 on whose memory was ready when this was sent; reports say how it grows."""

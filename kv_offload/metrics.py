@@ -47,7 +47,7 @@ METRICS = (
         for reason in SKIP_REASONS
     ),
     Metric("slots_in_use", "gauge", "Slots that hold KV or are being written."),
-    Metric("slots", "gauge", "Slots in the pool."),
+    Metric("slots", "gauge", "Slots in the pool that may be used."),
     Metric("running_loads", "gauge", "Loads that some rank has not completed."),
     Metric("running_stores", "gauge", "Stores that some rank has not completed."),
     Metric("pinned_blocks", "gauge", "GPU blocks kept from reuse until their store has ended."),

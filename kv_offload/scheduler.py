@@ -53,6 +53,7 @@ class OffloadScheduler:
         self._num_ranks = num_ranks
         self._make_key = make_key
         self._num_slots = num_slots
+        self._ready_slots: dict[int, int] = {}
         self._pool: Any = None
         self._requests: dict[str, _RequestState] = {}
         # Of the same requests: the number of computed tokens at which a store may be planned next.
@@ -77,6 +78,7 @@ class OffloadScheduler:
         self.manager = CacheManager(
             self._num_slots, make_policy(self._config.eviction_policy, self._num_slots)
         )
+        self.ranks_ready({})
         self._prefixes = PrefixMap(
             self._groups, pool.hash_block_size, self._config.blocks_per_slot, self._make_key
         )
@@ -89,6 +91,14 @@ class OffloadScheduler:
             self._config.store_after_uses,
         )
         self._stores.bind_pool(pool)
+
+    def ranks_ready(self, ready_slots: Mapping[int, int]) -> None:
+        """Use slots whose memory is ready on every rank; `ready_slots` has news by rank."""
+        self._ready_slots.update(ready_slots)
+        if self._pool is not None:
+            known = len(self._ready_slots) == self._num_ranks
+            usable = min(self._ready_slots.values()) if known else 0
+            self.manager.limit_slots(min(usable, self._num_slots))
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -219,6 +229,8 @@ class OffloadScheduler:
             self._loads.complete_synchronous(report.loads)
             if report.load_bytes_per_second is not None:
                 self._load_mode.learn(report.load_bytes_per_second)
+            if report.ready_slots:
+                self.ranks_ready(report.ready_slots)
             failed = report.failed_loads & self._requests.keys()
             self._load_failed |= failed
             self._new_load_failures |= failed
@@ -271,7 +283,7 @@ class OffloadScheduler:
         for reason, slots in self._stores.take_skipped().items():
             stats.count(f"skipped_{reason}", slots)
         gauges = {
-            "slots": self.manager.num_slots,
+            "slots": self.manager.usable_slots,
             "slots_in_use": self.manager.slots_in_use,
             "running_loads": self._loads.running,
             "running_stores": self._stores.running,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kv_offload.config import OffloadConfig
-from kv_offload.engine_compat import find_output_copy_stream, logger
+from kv_offload.engine_compat import find_output_copy_stream, forward_log, logger
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.kv_layout import describe_kv_caches
 from kv_offload.metadata import (
@@ -19,6 +19,7 @@ from kv_offload.metadata import (
     OffloadMetadata,
     OffloadWorkerMetadata,
     StoreJob,
+    WorkerCapacity,
 )
 from kv_offload.metrics import OffloadStats
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
@@ -71,6 +72,8 @@ class OffloadWorker:
         self._failed_requests: set[str] = set()
         self._load_results: dict[int, JobResult] = {}
         self._stats = OffloadStats()
+        forward_log("transfer")
+        self._ready_slots_reported = 0
         self.num_slots = 0
 
     # -- start and end -------------------------------------------------------------------------
@@ -104,10 +107,11 @@ class OffloadWorker:
             output_copy_stream=stream,
         )
         logger.info(
-            "kv-offload: rank %d holds %d slots of %d bytes (%.2f GiB) over %d regions, ready in "
-            "%.1f s; stores wait for %s",
+            "kv-offload: rank %d holds %d slots, %d of them ready, of %d bytes (%.2f GiB) over %d "
+            "regions, started in %.1f s; stores wait for %s",
             self._rank,
             self.num_slots,
+            self._ready_slots(),
             slot_bytes,
             self.num_slots * slot_bytes / (1 << 30),
             len(layout.regions),
@@ -265,11 +269,28 @@ class OffloadWorker:
             frozenset(self._failed_requests),
             self._load_results,
             self._load_bytes_per_second,
+            self._take_ready_slots(),
         )
         self._store_results, self._load_results = {}, {}
         self._failed_requests = set()
         self._load_bytes_per_second = None
         return None if report == OffloadWorkerMetadata() else report
+
+    def capacity(self) -> WorkerCapacity:
+        """Return what this rank holds and how much of it is ready."""
+        return WorkerCapacity(self._rank, self.num_slots, self._ready_slots())
+
+    def _ready_slots(self) -> int:
+        return (
+            0 if self._engine is None else self._engine.ready_slots // self._config.blocks_per_slot
+        )
+
+    def _take_ready_slots(self) -> dict[int, int]:
+        ready_slots = self._ready_slots()
+        if ready_slots <= self._ready_slots_reported:
+            return {}
+        self._ready_slots_reported = ready_slots
+        return {self._rank: ready_slots}
 
     def take_stats(self) -> OffloadStats | None:
         """Return the counters since the last call; None where nothing was counted."""

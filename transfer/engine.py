@@ -103,6 +103,14 @@ class SwapEngine(ABC):
     def in_flight(self) -> int:
         """Jobs submitted whose completion `poll` has not returned yet."""
 
+    @property
+    def ready_slots(self) -> int:
+        """Slots from 0 on that jobs may name by now. It only grows, at last to `num_slots`.
+
+        Unless memory cannot be page-locked: then it stays where it was.
+        """
+        return self.num_slots
+
     def check_blocks(self, blocks: Sequence[int]) -> None:
         """Raise `JobError` if a block does not exist."""
         for block in blocks:
@@ -122,14 +130,16 @@ class SwapEngine(ABC):
                 f"job {job.job_id}: pairs must be a non-empty int32 array of shape (n, 2), "
                 f"got {pairs.dtype} of shape {pairs.shape}"
             )
-        limits = (self.layout.num_blocks, self.num_slots)
+        limits = (self.layout.num_blocks, self.ready_slots)
         # As unsigned numbers negative ones are too high as well.
         blocks, slots = pairs.view(np.uint32).T
         if blocks.max() >= limits[0] or slots.max() >= limits[1]:
             row, column = np.argwhere((pairs < 0) | (pairs >= limits))[0].tolist()
+            locking = f" until more of {self.num_slots} are page-locked"
             raise JobError(
                 f"job {job.job_id}: pair {row} names {('block', 'slot')[column]} "
                 f"{pairs[row, column]}, valid are 0 to {limits[column] - 1}"
+                f"{locking if column and limits[1] < self.num_slots else ''}"
             )
         written = pairs[:, 1] if job.direction is Direction.STORE else pairs[:, 0]
         # Faster than sorting: a place written twice remembers only the last row that named it.

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 from transfer.engine import SwapEngine
 from transfer.host import HostSwapEngine
 from transfer.layout import KVLayout
-from transfer.pinned import HostArena
+from transfer.numa import device_node
+from transfer.pinned import CudaRegistrar, HostArena
 
 if TYPE_CHECKING:
     import torch
@@ -28,13 +29,20 @@ def create_engine(
     """Allocate an arena of `num_slots` and return the engine that copies to and from it.
 
     `keep_alive` are the KV tensors behind `layout`. `host` is for KV caches in host memory; `cuda`
-    page-locks the arena, and its stores also wait for `output_copy_stream`.
+    page-locks the arena, the most of it in the background (`SwapEngine.ready_slots`), and its
+    stores also wait for `output_copy_stream`.
     """
     if kind == "host":
         arena = HostArena(num_slots, layout.slot_bytes, register=None)
         return HostSwapEngine(layout, arena, keep_alive)
     from transfer.kernel import KernelSwapEngine
-    from transfer.pinned import CudaRegistrar
 
-    arena = HostArena(num_slots, layout.slot_bytes, register=CudaRegistrar(device))
+    registrar = CudaRegistrar(device)
+    arena = HostArena(
+        num_slots,
+        layout.slot_bytes,
+        register=registrar,
+        background=True,
+        numa_node=device_node(registrar.pci_bus_id),
+    )
     return KernelSwapEngine(layout, arena, device, keep_alive, output_copy_stream)

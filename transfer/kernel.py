@@ -151,6 +151,12 @@ class KernelSwapEngine(SwapEngine):
         self.wait(timeout_seconds)
 
     @property
+    def ready_slots(self) -> int:
+        """Slots whose memory is registered."""
+        arena = self._state.arena
+        return self.num_slots if arena is None else arena.ready_slots
+
+    @property
     def in_flight(self) -> int:
         """Jobs whose completion has not been polled."""
         return self._undelivered

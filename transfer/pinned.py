@@ -9,92 +9,47 @@ overwrote weights.)
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import logging
-import mmap
-import resource
+import os
 import weakref
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer.device import device_index, import_cupy
 from transfer.errors import PinnedMemoryError
+from transfer.mapping import Mapping
+from transfer.registrar import CudaRegistrar, PinnedRegistrar
+from transfer.registration import Registration, choose_piece_bytes
+from transfer.shared import SharedMemory
 
-if TYPE_CHECKING:
-    import torch
+__all__ = ["CudaRegistrar", "HostArena", "PinnedRegistrar"]
 
-logger = logging.getLogger(__name__)
-
-_REGISTRATION_BYTES = 16 << 30
-"""Bytes of one registration: one of 512 GiB or more is known to fail."""
-
-_HOST_REGISTER_PORTABLE_MAPPED = 0x1 | 0x2
-"""cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for all contexts, seen by kernels."""
-
-_LEAKED: list[mmap.mmap] = []
-"""Memory that could not be unregistered: it is never unmapped, the device might still write it."""
-
-
-class PinnedRegistrar(Protocol):
-    """Page-locks memory for a device. `RuntimeError` from either call means that it failed."""
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock `nbytes` from `address`; may take seconds."""
-
-    def unregister(self, address: int) -> None:
-        """Undo the `register` of the same address."""
-
-
-class CudaRegistrar:
-    """Registers host memory so that kernels of `device` reach it through its host address.
-
-    CuPy's `hostRegister` rather than torch's `cudart().cudaHostRegister`: it raises with the CUDA
-    error's name instead of returning a code, and the kernels need CuPy anyway.
-
-    Raises `DeviceError` without CuPy, `PinnedMemoryError` where the device cannot use host
-    pointers.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cupy: Any = import_cupy()
-        self._index = device_index(device)
-        runtime = self._cupy.cuda.runtime
-        attribute = runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
-        if not runtime.deviceGetAttribute(attribute, self._index):
-            raise PinnedMemoryError(
-                f"CUDA device {self._index} cannot reach registered host memory through its host "
-                f"address (cudaDevAttrCanUseHostPointerForRegisteredMem is 0, as under WSL), which "
-                f"the copy kernels need; run on Linux with a driver that supports it"
-            )
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock `nbytes` from `address`; releases the GIL meanwhile."""
-        with self._cupy.cuda.Device(self._index):
-            runtime = self._cupy.cuda.runtime
-            runtime.hostRegister(address, nbytes, _HOST_REGISTER_PORTABLE_MAPPED)
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`. No copy may be running: the arena's owner sees to that."""
-        with self._cupy.cuda.Device(self._index):
-            self._cupy.cuda.runtime.hostUnregister(address)
+_INHERITED: list[Mapping] = []
+"""Of a parent process; Python would unmap them when it drops them."""
 
 
 class HostArena:
     """Memory for `num_slots` slots of `slot_bytes`, rounded up to whole pages of the system only.
 
-    Private anonymous memory, zero at first. With `register` every byte is page-locked here, which
-    touches all of it; without, pages appear as they are written.
+    Zero at first. Private, or `shared`, which must have exactly the bytes of all slots: then it is
+    the same memory in every process, of which each registers its own mapping.
+
+    With `register` every byte is page-locked, which touches all of it, else pages appear as they
+    are written. With `background` as well the constructor returns once the first piece is locked;
+    threads lock the rest, and `ready_slots` says how far they are. Pages come from `numa_node`
+    where the machine has them there.
 
     Raises `PinnedMemoryError` if the memory cannot be mapped or page-locked; nothing stays behind.
     """
 
     def __init__(
-        self, num_slots: int, slot_bytes: int, *, register: PinnedRegistrar | None
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        *,
+        register: PinnedRegistrar | None,
+        background: bool = False,
+        numa_node: int | None = None,
+        shared: SharedMemory | None = None,
     ) -> None:
         if num_slots < 1 or slot_bytes < 1:
             raise PinnedMemoryError(
@@ -103,7 +58,25 @@ class HostArena:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.registered = register is not None
-        self._owner = _Owner(num_slots * slot_bytes, register)
+        self.piece_bytes = choose_piece_bytes(slot_bytes)
+        if shared is not None and shared.nbytes != self.nbytes:
+            raise PinnedMemoryError(
+                f"{num_slots} slots of {slot_bytes} bytes do not fill shared memory of "
+                f"{shared.nbytes} bytes: make it of {self.nbytes}"
+            )
+        fd = None if shared is None else shared.fileno()
+        mapping = Mapping(self.nbytes, fd=fd, numa_node=numa_node)
+        self._registration: Registration | None = None
+        if register is not None:
+            self._registration = Registration(mapping, register, self.piece_bytes)
+        self._owner = _Owner(mapping, self.nbytes, self._registration)
+        if self._registration is not None:
+            try:
+                self._registration.start(background=background)
+            except BaseException:
+                # Whoever handles the error holds this frame, and with it the owner.
+                self._owner.release()
+                raise
 
     @property
     def nbytes(self) -> int:
@@ -112,8 +85,28 @@ class HostArena:
 
     @property
     def address(self) -> int:
-        """Address of slot 0; slot `s` lies `s * slot_bytes` further on. Keeps nothing alive."""
+        """Address of slot 0; slot `s` lies `s * slot_bytes` further on. Keeps nothing alive.
+
+        A piece begins every `piece_bytes`, and is one registration: no copy by the copy engine may
+        cross that border. Kernels may.
+        """
         return self._owner.address
+
+    @property
+    def ready_slots(self) -> int:
+        """Slots from 0 on that may be used already: it grows, to `num_slots` unless locking fails.
+
+        May be asked from any thread, and costs nothing.
+        """
+        if self._registration is None:
+            return self.num_slots
+        return min(self.num_slots, self._registration.ready_bytes // self.slot_bytes)
+
+    def wait_ready(self, timeout_seconds: float | None = None) -> bool:
+        """Block until nothing is locked in the background any more; whether all slots are ready."""
+        if self._registration is not None:
+            self._registration.wait(timeout_seconds)
+        return self.ready_slots == self.num_slots
 
     def view(self) -> NDArray[np.uint8]:
         """Return the slots as uint8 of shape `(num_slots, slot_bytes)`, without a copy.
@@ -126,78 +119,28 @@ class HostArena:
 class _Owner:
     """Owns one mapping; what NumPy makes of `__array_interface__` holds this object as its base."""
 
-    def __init__(self, nbytes: int, registrar: PinnedRegistrar | None) -> None:
-        mapped_bytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        try:
-            memory = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:
-            raise PinnedMemoryError(
-                f"cannot map {mapped_bytes} bytes of host memory: {error}; {_limits()}; "
-                f"configure a smaller host cache or free memory"
-            ) from error
-        # Children must not inherit the arena: the kernel copies page-locked memory at fork.
-        memory.madvise(mmap.MADV_DONTFORK)
-        # Advice only, refused by kernels without transparent huge pages: fewer pages to lock.
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    def __init__(self, mapping: Mapping, nbytes: int, registration: Registration | None) -> None:
+        self.address = mapping.address
         self.__array_interface__ = {
             "version": 3,
             "shape": (nbytes,),
             "typestr": "|u1",
             "data": (self.address, False),
         }
-        registered: list[int] = []
-        if registrar is not None:
-            _register(registrar, self.address, mapped_bytes, registered)
-        finalizer = weakref.finalize(self, _release, memory, registrar, registered)
+        self.release = weakref.finalize(self, _release, mapping, registration, os.getpid())
         # At interpreter exit views and copies may still be alive; the system reclaims the memory.
-        finalizer.atexit = False
+        self.release.atexit = False
 
 
-def _register(registrar: PinnedRegistrar, address: int, nbytes: int, registered: list[int]) -> None:
-    """Register `nbytes` in pieces, all or nothing, noting each piece's address in `registered`."""
-    for offset in range(0, nbytes, _REGISTRATION_BYTES):
-        piece_bytes = min(_REGISTRATION_BYTES, nbytes - offset)
-        try:
-            registrar.register(address + offset, piece_bytes)
-        except RuntimeError as error:
-            for done in reversed(registered):
-                registrar.unregister(done)
-            raise PinnedMemoryError(
-                f"cannot page-lock {nbytes} bytes of host memory: registering bytes {offset} to "
-                f"{offset + piece_bytes} failed with {error}; {_limits()}; configure a smaller "
-                f"host cache, raise the limit, or free memory"
-            ) from error
-        registered.append(address + offset)
+def _release(mapping: Mapping, registration: Registration | None, process: int) -> None:
+    """End the memory, once nobody can reach it any more.
 
-
-def _release(
-    memory: mmap.mmap, registrar: PinnedRegistrar | None, registered: Sequence[int]
-) -> None:
-    """Unregister, then unmap. Runs once nobody can reach the memory any more."""
-    for address in registered:
-        assert registrar is not None
-        try:
-            registrar.unregister(address)
-        except RuntimeError:
-            logger.exception("cannot unregister host memory at %#x; it stays mapped", address)
-            _LEAKED.append(memory)
-    if memory not in _LEAKED:
-        memory.close()
-
-
-def _limits() -> str:
-    """Describe what bounds page-locked memory here, for an error message."""
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    parts = [
-        f"ulimit -l is {'unlimited' if locked == resource.RLIM_INFINITY else f'{locked} bytes'}"
-    ]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError):
-            parts.append(f"cgroup limit is {Path(path).read_text().strip()} bytes")
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                parts.append(line)
-    return ", ".join(parts)
+    Not in a forked child: it has neither the memory, at whose address there may be other memory
+    now, nor the threads.
+    """
+    if os.getpid() != process:
+        _INHERITED.append(mapping)
+    elif registration is None:
+        mapping.close()
+    else:
+        registration.release()

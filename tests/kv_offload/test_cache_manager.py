@@ -475,6 +475,49 @@ def test_an_orphan_is_completed_as_what_it_was(manager: CacheManager) -> None:
     manager.check_integrity()
 
 
+# -- slots that may not be used yet ------------------------------------------------------------
+
+
+def test_only_slots_below_the_limit_are_given_out(manager: CacheManager) -> None:
+    assert manager.usable_slots == 4
+    manager.limit_slots(2)
+    assert (manager.num_slots, manager.usable_slots) == (4, 2)
+    plan = manager.prepare_store([A, B, C])
+    assert slots_of(plan) == [0, 1]
+    assert (plan.no_room, plan.evicted) == (1, 0)
+    manager.complete_store([0, 1])
+    assert slots_of(manager.prepare_store([C])) in ([0], [1])
+    assert manager.evictions == 1
+    manager.limit_slots(4)
+    plan = manager.prepare_store([D, E])
+    assert slots_of(plan) == [2, 3]
+    assert plan.evicted == 0
+    manager.check_integrity()
+
+
+def test_the_limit_outlives_a_reset(manager: CacheManager) -> None:
+    manager.limit_slots(1)
+    store(manager, A)
+    manager.reset()
+    assert slots_of(manager.prepare_store([A, B])) == [0]
+    manager.check_integrity()
+
+
+def test_without_a_usable_slot_nothing_is_stored(manager: CacheManager) -> None:
+    manager.limit_slots(0)
+    assert manager.prepare_store([A, B]) == StorePlan((), known=0, no_room=2, evicted=0)
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("usable_slots", [-1, 1, 5])
+def test_a_limit_that_cannot_be_is_refused(manager: CacheManager, usable_slots: int) -> None:
+    store(manager, A, B)
+    with pytest.raises(MisuseError, match=f"limit of {usable_slots} slots: 2 of 4 were given out"):
+        manager.limit_slots(usable_slots)
+    assert manager.usable_slots == 4
+    manager.limit_slots(2)
+
+
 # -- check_integrity ---------------------------------------------------------------------------
 
 
@@ -494,6 +537,8 @@ def test_an_orphan_is_completed_as_what_it_was(manager: CacheManager) -> None:
         ("m._slot_of[D] = -1", "slot -1 is used that was never given out"),
         ("m._slot_of[B] = 0", "slot 0 of .* is .*'s"),
         ("m._num_slots = 2", "a slot does not exist"),
+        ("m._usable_slots = 2", "a slot does not exist"),
+        ("m._usable_slots = 5", "a slot does not exist"),
         ("m._free.append(1)", "a slot is lost or has two owners"),
         ("m._slot_of.pop(B)", "a readable slot has no key"),
         ("m._slot_of.pop(B); m._readable[1] = False", "a slot is lost or has two owners"),

@@ -30,9 +30,11 @@ class CacheManagerMachine(RuleBasedStateMachine):
 
     policy_name: str
 
-    @initialize(num_slots=st.integers(1, 8), full=st.booleans())
-    def start(self, num_slots: int, full: bool) -> None:
+    @initialize(num_slots=st.integers(1, 8), unusable=st.integers(0, 8), full=st.booleans())
+    def start(self, num_slots: int, unusable: int, full: bool) -> None:
         self.manager = CacheManager(num_slots, make_policy(self.policy_name, num_slots))
+        self.usable = max(0, num_slots - unusable)
+        self.manager.limit_slots(self.usable)
         self.readable: dict[bytes, int] = {}
         self.writes: dict[int, bytes | None] = {}
         self.loads: list[Load] = []
@@ -62,7 +64,7 @@ class CacheManagerMachine(RuleBasedStateMachine):
             for key, slot in self.readable.items()
             if key not in keys and slot not in self.slots_read()
         }
-        free = self.manager.num_slots - len(self.in_use())
+        free = self.usable - len(self.in_use())
 
         plan = self.manager.prepare_store(keys)
 
@@ -73,11 +75,17 @@ class CacheManagerMachine(RuleBasedStateMachine):
         assert plan.evicted == max(0, len(plan.keys) - free)
         self.evictions += plan.evicted
         for key, slot in zip(plan.keys, plan.slots.tolist(), strict=True):
-            assert 0 <= slot < self.manager.num_slots
+            assert 0 <= slot < self.usable
             if slot in self.in_use():
                 assert slot in evictable, "a slot was taken that is held or was given out twice"
                 del self.readable[evictable.pop(slot)]
             self.writes[slot] = key
+
+    @precondition(lambda self: self.usable < self.manager.num_slots)
+    @rule(more=st.integers(1, 8))
+    def more_slots_become_usable(self, more: int) -> None:
+        self.usable = min(self.usable + more, self.manager.num_slots)
+        self.manager.limit_slots(self.usable)
 
     @precondition(lambda self: self.writes)
     @rule(data=st.data(), ok=st.booleans())
@@ -170,7 +178,7 @@ class CacheManagerMachine(RuleBasedStateMachine):
         self.manager.reset()
         assert self.manager.slots_in_use == 0
         plan = self.manager.prepare_store([b"%d" % i for i in range(self.manager.num_slots)])
-        assert {*plan.slots.tolist()} == set(range(self.manager.num_slots))
+        assert {*plan.slots.tolist()} == set(range(self.usable))
 
 
 class LRUMachine(CacheManagerMachine):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from kv_offload.engine_compat import (
     check_version,
     drain_before_reset,
     find_output_copy_stream,
+    forward_log,
     halves,
     host_hit_source,
     layer_specs,
@@ -318,3 +320,28 @@ def test_asking_twice_recomputes_once(updates: list[Any]) -> None:
 
 def test_the_log_goes_through_vllms_handler() -> None:
     assert engine_compat.logger.name.startswith("vllm.")
+
+
+@pytest.fixture
+def chosen_level() -> Iterator[Callable[[int], None]]:
+    before = engine_compat.logger.level
+    yield engine_compat.logger.setLevel
+    engine_compat.logger.setLevel(before)
+
+
+def test_the_log_of_transfer_goes_there_too(
+    monkeypatch: pytest.MonkeyPatch, chosen_level: Callable[[int], None]
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(engine_compat.logger, "handle", lambda r: shown.append(r.getMessage()))
+    monkeypatch.setattr(logging.getLogger("transfer"), "handlers", [])
+    for _ in range(2):
+        forward_log("transfer")
+    chosen_level(logging.INFO)
+    logging.getLogger("transfer.registration").info("page-locked %d bytes", 5)
+    logging.getLogger("transfer.registration").debug("not asked for")
+    assert shown == ["page-locked 5 bytes"]
+    chosen_level(logging.ERROR)
+    logging.getLogger("transfer").info("not of interest to this user")
+    logging.getLogger("transfer").error("of interest")
+    assert shown == ["page-locked 5 bytes", "of interest"]

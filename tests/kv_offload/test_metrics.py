@@ -189,6 +189,13 @@ def test_reports_of_ranks_are_merged_by_job() -> None:
     assert merged.failed_loads == {"a", "b"}
 
 
+def test_reports_of_ready_slots_are_kept_by_rank() -> None:
+    merged = OffloadWorkerMetadata(ready_slots={0: 4}).aggregate(
+        OffloadWorkerMetadata(ready_slots={1: 9}).aggregate(OffloadWorkerMetadata())
+    )
+    assert merged.ready_slots == {0: 4, 1: 9}
+
+
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (False, False)])
 def test_one_failure_makes_a_store_fail(first: bool, second: bool) -> None:
     merged = OffloadWorkerMetadata({1: result(0, ok=first)}).aggregate(

@@ -27,7 +27,13 @@ from kv_offload.engine_hooks import drain_engine_core
 from kv_offload.load_mode import IDLE_SECONDS
 from kv_offload.metadata import JobResult, StoreJob, WorkerCapacity
 from kv_offload.prefix import CacheGroup
-from tests.kv_offload.fakes import PlayedEngine, RestlessError, Tokens, make_kv_cache_config
+from tests.kv_offload.fakes import (
+    ManualSwapEngine,
+    PlayedEngine,
+    RestlessError,
+    Tokens,
+    make_kv_cache_config,
+)
 from transfer.engine import Direction
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -852,11 +858,56 @@ def test_the_smallest_rank_decides_on_the_slots() -> None:
     engine = PlayedEngine(slots=64, ranks=2)
     assert engine.offload.manager.num_slots == 64
     engine.connector.set_xfer_handshake_metadata_pp_aware(
-        {(0, 0): WorkerCapacity(40), (0, 1): WorkerCapacity(30), (0, 2): SimpleNamespace()}
+        {
+            (0, 0): WorkerCapacity(0, 40, 40),
+            (0, 1): WorkerCapacity(1, 30, 30),
+            (0, 2): SimpleNamespace(),
+        }
     )
-    assert engine.offload.manager.num_slots == 30
+    assert engine.offload.manager.num_slots == engine.offload.manager.usable_slots == 30
     engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace()})
     assert engine.offload.manager.num_slots == 30
+
+
+def test_only_slots_that_are_ready_on_every_rank_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory becomes ready while the engine serves; each rank says so at the end of a step."""
+    ready: dict[Any, int] = {}
+    monkeypatch.setattr(
+        ManualSwapEngine, "ready_slots", property(lambda made: ready.get(made, 2)), raising=True
+    )
+    engine = PlayedEngine(ranks=2, plugin={"max_pinned_share": 1.0})
+    manager = engine.offload.manager
+    assert (manager.usable_slots, manager.num_slots) == (2, 64)
+    engine.add("a", PROMPT, max_tokens=1)
+    engine.run()
+    assert engine.totals["stored_bytes"] == blocks(2 * 2)
+    assert engine.totals["skipped_copy_failed"] == 0
+    first, second = (rank.copies for rank in engine.ranks)
+    ready[first] = 40
+    engine.add("b", OTHER, max_tokens=1)
+    engine.run()
+    assert manager.usable_slots == 2, "the other rank is not as far"
+    ready[second] = 30
+    engine.add("c", [*OTHER[4:], *PROMPT], max_tokens=8)
+    engine.run()
+    assert manager.usable_slots == 30
+    assert manager.slots_in_use > 2
+    manager.check_integrity()
+    engine.offload.ranks_ready({0: 40, 1: 35})
+    assert engine.offload.take_stats().data["slots"] == 35
+
+
+def test_before_every_rank_has_spoken_no_slot_is_used() -> None:
+    """A connector inside another one may never see the ranks' capacities, only their reports."""
+    engine = PlayedEngine(ranks=2)
+    offload = engine.offload
+    offload._ready_slots.clear()
+    offload.ranks_ready({1: 50})
+    assert offload.manager.usable_slots == 0
+    engine.add("a", PROMPT)
+    engine.run()
+    assert offload.manager.usable_slots == 64
+    assert engine.totals["stored_bytes"] > 0
 
 
 def test_a_configuration_names_the_slots_of_all_ranks() -> None:

@@ -19,10 +19,20 @@ import torch
 
 from kv_offload.config import OffloadConfig
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
-from kv_offload.metadata import JobResult, LoadJob, OffloadMetadata, StoreJob
+from kv_offload.metadata import (
+    JobResult,
+    LoadJob,
+    OffloadMetadata,
+    OffloadWorkerMetadata,
+    StoreJob,
+    WorkerCapacity,
+)
 from kv_offload.prefix import CacheGroup
 from kv_offload.worker import OffloadWorker
 from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config
+from transfer.engine import Direction, SwapJob
+from transfer.errors import JobError
+from transfer.host import HostSwapEngine
 from transfer.host_copy import copy_runs
 
 BLOCKS = 8
@@ -169,6 +179,46 @@ def test_a_cache_that_cannot_be_described_is_refused() -> None:
     rank = Rank()
     with pytest.raises(UnsupportedError, match="layer nobody"):
         rank.half.register_kv_caches({"nobody": rank.kv})
+
+
+# -- memory that becomes ready -----------------------------------------------------------------
+
+
+def test_a_rank_reports_its_ready_slots_when_they_have_grown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ready = 7
+    monkeypatch.setattr(HostSwapEngine, "ready_slots", property(lambda _: ready))
+    rank = Rank(rank=1, num_ranks=2, slots=8, blocks_per_slot=3).start()
+    assert rank.half.capacity() == WorkerCapacity(1, num_slots=8, ready_slots=2)
+    assert rank.half.take_report() == OffloadWorkerMetadata(ready_slots={1: 2})
+    ready = 8
+    assert rank.half.take_report() is None, "not a whole slot more"
+    rank.step(store(0, (1, 2)))
+    rank.step()
+    ready = 24
+    expected = OffloadWorkerMetadata(stores={0: result(1)}, ready_slots={1: 8})
+    assert rank.half.take_report() == expected
+    assert rank.half.take_report() is None
+    rank.half.shutdown()
+    assert rank.half.take_report() is None
+
+
+def test_host_memory_of_the_cpu_engine_is_ready_at_once(rank: Rank) -> None:
+    assert rank.half.capacity() == WorkerCapacity(0, num_slots=8, ready_slots=8)
+
+
+def test_a_rank_that_has_not_started_has_nothing_ready() -> None:
+    assert Rank().half.capacity() == WorkerCapacity(0, 0, 0)
+
+
+def test_a_slot_that_is_not_ready_is_refused(monkeypatch: pytest.MonkeyPatch, rank: Rank) -> None:
+    monkeypatch.setattr(HostSwapEngine, "ready_slots", property(lambda _: 4))
+    rank.step(store(0, (1, 3)), store(1, (1, 4)))
+    rank.step()
+    assert rank.report()[0] == {0: result(), 1: result(ok=False)}
+    with pytest.raises(JobError, match="slot 4, valid are 0 to 3 until more of 8 are page-locked"):
+        rank.engine.submit(SwapJob(9, Direction.LOAD, pairs((1, 4))))
 
 
 # -- stores ------------------------------------------------------------------------------------

@@ -1,51 +1,49 @@
 from __future__ import annotations
 
-import ctypes
 import gc
-import mmap
+import logging
+import math
+import os
+import signal
+import subprocess
 import sys
+import threading
+import time
 import weakref
-from types import SimpleNamespace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from transfer import pinned
-from transfer.errors import DeviceError, PinnedMemoryError
-from transfer.pinned import CudaRegistrar, HostArena
+from tests.transfer.registrars import PAGE, GatedRegistrar, Registrar, is_mapped, resident_bytes
+from transfer import registration
+from transfer.errors import PinnedMemoryError
+from transfer.pinned import HostArena
+from transfer.registration import choose_piece_bytes
 
-
-def is_mapped(address: int) -> bool:
-    """Ask the kernel, without touching the memory."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    page = address // mmap.PAGESIZE * mmap.PAGESIZE
-    return libc.msync(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), 1) == 0
-
-
-class Registrar:
-    """Records calls; fails from the `failing_call`-th registration on."""
-
-    def __init__(self, failing_call: int | None = None) -> None:
-        self.failing_call = failing_call
-        self.calls: list[tuple[int, int]] = []
-        self.live: dict[int, int] = {}
-        self.unmapped_too_early = False
-
-    def register(self, address: int, nbytes: int) -> None:
-        if len(self.calls) == self.failing_call:
-            raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
-        self.calls.append((address, nbytes))
-        self.live[address] = nbytes
-
-    def unregister(self, address: int) -> None:
-        self.unmapped_too_early |= not is_mapped(address)
-        del self.live[address]
+PIECE = 4 * PAGE
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(pinned, "_REGISTRATION_BYTES", 4 * mmap.PAGESIZE)
-    return 4 * mmap.PAGESIZE
+    monkeypatch.setattr(registration, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(registration, "POPULATE_BYTES", 2 * PAGE)
+    return PIECE
+
+
+def wait_until(condition: object) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.001)
+
+
+def pinning_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kv-offload-pin"]
+
+
+# -- memory and its lifetime -------------------------------------------------------------------
 
 
 def test_arena_is_exact_and_zero() -> None:
@@ -61,10 +59,19 @@ def test_arena_is_exact_and_zero() -> None:
     assert (arena.view()[3] == 9).all()
 
 
+def test_an_arena_that_is_not_registered_is_ready_at_once() -> None:
+    before = threading.active_count()
+    arena = HostArena(1 << 20, PAGE, register=None, background=True)
+    assert arena.ready_slots == arena.num_slots
+    assert arena.wait_ready(0)
+    assert threading.active_count() == before
+    assert resident_bytes(arena.address) == 0
+
+
 @pytest.mark.parametrize("drop_arena_first", [True, False])
 def test_memory_lives_as_long_as_any_view(drop_arena_first: bool) -> None:
     registrar = Registrar()
-    arena = HostArena(4, mmap.PAGESIZE, register=registrar)
+    arena = HostArena(4, PAGE, register=registrar)
     owner = weakref.ref(arena._owner)
     address = arena.address
     derived = arena.view()[1:3].view(np.int32).reshape(-1)[::2]
@@ -100,31 +107,6 @@ def test_torch_tensors_keep_the_memory() -> None:
     assert owner() is None
 
 
-def test_registers_every_byte_in_bounded_pieces(small_pieces: int) -> None:
-    registrar = Registrar()
-    arena = HostArena(9, mmap.PAGESIZE, register=registrar)
-    assert registrar.calls == [
-        (arena.address, small_pieces),
-        (arena.address + small_pieces, small_pieces),
-        (arena.address + 2 * small_pieces, mmap.PAGESIZE),
-    ]
-
-
-def test_partial_registration_is_undone(small_pieces: int) -> None:
-    registrar = Registrar(failing_call=2)
-    with pytest.raises(PinnedMemoryError) as caught:
-        HostArena(12, mmap.PAGESIZE, register=registrar)
-    message = str(caught.value)
-    assert f"page-lock {12 * mmap.PAGESIZE} bytes" in message
-    assert f"bytes {2 * small_pieces} to {3 * small_pieces}" in message
-    assert "cudaErrorMemoryAllocation" in message
-    assert "ulimit -l" in message
-    assert "smaller host cache" in message
-    assert len(registrar.calls) == 2
-    assert not registrar.live
-    assert not registrar.unmapped_too_early
-
-
 @pytest.mark.parametrize("num_slots", [1 << 40, 1 << 60])
 def test_memory_that_cannot_be_mapped(num_slots: int) -> None:
     with pytest.raises(PinnedMemoryError, match="cannot map ") as caught:
@@ -139,6 +121,105 @@ def test_refuses_empty_arenas(num_slots: int, slot_bytes: int) -> None:
         HostArena(num_slots, slot_bytes, register=None)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_leaves_the_memory_alone(small_pieces: int) -> None:
+    registrar = Registrar()
+    arena = HostArena(9, PAGE, register=registrar)
+    arena.view()[:] = 5
+    child = os.fork()
+    if child == 0:
+        # A failure must not run the rest of the tests in the child.
+        try:
+            absent = not is_mapped(arena.address)
+            live = len(registrar.live)
+            del arena
+            gc.collect()
+            os._exit(0 if absent and live == len(registrar.live) == 3 else 1)
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert (arena.view() == 5).all()
+
+
+# -- registration ------------------------------------------------------------------------------
+
+
+def test_registers_every_byte_in_bounded_pieces(small_pieces: int) -> None:
+    registrar = Registrar()
+    arena = HostArena(9, PAGE, register=registrar)
+    assert sorted(registrar.calls) == [
+        (arena.address, PIECE),
+        (arena.address + PIECE, PIECE),
+        (arena.address + 2 * PIECE, PAGE),
+    ]
+    assert arena.ready_slots == 9
+    assert arena.wait_ready(0)
+
+
+@pytest.mark.parametrize(("num_slots", "slot_bytes"), [(1000, 65536), (257, 81936), (3001, 21328)])
+def test_pinned_bytes_are_what_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, num_slots: int, slot_bytes: int
+) -> None:
+    monkeypatch.setattr(registration, "PIECE_BYTES", 16 << 20)
+    registrar = Registrar()
+    arena = HostArena(num_slots, slot_bytes, register=registrar)
+    pinned_bytes = sum(nbytes for _, nbytes in registrar.calls)
+    assert arena.nbytes <= pinned_bytes <= 1.01 * arena.nbytes
+    assert resident_bytes(arena.address) == pinned_bytes
+
+
+def test_every_page_exists_before_its_piece_is_registered(small_pieces: int) -> None:
+    class Looking(Registrar):
+        least = 1 << 62
+
+        def register(self, address: int, nbytes: int) -> None:
+            super().register(address, nbytes)
+            assert self.base is not None
+            self.least = min(self.least, resident_bytes(address) - (address + nbytes - self.base))
+
+    registrar = Looking()
+    arena = HostArena(64, PAGE, register=registrar)
+    # Threads take pieces in order, so of those before a piece only the other threads' are missing.
+    assert registrar.least >= -(registration.NUM_THREADS - 1) * PIECE
+    assert arena.ready_slots == 64
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "piece_bytes"),
+    [
+        (PAGE, 256 << 20),
+        (2 << 20, 256 << 20),
+        (3 * PAGE, (256 << 20) // (3 * PAGE) * 3 * PAGE),
+        (PAGE + 16, (256 << 20) // (257 * PAGE) * 257 * PAGE),
+        (300 << 20, 256 << 20),
+    ],
+)
+def test_no_slot_lies_in_two_pieces_where_it_fits(slot_bytes: int, piece_bytes: int) -> None:
+    assert choose_piece_bytes(slot_bytes) == piece_bytes
+    assert piece_bytes % PAGE == 0
+    if math.lcm(slot_bytes, PAGE) <= 256 << 20:
+        assert piece_bytes % slot_bytes == 0
+
+
+def test_partial_registration_is_undone(small_pieces: int) -> None:
+    registrar = Registrar(failing_offset=2 * PIECE)
+    with pytest.raises(PinnedMemoryError) as caught:
+        HostArena(12, PAGE, register=registrar)
+    message = str(caught.value)
+    assert f"page-lock {12 * PAGE} bytes" in message
+    assert f"bytes {2 * PIECE} to {3 * PIECE}" in message
+    assert "cudaErrorMemoryAllocation" in message
+    assert "ulimit -l" in message
+    assert "smaller host cache" in message
+    assert len(registrar.calls) == 2
+    assert not registrar.live
+    assert not registrar.unmapped_too_early
+    assert registrar.base is not None
+    assert not is_mapped(registrar.base)
+    assert pinning_threads() == []
+
+
 def test_memory_that_cannot_be_unregistered_stays_mapped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,8 +229,8 @@ def test_memory_that_cannot_be_unregistered_stays_mapped(
         raise RuntimeError("cudaErrorIllegalAddress")
 
     monkeypatch.setattr(registrar, "unregister", refuse)
-    monkeypatch.setattr(pinned, "_LEAKED", [])
-    arena = HostArena(1, mmap.PAGESIZE, register=registrar)
+    monkeypatch.setattr(registration, "_LEAKED", [])
+    arena = HostArena(1, PAGE, register=registrar)
     address = arena.address
     del arena
     gc.collect()
@@ -157,25 +238,202 @@ def test_memory_that_cannot_be_unregistered_stays_mapped(
     assert "cannot unregister" in caplog.text
 
 
-def test_missing_cupy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    for version, extra in (("12.8", "cu12"), ("13.0", "cu13"), (None, "cu13")):
-        monkeypatch.setattr(torch.version, "cuda", version)
-        with pytest.raises(DeviceError, match=rf"pip install 'kv-offload\[{extra}\]'"):
-            CudaRegistrar(torch.device("cuda", 0))
+# -- in the background -------------------------------------------------------------------------
 
 
-def test_device_that_cannot_use_host_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    runtime = SimpleNamespace(
-        cudaDevAttrCanUseHostPointerForRegisteredMem=91,
-        deviceGetAttribute=lambda attribute, index: 0 if (attribute, index) == (91, 3) else 1,
+def test_slots_become_ready_in_order_of_their_number(small_pieces: int) -> None:
+    registrar = GatedRegistrar()
+    arena = HostArena(18, PAGE, register=registrar, background=True)
+    threads = min(registration.NUM_THREADS, 4, len(os.sched_getaffinity(0)))
+    assert arena.ready_slots == 4
+    arena.view()[:4] = 1
+    assert registrar.wait_for(threads) == {(1 + i) * PIECE for i in range(threads)}
+    assert not arena.wait_ready(0)
+    if threads > 1:
+        registrar.let_in(2 * PIECE)
+        wait_until(lambda: len(registrar.live) == 2)
+        time.sleep(0.01)
+        assert arena.ready_slots == 4, "slots 8 to 11 are locked, but 4 to 7 are not"
+    registrar.let_in(PIECE)
+    wait_until(lambda: arena.ready_slots >= 8)
+    registrar.let_in()
+    assert arena.wait_ready(30)
+    assert arena.ready_slots == 18
+    assert threading.main_thread() in registrar.threads
+    assert len(registrar.threads) > 1
+    assert sum(registrar.live.values()) == 18 * PAGE
+
+
+def test_a_slot_is_ready_only_with_its_last_byte(small_pieces: int) -> None:
+    registrar = GatedRegistrar()
+    arena = HostArena(3, PIECE + PAGE, register=registrar, background=True)
+    assert arena.piece_bytes == PIECE
+    assert arena.ready_slots == 0
+    registrar.let_in(PIECE)
+    wait_until(lambda: arena.ready_slots == 1)
+    registrar.let_in()
+    assert arena.wait_ready(30)
+    assert sum(registrar.live.values()) == arena.nbytes
+
+
+def test_the_end_is_logged_with_where_the_memory_is(
+    small_pieces: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "transfer")
+    arena = HostArena(16, PAGE, register=Registrar(), background=True)
+    assert arena.wait_ready(30)
+    assert f"page-locked {16 * PAGE} bytes from any NUMA node" in caplog.text
+    assert "transparent huge pages: " in caplog.text
+
+
+def test_a_failure_in_the_background_caps_the_arena(
+    small_pieces: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    registrar = GatedRegistrar(failing_offset=2 * PIECE)
+    arena = HostArena(40, PAGE, register=registrar, background=True)
+    waiting = registrar.wait_for(min(registration.NUM_THREADS, len(os.sched_getaffinity(0))))
+    registrar.let_in()
+    assert not arena.wait_ready(30)
+    assert arena.ready_slots == 8
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    message = record.getMessage()
+    assert f"registering bytes {2 * PIECE} to {3 * PIECE} failed" in message
+    assert f"only the first {8 * PAGE} are used" in message
+    assert "ulimit -l" in message
+    assert "raise the limit" in message
+    # Pieces behind the failed one that were under way are given back, and so is their memory.
+    assert registrar.live == {arena.address: PIECE, arena.address + PIECE: PIECE}
+    assert len(registrar.calls) >= len(waiting)
+    assert resident_bytes(arena.address) == 8 * PAGE
+    arena.view()[:8] = 3
+    address = arena.address
+    del arena
+    gc.collect()
+    assert not registrar.live
+    assert not registrar.unmapped_too_early
+    assert not is_mapped(address)
+
+
+def test_the_first_piece_fails_at_once_also_in_the_background(small_pieces: int) -> None:
+    registrar = Registrar(failing_offset=0)
+    with pytest.raises(PinnedMemoryError, match=f"bytes 0 to {PIECE} failed") as caught:
+        HostArena(40, PAGE, register=registrar, background=True)
+    assert "are used" not in str(caught.value)
+    assert registrar.base is not None
+    assert not is_mapped(registrar.base)
+    assert pinning_threads() == []
+
+
+def test_memory_that_runs_out_is_a_failure_of_its_piece(
+    small_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def populate(mapping: object, offset: int, nbytes: int) -> None:
+        if offset >= PIECE:
+            raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("transfer.mapping.Mapping.populate", populate)
+    registrar = Registrar()
+    arena = HostArena(40, PAGE, register=registrar, background=True)
+    assert not arena.wait_ready(30)
+    assert arena.ready_slots == 4
+    with pytest.raises(PinnedMemoryError, match="Cannot allocate memory"):
+        HostArena(40, PAGE, register=registrar)
+
+
+def test_dropping_the_arena_stops_the_threads_and_then_frees(small_pieces: int) -> None:
+    registrar = GatedRegistrar()
+    arena = HostArena(400, PAGE, register=registrar, background=True)
+    address = arena.address
+    threads = len(registrar.wait_for(min(registration.NUM_THREADS, len(os.sched_getaffinity(0)))))
+    started = time.monotonic()
+    del arena
+    gc.collect()
+    assert time.monotonic() - started < 5, "dropping it does not wait for a registration"
+    assert is_mapped(address), "threads register it still"
+    assert len(registrar.live) == 1
+    registrar.let_in()
+    wait_until(lambda: not pinning_threads())
+    assert len(registrar.calls) == 1 + threads, "no piece is begun after the arena was dropped"
+    assert not registrar.live
+    assert not registrar.unmapped_too_early
+    assert not is_mapped(address)
+
+
+def test_a_view_keeps_the_threads_at_work(small_pieces: int) -> None:
+    registrar = GatedRegistrar()
+    arena = HostArena(40, PAGE, register=registrar, background=True)
+    view = arena.view()
+    del arena
+    gc.collect()
+    registrar.let_in()
+    wait_until(lambda: len(registrar.live) == 10)
+    view[:] = 1
+    del view
+    gc.collect()
+    wait_until(lambda: not registrar.live)
+
+
+def test_threads_that_cannot_start_are_an_error(
+    small_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    registrar = Registrar()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        HostArena(40, PAGE, register=registrar, background=True)
+    assert not registrar.live
+    assert registrar.base is not None
+    assert not is_mapped(registrar.base)
+
+
+SCRIPT = """
+import sys, time
+from transfer import registration
+from transfer.pinned import HostArena
+
+class Slow:
+    def register(self, address, nbytes):
+        time.sleep(0.05)
+        print("registered", flush=True)
+    def unregister(self, address):
+        print("unregistered", flush=True)
+
+registration.PIECE_BYTES = 1 << 20
+arena = HostArena(1000, 1 << 20, register=Slow(), background=True)
+print("started", arena.ready_slots, flush=True)
+"""
+
+
+def run_script(script: str, signal_number: int | None = None) -> tuple[int, str, str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(Path(registration.__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    fake = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
-    monkeypatch.setattr(pinned, "import_cupy", lambda: fake)
-    CudaRegistrar(torch.device("cuda", 0))
-    with pytest.raises(PinnedMemoryError, match="device 3 cannot reach"):
-        CudaRegistrar(torch.device("cuda", 3))
-    with pytest.raises(DeviceError, match="no CUDA device"):
-        CudaRegistrar(torch.device("cpu"))
+    if signal_number is not None:
+        assert process.stdout is not None
+        while "started" not in process.stdout.readline():
+            pass
+        process.send_signal(signal_number)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def test_the_process_may_end_while_threads_register() -> None:
+    started = time.monotonic()
+    code, out, err = run_script(SCRIPT)
+    assert (code, err) == (0, "")
+    assert "started 1\n" in out
+    assert "unregistered" not in out
+    assert out.count("registered") < 100
+    assert time.monotonic() - started < 10
+
+
+def test_an_interrupt_ends_the_process_while_threads_register() -> None:
+    code, _, err = run_script(SCRIPT + "time.sleep(60)", signal.SIGINT)
+    assert code in (-signal.SIGINT, 130)
+    assert err.rstrip().endswith("KeyboardInterrupt")

@@ -1,0 +1,318 @@
+"""The arena under CUDA: page-locked in the background while copies and captures run, and shared."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+cupy: Any = pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is absent")
+
+from tests.gpu.test_cuda_engine import (  # noqa: E402
+    KIB,
+    LOAD,
+    MIB,
+    STORE,
+    finish,
+    ids,
+    make_cache,
+    random_pairs,
+    randomize,
+    run_script,
+)
+from tests.transfer.registrars import is_mapped  # noqa: E402
+from transfer import registration  # noqa: E402
+from transfer.engine import SwapJob  # noqa: E402
+from transfer.errors import JobError  # noqa: E402
+from transfer.factory import create_engine  # noqa: E402
+from transfer.kernel import KernelSwapEngine  # noqa: E402
+from transfer.numa import device_node  # noqa: E402
+from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402
+from transfer.shared import SharedMemory  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+REGISTERED, UNREGISTERED = 1, 0
+"""cudaMemoryTypeHost and cudaMemoryTypeUnregistered."""
+
+
+def kind_of(address: int) -> int:
+    """Ask CUDA what memory it takes an address for."""
+    return int(cupy.cuda.runtime.pointerGetAttributes(address).type)
+
+
+class HeldRegistrar(CudaRegistrar):
+    """Registers the first piece at once, and each other one when the test releases it."""
+
+    def __init__(self, device: Any) -> None:
+        super().__init__(device)
+        self.permits = threading.Semaphore(1)
+        self.nbytes = 0
+        self._lock = threading.Lock()
+
+    def register(self, address: int, nbytes: int) -> None:
+        assert self.permits.acquire(timeout=60)
+        super().register(address, nbytes)
+        with self._lock:
+            self.nbytes += nbytes
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(registration, "PIECE_BYTES", 2 * MIB)
+    return 2 * MIB
+
+
+def background_arena(num_slots: int, slot_bytes: int, registrar: CudaRegistrar) -> HostArena:
+    return HostArena(num_slots, slot_bytes, register=registrar, background=True)
+
+
+@pytest.mark.parametrize("slot_bytes", [MIB, 3 * 4 * KIB, 4 * KIB + 16])
+def test_exactly_the_bytes_of_the_slots_are_page_locked(slot_bytes: int, small_pieces: int) -> None:
+    registrar = HeldRegistrar(DEVICE)
+    registrar.permits.release(10_000)
+    arena = background_arena(2003, slot_bytes, registrar)
+    assert arena.wait_ready(60)
+    last = arena.address + arena.nbytes - 1
+    middle = range(arena.address, last, arena.piece_bytes)
+    assert {kind_of(address) for address in (*middle, last)} == {REGISTERED}
+    assert arena.nbytes <= registrar.nbytes <= 1.01 * arena.nbytes
+
+
+def test_slots_are_used_while_the_others_are_locked(small_pieces: int) -> None:
+    cache = make_cache(60, [(64 * KIB, 64 * KIB), (64 * KIB, 64 * KIB)])
+    registrar = HeldRegistrar(DEVICE)
+    arena = background_arena(160, cache.layout.slot_bytes, registrar)
+    engine = KernelSwapEngine(cache.layout, arena, DEVICE, [cache.storage])
+    # The lists of the two lanes and of the zeroer are locked through a registrar of their own.
+    assert (arena.ready_slots, engine.ready_slots, registrar.nbytes) == (16, 16, 2 * MIB)
+    slots = torch.from_numpy(arena.view())
+    randomize(cache.storage)
+    with pytest.raises(JobError, match="slot 16, valid are 0 to 15 until more of 160"):
+        engine.submit(SwapJob(0, STORE, np.array([[1, 15], [2, 16]], np.int32)))
+    rng = np.random.default_rng(0)
+    ready = 16
+    while True:
+        before = cache.blocks()
+        pairs = random_pairs(rng, 60, ready, min(60, ready))
+        block_ids, slot_ids = ids(pairs)
+        engine.submit(SwapJob(1, STORE, pairs))
+        registrar.permits.release(4)
+        (stored,) = finish(engine)
+        assert stored.error is None
+        assert torch.equal(slots[slot_ids], before[block_ids])
+        cache.storage.fill_(0)
+        engine.submit(SwapJob(2, LOAD, pairs))
+        (loaded,) = finish(engine)
+        assert loaded.error is None
+        assert torch.equal(cache.blocks()[block_ids], before[block_ids])
+        if ready == 160:
+            break
+        randomize(cache.storage)
+        deadline = time.monotonic() + 60
+        while arena.ready_slots == ready:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        ready = arena.ready_slots
+    assert arena.wait_ready(60)
+    engine.close()
+
+
+def test_a_capture_survives_registrations_and_their_end(small_pieces: int) -> None:
+    """Captures of torch are of mode `global`, which forbids other threads much."""
+    value = torch.zeros(1024, device=DEVICE)
+    value.add_(1)
+    registrar = HeldRegistrar(DEVICE)
+    arena = background_arena(40, MIB, registrar)
+    dropped = background_arena(4, MIB, CudaRegistrar(DEVICE))
+    assert dropped.wait_ready(60)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value.add_(1)
+        registrar.permits.release(40)
+        assert arena.wait_ready(60), "all is registered within the capture"
+        ended = threading.Thread(target=dropped._owner.release)
+        ended.start()
+        ended.join(60)
+        value.add_(1)
+    assert kind_of(arena.address + arena.nbytes - 1) == REGISTERED
+    value.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert (value == 2).all()
+
+
+def test_without_relaxed_mode_a_capture_would_not_survive(
+    small_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test above. In a process of its own: it leaves an error behind."""
+    ended = run_script(
+        """
+import torch
+from transfer import registrar
+from transfer.pinned import CudaRegistrar, HostArena
+registrar._exchange_capture_mode = lambda mode: None
+device = torch.device("cuda", 0)
+value = torch.zeros(8, device=device)
+made = CudaRegistrar(device)
+value.add_(1)
+graph = torch.cuda.CUDAGraph()
+try:
+    with torch.cuda.graph(graph):
+        value.add_(1)
+        HostArena(4, 1 << 20, register=made)
+    print("captured")
+except Exception as error:
+    print("refused", error)
+"""
+    )
+    assert "refused" in ended.stdout, ended.stdout + ended.stderr
+
+
+def test_the_arena_may_go_while_it_is_locked(small_pieces: int) -> None:
+    for _ in range(5):
+        arena = background_arena(512, MIB, CudaRegistrar(DEVICE))
+        address, work = arena.address, arena._registration
+        del arena
+        gc.collect()
+        assert work.wait(60)
+        for thread in threading.enumerate():
+            if thread.name == "kv-offload-pin":
+                thread.join(60)
+        assert not is_mapped(address)
+    torch.ones(8, device=DEVICE).sum().item()
+
+
+def test_a_failure_in_the_background_leaves_what_was_locked(
+    small_pieces: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(CudaRegistrar):
+        base = 0
+
+        def register(self, address: int, nbytes: int) -> None:
+            self.base = self.base or address
+            if address - self.base == 4 * small_pieces:
+                nbytes = 1 << 62  # CUDA refuses it in its own words
+            super().register(address, nbytes)
+
+    arena = background_arena(400, MIB, Failing(DEVICE))
+    assert not arena.wait_ready(60)
+    assert arena.ready_slots == 8
+    assert "cudaError" in caplog.text
+    assert f"only the first {8 * MIB} are used" in caplog.text
+    assert kind_of(arena.address + 8 * MIB - 1) == REGISTERED
+    assert kind_of(arena.address + 8 * MIB) == UNREGISTERED
+    assert kind_of(arena.address + arena.nbytes - 1) == UNREGISTERED
+    torch.ones(8, device=DEVICE).sum().item()
+
+
+def test_the_engine_of_the_factory_locks_its_arena_in_the_background() -> None:
+    cache = make_cache(64, [(4 * MIB, 4 * MIB)])
+    engine = create_engine("cuda", cache.layout, 256, device=DEVICE, keep_alive=[cache.storage])
+    arena = engine._state.arena
+    assert 0 < engine.ready_slots <= 256
+    assert arena.wait_ready(60)
+    assert engine.ready_slots == 256
+    randomize(cache.storage)
+    pairs = np.array([[1, 255], [2, 0]], np.int32)
+    engine.submit(SwapJob(1, STORE, pairs))
+    assert finish(engine)[0].error is None
+    assert torch.equal(torch.from_numpy(arena.view())[[255, 0]], cache.blocks()[[1, 2]])
+    engine.close()
+
+
+def test_pages_lie_near_the_device() -> None:
+    node = device_node(CudaRegistrar(DEVICE).pci_bus_id)
+    if node is None:
+        pytest.skip("needs a machine of several NUMA nodes that says which is the device's")
+    arena = HostArena(64, MIB, register=CudaRegistrar(DEVICE), numa_node=node)
+    line = next(
+        line
+        for line in Path("/proc/self/numa_maps").read_text().splitlines()
+        if int(line.split()[0], 16) == arena.address
+    )
+    assert f"prefer:{node}" in line or f"prefer=relative:{node}" in line
+    assert f" N{node}=" in line
+
+
+def test_the_process_may_end_while_threads_lock() -> None:
+    ended = run_script(
+        """
+import torch
+from transfer import registration
+from transfer.pinned import CudaRegistrar, HostArena
+registration.PIECE_BYTES = 16 << 20
+device = torch.device("cuda", 0)
+torch.ones(8, device=device).sum().item()
+arena = HostArena(4096, 1 << 20, register=CudaRegistrar(device), background=True)
+print("ready", arena.ready_slots < 4096)
+"""
+    )
+    assert (ended.returncode, ended.stdout) == (0, "ready True\n"), ended.stderr
+    assert ended.stderr == ""
+
+
+PEER = """
+import sys
+import numpy as np, torch
+from tests.gpu.test_cuda_engine import STORE, finish, make_cache
+from transfer.engine import SwapJob
+from transfer.kernel import KernelSwapEngine
+from transfer.pinned import CudaRegistrar, HostArena
+from transfer.shared import SharedMemory
+device = torch.device("cuda", 0)
+cache = make_cache(32, [(64 << 10, 64 << 10)])
+cache.storage.copy_(torch.arange(cache.storage.numel(), device=device).remainder(251))
+with SharedMemory.attach(sys.argv[1], 32 * (64 << 10), 60) as memory:
+    arena = HostArena(32, 64 << 10, register=CudaRegistrar(device), shared=memory)
+engine = KernelSwapEngine(cache.layout, arena, device, [cache.storage])
+engine.submit(SwapJob(1, STORE, np.stack([np.arange(32), np.arange(32)[::-1]], 1).astype(np.int32)))
+assert finish(engine)[0].error is None
+engine.close()
+print("stored", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_one_process_stored_another_loads() -> None:
+    """Both register their own mapping of the same memory."""
+    name = uuid.uuid4().hex
+    cache = make_cache(32, [(64 * KIB, 64 * KIB)])
+    with SharedMemory.create(name, 32 * 64 * KIB, 1) as memory:
+        arena = HostArena(32, 64 * KIB, register=CudaRegistrar(DEVICE), shared=memory)
+        peer = subprocess.Popen(
+            [sys.executable, "-c", PEER, name],
+            cwd=Path(registration.__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert memory.wait_attached(120)
+    assert peer.stdout is not None
+    assert peer.stdout.readline() == "stored\n"
+    engine = KernelSwapEngine(cache.layout, arena, DEVICE, [cache.storage])
+    cache.storage.fill_(0)
+    pairs = np.stack([np.arange(32), np.arange(32)[::-1]], 1).astype(np.int32)
+    engine.submit(SwapJob(1, LOAD, pairs))
+    assert finish(engine)[0].error is None
+    expected = torch.arange(cache.storage.numel(), device=DEVICE).remainder(251)
+    assert torch.equal(cache.storage, expected.to(torch.uint8))
+    peer.communicate("")
+    assert peer.returncode == 0
+    # The other process is gone; the memory is not.
+    engine.submit(SwapJob(2, LOAD, pairs))
+    assert finish(engine)[0].error is None
+    assert torch.equal(cache.storage, expected.to(torch.uint8))
+    engine.close()

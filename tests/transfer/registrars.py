@@ -1,0 +1,91 @@
+"""Stand-ins for CUDA's registration of memory, and questions to the kernel about memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+import threading
+from pathlib import Path
+
+PAGE = mmap.PAGESIZE
+
+
+def is_mapped(address: int) -> bool:
+    """Ask the kernel, without touching the memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    page = address // PAGE * PAGE
+    return libc.msync(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), 1) == 0
+
+
+def resident_bytes(address: int) -> int:
+    """Return the bytes of the mapping at `address` that have pages in this process."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds:
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"no mapping at {address:#x}")
+
+
+class Registrar:
+    """Records calls; the piece at byte `failing_offset` of the first one's memory fails."""
+
+    def __init__(self, failing_offset: int | None = None) -> None:
+        self.failing_offset = failing_offset
+        self.base: int | None = None
+        self.calls: list[tuple[int, int]] = []
+        self.live: dict[int, int] = {}
+        self.threads: set[threading.Thread] = set()
+        self.unmapped_too_early = False
+        self._lock = threading.Lock()
+
+    def register(self, address: int, nbytes: int) -> None:
+        with self._lock:
+            if self.base is None:
+                self.base = address
+            self.threads.add(threading.current_thread())
+            if address - self.base == self.failing_offset:
+                raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+            self.calls.append((address, nbytes))
+            self.live[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        with self._lock:
+            self.unmapped_too_early |= not is_mapped(address)
+            del self.live[address]
+
+
+class GatedRegistrar(Registrar):
+    """Holds every registration but the first until its offset is let in."""
+
+    def __init__(self, failing_offset: int | None = None) -> None:
+        super().__init__(failing_offset)
+        self.waiting: set[int] = set()
+        self._open: set[int] = set()
+        self._all = False
+        self._changed = threading.Condition()
+
+    def register(self, address: int, nbytes: int) -> None:
+        if self.base is not None:
+            offset = address - self.base
+            with self._changed:
+                self.waiting.add(offset)
+                self._changed.notify_all()
+                assert self._changed.wait_for(lambda: self._all or offset in self._open, 30)
+        super().register(address, nbytes)
+
+    def let_in(self, *offsets: int) -> None:
+        """Let in the registrations of these offsets; of all where none is named."""
+        with self._changed:
+            self._open.update(offsets)
+            self._all |= not offsets
+            self._changed.notify_all()
+
+    def wait_for(self, count: int) -> set[int]:
+        """Wait until `count` registrations have come to the gate; return their offsets."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.waiting) >= count, 30)
+            return set(self.waiting)

@@ -1,0 +1,233 @@
+"""Page-locks a mapping piece by piece, in the background, and undoes it when nobody needs it.
+
+Threads. Each takes the next piece, gives it pages, which takes most of the time, and registers it.
+`ready_bytes` grows with the run of pieces from the first one on that are all registered. Threads
+hold the mapping through this object and never its users; whoever comes last, the threads or the
+users' `release`, unregisters and unmaps, so no thread ever touches memory that is gone and
+nobody waits for one.
+
+Both steps are short, because each keeps others out: giving pages holds the lock on the process'
+memory map, registering holds the driver's too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import mmap
+import os
+import threading
+import time
+
+from transfer.errors import PinnedMemoryError
+from transfer.limits import describe_limits
+from transfer.mapping import Mapping
+from transfer.registrar import PinnedRegistrar
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 256 << 20
+"""Bytes of one registration, at most. `python bench/bench_pinning.py` shows for others how long all
+takes and how long a launch stalls. One of 512 GiB or more is known to fail."""
+
+NUM_THREADS = 4
+"""Threads that register; see the same bench."""
+
+POPULATE_BYTES = 32 << 20
+"""Bytes that get pages in one call: some milliseconds, after which a waiting `mmap` gets its turn
+and a thread hears that it should stop."""
+
+_EXIT_SECONDS = 10.0
+"""Bound of the wait, at the end of the process, for registrations that run."""
+
+_LEAKED: list[Mapping] = []
+"""Memory that could not be unregistered: it is never unmapped, the device might still write it."""
+
+
+def choose_piece_bytes(slot_bytes: int) -> int:
+    """Return the bytes of a piece: whole pages, at most `PIECE_BYTES`, and whole slots if they fit.
+
+    Slots do not fit where the least common multiple of a slot and a page is above `PIECE_BYTES`;
+    a slot may then lie in two pieces.
+    """
+    unit = math.lcm(slot_bytes, mmap.PAGESIZE)
+    if unit > PIECE_BYTES:
+        unit = mmap.PAGESIZE
+    return PIECE_BYTES // unit * unit
+
+
+class Registration:
+    """The page-locking of one mapping, which belongs to this object from now on."""
+
+    def __init__(
+        self,
+        mapping: Mapping,
+        registrar: PinnedRegistrar,
+        piece_bytes: int,
+        num_threads: int | None = None,
+    ) -> None:
+        self.ready_bytes = 0
+        self._mapping = mapping
+        self._registrar = registrar
+        self._piece_bytes = piece_bytes
+        self._num_threads = NUM_THREADS if num_threads is None else num_threads
+        self._num_pieces = -(-mapping.nbytes // piece_bytes)
+        self._started = time.monotonic()
+        self._reports = False
+        # Guards all below. Its lock is reentrant: `release` runs as a finaliser, anywhere.
+        self._changed = threading.Condition()
+        self._next_piece = 0
+        self._registered: set[int] = set()
+        self._failures: dict[int, Exception] = {}
+        self._running_threads = 0
+        self._stopping = False
+        self._released = False
+
+    def start(self, *, background: bool) -> None:
+        """Register the first piece on this thread and the others on threads of their own.
+
+        Returns after the first with `background`, else after all. Raises `PinnedMemoryError` if one
+        of these fails, and then waits for no more than is running. A failure in the background is
+        logged: what was registered before it stays usable.
+        """
+        self._reports = background
+        first = self._claim()
+        assert first == 0, "a registration is started once"
+        self._register(first)
+        if not self._failures and self._num_pieces > 1:
+            self._start_threads()
+            if not background:
+                self.wait(None)
+        if self._failures and not (background and self.ready_bytes):
+            raise PinnedMemoryError(self._describe_failure()) from self._first_failure()
+
+    def wait(self, timeout_seconds: float | None) -> bool:
+        """Block until no thread runs any more; False on timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._running_threads, timeout_seconds)
+
+    def release(self) -> None:
+        """Stop, unregister and unmap; on the last thread that still runs, if one does. Call once.
+
+        Nobody may be able to reach the memory.
+        """
+        with self._changed:
+            self._stopping = self._released = True
+            if self._running_threads:
+                return
+        self._tear_down()
+
+    # -- threads -------------------------------------------------------------------------------
+
+    def _start_threads(self) -> None:
+        count = min(self._num_threads, self._num_pieces - 1, len(os.sched_getaffinity(0)))
+        # A thread that the interpreter leaves behind in the driver at exit could end in a crash.
+        atexit.register(self._stop)
+        # None claims a piece, or ends, before all are counted.
+        with self._changed:
+            for _ in range(count):
+                threading.Thread(target=self._work, name="kv-offload-pin", daemon=True).start()
+                self._running_threads += 1
+
+    def _work(self) -> None:
+        while (piece := self._claim()) is not None:
+            self._register(piece)
+        with self._changed:
+            if self._running_threads > 1:
+                self._running_threads -= 1
+                return
+        self._settle()
+        with self._changed:
+            self._running_threads = 0
+            self._changed.notify_all()
+            released = self._released
+        if released:
+            self._tear_down()
+
+    def _claim(self) -> int | None:
+        """Return the next piece; `None` if there is none, one has failed, or it is time to stop."""
+        with self._changed:
+            if self._stopping or self._failures or self._next_piece == self._num_pieces:
+                return None
+            self._next_piece += 1
+            return self._next_piece - 1
+
+    def _register(self, piece: int) -> None:
+        start, end = self._range(piece)
+        try:
+            for offset in range(start, end, POPULATE_BYTES):
+                if self._stopping:
+                    return
+                self._mapping.populate(offset, min(POPULATE_BYTES, end - offset))
+            self._registrar.register(self._mapping.address + start, end - start)
+        except Exception as error:  # noqa: BLE001 - a thread that ends unheard leaves memory behind
+            with self._changed:
+                self._failures[piece] = error
+            return
+        with self._changed:
+            self._registered.add(piece)
+            ready = self.ready_bytes // self._piece_bytes
+            while ready in self._registered:
+                self.ready_bytes = self._range(ready)[1]
+                ready += 1
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self.wait(_EXIT_SECONDS)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """End the background work, on its last thread: undo what no slot can use, and report."""
+        atexit.unregister(self._stop)
+        if self._failures:
+            usable = -(-self.ready_bytes // self._piece_bytes)
+            if self._unregister([piece for piece in self._registered if piece >= usable]):
+                self._mapping.discard(self.ready_bytes)
+            if self._reports:
+                logger.error("%s", self._describe_failure())
+        elif self._reports and self.ready_bytes == self._mapping.nbytes:
+            logger.info(
+                "page-locked %d bytes %s, in %.1f s",
+                self.ready_bytes,
+                self._mapping.describe(),
+                time.monotonic() - self._started,
+            )
+
+    def _tear_down(self) -> None:
+        if self._unregister(sorted(self._registered)):
+            self._mapping.close()
+        else:
+            _LEAKED.append(self._mapping)
+
+    def _unregister(self, pieces: list[int]) -> bool:
+        """Undo the registration of pieces; False if one is left."""
+        done = True
+        for piece in pieces:
+            address = self._mapping.address + self._range(piece)[0]
+            try:
+                self._registrar.unregister(address)
+            except RuntimeError:
+                logger.exception("cannot unregister host memory at %#x; it stays mapped", address)
+                done = False
+            else:
+                self._registered.discard(piece)
+        return done
+
+    def _range(self, piece: int) -> tuple[int, int]:
+        """Return the first byte of a piece and the one behind it."""
+        start = piece * self._piece_bytes
+        return start, min(start + self._piece_bytes, self._mapping.nbytes)
+
+    def _first_failure(self) -> Exception:
+        return self._failures[min(self._failures)]
+
+    def _describe_failure(self) -> str:
+        start, end = self._range(min(self._failures))
+        kept = f"only the first {self.ready_bytes} are used; " if self.ready_bytes else ""
+        return (
+            f"cannot page-lock {self._mapping.nbytes} bytes of host memory: registering bytes "
+            f"{start} to {end} failed with {self._first_failure()}; {kept if self._reports else ''}"
+            f"{describe_limits()}; configure a smaller host cache, raise the limit, or free memory"
+        )
