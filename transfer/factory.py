@@ -33,8 +33,8 @@ def create_engine(
     if kind == "host":
         arena = HostArena(num_slots, layout.slot_bytes, register=None)
         return HostSwapEngine(layout, arena, keep_alive)
-    from transfer.kernel import KernelSwapEngine
+    from transfer.cuda import CudaSwapEngine
     from transfer.pinned import CudaRegistrar
 
     arena = HostArena(num_slots, layout.slot_bytes, register=CudaRegistrar(device))
-    return KernelSwapEngine(layout, arena, device, keep_alive, output_copy_stream)
+    return CudaSwapEngine(layout, arena, device, keep_alive, output_copy_stream)
