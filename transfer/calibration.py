@@ -6,7 +6,6 @@ depend on, so a machine that has changed finds nothing and nobody has to clear a
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import os
@@ -115,6 +114,8 @@ def write_cached(calibration: Calibration) -> Path | None:
 
 _T = TypeVar("_T")
 
+_warned_of: set[str] = set()
+
 
 def _or_none(what: str, key: DeviceKey, use: Callable[[Path], _T]) -> _T | None:
     """Use the cache file; whatever is wrong with it becomes one warning."""
@@ -123,15 +124,20 @@ def _or_none(what: str, key: DeviceKey, use: Callable[[Path], _T]) -> _T | None:
         path = cache_file(key)
         place = str(path)
         return use(path)
+    except (OSError, RuntimeError, ValueError, msgspec.MsgspecError) as error:
+        subject = f"the calibration in {place} cannot be {what}"
+        if subject not in _warned_of:
+            _warned_of.add(subject)
+            logger.warning("%s: %s", subject, error)
+        return None
+
+
+def _read(path: Path, key: DeviceKey) -> Calibration | None:
+    try:
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
-    except (OSError, RuntimeError, ValueError) as error:
-        _warn_once(f"the calibration in {place} cannot be {what}: {error}")
-        return None
-
-
-def _read(path: Path, key: DeviceKey) -> Calibration:
-    calibration = msgspec.json.decode(path.read_bytes(), type=Calibration)
+    calibration = msgspec.json.decode(content, type=Calibration)
     if calibration.key != key:
         raise ValueError(f"it is one of {calibration.key}, this is {key}")
     calibration.grids()
@@ -149,8 +155,3 @@ def _write(path: Path, calibration: Calibration) -> Path:
         Path(file.name).unlink()
         raise
     return path
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)

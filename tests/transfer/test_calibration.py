@@ -22,7 +22,7 @@ DEVICE: Any = None
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    calibration._warn_once.cache_clear()
+    calibration._warned_of.clear()
     return tmp_path
 
 
