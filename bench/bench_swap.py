@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.swap_rows import Row, cuda_torch, save, vllm_module
+from bench.swap_rows import COPY_ENGINE, Row, cuda_torch, save, vllm_module
 from transfer.copy_path import PathName
 from transfer.engine import Direction, SwapEngine, SwapJob
 from transfer.host import HostSwapEngine
@@ -249,9 +249,6 @@ class Bed:
 def blocks_of(total_bytes: int, page_bytes: int, layers: int = LAYERS) -> int:
     return max(1, total_bytes // (layers * page_bytes))
 
-
-COPY_ENGINE = "copy engine"
-"""What rows call the engine of `OnlyPath("dma")`; `one big copy` is the roofline's."""
 
 PAGES = [4 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 512 * KIB, 2 * MIB]
 WAYS = pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)

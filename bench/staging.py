@@ -3,8 +3,8 @@
 `python bench/staging.py --out FOLDER` compares, for 256 MiB scattered over 32 regions, the swap
 kernel, the copy engine straight between pages and slots, and the copy engine between slots and a
 ring in device memory with a kernel between that and the pages. It writes `staging.json` and
-`staging.md` and takes about a minute on an H200; after `--seconds` it measures nothing more, and
-says what is missing. Every row's bytes are compared once.
+`staging.md`; after `--seconds` it measures nothing more, and says what is missing. The bytes of
+every row are compared once.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main() -> None:
             if time.perf_counter() > deadline:
                 missing.append(f"{name} at {page}")
                 continue
-            # Alone, the copies of 16 KiB keep the host for longer than the link.
+            # Straight copies of 16 KiB keep the host busy for longer than the link.
             beside = not (name.startswith("direct") and page_bytes < 64 << 10)
             for row in measure(bed, make, product if beside else None, small):
                 rows.append({"way": name, "page": page, **row})

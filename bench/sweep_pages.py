@@ -1,7 +1,7 @@
 """Which store ring is best at which page size: bandwidth and slowdown of a product at each.
 
-`python bench/sweep_pages.py OUT.json` needs a CUDA device of sm_90 or newer and takes under a
-minute. Every ring's bytes are compared once a page size. Rings are written as in sweep_swap.py.
+`python bench/sweep_pages.py OUT.json` needs a CUDA device of sm_90 or newer. Every ring's
+bytes are compared once a page size. Rings are written as in sweep_swap.py.
 """
 
 from __future__ import annotations

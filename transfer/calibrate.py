@@ -71,7 +71,7 @@ def _read(path: Path) -> str:
 
 
 def measure(device: torch.device) -> Calibration:
-    """Measure every point: half a second on an idle H200, once the kernels have been compiled.
+    """Measure every point: less than 2 s, once the kernels have been compiled on this machine.
 
     Raises `DeviceError` for a device that runs no kernels, as there is nothing to choose then.
     """

@@ -5,15 +5,15 @@ What it is good at: it takes no SM from compute, and moves 55.4 GB/s each way wh
 
 - The host. `cuMemcpyBatchAsync` blocks its caller for about 2.7 us a copy, `cudaMemcpyAsync` for
   longer. So a call of the engine queues one slice, at most `SLICE_COPIES` copies of `SLICE_BYTES`
-  in all, in pieces of `PIECE_BYTES`: some 0.3 ms. The rest of a job follows with later polls. It
-  does not come from a thread: every call of that thread gives the GIL up, and gets it back from an
-  engine that steps in Python only after as much as 5 ms (see `transfer/host_copy.py`), in which the
-  link moves the bytes of 66 pieces. Between the polls of a long step the link therefore idles, and
+  in all, in pieces of `PIECE_BYTES`: an estimated 0.3 ms. The rest of a job follows with later
+  polls. It does not come from a thread: every call of that thread gives the GIL up, and gets it back
+  from an engine that steps in Python only after as much as 5 ms (see `transfer/host_copy.py`), in
+  which the link moves the bytes of 66 pieces. Between the polls of a long step the link therefore idles, and
   `transfer/path_rule.py` gives this path only jobs of a single slice wherever a kernel could run.
 - The copies of others. A copy engine serves a direction first come, first served, over all streams:
   a 2 KiB copy waited 3 to 4 ms behind 256 MiB, be it one batch or pieces on one stream. So pieces
   take turns on two streams, each waiting for the one before: whenever a piece has ended, others'
-  copies are as ready as the next piece.
+  copies are as ready as the next piece. `bench/staging.py` measures what that brings.
 
 Who may touch what is as for every path (`transfer/lane.py`). The arrays of a batch are read before
 the call returns.
@@ -47,7 +47,7 @@ SLICE_COPIES = 64
 
 SLICE_BYTES = 64 << 20
 """Bytes that a call of the engine queues at most: 16 pieces, 32 if copies of more than half a piece
-do not pair up, at some 8 us each."""
+do not pair up, at an estimated 8 us each."""
 
 PIECE_BYTES = 4 << 20
 """Bytes of one batch, 76 us of a PCIe Gen5 x16 link: how long others' copies wait for it."""
@@ -147,6 +147,9 @@ _BATCH_VERSION = 12080
 """The CUDA version whose `cuMemcpyBatchAsync` is asked for, the first that has it. Drivers of 13.x
 keep it for those who ask, beside one without the index of the copy that failed."""
 
+_NO_COPY = 2**64 - 1
+"""What the driver says where no single copy is to blame."""
+
 _BatchFunction = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.c_void_p,  # destinations
@@ -193,7 +196,7 @@ class BatchCopier:
         self._function = _BatchFunction(int(address))
         self._attributes = _Attributes(_IN_STREAM_ORDER)
         self._first_copy = ctypes.c_size_t(0)
-        self._failed = ctypes.c_size_t(0)
+        self._failed = ctypes.c_size_t(_NO_COPY)
 
     def device(self) -> AbstractContextManager[object]:
         """See `Copier`."""
@@ -216,8 +219,7 @@ class BatchCopier:
             stream,
         )
         if status:
-            # Above the number of copies if no single one is to blame.
-            failed = self._failed.value
+            failed, self._failed.value = self._failed.value, _NO_COPY
             at = f"at copy {failed} of {end - first}" if failed < end - first else "for all copies"
             raise RuntimeError(f"{self._error(status)} ({at}, {copies[2, first:end].sum()} bytes)")
 

@@ -57,6 +57,10 @@ class MeasuredRule:
     _gbps: dict[tuple[PathName, Direction], NDArray[np.float64]] = field(
         init=False, repr=False, compare=False
     )
+    # An engine asks for one page size and at most SLICE_COPIES numbers: 0.1 ms each, once.
+    _won: dict[tuple[Direction, int, int], bool] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_gbps", self.calibration.grids())
@@ -74,8 +78,11 @@ class MeasuredRule:
         return "dma" if self._dma_wins(direction, page_bytes, pages) else "kernel"
 
     def _dma_wins(self, direction: Direction, page_bytes: int, pages: int) -> bool:
-        kernel, dma = (self.gbps(path, direction, page_bytes, pages) for path in PATHS)
-        return dma > kernel * (1 + MARGINS[direction])
+        key = direction, page_bytes, pages
+        if key not in self._won:
+            kernel, dma = (self.gbps(path, *key) for path in PATHS)
+            self._won[key] = dma > kernel * (1 + MARGINS[direction])
+        return self._won[key]
 
     def gbps(self, path: PathName, direction: Direction, page_bytes: int, pages: int) -> float:
         """Return the expected GB/s of a path."""
