@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.swap_rows import Row, cuda_torch, save, vllm_module
+from bench.swap_rows import COPY_ENGINE, Row, cuda_torch, save, vllm_module
+from transfer.copy_path import PathName
 from transfer.engine import Direction, SwapEngine, SwapJob
 from transfer.host import HostSwapEngine
 from transfer.layout import KVLayout, TensorDescription
@@ -196,22 +197,36 @@ needs_cuda = pytest.mark.skipif(cuda_torch() is None, reason="needs a CUDA devic
 class Bed:
     """A CUDA engine over layers of one page size, and contiguous copies beside it."""
 
-    def __init__(self, page_bytes: int, num_blocks: int, layers: int = LAYERS) -> None:
-        from transfer.kernel import KernelSwapEngine
+    def __init__(
+        self,
+        page_bytes: int,
+        num_blocks: int,
+        layers: int = LAYERS,
+        path: PathName = "kernel",
+    ) -> None:
+        from transfer.cuda import CudaSwapEngine
+        from transfer.path_rule import OnlyPath
         from transfer.swap import choose_family
 
         self.torch = cuda_torch()
         self.device = self.torch.device("cuda", 0)
-        self.path = choose_family(self.device).name
+        self.key = path
+        self.path = choose_family(self.device).name if path == "kernel" else COPY_ENGINE
         nbytes = num_blocks * layers * page_bytes
         self.memory = self.torch.ones(nbytes, dtype=self.torch.uint8, device=self.device)
         self.layout = describe(self.memory.data_ptr(), num_blocks, layers, page_bytes)
         registrar = CudaRegistrar(self.device)
         self.arena = HostArena(num_blocks, self.layout.slot_bytes, register=registrar)
         self.host = self.torch.ones(nbytes, dtype=self.torch.uint8, pin_memory=True)
-        self.engine = KernelSwapEngine(self.layout, self.arena, self.device, [self.memory])
+        self.engine = CudaSwapEngine(
+            self.layout, self.arena, self.device, [self.memory], rule=OnlyPath(path)
+        )
         self.streams = {way: self.torch.cuda.Stream() for way in Direction}
         self.torch.cuda.synchronize()
+
+    def lane_stream(self, direction: Direction) -> Any:
+        """The stream on which the engine's copies end."""
+        return self.engine._state.lanes[direction, self.key].stream.stream
 
     def copy(self, direction: Direction, part: slice) -> Any:
         """Queue one contiguous copy; return its stream."""
@@ -248,6 +263,35 @@ def test_one_way(benchmark: Any, results: list[Row], direction: Direction, page_
     bed = Bed(page_bytes, 2 * count)
     job = scattered(direction, 2 * count, count)
     measure(bed.case(job), benchmark, results, bed.path, page_bytes)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("page_bytes", [64 * KIB, 512 * KIB, 2 * MIB])
+@WAYS
+def test_one_way_by_the_copy_engine(
+    benchmark: Any, results: list[Row], direction: Direction, page_bytes: int
+) -> None:
+    """As above, with polls that follow one another at once."""
+    count = blocks_of((256 if benchmark.enabled else 64) * MIB, page_bytes)
+    bed = Bed(page_bytes, 2 * count, path="dma")
+    case = bed.case(scattered(direction, 2 * count, count))
+    case.others.pop("peer", None)
+    measure(case, benchmark, results, bed.path, page_bytes)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("path", ["kernel", "dma"])
+@WAYS
+def test_one_slice(
+    benchmark: Any, results: list[Row], direction: Direction, path: PathName
+) -> None:
+    """32 blocks of one region of 2 MiB: what the copy engine takes in one call."""
+    bed = Bed(2 * MIB, 128, layers=1, path=path)
+    case = bed.case(scattered(direction, 128, 32))
+    case.others.pop("peer", None)
+    measure(case, benchmark, results, bed.path, 2 * MIB, "one slice", 100)
 
 
 @pytest.mark.gpu
@@ -339,7 +383,7 @@ def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Dire
     count = blocks_of(256 * MIB, 64 * KIB)
     bed = Bed(64 * KIB, 2 * count)
     job = scattered(direction, 2 * count, count)
-    stream = bed.engine._state.lanes[direction].stream.stream
+    stream = bed.lane_stream(direction)
 
     def ours() -> Any:
         bed.engine.submit(job)
@@ -377,7 +421,7 @@ def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
     def ours() -> Any:
         bed.engine.submit(job)
         bed.engine.poll()
-        return bed.engine._state.lanes[Direction.STORE].stream.stream
+        return bed.lane_stream(Direction.STORE)
 
     copies: dict[str, Callable[[], Any]] = {
         "alone": lambda: stream,

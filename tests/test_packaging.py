@@ -37,7 +37,8 @@ ALLOWED = {
     "support": LEAVES | {"engine_compat", "prefix"},
     # plugin -> connector -> {scheduler, worker}; the connector is named there, not imported
     "plugin": set(),
-    "cli": LEAVES | {"plugin"},
+    "cli": LEAVES | {"calibrate", "plugin"},
+    "calibrate": {"transfer"},
     "connector": LEAVES
     | {"engine_compat", "engine_hooks", "metrics", "scheduler", "support", "worker"},
     # scheduler -> cache_manager -> policies

@@ -35,7 +35,7 @@ def create_engine(
     if kind == "host":
         arena = HostArena(num_slots, layout.slot_bytes, register=None)
         return HostSwapEngine(layout, arena, keep_alive)
-    from transfer.kernel import KernelSwapEngine
+    from transfer.cuda import CudaSwapEngine
 
     registrar = CudaRegistrar(device)
     arena = HostArena(
@@ -45,4 +45,4 @@ def create_engine(
         background=True,
         numa_node=device_node(registrar.pci_bus_id),
     )
-    return KernelSwapEngine(layout, arena, device, keep_alive, output_copy_stream)
+    return CudaSwapEngine(layout, arena, device, keep_alive, output_copy_stream)

@@ -1,203 +1,72 @@
-"""KV caches on a CUDA device: the swap engine that copies with the swap kernels.
+"""The path of the swap kernels: a slice is one launch, its pairs a list in page-locked memory.
 
-Lifetime. Streams, lists, arena and KV tensors belong to an inner state, which outlives the engine
-until both streams are idle: dropping the engine in mid-copy synchronises them before anything is
-freed. The engine itself holds addresses and numbers only.
+The lists lie in a ring with an entry for every slice that may be in flight. Until a slice has
+ended, its kernel reads its entry, the table of segments and the source pages, and writes the
+destination pages; the host writes other entries, never this one.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-import weakref
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from transfer.device import device_index
-from transfer.engine import Completion, Direction, SwapEngine, SwapJob
-from transfer.errors import JobError, LayoutError, PinnedMemoryError
-from transfer.lane import RING_ENTRIES, Lane
-from transfer.layout import KVLayout
-from transfer.pinned import CudaRegistrar, HostArena
-from transfer.streams import CopyStream
-from transfer.swap import SwapKernel
-from transfer.zero import BlockZeroer
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer.copy_path import CopyPath, Slice
+from transfer.engine import Direction
+from transfer.pinned import HostArena, PinnedRegistrar
+from transfer.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list
 
 if TYPE_CHECKING:
-    import torch
+    from torch.cuda import Stream
 
-logger = logging.getLogger(__name__)
+SLICE_BYTES = 256 << 20
+"""Bytes of a launch, 5 ms on PCIe Gen5 x16: what needs the SMs of a copy waits no longer. Loads do
+not wait for it: they run beside it, on SMs of their own. Every launch costs some microseconds in
+which the link idles, so slices of 16 MiB would cost a percent of it."""
 
-_POLL_SECONDS = 0.0001
-
-
-@dataclass(slots=True)
-class _State:
-    """What copies in flight need. Loads are advanced first: somebody waits for them."""
-
-    lanes: dict[Direction, Lane]
-    zeroer: BlockZeroer | None
-    arena: HostArena | None
-    keep_alive: Sequence[object]
+RING_ENTRIES = 128
+"""Launches queued at once, an event each: far below the about 1,000 operations of a stream after
+which CUDA makes the caller wait."""
 
 
-_LEAKED: list[_State] = []
-"""What copies used of which nobody knows whether they have ended; it is never freed."""
+class KernelPath(CopyPath):
+    """Launches a swap kernel for every slice; some microseconds of the host each."""
 
-
-class KernelSwapEngine(SwapEngine):
-    """Copies between KV tensors on `device` and a registered arena, a stream per direction.
-
-    `keep_alive` are the tensors behind `layout`. Stores wait for `output_copy_stream` besides the
-    compute stream, which is whatever stream is current on `device` at each call. `seconds` of a
-    completion are the device's: from when the compute stream reached the point of submission.
-
-    The constructor compiles the kernels, allocates all it needs and synchronises; construct it
-    before any CUDA graph is captured.
-
-    Raises `LayoutError` if a slot of the arena does not fit the layout, `PinnedMemoryError` if the
-    arena is not registered, `DeviceError` if the kernels cannot be prepared.
-    """
+    name = "kernel"
 
     def __init__(
         self,
-        layout: KVLayout,
-        arena: HostArena,
-        device: torch.device,
-        keep_alive: Sequence[object],
-        output_copy_stream: torch.cuda.Stream | None = None,
+        direction: Direction,
+        kernel: SwapKernel,
+        slot_bytes: int,
+        registrar: PinnedRegistrar,
     ) -> None:
-        if arena.slot_bytes != layout.slot_bytes:
-            raise LayoutError(
-                f"slots of the arena have {arena.slot_bytes} bytes, a block has {layout.slot_bytes}"
-            )
-        if not arena.registered:
-            raise PinnedMemoryError(
-                f"the arena of {arena.nbytes} bytes is not page-locked, so no kernel can reach it; "
-                f"make it with register=CudaRegistrar(device)"
-            )
-        super().__init__(layout, arena.num_slots)
-        import torch
+        self.call = f"launching swap_{direction.value}"
+        self.max_in_flight = self.slices_per_call = RING_ENTRIES
+        self._direction = direction
+        self._kernel = kernel
+        self._slice_pairs = min(MAX_PAIRS, max(1, SLICE_BYTES // slot_bytes))
+        ring = HostArena(RING_ENTRIES, LIST_BYTES, register=registrar)
+        self._ring = ring.view()
+        self._ring_address = ring.address
+        self._next_entry = 0
 
-        self._cuda: Any = torch.cuda
-        self._device = torch.device("cuda", device_index(device))
-        kernel = SwapKernel(layout, arena, self._device)
-        registrar = CudaRegistrar(self._device)
-        lanes = {}
-        for direction, awaited in ((Direction.LOAD, None), (Direction.STORE, output_copy_stream)):
-            # As many events for jobs as for slices: a job has one of its own and at least a slice.
-            stream = CopyStream(self._device, 2 * RING_ENTRIES, awaited)
-            lanes[direction] = Lane(direction, kernel, stream, layout.slot_bytes, registrar)
-            lanes[direction].warm_up()
-            stream.stream.synchronize()
-        zeroer = BlockZeroer(layout, self._device, registrar)
-        self._state = _State(lanes, zeroer, arena, tuple(keep_alive))
-        self._done: deque[Completion] = deque()
-        self._undelivered = 0
-        self._closed = False
-        self._release = weakref.finalize(self, _release, self._state)
+    def slices(self, pairs: NDArray[np.int32]) -> Iterator[Slice]:
+        """Yield views of at most MAX_PAIRS pairs and `SLICE_BYTES`, at least one pair."""
+        for first in range(0, len(pairs), self._slice_pairs):
+            yield pairs[first : first + self._slice_pairs]
 
-    def submit(self, job: SwapJob) -> None:
-        """Queue the job behind what is queued on the compute stream now; see `SwapEngine`.
+    def queue(self, part: Slice, stream: Stream) -> None:
+        """Write the list and launch. Raises `RuntimeError`; nothing is queued then."""
+        entry = self._next_entry
+        # Free: slices end in order, and the one that used it last is `RING_ENTRIES` slices back.
+        write_list(self._ring[entry], part)
+        self._kernel.launch(self._direction, self._ring_address + entry * LIST_BYTES, stream)
+        self._next_entry = (entry + 1) % len(self._ring)
 
-        Raises `JobError`; a failure of CUDA becomes the job's completion.
-        """
-        self.check_pairs(job)
-        if self._closed:
-            raise JobError(f"job {job.job_id} was submitted to an engine that is closed")
-        if self._capturing():
-            raise JobError(f"job {job.job_id} was submitted while a CUDA graph is captured")
-        nbytes = len(job.pairs) * self.layout.slot_bytes
-        self._undelivered += 1
-        self._state.lanes[job.direction].submit(job, nbytes)
-
-    def poll(self) -> list[Completion]:
-        """Return what has ended; launch slices that found the ring full. Queries events only."""
-        self._advance()
-        completions = list(self._done)
-        self._done.clear()
-        self._undelivered -= len(completions)
-        return completions
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Poll until every copy has ended; False on timeout."""
-        deadline = time.monotonic() + timeout_seconds
-        while not self._advance():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_POLL_SECONDS)
-        return True
-
-    def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Queue the zeroing on the compute stream; see `BlockZeroer`.
-
-        Raises `JobError`, or `CopyError` from CUDA.
-        """
-        self.check_blocks(blocks)
-        zeroer = self._state.zeroer
-        if self._closed or zeroer is None:
-            raise JobError(f"zeroing {len(blocks)} blocks was asked of an engine that is closed")
-        zeroer.zero(blocks)
-
-    def close(self, timeout_seconds: float = 30.0) -> None:
-        """Wait for what is in flight, then let go of everything; completions can still be polled.
-
-        On timeout the state stays until a later `close` or `poll` finds the copies ended, or until
-        the engine is dropped.
-        """
-        self._closed = True
-        self.wait(timeout_seconds)
-
-    @property
-    def ready_slots(self) -> int:
-        """Slots whose memory is registered."""
-        arena = self._state.arena
-        return self.num_slots if arena is None else arena.ready_slots
-
-    @property
-    def in_flight(self) -> int:
-        """Jobs whose completion has not been polled."""
-        return self._undelivered
-
-    def _capturing(self) -> bool:
-        try:
-            return bool(self._cuda.is_current_stream_capturing())
-        except RuntimeError:
-            # The CUDA context is lost. The lanes meet the same error and report it with their jobs.
-            return False
-
-    def _advance(self) -> bool:
-        """Move both lanes on; True if they are idle.
-
-        Not within a capture: querying an event would invalidate it.
-        """
-        lanes = self._state.lanes.values()
-        if lanes and not self._capturing():
-            for lane in lanes:
-                self._done.extend(lane.advance())
-        idle = all(lane.idle for lane in lanes)
-        if idle and self._closed:
-            self._release()
-        return idle
-
-
-def _release(state: _State) -> None:
-    """Let the streams run out, then drop what their copies used. Runs once, on any thread.
-
-    Slices that were never launched are not: nobody is left to hear of their job.
-    """
-    for lane in state.lanes.values():
-        try:
-            lane.stream.stream.synchronize()
-            if state.zeroer is not None:
-                state.zeroer.synchronize()
-        except RuntimeError:
-            logger.exception("cannot synchronise a copy stream; what its copies use is not freed")
-            _LEAKED.append(state)
-            return
-    state.lanes.clear()
-    state.zeroer = None
-    state.arena = None
-    state.keep_alive = ()
+    def warm_up(self, stream: Stream) -> None:
+        """Launch an empty list; synchronise before anything is queued."""
+        write_list(self._ring[0], np.empty((0, 2), np.int32))
+        self._kernel.launch(self._direction, self._ring_address, stream)

@@ -1,80 +1,60 @@
-"""One direction of the CUDA path: jobs cut into slices, a launch each, through a ring of lists.
+"""Jobs of one direction over one copy path: cut into slices, an event behind each.
 
-Who may touch what while a slice is in flight, which is from its launch until its event completes:
-- the kernel reads its entry of the ring, the chunk table and the source pages, and writes the
-  destination pages;
-- the host writes other entries of the ring, never this one;
+Who may touch what while a slice is in flight, which is from when it was queued until its event
+completes:
+- its copies read the source and write the destination pages, and what the path keeps for it;
 - the owners of the blocks and slots leave both sides alone until the job's completion.
-Slices of one lane run in the order of their launch; those of two lanes run side by side.
+Slices of one lane run in the order in which they were queued; those of two lanes run side by side.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
+from transfer.copy_path import CopyPath, Slice
 from transfer.engine import Completion, Direction, SwapJob
 from transfer.errors import CopyError
-from transfer.pinned import HostArena, PinnedRegistrar
 from transfer.streams import CopyStream
-from transfer.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list
 
 if TYPE_CHECKING:
     from torch.cuda import Event
 
-SLICE_BYTES = 256 << 20
-"""Bytes of a launch, 5 ms on PCIe Gen5 x16: what needs the SMs of a copy waits no longer. Loads do
-not wait for it: they run beside it, on SMs of their own. Every launch costs some microseconds in
-which the link idles, so slices of 16 MiB would cost a percent of it."""
-
-RING_ENTRIES = 128
-"""Launches queued at once, an event each: far below the about 1,000 operations of a stream after
-which CUDA makes the caller wait."""
-
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A job on its way: `rest` are the pairs not launched yet, `in_flight` counts its slices."""
+    """A job on its way: `following` is its next slice to queue, `in_flight` counts those queued."""
 
     job_id: int
     nbytes: int
-    rest: NDArray[np.int32]
+    rest: Iterator[Slice]
     submitted: float
+    following: Slice | None
     started: Event | None = None
     in_flight: int = 0
     seconds: float = 0.0
     error: CopyError | None = None
 
     @property
+    def to_queue(self) -> bool:
+        return self.following is not None and self.error is None
+
+    @property
     def ended(self) -> bool:
         # Also after an error the job holds its blocks and slots until its last slice has ended.
-        return self.in_flight == 0 and (self.error is not None or len(self.rest) == 0)
+        return self.in_flight == 0 and not self.to_queue
 
 
 class Lane:
-    """Runs the jobs of one direction on one stream, in order. Nothing here blocks."""
+    """Runs the jobs of one direction on one stream over one path, in order. Nothing here blocks."""
 
-    def __init__(
-        self,
-        direction: Direction,
-        kernel: SwapKernel,
-        stream: CopyStream,
-        slot_bytes: int,
-        registrar: PinnedRegistrar,
-    ) -> None:
+    def __init__(self, direction: Direction, path: CopyPath, stream: CopyStream) -> None:
+        self.path = path
         self.stream = stream
         self._direction = direction
-        self._kernel = kernel
-        self._slice_pairs = min(MAX_PAIRS, max(1, SLICE_BYTES // slot_bytes))
-        ring = HostArena(RING_ENTRIES, LIST_BYTES, register=registrar)
-        self._ring = ring.view()
-        self._ring_address = ring.address
-        self._next_entry = 0
         self._jobs: deque[_Running] = deque()
         self._slices: deque[tuple[Event, _Running]] = deque()
 
@@ -83,35 +63,36 @@ class Lane:
         """Whether every submitted job has been returned by `advance`."""
         return not self._jobs
 
-    def warm_up(self) -> None:
-        """Launch an empty list, so that CUDA loads the kernel now and not within a step."""
-        write_list(self._ring[0], np.empty((0, 2), np.int32))
-        self._kernel.launch(self._direction, self._ring_address, self.stream.stream)
-
     def submit(self, job: SwapJob, nbytes: int) -> None:
-        """Order the job after what is queued on the compute stream now, and launch what fits.
+        """Order the job after what is queued on the compute stream now, and queue what may be.
 
-        Slices of earlier jobs that found the ring full will wait for that too, which harms nobody.
+        Slices of earlier jobs that were not queued yet will wait for that too, which harms nobody.
         """
-        running = _Running(job.job_id, nbytes, job.pairs.copy(), time.perf_counter())
+        rest = self.path.slices(job.pairs.copy())
+        running = _Running(job.job_id, nbytes, rest, time.perf_counter(), next(rest))
         try:
             running.started = self.stream.wait_for_compute()
         except RuntimeError as error:
             self._fail(running, "waiting for the compute stream", error)
         self._jobs.append(running)
-        self._launch()
+        self._queue()
 
     def advance(self) -> list[Completion]:
-        """Launch what fits into the ring now, and return the jobs that have ended."""
+        """Queue what may be queued now, and return the jobs that have ended."""
         try:
             self._collect()
         except RuntimeError as error:
-            # Querying an event fails only when the CUDA context is lost; no kernel runs on then.
+            # Querying an event fails only when the CUDA context is lost; no copy runs on then.
             self._slices.clear()
             for running in self._jobs:
                 running.in_flight = 0
-                self._fail(running, "querying its event", error)
-        self._launch()
+                self._fail(
+                    running,
+                    "querying its event",
+                    error,
+                    "; the CUDA context is lost, end this process and start the engine anew",
+                )
+        self._queue()
         completions = []
         while self._jobs and self._jobs[0].ended:
             running = self._jobs.popleft()
@@ -131,7 +112,7 @@ class Lane:
         return completions
 
     def _collect(self) -> None:
-        """Take the slices off the ring that have ended; they end in order."""
+        """Take off the slices that have ended; they end in order."""
         while self._slices and self._slices[0][0].query():
             event, running = self._slices.popleft()
             running.in_flight -= 1
@@ -139,32 +120,37 @@ class Lane:
                 running.seconds = running.started.elapsed_time(event) / 1000
             self.stream.recycle(event)
 
-    def _launch(self) -> None:
-        """Launch slices, oldest job first, until the ring is full or nothing is left."""
+    def _queue(self) -> None:
+        """Queue slices, oldest job first, as many as the path allows within a call."""
+        left = self.path.slices_per_call
         for running in self._jobs:
-            while len(running.rest) and running.error is None:
-                if len(self._slices) == RING_ENTRIES:
+            while running.to_queue:
+                if left == 0 or len(self._slices) == self.path.max_in_flight:
                     return
-                pairs = running.rest[: self._slice_pairs]
-                entry = self._next_entry
-                # Free: the slice that used it last was collected, as the ring is not full.
-                write_list(self._ring[entry], pairs)
-                try:
-                    self._kernel.launch(
-                        self._direction, self._ring_address + entry * LIST_BYTES, self.stream.stream
-                    )
-                    event = self.stream.record()
-                except RuntimeError as error:
-                    self._fail(running, f"launching swap_{self._direction.value}", error)
-                    continue
-                self._next_entry = (entry + 1) % RING_ENTRIES
-                self._slices.append((event, running))
-                running.in_flight += 1
-                running.rest = running.rest[self._slice_pairs :]
+                left -= 1
+                self._queue_slice(running)
 
-    def _fail(self, running: _Running, call: str, error: RuntimeError) -> None:
+    def _queue_slice(self, running: _Running) -> None:
+        assert running.following is not None
+        try:
+            self.path.queue(running.following, self.stream.stream)
+        except RuntimeError as error:
+            self._fail(running, self.path.call, error)
+        running.following = next(running.rest, None)
+        # Also behind a slice that failed: part of it may run.
+        try:
+            event = self.stream.record()
+        except RuntimeError as error:
+            self._fail(running, "recording an event", error)
+            return
+        self._slices.append((event, running))
+        running.in_flight += 1
+
+    def _fail(
+        self, running: _Running, call: str, error: RuntimeError, consequence: str = ""
+    ) -> None:
         if running.error is None:
             running.error = CopyError(
                 f"{call} failed with {error}: {self._direction.value} job {running.job_id} of "
-                f"{running.nbytes} bytes"
+                f"{running.nbytes} bytes{consequence}"
             )

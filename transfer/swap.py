@@ -228,17 +228,29 @@ class SwapKernel:
 
 def choose_family(device: torch.device) -> KernelFamily:
     """Return the fastest family that `device` runs. Raises `DeviceError` if it runs none."""
-    import torch
-
     from transfer import swap_bulk, swap_vector
 
-    index = device_index(device)
-    capability: tuple[int, int] = torch.cuda.get_device_capability(index)
+    capability = _capability(device)
     if capability >= swap_bulk.MIN_CAPABILITY:
         return swap_bulk.FAMILY
     if capability >= swap_vector.MIN_CAPABILITY:
         return swap_vector.FAMILY
     raise DeviceError(
-        f"CUDA device {index} has compute capability {capability[0]}.{capability[1]}, the copy "
-        f"kernels need at least {swap_vector.MIN_CAPABILITY[0]}.{swap_vector.MIN_CAPABILITY[1]}"
+        f"CUDA device {device_index(device)} has compute capability "
+        f"{capability[0]}.{capability[1]}, the copy kernels need at least "
+        f"{swap_vector.MIN_CAPABILITY[0]}.{swap_vector.MIN_CAPABILITY[1]}"
     )
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Return whether `device` runs any family."""
+    from transfer import swap_vector
+
+    return _capability(device) >= swap_vector.MIN_CAPABILITY
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    import torch
+
+    capability: tuple[int, int] = torch.cuda.get_device_capability(device_index(device))
+    return capability

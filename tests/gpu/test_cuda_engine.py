@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 
-from transfer import lane, registration  # noqa: E402
+from transfer import cuda, dma, kernel, registration  # noqa: E402
+from transfer.copy_path import PATHS, PathName  # noqa: E402
+from transfer.cuda import CudaSwapEngine  # noqa: E402
 from transfer.engine import Completion, Direction, SwapJob  # noqa: E402
 from transfer.errors import CopyError, JobError, LayoutError, PinnedMemoryError  # noqa: E402
-from transfer.kernel import KernelSwapEngine  # noqa: E402
 from transfer.layout import KVLayout, TensorDescription  # noqa: E402
+from transfer.path_rule import OnlyPath  # noqa: E402
 from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402
-from transfer.streams import CopyStream  # noqa: E402
+from transfer.streams import CopyStream, StreamTurns  # noqa: E402
 from transfer.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -39,6 +42,17 @@ BUSY_CYCLES = 200_000_000
 
 Pages = list[tuple[int, int]]
 """Page bytes and block stride of each region."""
+
+kernel_only = pytest.mark.parametrize("path", ["kernel"], indirect=True)
+dma_only = pytest.mark.parametrize("path", ["dma"], indirect=True)
+
+
+@pytest.fixture(autouse=True, params=PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PathName:
+    """The path of all engines of a test: every test runs over each, unless it says otherwise."""
+    name: PathName = request.param
+    monkeypatch.setattr(cuda, "rule_for", lambda device: OnlyPath(name))
+    return name
 
 
 @dataclass
@@ -87,11 +101,11 @@ def make_arena(cache: Cache, num_slots: int) -> HostArena:
 
 def make_engine(
     num_blocks: int, pages: Pages, num_slots: int, output_copy_stream: Any = None
-) -> tuple[KernelSwapEngine, Cache, Any]:
+) -> tuple[CudaSwapEngine, Cache, Any]:
     """An engine, its cache, and its slots as a tensor `(num_slots, slot_bytes)` on the host."""
     cache = make_cache(num_blocks, pages)
     arena = make_arena(cache, num_slots)
-    engine = KernelSwapEngine(
+    engine = CudaSwapEngine(
         cache.layout, arena, cache.storage.device, [cache.storage], output_copy_stream
     )
     return engine, cache, torch.from_numpy(arena.view())
@@ -113,7 +127,7 @@ def ids(pairs: Any) -> tuple[Any, Any]:
     return torch.from_numpy(pairs.astype(np.int64)).unbind(1)
 
 
-def finish(engine: KernelSwapEngine) -> list[Completion]:
+def finish(engine: CudaSwapEngine) -> list[Completion]:
     assert engine.wait(60)
     return engine.poll()
 
@@ -219,7 +233,7 @@ def no_wait(stream: CopyStream) -> Any:
     return stream.record()
 
 
-def store_after_slow_write(engine: KernelSwapEngine, cache: Cache, slots: Any) -> int:
+def store_after_slow_write(engine: CudaSwapEngine, cache: Cache, slots: Any) -> int:
     """Return the byte that a store finds which is submitted behind a slow kernel writing 9s."""
     cache.storage.fill_(1)
     slots.fill_(0)
@@ -335,6 +349,7 @@ def test_compute_does_not_wait_for_copies() -> None:
     engine.close()
 
 
+@kernel_only
 def test_captured_launch_replays_another_list() -> None:
     cache = make_cache(64, [(4 * KIB, 8 * KIB), (48, 64)])
     arena = make_arena(cache, 64)
@@ -394,7 +409,7 @@ class WatchingRegistrar(CudaRegistrar):
 
 
 @pytest.mark.parametrize("view_survives", [True, False])
-def test_dropping_everything_in_mid_copy(view_survives: bool) -> None:
+def test_dropping_everything_in_mid_copy(view_survives: bool, path: PathName) -> None:
     cache = make_cache(400, [(MIB, MIB)])
     registrar = WatchingRegistrar(cache.storage.device)
     arena = HostArena(400, cache.layout.slot_bytes, register=registrar)
@@ -404,19 +419,20 @@ def test_dropping_everything_in_mid_copy(view_survives: bool) -> None:
     randomize(cache.storage)
     expected = cache.storage.cpu().view(400, -1)
     surviving = torch.from_numpy(arena.view()) if view_survives else None
-    engine = KernelSwapEngine(cache.layout, arena, cache.storage.device, [cache.storage, token])
+    engine = CudaSwapEngine(cache.layout, arena, cache.storage.device, [cache.storage, token])
     busy()
     engine.submit(SwapJob(1, STORE, np.stack([np.arange(400)] * 2, 1).astype(np.int32)))
     registrar.event = torch.cuda.Event()
-    registrar.event.record(engine._state.lanes[STORE].stream.stream)
+    registrar.event.record(engine._state.lanes[STORE, path].stream.stream)
     assert not registrar.event.query()
     del engine, arena, token
     gc.collect()
     assert registrar.event.query()
     assert kept() is None
     if surviving is not None:
-        # The ring holds 128 slices, so all of the job had been launched.
-        assert torch.equal(surviving, expected)
+        # What had been queued when the engine went: everything, or one slice.
+        queued = 400 if path == "kernel" else dma.SLICE_BYTES // MIB
+        assert torch.equal(surviving[:queued], expected[:queued])
         assert owner() is not None
         del surviving
         gc.collect()
@@ -430,7 +446,7 @@ def test_close_waits_then_drops_references() -> None:
     owner = weakref.ref(arena._owner)
     token = Token()
     kept = weakref.ref(token)
-    engine = KernelSwapEngine(cache.layout, arena, cache.storage.device, [token])
+    engine = CudaSwapEngine(cache.layout, arena, cache.storage.device, [token])
     busy()
     engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
     del arena, token
@@ -466,8 +482,9 @@ def failing_launch(failing: int) -> Callable[..., None]:
     return fail
 
 
+@kernel_only
 def test_a_failed_launch_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "SLICE_BYTES", 16 * MIB)
+    monkeypatch.setattr(kernel, "SLICE_BYTES", 16 * MIB)
     engine, cache, slots = make_engine(64, [(MIB, MIB)], 64)
     randomize(cache.storage, slots)
     monkeypatch.setattr(SwapKernel, "launch", failing_launch(2))
@@ -484,12 +501,46 @@ def test_a_failed_launch_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) ->
     engine.close()
 
 
+@dma_only
+@pytest.mark.parametrize("copier", [dma.BatchCopier, dma.SingleCopier])
+def test_a_failed_batch_fails_its_job_alone(copier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        copier(torch.device("cuda", 0))
+    except LookupError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(dma, "make_copier", copier)
+    engine, cache, slots = make_engine(64, [(MIB, 2 * MIB)], 64)
+    randomize(cache.storage, slots)
+    copy, calls = copier.copy, []
+
+    def fail(self: Any, *args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            import cupy
+
+            raise cupy.cuda.driver.CUDADriverError(1)  # CUDA_ERROR_INVALID_VALUE
+        copy(self, *args)
+
+    monkeypatch.setattr(copier, "copy", fail)
+    pairs = random_pairs(np.random.default_rng(0), 64, 64, 64)
+    engine.submit(SwapJob(1, STORE, pairs[:40]))
+    engine.submit(SwapJob(2, STORE, pairs[40:]))
+    failed, fine = finish(engine)
+    assert isinstance(failed.error, CopyError)
+    for part in (copier.call, "CUDA_ERROR_INVALID_VALUE", "job 1", f"{40 * MIB} bytes"):
+        assert part in str(failed.error)
+    assert (fine.job_id, fine.error) == (2, None)
+    block_ids, slot_ids = ids(pairs[40:])
+    assert torch.equal(slots[slot_ids], cache.blocks()[block_ids])
+    engine.close()
+
+
 @pytest.mark.parametrize("direction", [STORE, LOAD])
-def test_more_slices_than_the_ring_holds(
-    direction: Direction, monkeypatch: pytest.MonkeyPatch
+def test_more_slices_than_may_be_in_flight(
+    direction: Direction, path: PathName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane, "RING_ENTRIES", 3)
-    monkeypatch.setattr(lane, "SLICE_BYTES", 64 * KIB)
+    monkeypatch.setattr(kernel, "RING_ENTRIES", 3)
+    monkeypatch.setattr(kernel, "SLICE_BYTES", 64 * KIB)
     engine, cache, slots = make_engine(20_000, [(KIB, KIB)], 20_000)
     randomize(cache.storage, slots)
     pairs = random_pairs(np.random.default_rng(0), 20_000, 20_000, 20_000)
@@ -498,8 +549,8 @@ def test_more_slices_than_the_ring_holds(
     parts = np.array_split(pairs, 3)
     for job_id, part in enumerate(parts):
         engine.submit(SwapJob(job_id, direction, part))
-    waiting = [len(job.rest) for job in engine._state.lanes[direction]._jobs]
-    assert waiting == [len(parts[0]) - 3 * 64, len(parts[1]), len(parts[2])]
+    # Of the kernels the ring is full; by the copy engine each submission queues one.
+    assert [job.in_flight for job in engine._state.lanes[direction, path]._jobs] == [3, 0, 0]
     completions = finish(engine)
     assert [completion.job_id for completion in completions] == [0, 1, 2]
     assert all(completion.error is None for completion in completions)
@@ -581,10 +632,10 @@ def test_refuses_arenas_it_cannot_use() -> None:
     cache = make_cache(8, [(4 * KIB, 4 * KIB)])
     device = cache.storage.device
     with pytest.raises(PinnedMemoryError, match="not page-locked"):
-        KernelSwapEngine(cache.layout, HostArena(8, 4 * KIB, register=None), device, [])
+        CudaSwapEngine(cache.layout, HostArena(8, 4 * KIB, register=None), device, [])
     arena = HostArena(8, 2 * KIB, register=CudaRegistrar(device))
     with pytest.raises(LayoutError, match="slots of the arena have 2048 bytes"):
-        KernelSwapEngine(cache.layout, arena, device, [])
+        CudaSwapEngine(cache.layout, arena, device, [])
 
 
 def test_bad_pairs_copy_nothing() -> None:
@@ -604,7 +655,7 @@ def test_a_device_that_is_not_the_current_one() -> None:
     slots = torch.from_numpy(arena.view())
     cache.storage.fill_(3)
     torch.cuda.synchronize("cuda:1")
-    engine = KernelSwapEngine(cache.layout, arena, torch.device("cuda", 1), [cache.storage])
+    engine = CudaSwapEngine(cache.layout, arena, torch.device("cuda", 1), [cache.storage])
     engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
     (completion,) = finish(engine)
     assert completion.error is None
@@ -613,11 +664,87 @@ def test_a_device_that_is_not_the_current_one() -> None:
     engine.close()
 
 
+class ByNumber:
+    """A rule: few pages go to the copy engine."""
+
+    def paths(self, direction: Direction, page_bytes: int) -> frozenset[PathName]:
+        return frozenset(PATHS)
+
+    def choose(self, direction: Direction, page_bytes: int, pages: int) -> PathName:
+        assert page_bytes == 3 * KIB
+        return "dma" if pages < 10 else "kernel"
+
+
+@kernel_only
+def test_a_job_takes_the_path_that_the_rule_names() -> None:
+    cache = make_cache(64, [(4 * KIB, 4 * KIB), (2 * KIB, 2 * KIB)])
+    arena = make_arena(cache, 64)
+    slots = torch.from_numpy(arena.view())
+    randomize(cache.storage)
+    device = cache.storage.device
+    engine = CudaSwapEngine(cache.layout, arena, device, [cache.storage], rule=ByNumber())
+    pairs = random_pairs(np.random.default_rng(0), 64, 64, 64)
+    busy()
+    engine.submit(SwapJob(1, STORE, pairs[:4]))
+    assert {key for key, lane in engine._state.lanes.items() if not lane.idle} == {(STORE, "dma")}
+    engine.submit(SwapJob(2, STORE, pairs[4:]))
+    assert not engine._state.lanes[STORE, "kernel"].idle
+    assert {completion.job_id for completion in finish(engine)} == {1, 2}
+    block_ids, slot_ids = ids(pairs)
+    assert torch.equal(slots[slot_ids], cache.blocks()[block_ids])
+    engine.close()
+
+
+@dma_only
+def test_single_copies_move_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dma, "make_copier", dma.SingleCopier)
+    engine, cache, slots = make_engine(90, [(4 * KIB + 32, 8 * KIB), (3 * MIB, 3 * MIB)], 70)
+    randomize(cache.storage, slots)
+    pairs = random_pairs(np.random.default_rng(0), 90, 70, 60)
+    block_ids, slot_ids = ids(pairs)
+    expected = slots.clone()
+    expected[slot_ids] = cache.blocks()[block_ids]
+    engine.submit(SwapJob(1, STORE, pairs))
+    (completion,) = finish(engine)
+    assert completion.error is None
+    assert torch.equal(slots, expected)
+    engine.close()
+
+
+@dma_only
+def test_the_batch_call_is_used_where_the_driver_has_it() -> None:
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings are not installed")
+    import cupy
+
+    copier = dma.make_copier(torch.device("cuda", 0))
+    batch = cupy.cuda.runtime.driverGetVersion() >= 12080
+    assert isinstance(copier, dma.BatchCopier if batch else dma.SingleCopier)
+
+
+@dma_only
+def test_turns_run_in_the_order_in_which_they_were_queued() -> None:
+    device = torch.device("cuda", 0)
+    turns, own = StreamTurns(device), torch.cuda.Stream()
+    value = torch.ones(1, dtype=torch.float64, device=device)
+    torch.cuda.synchronize()
+    expected = 1.0
+    with closing(turns.take(own)) as streams:
+        for step, stream in zip(range(1, 6), streams, strict=False):
+            with torch.cuda.stream(stream):
+                if step % 2:
+                    torch.cuda._sleep(BUSY_CYCLES // 20)
+                value.mul_(3).add_(step)
+            expected = expected * 3 + step
+    own.synchronize()
+    assert value.item() == expected
+
+
 SCRIPT = """
 import numpy as np, torch
+from transfer.cuda import CudaSwapEngine
 from transfer.engine import Direction, SwapJob
-from transfer.kernel import KernelSwapEngine
 from transfer.layout import KVLayout, TensorDescription
+from transfer.path_rule import OnlyPath
 from transfer.pinned import CudaRegistrar, HostArena
 device = torch.device("cuda", 0)
 storage = torch.ones(400, 1 << 20, dtype=torch.uint8, device=device)
@@ -625,19 +752,29 @@ address = ADDRESS
 tensor = TensorDescription("kv", address, (400, 1 << 20), (1 << 20, 1), 1, 0, 1 << 20)
 layout = KVLayout.from_tensors(400, [tensor])
 arena = HostArena(400, layout.slot_bytes, register=CudaRegistrar(device))
-engine = KernelSwapEngine(layout, arena, device, [storage])
+engine = CudaSwapEngine(layout, arena, device, [storage], rule=OnlyPath("PATH"))
 pairs = np.stack([np.arange(400)] * 2, 1).astype(np.int32)
 torch.cuda._sleep(100_000_000)
+HARM
 engine.submit(SwapJob(1, Direction.STORE, pairs))
 """
 
+ILLEGAL_WRITE = """
+import cupy
+source = 'extern "C" __global__ void harm(unsigned long long a) { *(int*)a = 1; }'
+cupy.RawKernel(source, "harm")((1,), (1,), (np.uint64(1 << 46),))
+"""
+"""On the default stream, which is torch's too: copies that wait for it find the context lost."""
 
-def run_script(script: str) -> subprocess.CompletedProcess[str]:
-    root = str(Path(lane.__file__).parents[1])
-    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+def run_script(script: str, **values: str) -> subprocess.CompletedProcess[str]:
+    for name, value in values.items():
+        script = script.replace(name, value)
+    root = str(Path(cuda.__file__).parents[1])
+    search = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return subprocess.run(
         [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": search},
         capture_output=True,
         text=True,
         timeout=120,
@@ -645,16 +782,20 @@ def run_script(script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_process_may_end_in_mid_copy() -> None:
-    ended = run_script(SCRIPT.replace("ADDRESS", "storage.data_ptr()"))
+def test_the_process_may_end_in_mid_copy(path: PathName) -> None:
+    ended = run_script(SCRIPT, ADDRESS="storage.data_ptr()", PATH=path, HARM="")
     assert ended.returncode == 0, ended.stderr
     assert "Error" not in ended.stderr
 
 
-def test_a_lost_context_fails_jobs_and_hangs_nothing() -> None:
-    """In a process of its own: after an illegal access no CUDA call succeeds any more."""
+def test_a_lost_context_fails_jobs_and_hangs_nothing(path: PathName) -> None:
+    """In a process of its own: after an illegal access no CUDA call succeeds any more.
+
+    A kernel makes that access by itself; a copy engine would be refused such an address.
+    """
+    kernel = path == "kernel"
     ended = run_script(
-        SCRIPT.replace("ADDRESS", "1 << 46")
+        SCRIPT
         + """
 assert engine.wait(60)
 (first,) = engine.poll()
@@ -665,11 +806,14 @@ print(second.error)
 assert engine.in_flight == 0
 engine.close()
 print("closed")
-"""
+""",
+        ADDRESS="1 << 46" if kernel else "storage.data_ptr()",
+        PATH=path,
+        HARM="" if kernel else ILLEGAL_WRITE,
     )
     lines = ended.stdout.splitlines()
     assert lines, ended.stderr
     assert "illegal memory access" in ended.stdout
-    assert "store job 1 of 419430400 bytes" in ended.stdout
+    assert "store job 1 of 419430400 bytes; the CUDA context is lost" in ended.stdout
     assert "store job 2 of 419430400 bytes" in ended.stdout
     assert lines[-1] == "closed", ended.stderr

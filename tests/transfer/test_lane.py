@@ -1,19 +1,18 @@
-"""The lane without a device: events complete when the test says so, and lists are read then."""
+"""The lane over a path that copies nothing: events complete when the test says so."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
 
-from transfer import lane
+from transfer.copy_path import CopyPath
 from transfer.engine import Completion, Direction, SwapJob
 from transfer.errors import CopyError
 from transfer.lane import Lane
-from transfer.swap import LIST_BYTES, MAX_PAIRS
 
 SLOT_BYTES = 4 << 20
 
@@ -22,6 +21,7 @@ class FakeEvent:
     def __init__(self) -> None:
         self.completed = False
         self.error: RuntimeError | None = None
+        self.followers: list[FakeEvent] = []
 
     def query(self) -> bool:
         if self.error is not None:
@@ -33,28 +33,68 @@ class FakeEvent:
         return 1500.0
 
 
-class FakeDevice:
-    """Stands in for `SwapKernel` and `CopyStream`; a launch reads its list when it is completed."""
+class FakePath(CopyPath):
+    """Slices of four pairs; `copied` are those that have ended."""
 
-    def __init__(self) -> None:
-        self.stream = object()
-        self.launched: list[tuple[int, FakeEvent | None]] = []
+    name = "kernel"
+    call = "launching swap_store"
+
+    def __init__(self, max_in_flight: int, slices_per_call: int) -> None:
+        self.max_in_flight = max_in_flight
+        self.slices_per_call = slices_per_call
+        self.queued: list[tuple[list[list[int]], FakeEvent | None]] = []
         self.copied: list[list[list[int]]] = []
+        self.failing: int | None = None
+        self.calls = 0
+
+    def slices(self, pairs: Any) -> Iterator[Any]:
+        for first in range(0, len(pairs), 4):
+            yield pairs[first : first + 4]
+
+    def queue(self, part: Any, stream: Any) -> None:
+        assert stream is STREAM
+        self.calls += 1
+        if self.calls - 1 == self.failing:
+            raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+        self.queued.append((part.tolist(), None))
+
+    def warm_up(self, stream: Any) -> None:
+        raise AssertionError("the engine warms a path up, not the lane")
+
+
+STREAM = object()
+
+
+class FakeDevice:
+    """Stands in for `CopyStream`, and ends slices of `path`."""
+
+    stream = STREAM
+
+    def __init__(self, max_in_flight: int = 4, slices_per_call: int = 4) -> None:
+        self.path = FakePath(max_in_flight, slices_per_call)
         self.out: set[FakeEvent] = set()
-        self.failing_launch: int | None = None
         self.failing_wait = False
+        self.failing_record = False
         self.waits = 0
 
-    def launch(self, direction: Direction, list_address: int, stream: object) -> None:
-        assert stream is self.stream
-        if len(self.launched) == self.failing_launch:
-            self.failing_launch = None
-            raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
-        self.launched.append((list_address, None))
+    @property
+    def queued(self) -> int:
+        return len(self.path.queued)
+
+    @property
+    def copied(self) -> list[list[list[int]]]:
+        return self.path.copied
 
     def record(self) -> FakeEvent:
+        if self.failing_record:
+            raise RuntimeError("CUDA error: unspecified launch failure")
         event = FakeEvent()
-        self.launched[-1] = (self.launched[-1][0], event)
+        part, before = self.path.queued[-1]
+        if before is None:
+            self.path.queued[-1] = (part, event)
+        else:  # behind a slice that failed there is nothing new to wait for
+            event.completed = before.completed
+            before.followers.append(event)
         self.out.add(event)
         return event
 
@@ -70,37 +110,21 @@ class FakeDevice:
         self.out.difference_update(events)
 
     def complete(self, count: int) -> None:
-        """End the next `count` launches."""
-        for address, event in self.launched[len(self.copied) :][:count]:
-            words = np.frombuffer(ctypes.string_at(address, LIST_BYTES), np.int32)
-            self.copied.append(words[4 : 4 + 2 * words[0]].reshape(-1, 2).tolist())
+        """End the next `count` slices."""
+        for part, event in self.path.queued[len(self.copied) :][:count]:
+            self.copied.append(part)
             assert event is not None
-            event.completed = True
-
-
-class NoRegistrar:
-    def register(self, address: int, nbytes: int) -> None:
-        pass
-
-    def unregister(self, address: int) -> None:
-        pass
+            for ended in (event, *event.followers):
+                ended.completed = True
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    monkeypatch.setattr(lane, "RING_ENTRIES", 4)
-    monkeypatch.setattr(lane, "SLICE_BYTES", 16 << 20)
+def device() -> FakeDevice:
     return FakeDevice()
 
 
-def make_lane(device: FakeDevice, slot_bytes: int = SLOT_BYTES) -> Lane:
-    return Lane(
-        Direction.STORE,
-        device,  # type: ignore[arg-type]
-        device,  # type: ignore[arg-type]
-        slot_bytes,
-        NoRegistrar(),
-    )
+def make_lane(device: FakeDevice) -> Lane:
+    return Lane(Direction.STORE, device.path, device)  # type: ignore[arg-type]
 
 
 def submit(store: Lane, job_id: int, count: int) -> list[list[int]]:
@@ -118,7 +142,7 @@ def ids(completions: Sequence[Completion]) -> list[int]:
 def test_jobs_are_cut_and_end_with_their_last_slice(device: FakeDevice) -> None:
     store = make_lane(device)
     expected = submit(store, 1, 10)
-    assert len(device.launched) == 3
+    assert device.queued == 3
     device.complete(2)
     assert store.advance() == []
     assert not store.idle
@@ -131,41 +155,29 @@ def test_jobs_are_cut_and_end_with_their_last_slice(device: FakeDevice) -> None:
     assert not device.out
 
 
-@pytest.mark.parametrize(
-    ("slot_bytes", "pairs"), [(16, MAX_PAIRS), (1 << 30, 1), (8 << 20, 2), (5 << 20, 3)]
-)
-def test_slices_are_bounded_in_pairs_and_bytes(
-    device: FakeDevice, slot_bytes: int, pairs: int
-) -> None:
-    store = make_lane(device, slot_bytes)
-    submit(store, 1, pairs + 1)
-    device.complete(2)
-    assert [len(copied) for copied in device.copied] == [pairs, 1]
-
-
-def test_a_full_ring_queues_and_never_overwrites_a_list(device: FakeDevice) -> None:
+def test_no_more_slices_are_in_flight_than_the_path_allows(device: FakeDevice) -> None:
     store = make_lane(device)
     expected = [submit(store, 1, 20), submit(store, 2, 12), submit(store, 3, 1)]
-    assert len(device.launched) == 4
+    assert device.queued == 4
     ended = []
     for step in (0, 1, 3, 2, 1, 4, 4):
         device.complete(step)
         ended += ids(store.advance())
-        assert len(device.launched) - len(device.copied) <= 4
+        assert device.queued - len(device.copied) <= 4
     assert ended == [1, 2, 3]
     assert list(chain(*device.copied)) == list(chain(*expected))
     assert device.waits == 3
     assert not device.out
 
 
-def test_a_failed_launch_fails_its_job_alone_and_only_when_its_slices_have_ended(
+def test_a_failed_slice_fails_its_job_alone_and_only_when_its_slices_have_ended(
     device: FakeDevice,
 ) -> None:
     store = make_lane(device)
-    device.failing_launch = 1
+    device.path.failing = 1
     submit(store, 7, 12)
     expected = submit(store, 8, 1)
-    assert len(device.launched) == 2
+    assert device.queued == 2
     assert store.advance() == []
     device.complete(1)
     (failed,) = store.advance()
@@ -184,7 +196,7 @@ def test_a_job_that_cannot_be_ordered_is_not_launched(device: FakeDevice) -> Non
     store = make_lane(device)
     device.failing_wait = True
     submit(store, 3, 1)
-    assert not device.launched
+    assert not device.queued
     (completion,) = store.advance()
     assert "waiting for the compute stream failed" in str(completion.error)
     assert "illegal memory access" in str(completion.error)
@@ -195,20 +207,55 @@ def test_a_lost_context_fails_every_job(device: FakeDevice) -> None:
     store = make_lane(device)
     submit(store, 1, 20)
     submit(store, 2, 1)
-    event = device.launched[0][1]
+    event = device.path.queued[0][1]
     assert event is not None
     event.error = RuntimeError("CUDA error: unspecified launch failure")
     completions = store.advance()
     assert ids(completions) == [1, 2]
     for completion in completions:
         assert "unspecified launch failure" in str(completion.error)
-    assert len(device.launched) == 4
+        assert "the CUDA context is lost" in str(completion.error)
+    assert device.queued == 4
     assert store.idle
 
 
-def test_warm_up_launches_an_empty_list(device: FakeDevice) -> None:
+def test_part_of_a_slice_that_failed_may_run_so_the_job_waits_for_it(device: FakeDevice) -> None:
     store = make_lane(device)
-    store.warm_up()
-    device.record()
+    device.path.failing = 1
+    submit(store, 7, 8)
+    event = device.path.queued[0][1]
+    assert event is not None
+    assert len(event.followers) == 1
+    event.completed = True
+    assert store.advance() == []
+    event.followers[0].completed = True
+    (failed,) = store.advance()
+    assert failed.error is not None
+    assert failed.job_id == 7
+    assert store.idle
+
+
+def test_a_slice_behind_which_no_event_can_be_recorded_fails_its_job(device: FakeDevice) -> None:
+    store = make_lane(device)
+    device.failing_record = True
+    submit(store, 7, 1)
+    (failed,) = store.advance()
+    assert "recording an event failed with CUDA error: unspecified" in str(failed.error)
+    assert store.idle
+
+
+def test_a_call_queues_no_more_than_the_path_allows() -> None:
+    device = FakeDevice(max_in_flight=4, slices_per_call=1)
+    store = make_lane(device)
+    expected = [submit(store, 1, 8)]
+    assert device.queued == 1
+    expected.append(submit(store, 2, 4))
+    assert device.queued == 2
+    device.complete(2)
+    (first,) = store.advance()
+    assert (first.job_id, device.queued) == (1, 3)
     device.complete(1)
-    assert device.copied == [[]]
+    (second,) = store.advance()
+    assert (second.job_id, device.queued) == (2, 3)
+    assert list(chain(*device.copied)) == list(chain(*expected))
+    assert not device.out

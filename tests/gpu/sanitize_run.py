@@ -1,0 +1,130 @@
+"""Runs every kernel on a small job under compute-sanitizer: memcheck, then racecheck.
+
+`python tests/gpu/sanitize_run.py` needs a CUDA device, CuPy and compute-sanitizer, which comes with
+the CUDA toolkit. Exit status 0 if both tools found nothing and every byte was right; 1 otherwise.
+Torch launches nothing here: its kernels would be checked too, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+TOOLKIT = Path("/usr/local/cuda/bin/compute-sanitizer")
+TOOLS = ("memcheck", "racecheck")
+
+PAGES = [(48, 64), (4112, 8192), (20 << 10, 20 << 10), (256, 256)]
+"""Page bytes and block stride of each region."""
+BLOCKS, SLOTS, PAIRS = 24, 20, 9
+
+
+def main() -> int:
+    if sys.argv[1:] == ["job"]:
+        return run_job()
+    sanitizer = shutil.which("compute-sanitizer") or (TOOLKIT.exists() and str(TOOLKIT))
+    if not sanitizer:
+        print(f"compute-sanitizer is neither on PATH nor at {TOOLKIT}: install the CUDA toolkit")
+        return 1
+    failed = []
+    for tool in TOOLS:
+        started = time.perf_counter()
+        # Fewer modules of other libraries for the tool to look at.
+        environment = {**os.environ, "CUDA_MODULE_LOADING": "LAZY"}
+        command = [sanitizer, "--tool", tool, "--error-exitcode", "1"]
+        command += [sys.executable, __file__, "job"]
+        done = subprocess.run(command, env=environment, check=False)
+        print(f"{tool}: exit status {done.returncode}, {time.perf_counter() - started:.0f} s\n")
+        if done.returncode:
+            failed.append(tool)
+    print(f"failed: {', '.join(failed)}" if failed else "both tools found nothing")
+    return 1 if failed else 0
+
+
+def run_job() -> int:
+    import cupy
+    import torch
+
+    from transfer import swap_bulk, swap_vector
+    from transfer.engine import Direction
+    from transfer.layout import KVLayout, Region
+    from transfer.pinned import CudaRegistrar, HostArena
+    from transfer.swap import LIST_BYTES, SwapKernel, write_list
+    from transfer.zero import BlockZeroer
+
+    device = torch.device("cuda", 0)
+    torch.cuda.init()
+    rng = np.random.default_rng(0)
+    content = rng.integers(0, 256, sum(stride for _, stride in PAGES) * BLOCKS).astype(np.uint8)
+    memory = cupy.asarray(content)
+    regions, address, offset = [], memory.data.ptr, 0
+    for page_bytes, stride in PAGES:
+        regions.append(Region(address, page_bytes, stride, offset))
+        address += stride * BLOCKS
+        offset += page_bytes
+    layout = KVLayout(BLOCKS, tuple(regions))
+    registrar = CudaRegistrar(device)
+    arena = HostArena(SLOTS, layout.slot_bytes, register=registrar)
+    lists = HostArena(1, LIST_BYTES, register=registrar)
+    slots = arena.view()
+    stream = torch.cuda.current_stream(device)
+
+    def page_bytes_of(data: np.ndarray, block: int) -> list[np.ndarray]:
+        """Views of the pages of a block."""
+        starts = [r.address - memory.data.ptr + block * r.block_stride_bytes for r in regions]
+        return [
+            data[start : start + region.page_bytes]
+            for start, region in zip(starts, regions, strict=True)
+        ]
+
+    wrong = []
+    families = [(swap_vector.FAMILY, swap_vector.MIN_CAPABILITY)]
+    families.append((swap_bulk.FAMILY, swap_bulk.MIN_CAPABILITY))
+    for family, capability in families:
+        if torch.cuda.get_device_capability(device) < capability:
+            print(f"{family.name}: this device is too old for it")
+            continue
+        kernel = SwapKernel(layout, arena, device, family)
+        for direction in Direction:
+            slots[:] = rng.integers(0, 256, slots.shape)
+            memory.set(content)
+            pairs = np.stack([rng.permutation(n)[:PAIRS] for n in (BLOCKS, SLOTS)], 1)
+            expected, expected_slots = content.copy(), slots.copy()
+            for block, slot in pairs.tolist():
+                pages = page_bytes_of(expected, block)
+                parts = np.split(expected_slots[slot], [r.slot_offset_bytes for r in regions[1:]])
+                for page, part in zip(pages, parts, strict=True):
+                    if direction is Direction.LOAD:
+                        page[:] = part
+                    else:
+                        part[:] = page
+            write_list(lists.view()[0], pairs.astype(np.int32))
+            kernel.launch(direction, lists.address, stream)
+            stream.synchronize()
+            right = np.array_equal(memory.get(), expected) and np.array_equal(slots, expected_slots)
+            print(f"{family.name} {direction.value}: bytes {'right' if right else 'WRONG'}")
+            if not right:
+                wrong.append(f"{family.name} {direction.value}")
+    memory.set(content)
+    expected = content.copy()
+    blocks = [0, 5, BLOCKS - 1]
+    for block in blocks:
+        for page in page_bytes_of(expected, block):
+            page[:] = 0
+    BlockZeroer(layout, device, registrar).zero(blocks)
+    stream.synchronize()
+    right = np.array_equal(memory.get(), expected)
+    print(f"zero: bytes {'right' if right else 'WRONG'}")
+    return 0 if right and not wrong else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

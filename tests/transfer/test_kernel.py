@@ -1,0 +1,93 @@
+"""The path of the kernels: how jobs are cut, and that no list is overwritten while it is read."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from transfer import kernel
+from transfer.engine import Direction
+from transfer.kernel import KernelPath
+from transfer.swap import LIST_BYTES, MAX_PAIRS
+
+
+class FakeKernel:
+    """Notes which list a launch reads; `read` looks at it when the launch runs, later."""
+
+    def __init__(self) -> None:
+        self.launched: list[int] = []
+        self.failing = False
+
+    def launch(self, direction: Direction, list_address: int, stream: object) -> None:
+        assert direction is Direction.STORE
+        if self.failing:
+            raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+        self.launched.append(list_address)
+
+    def read(self, index: int) -> list[list[int]]:
+        words = np.frombuffer(ctypes.string_at(self.launched[index], LIST_BYTES), np.int32)
+        pairs: list[list[int]] = words[4 : 4 + 2 * words[0]].reshape(-1, 2).tolist()
+        return pairs
+
+
+class NoRegistrar:
+    def register(self, address: int, nbytes: int) -> None:
+        pass
+
+    def unregister(self, address: int) -> None:
+        pass
+
+
+def make_path(slot_bytes: int) -> tuple[KernelPath, FakeKernel]:
+    fake = FakeKernel()
+    return (
+        KernelPath(Direction.STORE, fake, slot_bytes, NoRegistrar()),  # type: ignore[arg-type]
+        fake,
+    )
+
+
+def make_pairs(count: int) -> np.ndarray:
+    return np.arange(2 * count, dtype=np.int32).reshape(-1, 2)
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "pairs"), [(16, MAX_PAIRS), (1 << 30, 1), (128 << 20, 2), (80 << 20, 3)]
+)
+def test_slices_are_bounded_in_pairs_and_bytes(slot_bytes: int, pairs: int) -> None:
+    path, _ = make_path(slot_bytes)
+    slices = list(path.slices(make_pairs(pairs + 1)))
+    assert [len(part) for part in slices] == [pairs, 1]
+    np.testing.assert_array_equal(np.concatenate(slices), make_pairs(pairs + 1))
+
+
+def test_lists_of_slices_in_flight_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "RING_ENTRIES", 3)
+    path, fake = make_path(16)
+    stream = object()
+    for count in range(1, 8):
+        path.queue(make_pairs(count), stream)  # type: ignore[arg-type]
+        for ago in range(min(count, path.max_in_flight)):
+            assert fake.read(count - 1 - ago) == make_pairs(count - ago).tolist()
+    assert len(set(fake.launched)) == 3
+
+
+def test_a_failed_launch_takes_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "RING_ENTRIES", 2)
+    path, fake = make_path(16)
+    stream = object()
+    path.queue(make_pairs(1), stream)  # type: ignore[arg-type]
+    fake.failing = True
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
+        path.queue(make_pairs(2), stream)  # type: ignore[arg-type]
+    fake.failing = False
+    path.queue(make_pairs(3), stream)  # type: ignore[arg-type]
+    assert fake.read(0) == make_pairs(1).tolist()
+    assert fake.read(1) == make_pairs(3).tolist()
+
+
+def test_warm_up_launches_an_empty_list() -> None:
+    path, fake = make_path(16)
+    path.warm_up(object())  # type: ignore[arg-type]
+    assert fake.read(0) == []

@@ -1,0 +1,226 @@
+"""KV caches on a CUDA device: the swap engine of the swap kernels and the copy engine.
+
+Each direction has a lane, with a stream of its own, for every path that the rule may choose for
+this layout; a job runs on one of them.
+
+Lifetime. Streams, lists, arena and KV tensors belong to an inner state, which outlives the engine
+until all streams are idle: dropping the engine in mid-copy synchronises them before anything is
+freed. The engine itself holds addresses and numbers only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transfer.calibrate import rule_for
+from transfer.copy_path import CopyPath, PathName
+from transfer.device import device_index
+from transfer.dma import make_dma_path
+from transfer.engine import Completion, Direction, SwapEngine, SwapJob
+from transfer.errors import JobError, LayoutError, PinnedMemoryError
+from transfer.kernel import KernelPath
+from transfer.lane import Lane
+from transfer.layout import KVLayout
+from transfer.path_rule import PathRule
+from transfer.pinned import CudaRegistrar, HostArena
+from transfer.streams import CopyStream
+from transfer.swap import SwapKernel
+from transfer.zero import BlockZeroer
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.0001
+
+
+@dataclass(slots=True)
+class _State:
+    """What copies in flight need. Loads are advanced first: somebody waits for them."""
+
+    lanes: dict[tuple[Direction, PathName], Lane]
+    zeroer: BlockZeroer | None
+    arena: HostArena | None
+    keep_alive: Sequence[object]
+
+
+_LEAKED: list[_State] = []
+"""What copies used of which nobody knows whether they have ended; it is never freed."""
+
+
+class CudaSwapEngine(SwapEngine):
+    """Copies between KV tensors on `device` and a registered arena, a stream per direction.
+
+    `rule` chooses the path of each job; without one, what was measured on this device, and the
+    kernels where nothing was. `keep_alive` are the tensors behind `layout`. Stores wait for
+    `output_copy_stream` besides the compute stream, which is whatever stream is current on
+    `device` at each call. `seconds` of a completion are the device's: from when the compute stream
+    reached the point of submission.
+
+    The constructor compiles the kernels, allocates all it needs and synchronises; construct it
+    before any CUDA graph is captured.
+
+    Raises `LayoutError` if a slot of the arena does not fit the layout, `PinnedMemoryError` if the
+    arena is not registered, `DeviceError` if the kernels cannot be prepared.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        arena: HostArena,
+        device: torch.device,
+        keep_alive: Sequence[object],
+        output_copy_stream: torch.cuda.Stream | None = None,
+        rule: PathRule | None = None,
+    ) -> None:
+        if arena.slot_bytes != layout.slot_bytes:
+            raise LayoutError(
+                f"slots of the arena have {arena.slot_bytes} bytes, a block has {layout.slot_bytes}"
+            )
+        if not arena.registered:
+            raise PinnedMemoryError(
+                f"the arena of {arena.nbytes} bytes is not page-locked, so no kernel can reach it; "
+                f"make it with register=CudaRegistrar(device)"
+            )
+        super().__init__(layout, arena.num_slots)
+        import torch
+
+        self._cuda: Any = torch.cuda
+        self._device = torch.device("cuda", device_index(device))
+        self._rule = rule_for(self._device) if rule is None else rule
+        self._page_bytes = layout.slot_bytes // len(layout.regions)
+        registrar = CudaRegistrar(self._device)
+        lanes = {}
+        kernel: SwapKernel | None = None
+        for direction, awaited in ((Direction.LOAD, None), (Direction.STORE, output_copy_stream)):
+            for name in self._rule.paths(direction, self._page_bytes):
+                path: CopyPath
+                if name == "dma":
+                    path = make_dma_path(direction, layout, arena, self._device)
+                else:
+                    kernel = kernel or SwapKernel(layout, arena, self._device)
+                    path = KernelPath(direction, kernel, arena.slot_bytes, registrar)
+                # As many events for jobs as for slices: a job has one of its own and at least a
+                # slice.
+                stream = CopyStream(self._device, 2 * path.max_in_flight, awaited)
+                lanes[direction, name] = Lane(direction, path, stream)
+                path.warm_up(stream.stream)
+                stream.stream.synchronize()
+        zeroer = BlockZeroer(layout, self._device, registrar)
+        self._state = _State(lanes, zeroer, arena, tuple(keep_alive))
+        self._done: deque[Completion] = deque()
+        self._undelivered = 0
+        self._closed = False
+        self._release = weakref.finalize(self, _release, self._state)
+
+    def submit(self, job: SwapJob) -> None:
+        """Queue the job behind what is queued on the compute stream now; see `SwapEngine`.
+
+        Raises `JobError`; a failure of CUDA becomes the job's completion.
+        """
+        self.check_pairs(job)
+        if self._closed:
+            raise JobError(f"job {job.job_id} was submitted to an engine that is closed")
+        if self._capturing():
+            raise JobError(f"job {job.job_id} was submitted while a CUDA graph is captured")
+        nbytes = len(job.pairs) * self.layout.slot_bytes
+        self._undelivered += 1
+        pages = len(job.pairs) * len(self.layout.regions)
+        path = self._rule.choose(job.direction, self._page_bytes, pages)
+        self._state.lanes[job.direction, path].submit(job, nbytes)
+
+    def poll(self) -> list[Completion]:
+        """Return what has ended; queue slices that had to wait. Queries events only."""
+        self._advance()
+        completions = list(self._done)
+        self._done.clear()
+        self._undelivered -= len(completions)
+        return completions
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Poll until every copy has ended; False on timeout."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self._advance():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
+        """Queue the zeroing on the compute stream; see `BlockZeroer`.
+
+        Raises `JobError`, or `CopyError` from CUDA.
+        """
+        self.check_blocks(blocks)
+        zeroer = self._state.zeroer
+        if self._closed or zeroer is None:
+            raise JobError(f"zeroing {len(blocks)} blocks was asked of an engine that is closed")
+        zeroer.zero(blocks)
+
+    def close(self, timeout_seconds: float = 30.0) -> None:
+        """Wait for what is in flight, then let go of everything; completions can still be polled.
+
+        On timeout the state stays until a later `close` or `poll` finds the copies ended, or until
+        the engine is dropped.
+        """
+        self._closed = True
+        self.wait(timeout_seconds)
+
+    @property
+    def ready_slots(self) -> int:
+        """Slots whose memory is registered."""
+        arena = self._state.arena
+        return self.num_slots if arena is None else arena.ready_slots
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs whose completion has not been polled."""
+        return self._undelivered
+
+    def _capturing(self) -> bool:
+        try:
+            return bool(self._cuda.is_current_stream_capturing())
+        except RuntimeError:
+            # The CUDA context is lost. The lanes meet the same error and report it with their jobs.
+            return False
+
+    def _advance(self) -> bool:
+        """Move the lanes on; True if they are idle.
+
+        Not within a capture: querying an event would invalidate it.
+        """
+        lanes = self._state.lanes.values()
+        if lanes and not self._capturing():
+            for lane in lanes:
+                self._done.extend(lane.advance())
+        idle = all(lane.idle for lane in lanes)
+        if idle and self._closed:
+            self._release()
+        return idle
+
+
+def _release(state: _State) -> None:
+    """Let the streams run out, then drop what their copies used. Runs once, on any thread.
+
+    Slices that were not queued are not queued any more: nobody is left to hear of their job.
+    """
+    for lane in state.lanes.values():
+        try:
+            lane.stream.stream.synchronize()
+            if state.zeroer is not None:
+                state.zeroer.synchronize()
+        except RuntimeError:
+            logger.exception("cannot synchronise a copy stream; what its copies use is not freed")
+            _LEAKED.append(state)
+            return
+    state.lanes.clear()
+    state.zeroer = None
+    state.arena = None
+    state.keep_alive = ()
