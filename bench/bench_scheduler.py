@@ -1,6 +1,6 @@
 """Host time that the connector takes of the engine's scheduling thread, on vLLM's own scheduler.
 
-Run with `pytest bench/bench_scheduler.py --benchmark-enable`: 256 requests decode beside a full
+Run with `pytest -s bench/bench_scheduler.py --benchmark-enable`: 256 requests decode beside a full
 host cache of 1,000,000 slots. Only time inside the connector's hooks counts (`serving_clock`); it
 is printed, and in `extra_info`: what pytest-benchmark itself shows is the time of the whole step.
 With `KV_OFFLOAD_BENCH_RESULTS` set to a directory, `scheduler.json` is written there. Without the
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from bench.bench_swap import RESULTS_VARIABLE

@@ -12,14 +12,17 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
 HOOKS = tuple(
-    sorted(
+    {
         name
         for base in (KVConnectorBase_V1, SupportsHMA)
         for name, value in vars(base).items()
         if inspect.isfunction(value) and not name.startswith("_")
-    )
+    }
+    - {"save_kv_layer", "wait_for_layer_load"}
 )
-"""Public methods of vLLM's base classes; properties and class methods are not timed."""
+"""Public methods of vLLM's base classes; properties and class methods are not timed.
+
+Nor are the two hooks that vLLM calls once a layer: timing them would cost more than they do."""
 
 
 class ConnectorClock:
