@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -101,7 +100,8 @@ def test_the_table_has_the_floor_and_what_failed() -> None:
     assert (
         "| 1024 | 200.00 (200.00 to 200.00) | 140.62 (140.62 to 140.62) | 128.05 | 1.10 |" in text
     )
-    assert "- failed: vllm: vllm, start: no room" in text
+    assert "- failed: vllm, start: no room" in text
+    assert "not proven" not in text
     assert "| off | 20.00 | 1 |" in text
 
 
@@ -126,7 +126,6 @@ def run_bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "bench.bench_serving", "--out", str(out), *arguments],
         cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         check=False,
@@ -136,11 +135,15 @@ def run_bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.engine
 @pytest.mark.filterwarnings("default")
 def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) -> None:
-    run = run_bench(tmp_path, "--shape", "small")
+    run = run_bench(tmp_path, "--connectors", "off,kv-offload,vllm")
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads((tmp_path / "serving-small.json").read_text())
     assert found["shape"]["name"] == "small"
     assert {"platform", "python", "vllm", "commit", "date"} <= found["machine"].keys()
+    on_gpu = "gpu" in found["machine"]
+    # vLLM's own connector refuses to run without a GPU; the others are measured all the same.
+    assert ("error" in found["results"]["vllm"]) != on_gpu
+    assert ("- failed: vllm" in run.stdout) != on_gpu
     assert found["pairs"]["pairs"] == SMALL.pairs
     off, ours = found["results"]["off"], found["results"]["kv-offload"]
     for result in (off, ours):
@@ -150,17 +153,7 @@ def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) ->
             watched = result["latency"][phase]
             assert watched["between_tokens"]["count"] >= SMALL.decodes * (watched["steps"] - 1)
     for length in SMALL.prompt_tokens:
-        loads = ours["ttft"][str(length)]["loads"]
-        assert (
-            loads
-            == [
-                {
-                    "expected_bytes": SMALL.loadable_bytes(length, 4),
-                    "loaded_bytes": SMALL.loadable_bytes(length, 4),
-                }
-            ]
-            * SMALL.repeats
-        )
+        assert_loaded(ours["ttft"][str(length)], length, SMALL.repeats, on_gpu)
     assert ours["throughput"]["100"]["loads"][0]["loaded_bytes"] > 0
     assert ours["throughput"]["50"]["loads"][0]["loaded_bytes"] > 0
     assert ours["latency"]["loading"]["loads"][0]["loaded_bytes"] > 0
@@ -172,14 +165,17 @@ def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) ->
 
 @pytest.mark.engine
 @pytest.mark.filterwarnings("default")
-def test_an_engine_core_of_its_own_and_a_connector_that_cannot_run_here(tmp_path: Path) -> None:
-    arguments = ("--separate-core", "--sections", "ttft", "--connectors", "kv-offload,vllm")
+def test_loads_are_proven_with_the_engine_core_in_a_process_of_its_own(tmp_path: Path) -> None:
+    arguments = ("--separate-core", "--sections", "ttft", "--connectors", "kv-offload")
     run = run_bench(tmp_path, *arguments)
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads((tmp_path / "serving-small-separate-core.json").read_text())
     assert found["mode"] == "separate core"
     for length in SMALL.prompt_tokens:
-        for load in found["results"]["kv-offload"]["ttft"][str(length)]["loads"]:
-            assert load["loaded_bytes"] == SMALL.loadable_bytes(length, 4)
-    assert "error" in found["results"]["vllm"]
-    assert "- failed: vllm" in run.stdout
+        measured = found["results"]["kv-offload"]["ttft"][str(length)]
+        assert_loaded(measured, length, SMALL.repeats, "gpu" in found["machine"])
+
+
+def assert_loaded(measured: dict[str, Any], length: int, repeats: int, on_gpu: bool) -> None:
+    nbytes = SMALL.loadable_bytes(length, 2 if on_gpu else 4)
+    assert measured["loads"] == [{"expected_bytes": nbytes, "loaded_bytes": nbytes}] * repeats
