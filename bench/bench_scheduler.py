@@ -140,7 +140,10 @@ def test_new_request(
     found: str,
     prompt_tokens: int,
 ) -> None:
-    """All steps of a prompt that host memory has, or has not, beyond what decodes cost in them."""
+    """All steps of a prompt that host memory has, or has not, beyond what decodes cost in them.
+
+    Only `by_hook_us` includes what the decodes cost in these steps.
+    """
     if prompt_tokens > LONGEST_AS_TEST and not enabled:
         pytest.skip(f"a prompt of {prompt_tokens} tokens; add --benchmark-enable")
     bed = get_bed(PROMPTS[0])
