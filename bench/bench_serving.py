@@ -1,252 +1,267 @@
-"""Time to first token and throughput of a real engine: without offloading, with peers, with us.
+"""A real engine without offloading, with this project, and with vLLM's own connectors.
 
-usage: python -m bench.bench_serving [--shape small|gqa8|mqa] [--connectors off,vllm,kv-offload]
-                                     [--out FOLDER]
+usage: python -m bench.bench_serving [--shape small|gqa8|mqa] [--out FOLDER]
+                                     [--connectors off,kv-offload,vllm,vllm-simple]
+                                     [--sections ttft,throughput,latency,pairs,start]
+                                     [--separate-core] [--options JSON]
 
 Every connector gets an engine in a process of its own: the same shape with random weights, the same
-prompts, the same GPU cache. A prompt is computed once; then the GPU-side prefix cache is reset and
-the prompt is sent again, so that only the connector's memory can serve it. Random weights cannot
-tell right KV from wrong, so for this project the bytes that were loaded are checked against the
-bytes that had to be; that they are the right bytes is what the tests show.
+prompts, the same GPU cache, as much host memory. docs/performance.md explains every figure.
+
+    ttft        time to first token of prompts that are computed, and of the same prompts repeated
+    throughput  many prompts at once at 0, 50 and 100 % hits
+    latency     inter-token latency of running decodes: alone, beside prompts computed and loaded
+    pairs       throughput at 0 % hits of `off` and `kv-offload`, by turns, with its 95 % interval
+    start       engines started again, by turns, now that everything is compiled; not in the default
+
+The exit status is 1 if this project or the engine without offloading failed, or if this project
+did not load exactly the bytes that it had to.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import platform
-import statistics
+import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from bench.serving_report import save, tables, unproven
+from bench.serving_shapes import CONNECTORS, SHAPES
+from bench.serving_stats import ratio_interval
+from bench.swap_rows import machine, vllm_module
 
-CONNECTORS = ("off", "vllm", "kv-offload")
-REPEATS = 5
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's shape and the load that is put on it."""
-
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    hidden: int
-    intermediate: int
-    gpu_blocks: int
-    block_tokens: int
-    cpu_gib: float
-    prompt_tokens: tuple[int, ...]
-    throughput_prompts: int
-    throughput_tokens: int
-
-    def kv_bytes(self, tokens: int, item_bytes: int) -> int:
-        """Return the bytes of the full blocks of a prompt that can be served from a cache."""
-        blocks = (tokens - 1) // self.block_tokens
-        per_token = 2 * self.layers * self.kv_heads * self.head_size * item_bytes
-        return blocks * self.block_tokens * per_token
+SECTIONS = ("ttft", "throughput", "latency", "pairs", "start")
+STARTS = 3
+ANSWER_SECONDS = 300
+"""Longest wait for an engine's start or for one section; a stuck engine is ended."""
+_BEGAN = time.monotonic()
 
 
-SHAPES = {
-    "small": Shape(2, 4, 2, 32, 128, 256, 600, 32, 0.25, (256, 1024), 4, 512),
-    "gqa8": Shape(32, 32, 8, 128, 4096, 14336, 6000, 16, 24, (1024, 4096, 16384, 32768), 16, 8192),
-    "mqa": Shape(32, 32, 1, 128, 4096, 14336, 6000, 16, 8, (1024, 4096, 16384, 32768), 32, 8192),
-}
+class ChildError(RuntimeError):
+    """An engine could not be started, or ended, or did not answer in time."""
 
 
-def measure(shape_name: str, connector: str, totals: Counter[str]) -> dict[str, Any]:
-    """Start one engine in this process and measure it; `totals` counts what the plugin moves."""
-    import torch
-    from transformers import LlamaConfig
-    from vllm import LLM, SamplingParams
+def progress(text: str) -> None:
+    print(f"[{time.monotonic() - _BEGAN:5.0f} s] {text}", file=sys.stderr, flush=True)
 
-    shape = SHAPES[shape_name]
-    on_gpu = torch.cuda.is_available()
-    config = LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_size,
-        vocab_size=32000,
-        max_position_embeddings=65536,
+
+class Child:
+    """An engine in a process of its own."""
+
+    def __init__(self, shape: str, connector: str, separate_core: bool, options: Any) -> None:
+        self.connector = connector
+        arguments = {
+            "shape": shape,
+            "connector": connector,
+            "separate_core": separate_core,
+            "options": options,
+        }
+        progress(f"{connector}: starting an engine")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.serving_child", json.dumps(arguments)],
+            env={"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", **os.environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # so that `kill` reaches an engine core of its own
+        )
+        self.start_seconds = float(self._answer("start"))
+
+    def ask(self, name: str, **more: Any) -> Any:
+        """Have one section measured."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+            self._process.stdin.write(json.dumps({"do": name, **more}) + "\n")
+            self._process.stdin.flush()
+        return self._answer(name)
+
+    def close(self) -> None:
+        """Let the engine end by itself, or end it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            self._process.wait()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _answer(self, name: str) -> Any:
+        from bench.serving_child import ANSWER
+
+        assert self._process.stdout is not None
+        timer = threading.Timer(ANSWER_SECONDS, self._kill)
+        timer.start()
+        try:
+            for line in self._process.stdout:
+                if not line.startswith(ANSWER):
+                    print(line, end="", file=sys.stderr)
+                    continue
+                answer = json.loads(line.removeprefix(ANSWER))
+                if "error" in answer:
+                    raise ChildError(f"{self.connector}, {name}: {answer['error']}")
+                if name != "turn":
+                    progress(f"{self.connector}: {name} took {answer['took']:.1f} s")
+                return answer["value"]
+        finally:
+            timer.cancel()
+        status = self._process.wait()
+        raise ChildError(
+            f"{self.connector}, {name}: no answer within {ANSWER_SECONDS} s, exit status {status}"
+        )
+
+
+class Bench:
+    """Runs sections on engines and collects the results."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self.results: dict[str, dict[str, Any]] = {}
+        self.pairs: dict[str, float] | None = None
+
+    @contextlib.contextmanager
+    def engine(self, connector: str) -> Iterator[Child | None]:
+        """Start an engine and note its start; an error is noted instead of a result."""
+        result = self.results.setdefault(connector, {"starts": []})
+        child = None
+        try:
+            child = Child(
+                self._arguments.shape,
+                connector,
+                self._arguments.separate_core,
+                self._arguments.options,
+            )
+            result["starts"].append(child.start_seconds)
+            yield child
+        except ChildError as error:
+            progress(str(error))
+            result["error"] = str(error)
+            if child is None:
+                yield None
+        finally:
+            if child is not None:
+                child.close()
+
+    def measure(self, child: Child) -> None:
+        """Run the sections that need one engine."""
+        result = self.results[child.connector]
+        chosen = self._arguments.sections
+        if child.connector == "off" and "ttft" in chosen:
+            result["link"] = child.ask("link")
+        for section in ("ttft", "throughput", "latency"):
+            if section in chosen:
+                result[section] = child.ask(section)
+        result["memory"] = child.ask("memory")
+
+    def measure_pairs(self, off: Child, ours: Child) -> None:
+        """Have both engines compute the same new prompts by turns, each as often first."""
+        ratios = []
+        for child in (off, ours):
+            child.ask("turn", seed=0)
+        for seed in range(1, 1 + SHAPES[self._arguments.shape].pairs):
+            order = (off, ours) if seed % 2 else (ours, off)
+            rates = {child.connector: child.ask("turn", seed=seed) for child in order}
+            ratios.append(rates["kv-offload"] / rates["off"])
+            progress(f"pair {seed}: kv-offload / off = {ratios[-1]:.4f}")
+        self.pairs = ratio_interval(ratios)
+
+    def run(self, connectors: Sequence[str]) -> None:
+        """Measure every connector; `off` waits for its turns beside `kv-offload`."""
+        rest = list(connectors)
+        chosen = self._arguments.sections
+        if "pairs" in chosen and {"off", "kv-offload"} <= set(connectors):
+            rest = [name for name in connectors if name not in ("off", "kv-offload")]
+            with self.engine("off") as off:
+                if off is not None:
+                    self.measure(off)
+                with self.engine("kv-offload") as ours:
+                    if ours is not None:
+                        self.measure(ours)
+                    if off is not None and ours is not None:
+                        self.measure_pairs(off, ours)
+        for connector in rest:
+            with self.engine(connector) as child:
+                if child is not None:
+                    self.measure(child)
+        for _ in range(STARTS if "start" in chosen else 0):
+            for connector in connectors:
+                with self.engine(connector):
+                    pass
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
     )
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        llm = LLM(
-            model=folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16" if on_gpu else "float32",
-            block_size=shape.block_tokens,
-            num_gpu_blocks_override=shape.gpu_blocks,
-            kv_cache_memory_bytes=None if on_gpu else 64 << 20,
-            max_model_len=max(*shape.prompt_tokens, shape.throughput_tokens) + 16,
-            enforce_eager=not on_gpu,
-            **_connector_arguments(connector, shape),
-        )
-    result: dict[str, Any] = {"start_seconds": time.perf_counter() - started}
-    tokens = np.random.default_rng(0)
 
-    def prompts(count: int, length: int) -> list[dict[str, list[int]]]:
-        return [
-            {"prompt_token_ids": [int(t) for t in tokens.integers(10, 31000, length)]}
-            for _ in range(count)
-        ]
-
-    def seconds(batch: list[dict[str, list[int]]]) -> float:
-        begin = time.perf_counter()
-        llm.generate(batch, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
-        return time.perf_counter() - begin
-
-    def loaded_bytes() -> float:
-        return totals["loaded_bytes"]
-
-    def reset() -> None:
-        deadline = time.monotonic() + 30
-        while not llm.reset_prefix_cache():  # vLLM's own connectors need a few steps first
-            seconds(prompts(1, 2 * shape.block_tokens))
-            assert time.monotonic() < deadline, "the prefix cache cannot be reset"
-
-    seconds(prompts(2, shape.prompt_tokens[0]))
-    for length in shape.prompt_tokens:
-        first, again = [], []
-        for _ in range(REPEATS):
-            batch = prompts(1, length)
-            first.append(seconds(batch))
-            reset()
-            before = loaded_bytes()
-            again.append(seconds(batch))
-            if connector == "kv-offload":
-                expected, loaded = shape.kv_bytes(length, 2 if on_gpu else 4), loaded_bytes()
-                assert loaded - before == expected, (
-                    f"{loaded - before:.0f} of {expected} bytes of a prompt of {length} tokens "
-                    f"were loaded; {dict(totals)}"
+    def names(allowed: Sequence[str]) -> Any:
+        def split(text: str) -> list[str]:
+            chosen = text.split(",")
+            if unknown := set(chosen) - set(allowed):
+                raise argparse.ArgumentTypeError(
+                    f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(allowed)}"
                 )
-            reset()
-        result[f"computed_{length}"] = _spread(first)
-        result[f"repeated_{length}"] = _spread(again)
-    batch = prompts(shape.throughput_prompts, shape.throughput_tokens)
-    total = shape.throughput_prompts * shape.throughput_tokens
-    result["computed_tokens_per_second"] = total / seconds(batch)
-    reset()
-    before = loaded_bytes()
-    result["repeated_tokens_per_second"] = total / seconds(batch)
-    result["repeated_loaded_bytes"] = loaded_bytes() - before
-    llm.llm_engine.engine_core.shutdown()
-    return result
+            return chosen
 
+        return split
 
-def _connector_arguments(connector: str, shape: Shape) -> dict[str, Any]:
-    cpu_bytes = int(shape.cpu_gib * (1 << 30))
-    if connector == "off":
-        return {}
-    if connector == "vllm":
-        extra = {"cpu_bytes_to_use": cpu_bytes}
-        return {
-            "kv_transfer_config": {
-                "kv_connector": "OffloadingConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": extra,
-            }
-        }
-    return {
-        "kv_transfer_config": {
-            "kv_connector": "KVOffloadConnector",
-            "kv_connector_module_path": "kv_offload.connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes": cpu_bytes},
-        }
-    }
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def machine() -> dict[str, str]:
-    """Return what the figures depend on."""
-    import torch
-    import vllm
-
-    facts = {"python": platform.python_version(), "torch": torch.__version__}
-    facts["vllm"] = vllm.__version__
-    facts["device"] = f"{os.cpu_count()} CPU cores"
-    if torch.cuda.is_available():
-        facts["device"] = torch.cuda.get_device_name()
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        facts["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    return facts
-
-
-def table(shape: Shape, results: dict[str, dict[str, Any]]) -> str:
-    """Return the results as Markdown, times in milliseconds."""
-    columns = list(results)
-    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
-    for length in shape.prompt_tokens:
-        cells = [f"{1000 * results[c][f'repeated_{length}']['median']:.1f}" for c in columns]
-        lines.append(f"| repeated prompt of {length} tokens, ms | " + " | ".join(cells) + " |")
-    for key, label in (("computed", "0 % hits"), ("repeated", "100 % hits")):
-        cells = [f"{results[c][f'{key}_tokens_per_second']:,.0f}" for c in columns]
-        load = f"{shape.throughput_prompts} prompts of {shape.throughput_tokens}"
-        lines.append(f"| {load}, {label}, tokens/s | " + " | ".join(cells) + " |")
-    cells = [f"{results[c]['start_seconds']:.1f}" for c in columns]
-    lines.append("| engine start, s | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Run every connector in a process of its own and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--connectors", default="off,kv-offload")
-    parser.add_argument("--out", type=Path, help="folder for the results as JSON")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        from bench.totals import counted_stats
+    parser.add_argument("--connectors", type=names(CONNECTORS), default=["off", "kv-offload"])
+    parser.add_argument("--sections", type=names(SECTIONS), default=list(SECTIONS[:-1]))
+    parser.add_argument("--separate-core", action="store_true", help="ttft and throughput only")
+    parser.add_argument("--options", type=json.loads, default={}, help="for this project, as JSON")
+    parser.add_argument("--out", type=Path, help="folder for results as JSON, Markdown and PNG")
+    arguments = parser.parse_args(words)
+    if arguments.separate_core:
+        chosen = [s for s in arguments.sections if s in ("ttft", "throughput", "start")]
+        arguments.sections = chosen
+    return arguments
 
-        with counted_stats() as totals:
-            result = measure(arguments.shape, arguments.child, totals)
-        print("RESULT " + json.dumps(result), flush=True)
-        return
-    results = {}
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        **os.environ,
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, print the tables, and return the exit status."""
+    arguments = parse(words)
+    bench = Bench(arguments)
+    bench.run(arguments.connectors)
+    mode = "separate core" if arguments.separate_core else "one process"
+    document = {
+        "machine": machine() | {"vllm": vllm_module().__version__},
+        "mode": mode,
+        "sections": arguments.sections,
+        "options": arguments.options,
+        "shape": {"name": arguments.shape, **asdict(SHAPES[arguments.shape])},
+        "results": bench.results,
+        "pairs": bench.pairs,
     }
-    for connector in arguments.connectors.split(","):
-        print(f"{connector}: starting an engine ...", flush=True)
-        command = [sys.executable, "-m", "bench.bench_serving", "--shape", arguments.shape]
-        child = subprocess.run(
-            [*command, "--child", connector], env=environment, stdout=subprocess.PIPE, text=True
-        )
-        lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]
-        if not lines:
-            sys.exit(f"{connector}: no result, exit status {child.returncode}")
-        results[connector] = json.loads(lines[0].removeprefix("RESULT "))
-        print(f"{connector}: done", flush=True)
-    shape = SHAPES[arguments.shape]
-    print(table(shape, results))
+    print(tables(document))
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        document = {"machine": machine(), "shape": asdict(shape), "results": results}
-        path = arguments.out / f"serving-{arguments.shape}.json"
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        for path in save(document, arguments.out):
+            progress(f"wrote {path}")
+    problems = unproven(document)
+    problems += [
+        bench.results[name]["error"]
+        for name in ("off", "kv-offload")
+        if "error" in bench.results.get(name, {})
+    ]
+    for problem in problems:
+        progress(problem)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

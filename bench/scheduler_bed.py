@@ -1,0 +1,218 @@
+"""vLLM's own scheduler with our connector and thousands of blocks, without a model or copies.
+
+Requests, scheduler, block pool and connector are real. Tokens are all the same and hashes are made
+up, since nobody computes; copies end one step after they were submitted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from bench.serving_clock import ConnectorClock
+from kv_offload.metadata import OffloadMetadata, OffloadWorkerMetadata, StoreResult
+from tests.kv_offload.fakes import make_tensor, make_vllm_config
+
+BLOCK_TOKENS = 16
+BLOCK_BYTES = 2 * BLOCK_TOKENS * 4
+PROMPT_CHUNK_TOKENS = 8192
+"""Tokens of prompts in a step beside the decodes: vLLM's default on an H200 is of this order."""
+SPARE_BLOCKS = 65536
+"""GPU blocks beyond those of the running requests, for new requests and pinned stores."""
+TOKEN = 7
+
+
+def block_name(prefix: int, index: int) -> bytes:
+    """Return a made-up hash of a block, as long as vLLM's."""
+    return prefix.to_bytes(24, "big") + index.to_bytes(8, "big")
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds inside the connector's hooks in one step."""
+
+    by_hook: Counter[str]
+    scheduled_tokens: int
+    stored_blocks: int
+    loaded_blocks: int
+
+    @property
+    def seconds(self) -> float:
+        return self.by_hook.total()
+
+
+class SchedulerBed:
+    """`running` requests of `prompt_tokens` that decode, beside a full host cache of `slots`."""
+
+    def __init__(self, running: int, prompt_tokens: int, slots: int, longest_prompt: int) -> None:
+        self.decode_tokens = 64 + 16384 * running // 256
+        """At least as many as one request samples while the bed is prepared and measured."""
+        longest = max(longest_prompt, prompt_tokens + self.decode_tokens) + BLOCK_TOKENS
+        blocks_each = (prompt_tokens + self.decode_tokens) // BLOCK_TOKENS + 1
+        blocks = running * blocks_each + SPARE_BLOCKS
+        config = make_vllm_config(
+            {"cpu_bytes": slots * BLOCK_BYTES},
+            max_model_len=4096,
+            max_num_batched_tokens=running * max(prompt_tokens, PROMPT_CHUNK_TOKENS),
+            max_num_seqs=running + 1,
+        )
+        # Beyond what the small model's configuration allows; nobody computes positions here.
+        config.model_config.max_model_len = longest
+        config.cache_config.block_size = BLOCK_TOKENS
+        config.cache_config.num_gpu_blocks = blocks
+        spec = FullAttentionSpec(
+            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        kv_cache_config = KVCacheConfig(
+            num_blocks=blocks,
+            kv_cache_tensors=[make_tensor(blocks * BLOCK_BYTES, ["layer.0"], BLOCK_BYTES)],
+            kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)],
+        )
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_TOKENS,
+            hash_block_size=BLOCK_TOKENS,
+            log_stats=True,
+        )
+        self.clock = ConnectorClock()
+        self.clock.put_on(self.connector)
+        self._prefixes = 0
+        self._requests: dict[str, Request] = {}
+        self._submitted: tuple[OffloadMetadata, ...] = ()
+        self._start_running(running, prompt_tokens)
+        self._fill(slots, longest_prompt)
+
+    @property
+    def connector(self) -> Any:
+        return self.scheduler.connector
+
+    @property
+    def manager(self) -> Any:
+        return self.connector.offload_scheduler.manager
+
+    # -- preparation ---------------------------------------------------------------------------
+
+    def _start_running(self, running: int, prompt_tokens: int) -> None:
+        """Compute all prompts in one step, and decode until their blocks were stored.
+
+        Prompts differ by a token or more, so that every step completes about as many blocks.
+        """
+        for index in range(running):
+            shorter = index % BLOCK_TOKENS
+            self.add(f"running-{index}", self.new_prefix(), prompt_tokens - shorter, 1 << 30)
+        self.step()
+        assert len(self.scheduler.running) == running
+        self.scheduler.max_num_scheduled_tokens = PROMPT_CHUNK_TOKENS + running
+        slots_left = running * (prompt_tokens // BLOCK_TOKENS)
+        while slots_left > 0:  # what one round stores beyond its own new blocks is of the prompts
+            stored = [self.step().stored_blocks for _ in range(BLOCK_TOKENS)]
+            if sum(stored) <= running + BLOCK_TOKENS:
+                break
+            slots_left -= sum(stored) - running
+        for _ in range(2 * BLOCK_TOKENS):
+            self.step()
+
+    def _fill(self, slots: int, longest_prompt: int) -> None:
+        """Fill the host cache with prefixes that nobody runs."""
+        self._stored_prefixes: list[int] = []
+        for _ in range(0, slots, longest_prompt // BLOCK_TOKENS):
+            prefix = self.new_prefix()
+            keys = [
+                make_block_hash_with_group_id(block_name(prefix, index), 0)
+                for index in range(longest_prompt // BLOCK_TOKENS)
+            ]
+            plan = self.manager.prepare_store(keys)
+            self.manager.complete_store([slot for _, slot in plan.accepted])
+            self._stored_prefixes.append(prefix)
+        assert self.manager.slots_in_use == slots
+
+    def take_stored_prefix(self) -> int:
+        """Return a prefix that host memory has and the engine never had: the most recent left."""
+        return self._stored_prefixes.pop()
+
+    def new_prefix(self) -> int:
+        self._prefixes += 1
+        return self._prefixes
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def add(self, request_id: str, prefix: int, prompt_tokens: int, max_tokens: int) -> None:
+        """Queue a request whose blocks are those of `prefix`."""
+
+        def name_blocks(request: Request) -> list[Any]:
+            known, full = len(request.block_hashes), request.num_tokens // BLOCK_TOKENS
+            return [block_name(prefix, index) for index in range(known, full)]
+
+        hasher: Callable[[Request], list[Any]] = name_blocks
+        request = Request(
+            request_id,
+            [TOKEN] * prompt_tokens,
+            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=hasher,
+        )
+        self._requests[request_id] = request
+        self.scheduler.add_request(request)
+
+    def serve(self, request_id: str, prefix: int, prompt_tokens: int) -> list[StepCost]:
+        """Step until a new request has its one token; return what each step cost."""
+        self.add(request_id, prefix, prompt_tokens, 1)
+        costs = []
+        while request_id in self.scheduler.requests:
+            costs.append(self.step())
+        del self._requests[request_id]
+        return costs
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def step(self) -> StepCost:
+        """Schedule, pretend to compute, and deliver."""
+        self.clock.take()
+        output = self.scheduler.schedule()
+        metadata = output.kv_connector_metadata
+        ids = list(output.num_scheduled_tokens)
+        result = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=[self._sample(request_id) for request_id in ids],
+            kv_connector_output=self._copies_ended(),
+        )
+        self._submitted = (metadata,)
+        self.scheduler.update_from_output(output, result)
+        return StepCost(
+            self.clock.take(),
+            output.total_num_scheduled_tokens,
+            sum(len(job.pairs) for job in metadata.stores),
+            sum(len(job.pairs) for job in metadata.loads),
+        )
+
+    def _sample(self, request_id: str) -> list[int]:
+        # `schedule` has counted this step's tokens as computed.
+        request = self._requests[request_id]
+        return [TOKEN] if request.num_computed_tokens >= request.num_tokens else []
+
+    def _copies_ended(self) -> KVConnectorOutput:
+        """Report the copies of the last step, as one rank would."""
+        ended = KVConnectorOutput(finished_recving=set())
+        stores = {}
+        for metadata in self._submitted:
+            stores.update(
+                {job.job_id: StoreResult(frozenset((0,)), ok=True) for job in metadata.stores}
+            )
+            ended.finished_recving |= {job.request_id for job in metadata.loads}
+        if stores:
+            ended.kv_connector_worker_meta = OffloadWorkerMetadata(stores)
+        return ended

@@ -1,0 +1,65 @@
+"""The process of one engine of the serving bench: reads requests as JSON lines, answers in kind.
+
+Answers are the lines of the standard output that start with `ANSWER`; whatever else the engine
+prints there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from bench import serving_sections
+from bench.serving_engine import ServingEngine, memory
+from bench.serving_shapes import SHAPES
+
+ANSWER = "ANSWER "
+
+
+def answer(value: Any) -> None:
+    print(ANSWER + json.dumps(value), flush=True)
+
+
+def serve(engine: ServingEngine) -> None:
+    """Answer requests of the form `{"do": name, ...}` until the input ends."""
+    sections: dict[str, Callable[..., Any]] = {
+        "ttft": serving_sections.ttft,
+        "throughput": serving_sections.throughput,
+        "latency": serving_sections.latency,
+        "turn": serving_sections.turn,
+        "link": serving_sections.link,
+        "memory": lambda engine: {
+            "before": engine.memory_before,
+            "now": memory(),
+            "pool_bytes": engine.totals["pool_bytes"] or None,
+        },
+    }
+    for line in sys.stdin:
+        request = json.loads(line)
+        name = request.pop("do")
+        started = time.monotonic()
+        value = sections[name](engine, **request)
+        answer({"value": value, "took": time.monotonic() - started})
+
+
+def main() -> None:
+    """Start an engine as the first argument says, a JSON object, and serve."""
+    arguments = json.loads(sys.argv[1])
+    shape = SHAPES[arguments.pop("shape")]
+    try:
+        engine = ServingEngine(shape, **arguments)
+        answer({"value": engine.start_seconds, "took": engine.start_seconds})
+        serve(engine)
+        engine.close()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other connectors go on
+        traceback.print_exc()
+        answer({"error": f"{type(error).__name__}: {error}"})
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

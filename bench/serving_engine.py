@@ -1,0 +1,184 @@
+"""One engine of the serving bench, in the process that calls it or with its core in another."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.serving_clock import ConnectorClock
+from bench.serving_connector import TOTALS_VARIABLE, SharedTotals
+from bench.serving_shapes import Shape, transfer_config
+
+Prompt = dict[str, list[int]]
+CAPTURED_BATCHES = [1, 2, 4, 8, 16, 24, 32]
+"""Decode batches with a CUDA graph: vLLM's own choice up to what the bench runs, not up to 512,
+whose capture takes most of a start."""
+RESET_SECONDS = 30
+
+
+class ServingEngine:
+    """A vLLM engine with random weights and one connector; the same for all connectors else.
+
+    Prompts are drawn from seeds, so all engines of a run get the same ones.
+    """
+
+    def __init__(
+        self, shape: Shape, connector: str, options: dict[str, Any], separate_core: bool
+    ) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(separate_core))
+        self._folder = tempfile.TemporaryDirectory()
+        totals = Path(self._folder.name) / "totals"
+        os.environ[TOTALS_VARIABLE] = str(totals)
+        self.totals = SharedTotals(totals)
+        import torch
+        from vllm import LLM
+
+        self.shape, self.connector = shape, connector
+        self.separate_core = separate_core
+        self.on_gpu = torch.cuda.is_available()
+        self.item_bytes = 2 if self.on_gpu else 4
+        self.clock = ConnectorClock()
+        _put_on_new_connectors(self.clock)
+        _model_config(shape).save_pretrained(self._folder.name)
+        self.memory_before = memory()
+        transfer = transfer_config(connector, shape.host_bytes, options)
+        started = time.perf_counter()
+        self.llm = LLM(
+            model=self._folder.name,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16" if self.on_gpu else "float32",
+            block_size=shape.block_tokens,
+            num_gpu_blocks_override=shape.gpu_blocks,
+            # Two engines may share the device, so neither may measure what is free.
+            kv_cache_memory_bytes=shape.gpu_blocks * shape.block_bytes(self.item_bytes),
+            gpu_memory_utilization=0.4,
+            max_model_len=shape.max_model_len,
+            enforce_eager=not self.on_gpu,
+            **({"kv_transfer_config": transfer} if transfer else {}),
+            **(
+                {"compilation_config": {"cudagraph_capture_sizes": CAPTURED_BATCHES}}
+                if self.on_gpu
+                else {}
+            ),
+        )
+        self.start_seconds = time.perf_counter() - started
+        self._filler_seed = 1_000_000
+
+    def close(self) -> None:
+        """End the engine."""
+        self.llm.llm_engine.engine_core.shutdown()
+        self._folder.cleanup()
+
+    # -- prompts, all at once ------------------------------------------------------------------
+
+    def prompts(self, seed: int, count: int, length: int) -> list[Prompt]:
+        """Return random prompts, the same for the same arguments."""
+        tokens = np.random.default_rng((seed, count, length)).integers(10, 31000, (count, length))
+        return [{"prompt_token_ids": row} for row in tokens.tolist()]
+
+    def seconds(self, batch: list[Prompt]) -> float:
+        """Send prompts, wait for one token of each, and return the time that took."""
+        parameters = self._parameters(1)
+        begin = time.perf_counter()
+        self.llm.generate(batch, parameters, use_tqdm=False)
+        return time.perf_counter() - begin
+
+    def reset(self) -> None:
+        """Empty the GPU's prefix cache, so that only the connector's memory can serve a prompt.
+
+        vLLM's own connectors need a few steps first: they hold blocks until copies were reported.
+        """
+        deadline = time.monotonic() + RESET_SECONDS
+        while not self.llm.reset_prefix_cache():
+            self._filler_seed += 1
+            self.seconds(self.prompts(self._filler_seed, 1, 2 * self.shape.block_tokens))
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the prefix cache cannot be reset for {RESET_SECONDS} s")
+
+    def settle(self) -> None:
+        """Wait for all kernels and copies on the device."""
+        if self.on_gpu and not self.separate_core:
+            import torch
+
+            torch.cuda.synchronize()
+
+    # -- step by step --------------------------------------------------------------------------
+
+    def add(self, request_id: str, prompt: Prompt, max_tokens: int) -> None:
+        """Queue one request."""
+        self.llm.llm_engine.add_request(request_id, prompt, self._parameters(max_tokens))
+
+    def step(self) -> list[str]:
+        """Run one step; return the ids of the requests that have a new token."""
+        return [one.request_id for one in self.llm.llm_engine.step() if one.outputs[0].token_ids]
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests, and step until nothing is left."""
+        self.llm.llm_engine.abort_request(request_ids)
+        while self.llm.llm_engine.has_unfinished_requests():
+            self.llm.llm_engine.step()
+
+    @staticmethod
+    def _parameters(max_tokens: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if max_tokens > 1 else RequestOutputKind.FINAL_ONLY,
+        )
+
+
+def _model_config(shape: Shape) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        vocab_size=32000,
+        max_position_embeddings=65536,
+    )
+
+
+def _put_on_new_connectors(clock: ConnectorClock) -> None:
+    """Have every connector that vLLM builds in this process timed."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    original = KVConnectorFactory.create_connector
+
+    def create_connector(*arguments: Any, **named: Any) -> Any:
+        connector = original(*arguments, **named)
+        clock.put_on(connector)
+        return connector
+
+    KVConnectorFactory.create_connector = staticmethod(create_connector)
+
+
+def memory() -> dict[str, int]:
+    """Return what this process holds and what the machine has left, in bytes."""
+    held = Path("/proc/self/status").read_text()
+    machine = Path("/proc/meminfo").read_text()
+    found = {}
+    for text, names in (
+        (held, ("VmLck", "VmPin", "RssAnon", "RssShmem")),
+        (machine, ("MemAvailable",)),
+    ):
+        for name in names:
+            match = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
+            if match:
+                found[name] = int(match[1]) << 10
+    return found

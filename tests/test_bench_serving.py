@@ -1,0 +1,181 @@
+"""The serving bench: its statistics and tables, and a small run on a real engine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.serving_report import save, tables, unproven
+from bench.serving_shapes import CONNECTORS, SHAPES, transfer_config
+from bench.serving_stats import percentiles, ratio_interval, spread
+
+ROOT = Path(__file__).parents[1]
+SMALL = SHAPES["small"]
+
+
+# -- statistics --------------------------------------------------------------------------------
+
+
+def test_the_interval_is_students_of_the_logs() -> None:
+    # mean 0 and deviation s of 4 logs: half = 3.182 s / 2
+    found = ratio_interval([math.exp(x) for x in (-0.1, 0.1, -0.1, 0.1)])
+    half = 3.182 * 0.11547 / 2
+    assert found["pairs"] == 4
+    assert found["ratio"] == pytest.approx(1.0)
+    assert found["low"] == pytest.approx(math.exp(-half), rel=1e-4)
+    assert found["high"] == pytest.approx(math.exp(half), rel=1e-4)
+
+
+def test_an_interval_needs_two_pairs() -> None:
+    with pytest.raises(ValueError, match="1 pairs have no interval"):
+        ratio_interval([1.0])
+
+
+def test_spread_and_percentiles() -> None:
+    assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
+    found = percentiles([float(value) for value in range(101)])
+    assert found == {"p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0, "count": 101}
+
+
+# -- shapes ------------------------------------------------------------------------------------
+
+
+def test_a_cache_serves_whole_blocks_but_not_the_last_token() -> None:
+    # 16 tokens x 32 layers x K and V x 8 heads x 128 x 2 bytes = 2 MiB
+    shape = SHAPES["gqa8"]
+    assert shape.block_bytes(2) == 2 << 20
+    assert [shape.loadable_bytes(n, 2) >> 21 for n in (1, 16, 17, 8192)] == [0, 0, 1, 511]
+    assert shape.batch_prompts * shape.batch_tokens // 16 << 21 <= shape.host_bytes
+
+
+def test_every_connector_is_asked_for_the_same_host_memory() -> None:
+    asked = {}
+    for name in CONNECTORS[1:]:
+        config = transfer_config(name, SMALL.host_bytes, {})
+        assert config is not None
+        extra = config["kv_connector_extra_config"]
+        asked[name] = extra.get("cpu_bytes", extra.get("cpu_bytes_to_use"))
+    assert asked == dict.fromkeys(CONNECTORS[1:], 256 << 20)
+    assert transfer_config("off", SMALL.host_bytes, {}) is None
+
+
+# -- the report --------------------------------------------------------------------------------
+
+
+def document(loaded: int) -> dict[str, Any]:
+    def times(milliseconds: float) -> dict[str, Any]:
+        return {"repeated": spread([milliseconds / 1e3]), "computed": spread([1.0])}
+
+    lengths = [str(length) for length in SHAPES["gqa8"].prompt_tokens]
+    loads = [{"expected_bytes": 100, "loaded_bytes": loaded}]
+    return {
+        "machine": {"gpu": "a GPU", "vllm": "0.26.0", "commit": "abc"},
+        "mode": "one process",
+        "shape": {"name": "gqa8", "host_gib": 50, "prompt_tokens": SHAPES["gqa8"].prompt_tokens},
+        "results": {
+            "off": {
+                "starts": [30.0, 20.0],
+                # 63 blocks of 2 MiB at 1 GiB/s, and 5 ms
+                "link": {"bytes_per_second": 1 << 30, "decode_step": 0.005},
+                "ttft": {length: times(200) for length in lengths},
+            },
+            "kv-offload": {
+                "starts": [21.0],
+                "ttft": {length: times(140.625) | {"loads": loads} for length in lengths},
+            },
+            "vllm": {"starts": [], "error": "vllm, start: no room"},
+        },
+        "pairs": None,
+    }
+
+
+def test_the_table_has_the_floor_and_what_failed() -> None:
+    text = tables(document(100))
+    assert (
+        "| 1024 | 200.00 (200.00 to 200.00) | 140.62 (140.62 to 140.62) | 128.05 | 1.10 |" in text
+    )
+    assert "- failed: vllm, start: no room" in text
+    assert "not proven" not in text
+    assert "| off | 20.00 | 1 |" in text
+
+
+def test_bytes_that_did_not_come_back_are_named() -> None:
+    assert unproven(document(100)) == []
+    problems = unproven(document(99))
+    assert len(problems) == 4
+    assert problems[0] == "NOT PROVEN: kv-offload, ttft 1024: 99 of 100 bytes were loaded"
+
+
+def test_results_are_kept_as_json_and_markdown(tmp_path: Path) -> None:
+    written = save(document(100), tmp_path)
+    assert [path.name for path in written][:2] == ["serving-gqa8.json", "serving-gqa8.md"]
+    assert json.loads(written[0].read_text())["results"]["off"]["starts"] == [30.0, 20.0]
+
+
+# -- a real engine -----------------------------------------------------------------------------
+
+
+def run_bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("vllm", reason="needs vLLM, which is not installed")
+    return subprocess.run(
+        [sys.executable, "-m", "bench.bench_serving", "--out", str(out), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("default")
+def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) -> None:
+    run = run_bench(tmp_path, "--connectors", "off,kv-offload,vllm")
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads((tmp_path / "serving-small.json").read_text())
+    assert found["shape"]["name"] == "small"
+    assert {"platform", "python", "vllm", "commit", "date"} <= found["machine"].keys()
+    on_gpu = "gpu" in found["machine"]
+    # vLLM's own connector refuses to run without a GPU; the others are measured all the same.
+    assert ("error" in found["results"]["vllm"]) != on_gpu
+    assert ("- failed: vllm" in run.stdout) != on_gpu
+    assert found["pairs"]["pairs"] == SMALL.pairs
+    off, ours = found["results"]["off"], found["results"]["kv-offload"]
+    for result in (off, ours):
+        assert len(result["starts"]) == 1
+        assert set(result["ttft"]) == {str(length) for length in SMALL.prompt_tokens}
+        for phase in ("alone", "storing", "loading"):
+            watched = result["latency"][phase]
+            assert watched["between_tokens"]["count"] >= SMALL.decodes * (watched["steps"] - 1)
+    for length in SMALL.prompt_tokens:
+        assert_loaded(ours["ttft"][str(length)], length, SMALL.repeats, on_gpu)
+    assert ours["throughput"]["100"]["loads"][0]["loaded_bytes"] > 0
+    assert ours["throughput"]["50"]["loads"][0]["loaded_bytes"] > 0
+    assert ours["latency"]["loading"]["loads"][0]["loaded_bytes"] > 0
+    assert ours["latency"]["storing"]["loads"][0]["loaded_bytes"] == 0
+    assert ours["latency"]["storing"]["connector_per_step"]["mean"] > 0
+    assert ours["memory"]["pool_bytes"] == SMALL.host_bytes
+    assert "| 100 % | as 0 % |" in run.stdout
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("default")
+def test_loads_are_proven_with_the_engine_core_in_a_process_of_its_own(tmp_path: Path) -> None:
+    arguments = ("--separate-core", "--sections", "ttft", "--connectors", "kv-offload")
+    run = run_bench(tmp_path, *arguments)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads((tmp_path / "serving-small-separate-core.json").read_text())
+    assert found["mode"] == "separate core"
+    for length in SMALL.prompt_tokens:
+        measured = found["results"]["kv-offload"]["ttft"][str(length)]
+        assert_loaded(measured, length, SMALL.repeats, "gpu" in found["machine"])
+
+
+def assert_loaded(measured: dict[str, Any], length: int, repeats: int, on_gpu: bool) -> None:
+    nbytes = SMALL.loadable_bytes(length, 2 if on_gpu else 4)
+    assert measured["loads"] == [{"expected_bytes": nbytes, "loaded_bytes": nbytes}] * repeats
