@@ -181,6 +181,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if capacities:
             self.offload_scheduler.set_num_slots(min(rank.num_slots for rank in capacities))
             self.offload_scheduler.ranks_ready({c.rank: c.ready_slots for c in capacities})
+            if not all(rank.synchronous_loads for rank in capacities):
+                self.offload_scheduler.load_mode.allowed = False
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """See `OffloadScheduler.bind_pool`."""

@@ -22,10 +22,12 @@ ASSUMED_BYTES_PER_SECOND = 12e9
 class LoadMode:
     """Decides by the time that loads take, from the speed that the ranks measured.
 
-    `slot_bytes` are those of a slot on one rank.
+    `slot_bytes` are those of a slot on one rank. Where some rank cannot have compute wait for a
+    load on its device, `allowed` is set to False.
     """
 
     def __init__(self, slot_bytes: int) -> None:
+        self.allowed = True
         self._slot_bytes = slot_bytes
         self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
         self._seconds_planned = 0.0
@@ -44,7 +46,7 @@ class LoadMode:
         `idle` says that no other request runs or is loaded.
         """
         limit = IDLE_SECONDS if idle else BUSY_SECONDS
-        return self._seconds_planned + self._seconds(num_slots) <= limit
+        return self.allowed and self._seconds_planned + self._seconds(num_slots) <= limit
 
     def plan(self, num_slots: int) -> None:
         """Count a load that is synchronous."""

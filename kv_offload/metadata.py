@@ -110,3 +110,5 @@ class WorkerCapacity(KVConnectorHandshakeMetadata):
     num_slots: int
     ready_slots: int
     """Slots from 0 on whose memory was ready when this was sent; reports say how it grows."""
+    synchronous_loads: bool = True
+    """Whether the forward can be made to wait for a load on the device."""

@@ -41,6 +41,7 @@ METRICS = (
     ),
     Metric("loaded_bytes", "counter", "Bytes copied from host memory, over all ranks."),
     Metric("loaded_seconds", "counter", "Time from submitting loads to their end, over all ranks."),
+    Metric("synchronous_loads", "counter", "Loads that the forward of their step waited for."),
     Metric("failed_loads", "counter", "Requests whose load failed and that were recomputed."),
     *(
         Metric(f"skipped_{reason}", "counter", f"Slots not stored: {reason.replace('_', ' ')}.")

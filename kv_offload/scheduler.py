@@ -48,7 +48,7 @@ class OffloadScheduler:
     ) -> None:
         self._config = config
         self._groups = groups
-        self._load_mode = LoadMode(slot_bytes)
+        self.load_mode = LoadMode(slot_bytes)
         self._matched_synchronous: set[str] = set()
         self._num_ranks = num_ranks
         self._make_key = make_key
@@ -67,10 +67,11 @@ class OffloadScheduler:
     # -- start ---------------------------------------------------------------------------------
 
     def set_num_slots(self, num_slots: int) -> None:
-        """Plan with what the smallest rank really holds."""
-        self._num_slots = min(self._num_slots, num_slots)
-        if self._pool is not None:
-            self.bind_pool(self._pool)
+        """Plan with what the smallest rank really holds; told the same again, keep everything."""
+        if num_slots < self._num_slots:
+            self._num_slots = num_slots
+            if self._pool is not None:
+                self.bind_pool(self._pool)
 
     def bind_pool(self, pool: Any) -> None:
         """Build everything that depends on block sizes, from the engine's final block pool."""
@@ -120,7 +121,7 @@ class OffloadScheduler:
         if len(self._groups) == 1:
             idle = not (self._requests.keys() - {request_id})
             slots = self._prefixes.count_slots(num_computed_tokens, num_computed_tokens + tokens)
-            if self._load_mode.is_synchronous(slots, idle=idle):
+            if self.load_mode.is_synchronous(slots, idle=idle):
                 self._matched_synchronous.add(request_id)
                 return tokens, False
         return tokens, True
@@ -144,7 +145,8 @@ class OffloadScheduler:
             null_block = self._pool.null_block.block_id
             synchronous = request_id in self._matched_synchronous
             if synchronous:
-                self._load_mode.plan(self._prefixes.count_slots(start, end))
+                self._stats.count("synchronous_loads", 1)
+                self.load_mode.plan(self._prefixes.count_slots(start, end))
             self._loads.plan(
                 request_id,
                 request.block_hashes,
@@ -158,7 +160,7 @@ class OffloadScheduler:
     def build_metadata(self, output: SchedulerOutput) -> OffloadMetadata:
         """Plan the stores of this step's requests; return them with the loads planned before."""
         self._stores.begin_step()
-        self._load_mode.begin_step()
+        self.load_mode.begin_step()
         for new in output.scheduled_new_reqs:
             state = self._requests.get(new.req_id)
             if state is not None:
@@ -228,7 +230,7 @@ class OffloadScheduler:
             self._stores.complete(report.stores)
             self._loads.complete_synchronous(report.loads)
             if report.load_bytes_per_second is not None:
-                self._load_mode.learn(report.load_bytes_per_second)
+                self.load_mode.learn(report.load_bytes_per_second)
             if report.ready_slots:
                 self.ranks_ready(report.ready_slots)
             failed = report.failed_loads & self._requests.keys()

@@ -278,7 +278,8 @@ class OffloadWorker:
 
     def capacity(self) -> WorkerCapacity:
         """Return what this rank holds and how much of it is ready."""
-        return WorkerCapacity(self._rank, self.num_slots, self._ready_slots())
+        synchronous = self._engine is not None and self._engine.can_load_before_compute
+        return WorkerCapacity(self._rank, self.num_slots, self._ready_slots(), synchronous)
 
     def _ready_slots(self) -> int:
         return (

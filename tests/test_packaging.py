@@ -43,9 +43,11 @@ ALLOWED = {
     | {"engine_compat", "engine_hooks", "metrics", "scheduler", "support", "worker"},
     # scheduler -> cache_manager -> policies
     "scheduler": LEAVES
-    | {"cache_manager", "load_planner", "metrics", "policies", "prefix", "store_planner"},
-    "load_planner": LEAVES | {"cache_manager", "prefix"},
-    "store_planner": LEAVES | {"cache_manager", "prefix"},
+    | {"cache_manager", "load_mode", "load_planner", "metrics", "policies", "prefix"}
+    | {"store_planner"},
+    "load_mode": set(),
+    "load_planner": LEAVES | {"cache_manager", "policies", "prefix"},
+    "store_planner": LEAVES | {"cache_manager", "policies", "prefix"},
     "cache_manager": LEAVES | {"policies"},
     "policies": LEAVES,
     # worker -> transfer

@@ -1,7 +1,8 @@
 """KV caches on a CUDA device: the swap engine of the swap kernels and the copy engine.
 
 Each direction has a lane, with a stream of its own, for every path that the rule may choose for
-this layout; a job runs on one of them.
+this layout; a job runs on one of them. Loads that compute waits for have a lane besides, where they
+stand behind nothing but each other.
 
 Lifetime. Streams, lists, arena and KV tensors belong to an inner state, which outlives the engine
 until all streams are idle: dropping the engine in mid-copy synchronises them before anything is
@@ -16,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from transfer.calibrate import rule_for
 from transfer.copy_path import CopyPath, PathName
@@ -45,7 +46,7 @@ _POLL_SECONDS = 0.0001
 class _State:
     """What copies in flight need. Loads are advanced first: somebody waits for them."""
 
-    lanes: dict[tuple[Direction, PathName], Lane]
+    lanes: dict[tuple[Direction, PathName | Literal["before_compute"]], Lane]
     zeroer: BlockZeroer | None
     arena: HostArena | None
     keep_alive: Sequence[object]
@@ -97,7 +98,9 @@ class CudaSwapEngine(SwapEngine):
         self._rule = rule_for(self._device) if rule is None else rule
         self._page_bytes = layout.slot_bytes // len(layout.regions)
         registrar = CudaRegistrar(self._device)
-        lanes = {}
+        zeroer = BlockZeroer(layout, self._device, registrar)
+        self._state = _State({}, zeroer, arena, tuple(keep_alive))
+        lanes = self._state.lanes
         kernel: SwapKernel | None = None
         for direction, awaited in ((Direction.LOAD, None), (Direction.STORE, output_copy_stream)):
             for name in self._rule.paths(direction, self._page_bytes):
@@ -107,18 +110,28 @@ class CudaSwapEngine(SwapEngine):
                 else:
                     kernel = kernel or SwapKernel(layout, arena, self._device)
                     path = KernelPath(direction, kernel, arena.slot_bytes, registrar)
-                # As many events for jobs as for slices: a job has one of its own and at least a
-                # slice.
-                stream = CopyStream(self._device, 2 * path.max_in_flight, awaited)
-                lanes[direction, name] = Lane(direction, path, stream)
-                path.warm_up(stream.stream)
-                stream.stream.synchronize()
-        zeroer = BlockZeroer(layout, self._device, registrar)
-        self._state = _State(lanes, zeroer, arena, tuple(keep_alive))
+                lanes[direction, name] = self._make_lane(direction, path, awaited)
+        if kernel is not None:
+            path = KernelPath(Direction.LOAD, kernel, arena.slot_bytes, registrar)
+            lanes[Direction.LOAD, "before_compute"] = self._make_lane(Direction.LOAD, path)
         self._done: deque[Completion] = deque()
         self._undelivered = 0
         self._closed = False
         self._release = weakref.finalize(self, _release, self._state)
+
+    def _make_lane(
+        self, direction: Direction, path: CopyPath, awaited: torch.cuda.Stream | None = None
+    ) -> Lane:
+        # As many events for jobs as for slices: a job has one of its own and at least a slice.
+        stream = CopyStream(self._device, 2 * path.max_in_flight, awaited)
+        path.warm_up(stream.stream)
+        stream.stream.synchronize()
+        return Lane(direction, path, stream)
+
+    @property
+    def can_load_before_compute(self) -> bool:
+        """Where kernels run: a launch takes a whole slice, the copy engine's slices are paced."""
+        return (Direction.LOAD, "before_compute") in self._state.lanes
 
     def submit(self, job: SwapJob) -> None:
         """Queue the job behind what is queued on the compute stream now; see `SwapEngine`.
@@ -131,7 +144,14 @@ class CudaSwapEngine(SwapEngine):
         if self._capturing():
             raise JobError(f"job {job.job_id} was submitted while a CUDA graph is captured")
         nbytes = len(job.pairs) * self.layout.slot_bytes
+        if job.before_compute and not self.can_load_before_compute:
+            raise JobError(f"job {job.job_id}: compute cannot wait for copies of the copy engine")
         self._undelivered += 1
+        if job.before_compute:
+            lane = self._state.lanes[Direction.LOAD, "before_compute"]
+            lane.submit(job, nbytes)
+            lane.hold(self._cuda.current_stream(self._device))
+            return
         pages = len(job.pairs) * len(self.layout.regions)
         path = self._rule.choose(job.direction, self._page_bytes, pages)
         self._state.lanes[job.direction, path].submit(job, nbytes)

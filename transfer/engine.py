@@ -75,6 +75,11 @@ class SwapEngine(ABC):
     def submit(self, job: SwapJob) -> None:
         """Start a job. Raises `JobError` and copies nothing if `check_pairs` refuses it."""
 
+    @property
+    def can_load_before_compute(self) -> bool:
+        """Whether `submit` takes jobs with `before_compute`; it refuses them otherwise."""
+        return True
+
     @abstractmethod
     def poll(self) -> list[Completion]:
         """Return jobs that ended since the last call, each exactly once. Never blocks."""

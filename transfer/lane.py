@@ -21,7 +21,7 @@ from transfer.errors import CopyError
 from transfer.streams import CopyStream
 
 if TYPE_CHECKING:
-    from torch.cuda import Event
+    from torch.cuda import Event, Stream
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +76,21 @@ class Lane:
             self._fail(running, "waiting for the compute stream", error)
         self._jobs.append(running)
         self._queue()
+
+    def hold(self, stream: Stream) -> None:
+        """Make what is queued on `stream` from now on wait for all jobs submitted so far.
+
+        A job of which slices are still to be queued cannot be waited for; it fails.
+        """
+        full = RuntimeError(f"{len(self._slices)} slices are in flight, no more fit")
+        for running in self._jobs:
+            if running.to_queue:
+                self._fail(running, self.path.call, full)
+        if self._slices:
+            try:
+                stream.wait_event(self._slices[-1][0])
+            except RuntimeError as error:
+                self._fail(self._jobs[-1], "having compute wait for it", error)
 
     def advance(self) -> list[Completion]:
         """Queue what may be queued now, and return the jobs that have ended."""

@@ -186,7 +186,8 @@ def engine(
     with counted_stats() as totals:
         running = Engine(LLM(**settings), totals)
         if plugin is not None:
-            running.offload._load_mode.learn(float("inf") if synchronous_loads else 1e-9)
+            running.offload.load_mode.allowed = synchronous_loads
+            running.offload.load_mode.learn(float("inf"))
         try:
             yield running
         finally:

@@ -78,10 +78,13 @@ def poison(running: Engine) -> None:
 
 def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, Any]) -> None:
     settings = {"dtype": "bfloat16", "kv_cache_memory_bytes": 512 << 20, **arguments}
+    synchronous_loads = settings.pop("synchronous_loads", False)
     result: dict[str, Any] = {}
     with engine(Path(models), kind, **settings) as plain:
         result["expected"] = [one_by_one(plain), one_by_one(plain)]
-    with engine(Path(models), kind, plugin, **settings) as ours:
+    with engine(
+        Path(models), kind, plugin, synchronous_loads=synchronous_loads, **settings
+    ) as ours:
         result["regions"] = len(ours.rank._engine.layout.regions)
         lanes = ours.rank._engine._state.lanes.values()
         result["output_copy_stream"] = any(
@@ -99,6 +102,7 @@ def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, An
         after = digests(ours)
         same = [key for key in after if key in before]
         result["compared_blocks"] = len(same)
+        result["synchronous_loads"] = ours.totals["synchronous_loads"]
         result["different_blocks"] = sum(after[key] != before[key] for key in same)
 
         ours.reset_gpu_cache()

@@ -281,6 +281,41 @@ def test_store_waits_for_the_output_copy_stream(awaited: bool) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("before_compute", [True, False])
+def test_compute_waits_for_a_load_before_it(before_compute: bool) -> None:
+    """Without a word from the host; other loads go on meanwhile. With a control."""
+    num_blocks = 4096
+    engine, cache, slots = make_engine(num_blocks, [(64 * KIB, 64 * KIB)], num_blocks)
+    cache.storage.fill_(1)
+    slots.fill_(9)
+    torch.cuda.synchronize()
+    every = np.arange(num_blocks, dtype=np.int32)
+    others = np.stack([every[8:], every[8:]], 1)
+    engine.submit(SwapJob(1, LOAD, others))
+    engine.submit(SwapJob(2, LOAD, np.stack([every[:8], every[:8]], 1), before_compute))
+    seen = cache.tensors[0][:8].clone()
+    others_are_late = not engine._state.lanes[LOAD, "kernel"]._slices[-1][0].query()
+    torch.cuda.synchronize()
+    assert seen.unique().tolist() == [9 if before_compute else 1]
+    if before_compute:
+        assert others_are_late, "it must not wait for the other load"
+    assert {completion.job_id for completion in finish(engine)} == {1, 2}
+    engine.close()
+
+
+def test_a_load_before_compute_that_does_not_fit_fails() -> None:
+    engine, _, _ = make_engine(8, [(16, 16)], 8)
+    lane = engine._state.lanes[LOAD, "before_compute"]
+    busy()
+    for job_id in range(lane.path.max_in_flight):
+        engine.submit(SwapJob(job_id, LOAD, np.array([[3, 5]], np.int32), before_compute=True))
+    engine.submit(SwapJob(999, LOAD, np.array([[4, 6]], np.int32), before_compute=True))
+    failed = [completion for completion in finish(engine) if completion.error is not None]
+    assert [completion.job_id for completion in failed] == [999]
+    assert "no more fit: load job 999" in str(failed[0].error)
+    engine.close()
+
+
 def test_load_does_not_wait_for_the_output_copy_stream() -> None:
     output = torch.cuda.Stream()
     engine, _, _ = make_engine(8, [(4 * KIB, 4 * KIB)], 8, output)

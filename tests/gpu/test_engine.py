@@ -19,6 +19,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dense": ("qwen3", {}, {}),
     "graphs": ("qwen3", {"enforce_eager": False}, {}),
     "synchronous": ("qwen3", {"async_scheduling": False}, {"blocks_per_slot": 4}),
+    "before_compute": ("qwen3", {"synchronous_loads": True, "enforce_eager": False}, {}),
     "chunked": ("qwen3", {"max_num_batched_tokens": 256, "max_num_seqs": 8}, {}),
     "windows": ("gemma3", {}, {}),
     "mla": ("deepseek_v2", {"block_size": 64}, {}),
@@ -59,6 +60,7 @@ def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
     assert result["answers"] == result["expected"]
     corrupted, reloaded = result["corrupted"], result["answers"][1]
     assert sum(a != b for a, b in zip(corrupted, reloaded, strict=True)) == len(reloaded)
+    assert bool(result["synchronous_loads"]) == (case == "before_compute")
     if runner == "v2":
         assert result["output_copy_stream"]
     if case == "sleep":

@@ -58,8 +58,6 @@ PAGE_WORDS = 8
 """Words of 8 bytes in a block of a group, whatever its tokens: vLLM makes pages equal."""
 VOCABULARY = 2
 GARBAGE = 0xA5
-ANY_SPEED, NO_SPEED = float("inf"), 1e-9
-"""Bytes per second of loads with which all of them are synchronous, or none."""
 _KINDS = {metric.name: metric.kind for metric in METRICS}
 
 Tokens = list[int]
@@ -541,7 +539,8 @@ class PlayedEngine:
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {(0, r): rank.connector.get_handshake_metadata() for r, rank in enumerate(self.ranks)}
         )
-        self.offload._load_mode.learn(ANY_SPEED if synchronous_loads else NO_SPEED)
+        self.offload.load_mode.allowed = synchronous_loads
+        self.offload.load_mode.learn(float("inf"))
         self.model = PlayedModel(groups, [rank.kv for rank in self.ranks])
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._drafts = drafts

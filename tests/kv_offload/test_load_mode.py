@@ -41,3 +41,9 @@ def test_the_measured_speed_replaces_the_assumed_one() -> None:
     mode.learn(50e9)
     assert mode.is_synchronous(slots, idle=False)
     assert not mode.is_synchronous(slots + 1, idle=False)
+
+
+def test_none_is_synchronous_where_that_is_not_possible() -> None:
+    mode = LoadMode(SLOT_BYTES)
+    mode.allowed = False
+    assert not mode.is_synchronous(1, idle=True)

@@ -618,17 +618,17 @@ def test_two_requests_of_one_step_share_what_was_loaded_for_the_first() -> None:
 
 
 def test_only_loads_that_take_long_are_asynchronous() -> None:
-    engine = PlayedEngine()
+    engine = PlayedEngine(synchronous_loads=True)
     engine.add("first", PROMPT)
     engine.run()
     forget(engine)
-    one_slot = engine.offload._load_mode._slot_bytes
-    engine.offload._load_mode.learn(4.5 * one_slot / IDLE_SECONDS)  # the hit is of 5 slots
+    one_slot = engine.offload.load_mode._slot_bytes
+    engine.offload.load_mode.learn(4.5 * one_slot / IDLE_SECONDS)  # the hit is of 5 slots
     engine.add("second", PROMPT)
     assert not engine.schedule().kv_connector_metadata.loads[0].synchronous
     engine.abort("second")
     engine.run()
-    engine.offload._load_mode.learn(5.5 * one_slot / IDLE_SECONDS)
+    engine.offload.load_mode.learn(5.5 * one_slot / IDLE_SECONDS)
     engine.add("third", PROMPT)
     assert engine.schedule().kv_connector_metadata.loads[0].synchronous
     engine.run()
@@ -636,12 +636,12 @@ def test_only_loads_that_take_long_are_asynchronous() -> None:
 
 
 def test_a_load_beside_others_is_synchronous_only_if_it_is_short() -> None:
-    engine = PlayedEngine(blocks=80)
+    engine = PlayedEngine(blocks=80, synchronous_loads=True)
     engine.add("first", PROMPT)
     engine.run()
     forget(engine)
-    one_slot = engine.offload._load_mode._slot_bytes
-    engine.offload._load_mode.learn(5.5 * one_slot / IDLE_SECONDS)
+    one_slot = engine.offload.load_mode._slot_bytes
+    engine.offload.load_mode.learn(5.5 * one_slot / IDLE_SECONDS)
     engine.add("other", OTHER, max_tokens=9)
     engine.schedule()
     engine.execute()

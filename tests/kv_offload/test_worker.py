@@ -209,7 +209,7 @@ def test_host_memory_of_the_cpu_engine_is_ready_at_once(rank: Rank) -> None:
 
 
 def test_a_rank_that_has_not_started_has_nothing_ready() -> None:
-    assert Rank().half.capacity() == WorkerCapacity(0, 0, 0)
+    assert Rank().half.capacity() == WorkerCapacity(0, 0, 0, synchronous_loads=False)
 
 
 def test_a_slot_that_is_not_ready_is_refused(monkeypatch: pytest.MonkeyPatch, rank: Rank) -> None:
