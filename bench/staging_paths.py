@@ -47,7 +47,9 @@ class Bed:
         )
         self.registrar = CudaRegistrar(self.device)
         slot_bytes = self.layout.slot_bytes
-        self.arena = HostArena(self.num_blocks, slot_bytes, register=self.registrar)
+        self.arena = HostArena(
+            self.num_blocks, slot_bytes, register=self.registrar, piece_bytes=1 << 40
+        )
         self.host = torch.from_numpy(self.arena.view())
         rng = np.random.default_rng(0)
         orders = [rng.permutation(self.num_blocks).astype(np.int32) for _ in range(2)]

@@ -59,7 +59,9 @@ class Bed:
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)
         self.memory = torch.randint(0, 256, (2 * JOB_BYTES,), dtype=torch.uint8, device="cuda")
-        self.arena = HostArena(1, 2 * JOB_BYTES, register=CudaRegistrar(self.device))
+        self.arena = HostArena(
+            1, 2 * JOB_BYTES, register=CudaRegistrar(self.device), piece_bytes=1 << 40
+        )
         self.host = torch.from_numpy(self.arena.view()[0])
         self.host.fill_(1)
         self.lists = HostArena(len(PAGES) + 1, LIST_BYTES, register=CudaRegistrar(self.device))

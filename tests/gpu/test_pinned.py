@@ -33,10 +33,10 @@ from tests.gpu.test_cuda_engine import (  # noqa: E402
 )
 from tests.transfer.registrars import is_mapped  # noqa: E402
 from transfer import registration  # noqa: E402
+from transfer.cuda import CudaSwapEngine  # noqa: E402
 from transfer.engine import SwapJob  # noqa: E402
 from transfer.errors import JobError  # noqa: E402
 from transfer.factory import create_engine  # noqa: E402
-from transfer.kernel import KernelSwapEngine  # noqa: E402
 from transfer.numa import device_node  # noqa: E402
 from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402
 from transfer.shared import SharedMemory  # noqa: E402
@@ -95,7 +95,7 @@ def test_slots_are_used_while_the_others_are_locked(small_pieces: int) -> None:
     cache = make_cache(60, [(64 * KIB, 64 * KIB), (64 * KIB, 64 * KIB)])
     registrar = HeldRegistrar(DEVICE)
     arena = background_arena(160, cache.layout.slot_bytes, registrar)
-    engine = KernelSwapEngine(cache.layout, arena, DEVICE, [cache.storage])
+    engine = CudaSwapEngine(cache.layout, arena, DEVICE, [cache.storage])
     # The lists of the two lanes and of the zeroer are locked through a registrar of their own.
     assert (arena.ready_slots, engine.ready_slots, registrar.nbytes) == (16, 16, 2 * MIB)
     slots = torch.from_numpy(arena.view())
@@ -269,7 +269,7 @@ import sys
 import numpy as np, torch
 from tests.gpu.test_cuda_engine import STORE, finish, make_cache
 from transfer.engine import SwapJob
-from transfer.kernel import KernelSwapEngine
+from transfer.cuda import CudaSwapEngine
 from transfer.pinned import CudaRegistrar, HostArena
 from transfer.shared import SharedMemory
 device = torch.device("cuda", 0)
@@ -277,7 +277,7 @@ cache = make_cache(32, [(64 << 10, 64 << 10)])
 cache.storage.copy_(torch.arange(cache.storage.numel(), device=device).remainder(251))
 with SharedMemory.attach(sys.argv[1], 32 * (64 << 10), 60) as memory:
     arena = HostArena(32, 64 << 10, register=CudaRegistrar(device), shared=memory)
-engine = KernelSwapEngine(cache.layout, arena, device, [cache.storage])
+engine = CudaSwapEngine(cache.layout, arena, device, [cache.storage])
 engine.submit(SwapJob(1, STORE, np.stack([np.arange(32), np.arange(32)[::-1]], 1).astype(np.int32)))
 assert finish(engine)[0].error is None
 engine.close()
@@ -302,7 +302,7 @@ def test_what_one_process_stored_another_loads() -> None:
         assert memory.wait_attached(120)
     assert peer.stdout is not None
     assert peer.stdout.readline() == "stored\n"
-    engine = KernelSwapEngine(cache.layout, arena, DEVICE, [cache.storage])
+    engine = CudaSwapEngine(cache.layout, arena, DEVICE, [cache.storage])
     cache.storage.fill_(0)
     pairs = np.stack([np.arange(32), np.arange(32)[::-1]], 1).astype(np.int32)
     engine.submit(SwapJob(1, LOAD, pairs))
