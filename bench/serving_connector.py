@@ -18,13 +18,13 @@ from kv_offload.connector import KVOffloadConnector
 from kv_offload.engine_compat import bytes_per_block
 
 TOTALS_VARIABLE = "KV_OFFLOAD_BENCH_TOTALS"
-NAMES = ("loaded_bytes", "stored_bytes", "pool_bytes")
+NAMES = ("loaded_bytes", "stored_bytes", "pool_bytes", "ready_bytes")
 
 
 class SharedTotals:
     """Sums that one process adds to and others read: a mapped file of one float64 per name.
 
-    `pool_bytes` is what the slots of all ranks take.
+    `pool_bytes` is what the slots of all ranks take, `ready_bytes` what they may use already.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,6 +48,7 @@ class CountedConnector(KVOffloadConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._totals = SharedTotals(Path(os.environ[TOTALS_VARIABLE]))
         options = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._ready_bytes = 0
         self._slot_bytes = bytes_per_block(kv_cache_config) * options.blocks_per_slot
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -58,6 +59,10 @@ class CountedConnector(KVOffloadConnector):
     def get_kv_connector_stats(self) -> Any:
         """Count what goes to the engine."""
         stats = super().get_kv_connector_stats()
+        if self.offload_worker is not None:
+            ready_bytes = self.offload_worker.capacity().ready_slots * self._slot_bytes
+            self._totals.add({"ready_bytes": ready_bytes - self._ready_bytes})
+            self._ready_bytes = ready_bytes
         if stats is not None:
             self._totals.add(stats.data)
         return stats

@@ -19,6 +19,7 @@ Prompt = dict[str, list[int]]
 CAPTURED_BATCHES = [1, 2, 4, 8, 16, 24, 32]
 """Decode batches with a CUDA graph: vLLM's own choice up to what the bench runs, not up to 512,
 whose capture takes most of a start."""
+READY_SECONDS = 180
 RESET_SECONDS = 30
 
 
@@ -70,6 +71,23 @@ class ServingEngine:
         )
         self.start_seconds = time.perf_counter() - started
         self._filler_seed = 1_000_000
+        if connector == "kv-offload":
+            self._wait_for_pool()
+
+    def _wait_for_pool(self) -> None:
+        """Wait until all of the pool may be used: what is measured is not its growing."""
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            self.tick()
+            if self.totals["ready_bytes"] >= self.totals["pool_bytes"] > 0:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"host memory is not ready after {READY_SECONDS} s")
+            time.sleep(0.2)
+
+    def tick(self) -> None:
+        """Run a step or two of a request that no cache can serve, so that reports arrive."""
+        self.seconds(self.prompts(0, 1, 2))
 
     def close(self) -> None:
         """End the engine."""

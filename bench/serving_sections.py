@@ -28,6 +28,7 @@ def expect_loads(engine: ServingEngine, expected_bytes: int) -> Callable[[], Res
     before = engine.totals["loaded_bytes"]
 
     def count() -> Result:
+        engine.tick()  # a load that the last step waited for is reported by the next one
         loaded = engine.totals["loaded_bytes"] - before
         ours = engine.connector == "kv-offload"
         return {"expected_bytes": expected_bytes, "loaded_bytes": loaded if ours else None}

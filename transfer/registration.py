@@ -32,9 +32,10 @@ PIECE_BYTES = 256 << 20
 at worst on the host of an H200, and 20 to 90 ms for pieces of 1 GiB (bench/bench_pinning.py). One
 of 512 GiB or more is known to fail."""
 
-NUM_THREADS = 2
-"""Threads that register. There 2 locked 14 GiB/s and of a thousand launches one took 28 us; 4
-locked 26 GiB/s, and one of a thousand took 360 us."""
+NUM_THREADS = 4
+"""Threads that register. There 4 locked 26 GiB/s and of a thousand launches one took 360 us, for
+as long as it went on; with 8 it was 4 ms. The first touch of a virtual machine's memory takes
+several times as long, which only more threads shorten."""
 
 POPULATE_BYTES = 32 << 20
 """Bytes that get pages in one call: some milliseconds, after which a waiting `mmap` gets its turn

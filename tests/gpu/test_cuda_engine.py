@@ -281,6 +281,7 @@ def test_store_waits_for_the_output_copy_stream(awaited: bool) -> None:
     engine.close()
 
 
+@kernel_only
 @pytest.mark.parametrize("before_compute", [True, False])
 def test_compute_waits_for_a_load_before_it(before_compute: bool) -> None:
     """Without a word from the host; other loads go on meanwhile. With a control."""
@@ -303,6 +304,7 @@ def test_compute_waits_for_a_load_before_it(before_compute: bool) -> None:
     engine.close()
 
 
+@kernel_only
 def test_a_load_before_compute_that_does_not_fit_fails() -> None:
     engine, _, _ = make_engine(8, [(16, 16)], 8)
     lane = engine._state.lanes[LOAD, "before_compute"]
@@ -313,6 +315,15 @@ def test_a_load_before_compute_that_does_not_fit_fails() -> None:
     failed = [completion for completion in finish(engine) if completion.error is not None]
     assert [completion.job_id for completion in failed] == [999]
     assert "no more fit: load job 999" in str(failed[0].error)
+    engine.close()
+
+
+def test_the_copy_engine_takes_no_load_before_compute(path: PathName) -> None:
+    engine, _, _ = make_engine(8, [(16, 16)], 8)
+    assert engine.can_load_before_compute == (path == "kernel")
+    if path == "dma":
+        with pytest.raises(JobError, match="job 4: compute cannot wait for copies of the copy eng"):
+            engine.submit(SwapJob(4, LOAD, np.array([[3, 5]], np.int32), before_compute=True))
     engine.close()
 
 
