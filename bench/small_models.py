@@ -82,7 +82,33 @@ def deepseek_v2() -> Any:
     )
 
 
-MODELS = {"qwen3": qwen3, "gemma3": gemma3, "deepseek_v2": deepseek_v2}
+def llama4() -> Any:
+    """Chunked-local attention in chunks of 128 tokens, interleaved with full attention."""
+    from transformers import Llama4TextConfig
+
+    return Llama4TextConfig(
+        architectures=["Llama4ForCausalLM"],
+        hidden_size=128,
+        intermediate_size=128,
+        intermediate_size_mlp=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        moe_layers=[0, 1, 2, 3],
+        attention_chunk_size=128,
+        no_rope_layers=[1, 0, 1, 0],
+        use_qk_norm=False,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+    )
+
+
+MODELS = {"qwen3": qwen3, "gemma3": gemma3, "deepseek_v2": deepseek_v2, "llama4": llama4}
 
 
 def write_model(kind: str, folder: Path, dtype: str = "float32") -> Path:

@@ -207,9 +207,7 @@ class StorePlanner:
         cursor.next_slot[position] = first + slots_passed
         return keys, blocks_of
 
-    def _reserve(
-        self, keys: Sequence[SlotKey], blocks_of: Mapping[Hashable, Sequence[int]]
-    ) -> int:
+    def _reserve(self, keys: Sequence[SlotKey], blocks_of: Mapping[Hashable, Sequence[int]]) -> int:
         """Take slots for the new keys; pin the blocks of those that got one and return how many.
 
         The known keys go along: they are used again, and must not be evicted for their own tail.

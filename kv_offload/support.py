@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.config import OffloadConfig
@@ -13,7 +14,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-ATTENTION_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"})
+FULL_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+WINDOW_SPEC = "SlidingWindowSpec"
+CHUNK_SPEC = "ChunkedLocalAttentionSpec"
+SPECS = FULL_SPECS | {WINDOW_SPEC, CHUNK_SPEC}
 """Names of vLLM's KV-cache specs whose blocks are written once and read by prefix. Subclasses with
 other rules have names of their own and are refused."""
 
@@ -92,10 +96,9 @@ def _model_problems(kv_cache_config: KVCacheConfig) -> list[str]:
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         problems.append("a second block pool in host memory (HiSparse) has ids of its own")
     kinds = {type(spec).__name__ for spec in layer_specs(kv_cache_config).values()}
-    for kind in sorted(kinds - ATTENTION_SPECS):
+    for kind in sorted(kinds - SPECS):
         problems.append(
-            f"the model has layers with a {kind}: supported are "
-            f"{', '.join(sorted(ATTENTION_SPECS))}"
+            f"the model has layers with a {kind}: supported are {', '.join(sorted(SPECS))}"
         )
     if any(not getattr(g, "enable_kv_transfer", True) for g in kv_cache_config.kv_cache_groups):
         problems.append("a KV-cache group is not transferable")
@@ -107,13 +110,23 @@ def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
     specs = layer_specs(kv_cache_config)
     groups = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
-        members: list[Any] = [specs[name] for name in group.layer_names]
-        # A layer with full attention needs all blocks, and the largest window covers the others.
-        windows = [
-            spec.sliding_window if type(spec).__name__ == "SlidingWindowSpec" else None
-            for spec in members
-        ]
-        known = [window for window in windows if window is not None]
-        window = max(known) if len(known) == len(windows) else None
-        groups.append(CacheGroup(group_id, group.kv_cache_spec.block_size, window))
+        members = [specs[name] for name in group.layer_names]
+        groups.append(
+            CacheGroup(group_id, group.kv_cache_spec.block_size, **_reading_rule(members))
+        )
     return tuple(groups)
+
+
+def _reading_rule(specs: Sequence[Any]) -> dict[str, int]:
+    """Return the rule of `CacheGroup` under which every layer of a group finds what it reads.
+
+    Layers of different rules, or chunks of different sizes, keep all blocks. The largest window
+    covers the others.
+    """
+    kinds = {type(spec).__name__ for spec in specs}
+    if kinds == {WINDOW_SPEC}:
+        return {"window_tokens": max(spec.sliding_window for spec in specs)}
+    chunks = {getattr(spec, "attention_chunk_size", None) for spec in specs}
+    if kinds == {CHUNK_SPEC} and len(chunks) == 1:
+        return {"chunk_tokens": chunks.pop()}
+    return {}

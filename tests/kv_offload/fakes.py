@@ -36,6 +36,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -98,7 +99,9 @@ def make_request(
     )
 
 
-def make_spec(block_tokens: int, window_tokens: int | None = None) -> Any:
+def make_spec(
+    block_tokens: int, window_tokens: int | None = None, chunk_tokens: int | None = None
+) -> Any:
     """Return a spec whose page has `PAGE_WORDS` words."""
     shape = {
         "block_size": block_tokens,
@@ -106,6 +109,8 @@ def make_spec(block_tokens: int, window_tokens: int | None = None) -> Any:
         "head_size": PAGE_WORDS // block_tokens,
         "dtype": torch.float32,
     }
+    if chunk_tokens is not None:
+        return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=chunk_tokens)
     if window_tokens is None:
         return FullAttentionSpec(**shape)
     return SlidingWindowSpec(**shape, sliding_window=window_tokens)
@@ -127,7 +132,9 @@ def make_kv_cache_config(groups: Sequence[CacheGroup], num_blocks: int) -> KVCac
         num_blocks=num_blocks,
         kv_cache_tensors=[make_tensor(num_blocks * PAGE_WORDS * 8, layers, PAGE_WORDS * 8)],
         kv_cache_groups=[
-            KVCacheGroupSpec([layer], make_spec(group.block_tokens, group.window_tokens))
+            KVCacheGroupSpec(
+                [layer], make_spec(group.block_tokens, group.window_tokens, group.chunk_tokens)
+            )
             for layer, group in zip(layers, groups, strict=True)
         ],
     )

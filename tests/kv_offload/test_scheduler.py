@@ -37,6 +37,7 @@ PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
 """Five blocks and one token."""
 OTHER = [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
 FULL, WINDOW = CacheGroup(0, BLOCK), CacheGroup(1, BLOCK, 6)
+CHUNKS = CacheGroup(1, BLOCK, chunk_tokens=8)
 
 both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 
@@ -91,7 +92,10 @@ def pinned(engine: PlayedEngine) -> set[int]:
 
 @both_ways
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (CacheGroup(0, BLOCK, 10),)])
+@pytest.mark.parametrize(
+    "groups",
+    [(FULL,), (FULL, WINDOW), (CacheGroup(0, BLOCK, 10),), (FULL, CHUNKS)],
+)
 @pytest.mark.parametrize("blocks_per_slot", [1, 2])
 def test_a_prompt_is_stored_once_and_served_later(
     async_scheduling: bool, ranks: int, groups: tuple[CacheGroup, ...], blocks_per_slot: int
@@ -803,6 +807,8 @@ SHAPES = [
     (FULL, WINDOW),
     (CacheGroup(0, 8), CacheGroup(1, BLOCK, 6)),
     (CacheGroup(0, BLOCK, 7), CacheGroup(1, BLOCK, 13), CacheGroup(2, BLOCK)),
+    (FULL, CHUNKS),
+    (CacheGroup(0, BLOCK, chunk_tokens=16),),
 ]
 MAX_TOKENS = 60
 LINES = [(PROMPT * 3)[:MAX_TOKENS], [0, 1, 1, 0] * 15, [1] * MAX_TOKENS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,6 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 import torch
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -23,12 +23,13 @@ from kv_offload.config import OffloadConfig
 from kv_offload.engine_compat import vllm_version
 from kv_offload.errors import UnsupportedError
 from kv_offload.prefix import CacheGroup
-from kv_offload.support import CACHE_DTYPES, cache_groups, check_supported
+from kv_offload.support import CACHE_DTYPES, SPECS, cache_groups, check_supported
 from tests.kv_offload.fakes import make_kv_cache_config, make_spec, make_vllm_config
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 FULL, WINDOW = CacheGroup(0, 4), CacheGroup(1, 4, 6)
+CHUNKS = CacheGroup(1, 4, chunk_tokens=8)
 
 
 class Engine:
@@ -66,7 +67,9 @@ def spec_like(base: type, name: str) -> Any:
 # -- what is served ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (CacheGroup(0, 4, 9),)])
+@pytest.mark.parametrize(
+    "groups", [(FULL,), (FULL, WINDOW), (CacheGroup(0, 4, 9),), (FULL, CHUNKS)]
+)
 def test_a_real_configuration_is_served(groups: tuple[CacheGroup, ...]) -> None:
     Engine(*groups).check()
 
@@ -196,13 +199,6 @@ def test_a_group_that_is_not_transferable(engine: Engine) -> None:
     "spec",
     [
         MambaSpec(block_size=4, shapes=((2, 2),), dtypes=(torch.float32,)),
-        ChunkedLocalAttentionSpec(
-            block_size=4,
-            num_kv_heads=1,
-            head_size=2,
-            dtype=torch.float32,
-            attention_chunk_size=8,
-        ),
         spec_like(FullAttentionSpec, "SinkFullAttentionSpec"),
         spec_like(FullAttentionSpec, "SomethingNewSpec"),
     ],
@@ -213,7 +209,7 @@ def test_layers_whose_blocks_follow_other_rules(engine: Engine, spec: Any) -> No
     group.kv_cache_spec = spec
     message = engine.refusal()
     assert message.startswith(f"the model has layers with a {type(spec).__name__}: supported are ")
-    assert "FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec" in message
+    assert message.endswith(", ".join(sorted(SPECS)))
 
 
 def test_one_layer_of_a_uniform_group_is_enough_to_refuse(engine: Engine) -> None:
@@ -242,13 +238,21 @@ def test_everything_that_stands_in_the_way_is_listed_at_once(engine: Engine) -> 
 
 
 def test_groups_keep_the_order_of_the_block_tables() -> None:
-    groups = (CacheGroup(0, 8), CacheGroup(1, 4, 6), CacheGroup(2, 4, 13))
+    groups = (
+        CacheGroup(0, 8),
+        CacheGroup(1, 4, 6),
+        CacheGroup(2, 4, 13),
+        CacheGroup(3, 4, chunk_tokens=8),
+    )
     assert cache_groups(make_kv_cache_config(groups, 40)) == groups
 
 
-def uniform(*windows: int | None) -> tuple[CacheGroup, ...]:
+def uniform(*windows: int | None, chunks: Sequence[int] = ()) -> tuple[CacheGroup, ...]:
+    """Return the groups of a model whose layers, of all these rules, are in one group."""
     config = make_kv_cache_config([FULL], 40)
-    specs = {f"layer.{i}": make_spec(4, window) for i, window in enumerate(windows)}
+    members = [make_spec(4, window) for window in windows]
+    members += [make_spec(4, chunk_tokens=chunk) for chunk in chunks]
+    specs = {f"layer.{i}": spec for i, spec in enumerate(members)}
     (group,) = config.kv_cache_groups
     group.layer_names = list(specs)
     group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs)
@@ -263,10 +267,23 @@ def test_a_layer_with_full_attention_needs_all_blocks_of_its_group() -> None:
     assert uniform(6, None, 30) == (CacheGroup(0, 4, None),)
 
 
-def test_a_full_attention_spec_that_notes_a_window_keeps_all_blocks() -> None:
-    """So vLLM describes windows where its hybrid manager is off: nothing is freed."""
+def test_chunks_of_one_size_stay_chunks() -> None:
+    assert uniform(chunks=(8, 8)) == (CacheGroup(0, 4, chunk_tokens=8),)
+
+
+def test_layers_that_read_by_different_rules_need_all_blocks() -> None:
+    assert uniform(chunks=(8, 12)) == (FULL,)
+    assert uniform(6, chunks=(8,)) == (FULL,)
+
+
+def test_a_full_attention_spec_that_notes_a_rule_keeps_all_blocks() -> None:
+    """So vLLM describes windows and chunks where its hybrid manager is off: nothing is freed."""
     config = make_kv_cache_config([FULL], 40)
     config.kv_cache_groups[0].kv_cache_spec = FullAttentionSpec(
         block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32, sliding_window=6
+    )
+    assert cache_groups(config) == (FULL,)
+    config.kv_cache_groups[0].kv_cache_spec = FullAttentionSpec(
+        block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32, attention_chunk_size=8
     )
     assert cache_groups(config) == (FULL,)
