@@ -22,24 +22,30 @@ class CacheGroup:
     At most one of these is set; where none is, a query reads all tokens before it.
 
     - `window_tokens`: it reads itself and the `window_tokens - 1` tokens before it.
-    - `chunk_tokens`: it reads from the last multiple of `chunk_tokens` on (chunked-local attention).
+    - `chunk_tokens`: it reads from the last multiple of `chunk_tokens` on (chunked-local
+      attention).
+    - `holds_state`: it reads the state after the token before it (Mamba, gated delta nets). A block
+      holds the state after its last token; some blocks of a prefix are never made.
     """
 
     group_id: int
     block_tokens: int
     window_tokens: int | None = None
     chunk_tokens: int | None = None
+    holds_state: bool = False
 
     @property
     def reads_all(self) -> bool:
         """Whether a query reads every token before it."""
-        return self.window_tokens is None and self.chunk_tokens is None
+        return self.window_tokens is None and self.chunk_tokens is None and not self.holds_state
 
     def first_needed_token(self, end_tokens: int) -> int:
         """Return the first token whose KV a query at position `end_tokens` still reads.
 
         That is `end_tokens` itself where it reads nothing before it.
         """
+        if self.holds_state:
+            return max(0, end_tokens - 1)
         if self.chunk_tokens is not None:
             return end_tokens - end_tokens % self.chunk_tokens
         if self.window_tokens is not None:
@@ -109,8 +115,9 @@ class PrefixMap:
         """Return how far a prefix of `start_tokens` can be extended; `start_tokens` if it cannot.
 
         Every group must cover the end: full attention from the start on without a gap, the others
-        with the blocks that a query there still reads, which are none where a chunk begins. A group
-        that falls short lowers the end for all, so they are asked again until none objects.
+        with the blocks that a query there still reads: none where a chunk begins, the last one for
+        a state. A group that falls short lowers the end for all, so they are asked again until none
+        objects.
         """
         end = self._align(min(limit_tokens, len(hashes) * self._hash_block_tokens))
         previous = None

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 FULL_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 WINDOW_SPEC = "SlidingWindowSpec"
 CHUNK_SPEC = "ChunkedLocalAttentionSpec"
-SPECS = FULL_SPECS | {WINDOW_SPEC, CHUNK_SPEC}
-"""Names of vLLM's KV-cache specs whose blocks are written once and read by prefix. Subclasses with
-other rules have names of their own and are refused."""
+STATE_SPEC = "MambaSpec"
+SPECS = FULL_SPECS | {WINDOW_SPEC, CHUNK_SPEC, STATE_SPEC}
+"""Names of vLLM's KV-cache specs whose blocks, once the pool knows them by hash, are written no
+more. Subclasses with other rules have names of their own and are refused."""
 
 CACHE_DTYPES = frozenset({"auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"})
 """Cache types whose pages carry all that is needed to read them back."""
@@ -35,6 +36,7 @@ def check_supported(
     problems = [
         *_engine_problems(config, vllm_config, kv_cache_config, version),
         *_model_problems(kv_cache_config),
+        *_state_problems(config, vllm_config, kv_cache_config),
     ]
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
@@ -105,6 +107,39 @@ def _model_problems(kv_cache_config: KVCacheConfig) -> list[str]:
     return problems
 
 
+def _state_problems(
+    config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> list[str]:
+    """Say which settings leave states (Mamba, gated delta nets) without final blocks."""
+    states = [
+        spec for spec in layer_specs(kv_cache_config).values() if type(spec).__name__ == STATE_SPEC
+    ]
+    if not states:
+        return []
+    problems = []
+    if config.blocks_per_slot > 1:
+        problems.append(
+            f"blocks_per_slot is {config.blocks_per_slot}, but of states only single blocks are "
+            "ever made: set it to 1"
+        )
+    if vllm_config.speculative_config is not None:
+        problems.append(
+            f"speculative method {vllm_config.speculative_config.method!r} moves the blocks of "
+            "states: remove it"
+        )
+    for mode in sorted({spec.mamba_cache_mode for spec in states} - {"align", "all"}):
+        problems.append(
+            f"mamba_cache_mode is {mode!r}, in which no block of states becomes final: use 'align'"
+        )
+    block_tokens = vllm_config.cache_config.block_size
+    for tokens in sorted({spec.block_size for spec in states} - {block_tokens}):
+        problems.append(
+            f"mamba_block_size is {tokens} and block_size {block_tokens}: leave mamba_block_size "
+            "unset, so that both are the same"
+        )
+    return problems
+
+
 def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
     """Return the groups of a supported model in the order in which block tables list them."""
     specs = layer_specs(kv_cache_config)
@@ -117,7 +152,7 @@ def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
     return tuple(groups)
 
 
-def _reading_rule(specs: Sequence[Any]) -> dict[str, int]:
+def _reading_rule(specs: Sequence[Any]) -> dict[str, Any]:
     """Return the rule of `CacheGroup` under which every layer of a group finds what it reads.
 
     Layers of different rules, or chunks of different sizes, keep all blocks. The largest window
@@ -126,6 +161,8 @@ def _reading_rule(specs: Sequence[Any]) -> dict[str, int]:
     kinds = {type(spec).__name__ for spec in specs}
     if kinds == {WINDOW_SPEC}:
         return {"window_tokens": max(spec.sliding_window for spec in specs)}
+    if kinds == {STATE_SPEC}:
+        return {"holds_state": True}
     chunks = {getattr(spec, "attention_chunk_size", None) for spec in specs}
     if kinds == {CHUNK_SPEC} and len(chunks) == 1:
         return {"chunk_tokens": chunks.pop()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kv_offload.engine_compat import reports_failed_requests, vllm_version
 from tests.engine.harness import Engine, Tokens, engine, prompts_with_shared_prefix
 
 PROMPTS = prompts_with_shared_prefix(shared=500, tails=(21, 25, 40, 85), seed=3)
@@ -22,7 +23,20 @@ class Kind:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-KINDS = [pytest.param(Kind("llama4"), id="chunks")]
+NEWER = reports_failed_requests(vllm_version())
+KINDS = [
+    pytest.param(Kind("llama4"), id="chunks"),
+    pytest.param(
+        Kind("qwen3_next", 160, {"dtype": "bfloat16", "enable_prefix_caching": True}),
+        id="gated delta nets",
+        marks=pytest.mark.skipif(not NEWER, reason="this vLLM's CPU kernels refuse its states"),
+    ),
+    pytest.param(
+        Kind("falcon_h1", 64, {"enable_prefix_caching": True}),
+        id="Mamba 2",
+        marks=pytest.mark.skipif(NEWER, reason="this vLLM's CPU kernels fail on it"),
+    ),
+]
 
 
 def answers(running: Engine) -> list[Tokens]:

@@ -41,6 +41,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
@@ -100,9 +101,20 @@ def make_request(
 
 
 def make_spec(
-    block_tokens: int, window_tokens: int | None = None, chunk_tokens: int | None = None
+    block_tokens: int,
+    window_tokens: int | None = None,
+    chunk_tokens: int | None = None,
+    holds_state: bool = False,
 ) -> Any:
     """Return a spec whose page has `PAGE_WORDS` words."""
+    if holds_state:
+        return MambaSpec(
+            block_size=block_tokens,
+            shapes=((PAGE_WORDS // 2,), (PAGE_WORDS // 4, 2)),
+            dtypes=(torch.int32, torch.int64),
+            page_size_padded=PAGE_WORDS * 8,
+            mamba_cache_mode="align",
+        )
     shape = {
         "block_size": block_tokens,
         "num_kv_heads": 1,
@@ -133,7 +145,10 @@ def make_kv_cache_config(groups: Sequence[CacheGroup], num_blocks: int) -> KVCac
         kv_cache_tensors=[make_tensor(num_blocks * PAGE_WORDS * 8, layers, PAGE_WORDS * 8)],
         kv_cache_groups=[
             KVCacheGroupSpec(
-                [layer], make_spec(group.block_tokens, group.window_tokens, group.chunk_tokens)
+                [layer],
+                make_spec(
+                    group.block_tokens, group.window_tokens, group.chunk_tokens, group.holds_state
+                ),
             )
             for layer, group in zip(layers, groups, strict=True)
         ],
@@ -394,7 +409,10 @@ class PlayedModel:
             for group, words in zip(self.groups, kv, strict=True):
                 blocks = np.array(request.block_ids[group.group_id], np.int64)
                 self._check(request_id, rank, group, words, blocks, names, start)
-                self._write(group, words, blocks, inputs, start)
+                if group.holds_state:
+                    self._advance(group, words, blocks, inputs, start)
+                else:
+                    self._write(group, words, blocks, inputs, start)
         if end - len(drafts) < known:
             return []
         sampled: Tokens = []
@@ -419,7 +437,8 @@ class PlayedModel:
         start: int,
     ) -> None:
         positions = np.arange(group.first_needed_token(start), start)
-        found = words[blocks[positions // group.block_tokens], positions % group.block_tokens]
+        row = 0 if group.holds_state else positions % group.block_tokens
+        found = words[blocks[positions // group.block_tokens], row]
         expected = np.array(names[:start], np.int64)[positions] + group.group_id
         wrong = np.flatnonzero((found != expected[:, None]).any(axis=1))
         assert not len(wrong), (
@@ -441,6 +460,19 @@ class PlayedModel:
         values = np.array(inputs, np.int64)[:, None] + group.group_id
         words[targets, positions % group.block_tokens] = values
 
+    @staticmethod
+    def _advance(
+        group: CacheGroup,
+        words: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        inputs: list[int],
+        start: int,
+    ) -> None:
+        """Write the state at the end of a step, in place while it stays in one block."""
+        target = blocks[(start + len(inputs) - 1) // group.block_tokens]
+        assert target, "the null block is written"
+        words[target] = inputs[-1] + group.group_id
+
 
 # -- the engine --------------------------------------------------------------------------------
 
@@ -457,16 +489,28 @@ class PlayedRank:
         self.kv: list[NDArray[np.int64]] = []
         caches = {}
         for group in kv_cache_config.kv_cache_groups:
-            tensor = self.memory.view(len(self.memory), group.kv_cache_spec.block_size, -1)
-            caches[group.layer_names[0]] = tensor
+            spec = group.kv_cache_spec
+            rows = 1 if isinstance(spec, MambaSpec) else spec.block_size
+            tensor = self.memory.view(len(self.memory), rows, -1)
+            caches[group.layer_names[0]] = self._cache_of(spec, tensor)
             self.kv.append(tensor.numpy())
         with manual_copies() as made:
             self.connector.register_kv_caches(caches)
         self.copies = made[0]
 
+    @staticmethod
+    def _cache_of(spec: Any, tensor: torch.Tensor) -> Any:
+        """Return what this vLLM registers for a layer: up to 0.31, a list of its states."""
+        if not isinstance(spec, MambaSpec) or reports_failed_requests(vllm_version()):
+            return tensor
+        first = tensor[:, 0, : PAGE_WORDS // 4].view(torch.int32)
+        return [first, tensor[:, 0, PAGE_WORDS // 4 : -PAGE_WORDS // 4].unflatten(1, (-1, 2))]
+
     def begin(self, output: Any) -> None:
         metadata = output.kv_connector_metadata
         self.connector.handle_preemptions(metadata)
+        if output.new_block_ids_to_zero:
+            self.memory[output.new_block_ids_to_zero] = 0
         self.connector.bind_connector_metadata(metadata)
 
     def end(self, output: Any) -> KVConnectorOutput:
@@ -523,6 +567,8 @@ class PlayedEngine:
         )
         config.cache_config.block_size = groups[0].block_tokens
         config.cache_config.num_gpu_blocks = blocks
+        if any(group.holds_state for group in groups):
+            config.cache_config.mamba_cache_mode = "align"
         kv_cache_config = make_kv_cache_config(groups, blocks)
         block_tokens, self.hash_block_tokens = resolve_kv_cache_block_sizes(kv_cache_config, config)
         self.groups = tuple(groups)
@@ -723,7 +769,9 @@ class PlayedEngine:
                         break
                     key = make_block_hash_with_group_id(hashes[last - 1], group.group_id)
                     value = np.array(names[end - tokens : end], np.int64) + group.group_id
-                    self.known[key] = value.reshape(per_slot, group.block_tokens)
+                    if group.holds_state:
+                        value = value[-1:]
+                    self.known[key] = value.reshape(per_slot, -1)
 
     def check_pins(self) -> None:
         """Check that every pin is a reference on a block that is not free."""

@@ -56,8 +56,11 @@ class Case:
     def blocks_read(self, group: CacheGroup, end: int) -> set[int]:
         """Return the blocks beyond the start that a query at position `end` reads, token by token.
 
-        It reads itself and the `window_tokens - 1` tokens before it, or those of its own chunk.
+        It reads itself and the `window_tokens - 1` tokens before it, or those of its own chunk, or
+        the state after the last token before it.
         """
+        if group.holds_state:
+            return {(end - 1) // group.block_tokens} if end > self.start else set()
         window, chunk = group.window_tokens, group.chunk_tokens
         return {
             token // group.block_tokens
@@ -93,6 +96,7 @@ def cases(draw: st.DrawFn) -> Case:
     rules = st.one_of(
         st.fixed_dictionaries({"window_tokens": st.sampled_from([1, 2, 3, 4, 5, 7, 9, 13, 40])}),
         st.fixed_dictionaries({"chunk_tokens": st.sampled_from([1, 3, 4, 6, 8, 10, 24])}),
+        st.just({"holds_state": True}),
         st.just({}),
     )
     groups = [CacheGroup(i, tokens, **draw(rules)) for i, tokens in enumerate(sizes)]
@@ -210,6 +214,17 @@ def test_a_chunk_that_begins_inside_a_block_needs_all_of_it() -> None:
     chunks = CacheGroup(0, 4, chunk_tokens=10)
     assert hit(make_map(chunks), keys_of(chunks, 3).__contains__, 0, 19) == 0
     assert hit(make_map(chunks), keys_of(chunks, 2, 3).__contains__, 0, 19) == 16
+
+
+def test_a_state_needs_its_last_block_only() -> None:
+    states = CacheGroup(1, 4, holds_state=True)
+    prefixes = make_map(FULL, states)
+    readable = keys_of(FULL, 0, 1, 2, 3, 4) | keys_of(states, 1, 3)
+    assert hit(prefixes, readable.__contains__, 0, 31) == 16
+    assert hit(prefixes, readable.__contains__, 0, 15) == 8
+    assert hit(prefixes, readable.__contains__, 16, 31) == 16
+    assert set(prefixes.needed_keys(HASHES, 4, 16)) == keys_of(FULL, 1, 2, 3) | keys_of(states, 3)
+    assert states.first_needed_token(0) == 0
 
 
 def test_a_gap_ends_a_full_attention_hit() -> None:

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 FULL, WINDOW = CacheGroup(0, 4), CacheGroup(1, 4, 6)
 CHUNKS = CacheGroup(1, 4, chunk_tokens=8)
+STATE = CacheGroup(1, 4, holds_state=True)
 
 
 class Engine:
@@ -38,6 +39,7 @@ class Engine:
     def __init__(self, *groups: CacheGroup) -> None:
         self.config = OffloadConfig(cpu_bytes=1 << 20)
         self.vllm = make_vllm_config({})
+        self.vllm.cache_config.block_size = 4
         self.cache = make_kv_cache_config(groups or (FULL,), 40)
         self.version = vllm_version()
 
@@ -68,7 +70,7 @@ def spec_like(base: type, name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "groups", [(FULL,), (FULL, WINDOW), (CacheGroup(0, 4, 9),), (FULL, CHUNKS)]
+    "groups", [(FULL,), (FULL, WINDOW), (CacheGroup(0, 4, 9),), (FULL, CHUNKS), (FULL, STATE)]
 )
 def test_a_real_configuration_is_served(groups: tuple[CacheGroup, ...]) -> None:
     Engine(*groups).check()
@@ -195,10 +197,50 @@ def test_a_group_that_is_not_transferable(engine: Engine) -> None:
     assert engine.refusal() == "a KV-cache group is not transferable"
 
 
+def with_state(mode: str, block_tokens: int = 4) -> Engine:
+    """Return an engine with a group of states beside full attention."""
+    engine = Engine(FULL, STATE)
+    engine.cache.kv_cache_groups[1].kv_cache_spec = MambaSpec(
+        block_size=block_tokens,
+        shapes=((2, 2),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode=mode,
+    )
+    return engine
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_states_at_block_boundaries_are_served(mode: str) -> None:
+    with_state(mode).check()
+
+
+def test_states_that_stay_in_place() -> None:
+    message = with_state("none").refusal()
+    assert message.startswith("mamba_cache_mode is 'none', in which no block of states becomes")
+
+
+def test_states_with_blocks_of_their_own() -> None:
+    message = with_state("align", block_tokens=8).refusal()
+    assert message.startswith("mamba_block_size is 8 and block_size 4: leave mamba_block_size")
+
+
+def test_states_in_slots_of_several_blocks() -> None:
+    engine = Engine(FULL, STATE)
+    engine.config = dataclasses.replace(engine.config, blocks_per_slot=2)
+    assert engine.refusal().startswith("blocks_per_slot is 2, but of states only single blocks")
+
+
+def test_states_beside_drafts() -> None:
+    engine = Engine(FULL, STATE)
+    engine.vllm = make_vllm_config({}, drafts=2)
+    engine.vllm.cache_config.block_size = 4
+    message = engine.refusal()
+    assert message == "speculative method 'ngram' moves the blocks of states: remove it"
+
+
 @pytest.mark.parametrize(
     "spec",
     [
-        MambaSpec(block_size=4, shapes=((2, 2),), dtypes=(torch.float32,)),
         spec_like(FullAttentionSpec, "SinkFullAttentionSpec"),
         spec_like(FullAttentionSpec, "SomethingNewSpec"),
     ],
@@ -243,6 +285,7 @@ def test_groups_keep_the_order_of_the_block_tables() -> None:
         CacheGroup(1, 4, 6),
         CacheGroup(2, 4, 13),
         CacheGroup(3, 4, chunk_tokens=8),
+        CacheGroup(4, 4, holds_state=True),
     )
     assert cache_groups(make_kv_cache_config(groups, 40)) == groups
 
