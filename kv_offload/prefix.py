@@ -71,6 +71,14 @@ class PrefixMap:
         self.block_alignment_tokens = math.lcm(*(group.block_tokens for group in self.groups))
         self.hit_alignment_tokens = math.lcm(*self.slot_tokens)
 
+    def named_tokens(self, end_tokens: int) -> int:
+        """Return up to where vLLM has given blocks their hashes, of `end_tokens` that it computes.
+
+        With several groups it names their blocks up to a boundary that all groups share; what lies
+        behind gets its hash in a later step, or never.
+        """
+        return end_tokens - end_tokens % self.block_alignment_tokens
+
     def block_keys(
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
     ) -> list[SlotKey]:

@@ -139,6 +139,7 @@ class StorePlanner:
 
         `soon_free_blocks` counts blocks that the engine frees right after this call.
         """
+        end_tokens = self._prefixes.named_tokens(end_tokens)
         # Once for all groups: what one of them has pinned is neither free nor about to be.
         pins_left = self._pins_left(soon_free_blocks)
         for position, group in enumerate(self._prefixes.groups):
@@ -231,6 +232,7 @@ class StorePlanner:
 
     def count_leftovers(self, cursor: StoreCursor, end_tokens: int) -> None:
         """Count the slots of an ending request that no budget was left for."""
+        end_tokens = self._prefixes.named_tokens(end_tokens)
         for slot_tokens, next_slot in zip(
             self._prefixes.slot_tokens, cursor.next_slot, strict=True
         ):

@@ -299,6 +299,12 @@ def test_a_block_without_a_hash_has_no_key() -> None:
     assert prefixes.needed_keys(HASHES[:7], 0, 16) == []
 
 
+def test_blocks_have_names_up_to_a_boundary_of_all_groups() -> None:
+    prefixes = make_map(CacheGroup(0, 4), CacheGroup(1, 6))
+    assert [prefixes.named_tokens(end) for end in (0, 11, 12, 23, 24)] == [0, 0, 12, 12, 24]
+    assert [make_map(FULL).named_tokens(end) for end in (3, 4, 7)] == [0, 4, 4]
+
+
 def test_needed_keys_are_in_prefix_order_group_by_group() -> None:
     window = CacheGroup(1, 4, 6)
     expected: Sequence[bytes] = [

@@ -206,10 +206,6 @@ def test_blocks_are_stored_when_their_prefix_is_used_again() -> None:
     engine.check_rest()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="planner gives up blocks that vLLM names only when all groups reach a common boundary",
-)
 def test_groups_with_blocks_of_two_sizes_lose_no_block() -> None:
     """vLLM names the blocks of all groups up to a multiple of the largest; the rest comes later."""
     engine = PlayedEngine((CacheGroup(0, 8), WINDOW), max_num_batched_tokens=12)
