@@ -23,7 +23,7 @@ from kv_offload.worker import OffloadWorker
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -61,7 +61,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.offload_scheduler: OffloadScheduler = None  # type: ignore[assignment]
         self.offload_worker: OffloadWorker = None  # type: ignore[assignment]
         if role == KVConnectorRole.SCHEDULER:
-            self._start_scheduler(config, kv_cache_config, parallel.world_size, version)
+            self._start_scheduler(config, kv_cache_config, parallel, version)
         else:
             self.offload_worker = OffloadWorker(
                 config, kv_cache_config, parallel.rank, parallel.world_size
@@ -71,11 +71,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self,
         config: Any,
         kv_cache_config: KVCacheConfig,
-        num_ranks: int,
+        parallel: ParallelConfig,
         version: tuple[int, int],
     ) -> None:
+        num_ranks = parallel.world_size
         slot_bytes = engine_compat.bytes_per_block(kv_cache_config) * config.blocks_per_slot
-        groups = cache_groups(kv_cache_config)
+        groups = cache_groups(kv_cache_config, parallel.decode_context_parallel_size)
         self.offload_scheduler = OffloadScheduler(
             config,
             groups,

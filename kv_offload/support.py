@@ -64,13 +64,11 @@ def _engine_problems(
             f"kv_cache_dtype is {cache.cache_dtype!r}: supported are "
             f"{', '.join(sorted(CACHE_DTYPES))}"
         )
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
-        if getattr(parallel, name, 1) > 1:
-            problems.append(f"{name} is {getattr(parallel, name)}: only 1 is supported")
+    if parallel.prefill_context_parallel_size > 1:
+        problems.append(
+            f"prefill_context_parallel_size is {parallel.prefill_context_parallel_size}: only 1 is "
+            "supported"
+        )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.use_eagle():
         problems.append(
@@ -117,6 +115,12 @@ def _state_problems(
     if not states:
         return []
     problems = []
+    ranks = vllm_config.parallel_config.decode_context_parallel_size
+    if ranks > 1:
+        problems.append(
+            f"decode_context_parallel_size is {ranks}, and states are not split over its ranks: "
+            "set it to 1"
+        )
     if config.blocks_per_slot > 1:
         problems.append(
             f"blocks_per_slot is {config.blocks_per_slot}, but of states only single blocks are "
@@ -140,15 +144,23 @@ def _state_problems(
     return problems
 
 
-def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
-    """Return the groups of a supported model in the order in which block tables list them."""
+def cache_groups(
+    kv_cache_config: KVCacheConfig, decode_context_parallel_size: int = 1
+) -> tuple[CacheGroup, ...]:
+    """Return the groups of a supported model in the order in which block tables list them.
+
+    With decode context parallelism a block holds the tokens of all its ranks' blocks.
+    """
     specs = layer_specs(kv_cache_config)
     groups = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         members = [specs[name] for name in group.layer_names]
-        groups.append(
-            CacheGroup(group_id, group.kv_cache_spec.block_size, **_reading_rule(members))
-        )
+        # From vLLM 0.32 a spec says whether its tokens are split; before, all attention is.
+        split = all(getattr(spec, "dcp_sharded", True) for spec in members)
+        block_tokens = group.kv_cache_spec.block_size
+        if split:
+            block_tokens *= decode_context_parallel_size
+        groups.append(CacheGroup(group_id, block_tokens, **_reading_rule(members)))
     return tuple(groups)
 
 

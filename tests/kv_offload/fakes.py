@@ -339,11 +339,19 @@ class _ModelRequest:
 class PlayedModel:
     """Reads, checks and writes KV on all ranks, and samples; follows scheduler outputs as a runner.
 
-    A query checks all KV that it reads; a mismatch is an `AssertionError`.
+    A query checks all KV that it reads; a mismatch is an `AssertionError`. With decode context
+    parallelism token `i` is on the ranks `i % context_ranks`, and a group's `block_tokens` are
+    those of a block over all of them.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], kv: list[list[NDArray[np.int64]]]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        kv: list[list[NDArray[np.int64]]],
+        context_ranks: int = 1,
+    ) -> None:
         self.groups = groups
+        self.context_ranks = context_ranks
         self.kv = kv
         """By rank and group, of shape `(blocks, block_tokens, words)`."""
         self.requests: dict[str, _ModelRequest] = {}
@@ -412,7 +420,7 @@ class PlayedModel:
                 if group.holds_state:
                     self._advance(group, words, blocks, inputs, start)
                 else:
-                    self._write(group, words, blocks, inputs, start)
+                    self._write(rank, group, words, blocks, inputs, start)
         if end - len(drafts) < known:
             return []
         sampled: Tokens = []
@@ -426,8 +434,8 @@ class PlayedModel:
         self.drafts[request_id] = draft(request.tokens)
         return sampled
 
-    @staticmethod
     def _check(
+        self,
         request_id: str,
         rank: int,
         group: CacheGroup,
@@ -436,8 +444,8 @@ class PlayedModel:
         names: list[int],
         start: int,
     ) -> None:
-        positions = np.arange(group.first_needed_token(start), start)
-        row = 0 if group.holds_state else positions % group.block_tokens
+        positions = self._own(rank, group.first_needed_token(start), start)
+        row = 0 if group.holds_state else positions % group.block_tokens // self.context_ranks
         found = words[blocks[positions // group.block_tokens], row]
         expected = np.array(names[:start], np.int64)[positions] + group.group_id
         wrong = np.flatnonzero((found != expected[:, None]).any(axis=1))
@@ -446,19 +454,25 @@ class PlayedModel:
             f"read before position {start}"
         )
 
-    @staticmethod
+    def _own(self, rank: int, start: int, end: int) -> NDArray[np.int64]:
+        """Return the positions of which a rank has the KV."""
+        positions = np.arange(start, end)
+        return positions[positions % self.context_ranks == rank % self.context_ranks]
+
     def _write(
+        self,
+        rank: int,
         group: CacheGroup,
         words: NDArray[np.int64],
         blocks: NDArray[np.int64],
         inputs: list[int],
         start: int,
     ) -> None:
-        positions = np.arange(start, start + len(inputs))
+        positions = self._own(rank, start, start + len(inputs))
         targets = blocks[positions // group.block_tokens]
         assert targets.all(), "the null block is written"
-        values = np.array(inputs, np.int64)[:, None] + group.group_id
-        words[targets, positions % group.block_tokens] = values
+        values = np.array(inputs, np.int64)[positions - start, None] + group.group_id
+        words[targets, positions % group.block_tokens // self.context_ranks] = values
 
     @staticmethod
     def _advance(
@@ -554,6 +568,7 @@ class PlayedEngine:
         async_scheduling: bool = False,
         drafts: int = 0,
         replaces_resumed: bool = False,
+        context_ranks: int = 1,
         **arguments: Any,
     ) -> None:
         plugin = {"blocks_per_slot": 1, **(plugin or {})}
@@ -569,9 +584,13 @@ class PlayedEngine:
         config.cache_config.num_gpu_blocks = blocks
         if any(group.holds_state for group in groups):
             config.cache_config.mamba_cache_mode = "align"
+        config.parallel_config.decode_context_parallel_size = context_ranks
         kv_cache_config = make_kv_cache_config(groups, blocks)
         block_tokens, self.hash_block_tokens = resolve_kv_cache_block_sizes(kv_cache_config, config)
-        self.groups = tuple(groups)
+        self.groups = tuple(
+            dataclasses.replace(group, block_tokens=group.block_tokens * context_ranks)
+            for group in groups
+        )
         self.max_steps_under_way = 2 if async_scheduling else 1
         scheduler_class = AsyncScheduler if async_scheduling else Scheduler
         self.scheduler = scheduler_class(
@@ -589,7 +608,7 @@ class PlayedEngine:
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {(0, r): rank.connector.get_handshake_metadata() for r, rank in enumerate(self.ranks)}
         )
-        self.model = PlayedModel(groups, [rank.kv for rank in self.ranks])
+        self.model = PlayedModel(self.groups, [rank.kv for rank in self.ranks], context_ranks)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._drafts = drafts
         self.propose: Callable[[Tokens], Tokens] = self.good_drafts
@@ -746,10 +765,11 @@ class PlayedEngine:
         manager.check_integrity()
         for key, slot in manager._stored.items():
             expected = self.known[key]
-            for rank in self.ranks:
-                found = rank.copies.arena[slot * per_slot : (slot + 1) * per_slot].view(np.int64)
-                found = found.reshape(*expected.shape, -1)
-                assert (found == expected[..., None]).all(), f"slot {slot} holds another prefix"
+            for rank, played in enumerate(self.ranks):
+                own = expected[:, rank % self.model.context_ranks :: self.model.context_ranks]
+                found = played.copies.arena[slot * per_slot : (slot + 1) * per_slot].view(np.int64)
+                found = found.reshape(*own.shape, -1)
+                assert (found == own[..., None]).all(), f"slot {slot} holds another prefix"
 
     def _learn_keys(self) -> None:
         per_slot = self.offload._config.blocks_per_slot

@@ -216,6 +216,32 @@ def test_groups_with_blocks_of_two_sizes_lose_no_block() -> None:
     engine.check_rest()
 
 
+@both_ways
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, CacheGroup(1, 8))])
+def test_blocks_of_context_parallel_ranks(
+    async_scheduling: bool, groups: tuple[CacheGroup, ...]
+) -> None:
+    """Every second token is on the other rank: a block holds the tokens of both ranks' blocks."""
+    engine = PlayedEngine(
+        groups,
+        ranks=2,
+        context_ranks=2,
+        async_scheduling=async_scheduling,
+        plugin={"max_pinned_share": 1.0},
+    )
+    assert engine.hash_block_tokens == 2 * BLOCK
+    engine.add("first", [*PROMPT, *OTHER], max_tokens=8)
+    engine.run()
+    assert engine.totals["stored_bytes"] == 2 * blocks(48 // 8 + 48 // 16 * (len(groups) - 1))
+    forget(engine)
+    engine.add("second", [*PROMPT, *OTHER], max_tokens=8)
+    engine.run()
+    assert engine.totals["hit_tokens"] == {1: 40, 2: 32}[len(groups)]
+    assert engine.answers["second"] == engine.answers["first"]
+    assert engine.answers["first"] == answer([*PROMPT, *OTHER], 8)
+    engine.check_rest()
+
+
 # -- states ------------------------------------------------------------------------------------
 
 

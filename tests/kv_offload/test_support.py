@@ -102,9 +102,11 @@ def test_drafts_from_the_text_are_served() -> None:
     engine.check()
 
 
-def test_several_tensor_parallel_ranks_are_served() -> None:
+def test_tensor_pipeline_and_decode_context_parallel_ranks_are_served() -> None:
     engine = Engine()
     engine.vllm.parallel_config.tensor_parallel_size = 4
+    engine.vllm.parallel_config.pipeline_parallel_size = 2
+    engine.vllm.parallel_config.decode_context_parallel_size = 2
     engine.check()
 
 
@@ -129,18 +131,9 @@ def test_cache_types_with_data_elsewhere(engine: Engine, dtype: str) -> None:
     assert message.startswith(f"kv_cache_dtype is '{dtype}': supported are auto, bfloat16, ")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ],
-)
-def test_parallelism_that_splits_layers_or_tokens(engine: Engine, name: str) -> None:
-    assert hasattr(engine.vllm.parallel_config, name)
-    setattr(engine.vllm.parallel_config, name, 2)
-    assert engine.refusal() == f"{name} is 2: only 1 is supported"
+def test_prefill_context_parallelism(engine: Engine) -> None:
+    engine.vllm.parallel_config.prefill_context_parallel_size = 2
+    assert engine.refusal() == "prefill_context_parallel_size is 2: only 1 is supported"
 
 
 def test_a_draft_model_with_kv_of_its_own(engine: Engine) -> None:
@@ -230,6 +223,13 @@ def test_states_in_slots_of_several_blocks() -> None:
     assert engine.refusal().startswith("blocks_per_slot is 2, but of states only single blocks")
 
 
+def test_states_beside_split_attention() -> None:
+    engine = Engine(FULL, STATE)
+    engine.vllm.parallel_config.decode_context_parallel_size = 2
+    message = engine.refusal()
+    assert message.startswith("decode_context_parallel_size is 2, and states are not split")
+
+
 def test_states_beside_drafts() -> None:
     engine = Engine(FULL, STATE)
     engine.vllm = make_vllm_config({}, drafts=2)
@@ -265,13 +265,18 @@ def test_one_layer_of_a_uniform_group_is_enough_to_refuse(engine: Engine) -> Non
 def test_everything_that_stands_in_the_way_is_listed_at_once(engine: Engine) -> None:
     engine.vllm.kv_transfer_config.kv_role = "kv_consumer"
     engine.vllm.cache_config.enable_prefix_caching = False
-    engine.vllm.parallel_config.pipeline_parallel_size = 2
+    engine.vllm.parallel_config.prefill_context_parallel_size = 2
     (group,) = engine.cache.kv_cache_groups
     group.kv_cache_spec = spec_like(FullAttentionSpec, "OtherSpec")
     with pytest.raises(UnsupportedError) as caught:
         engine.check()
     _, *problems = str(caught.value).split("\n  - ")
-    beginnings = ["kv_role is ", "prefix caching is off", "pipeline_parallel_size", "the model has"]
+    beginnings = [
+        "kv_role is ",
+        "prefix caching is off",
+        "prefill_context_parallel_size",
+        "the model has",
+    ]
     for problem, beginning in zip(problems, beginnings, strict=True):
         assert problem.startswith(beginning)
 
@@ -288,6 +293,16 @@ def test_groups_keep_the_order_of_the_block_tables() -> None:
         CacheGroup(4, 4, holds_state=True),
     )
     assert cache_groups(make_kv_cache_config(groups, 40)) == groups
+
+
+def test_blocks_hold_the_tokens_of_all_context_parallel_ranks() -> None:
+    groups = (CacheGroup(0, 8), CacheGroup(1, 4))
+    expected = (CacheGroup(0, 16), CacheGroup(1, 8))
+    config = make_kv_cache_config(groups, 40)
+    assert cache_groups(config, 2) == expected
+    whole = SimpleNamespace(block_size=4, dcp_sharded=False)
+    config.kv_cache_groups[1] = SimpleNamespace(layer_names=["layer.1"], kv_cache_spec=whole)
+    assert cache_groups(config, 2) == (CacheGroup(0, 16), CacheGroup(1, 4))
 
 
 def uniform(*windows: int | None, chunks: Sequence[int] = ()) -> tuple[CacheGroup, ...]:
