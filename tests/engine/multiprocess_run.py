@@ -62,20 +62,21 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     prompts = [{"prompt_token_ids": p} for p in prompts_with_shared_prefix(seed=3)]
 
     def start(**more: Any) -> LLM:
-        return LLM(
-            model=str(write_model(kind, Path(models) / kind)),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            block_size=BLOCK_TOKENS,
-            kv_cache_memory_bytes=16 << 20,
-            num_gpu_blocks_override=400,
-            max_model_len=1024,
-            dtype="float32",
-            seed=0,
-            disable_log_stats=False,
+        settings = {
+            "model": str(write_model(kind, Path(models) / kind)),
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "block_size": BLOCK_TOKENS,
+            "kv_cache_memory_bytes": 16 << 20,
+            "num_gpu_blocks_override": 400,
+            "max_model_len": 1024,
+            "dtype": "float32",
+            "seed": 0,
+            "disable_log_stats": False,
             **arguments,
             **more,
-        )
+        }
+        return LLM(**settings)
 
     def answers(llm: LLM) -> list[list[int]]:
         outputs = llm.generate(prompts, greedy(8), use_tqdm=False)
