@@ -108,6 +108,33 @@ def llama4() -> Any:
     )
 
 
+def jamba() -> Any:
+    """Mamba 1 interleaved with full attention."""
+    from transformers import JambaConfig
+
+    return JambaConfig(
+        architectures=["JambaForCausalLM"],
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_dt_rank=8,
+        use_mamba_kernels=False,
+        num_experts=1,
+        num_experts_per_tok=1,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+    )
+
+
 def falcon_h1() -> Any:
     """Attention and Mamba 2 in parallel in every layer."""
     from transformers import FalconH1Config
@@ -170,6 +197,7 @@ MODELS = {
     "gemma3": gemma3,
     "deepseek_v2": deepseek_v2,
     "llama4": llama4,
+    "jamba": jamba,
     "falcon_h1": falcon_h1,
     "qwen3_next": qwen3_next,
 }

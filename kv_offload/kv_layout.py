@@ -34,6 +34,8 @@ def describe_kv_caches(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheCon
     tensors = []
     for name, cache in kv_caches.items():
         spec = specs.get(name)
+        if spec is None and any(cache is kv_caches[other] for other in specs if other in kv_caches):
+            continue  # a layer that reads the cache of another
         if spec is not None and isinstance(cache, (list, tuple)) and len(cache) > 0:
             tensors.append(_describe_states(name, cache, num_blocks, spec.page_size_bytes))
         elif spec is not None and getattr(cache, "shape", None):
@@ -69,8 +71,9 @@ def _describe_states(
 ) -> TensorDescription:
     """Describe a layer with several states per block, each a view into the same pages.
 
-    vLLM up to 0.31 registers them so. The first begins where the page does, the others lie behind
-    it; the page may be padded. It is copied whole, as `(num_blocks, page_bytes)` bytes.
+    Up to vLLM 0.31 the older model runner registers them so. The first begins where the page does,
+    the others lie behind it; the page may be padded. It is copied whole, as
+    `(num_blocks, page_bytes)` bytes.
     """
     address = states[0].data_ptr()
     strides = {state.stride(0) * state.element_size() for state in states}

@@ -22,8 +22,19 @@ SPECS = FULL_SPECS | {WINDOW_SPEC, CHUNK_SPEC, STATE_SPEC}
 """Names of vLLM's KV-cache specs whose blocks, once the pool knows them by hash, are written no
 more. Subclasses with other rules have names of their own and are refused."""
 
-CACHE_DTYPES = frozenset({"auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"})
-"""Cache types whose pages carry all that is needed to read them back."""
+CACHE_DTYPES = frozenset(
+    {
+        *("auto", "float16", "bfloat16", "float32"),
+        *("fp8", "fp8_e4m3", "fp8_e5m2"),
+        *("fp8_per_token_head", "int8_per_token_head"),
+    }
+)
+"""Cache types whose pages carry all that is needed to read them back.
+
+With one scale per tensor the scales are the layer's own and never change. With one per token and
+head they lie in the page, in vLLM 0.26 to 0.33, between the keys and the values. Its first forward
+sets them all to 1, and nothing can be loaded before: host memory is filled by forwards only.
+"""
 
 
 def check_supported(

@@ -569,6 +569,7 @@ class PlayedEngine:
         drafts: int = 0,
         replaces_resumed: bool = False,
         context_ranks: int = 1,
+        replica: int | None = None,
         **arguments: Any,
     ) -> None:
         plugin = {"blocks_per_slot": 1, **(plugin or {})}
@@ -585,6 +586,9 @@ class PlayedEngine:
         if any(group.holds_state for group in groups):
             config.cache_config.mamba_cache_mode = "align"
         config.parallel_config.decode_context_parallel_size = context_ranks
+        if replica is not None:
+            config.parallel_config.data_parallel_size = 2
+            config.parallel_config.data_parallel_rank = replica
         kv_cache_config = make_kv_cache_config(groups, blocks)
         block_tokens, self.hash_block_tokens = resolve_kv_cache_block_sizes(kv_cache_config, config)
         self.groups = tuple(

@@ -145,6 +145,13 @@ def test_states_and_attention_overlay_each_other() -> None:
     assert regions(layout, storage) == [(0, PAGE_BYTES, PAGE_BYTES)]
 
 
+def test_a_layer_that_reads_the_cache_of_another_is_left_out() -> None:
+    """vLLM registers it under its own name too, and in no group."""
+    tensor = cache(BLOCKS, *BLOCK_SHAPE)
+    layout = describe_kv_caches({"reader": tensor, "layer": tensor}, config())
+    assert regions(layout, tensor) == [(0, PAGE_BYTES, PAGE_BYTES)]
+
+
 # -- what is refused ---------------------------------------------------------------------------
 
 

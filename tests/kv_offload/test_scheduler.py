@@ -216,6 +216,19 @@ def test_groups_with_blocks_of_two_sizes_lose_no_block() -> None:
     engine.check_rest()
 
 
+def test_replicas_share_nothing() -> None:
+    """Two data-parallel replicas in one process: what one stored, the other computes."""
+    one, other = (PlayedEngine(replica=replica) for replica in (0, 1))
+    store(one, PROMPT)
+    assert (one.offload.manager.slots_in_use, other.offload.manager.slots_in_use) == (5, 0)
+    for engine, hit_tokens in ((other, 0), (one, 20)):
+        engine.add("again", PROMPT)
+        engine.run()
+        assert engine.totals["hit_tokens"] == hit_tokens
+        assert engine.answers["again"] == answer(PROMPT)
+        engine.check_rest()
+
+
 @both_ways
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, CacheGroup(1, 8))])
 def test_blocks_of_context_parallel_ranks(

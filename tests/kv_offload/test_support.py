@@ -13,6 +13,8 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 import torch
 from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -124,7 +126,7 @@ def test_no_prefix_caching(engine: Engine) -> None:
     assert "remove --no-enable-prefix-caching" in engine.refusal()
 
 
-@pytest.mark.parametrize("dtype", ["fp8_per_token_head", "int8_per_token_head", "fp8_inc", "nvfp4"])
+@pytest.mark.parametrize("dtype", ["int4_per_token_head", "turboquant_k8v4", "fp8_inc", "nvfp4"])
 def test_cache_types_with_data_elsewhere(engine: Engine, dtype: str) -> None:
     engine.vllm.cache_config = SimpleNamespace(enable_prefix_caching=True, cache_dtype=dtype)
     message = engine.refusal()
@@ -241,6 +243,8 @@ def test_states_beside_drafts() -> None:
 @pytest.mark.parametrize(
     "spec",
     [
+        CrossAttentionSpec(block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32),
+        EncoderOnlyAttentionSpec(block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32),
         spec_like(FullAttentionSpec, "SinkFullAttentionSpec"),
         spec_like(FullAttentionSpec, "SomethingNewSpec"),
     ],
