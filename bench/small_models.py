@@ -125,7 +125,6 @@ def jamba() -> Any:
         mamba_d_conv=4,
         mamba_expand=2,
         mamba_dt_rank=8,
-        use_mamba_kernels=False,
         num_experts=1,
         num_experts_per_tok=1,
         vocab_size=VOCABULARY,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,21 @@ def reload(running: Engine) -> None:
 # -- drafts from the text ----------------------------------------------------------------------
 
 
+@pytest.fixture
+def interpreted_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM's n-gram drafter run as plain Python: the CPU environment has no numba."""
+
+    def decorate(*args: Any, **_options: Any) -> Any:
+        return args[0] if args and callable(args[0]) else lambda function: function
+
+    numba = types.ModuleType("numba")
+    names = {"jit": decorate, "njit": decorate, "prange": range}
+    vars(numba).update(names, get_num_threads=lambda: 1, set_num_threads=lambda _: None)
+    monkeypatch.setitem(sys.modules, "numba", numba)
+    monkeypatch.delitem(sys.modules, "vllm.v1.spec_decode.ngram_proposer", raising=False)
+
+
+@pytest.mark.usefixtures("interpreted_numba")
 def test_drafts_from_the_text(model_folder: Path) -> None:
     """Blocks that were decoded with drafts, accepted and rejected, are stored and served again."""
     with engine(model_folder) as plain:
@@ -54,8 +71,9 @@ def test_drafts_from_the_text(model_folder: Path) -> None:
         assert steps["drafts"] > 20
         reload(ours)
         assert ours.generate([follow_up]) == [expected_after]
-        whole_blocks = (len(follow_up) - 1) // BLOCK_TOKENS
-        assert ours.blocks_loaded() == whole_blocks
+        # The last token that was sampled was never an input.
+        computed = len(REPEATING) + len(expected) - 1
+        assert ours.blocks_loaded() == computed // BLOCK_TOKENS
         reload(ours)
         ours.slots[:] ^= 0x40
         assert ours.generate([follow_up]) != [expected_after]
@@ -177,16 +195,16 @@ def test_ways_of_scheduling(model_folder: Path, arguments: dict[str, Any]) -> No
 
 
 def test_an_urgent_request_takes_blocks_of_one_that_stores(model_folder: Path) -> None:
-    """By priority the running request is preempted; both answers stay right."""
-    slow, urgent = random_tokens(330, seed=34), random_tokens(330, seed=35)
+    """The one that came first is preempted; both answers stay right."""
+    slow, urgent = random_tokens(230, seed=34), random_tokens(230, seed=35)
     with engine(model_folder) as plain:
-        expected = plain.generate([slow], max_tokens=90) + plain.generate([urgent], max_tokens=40)
+        expected = [plain.generate([prompt], max_tokens=130)[0] for prompt in (slow, urgent)]
     arguments = {"scheduling_policy": "priority", "blocks": 17, "max_model_len": 480}
     with engine(model_folder, plugin={}, **arguments) as ours:
-        add(ours, "slow", slow, 90, priority=5)
+        add(ours, "slow", slow, 130, priority=5)
         for _ in range(6):
             ours.step()
-        add(ours, "urgent", urgent, 40, priority=0)
+        add(ours, "urgent", urgent, 130, priority=0)
         preemptions = 0
         finished: dict[str, Any] = {}
         while ours.llm.llm_engine.has_unfinished_requests():
