@@ -82,7 +82,124 @@ def deepseek_v2() -> Any:
     )
 
 
-MODELS = {"qwen3": qwen3, "gemma3": gemma3, "deepseek_v2": deepseek_v2}
+def llama4() -> Any:
+    """Chunked-local attention in chunks of 128 tokens, interleaved with full attention."""
+    from transformers import Llama4TextConfig
+
+    return Llama4TextConfig(
+        architectures=["Llama4ForCausalLM"],
+        hidden_size=128,
+        intermediate_size=128,
+        intermediate_size_mlp=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        moe_layers=[0, 1, 2, 3],
+        attention_chunk_size=128,
+        no_rope_layers=[1, 0, 1, 0],
+        use_qk_norm=False,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+    )
+
+
+def jamba() -> Any:
+    """Mamba 1 interleaved with full attention."""
+    from transformers import JambaConfig
+
+    return JambaConfig(
+        architectures=["JambaForCausalLM"],
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_dt_rank=8,
+        num_experts=1,
+        num_experts_per_tok=1,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+    )
+
+
+def falcon_h1() -> Any:
+    """Attention and Mamba 2 in parallel in every layer."""
+    from transformers import FalconH1Config
+
+    return FalconH1Config(
+        architectures=["FalconH1ForCausalLM"],
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        mamba_d_ssm=128,
+        mamba_n_heads=4,
+        mamba_d_head=32,
+        mamba_n_groups=1,
+        mamba_d_state=32,
+        mamba_d_conv=4,
+        mamba_expand=1,
+        mamba_chunk_size=64,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+    )
+
+
+def qwen3_next() -> Any:
+    """Gated delta nets interleaved with full attention, and experts."""
+    from transformers import Qwen3NextConfig
+
+    return Qwen3NextConfig(
+        architectures=["Qwen3NextForCausalLM"],
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+    )
+
+
+MODELS = {
+    "qwen3": qwen3,
+    "gemma3": gemma3,
+    "deepseek_v2": deepseek_v2,
+    "llama4": llama4,
+    "jamba": jamba,
+    "falcon_h1": falcon_h1,
+    "qwen3_next": qwen3_next,
+}
 
 
 def write_model(kind: str, folder: Path, dtype: str = "float32") -> Path:

@@ -23,7 +23,7 @@ from kv_offload.worker import OffloadWorker
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -61,23 +61,35 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.offload_scheduler: OffloadScheduler = None  # type: ignore[assignment]
         self.offload_worker: OffloadWorker = None  # type: ignore[assignment]
         if role == KVConnectorRole.SCHEDULER:
-            self._start_scheduler(config, kv_cache_config, parallel.world_size)
+            self._start_scheduler(config, kv_cache_config, parallel, version)
         else:
             self.offload_worker = OffloadWorker(
                 config, kv_cache_config, parallel.rank, parallel.world_size
             )
 
-    def _start_scheduler(self, config: Any, kv_cache_config: KVCacheConfig, num_ranks: int) -> None:
+    def _start_scheduler(
+        self,
+        config: Any,
+        kv_cache_config: KVCacheConfig,
+        parallel: ParallelConfig,
+        version: tuple[int, int],
+    ) -> None:
+        num_ranks = parallel.world_size
         slot_bytes = engine_compat.bytes_per_block(kv_cache_config) * config.blocks_per_slot
+        groups = cache_groups(kv_cache_config, parallel.decode_context_parallel_size)
         self.offload_scheduler = OffloadScheduler(
             config,
-            cache_groups(kv_cache_config),
+            groups,
             max(1, config.cpu_bytes // num_ranks // slot_bytes),
             slot_bytes,
             num_ranks,
             make_block_hash_with_group_id,
         )
         engine_compat.drain_before_reset(drain_engine_core)
+        if any(group.holds_state for group in groups) and engine_compat.counts_attention_hits(
+            version
+        ):
+            engine_compat.count_common_hits()
         if not self._by_request and not self._by_block:
             engine_compat.recompute_failed_requests(take_failed_loads)
         logger.info("kv-offload: %s", config.describe())

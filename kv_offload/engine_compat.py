@@ -76,6 +76,34 @@ def layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, Any]:
     return specs
 
 
+def counts_attention_hits(version: tuple[int, int]) -> bool:
+    """Whether a hybrid model's local hit is that of its attention alone (0.26 and 0.27).
+
+    Such a hit may end where no state is. It is meant for connectors that always bring the state.
+    """
+    return version < (0, 28)
+
+
+def count_common_hits() -> None:
+    """Have vLLM 0.26 and 0.27 count as local only what all cache groups of a hybrid model have.
+
+    Their scheduler takes the longest hit of any group when `has_mamba_layers` is set; it reads that
+    attribute nowhere else once it has been built. A second call replaces nothing.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler.schedule
+    if getattr(original, "_kv_offload_counts_common_hits", False):
+        return
+
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.has_mamba_layers = False
+        return original(self, *args, **kwargs)
+
+    schedule._kv_offload_counts_common_hits = True  # type: ignore[attr-defined]
+    Scheduler.schedule = schedule
+
+
 def bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
     """Return the bytes of one block over all tensors of this rank.
 

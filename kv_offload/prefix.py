@@ -25,17 +25,40 @@ LOOKUP_SLOTS = 256
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share a block table. `window_tokens` is None for full attention."""
+    """Layers that share a block table, and how far back a query of theirs reads.
+
+    At most one of these is set; where none is, a query reads all tokens before it.
+
+    - `window_tokens`: it reads itself and the `window_tokens - 1` tokens before it.
+    - `chunk_tokens`: it reads from the last multiple of `chunk_tokens` on (chunked-local
+      attention).
+    - `holds_state`: it reads the state after the token before it (Mamba, gated delta nets). A block
+      holds the state after its last token; some blocks of a prefix are never made.
+    """
 
     group_id: int
     block_tokens: int
     window_tokens: int | None = None
+    chunk_tokens: int | None = None
+    holds_state: bool = False
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether a query reads every token before it."""
+        return self.window_tokens is None and self.chunk_tokens is None and not self.holds_state
 
     def first_needed_token(self, end_tokens: int) -> int:
-        """Return the first token whose KV a query at position `end_tokens` still reads."""
-        if self.window_tokens is None:
-            return 0
-        return max(0, end_tokens - self.window_tokens + 1)
+        """Return the first token whose KV a query at position `end_tokens` still reads.
+
+        That is `end_tokens` itself where it reads nothing before it.
+        """
+        if self.holds_state:
+            return max(0, end_tokens - 1)
+        if self.chunk_tokens is not None:
+            return end_tokens - end_tokens % self.chunk_tokens
+        if self.window_tokens is not None:
+            return max(0, end_tokens - self.window_tokens + 1)
+        return 0
 
 
 class PrefixMap:
@@ -55,6 +78,14 @@ class PrefixMap:
         self.slot_tokens = tuple(group.block_tokens * blocks_per_slot for group in self.groups)
         self.block_alignment_tokens = math.lcm(*(group.block_tokens for group in self.groups))
         self.hit_alignment_tokens = math.lcm(*self.slot_tokens)
+
+    def named_tokens(self, end_tokens: int) -> int:
+        """Return up to where vLLM has given blocks their hashes, of `end_tokens` that it computes.
+
+        With several groups it names their blocks up to a boundary that all groups share; what lies
+        behind gets its hash in a later step, or never.
+        """
+        return end_tokens - end_tokens % self.block_alignment_tokens
 
     def pool_keys(
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
@@ -110,9 +141,10 @@ class PrefixMap:
     ) -> int:
         """Return how far a prefix of `start_tokens` can be extended; `start_tokens` if it cannot.
 
-        Every group must cover the end: full attention from the start on without a gap, a sliding
-        window with the blocks that a query there still reads. A group that falls short lowers the
-        end for all, so the groups are asked again until none objects.
+        Every group must cover the end: full attention from the start on without a gap, the others
+        with the blocks that a query there still reads: none where a chunk begins, the last one for
+        a state. A group that falls short lowers the end for all, so they are asked again until none
+        objects.
         """
         end = self._align(min(limit_tokens, len(hashes) * self._hash_block_tokens))
         previous = None
@@ -137,7 +169,7 @@ class PrefixMap:
     ) -> int:
         """Return the largest aligned end, at most `end_tokens`, that this group can serve."""
         group, slot_tokens = self.groups[position], self.slot_tokens[position]
-        if group.window_tokens is None:
+        if group.reads_all:
             last = end_tokens // slot_tokens
             for first in range(start_tokens // slot_tokens, last, LOOKUP_SLOTS):
                 keys = self.slot_keys(hashes, group, first, min(first + LOOKUP_SLOTS, last))

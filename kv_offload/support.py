@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.config import OffloadConfig
@@ -13,12 +14,27 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-ATTENTION_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"})
-"""Names of vLLM's KV-cache specs whose blocks are written once and read by prefix. Subclasses with
-other rules have names of their own and are refused."""
+FULL_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+WINDOW_SPEC = "SlidingWindowSpec"
+CHUNK_SPEC = "ChunkedLocalAttentionSpec"
+STATE_SPEC = "MambaSpec"
+SPECS = FULL_SPECS | {WINDOW_SPEC, CHUNK_SPEC, STATE_SPEC}
+"""Names of vLLM's KV-cache specs whose blocks, once the pool knows them by hash, are written no
+more. Subclasses with other rules have names of their own and are refused."""
 
-CACHE_DTYPES = frozenset({"auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"})
-"""Cache types whose pages carry all that is needed to read them back."""
+CACHE_DTYPES = frozenset(
+    {
+        *("auto", "float16", "bfloat16", "float32"),
+        *("fp8", "fp8_e4m3", "fp8_e5m2"),
+        *("fp8_per_token_head", "int8_per_token_head"),
+    }
+)
+"""Cache types whose pages carry all that is needed to read them back.
+
+With one scale per tensor the scales are the layer's own and never change. With one per token and
+head they lie in the page, in vLLM 0.26 to 0.33, between the keys and the values. Its first forward
+sets them all to 1, and nothing can be loaded before: host memory is filled by forwards only.
+"""
 
 
 def check_supported(
@@ -31,6 +47,7 @@ def check_supported(
     problems = [
         *_engine_problems(config, vllm_config, kv_cache_config, version),
         *_model_problems(kv_cache_config),
+        *_state_problems(config, vllm_config, kv_cache_config),
     ]
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
@@ -58,13 +75,11 @@ def _engine_problems(
             f"kv_cache_dtype is {cache.cache_dtype!r}: supported are "
             f"{', '.join(sorted(CACHE_DTYPES))}"
         )
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
-        if getattr(parallel, name, 1) > 1:
-            problems.append(f"{name} is {getattr(parallel, name)}: only 1 is supported")
+    if parallel.prefill_context_parallel_size > 1:
+        problems.append(
+            f"prefill_context_parallel_size is {parallel.prefill_context_parallel_size}: only 1 is "
+            "supported"
+        )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.use_eagle():
         problems.append(
@@ -92,28 +107,86 @@ def _model_problems(kv_cache_config: KVCacheConfig) -> list[str]:
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         problems.append("a second block pool in host memory (HiSparse) has ids of its own")
     kinds = {type(spec).__name__ for spec in layer_specs(kv_cache_config).values()}
-    for kind in sorted(kinds - ATTENTION_SPECS):
+    for kind in sorted(kinds - SPECS):
         problems.append(
-            f"the model has layers with a {kind}: supported are "
-            f"{', '.join(sorted(ATTENTION_SPECS))}"
+            f"the model has layers with a {kind}: supported are {', '.join(sorted(SPECS))}"
         )
     if any(not getattr(g, "enable_kv_transfer", True) for g in kv_cache_config.kv_cache_groups):
         problems.append("a KV-cache group is not transferable")
     return problems
 
 
-def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
-    """Return the groups of a supported model in the order in which block tables list them."""
+def _state_problems(
+    config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> list[str]:
+    """Say which settings leave states (Mamba, gated delta nets) without final blocks."""
+    states = [
+        spec for spec in layer_specs(kv_cache_config).values() if type(spec).__name__ == STATE_SPEC
+    ]
+    if not states:
+        return []
+    problems = []
+    ranks = vllm_config.parallel_config.decode_context_parallel_size
+    if ranks > 1:
+        problems.append(
+            f"decode_context_parallel_size is {ranks}, and states are not split over its ranks: "
+            "set it to 1"
+        )
+    if config.blocks_per_slot > 1:
+        problems.append(
+            f"blocks_per_slot is {config.blocks_per_slot}, but of states only single blocks are "
+            "ever made: set it to 1"
+        )
+    if vllm_config.speculative_config is not None:
+        problems.append(
+            f"speculative method {vllm_config.speculative_config.method!r} moves the blocks of "
+            "states: remove it"
+        )
+    for mode in sorted({spec.mamba_cache_mode for spec in states} - {"align", "all"}):
+        problems.append(
+            f"mamba_cache_mode is {mode!r}, in which no block of states becomes final: use 'align'"
+        )
+    block_tokens = vllm_config.cache_config.block_size
+    for tokens in sorted({spec.block_size for spec in states} - {block_tokens}):
+        problems.append(
+            f"mamba_block_size is {tokens} and block_size {block_tokens}: leave mamba_block_size "
+            "unset, so that both are the same"
+        )
+    return problems
+
+
+def cache_groups(
+    kv_cache_config: KVCacheConfig, decode_context_parallel_size: int = 1
+) -> tuple[CacheGroup, ...]:
+    """Return the groups of a supported model in the order in which block tables list them.
+
+    With decode context parallelism a block holds the tokens of all its ranks' blocks.
+    """
     specs = layer_specs(kv_cache_config)
     groups = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
-        members: list[Any] = [specs[name] for name in group.layer_names]
-        # A layer with full attention needs all blocks, and the largest window covers the others.
-        windows = [
-            spec.sliding_window if type(spec).__name__ == "SlidingWindowSpec" else None
-            for spec in members
-        ]
-        known = [window for window in windows if window is not None]
-        window = max(known) if len(known) == len(windows) else None
-        groups.append(CacheGroup(group_id, group.kv_cache_spec.block_size, window))
+        members = [specs[name] for name in group.layer_names]
+        # From vLLM 0.32 a spec says whether its tokens are split; before, all attention is.
+        split = all(getattr(spec, "dcp_sharded", True) for spec in members)
+        block_tokens = group.kv_cache_spec.block_size
+        if split:
+            block_tokens *= decode_context_parallel_size
+        groups.append(CacheGroup(group_id, block_tokens, **_reading_rule(members)))
     return tuple(groups)
+
+
+def _reading_rule(specs: Sequence[Any]) -> dict[str, Any]:
+    """Return the rule of `CacheGroup` under which every layer of a group finds what it reads.
+
+    Layers of different rules, or chunks of different sizes, keep all blocks. The largest window
+    covers the others.
+    """
+    kinds = {type(spec).__name__ for spec in specs}
+    if kinds == {WINDOW_SPEC}:
+        return {"window_tokens": max(spec.sliding_window for spec in specs)}
+    if kinds == {STATE_SPEC}:
+        return {"holds_state": True}
+    chunks = {getattr(spec, "attention_chunk_size", None) for spec in specs}
+    if kinds == {CHUNK_SPEC} and len(chunks) == 1:
+        return {"chunk_tokens": chunks.pop()}
+    return {}

@@ -12,7 +12,7 @@ import numpy as np
 from kv_offload.config import OffloadConfig
 from kv_offload.engine_compat import find_output_copy_stream, forward_log, logger
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
-from kv_offload.kv_layout import describe_kv_caches
+from kv_offload.kv_layout import describe_kv_caches, kv_tensors
 from kv_offload.metadata import (
     JobResult,
     LoadJob,
@@ -94,7 +94,8 @@ class OffloadWorker:
                 f"slot of {self._config.blocks_per_slot} blocks takes {slot_bytes}: set "
                 f"cpu_bytes to {slot_bytes * self._num_ranks} or more"
             )
-        device = next(iter(kv_caches.values())).device
+        tensors = kv_tensors(kv_caches)
+        device = tensors[0].device
         kind = self._engine_kind(device)
         stream = find_output_copy_stream() if kind == "cuda" else None
         started = time.monotonic()
@@ -103,7 +104,7 @@ class OffloadWorker:
             layout,
             self.num_slots * self._config.blocks_per_slot,
             device=device,
-            keep_alive=list(kv_caches.values()),
+            keep_alive=tensors,
             output_copy_stream=stream,
         )
         logger.info(

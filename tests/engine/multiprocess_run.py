@@ -1,6 +1,6 @@
-"""Run by `test_processes.py` in a process of its own: an engine whose core has its own process.
+"""Run by `run_engine` in a process of its own: an engine whose core has its own process.
 
-usage: python -m tests.engine.multiprocess_run MODELS_FOLDER TENSOR_PARALLEL_SIZE
+usage: python -m tests.engine.multiprocess_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
 Prints one line of JSON.
 """
@@ -9,12 +9,46 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
 
-def main(models: str, ranks: int) -> None:
+
+def run_engine(
+    models: Path, kind: str, arguments: dict[str, Any], **environment: str
+) -> dict[str, Any]:
+    """Run `main` in a process of its own; return what it found."""
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.engine.multiprocess_run",
+            str(models),
+            kind,
+            json.dumps(arguments),
+        ],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, f"exit status {run.returncode}\n{run.stdout[-4000:]}\n{run.stderr[-6000:]}"
+    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    return result
+
+
+def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     from vllm import LLM
 
     from bench.small_models import write_model
@@ -28,20 +62,21 @@ def main(models: str, ranks: int) -> None:
     prompts = [{"prompt_token_ids": p} for p in prompts_with_shared_prefix(seed=3)]
 
     def start(**more: Any) -> LLM:
-        return LLM(
-            model=str(write_model("qwen3", Path(models) / "qwen3")),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            block_size=BLOCK_TOKENS,
-            kv_cache_memory_bytes=16 << 20,
-            num_gpu_blocks_override=400,
-            max_model_len=1024,
-            dtype="float32",
-            seed=0,
-            disable_log_stats=False,
-            tensor_parallel_size=ranks,
+        settings = {
+            "model": str(write_model(kind, Path(models) / kind)),
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "block_size": BLOCK_TOKENS,
+            "kv_cache_memory_bytes": 16 << 20,
+            "num_gpu_blocks_override": 400,
+            "max_model_len": 1024,
+            "dtype": "float32",
+            "seed": 0,
+            "disable_log_stats": False,
+            **arguments,
             **more,
-        )
+        }
+        return LLM(**settings)
 
     def answers(llm: LLM) -> list[list[int]]:
         outputs = llm.generate(prompts, greedy(8), use_tqdm=False)
@@ -86,4 +121,4 @@ def corrupt(_worker: Any) -> int:
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `corrupt`
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.engine.multiprocess_run import run_engine
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_round_trip_reset_and_sleep(model_folder: Path, ranks: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.engine.multiprocess_run", str(model_folder), str(ranks)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, f"exit status {run.returncode}\n{run.stdout[-4000:]}\n{run.stderr[-6000:]}"
-    result = json.loads(lines[0].removeprefix("RESULT "))
+    result = run_engine(model_folder, "qwen3", {"tensor_parallel_size": ranks})
     expected = result["expected"]
     assert result["computed"] == expected
     assert result["reset"] is True

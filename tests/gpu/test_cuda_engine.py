@@ -289,12 +289,15 @@ def test_compute_waits_for_a_load_before_it(before_compute: bool) -> None:
     engine, cache, slots = make_engine(num_blocks, [(64 * KIB, 64 * KIB)], num_blocks)
     cache.storage.fill_(1)
     slots.fill_(9)
+    seen = torch.empty_like(cache.tensors[0][:8])
+    seen.copy_(cache.tensors[0][:8])  # what CUDA loads at first use, it loads now
     torch.cuda.synchronize()
     every = np.arange(num_blocks, dtype=np.int32)
     others = np.stack([every[8:], every[8:]], 1)
     engine.submit(SwapJob(1, LOAD, others))
     engine.submit(SwapJob(2, LOAD, np.stack([every[:8], every[:8]], 1), before_compute))
-    seen = cache.tensors[0][:8].clone()
+    seen.copy_(cache.tensors[0][:8])
+    torch.cuda.current_stream().synchronize()
     others_are_late = not engine._state.lanes[LOAD, "kernel"]._slices[-1][0].query()
     torch.cuda.synchronize()
     assert seen.unique().tolist() == [9 if before_compute else 1]

@@ -24,6 +24,29 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "windows": ("gemma3", {}, {}),
     "mla": ("deepseek_v2", {"block_size": 64}, {}),
     "fp8": ("qwen3", {"kv_cache_dtype": "fp8"}, {}),
+    "fp8 scale per token and head": ("qwen3", {"kv_cache_dtype": "fp8_per_token_head"}, {}),
+    "int8 scale per token and head": ("qwen3", {"kv_cache_dtype": "int8_per_token_head"}, {}),
+    "blocks of 16": ("qwen3", {"block_size": 16}, {}),
+    "blocks of 64": ("qwen3", {"block_size": 64}, {}),
+    "blocks of 128": ("gemma3", {"block_size": 128}, {}),
+    "chunks": ("llama4", {}, {}),
+    "Mamba 1": ("jamba", {"enable_prefix_caching": True}, {}),
+    "Mamba 2": ("falcon_h1", {"enable_prefix_caching": True}, {}),
+    "Mamba 2, aligned": (
+        "falcon_h1",
+        {"enable_prefix_caching": True, "mamba_cache_mode": "align"},
+        {},
+    ),
+    "Mamba 2, fp8": (
+        "falcon_h1",
+        {"enable_prefix_caching": True, "kv_cache_dtype": "fp8"},
+        {},
+    ),
+    "gated delta nets": (
+        "qwen3_next",
+        {"enable_prefix_caching": True, "gdn_prefill_backend": "triton"},
+        {},
+    ),
     "sleep": ("qwen3", {"enable_sleep_mode": True}, {}),
 }
 
@@ -55,7 +78,7 @@ def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
     result = json.loads(lines[0].removeprefix("RESULT "))
     print({k: v for k, v in result.items() if not isinstance(v, list)})
     assert result["loaded_blocks"] > 0
-    assert result["compared_blocks"] >= 10
+    assert result["compared_blocks"] >= 5
     assert result["different_blocks"] == 0
     assert result["answers"] == result["expected"]
     corrupted, reloaded = result["corrupted"], result["answers"][1]

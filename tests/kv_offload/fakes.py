@@ -35,10 +35,12 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
@@ -97,14 +99,29 @@ def make_request(
     )
 
 
-def make_spec(block_tokens: int, window_tokens: int | None = None) -> Any:
+def make_spec(
+    block_tokens: int,
+    window_tokens: int | None = None,
+    chunk_tokens: int | None = None,
+    holds_state: bool = False,
+) -> Any:
     """Return a spec whose page has `PAGE_WORDS` words."""
+    if holds_state:
+        return MambaSpec(
+            block_size=block_tokens,
+            shapes=((PAGE_WORDS // 2,), (PAGE_WORDS // 4, 2)),
+            dtypes=(torch.int32, torch.int64),
+            page_size_padded=PAGE_WORDS * 8,
+            mamba_cache_mode="align",
+        )
     shape = {
         "block_size": block_tokens,
         "num_kv_heads": 1,
         "head_size": PAGE_WORDS // block_tokens,
         "dtype": torch.float32,
     }
+    if chunk_tokens is not None:
+        return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=chunk_tokens)
     if window_tokens is None:
         return FullAttentionSpec(**shape)
     return SlidingWindowSpec(**shape, sliding_window=window_tokens)
@@ -126,7 +143,12 @@ def make_kv_cache_config(groups: Sequence[CacheGroup], num_blocks: int) -> KVCac
         num_blocks=num_blocks,
         kv_cache_tensors=[make_tensor(num_blocks * PAGE_WORDS * 8, layers, PAGE_WORDS * 8)],
         kv_cache_groups=[
-            KVCacheGroupSpec([layer], make_spec(group.block_tokens, group.window_tokens))
+            KVCacheGroupSpec(
+                [layer],
+                make_spec(
+                    group.block_tokens, group.window_tokens, group.chunk_tokens, group.holds_state
+                ),
+            )
             for layer, group in zip(layers, groups, strict=True)
         ],
     )
@@ -319,11 +341,19 @@ class _ModelRequest:
 class PlayedModel:
     """Reads, checks and writes KV on all ranks, and samples; follows scheduler outputs as a runner.
 
-    A query checks all KV that it reads; a mismatch is an `AssertionError`.
+    A query checks all KV that it reads; a mismatch is an `AssertionError`. With decode context
+    parallelism token `i` is on the ranks `i % context_ranks`, and a group's `block_tokens` are
+    those of a block over all of them.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], kv: list[list[NDArray[np.int64]]]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        kv: list[list[NDArray[np.int64]]],
+        context_ranks: int = 1,
+    ) -> None:
         self.groups = groups
+        self.context_ranks = context_ranks
         self.kv = kv
         """By rank and group, of shape `(blocks, block_tokens, words)`."""
         self.requests: dict[str, _ModelRequest] = {}
@@ -389,7 +419,10 @@ class PlayedModel:
             for group, words in zip(self.groups, kv, strict=True):
                 blocks = np.array(request.block_ids[group.group_id], np.int64)
                 self._check(request_id, rank, group, words, blocks, names, start)
-                self._write(group, words, blocks, inputs, start)
+                if group.holds_state:
+                    self._advance(group, words, blocks, inputs, start)
+                else:
+                    self._write(rank, group, words, blocks, inputs, start)
         if end - len(drafts) < known:
             return []
         sampled: Tokens = []
@@ -403,8 +436,8 @@ class PlayedModel:
         self.drafts[request_id] = draft(request.tokens)
         return sampled
 
-    @staticmethod
     def _check(
+        self,
         request_id: str,
         rank: int,
         group: CacheGroup,
@@ -413,8 +446,9 @@ class PlayedModel:
         names: list[int],
         start: int,
     ) -> None:
-        positions = np.arange(group.first_needed_token(start), start)
-        found = words[blocks[positions // group.block_tokens], positions % group.block_tokens]
+        positions = self._own(rank, group.first_needed_token(start), start)
+        row = 0 if group.holds_state else positions % group.block_tokens // self.context_ranks
+        found = words[blocks[positions // group.block_tokens], row]
         expected = np.array(names[:start], np.int64)[positions] + group.group_id
         wrong = np.flatnonzero((found != expected[:, None]).any(axis=1))
         assert not len(wrong), (
@@ -422,19 +456,38 @@ class PlayedModel:
             f"read before position {start}"
         )
 
-    @staticmethod
+    def _own(self, rank: int, start: int, end: int) -> NDArray[np.int64]:
+        """Return the positions of which a rank has the KV."""
+        positions = np.arange(start, end)
+        return positions[positions % self.context_ranks == rank % self.context_ranks]
+
     def _write(
+        self,
+        rank: int,
         group: CacheGroup,
         words: NDArray[np.int64],
         blocks: NDArray[np.int64],
         inputs: list[int],
         start: int,
     ) -> None:
-        positions = np.arange(start, start + len(inputs))
+        positions = self._own(rank, start, start + len(inputs))
         targets = blocks[positions // group.block_tokens]
         assert targets.all(), "the null block is written"
-        values = np.array(inputs, np.int64)[:, None] + group.group_id
-        words[targets, positions % group.block_tokens] = values
+        values = np.array(inputs, np.int64)[positions - start, None] + group.group_id
+        words[targets, positions % group.block_tokens // self.context_ranks] = values
+
+    @staticmethod
+    def _advance(
+        group: CacheGroup,
+        words: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        inputs: list[int],
+        start: int,
+    ) -> None:
+        """Write the state at the end of a step, in place while it stays in one block."""
+        target = blocks[(start + len(inputs) - 1) // group.block_tokens]
+        assert target, "the null block is written"
+        words[target] = inputs[-1] + group.group_id
 
 
 # -- the engine --------------------------------------------------------------------------------
@@ -452,16 +505,28 @@ class PlayedRank:
         self.kv: list[NDArray[np.int64]] = []
         caches = {}
         for group in kv_cache_config.kv_cache_groups:
-            tensor = self.memory.view(len(self.memory), group.kv_cache_spec.block_size, -1)
-            caches[group.layer_names[0]] = tensor
+            spec = group.kv_cache_spec
+            rows = 1 if isinstance(spec, MambaSpec) else spec.block_size
+            tensor = self.memory.view(len(self.memory), rows, -1)
+            caches[group.layer_names[0]] = self._cache_of(spec, tensor)
             self.kv.append(tensor.numpy())
         with manual_copies() as made:
             self.connector.register_kv_caches(caches)
         self.copies = made[0]
 
+    @staticmethod
+    def _cache_of(spec: Any, tensor: torch.Tensor) -> Any:
+        """Return what this vLLM registers for a layer: up to 0.31, a list of its states."""
+        if not isinstance(spec, MambaSpec) or reports_failed_requests(vllm_version()):
+            return tensor
+        first = tensor[:, 0, : PAGE_WORDS // 4].view(torch.int32)
+        return [first, tensor[:, 0, PAGE_WORDS // 4 : -PAGE_WORDS // 4].unflatten(1, (-1, 2))]
+
     def begin(self, output: Any) -> None:
         metadata = output.kv_connector_metadata
         self.connector.handle_preemptions(metadata)
+        if output.new_block_ids_to_zero:
+            self.memory[output.new_block_ids_to_zero] = 0
         self.connector.bind_connector_metadata(metadata)
 
     def end(self, output: Any) -> KVConnectorOutput:
@@ -506,6 +571,8 @@ class PlayedEngine:
         drafts: int = 0,
         replaces_resumed: bool = False,
         synchronous_loads: bool = False,
+        context_ranks: int = 1,
+        replica: int | None = None,
         **arguments: Any,
     ) -> None:
         plugin = {"blocks_per_slot": 1, **(plugin or {})}
@@ -519,9 +586,18 @@ class PlayedEngine:
         )
         config.cache_config.block_size = groups[0].block_tokens
         config.cache_config.num_gpu_blocks = blocks
+        if any(group.holds_state for group in groups):
+            config.cache_config.mamba_cache_mode = "align"
+        config.parallel_config.decode_context_parallel_size = context_ranks
+        if replica is not None:
+            config.parallel_config.data_parallel_size = 2
+            config.parallel_config.data_parallel_rank = replica
         kv_cache_config = make_kv_cache_config(groups, blocks)
         block_tokens, self.hash_block_tokens = resolve_kv_cache_block_sizes(kv_cache_config, config)
-        self.groups = tuple(groups)
+        self.groups = tuple(
+            dataclasses.replace(group, block_tokens=group.block_tokens * context_ranks)
+            for group in groups
+        )
         self.max_steps_under_way = 2 if async_scheduling else 1
         scheduler_class = AsyncScheduler if async_scheduling else Scheduler
         self.scheduler = scheduler_class(
@@ -541,7 +617,7 @@ class PlayedEngine:
         )
         self.offload.load_mode.allowed = synchronous_loads
         self.offload.load_mode.learn(float("inf"))
-        self.model = PlayedModel(groups, [rank.kv for rank in self.ranks])
+        self.model = PlayedModel(self.groups, [rank.kv for rank in self.ranks], context_ranks)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._drafts = drafts
         self.propose: Callable[[Tokens], Tokens] = self.good_drafts
@@ -700,10 +776,11 @@ class PlayedEngine:
             if not manager.lookup(key):
                 continue
             expected = self.known[key]
-            for rank in self.ranks:
-                found = rank.copies.arena[slot * per_slot : (slot + 1) * per_slot].view(np.int64)
-                found = found.reshape(*expected.shape, -1)
-                assert (found == expected[..., None]).all(), f"slot {slot} holds another prefix"
+            for rank, played in enumerate(self.ranks):
+                own = expected[:, rank % self.model.context_ranks :: self.model.context_ranks]
+                found = played.copies.arena[slot * per_slot : (slot + 1) * per_slot].view(np.int64)
+                found = found.reshape(*own.shape, -1)
+                assert (found == own[..., None]).all(), f"slot {slot} holds another prefix"
 
     def _learn_keys(self) -> None:
         per_slot = self.offload._config.blocks_per_slot
@@ -725,7 +802,9 @@ class PlayedEngine:
                         hashes, group, end // tokens - 1, end // tokens
                     )
                     value = np.array(names[end - tokens : end], np.int64) + group.group_id
-                    self.known[key] = value.reshape(per_slot, group.block_tokens)
+                    if group.holds_state:
+                        value = value[-1:]
+                    self.known[key] = value.reshape(per_slot, -1)
 
     def check_pins(self) -> None:
         """Check that every pin is a reference on a block that is not free."""

@@ -23,6 +23,8 @@ from kv_offload.engine_compat import (
     OLDEST,
     bytes_per_block,
     check_version,
+    count_common_hits,
+    counts_attention_hits,
     drain_before_reset,
     find_output_copy_stream,
     forward_log,
@@ -316,6 +318,30 @@ def test_asking_twice_recomputes_once(updates: list[Any]) -> None:
         recompute_failed_requests(lambda _, name=name: asked.append(name) or set())
     Scheduler._update_from_kv_xfer_finished(Waiting(), "output")
     assert (updates, asked) == (["output"], ["first"])
+
+
+# -- local hits of hybrid models ---------------------------------------------------------------
+
+
+def test_only_the_oldest_versions_count_attention_alone() -> None:
+    found = [counts_attention_hits((0, minor)) for minor in (26, 27, 28, 32, 33)]
+    assert found == [True, True, False, False, False]
+
+
+def test_local_hits_are_those_of_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[Any] = []
+
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> str:
+        steps.append((self.has_mamba_layers, args, kwargs))
+        return "output"
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    for _ in range(2):
+        count_common_hits()
+    scheduler = object.__new__(Scheduler)
+    scheduler.has_mamba_layers = True
+    assert scheduler.schedule(True, more=1) == "output"
+    assert steps == [(False, (True,), {"more": 1})]
 
 
 def test_the_log_goes_through_vllms_handler() -> None:

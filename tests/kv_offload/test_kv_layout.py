@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -8,10 +9,10 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from kv_offload.errors import UnsupportedError
-from kv_offload.kv_layout import describe_kv_caches
+from kv_offload.kv_layout import describe_kv_caches, kv_tensors
 from kv_offload.prefix import CacheGroup
 from tests.kv_offload.fakes import make_kv_cache_config
 from transfer.layout import KVLayout
@@ -102,6 +103,55 @@ def test_layers_that_share_their_memory_are_described_once() -> None:
     assert layout.slot_bytes == PAGE_BYTES
 
 
+def states(page_bytes: int = PAGE_BYTES, padding: int = 64) -> tuple[torch.Tensor, list[Any]]:
+    """Return pages of a convolution's state and a recurrent one, as vLLM up to 0.31 views them."""
+    storage = cache(BLOCKS, (page_bytes + padding) // 4)
+    convolution = storage[:, :24].unflatten(1, (3, 8))
+    rest = storage[:, 24 : page_bytes // 4]
+    return storage, [convolution, rest.view(torch.bfloat16).unflatten(1, (2, -1))]
+
+
+def state_config(page_bytes: int) -> Any:
+    made = config()
+    (group,) = made.kv_cache_groups
+    group.kv_cache_spec = MambaSpec(
+        block_size=TOKENS,
+        shapes=((3, 8),),
+        dtypes=(torch.float32,),
+        page_size_padded=page_bytes,
+        mamba_cache_mode="align",
+    )
+    return made
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_the_states_of_a_layer_share_padded_pages(kind: type) -> None:
+    storage, views = states(padding=64)
+    page_bytes = PAGE_BYTES + 64
+    layout = describe_kv_caches({"layer": kind(views)}, state_config(page_bytes))
+    assert regions(layout, storage) == [(0, page_bytes, page_bytes)]
+    assert kv_tensors({"layer": kind(views)}) == views
+
+
+def test_states_and_attention_overlay_each_other() -> None:
+    storage, views = states(padding=0)
+    made = config(layer=HEAD_SIZE)
+    made.kv_cache_groups.append(copy.copy(made.kv_cache_groups[0]))
+    made.kv_cache_groups[1].layer_names = ["state"]
+    made.kv_cache_groups[1].kv_cache_spec = (
+        state_config(PAGE_BYTES).kv_cache_groups[0].kv_cache_spec
+    )
+    layout = describe_kv_caches({"layer": storage.view(BLOCKS, *BLOCK_SHAPE), "state": views}, made)
+    assert regions(layout, storage) == [(0, PAGE_BYTES, PAGE_BYTES)]
+
+
+def test_a_layer_that_reads_the_cache_of_another_is_left_out() -> None:
+    """vLLM registers it under its own name too, and in no group."""
+    tensor = cache(BLOCKS, *BLOCK_SHAPE)
+    layout = describe_kv_caches({"reader": tensor, "layer": tensor}, config())
+    assert regions(layout, tensor) == [(0, PAGE_BYTES, PAGE_BYTES)]
+
+
 # -- what is refused ---------------------------------------------------------------------------
 
 
@@ -118,9 +168,22 @@ def test_a_layer_that_is_in_no_group() -> None:
     assert "layer stranger" in message
 
 
-def test_a_layer_whose_cache_is_no_tensor() -> None:
-    message = refusal({"layer": [cache(BLOCKS, 4), cache(BLOCKS, 4)]}, config())
-    assert "layer layer: its KV cache is a list that kv-offload does not know" in message
+@pytest.mark.parametrize("nothing", [[], None, 3])
+def test_a_layer_whose_cache_is_no_tensor(nothing: Any) -> None:
+    message = refusal({"layer": nothing}, config())
+    kind = type(nothing).__name__
+    assert f"layer layer: its KV cache is a {kind} that kv-offload does not know" in message
+
+
+def test_states_that_do_not_share_their_pages() -> None:
+    storage, views = states()
+    page_bytes = PAGE_BYTES + 64
+    apart = [cache(BLOCKS, 3, 8), cache(BLOCKS, 128)]
+    other_stride = [views[0], storage.view(BLOCKS * 2, -1)[:BLOCKS, 24:32]]
+    too_few = [views[0], views[1][:-1]]
+    for wrong in (apart, views[::-1], other_stride, too_few):
+        assert "do not lie in" in refusal({"layer": wrong}, state_config(page_bytes))
+    assert "do not lie in" in refusal({"layer": views}, state_config(PAGE_BYTES - 16))
 
 
 def test_a_tensor_without_a_dimension_of_blocks() -> None:

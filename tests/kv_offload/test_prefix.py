@@ -71,13 +71,17 @@ class Case:
     def blocks_read(self, group: CacheGroup, end: int) -> set[int]:
         """Return the blocks beyond the start that a query at position `end` reads, token by token.
 
-        It reads itself and the `window_tokens - 1` tokens before it.
+        It reads itself and the `window_tokens - 1` tokens before it, or those of its own chunk, or
+        the state after the last token before it.
         """
-        window = group.window_tokens
+        if group.holds_state:
+            return {(end - 1) // group.block_tokens} if end > self.start else set()
+        window, chunk = group.window_tokens, group.chunk_tokens
         return {
             token // group.block_tokens
             for token in range(self.start, end)
-            if window is None or token > end - window
+            if (window is None or token > end - window)
+            and (chunk is None or token // chunk == end // chunk)
         }
 
     def is_served(self, end: int) -> bool:
@@ -104,8 +108,13 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     """Draw small cases: with many slots, hardly any hit would be neither empty nor everything."""
     sizes = draw(st.lists(st.sampled_from([2, 4, 6]), min_size=1, max_size=3))
-    windows = st.sampled_from([None, 1, 2, 3, 4, 5, 7, 9, 13, 40])
-    groups = [CacheGroup(i, tokens, draw(windows)) for i, tokens in enumerate(sizes)]
+    rules = st.one_of(
+        st.fixed_dictionaries({"window_tokens": st.sampled_from([1, 2, 3, 4, 5, 7, 9, 13, 40])}),
+        st.fixed_dictionaries({"chunk_tokens": st.sampled_from([1, 3, 4, 6, 8, 10, 24])}),
+        st.just({"holds_state": True}),
+        st.just({}),
+    )
+    groups = [CacheGroup(i, tokens, **draw(rules)) for i, tokens in enumerate(sizes)]
     divisors = [d for d in range(1, math.gcd(*sizes) + 1) if math.gcd(*sizes) % d == 0]
     hash_block_tokens = draw(st.sampled_from(divisors))
     prefixes = PrefixMap(
@@ -200,6 +209,39 @@ def test_the_first_token_that_a_query_reads(window: int | None, end: int, first:
     assert CacheGroup(0, 4, window).first_needed_token(end) == first
 
 
+@pytest.mark.parametrize(
+    ("end", "first"), [(0, 0), (1, 0), (7, 0), (8, 8), (9, 8), (15, 8), (16, 16), (23, 16)]
+)
+def test_the_first_token_of_a_chunk(end: int, first: int) -> None:
+    """vLLM's own examples: 13 and 8 computed tokens leave 8 behind, 7 leave none."""
+    assert CacheGroup(0, 4, chunk_tokens=8).first_needed_token(end) == first
+
+
+def test_a_chunk_that_begins_needs_no_block() -> None:
+    chunks = CacheGroup(1, 4, chunk_tokens=8)
+    prefixes = make_map(FULL, chunks)
+    assert prefixes.needed_keys(HASHES, 0, 16) == sorted(keys_of(FULL, 0, 1, 2, 3))
+    assert hit(prefixes, among(keys_of(FULL, 0, 1, 2, 3, 4)), 0, 31) == 16
+    assert hit(prefixes, among(keys_of(FULL, *range(5)) | keys_of(chunks, 4)), 0, 31) == 20
+
+
+def test_a_chunk_that_begins_inside_a_block_needs_all_of_it() -> None:
+    chunks = CacheGroup(0, 4, chunk_tokens=10)
+    assert hit(make_map(chunks), among(keys_of(chunks, 3)), 0, 19) == 0
+    assert hit(make_map(chunks), among(keys_of(chunks, 2, 3)), 0, 19) == 16
+
+
+def test_a_state_needs_its_last_block_only() -> None:
+    states = CacheGroup(1, 4, holds_state=True)
+    prefixes = make_map(FULL, states)
+    readable = keys_of(FULL, 0, 1, 2, 3, 4) | keys_of(states, 1, 3)
+    assert hit(prefixes, among(readable), 0, 31) == 16
+    assert hit(prefixes, among(readable), 0, 15) == 8
+    assert hit(prefixes, among(readable), 16, 31) == 16
+    assert set(prefixes.needed_keys(HASHES, 4, 16)) == keys_of(FULL, 1, 2, 3) | keys_of(states, 3)
+    assert states.first_needed_token(0) == 0
+
+
 def test_a_gap_ends_a_full_attention_hit() -> None:
     assert hit(make_map(FULL), among(keys_of(FULL, 0, 1, 3, 4)), 0, 31) == 8
 
@@ -276,6 +318,12 @@ def test_a_block_without_a_hash_has_no_key() -> None:
     assert prefixes.pool_keys(HASHES[:7], group, 1, 2) == []
     assert prefixes.slot_keys(HASHES[:7], group, 0, 1) == []
     assert prefixes.needed_keys(HASHES[:7], 0, 16) == []
+
+
+def test_blocks_have_names_up_to_a_boundary_of_all_groups() -> None:
+    prefixes = make_map(CacheGroup(0, 4), CacheGroup(1, 6))
+    assert [prefixes.named_tokens(end) for end in (0, 11, 12, 23, 24)] == [0, 0, 12, 12, 24]
+    assert [make_map(FULL).named_tokens(end) for end in (3, 4, 7)] == [0, 4, 4]
 
 
 def test_needed_keys_are_in_prefix_order_group_by_group() -> None:

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
+from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.request import Request, RequestStatus
 
 from kv_offload.engine_compat import reports_failed_requests, vllm_version
@@ -44,6 +45,8 @@ PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
 """Five blocks and one token."""
 OTHER = [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
 FULL, WINDOW = CacheGroup(0, BLOCK), CacheGroup(1, BLOCK, 6)
+CHUNKS = CacheGroup(1, BLOCK, chunk_tokens=8)
+STATE = CacheGroup(1, BLOCK, holds_state=True)
 
 both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 
@@ -97,7 +100,10 @@ def pinned(engine: PlayedEngine) -> set[int]:
 
 @both_ways
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (CacheGroup(0, BLOCK, 10),)])
+@pytest.mark.parametrize(
+    "groups",
+    [(FULL,), (FULL, WINDOW), (CacheGroup(0, BLOCK, 10),), (FULL, CHUNKS)],
+)
 @pytest.mark.parametrize("blocks_per_slot", [1, 2])
 @pytest.mark.parametrize("synchronous_loads", [False, True])
 def test_a_prompt_is_stored_once_and_served_later(
@@ -212,10 +218,6 @@ def test_blocks_are_stored_when_their_prefix_is_used_again() -> None:
     engine.check_rest()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="planner gives up blocks that vLLM names only when all groups reach a common boundary",
-)
 def test_groups_with_blocks_of_two_sizes_lose_no_block() -> None:
     """vLLM names the blocks of all groups up to a multiple of the largest; the rest comes later."""
     engine = PlayedEngine((CacheGroup(0, 8), WINDOW), max_num_batched_tokens=12)
@@ -223,6 +225,116 @@ def test_groups_with_blocks_of_two_sizes_lose_no_block() -> None:
     engine.run()
     assert engine.totals["skipped_moved_on"] == 0
     assert engine.totals["stored_bytes"] == blocks(3 + 6)
+    engine.check_rest()
+
+
+def test_replicas_share_nothing() -> None:
+    """Two data-parallel replicas in one process: what one stored, the other computes."""
+    one, other = (PlayedEngine(replica=replica) for replica in (0, 1))
+    store(one, PROMPT)
+    assert (one.offload.manager.slots_in_use, other.offload.manager.slots_in_use) == (5, 0)
+    for engine, hit_tokens in ((other, 0), (one, 20)):
+        engine.add("again", PROMPT)
+        engine.run()
+        assert engine.totals["hit_tokens"] == hit_tokens
+        assert engine.answers["again"] == answer(PROMPT)
+        engine.check_rest()
+
+
+@both_ways
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, CacheGroup(1, 8))])
+def test_blocks_of_context_parallel_ranks(
+    async_scheduling: bool, groups: tuple[CacheGroup, ...]
+) -> None:
+    """Every second token is on the other rank: a block holds the tokens of both ranks' blocks."""
+    engine = PlayedEngine(
+        groups,
+        ranks=2,
+        context_ranks=2,
+        async_scheduling=async_scheduling,
+        plugin={"max_pinned_share": 1.0},
+    )
+    assert engine.hash_block_tokens == 2 * BLOCK
+    engine.add("first", [*PROMPT, *OTHER], max_tokens=8)
+    engine.run()
+    assert engine.totals["stored_bytes"] == 2 * blocks(48 // 8 + 48 // 16 * (len(groups) - 1))
+    forget(engine)
+    engine.add("second", [*PROMPT, *OTHER], max_tokens=8)
+    engine.run()
+    assert engine.totals["hit_tokens"] == {1: 40, 2: 32}[len(groups)]
+    assert engine.answers["second"] == engine.answers["first"]
+    assert engine.answers["first"] == answer([*PROMPT, *OTHER], 8)
+    engine.check_rest()
+
+
+# -- states ------------------------------------------------------------------------------------
+
+
+@both_ways
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_states_at_block_boundaries_are_stored_and_served(
+    async_scheduling: bool, ranks: int
+) -> None:
+    engine = PlayedEngine((FULL, STATE), ranks=ranks, async_scheduling=async_scheduling)
+    engine.add("first", PROMPT, max_tokens=1)
+    engine.run()
+    # Five blocks of attention, and the states at 16 (the budget of a step) and 20.
+    assert engine.totals["stored_bytes"] == blocks(7) * ranks
+    assert engine.totals["skipped_moved_on"] == 0
+    forget(engine)
+    engine.add("second", PROMPT)
+    engine.run()
+    assert engine.totals["hit_tokens"] == 20
+    assert engine.totals["loaded_bytes"] == blocks(6) * ranks
+    assert engine.answers["second"] == answer(PROMPT)
+    engine.check_rest()
+
+
+def test_a_prefix_is_served_up_to_its_last_state() -> None:
+    engine = PlayedEngine((FULL, STATE))
+    store(engine, PROMPT)
+    engine.add("shorter", [*PROMPT[:18], 0, 0])
+    engine.run()
+    assert engine.totals["hit_tokens"] == 16
+    assert engine.totals["loaded_bytes"] == blocks(5)
+    assert engine.answers["shorter"] == answer([*PROMPT[:18], 0, 0])
+    engine.check_rest()
+
+
+def test_no_state_is_stored_before_its_block_is_full() -> None:
+    """The block of the running state is written in place until a decode has filled it."""
+    engine = PlayedEngine((FULL, STATE))
+    request = engine.add("a", PROMPT[:9], max_tokens=12)
+    planned = []
+    while engine.scheduler.has_unfinished_requests():
+        output = engine.schedule()
+        _, states = tables(engine, request)
+        planned += [(states.index(b) + 1) * BLOCK for b in stored_blocks(output) if b in states]
+        engine.execute()
+        engine.run_copies()
+        engine.check_host_memory()
+        engine.process()
+    assert planned == [8, 12, 16, 20]
+    engine.run()
+    engine.check_rest()
+
+
+def test_attention_without_its_state_is_no_local_hit() -> None:
+    """vLLM 0.26 and 0.27 would count it with a connector, and compute from no state."""
+    engine = PlayedEngine((FULL, STATE))
+    engine.add("first", PROMPT, max_tokens=1)
+    engine.run()
+    states = [
+        block.block_id
+        for block in engine.pool.blocks
+        if block.block_hash is not None and get_group_id(block.block_hash) == 1
+    ]
+    assert len(states) == 2
+    engine.pool.evict_blocks(set(states))
+    engine.offload.manager.reset()
+    engine.add("second", PROMPT)
+    engine.run()
+    assert engine.answers["second"] == answer(PROMPT)
     engine.check_rest()
 
 
@@ -943,6 +1055,10 @@ SHAPES = [
     (FULL, WINDOW),
     (CacheGroup(0, 8), CacheGroup(1, BLOCK, 6)),
     (CacheGroup(0, BLOCK, 7), CacheGroup(1, BLOCK, 13), CacheGroup(2, BLOCK)),
+    (FULL, CHUNKS),
+    (CacheGroup(0, BLOCK, chunk_tokens=16),),
+    (FULL, STATE),
+    (CacheGroup(0, BLOCK, holds_state=True), CacheGroup(1, BLOCK), CacheGroup(2, BLOCK, 6)),
 ]
 MAX_TOKENS = 60
 LINES = [(PROMPT * 3)[:MAX_TOKENS], [0, 1, 1, 0] * 15, [1] * MAX_TOKENS]
@@ -983,6 +1099,9 @@ class AnyOrder(RuleBasedStateMachine):
         fail_load: bool,
         **arguments: Any,
     ) -> None:
+        if any(group.holds_state for group in groups):
+            plugin = {**plugin, "blocks_per_slot": 1}
+            arguments["drafts"] = 0
         if fail_load and (NEWER or len(groups) == 1):
             plugin["on_load_failure"] = "fail"
         self.engine = PlayedEngine(

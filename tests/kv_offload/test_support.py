@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 import torch
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -23,12 +25,14 @@ from kv_offload.config import OffloadConfig
 from kv_offload.engine_compat import vllm_version
 from kv_offload.errors import UnsupportedError
 from kv_offload.prefix import CacheGroup
-from kv_offload.support import CACHE_DTYPES, cache_groups, check_supported
+from kv_offload.support import CACHE_DTYPES, SPECS, cache_groups, check_supported
 from tests.kv_offload.fakes import make_kv_cache_config, make_spec, make_vllm_config
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 FULL, WINDOW = CacheGroup(0, 4), CacheGroup(1, 4, 6)
+CHUNKS = CacheGroup(1, 4, chunk_tokens=8)
+STATE = CacheGroup(1, 4, holds_state=True)
 
 
 class Engine:
@@ -37,6 +41,7 @@ class Engine:
     def __init__(self, *groups: CacheGroup) -> None:
         self.config = OffloadConfig(cpu_bytes=1 << 20)
         self.vllm = make_vllm_config({})
+        self.vllm.cache_config.block_size = 4
         self.cache = make_kv_cache_config(groups or (FULL,), 40)
         self.version = vllm_version()
 
@@ -66,7 +71,9 @@ def spec_like(base: type, name: str) -> Any:
 # -- what is served ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (CacheGroup(0, 4, 9),)])
+@pytest.mark.parametrize(
+    "groups", [(FULL,), (FULL, WINDOW), (CacheGroup(0, 4, 9),), (FULL, CHUNKS), (FULL, STATE)]
+)
 def test_a_real_configuration_is_served(groups: tuple[CacheGroup, ...]) -> None:
     Engine(*groups).check()
 
@@ -97,9 +104,11 @@ def test_drafts_from_the_text_are_served() -> None:
     engine.check()
 
 
-def test_several_tensor_parallel_ranks_are_served() -> None:
+def test_tensor_pipeline_and_decode_context_parallel_ranks_are_served() -> None:
     engine = Engine()
     engine.vllm.parallel_config.tensor_parallel_size = 4
+    engine.vllm.parallel_config.pipeline_parallel_size = 2
+    engine.vllm.parallel_config.decode_context_parallel_size = 2
     engine.check()
 
 
@@ -117,25 +126,16 @@ def test_no_prefix_caching(engine: Engine) -> None:
     assert "remove --no-enable-prefix-caching" in engine.refusal()
 
 
-@pytest.mark.parametrize("dtype", ["fp8_per_token_head", "int8_per_token_head", "fp8_inc", "nvfp4"])
+@pytest.mark.parametrize("dtype", ["int4_per_token_head", "turboquant_k8v4", "fp8_inc", "nvfp4"])
 def test_cache_types_with_data_elsewhere(engine: Engine, dtype: str) -> None:
     engine.vllm.cache_config = SimpleNamespace(enable_prefix_caching=True, cache_dtype=dtype)
     message = engine.refusal()
     assert message.startswith(f"kv_cache_dtype is '{dtype}': supported are auto, bfloat16, ")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ],
-)
-def test_parallelism_that_splits_layers_or_tokens(engine: Engine, name: str) -> None:
-    assert hasattr(engine.vllm.parallel_config, name)
-    setattr(engine.vllm.parallel_config, name, 2)
-    assert engine.refusal() == f"{name} is 2: only 1 is supported"
+def test_prefill_context_parallelism(engine: Engine) -> None:
+    engine.vllm.parallel_config.prefill_context_parallel_size = 2
+    assert engine.refusal() == "prefill_context_parallel_size is 2: only 1 is supported"
 
 
 def test_a_draft_model_with_kv_of_its_own(engine: Engine) -> None:
@@ -192,17 +192,59 @@ def test_a_group_that_is_not_transferable(engine: Engine) -> None:
     assert engine.refusal() == "a KV-cache group is not transferable"
 
 
+def with_state(mode: str, block_tokens: int = 4) -> Engine:
+    """Return an engine with a group of states beside full attention."""
+    engine = Engine(FULL, STATE)
+    engine.cache.kv_cache_groups[1].kv_cache_spec = MambaSpec(
+        block_size=block_tokens,
+        shapes=((2, 2),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode=mode,
+    )
+    return engine
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_states_at_block_boundaries_are_served(mode: str) -> None:
+    with_state(mode).check()
+
+
+def test_states_that_stay_in_place() -> None:
+    message = with_state("none").refusal()
+    assert message.startswith("mamba_cache_mode is 'none', in which no block of states becomes")
+
+
+def test_states_with_blocks_of_their_own() -> None:
+    message = with_state("align", block_tokens=8).refusal()
+    assert message.startswith("mamba_block_size is 8 and block_size 4: leave mamba_block_size")
+
+
+def test_states_in_slots_of_several_blocks() -> None:
+    engine = Engine(FULL, STATE)
+    engine.config = dataclasses.replace(engine.config, blocks_per_slot=2)
+    assert engine.refusal().startswith("blocks_per_slot is 2, but of states only single blocks")
+
+
+def test_states_beside_split_attention() -> None:
+    engine = Engine(FULL, STATE)
+    engine.vllm.parallel_config.decode_context_parallel_size = 2
+    message = engine.refusal()
+    assert message.startswith("decode_context_parallel_size is 2, and states are not split")
+
+
+def test_states_beside_drafts() -> None:
+    engine = Engine(FULL, STATE)
+    engine.vllm = make_vllm_config({}, drafts=2)
+    engine.vllm.cache_config.block_size = 4
+    message = engine.refusal()
+    assert message == "speculative method 'ngram' moves the blocks of states: remove it"
+
+
 @pytest.mark.parametrize(
     "spec",
     [
-        MambaSpec(block_size=4, shapes=((2, 2),), dtypes=(torch.float32,)),
-        ChunkedLocalAttentionSpec(
-            block_size=4,
-            num_kv_heads=1,
-            head_size=2,
-            dtype=torch.float32,
-            attention_chunk_size=8,
-        ),
+        CrossAttentionSpec(block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32),
+        EncoderOnlyAttentionSpec(block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32),
         spec_like(FullAttentionSpec, "SinkFullAttentionSpec"),
         spec_like(FullAttentionSpec, "SomethingNewSpec"),
     ],
@@ -213,7 +255,7 @@ def test_layers_whose_blocks_follow_other_rules(engine: Engine, spec: Any) -> No
     group.kv_cache_spec = spec
     message = engine.refusal()
     assert message.startswith(f"the model has layers with a {type(spec).__name__}: supported are ")
-    assert "FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec" in message
+    assert message.endswith(", ".join(sorted(SPECS)))
 
 
 def test_one_layer_of_a_uniform_group_is_enough_to_refuse(engine: Engine) -> None:
@@ -227,13 +269,18 @@ def test_one_layer_of_a_uniform_group_is_enough_to_refuse(engine: Engine) -> Non
 def test_everything_that_stands_in_the_way_is_listed_at_once(engine: Engine) -> None:
     engine.vllm.kv_transfer_config.kv_role = "kv_consumer"
     engine.vllm.cache_config.enable_prefix_caching = False
-    engine.vllm.parallel_config.pipeline_parallel_size = 2
+    engine.vllm.parallel_config.prefill_context_parallel_size = 2
     (group,) = engine.cache.kv_cache_groups
     group.kv_cache_spec = spec_like(FullAttentionSpec, "OtherSpec")
     with pytest.raises(UnsupportedError) as caught:
         engine.check()
     _, *problems = str(caught.value).split("\n  - ")
-    beginnings = ["kv_role is ", "prefix caching is off", "pipeline_parallel_size", "the model has"]
+    beginnings = [
+        "kv_role is ",
+        "prefix caching is off",
+        "prefill_context_parallel_size",
+        "the model has",
+    ]
     for problem, beginning in zip(problems, beginnings, strict=True):
         assert problem.startswith(beginning)
 
@@ -242,13 +289,32 @@ def test_everything_that_stands_in_the_way_is_listed_at_once(engine: Engine) -> 
 
 
 def test_groups_keep_the_order_of_the_block_tables() -> None:
-    groups = (CacheGroup(0, 8), CacheGroup(1, 4, 6), CacheGroup(2, 4, 13))
+    groups = (
+        CacheGroup(0, 8),
+        CacheGroup(1, 4, 6),
+        CacheGroup(2, 4, 13),
+        CacheGroup(3, 4, chunk_tokens=8),
+        CacheGroup(4, 4, holds_state=True),
+    )
     assert cache_groups(make_kv_cache_config(groups, 40)) == groups
 
 
-def uniform(*windows: int | None) -> tuple[CacheGroup, ...]:
+def test_blocks_hold_the_tokens_of_all_context_parallel_ranks() -> None:
+    groups = (CacheGroup(0, 8), CacheGroup(1, 4))
+    expected = (CacheGroup(0, 16), CacheGroup(1, 8))
+    config = make_kv_cache_config(groups, 40)
+    assert cache_groups(config, 2) == expected
+    whole = SimpleNamespace(block_size=4, dcp_sharded=False)
+    config.kv_cache_groups[1] = SimpleNamespace(layer_names=["layer.1"], kv_cache_spec=whole)
+    assert cache_groups(config, 2) == (CacheGroup(0, 16), CacheGroup(1, 4))
+
+
+def uniform(*windows: int | None, chunks: Sequence[int] = ()) -> tuple[CacheGroup, ...]:
+    """Return the groups of a model whose layers, of all these rules, are in one group."""
     config = make_kv_cache_config([FULL], 40)
-    specs = {f"layer.{i}": make_spec(4, window) for i, window in enumerate(windows)}
+    members = [make_spec(4, window) for window in windows]
+    members += [make_spec(4, chunk_tokens=chunk) for chunk in chunks]
+    specs = {f"layer.{i}": spec for i, spec in enumerate(members)}
     (group,) = config.kv_cache_groups
     group.layer_names = list(specs)
     group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs)
@@ -263,10 +329,23 @@ def test_a_layer_with_full_attention_needs_all_blocks_of_its_group() -> None:
     assert uniform(6, None, 30) == (CacheGroup(0, 4, None),)
 
 
-def test_a_full_attention_spec_that_notes_a_window_keeps_all_blocks() -> None:
-    """So vLLM describes windows where its hybrid manager is off: nothing is freed."""
+def test_chunks_of_one_size_stay_chunks() -> None:
+    assert uniform(chunks=(8, 8)) == (CacheGroup(0, 4, chunk_tokens=8),)
+
+
+def test_layers_that_read_by_different_rules_need_all_blocks() -> None:
+    assert uniform(chunks=(8, 12)) == (FULL,)
+    assert uniform(6, chunks=(8,)) == (FULL,)
+
+
+def test_a_full_attention_spec_that_notes_a_rule_keeps_all_blocks() -> None:
+    """So vLLM describes windows and chunks where its hybrid manager is off: nothing is freed."""
     config = make_kv_cache_config([FULL], 40)
     config.kv_cache_groups[0].kv_cache_spec = FullAttentionSpec(
         block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32, sliding_window=6
+    )
+    assert cache_groups(config) == (FULL,)
+    config.kv_cache_groups[0].kv_cache_spec = FullAttentionSpec(
+        block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32, attention_chunk_size=8
     )
     assert cache_groups(config) == (FULL,)
