@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,10 @@ class LoadPlanner:
     def running(self) -> int:
         """Loads that some rank has not completed."""
         return len(self._running)
+
+    def running_requests(self) -> Set[str]:
+        """Return the requests whose loads some rank has not completed, also those that ended."""
+        return self._running.keys()
 
     def is_loading(self, request_id: str) -> bool:
         """Tell whether this request's load has been planned and not completed by every rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,7 @@ class OffloadScheduler:
         self._requests: dict[str, _RequestState] = {}
         self._load_failed: set[str] = set()
         self._new_load_failures: set[str] = set()
+        self._delivered_loads: set[str] = set()
         self._evictions_reported = 0
         self._gauges_reported: dict[str, int] = {}
         self._stats = OffloadStats()
@@ -168,7 +169,15 @@ class OffloadScheduler:
         self._stores.count_leftovers(state.cursor, end)
 
     def update(self, output: KVConnectorOutput) -> None:
-        """Take what the ranks report at the end of a step."""
+        """Take what the ranks report at the end of a step; called before the engine reads it.
+
+        Loads that a drain has delivered are taken out: the engine has freed their blocks and
+        forgotten their requests, and would fail on them.
+        """
+        if self._delivered_loads and output.finished_recving:
+            again = self._delivered_loads & output.finished_recving
+            output.finished_recving -= again
+            self._delivered_loads -= again
         report = output.kv_connector_worker_meta
         if isinstance(report, OffloadWorkerMetadata):
             self._stores.complete(report.stores)
@@ -194,6 +203,14 @@ class OffloadScheduler:
     def holds_idle_blocks(self) -> bool:
         """Whether waiting for a store would free GPU blocks."""
         return self._stores.holds_idle_blocks
+
+    def abandoned_loads(self) -> set[str]:
+        """Return the requests that ended while their loads run: the engine holds their blocks."""
+        return self._loads.running_requests() - self._requests.keys()
+
+    def expect_again(self, request_ids: Set[str]) -> None:
+        """Say that a drain delivered these loads, whose reports are still on their way."""
+        self._delivered_loads |= request_ids
 
     def begin_drain(self) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
         """Return the stores that no rank has seen, and the ids of all that must end."""

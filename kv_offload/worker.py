@@ -230,6 +230,12 @@ class OffloadWorker:
         stats, self._stats = self._stats, OffloadStats()
         return None if stats.is_empty() else stats
 
+    @property
+    def unfinished_loads(self) -> frozenset[str]:
+        """Requests whose loads run here, or failed and have not been reported."""
+        running = (job.request_id for job in self._loading.values())
+        return frozenset([*running, *self._failed_loads])
+
     def drain(self, unsent: Sequence[StoreJob], running: Sequence[int]) -> dict[int, StoreResult]:
         """Submit what is queued, wait for it with a bound, and report every store that has ended.
 
