@@ -19,6 +19,7 @@ from kv_offload.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata,
 from kv_offload.metrics import OffloadPromMetrics, OffloadStats
 from kv_offload.scheduler import OffloadScheduler
 from kv_offload.support import cache_groups, check_supported
+from kv_offload.weight_hooks import check_keep_on_sleep, watch_weights
 from kv_offload.worker import OffloadWorker
 
 if TYPE_CHECKING:
@@ -76,7 +77,10 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             num_ranks,
             make_block_hash_with_group_id,
         )
+        if config.keep_on_sleep:
+            check_keep_on_sleep()
         engine_compat.drain_before_reset(drain_engine_core)
+        watch_weights()
         if not self._by_request and not self._by_block:
             engine_compat.recompute_failed_requests(take_failed_loads)
         logger.info("kv-offload: %s", config.describe())

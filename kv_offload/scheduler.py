@@ -53,6 +53,9 @@ class OffloadScheduler:
         self._load_failed: set[str] = set()
         self._new_load_failures: set[str] = set()
         self._delivered_loads: set[str] = set()
+        self.falling_asleep = False
+        """Set while the engine resets everything for a sleep that host memory is to outlive."""
+        self._weights_changed = False
         self._evictions_reported = 0
         self._gauges_reported: dict[str, int] = {}
         self._stats = OffloadStats()
@@ -224,9 +227,32 @@ class OffloadScheduler:
         self._stores.abandon()
         return drained
 
+    @property
+    def keeps_on_sleep(self) -> bool:
+        """Whether the user allows host memory to outlive a sleep of level 1."""
+        return self._config.keep_on_sleep
+
     def reset(self) -> None:
-        """Forget everything in host memory; running copies end on their own and leave nothing."""
+        """Forget everything in host memory; running copies end on their own and leave nothing.
+
+        Does nothing while `falling_asleep`.
+        """
+        if not self.falling_asleep:
+            self.manager.reset()
+
+    def weights_change(self) -> None:
+        """Forget everything, since the weights are about to change, and again at the next reset.
+
+        Until then the engine's own cache may serve blocks of the old weights, which are stored.
+        """
         self.manager.reset()
+        self._weights_changed = True
+
+    def engine_was_reset(self) -> None:
+        """Hear that the engine's own cache is empty."""
+        if self._weights_changed:
+            self.manager.reset()
+            self._weights_changed = False
 
     def take_stats(self) -> OffloadStats:
         """Return the counters since the last call, and the gauges that changed since then."""
