@@ -91,6 +91,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """See `OffloadWorker.register_kv_caches`."""
         self.offload_worker.register_kv_caches(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """See `OffloadWorker.unregister_kv_caches`. From vLLM 0.33, before a sleep."""
+        self.offload_worker.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """See `OffloadWorker.restore_kv_caches`. From vLLM 0.33, after waking up."""
+        self.offload_worker.restore_kv_caches()
+
     def get_handshake_metadata(self) -> WorkerCapacity:
         """Tell the scheduler how many slots this rank holds."""
         return WorkerCapacity(self.offload_worker.num_slots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ class OffloadWorker:
         self._rank = rank
         self._num_ranks = num_ranks
         self._engine: SwapEngine | None = None
+        self._released: list[weakref.ref[Any]] = []
         self._queued: deque[StoreJob] = deque()
         self._queued_for: OffloadMetadata | None = None
         self._next_store_id = 0
@@ -117,6 +119,25 @@ class OffloadWorker:
                 f"engine is on {device}: use 'auto' or {kind!r}"
             )
         return kind
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of the KV tensors, which a sleeping engine unmaps; waits, bounded, for copies.
+
+        Where copies do not end the tensors stay held. A second call does nothing.
+        """
+        if self._engine is None or self._released:
+            return
+        if not self._engine.wait(DRAIN_SECONDS):
+            logger.error("kv-offload: rank %d: copies run while the engine sleeps", self._rank)
+            return
+        self._released = [weakref.ref(tensor) for tensor in self._engine.hold(())]
+
+    def restore_kv_caches(self) -> None:
+        """Hold the KV tensors again, which are back at their addresses."""
+        if self._engine is not None and self._released:
+            alive = [tensor for ref in self._released if (tensor := ref()) is not None]
+            self._engine.hold(alive)
+            self._released = []
 
     def shutdown(self) -> None:
         """Wait, bounded, for running copies and let go of the KV tensors and of host memory."""
