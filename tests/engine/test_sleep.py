@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 def test_host_memory_outlives_a_sleep_of_level_1_and_nothing_else(model_folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.engine.sleep_run", str(model_folder)],
+        [sys.executable, "-m", "tests.engine.sleep_run", str(model_folder), "{}"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -35,7 +35,8 @@ def test_host_memory_outlives_a_sleep_of_level_1_and_nothing_else(model_folder: 
     lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, f"exit status {run.returncode}\n{run.stdout[-4000:]}\n{run.stderr[-6000:]}"
     result = json.loads(lines[0].removeprefix("RESULT "))
-    expected = result.pop("expected")
+    expected, from_cache = result.pop("expected")
+    assert expected == from_cache
     for event, (answers, _) in result.items():
         assert answers == expected, event
     hits = {event: tokens for event, (_, tokens) in result.items()}
