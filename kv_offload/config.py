@@ -87,6 +87,13 @@ class OffloadConfig:
             extra={"allowed": "a number above 0 and at most 1"},
         ),
     ] = 0.8
+    keep_on_sleep: Annotated[
+        bool,
+        Meta(
+            description="Whether host memory still serves after a sleep of level 1.",
+            extra={"allowed": "true or false"},
+        ),
+    ] = False
     on_load_failure: Annotated[
         Literal["recompute", "fail"],
         Meta(description="Whether a request whose load failed is computed again or fails."),

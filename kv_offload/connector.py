@@ -19,6 +19,7 @@ from kv_offload.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata,
 from kv_offload.metrics import OffloadPromMetrics, OffloadStats
 from kv_offload.scheduler import OffloadScheduler
 from kv_offload.support import cache_groups, check_supported
+from kv_offload.weight_hooks import check_keep_on_sleep, watch_weights
 from kv_offload.worker import OffloadWorker
 
 if TYPE_CHECKING:
@@ -85,7 +86,10 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             num_ranks,
             make_block_hash_with_group_id,
         )
+        if config.keep_on_sleep:
+            check_keep_on_sleep()
         engine_compat.drain_before_reset(drain_engine_core)
+        watch_weights()
         if any(group.holds_state for group in groups) and engine_compat.counts_attention_hits(
             version
         ):
@@ -99,6 +103,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See `OffloadWorker.register_kv_caches`."""
         self.offload_worker.register_kv_caches(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """See `OffloadWorker.unregister_kv_caches`. From vLLM 0.33, before a sleep."""
+        self.offload_worker.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """See `OffloadWorker.restore_kv_caches`. From vLLM 0.33, after waking up."""
+        self.offload_worker.restore_kv_caches()
 
     def get_handshake_metadata(self) -> WorkerCapacity:
         """Tell the scheduler how many slots this rank holds, and how many are ready."""

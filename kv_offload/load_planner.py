@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +62,10 @@ class LoadPlanner:
     def awaits_report(self) -> bool:
         """Whether some rank has not reported a synchronous load, as only a step can."""
         return bool(self._synchronous)
+
+    def running_requests(self) -> Set[str]:
+        """Return the requests whose loads some rank has not completed, also those that ended."""
+        return self._running.keys()
 
     def is_loading(self, request_id: str) -> bool:
         """Tell whether this request's load has been planned and not completed by every rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,10 @@ class OffloadScheduler:
         self._next_end_tokens: dict[str, float] = {}
         self._load_failed: set[str] = set()
         self._new_load_failures: set[str] = set()
+        self._delivered_loads: set[str] = set()
+        self.falling_asleep = False
+        """Set while the engine resets everything for a sleep that host memory is to outlive."""
+        self._weights_changed = False
         self._evictions_reported = 0
         self._gauges_reported: dict[str, int] = {}
         self._stats = OffloadStats()
@@ -224,7 +228,15 @@ class OffloadScheduler:
         self._stores.count_leftovers(state.cursor, end)
 
     def update(self, output: KVConnectorOutput) -> None:
-        """Take what the ranks report at the end of a step."""
+        """Take what the ranks report at the end of a step; called before the engine reads it.
+
+        Loads that a drain has delivered are taken out: the engine has freed their blocks and
+        forgotten their requests, and would fail on them.
+        """
+        if self._delivered_loads and output.finished_recving:
+            again = self._delivered_loads & output.finished_recving
+            output.finished_recving -= again
+            self._delivered_loads -= again
         report = output.kv_connector_worker_meta
         if isinstance(report, OffloadWorkerMetadata):
             self._stores.complete(report.stores)
@@ -261,6 +273,14 @@ class OffloadScheduler:
         """Whether waiting for a store would free GPU blocks."""
         return self._stores.holds_idle_blocks
 
+    def abandoned_loads(self) -> set[str]:
+        """Return the requests that ended while their loads run: the engine holds their blocks."""
+        return self._loads.running_requests() - self._requests.keys()
+
+    def expect_again(self, request_ids: Set[str]) -> None:
+        """Say that a drain delivered these loads, whose reports are still on their way."""
+        self._delivered_loads |= request_ids
+
     def begin_drain(self) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
         """Return the stores that no rank has seen, and the ids of all that must end."""
         unsent = self._stores.take_planned()
@@ -273,9 +293,32 @@ class OffloadScheduler:
         self._stores.abandon()
         return drained
 
+    @property
+    def keeps_on_sleep(self) -> bool:
+        """Whether the user allows host memory to outlive a sleep of level 1."""
+        return self._config.keep_on_sleep
+
     def reset(self) -> None:
-        """Forget everything in host memory; running copies end on their own and leave nothing."""
+        """Forget everything in host memory; running copies end on their own and leave nothing.
+
+        Does nothing while `falling_asleep`.
+        """
+        if not self.falling_asleep:
+            self.manager.reset()
+
+    def weights_change(self) -> None:
+        """Forget everything, since the weights are about to change, and again at the next reset.
+
+        Until then the engine's own cache may serve blocks of the old weights, which are stored.
+        """
         self.manager.reset()
+        self._weights_changed = True
+
+    def engine_was_reset(self) -> None:
+        """Hear that the engine's own cache is empty."""
+        if self._weights_changed:
+            self.manager.reset()
+            self._weights_changed = False
 
     def take_stats(self) -> OffloadStats:
         """Return the counters since the last call, and the gauges that changed since then."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,7 @@ class OffloadWorker:
         self._rank = rank
         self._num_ranks = num_ranks
         self._engine: SwapEngine | None = None
+        self._released: list[weakref.ref[Any]] = []
         self._queued: deque[StoreJob] = deque()
         self._queued_for: OffloadMetadata | None = None
         self._next_store_id = 0
@@ -133,6 +135,25 @@ class OffloadWorker:
                 f"engine is on {device}: use 'auto' or {kind!r}"
             )
         return kind
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of the KV tensors, which a sleeping engine unmaps; waits, bounded, for copies.
+
+        Where copies do not end the tensors stay held. A second call does nothing.
+        """
+        if self._engine is None or self._released:
+            return
+        if not self._engine.wait(DRAIN_SECONDS):
+            logger.error("kv-offload: rank %d: copies run while the engine sleeps", self._rank)
+            return
+        self._released = [weakref.ref(tensor) for tensor in self._engine.hold(())]
+
+    def restore_kv_caches(self) -> None:
+        """Hold the KV tensors again, which are back at their addresses."""
+        if self._engine is not None and self._released:
+            alive = [tensor for ref in self._released if (tensor := ref()) is not None]
+            self._engine.hold(alive)
+            self._released = []
 
     def shutdown(self) -> None:
         """Wait, bounded, for running copies and let go of the KV tensors and of host memory."""
@@ -298,6 +319,12 @@ class OffloadWorker:
         """Return the counters since the last call; None where nothing was counted."""
         stats, self._stats = self._stats, OffloadStats()
         return None if stats.is_empty() else stats
+
+    @property
+    def unfinished_loads(self) -> frozenset[str]:
+        """Requests whose loads run here, or failed and have not been reported."""
+        running = (job.request_id for jobs in self._loading.values() for job in jobs)
+        return frozenset([*running, *self._failed_loads])
 
     def drain(self, unsent: Sequence[StoreJob], running: Sequence[int]) -> dict[int, JobResult]:
         """Submit what is queued, wait for it with a bound, and report every store that has ended.

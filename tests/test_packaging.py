@@ -33,6 +33,7 @@ ALLOWED = {
     # the engine's side
     "engine_compat": LEAVES,
     "engine_hooks": LEAVES | {"engine_compat"},
+    "weight_hooks": LEAVES | {"engine_compat"},
     "metrics": LEAVES | {"store_planner"},
     "support": LEAVES | {"engine_compat", "prefix"},
     # plugin -> connector -> {scheduler, worker}; the connector is named there, not imported
@@ -40,7 +41,8 @@ ALLOWED = {
     "cli": LEAVES | {"calibrate", "plugin"},
     "calibrate": {"transfer"},
     "connector": LEAVES
-    | {"engine_compat", "engine_hooks", "metrics", "scheduler", "support", "worker"},
+    | {"engine_compat", "engine_hooks", "metrics", "scheduler", "support"}
+    | {"weight_hooks", "worker"},
     # scheduler -> cache_manager -> policies
     "scheduler": LEAVES
     | {"cache_manager", "load_mode", "load_planner", "metrics", "policies", "prefix"}
@@ -59,7 +61,15 @@ ALLOWED = {
 `""` is the package itself, which all may import; a package inside it counts as one module.
 """
 
-MAY_IMPORT_VLLM = {"connector", "engine_compat", "engine_hooks", "metadata", "metrics", "plugin"}
+MAY_IMPORT_VLLM = {
+    "connector",
+    "engine_compat",
+    "engine_hooks",
+    "metadata",
+    "metrics",
+    "plugin",
+    "weight_hooks",
+}
 
 
 def runtime_imports(tree: ast.AST, package: str) -> Iterator[str]:

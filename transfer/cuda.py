@@ -193,6 +193,11 @@ class CudaSwapEngine(SwapEngine):
         self._closed = True
         self.wait(timeout_seconds)
 
+    def hold(self, objects: Sequence[object]) -> Sequence[object]:
+        """See `SwapEngine`."""
+        held, self._state.keep_alive = self._state.keep_alive, tuple(objects)
+        return held
+
     @property
     def ready_slots(self) -> int:
         """Slots whose memory is registered."""

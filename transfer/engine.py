@@ -103,6 +103,13 @@ class SwapEngine(ABC):
         Idempotent. On timeout the memory stays alive until the last copy has ended.
         """
 
+    @abstractmethod
+    def hold(self, objects: Sequence[object]) -> Sequence[object]:
+        """Keep these objects alive instead of those held until now; return the latter.
+
+        No copy may be in flight: it uses memory that the old objects own.
+        """
+
     @property
     @abstractmethod
     def in_flight(self) -> int:

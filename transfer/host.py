@@ -157,6 +157,11 @@ class HostSwapEngine(SwapEngine):
         _stop(self._state)
         self._thread.join(timeout_seconds)
 
+    def hold(self, objects: Sequence[object]) -> Sequence[object]:
+        """See `SwapEngine`."""
+        held, self._state.keep_alive = self._state.keep_alive, tuple(objects)
+        return held
+
     @property
     def in_flight(self) -> int:
         """Jobs whose completion has not been polled."""

@@ -287,6 +287,9 @@ class ManualSwapEngine(SwapEngine):
     def close(self, timeout_seconds: float = 30.0) -> None:
         self.wait(timeout_seconds)
 
+    def hold(self, objects: Sequence[object]) -> Sequence[object]:
+        return ()
+
     @property
     def in_flight(self) -> int:
         return self._undelivered

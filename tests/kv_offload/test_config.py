@@ -27,6 +27,7 @@ DEFAULTS = OffloadConfig(
     blocks_per_slot=1,
     transfer_engine="auto",
     max_pinned_share=0.8,
+    keep_on_sleep=False,
     on_load_failure="recompute",
 )
 
@@ -76,6 +77,7 @@ def test_defaults():
         ("transfer_engine", "cuda", "cuda"),
         ("max_pinned_share", 0.01, 0.01),
         ("max_pinned_share", 1, 1.0),
+        ("keep_on_sleep", True, True),
         ("on_load_failure", "fail", "fail"),
     ],
 )
@@ -118,6 +120,8 @@ BAD_VALUES = [
     ("max_pinned_share", 1.01, "<= 1"),
     ("max_pinned_share", "50%", "got `str`"),
     ("max_pinned_share", True, "got `bool`"),
+    ("keep_on_sleep", 1, "got `int`"),
+    ("keep_on_sleep", "yes", "got `str`"),
     ("on_load_failure", "retry", "Invalid enum value"),
     ("on_load_failure", {}, "got `object`"),
 ]

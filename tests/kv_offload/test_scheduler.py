@@ -399,72 +399,6 @@ def test_no_draft_is_stored(async_scheduling: bool, accepted: bool) -> None:
 # -- pins --------------------------------------------------------------------------------------
 
 
-@both_ways
-def test_blocks_of_a_preempted_request_are_not_reallocated_before_their_store_has_ended(
-    async_scheduling: bool,
-) -> None:
-    engine = PlayedEngine(
-        blocks=14,
-        max_model_len=48,
-        async_scheduling=async_scheduling,
-        plugin={"max_pinned_share": 1.0},
-    )
-    stays = engine.add("stays", OTHER[:20], max_tokens=28)
-    victim = engine.add("victim", PROMPT[:16], max_tokens=28)
-    held: set[int] = set()
-    for _ in range(60):
-        if victim.status == RequestStatus.RUNNING:
-            held = pinned(engine) & set(tables(engine, victim)[0])
-        engine.schedule()
-        if victim.status == RequestStatus.PREEMPTED:
-            break
-        engine.execute()
-        engine.process()
-    assert victim.status == RequestStatus.PREEMPTED
-    assert len(held) >= 4
-    for _ in range(6):
-        engine.finish_steps()
-        assert held <= pinned(engine)
-        assert not held & set(tables(engine, stays)[0])
-        assert all(engine.pool.blocks[block].ref_cnt == 1 for block in held)
-        engine.schedule()
-    engine.run_copies()
-    engine.check_host_memory()
-    engine.run()
-    assert engine.answers["victim"] == answer(PROMPT[:16], 28)
-    assert engine.answers["stays"] == answer(OTHER[:20], 28)
-    engine.check_rest()
-
-
-@both_ways
-def test_blocks_of_a_finished_request_are_not_reallocated_before_their_store_has_ended(
-    async_scheduling: bool,
-) -> None:
-    engine = PlayedEngine(
-        blocks=14,
-        max_model_len=40,
-        async_scheduling=async_scheduling,
-        plugin={"max_pinned_share": 1},
-    )
-    engine.add("gone", PROMPT, max_tokens=1)
-    while not engine.answers:
-        engine.step()
-    engine.finish_steps()
-    held = pinned(engine)
-    assert len(held) == 5
-    other = engine.add("other", OTHER[:16], max_tokens=20)
-    for _ in range(12):
-        engine.step()
-        if other.status == RequestStatus.RUNNING:
-            assert not held & set(tables(engine, other)[0])
-    engine.check_pins()
-    engine.run_copies()
-    engine.check_host_memory()
-    engine.run()
-    assert engine.answers["other"] == answer(OTHER[:16], 20)
-    engine.check_rest()
-
-
 @pytest.mark.skipif(not NEWER, reason="this vLLM does not ask whether blocks are about to be free")
 def test_the_engine_waits_for_a_store_rather_than_preempt() -> None:
     engine = PlayedEngine(blocks=14, max_model_len=48, plugin={"max_pinned_share": 1.0})
@@ -589,41 +523,7 @@ def test_a_report_that_a_drain_has_delivered_may_arrive_again() -> None:
     engine.check_rest()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="the drain ends stores only: in one process, sleep raises after aborting a running load",
-)
-def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load() -> None:
-    """As `LLM.sleep` does in one process: abort all, then reset with all that runs."""
-    engine = PlayedEngine()
-    store(engine, PROMPT)
-    engine.add("a", PROMPT)
-    engine.step()
-    engine.abort("a")
-    assert engine.reset(reset_running_requests=True)
-
-
 # -- loads -------------------------------------------------------------------------------------
-
-
-def test_blocks_of_an_aborted_request_come_back_when_its_load_has_ended() -> None:
-    engine = PlayedEngine()
-    store(engine, PROMPT)
-    free = engine.pool.get_num_free_blocks()
-    engine.add("a", PROMPT)
-    engine.step()
-    assert engine.offload._loads.running == 1
-    engine.abort("a")
-    engine.step(3)
-    assert engine.pool.get_num_free_blocks() == free - 5
-    engine.add("other", OTHER)
-    engine.step(2)
-    engine.run_copies()
-    engine.check_host_memory()
-    engine.run()
-    assert engine.answers["other"] == answer(OTHER)
-    engine.check_rest()
 
 
 @pytest.mark.parametrize("first_rank", [0, 1])
@@ -1184,10 +1084,12 @@ class AnyOrder(RuleBasedStateMachine):
         # vLLM cannot reset what waits with loaded KV, nor what a step under way will write.
         running = running and not (
             self.steps_under_way()
-            or engine.offload._loads.running
+            or (stuck and engine.offload._loads.running)
             or any(
-                request.num_computed_tokens and request.status != RequestStatus.RUNNING
-                for request in engine.scheduler.requests.values()
+                engine.offload._loads.is_loading(request_id)
+                or (request.num_computed_tokens and request.status != RequestStatus.RUNNING)
+                for request_id, request in engine.scheduler.requests.items()
+                if not request.is_finished()
             )
         )
         for rank in engine.ranks:

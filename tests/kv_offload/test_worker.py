@@ -500,3 +500,49 @@ def test_shutdown_may_come_twice_or_before_the_start() -> None:
     rank.half.shutdown()
     rank.half.poll()
     assert rank.half.drain([], []) == {}
+
+
+def test_a_sleeping_rank_lets_go_of_the_kv_tensors_and_takes_them_again(gate: Gate) -> None:
+    rank = Rank().start()
+    before = rank.kv.clone()
+    rank.step(store(0, (1, 2)))
+    gate.opened.clear()
+    rank.half.submit_stores()
+    threading.Timer(0.1, gate.opened.set).start()
+    assert rank.engine._state.keep_alive[0] is rank.kv
+    rank.half.unregister_kv_caches()
+    assert rank.engine.wait(0), "a copy would run while its memory is unmapped"
+    assert rank.engine._state.keep_alive == ()
+    rank.half.unregister_kv_caches()
+    rank.half.restore_kv_caches()
+    rank.half.restore_kv_caches()
+    assert rank.engine._state.keep_alive[0] is rank.kv
+    rank.kv[:] = -1
+    rank.step(loads=[load(0, "a", (5, 2))])
+    assert torch.equal(rank.kv[5], before[1])
+    rank.half.shutdown()
+
+
+def test_nothing_is_taken_again_that_is_gone() -> None:
+    rank = Rank().start()
+    rank.half.unregister_kv_caches()
+    tensor = weakref.ref(rank.kv)
+    del rank.kv
+    gc.collect()
+    assert tensor() is None
+    rank.half.restore_kv_caches()
+    rank.half.shutdown()
+
+
+def test_a_rank_whose_copies_do_not_end_keeps_the_kv_tensors(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_offload.worker.DRAIN_SECONDS", 0.1)
+    rank = Rank().start()
+    rank.step(store(0, (1, 2)))
+    gate.opened.clear()
+    rank.half.submit_stores()
+    rank.half.unregister_kv_caches()
+    assert rank.engine._state.keep_alive[0] is rank.kv
+    gate.opened.set()
+    rank.half.shutdown()

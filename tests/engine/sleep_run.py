@@ -1,0 +1,95 @@
+"""Run by `test_sleep.py` in a process of its own: what host memory serves after sleep and reload.
+
+usage: python -m tests.engine.sleep_run MODELS_FOLDER ARGUMENTS_AS_JSON
+
+Prints one line of JSON: the answers without the plugin, computed and from the engine's own cache,
+and those after each event with how many tokens of the prompts came from host memory. Prompts are
+answered one at a time, for on a GPU rounding depends on the batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def main(models: str, arguments: dict[str, Any]) -> None:
+    from vllm import LLM
+
+    from bench.small_models import write_model
+    from tests.engine.harness import (
+        BLOCK_TOKENS,
+        greedy,
+        random_tokens,
+        transfer_config,
+    )
+
+    # None begins like another: each is computed as a whole, or loaded but for its last block.
+    prompts = [{"prompt_token_ids": random_tokens(200 + 37 * i, seed=i)} for i in range(4)]
+
+    def start(**more: Any) -> LLM:
+        settings = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "block_size": BLOCK_TOKENS,
+            "kv_cache_memory_bytes": 16 << 20,
+            "num_gpu_blocks_override": 400,
+            "max_model_len": 1024,
+            "dtype": "float32",
+            "seed": 0,
+            "disable_log_stats": False,
+            **arguments,
+            **more,
+        }
+        return LLM(model=str(write_model("qwen3", Path(models) / "qwen3")), **settings)
+
+    def answers(llm: LLM) -> list[list[int]]:
+        outputs = [llm.generate([prompt], greedy(8), use_tqdm=False)[0] for prompt in prompts]
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    plain = start()
+    result: dict[str, Any] = {"expected": [answers(plain), answers(plain)]}
+    plain.llm_engine.engine_core.shutdown()
+    del plain
+
+    llm = start(kv_transfer_config=transfer_config({"keep_on_sleep": True}))
+
+    def hit_tokens() -> float:
+        return sum(
+            metric.value
+            for metric in llm.get_metrics()
+            if metric.name == "vllm:host_kv_cache_hit_tokens"
+        )
+
+    def after(event: Callable[[], Any]) -> tuple[list[list[int]], float]:
+        event()
+        before = hit_tokens()
+        return answers(llm), hit_tokens() - before
+
+    def sleep(level: int) -> None:
+        llm.sleep(level=level)
+        if level == 2:  # the weights are gone
+            llm.wake_up(tags=["weights"])
+            llm.collective_rpc("reload_weights")
+        llm.wake_up()
+
+    def reload() -> None:
+        llm.collective_rpc("reload_weights")
+        assert llm.reset_prefix_cache()
+
+    result["start"] = after(lambda: None)
+    result["sleep 1"] = after(lambda: sleep(1))
+    result["reload"] = after(reload)
+    result["sleep 1 again"] = after(lambda: sleep(1))
+    result["sleep 2"] = after(lambda: sleep(2))
+    llm.llm_engine.engine_core.shutdown()
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # keep_on_sleep is refused without
+    main(sys.argv[1], json.loads(sys.argv[2]))

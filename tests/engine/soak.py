@@ -1,0 +1,361 @@
+"""A long random run of one engine under pressure, every copied block checked by a digest.
+
+usage: python -m tests.engine.soak MODELS_FOLDER SECONDS SEED ARGUMENTS_AS_JSON
+
+`test_soak.py` calls `soak` on the CPU engine; `tests/gpu/test_soak.py` runs this module on a GPU,
+in a process of its own. Prints one line of JSON with what happened. A seed replays the same
+decisions, though not the same timing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from kv_offload.engine_compat import bytes_per_block, reports_failed_requests, vllm_version
+from tests.engine.harness import BLOCK_TOKENS, Engine, Tokens, engine, greedy, random_tokens
+from transfer import host
+from transfer.engine import Completion, Direction, SwapEngine, SwapJob
+from transfer.factory import create_engine
+
+GPU_BLOCKS = 24
+"""Room for two of the longest requests; up to `MAX_LIVE` are live."""
+POOL_SLOTS = 40
+MAX_LIVE = 8
+MAX_TOKENS = 40
+PATIENCE_STEPS = 20_000
+"""Steps without a finished request after which the engine is taken to be stuck."""
+
+
+# -- digests -----------------------------------------------------------------------------------
+
+
+class DigestingEngine(SwapEngine):
+    """A transfer engine that remembers what every store copied and checks every load against it.
+
+    Both digests are of the bytes in the KV cache: of the source when its store has completed, which
+    the pin still protects, and of the destination when its load has completed, before its request
+    runs. `delay` is called before every job and may hold up its stream.
+    """
+
+    def __init__(self, inner: SwapEngine, read: Callable[[int, int], bytes], delay: Any) -> None:
+        super().__init__(inner.layout, inner.num_slots)
+        self.inner = inner
+        self.checked: Counter[str] = Counter()
+        self._read = read
+        self._delay = delay
+        self._jobs: dict[tuple[Direction, int], Any] = {}
+        self._digests: dict[int, bytes] = {}
+
+    @property
+    def _state(self) -> Any:
+        return self.inner._state  # type: ignore[attr-defined]
+
+    def submit(self, job: SwapJob) -> None:
+        self._delay(self.inner, job.direction)
+        self.inner.submit(job)
+        self._jobs[job.direction, job.job_id] = job.pairs.copy()
+
+    def poll(self) -> list[Completion]:
+        completions = self.inner.poll()
+        for done in completions:
+            pairs = self._jobs.pop((done.direction, done.job_id))
+            assert done.error is None, done.error
+            for block, slot in pairs.tolist():
+                digest = self._digest(block)
+                if done.direction is Direction.STORE:
+                    self._digests[slot] = digest
+                else:
+                    assert digest == self._digests[slot], (
+                        f"load job {done.job_id}: block {block} is not what was stored in slot "
+                        f"{slot}"
+                    )
+            self.checked[done.direction.value] += len(pairs)
+        return completions
+
+    def _digest(self, block: int) -> bytes:
+        digest = hashlib.blake2b(digest_size=16)
+        for region in self.layout.regions:
+            address = region.address + block * region.block_stride_bytes
+            digest.update(self._read(address, region.page_bytes))
+        return digest.digest()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        return self.inner.wait(timeout_seconds)
+
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
+        self.inner.zero_blocks(blocks)
+
+    def close(self, timeout_seconds: float = 30.0) -> None:
+        self.inner.close(timeout_seconds)
+
+    def hold(self, objects: Sequence[object]) -> Sequence[object]:
+        return self.inner.hold(objects)
+
+    @property
+    def in_flight(self) -> int:
+        return self.inner.in_flight
+
+
+def read_device(address: int, nbytes: int) -> bytes:
+    import cupy
+
+    target = np.empty(nbytes, np.uint8)
+    runtime = cupy.cuda.runtime
+    runtime.memcpy(target.ctypes.data, address, nbytes, runtime.memcpyDeviceToHost)
+    return target.tobytes()
+
+
+@contextmanager
+def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
+    """Have the engine that starts here check digests, with copies of random slowness."""
+    made: list[DigestingEngine] = []
+
+    def delay_on_device(inner: Any, direction: Direction) -> None:
+        import torch
+
+        if chance.random() < 0.3:
+            with torch.cuda.stream(inner._state.lanes[direction].stream.stream):
+                torch.cuda._sleep(chance.randrange(20_000_000))  # up to 10 ms at 2 GHz
+
+    def create(kind: Any, *arguments: Any, **more: Any) -> DigestingEngine:
+        inner = create_engine(kind, *arguments, **more)
+        if kind == "cuda":
+            made.append(DigestingEngine(inner, read_device, delay_on_device))
+        else:
+            made.append(DigestingEngine(inner, ctypes.string_at, lambda *_: None))
+        return made[-1]
+
+    copy_runs = host._copy_runs
+    slowness = random.Random(chance.random())  # of its own: the copies' thread draws from it
+
+    def copy_slowly(runs: Any) -> None:
+        if slowness.random() < 0.3:
+            time.sleep(slowness.random() * 0.02)
+        copy_runs(runs)
+
+    with (
+        mock.patch("kv_offload.worker.create_engine", create),
+        mock.patch("transfer.host._copy_runs", copy_slowly),
+    ):
+        yield made
+
+
+# -- what is asked -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, its answer without the plugin, and how clear each token of it was.
+
+    `margins` are the differences of log-probability between the best token and the next, or empty
+    where answers must match exactly.
+    """
+
+    prompt: Tokens
+    answer: Tokens
+    margins: list[float]
+
+    def accepts(self, answer: Tokens, tolerance: float) -> bool:
+        """Tell whether an answer is right, up to a first token that was a toss-up."""
+        for position, (found, expected) in enumerate(zip(answer, self.answer, strict=False)):
+            if found != expected:
+                return bool(self.margins) and self.margins[position] <= tolerance
+        return True
+
+
+def make_prompts(chance: random.Random) -> list[Tokens]:
+    """Return prompts of 2 to 9 blocks; families of them begin alike, to different lengths."""
+    prompts = []
+    for _ in range(5):
+        stem = random_tokens(8 * BLOCK_TOKENS, chance.randrange(1 << 30))
+        for _ in range(5):
+            tail = random_tokens(chance.randrange(1, 60), chance.randrange(1 << 30))
+            prompts.append(stem[: chance.randrange(BLOCK_TOKENS, len(stem))] + tail)
+    return prompts
+
+
+def ask(plain: Engine, prompts: Sequence[Tokens], *, exact: bool) -> list[Question]:
+    questions = []
+    for prompt in prompts:
+        more = {} if exact else {"logprobs": 2}
+        (output,) = plain.llm.generate(
+            [{"prompt_token_ids": prompt}], greedy(MAX_TOKENS, **more), use_tqdm=False
+        )
+        best = output.outputs[0]
+        margins = []
+        for choices in best.logprobs or ():
+            first, second = sorted((c.logprob for c in choices.values()), reverse=True)[:2]
+            margins.append(first - second)
+        questions.append(Question(prompt, list(best.token_ids), margins))
+    return questions
+
+
+# -- the run -----------------------------------------------------------------------------------
+
+
+class Soak:
+    """Random requests, aborts and resets on one engine, and the answers that come back."""
+
+    def __init__(
+        self, running: Engine, questions: list[Question], chance: random.Random, tolerance: float
+    ) -> None:
+        self.engine = running
+        self.questions = questions
+        self.chance = chance
+        self.tolerance = tolerance
+        self.live: dict[str, tuple[Question, int]] = {}
+        self.happened: Counter[str] = Counter()
+        self._steps_since_finish = 0
+        preempt = running.scheduler._preempt_request
+
+        def count_and_preempt(*arguments: Any, **more: Any) -> Any:
+            self.happened["preempted"] += 1
+            return preempt(*arguments, **more)
+
+        running.scheduler._preempt_request = count_and_preempt
+
+    def act(self) -> None:
+        """Do one random thing."""
+        draw = self.chance.random()
+        if draw < 0.15 and len(self.live) < MAX_LIVE:
+            self.add()
+        elif draw < 0.16 and self.live:
+            self.abort(self.chance.choice(sorted(self.live)))
+        elif draw < 0.165:
+            self.reset()
+        else:
+            self.step()
+
+    def add(self) -> None:
+        request_id = f"request-{self.happened['added']}"
+        question = self.chance.choice(self.questions)
+        tokens = self.chance.randint(1, MAX_TOKENS)
+        self.happened["added"] += 1
+        self.live[request_id] = (question, tokens)
+        self.engine.llm.llm_engine.add_request(
+            request_id,
+            {"prompt_token_ids": question.prompt},
+            greedy(tokens),
+            priority=self.chance.randrange(4),
+        )
+
+    def abort(self, request_id: str) -> None:
+        del self.live[request_id]
+        self.engine.abort(request_id)
+        self.happened["aborted"] += 1
+
+    def reset(self) -> None:
+        """Reset as a user does, and as a pause does, which preempts what runs.
+
+        vLLM raises in the second where a request waits for its load.
+        """
+        with_connector = self.chance.random() < 0.2
+        waits = any(
+            request.num_computed_tokens and request.status.name != "RUNNING"
+            for request in self.engine.scheduler.requests.values()
+            if not request.is_finished()
+        )
+        running = not waits and self.chance.random() < 0.7
+        done = self.engine.core.reset_prefix_cache(running, with_connector)
+        assert done or not running
+        self.happened["reset"] += bool(done)
+        self.engine.offload.manager.check_integrity()
+
+    def step(self) -> None:
+        finished = self.engine.step()
+        self._steps_since_finish = 0 if finished else self._steps_since_finish + 1
+        for request_id, output in finished.items():
+            question, tokens = self.live.pop(request_id)
+            answer = list(output.outputs[0].token_ids)
+            assert len(answer) == tokens
+            assert question.accepts(answer, self.tolerance), (
+                f"{request_id} answers {answer} instead of {question.answer[:tokens]}, whose "
+                f"margins are {question.margins[:tokens]}"
+            )
+            self.happened["answered"] += 1
+            self.happened["same"] += answer == question.answer[:tokens]
+        if self._steps_since_finish > PATIENCE_STEPS and self.live:
+            # vLLM 0.26 to 0.31 can leave a request waiting behind one that does not fit.
+            assert not reports_failed_requests(vllm_version()), f"nothing ends: {self.live.keys()}"
+            self.happened["starved"] += 1
+            for request_id in sorted(self.live):
+                self.abort(request_id)
+
+    def finish(self) -> None:
+        while self.live:
+            self.step()
+        self.engine.run()
+        self.engine.assert_nothing_left()
+
+
+def soak(
+    models: Path,
+    seconds: float,
+    seed: int,
+    *,
+    tolerance: float = 0.0,
+    kind: str = "qwen3",
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Run for about `seconds`; return counts of what happened. Raises `AssertionError`.
+
+    With a `tolerance` above 0 an answer may differ from the first token on that the model itself
+    found as likely as another, within that difference of log-probability: on a GPU rounding depends
+    on the batch.
+    """
+    print(f"soak with seed {seed} for {seconds:.0f} s: {arguments}", flush=True)
+    chance = random.Random(seed)
+    prompts = make_prompts(chance)
+    with engine(models, kind, **arguments) as plain:
+        questions = ask(plain, prompts, exact=tolerance == 0)
+        block_bytes = bytes_per_block(plain.scheduler.kv_cache_config)
+    with digesting(chance) as made:
+        plugin = {"cpu_bytes": POOL_SLOTS * block_bytes}
+        tight = {
+            "blocks": GPU_BLOCKS,
+            "max_model_len": 10 * BLOCK_TOKENS + MAX_TOKENS,
+            "max_num_seqs": MAX_LIVE,
+            "max_num_batched_tokens": 128,
+            "scheduling_policy": "priority",
+        }
+        with engine(models, kind, plugin, **tight, **arguments) as running:
+            run = Soak(running, questions, chance, tolerance)
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                run.act()
+            run.finish()
+            run.happened["asynchronous"] = running.core.batch_queue is not None
+            totals = {name: int(value) for name, value in running.totals.items()}
+    (digests,) = made
+    assert not digests._jobs
+    return {**run.happened, **{f"digests_{k}": v for k, v in digests.checked.items()}, **totals}
+
+
+def check(result: dict[str, Any]) -> None:
+    """Check that a soak did what it is for; how much of it depends on the machine."""
+    for name in ("answered", "aborted", "reset", "preempted", "evictions", "digests_load"):
+        assert result.get(name, 0) > 0, f"{name} is missing in {result}"
+    assert result["same"] >= 0.95 * result["answered"], result
+
+
+def main(models: str, seconds: str, seed: str, arguments: str) -> None:
+    result = soak(Path(models), float(seconds), int(seed), **json.loads(arguments))
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,47 @@
+"""No KV tensor outlives the engine, whoever still holds the plugin's objects."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_offload.worker import OffloadWorker
+from tests.engine.harness import engine, random_tokens
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("ends", ["as it should", "without shutdown"])
+def test_shutdown_leaves_no_kv_tensor_alive(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, ends: str
+) -> None:
+    """With a control: a rank that is not shut down keeps the KV cache of a gone engine."""
+    registered: list[weakref.ref[Any]] = []
+    held: list[OffloadWorker] = []
+    register, shutdown = OffloadWorker.register_kv_caches, OffloadWorker.shutdown
+
+    def watch(worker: OffloadWorker, kv_caches: dict[str, Any]) -> None:
+        registered.extend(map(weakref.ref, kv_caches.values()))
+        held.append(worker)  # as a profiler, a traceback or another connector may
+        register(worker, kv_caches)
+
+    monkeypatch.setattr(OffloadWorker, "register_kv_caches", watch)
+    if ends == "without shutdown":
+        monkeypatch.setattr(OffloadWorker, "shutdown", lambda worker: None)
+    prompt = random_tokens(200, seed=1)
+    with engine(model_folder, kind, plugin={}) as offloading:
+        offloading.generate([prompt])
+        offloading.reset_gpu_cache()
+        offloading.generate([prompt])
+        assert offloading.blocks_loaded() > 0
+    gc.collect()
+    assert registered
+    alive = [reference for reference in registered if reference() is not None]
+    assert bool(alive) == (ends == "without shutdown")
+    for worker in held:
+        shutdown(worker)
+    gc.collect()
+    assert all(reference() is None for reference in registered)

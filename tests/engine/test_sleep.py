@@ -1,0 +1,79 @@
+"""Host memory and sleep on a real engine.
+
+The CPU engine keeps its KV cache and its weights in a sleep, but everything before that is as on a
+GPU: requests end, caches are reset, and the level reaches the plugin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+from tests.engine.harness import Copies, engine, prompts_with_shared_prefix
+from transfer.engine import Direction
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_host_memory_outlives_a_sleep_of_level_1_and_nothing_else(model_folder: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.engine.sleep_run", str(model_folder), "{}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, f"exit status {run.returncode}\n{run.stdout[-4000:]}\n{run.stderr[-6000:]}"
+    result = json.loads(lines[0].removeprefix("RESULT "))
+    expected, from_cache = result.pop("expected")
+    assert expected == from_cache
+    for event, (answers, _) in result.items():
+        assert answers == expected, event
+    hits = {event: tokens for event, (_, tokens) in result.items()}
+    assert hits["sleep 1"] >= 300
+    assert hits["sleep 1 again"] >= 300
+    # The engine's own cache is empty after each event, so these came from nowhere but the model.
+    assert (hits["start"], hits["reload"], hits["sleep 2"]) == (0, 0, 0)
+
+
+def test_keeping_is_refused_in_the_process_of_the_user(model_folder: Path) -> None:
+    with (
+        pytest.raises(Exception, match="set VLLM_ENABLE_V1_MULTIPROCESSING=1"),
+        engine(model_folder, plugin={"keep_on_sleep": True}),
+    ):
+        pass
+    ensure_kv_transfer_shutdown()  # of the rank, which was ready before the scheduler refused
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_right_after_a_load_was_aborted(
+    model_folder: Path, copies: Copies, level: int
+) -> None:
+    prompts = prompts_with_shared_prefix(seed=3)
+    with engine(model_folder, plugin={}) as offloading:
+        expected = offloading.generate(prompts)
+        offloading.reset_gpu_cache()
+        copies.hold(Direction.LOAD)
+        offloading.add("gone", prompts[0])
+        for _ in range(3):
+            offloading.step()
+        offloading.abort("gone")
+        assert offloading.offload.abandoned_loads()
+        copies.release()
+        offloading.llm.sleep(level=level)
+        offloading.llm.wake_up()
+        assert offloading.offload.manager.slots_in_use == 0
+        offloading.totals.clear()
+        assert offloading.generate(prompts) == expected
+        assert offloading.totals["hit_tokens"] == 0
+        offloading.assert_nothing_left()

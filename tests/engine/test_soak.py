@@ -1,0 +1,82 @@
+"""The soak on the CPU engine, `SOAK_SECONDS` in all; `tests/gpu` has the one on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.soak import DigestingEngine, Question, Soak, check, soak
+from tests.transfer.kv_memory import Storage
+from transfer.engine import Direction, SwapJob
+from transfer.host import HostSwapEngine
+from transfer.layout import KVLayout
+from transfer.pinned import HostArena
+
+SECONDS = float(os.environ.get("SOAK_SECONDS", "180"))
+SEED = int(os.environ.get("SOAK_SEED", random.randrange(1 << 31)))
+"""Printed by the run; set `SOAK_SEED` to replay it."""
+
+
+@pytest.mark.timeout(SECONDS + 300)
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_every_loaded_block_is_the_one_that_was_stored(model_folder: Path, kind: str) -> None:
+    """With one cache group and with two. The CPU engine always schedules synchronously."""
+    result = soak(model_folder, SECONDS / 2, SEED, kind=kind)
+    print(result)
+    check(result)
+    assert result["same"] == result["answered"]
+
+
+# -- the soak would notice ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changed", ["slot", "nothing"])
+def test_a_load_of_other_bytes_than_were_stored_is_noticed(changed: str) -> None:
+    storage = Storage(8 * 64)
+    storage.data[:] = np.arange(8 * 64) % 251
+    layout = KVLayout.from_tensors(8, [storage.describe("kv", 8, (8, 64), (64, 1), block_dim=0)])
+    arena = HostArena(4, layout.slot_bytes, register=None)
+    inner = HostSwapEngine(layout, arena, [storage])
+    engine = DigestingEngine(inner, ctypes.string_at, lambda *_: None)
+    engine.submit(SwapJob(0, Direction.STORE, np.array([[3, 1]], np.int32)))
+    assert engine.wait(10)
+    assert len(engine.poll()) == 1
+    if changed == "slot":
+        arena.view()[1, 17] ^= 1
+    engine.submit(SwapJob(0, Direction.LOAD, np.array([[6, 1]], np.int32)))
+    assert engine.wait(10)
+    if changed == "slot":
+        with pytest.raises(AssertionError, match="block 6 is not what was stored in slot 1"):
+            engine.poll()
+    else:
+        assert len(engine.poll()) == 1
+        assert engine.checked == {"store": 1, "load": 1}
+    engine.close()
+
+
+def test_answers_are_compared_up_to_a_toss_up() -> None:
+    exact = Question([1], [5, 6, 7], [])
+    assert exact.accepts([5, 6], 0.0)
+    assert not exact.accepts([5, 9], 100.0)
+    close = Question([1], [5, 6, 7], [2.0, 0.1, 2.0])
+    assert close.accepts([5, 9, 9], 0.2)
+    assert not close.accepts([4, 6, 7], 0.2)
+    assert not close.accepts([5, 6, 9], 0.2)
+
+
+def test_a_wrong_answer_ends_the_soak() -> None:
+    output = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 9])])
+    running: Any = SimpleNamespace(
+        scheduler=SimpleNamespace(_preempt_request=None), step=lambda: {"request-0": output}
+    )
+    run = Soak(running, [], random.Random(0), 0.0)
+    run.live["request-0"] = (Question([1], [5, 6, 7], []), 2)
+    with pytest.raises(AssertionError, match=r"answers \[5, 9\] instead of \[5, 6\]"):
+        run.step()

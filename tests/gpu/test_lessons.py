@@ -1,0 +1,352 @@
+"""What `docs/lessons.md` tells, on a device: each protection, and what comes back without it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
+pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
+
+from kv_offload.config import OffloadConfig  # noqa: E402
+from kv_offload.metadata import LoadJob, OffloadMetadata, StoreJob  # noqa: E402
+from kv_offload.prefix import CacheGroup  # noqa: E402
+from kv_offload.worker import OffloadWorker  # noqa: E402
+from tests.gpu.engine_run import read_device  # noqa: E402
+from tests.gpu.test_cuda_engine import KIB, ids, make_arena, make_cache, random_pairs  # noqa: E402
+from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config  # noqa: E402
+from transfer.engine import Direction, SwapJob  # noqa: E402
+from transfer.cuda import CudaSwapEngine  # noqa: E402
+from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402
+from transfer.streams import CopyStream  # noqa: E402
+from transfer.swap import LIST_BYTES, SwapKernel, write_list  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = 8
+BLOCK, SLOT = 3, 5
+BUSY_CYCLES = 200_000_000
+"""About 100 ms of a spinning kernel at 2 GHz."""
+OLD, NEW = 1, 9
+POISON = -1
+"""All bits set: NaN in every floating-point cache."""
+
+
+class Runner:
+    """Stands for a model runner: owns the KV cache, and the stream on which tokens are copied."""
+
+    def __init__(self) -> None:
+        self.output_copy_stream = torch.cuda.Stream()
+        self.kv = torch.full((BLOCKS, 4, PAGE_WORDS // 4), OLD, dtype=torch.int64, device="cuda")
+        self.half = OffloadWorker(
+            OffloadConfig(cpu_bytes=BLOCKS * PAGE_WORDS * 8),
+            make_kv_cache_config([CacheGroup(0, 4)], BLOCKS),
+            0,
+            1,
+        )
+        self.half.register_kv_caches({"layer.0": self.kv})
+        torch.cuda.synchronize()
+
+    @property
+    def engine(self) -> Any:
+        return self.half._engine
+
+    def slot(self) -> list[int]:
+        """Return the words that are in `SLOT`, each once."""
+        assert self.engine.wait(30)
+        torch.cuda.synchronize()
+        return np.unique(self.engine._state.arena.view()[SLOT].view(np.int64)).tolist()
+
+    def block(self) -> list[int]:
+        assert self.engine.wait(30)
+        torch.cuda.synchronize()
+        return self.kv[BLOCK].unique().tolist()
+
+
+PAIRS = np.array([[BLOCK, SLOT]], np.int32)
+
+
+def plan(*, store: bool = False, load: bool = False) -> OffloadMetadata:
+    return OffloadMetadata(
+        (StoreJob(0, PAIRS),) if store else (), (LoadJob(0, "a", PAIRS),) if load else ()
+    )
+
+
+# -- stores wait for compute (vLLM 31341) ------------------------------------------------------
+
+
+def wait_for_nothing(stream: CopyStream) -> Any:
+    return stream.record()
+
+
+def wait_for_the_output_copy_alone(stream: CopyStream) -> Any:
+    if stream._output_copy_stream is not None:
+        stream.stream.wait_stream(stream._output_copy_stream)
+    return stream.record()
+
+
+WAITS: dict[str, Callable[[CopyStream], Any]] = {
+    "as it is": CopyStream.wait_for_compute,
+    "output copy alone": wait_for_the_output_copy_alone,
+    "nothing": wait_for_nothing,
+}
+
+
+@pytest.mark.parametrize(
+    ("last_writer", "waits_for", "found"),
+    [
+        ("forward", "as it is", NEW),
+        ("forward", "output copy alone", NEW),
+        ("forward", "nothing", OLD),
+        ("draft head", "as it is", NEW),
+        ("draft head", "output copy alone", OLD),
+        ("draft head", "nothing", OLD),
+        ("stage without sampling", "as it is", NEW),
+        ("stage without sampling", "output copy alone", OLD),
+        ("stage without sampling", "nothing", OLD),
+    ],
+)
+def test_a_store_reads_the_block_after_a_slow_kernel_has_written_it(
+    monkeypatch: pytest.MonkeyPatch, last_writer: str, waits_for: str, found: int
+) -> None:
+    """The output-copy stream is fenced by the sampled tokens, not by what writes KV after them."""
+    runner = Runner()
+    monkeypatch.setattr(CopyStream, "wait_for_compute", WAITS[waits_for])
+    metadata = plan(store=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        runner.half.submit_stores()
+        runner.half.start_kv_transfers(metadata)
+        if last_writer == "draft head":
+            runner.output_copy_stream.wait_stream(torch.cuda.current_stream())
+        torch.cuda._sleep(BUSY_CYCLES)
+        runner.kv.fill_(NEW)
+        if last_writer == "forward":
+            runner.output_copy_stream.wait_stream(torch.cuda.current_stream())
+        runner.half.prepare_store_kv(metadata)
+        assert runner.engine.in_flight == 0
+        runner.half.submit_stores()  # the next step begins
+        assert runner.engine.in_flight == 1
+        assert runner.slot() == [found]
+    runner.half.shutdown()
+
+
+# -- fresh blocks, and blocks whose load failed (vLLM 43990) -----------------------------------
+
+
+@pytest.mark.parametrize(("load_comes", "found"), [("after zeroing", OLD), ("before", 0)])
+def test_zeroing_of_fresh_blocks_does_not_wipe_what_is_loaded(load_comes: str, found: int) -> None:
+    """Runner V1 zeroes between the first hook of a step and the one that submits loads."""
+    runner = Runner()
+    runner.engine._state.arena.view()[SLOT].view(np.int64)[:] = OLD
+    runner.kv.fill_(POISON)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        runner.half.submit_stores()
+        if load_comes == "before":
+            runner.half.start_kv_transfers(plan(load=True))
+            assert runner.engine.wait(30)
+        torch.cuda._sleep(BUSY_CYCLES)
+        runner.kv[BLOCK] = 0
+        if load_comes == "after zeroing":
+            runner.half.start_kv_transfers(plan(load=True))
+        assert runner.block() == [found]
+    runner.half.shutdown()
+
+
+@pytest.mark.parametrize(("zeroes", "found"), [(True, 0), (False, POISON)])
+def test_the_destination_of_a_failed_load_holds_no_nan(
+    monkeypatch: pytest.MonkeyPatch, zeroes: bool, found: int
+) -> None:
+    import cupy
+
+    def fail(*_: Any) -> None:
+        raise cupy.cuda.driver.CUDADriverError(1)  # CUDA_ERROR_INVALID_VALUE
+
+    runner = Runner()
+    runner.kv.fill_(POISON)
+    torch.cuda.synchronize()
+    monkeypatch.setattr(SwapKernel, "launch", fail)
+    if not zeroes:
+        monkeypatch.setattr(OffloadWorker, "_zero", lambda worker, job: None)
+    runner.half.start_kv_transfers(plan(load=True))
+    assert runner.engine.wait(30)
+    runner.half.poll()
+    received, failed = runner.half.take_received()
+    assert received == failed.keys() == {"a"}
+    assert runner.block() == [found]
+    assert runner.kv[BLOCK + 1].unique().tolist() == [POISON]
+    runner.half.shutdown()
+
+
+# -- tables and graphs outlive a sleep (vLLM 40648) --------------------------------------------
+
+
+def table_of(kernel: SwapKernel, direction: Direction) -> tuple[int, bytes]:
+    table = kernel._launchers[direction]._table
+    return table.ptr, read_device(table.ptr, table.size)
+
+
+def test_tables_and_captured_graphs_are_valid_after_sleep_and_wake_up() -> None:
+    """The plugin is built where vLLM allocates its KV cache: in the pool that a sleep discards."""
+    cumem = pytest.importorskip("vllm.device_allocator.cumem")
+    if not cumem.cumem_available:
+        pytest.skip("this vLLM has no allocator for sleep mode")
+    allocator = cumem.CuMemAllocator.get_instance()
+    with allocator.use_memory_pool(tag="kv_cache"):
+        cache = make_cache(64, [(4 * KIB, 8 * KIB), (48, 64)])
+        arena = make_arena(cache, 64)
+        device = cache.storage.device
+        engine = CudaSwapEngine(cache.layout, arena, device, [cache.storage])
+        kernel = SwapKernel(cache.layout, arena, device)
+        before = {d: table_of(kernel, d) for d in Direction}
+        # The control: what a table that torch allocates here would look like afterwards.
+        in_pool = torch.tensor(
+            np.frombuffer(before[Direction.STORE][1], np.uint8).copy(), device=device
+        )
+    address = cache.storage.data_ptr()
+    lists = HostArena(1, LIST_BYTES, register=CudaRegistrar(device))
+    target = lists.view()[0]
+    write_list(target, np.empty((0, 2), np.int32))
+    graphs = {}
+    for direction in Direction:
+        kernel.launch(direction, lists.address, torch.cuda.current_stream())
+        torch.cuda.synchronize()
+        graphs[direction] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[direction]):
+            kernel.launch(direction, lists.address, torch.cuda.current_stream())
+    torch.cuda.synchronize()
+
+    allocator.sleep(offload_tags=())
+    allocator.wake_up()
+
+    assert cache.storage.data_ptr() == address
+    assert {d: table_of(kernel, d) for d in Direction} == before
+    assert in_pool.cpu().numpy().tobytes() != before[Direction.STORE][1]
+    slots = torch.from_numpy(arena.view())
+    rng = np.random.default_rng(5)
+    for round_trip in ("graphs", "engine"):
+        content = torch.randint(0, 256, cache.storage.shape, dtype=torch.uint8, device=device)
+        cache.storage.copy_(content)
+        slots.zero_()
+        pairs = random_pairs(rng, 64, 64, 40)
+        block_ids, slot_ids = ids(pairs)
+        expected = cache.blocks()[block_ids]
+        torch.cuda.synchronize()
+        for direction in (Direction.STORE, Direction.LOAD):
+            if round_trip == "graphs":
+                write_list(target, pairs)
+                graphs[direction].replay()
+                torch.cuda.synchronize()
+            else:
+                engine.submit(SwapJob(0, direction, pairs))
+                assert engine.wait(30)
+                (done,) = engine.poll()
+                assert done.error is None
+            if direction is Direction.STORE:
+                assert torch.equal(slots[slot_ids], expected)
+                cache.storage.zero_()
+                torch.cuda.synchronize()
+        assert torch.equal(cache.blocks()[block_ids], expected)
+    engine.close()
+
+
+def in_a_process(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    run = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+    )
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, f"exit status {run.returncode}\n{run.stdout[-2000:]}\n{run.stderr[-5000:]}"
+    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    return result
+
+
+both_runners = pytest.mark.parametrize("runner", ["0", "1"], ids=["V1", "V2"])
+
+
+@both_runners
+def test_an_engine_with_graphs_sleeps_wakes_up_and_serves(tmp_path: Path, runner: str) -> None:
+    """Levels 1 and 2, with the host memory that the user lets outlive the first."""
+    arguments = {
+        "dtype": "bfloat16",
+        "enforce_eager": False,
+        "enable_sleep_mode": True,
+        "kv_cache_memory_bytes": 256 << 20,
+    }
+    result = in_a_process(
+        "tests.engine.sleep_run",
+        str(tmp_path),
+        json.dumps(arguments),
+        VLLM_USE_V2_MODEL_RUNNER=runner,
+    )
+    computed, cached = result.pop("expected")
+    hits = {event: tokens for event, (_, tokens) in result.items()}
+    print(hits)
+    assert hits["sleep 1"] >= 300
+    assert hits["sleep 1 again"] >= 300
+    assert (hits["start"], hits["reload"], hits["sleep 2"]) == (0, 0, 0)
+    for event, (answers, tokens) in result.items():
+        assert answers == (cached if tokens else computed), event
+
+
+# -- nothing is kept alive (vLLM 39224, 45528) -------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["shutdown", "unregister", "dropped"])
+def test_no_kv_tensor_is_kept_alive(end: str) -> None:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    runner = Runner()
+    runner.half.prepare_store_kv(plan(store=True))
+    runner.half.submit_stores()
+    assert torch.cuda.memory_allocated() > before
+    tensor, half = weakref.ref(runner.kv), runner.half
+    if end == "shutdown":
+        half.shutdown()
+    elif end == "unregister":
+        half.unregister_kv_caches()
+    else:
+        del half
+    del runner
+    gc.collect()
+    assert tensor() is None
+    assert torch.cuda.memory_allocated() == before
+
+
+@both_runners
+def test_an_engine_leaves_no_kv_tensor_behind(tmp_path: Path, runner: str) -> None:
+    """Neither that of the run nor that of the profiling of CUDA graphs before it."""
+    result = in_a_process("tests.gpu.lifetime_run", str(tmp_path), VLLM_USE_V2_MODEL_RUNNER=runner)
+    print(result)
+    assert result["registered"] > 0
+    assert result["alive"] == 0
+    assert result["profiling_alive"] == 0
+    if runner == "0":
+        assert result["profiling"] > 0, "the test must see a profiling run"
+    assert result["allocated_with"] <= result["allocated_without"]

@@ -1,0 +1,65 @@
+"""The soak on a GPU: `SOAK_SECONDS`, 20 minutes by default, over runners and scheduling modes.
+
+Each case takes a quarter of it, so `pytest tests/gpu/test_soak.py -k V2` runs half of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
+
+ROOT = Path(__file__).parents[2]
+SECONDS = float(os.environ.get("SOAK_SECONDS", "1200"))
+SEED = os.environ.get("SOAK_SEED", str(random.randrange(1 << 31)))
+"""Printed by the run; set `SOAK_SEED` to replay it."""
+TOLERANCE = 0.3
+"""Nats. Where a bfloat16 model prefers a token by less, the shape of the batch may decide."""
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.timeout(SECONDS / 4 + 300)
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("runner", ["0", "1"], ids=["V1", "V2"])
+def test_every_loaded_block_is_the_one_that_was_stored(
+    tmp_path: Path, runner: str, async_scheduling: bool
+) -> None:
+    from tests.engine.soak import check
+
+    arguments = {
+        "tolerance": TOLERANCE,
+        "dtype": "bfloat16",
+        "enforce_eager": False,
+        "async_scheduling": async_scheduling,
+        "kv_cache_memory_bytes": 256 << 20,
+    }
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    command = [sys.executable, "-m", "tests.engine.soak", str(tmp_path), str(SECONDS / 4), SEED]
+    run = subprocess.run(
+        [*command, json.dumps(arguments)],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "VLLM_USE_V2_MODEL_RUNNER": runner,
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        },
+        capture_output=True,
+        text=True,
+        timeout=SECONDS / 4 + 280,
+        check=False,
+    )
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, f"seed {SEED}, exit status {run.returncode}\n{run.stderr[-5000:]}"
+    result = json.loads(lines[0].removeprefix("RESULT "))
+    print(f"seed {SEED}: {result}")
+    check(result)
+    assert result["asynchronous"] == async_scheduling

@@ -1,0 +1,569 @@
+"""Blocks that somebody else wants while a copy uses them, under vLLM's own scheduler.
+
+`HarshEngine` plays the worst timing that a device may choose: what a step computes reaches the KV
+cache only after all of the step's hooks have run, every fresh block is filled with garbage before
+its first use, and in its *eager* form a copy runs the moment it is submitted. Where a protection
+can be taken out, the test takes it out and shows that the garbage then arrives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kv_offload import engine_hooks, load_planner
+from kv_offload.prefix import CacheGroup
+from kv_offload.store_planner import StorePlanner
+from kv_offload.worker import OffloadWorker
+from tests.kv_offload.fakes import ManualSwapEngine, PlayedEngine
+from transfer.engine import Direction, SwapJob
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+BLOCK = 4
+PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
+"""Five blocks and one token."""
+OTHER = [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
+FULL, WINDOW = CacheGroup(0, BLOCK), CacheGroup(1, BLOCK, 6)
+POISON = -0x5A5A5A5A
+
+both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+both_runners = pytest.mark.parametrize("replaces_resumed", [False, True], ids=["V1", "V2"])
+
+
+class HarshEngine(PlayedEngine):
+    """Writes KV late, poisons fresh blocks, and with `eager` copies at once."""
+
+    def __init__(
+        self, *arguments: Any, eager: bool = False, replaces_resumed: bool = False, **more: Any
+    ) -> None:
+        super().__init__(*arguments, replaces_resumed=replaces_resumed, **more)
+        self.zeroes_first = replaces_resumed
+        self.poisoned_blocks = 0
+        if eager:
+            for rank in self.ranks:
+                rank.copies.submit = eager_submit(rank.copies)
+
+    def execute(self) -> None:
+        """Run the hooks of the step before its forward, which a device may not have started yet."""
+        output = self.scheduled.popleft()
+        self.model.follow(output)
+        for rank in self.ranks:
+            metadata = output.kv_connector_metadata
+            # Runner V2 zeroes fresh blocks before all hooks, runner V1 between the first two.
+            if self.zeroes_first:
+                self.poison(output, rank)
+            rank.connector.handle_preemptions(metadata)
+            if not self.zeroes_first:
+                self.poison(output, rank)
+            rank.connector.bind_connector_metadata(metadata)
+        reports = [rank.end(output) for rank in self.ranks]
+        sampled = self.model.forward(output, self.propose if self._drafts else lambda _: [])
+        ids = list(output.num_scheduled_tokens)
+        results = [
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+                sampled_token_ids=[list(tokens) for tokens in sampled],
+                kv_connector_output=report,
+            )
+            for report in reports
+        ]
+        self.executed.append((output, self._aggregator.aggregate(results)))
+
+    def poison(self, output: Any, rank: Any) -> None:
+        """Fill the blocks that this step's requests were given and that hold nothing yet."""
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        given = {new.req_id: new.block_ids for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            new_ids = cached.new_block_ids[index] or [[] for _ in self.groups]
+            resumed = request_id in cached.resumed_req_ids
+            computed[request_id] = cached.num_computed_tokens[index] if resumed else 0
+            given[request_id] = new_ids
+        for request_id, tables in given.items():
+            for group, table in zip(self.groups, tables, strict=True):
+                first = -(-computed[request_id] // group.block_tokens)
+                fresh = [block for block in table[first:] if block != 0]
+                rank.memory[fresh] = POISON
+                self.poisoned_blocks += len(fresh)
+
+
+def eager_submit(copies: ManualSwapEngine) -> Callable[[SwapJob], None]:
+    submit = copies.submit
+
+    def submit_and_run(job: SwapJob) -> None:
+        submit(job)
+        copies.run_all()
+
+    return submit_and_run
+
+
+def store(engine: PlayedEngine, prompt: Sequence[int], request_id: str = "stored") -> None:
+    """Compute a prompt, keep it in host memory, and forget it on the engine's side."""
+    engine.add(request_id, prompt, max_tokens=1)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache() is True
+    engine.totals.clear()
+
+
+def answer(prompt: Sequence[int], max_tokens: int = 4) -> list[int]:
+    """Answer without host memory: nothing is stored twice, nothing loaded."""
+    engine = PlayedEngine()
+    engine.add("plain", prompt, max_tokens)
+    engine.run()
+    return engine.answers["plain"]
+
+
+def table(engine: PlayedEngine, request: Request) -> list[int]:
+    (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    return list(blocks)
+
+
+def pinned(engine: PlayedEngine) -> set[int]:
+    stores = engine.offload._stores
+    return {b for s in (stores._planned, *stores._running.values()) for b in s.blocks}
+
+
+@contextlib.contextmanager
+def wrong_bytes() -> Iterator[None]:
+    """Expect that host memory, or KV that a forward reads, is not what it stands for."""
+    with pytest.raises(AssertionError, match=r"holds another prefix|wrong KV at"):
+        yield
+
+
+# -- a store and the compute that writes its blocks --------------------------------------------
+
+
+@both_ways
+@both_runners
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
+def test_a_store_reads_what_its_step_wrote_last(
+    async_scheduling: bool, replaces_resumed: bool, drafts: int, groups: tuple[CacheGroup, ...]
+) -> None:
+    """Also where the last to write is a draft head, long after the sampled tokens were copied."""
+    engine = HarshEngine(
+        groups,
+        eager=True,
+        async_scheduling=async_scheduling,
+        replaces_resumed=replaces_resumed,
+        drafts=drafts,
+        ranks=2,
+    )
+    engine.add("a", PROMPT, max_tokens=20)
+    while engine.scheduler.has_requests():
+        engine.step()
+        engine.check_host_memory()
+    assert engine.totals["stored_bytes"] > 0
+    assert engine.poisoned_blocks > 0
+    assert engine.answers["a"] == answer(PROMPT, 20)
+    engine.check_rest()
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_store_in_the_same_step_would_read_the_block_too_early(
+    monkeypatch: pytest.MonkeyPatch, drafts: int
+) -> None:
+    """The control: submitted at the end of its own step, it copies what was there before."""
+    queue = OffloadWorker.prepare_store_kv
+
+    def submit_now(worker: OffloadWorker, metadata: Any) -> None:
+        queue(worker, metadata)
+        worker.submit_stores()
+
+    monkeypatch.setattr(OffloadWorker, "prepare_store_kv", submit_now)
+    engine = HarshEngine(eager=True, drafts=drafts)
+    engine.add("a", PROMPT, max_tokens=20)
+    with wrong_bytes():
+        for _ in range(4):
+            engine.step()
+            engine.check_host_memory()
+
+
+# -- a store and the next owner of its blocks --------------------------------------------------
+
+
+def no_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stores take no reference on the blocks that they read."""
+    reserve = StorePlanner._reserve
+
+    def reserve_without_pins(planner: StorePlanner, *arguments: Any) -> int:
+        pool = planner._pool
+        planner._pool = PoolWithoutPins(pool)
+        try:
+            return reserve(planner, *arguments)
+        finally:
+            planner._pool = pool
+
+    monkeypatch.setattr(StorePlanner, "_reserve", reserve_without_pins)
+    monkeypatch.setattr(StorePlanner, "_unpin", lambda planner, store: None)
+
+
+class PoolWithoutPins:
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Take no reference."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+
+def finish_and_reuse(engine: PlayedEngine) -> None:
+    """End a request and have another take every free block before the store was submitted."""
+    engine.add("gone", PROMPT, max_tokens=1)
+    while not engine.answers:
+        engine.step()
+    engine.add("other", OTHER, max_tokens=20)
+    for _ in range(12):
+        engine.step()
+    engine.run_copies()
+    engine.check_host_memory()
+    engine.run()
+    engine.check_host_memory()
+
+
+TIGHT = {"blocks": 12, "max_model_len": 44, "plugin": {"max_pinned_share": 1.0}}
+
+
+@both_ways
+@both_runners
+def test_a_stored_block_is_not_overwritten_before_its_store_has_ended(
+    async_scheduling: bool, replaces_resumed: bool
+) -> None:
+    engine = HarshEngine(
+        async_scheduling=async_scheduling, replaces_resumed=replaces_resumed, **TIGHT
+    )
+    finish_and_reuse(engine)
+    assert engine.answers["other"] == answer(OTHER, 20)
+    engine.check_rest()
+
+
+@both_runners
+def test_without_pins_a_store_copies_what_the_next_owner_wrote(
+    monkeypatch: pytest.MonkeyPatch, replaces_resumed: bool
+) -> None:
+    no_pins(monkeypatch)
+    with wrong_bytes():
+        finish_and_reuse(HarshEngine(replaces_resumed=replaces_resumed, **TIGHT))
+
+
+@both_ways
+def test_blocks_of_a_preempted_request_are_not_reallocated_before_their_store_has_ended(
+    async_scheduling: bool,
+) -> None:
+    engine = HarshEngine(
+        blocks=14,
+        max_model_len=48,
+        async_scheduling=async_scheduling,
+        plugin={"max_pinned_share": 1.0},
+    )
+    stays = engine.add("stays", OTHER[:20], max_tokens=28)
+    victim = engine.add("victim", PROMPT[:16], max_tokens=28)
+    held: set[int] = set()
+    for _ in range(60):
+        if victim.status == RequestStatus.RUNNING:
+            held = pinned(engine) & set(table(engine, victim))
+        engine.schedule()
+        if victim.status == RequestStatus.PREEMPTED:
+            break
+        engine.execute()
+        engine.process()
+    assert victim.status == RequestStatus.PREEMPTED
+    assert len(held) >= 4
+    for _ in range(6):
+        engine.finish_steps()
+        assert held <= pinned(engine)
+        assert not held & set(table(engine, stays))
+        assert all(engine.pool.blocks[block].ref_cnt == 1 for block in held)
+        engine.schedule()
+    engine.run_copies()
+    engine.check_host_memory()
+    engine.run()
+    assert engine.answers["victim"] == answer(PROMPT[:16], 28)
+    assert engine.answers["stays"] == answer(OTHER[:20], 28)
+    engine.check_rest()
+
+
+@both_ways
+def test_blocks_of_a_finished_request_are_not_reallocated_before_their_store_has_ended(
+    async_scheduling: bool,
+) -> None:
+    engine = HarshEngine(
+        blocks=14,
+        max_model_len=40,
+        async_scheduling=async_scheduling,
+        plugin={"max_pinned_share": 1},
+    )
+    engine.add("gone", PROMPT, max_tokens=1)
+    while not engine.answers:
+        engine.step()
+    engine.finish_steps()
+    held = pinned(engine)
+    assert len(held) == 5
+    other = engine.add("other", OTHER[:16], max_tokens=20)
+    for _ in range(12):
+        engine.step()
+        if other.status == RequestStatus.RUNNING:
+            assert not held & set(table(engine, other))
+    engine.check_pins()
+    engine.run_copies()
+    engine.check_host_memory()
+    engine.run()
+    assert engine.answers["other"] == answer(OTHER[:16], 20)
+    engine.check_rest()
+
+
+# -- a load and the last owner of its blocks ---------------------------------------------------
+
+
+@both_ways
+@both_runners
+def test_a_load_into_blocks_that_a_step_under_way_still_writes(
+    async_scheduling: bool, replaces_resumed: bool
+) -> None:
+    """The last owner is aborted with a step in flight; a load then gets its blocks."""
+    engine = HarshEngine(
+        blocks=12,
+        max_model_len=44,
+        eager=True,
+        async_scheduling=async_scheduling,
+        replaces_resumed=replaces_resumed,
+    )
+    store(engine, PROMPT)
+    owner = engine.add("owner", OTHER, max_tokens=20)
+    engine.step(6)
+    if async_scheduling:
+        engine.schedule()
+    owned = set(table(engine, owner))
+    assert engine.pool.get_num_free_blocks() < 6
+    engine.abort("owner")
+    engine.add("loads", PROMPT)
+    loaded: set[int] = set()
+    for _ in range(6):
+        output = engine.schedule()
+        targets = {int(b) for job in output.kv_connector_metadata.loads for b in job.pairs[:, 0]}
+        if len(engine.scheduled) == 2:
+            assert not targets & owned, "vLLM gave away blocks that a step in flight writes"
+        loaded |= targets
+        engine.finish_steps()
+    assert loaded & owned, "the test must load into blocks of the last owner"
+    engine.run()
+    assert engine.answers["loads"] == answer(PROMPT)
+    engine.check_rest()
+
+
+@both_ways
+def test_blocks_of_an_aborted_request_come_back_when_its_load_has_ended(
+    async_scheduling: bool,
+) -> None:
+    engine = HarshEngine(async_scheduling=async_scheduling)
+    store(engine, PROMPT)
+    free = engine.pool.get_num_free_blocks()
+    engine.add("a", PROMPT)
+    engine.step()
+    assert engine.offload._loads.running == 1
+    engine.abort("a")
+    engine.step(3)
+    assert engine.pool.get_num_free_blocks() == free - 5
+    engine.add("other", OTHER)
+    engine.step(2)
+    engine.run_copies()
+    engine.check_host_memory()
+    engine.run()
+    assert engine.answers["other"] == answer(OTHER)
+    engine.check_rest()
+
+
+def abort_and_reuse(engine: PlayedEngine) -> None:
+    """Abort a load that runs; another request computes in all the blocks it can get; then copy."""
+    store(engine, PROMPT)
+    engine.add("gone", PROMPT)
+    engine.step()
+    assert engine.offload._loads.running == 1
+    engine.abort("gone")
+    engine.add("other", [*OTHER, *OTHER[:12]], max_tokens=8)
+    engine.step(2)
+    engine.run_copies(Direction.LOAD)
+    engine.run()
+
+
+def test_an_aborted_load_writes_into_nobodys_blocks() -> None:
+    engine = HarshEngine(blocks=14, max_model_len=48)
+    abort_and_reuse(engine)
+    assert engine.answers["other"] == answer([*OTHER, *OTHER[:12]], 8)
+    engine.check_rest()
+
+
+def test_if_an_abort_freed_the_blocks_its_load_would_hit_the_next_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control: a load that is reported when its request ends, and not when it has ended."""
+    engine = HarshEngine(blocks=14, max_model_len=48)
+    finish = engine.scheduler.finish_requests
+
+    def finish_and_free(request_ids: Any, status: Any) -> Any:
+        finished = finish(request_ids, status)
+        engine_hooks._deliver_loads(engine.scheduler, engine.offload.abandoned_loads())
+        return finished
+
+    monkeypatch.setattr(engine.scheduler, "finish_requests", finish_and_free)
+    with wrong_bytes():
+        abort_and_reuse(engine)
+
+
+# -- loads of one prefix -----------------------------------------------------------------------
+
+
+@both_ways
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_overlapping_prefixes_may_be_loaded_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool, order: tuple[int, int]
+) -> None:
+    """One that has waited too long loads for itself: the same slots, other blocks, any order."""
+    monkeypatch.setattr(load_planner, "MAX_WAIT_SECONDS", -1.0)
+    longer = [*PROMPT[:16], 0, 0, 1, 0, 1]
+    engine = HarshEngine(async_scheduling=async_scheduling)
+    store(engine, PROMPT)
+    store(engine, longer, "longer")
+    engine.add("first", PROMPT)
+    engine.add("second", longer)
+    engine.step(4)
+    copies = engine.ranks[0].copies
+    assert [job.direction for job in copies.submitted] == [Direction.LOAD] * 2
+    first, second = (job.pairs for job in copies.submitted)
+    assert len(set(first[:, 1].tolist()) & set(second[:, 1].tolist())) == 4
+    assert not set(first[:, 0].tolist()) & set(second[:, 0].tolist())
+    manager = engine.offload.manager
+    manager.check_integrity()
+    for index in (order[0], 0):
+        copies.run(index)
+        engine.step(2)
+        manager.check_integrity()
+    engine.run()
+    assert engine.answers["first"] == answer(PROMPT)
+    assert engine.answers["second"] == answer(longer)
+    engine.check_rest()
+
+
+def load_while_others_store(engine: PlayedEngine) -> None:
+    """The pool has room for one prompt; another wants its slots while they are being read."""
+    store(engine, PROMPT)
+    engine.add("loads", PROMPT)
+    engine.add("stores", OTHER, max_tokens=1)
+    engine.step(4)
+    engine.run_copies(Direction.STORE)
+    engine.step(2)
+    assert engine.offload._loads.is_loading("loads")
+    engine.run()
+
+
+def test_slots_of_a_running_load_are_not_evicted_for_stores() -> None:
+    engine = HarshEngine(slots=5)
+    load_while_others_store(engine)
+    assert engine.totals["skipped_pool_busy"] > 0
+    assert engine.answers["loads"] == answer(PROMPT)
+    engine.check_rest()
+
+
+def test_without_holds_a_load_reads_what_a_store_put_into_its_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = HarshEngine(slots=5)
+    manager = engine.offload.manager
+    monkeypatch.setattr(manager, "prepare_load", lambda keys: list(map(manager._stored.get, keys)))
+    monkeypatch.setattr(manager, "complete_load", lambda slots: None)
+    with wrong_bytes():
+        load_while_others_store(engine)
+
+
+# -- resets ------------------------------------------------------------------------------------
+
+
+@both_ways
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("reported", [0, 1, 2])
+def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(
+    async_scheduling: bool, ranks: int, reported: int
+) -> None:
+    """As `LLM.sleep` does in one process: abort all, then reset with all that runs.
+
+    The load may have ended on no rank, on some, or on all with the reports on their way.
+    """
+    engine = HarshEngine(ranks=ranks, async_scheduling=async_scheduling)
+    store(engine, PROMPT)
+    engine.add("a", PROMPT)
+    engine.step()
+    for rank in engine.ranks[:reported]:
+        rank.copies.run_all()
+    if reported:
+        engine.schedule()
+        engine.execute()
+    engine.abort("a")
+    assert engine.reset(reset_running_requests=True)
+    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+    assert engine.offload._loads.running == 0
+    engine.finish_steps()
+    engine.add("b", PROMPT)
+    engine.run()
+    assert engine.answers["b"] == answer(PROMPT)
+    assert engine.totals["hit_tokens"] >= 20
+    assert not engine.offload._delivered_loads
+    engine.check_rest()
+
+
+def test_a_failed_load_of_an_aborted_request_is_left_to_its_report() -> None:
+    """Its blocks are named in that report, so they must not be somebody else's by then."""
+    engine = HarshEngine()
+    store(engine, PROMPT)
+    engine.add("a", PROMPT)
+    engine.step()
+    engine.abort("a")
+    engine.ranks[0].copies.run(fail=True)
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        engine.reset(reset_running_requests=True)
+    engine.step(2)
+    assert engine.reset(reset_running_requests=True)
+    engine.check_rest()
+
+
+def test_a_reset_fails_while_an_aborted_load_is_stuck() -> None:
+    engine = HarshEngine(ranks=2)
+    store(engine, PROMPT)
+    engine.add("a", PROMPT)
+    engine.step()
+    engine.abort("a")
+    engine.ranks[1].copies.stuck = True
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        engine.reset(reset_running_requests=True)
+    engine.ranks[1].copies.stuck = False
+    assert engine.reset(reset_running_requests=True)
+    engine.run()
+    engine.step(2)
+    engine.check_rest()
+
+
+# -- the end of a pipeline that never samples --------------------------------------------------
+
+
+def test_ranks_agree_whichever_of_them_samples() -> None:
+    """A stage that samples nothing has no output-copy stream; its stores wait for compute alone."""
+    engine = HarshEngine(ranks=2, eager=True)
+    store(engine, PROMPT)
+    arenas = [rank.copies.arena for rank in engine.ranks]
+    assert np.array_equal(*arenas)
+    engine.add("a", PROMPT)
+    engine.run()
+    assert engine.answers["a"] == answer(PROMPT)
+    engine.check_rest()

@@ -1,0 +1,95 @@
+"""What `docs/lessons.md` tells, where no device and no engine is needed: with and without."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_offload.connector import KVOffloadConnector
+from kv_offload.prefix import CacheGroup
+from tests.kv_offload.fakes import PlayedEngine
+from tests.transfer.test_pinned import is_mapped
+from transfer.pinned import HostArena
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+ROOT = Path(__file__).parents[2]
+
+# -- host memory lives as long as any view of it (vLLM 45528) ----------------------------------
+
+
+def held_view(arena: HostArena) -> NDArray[np.uint8]:
+    return arena.view()
+
+
+def bare_view(arena: HostArena) -> NDArray[np.uint8]:
+    """Return the same bytes by their address alone, as a deleter that holds nothing would."""
+    memory = (ctypes.c_uint8 * arena.nbytes).from_address(arena.address)
+    return np.ctypeslib.as_array(memory).reshape(arena.num_slots, arena.slot_bytes)
+
+
+@pytest.mark.parametrize(("make_view", "lives"), [(held_view, True), (bare_view, False)])
+def test_memory_is_returned_only_when_no_view_is_left(
+    make_view: Callable[[HostArena], NDArray[np.uint8]], lives: bool
+) -> None:
+    arena = HostArena(64, mmap.PAGESIZE, register=None)
+    address = arena.address
+    view = make_view(arena)[3:5].view(np.int32)
+    del arena
+    gc.collect()
+    assert is_mapped(address) is lives
+    del view
+    gc.collect()
+    assert not is_mapped(address)
+
+
+# -- block sizes come from the final configuration (vLLM 45528) --------------------------------
+
+
+def test_keys_follow_the_blocks_of_the_final_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cache_config.block_size` may be a placeholder while the connector is built."""
+    prompt = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1]
+    build = KVOffloadConnector.__init__
+
+    def build_with_placeholder(
+        self: Any, vllm_config: Any, role: Any, kv_cache_config: Any
+    ) -> None:
+        final, vllm_config.cache_config.block_size = vllm_config.cache_config.block_size, 32
+        build(self, vllm_config, role, kv_cache_config)
+        vllm_config.cache_config.block_size = final
+
+    monkeypatch.setattr(KVOffloadConnector, "__init__", build_with_placeholder)
+    engine = PlayedEngine((CacheGroup(0, 4),))
+    engine.add("a", prompt, max_tokens=1)
+    engine.run()
+    assert engine.totals["stored_bytes"] == 3 * 64
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("b", prompt, max_tokens=1)
+    engine.run()
+    assert engine.totals["hit_tokens"] == 12
+    engine.check_rest()
+
+
+# -- the page ----------------------------------------------------------------------------------
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    page = (ROOT / "docs" / "lessons.md").read_text()
+    files = {path: (ROOT / path).read_text() for path in re.findall(r"tests/[\w/]+\.py", page)}
+    names = set(re.findall(r"\btest_\w+(?![\w.])", re.sub(r"tests/[\w/]+\.py", "", page)))
+    assert len(names) > 20
+    defined = {name for text in files.values() for name in re.findall(r"def (test_\w+)", text)}
+    assert names - defined == set()
+    for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", page):
+        assert f"def {name}(" in files[path]
