@@ -130,8 +130,7 @@ def table(engine: PlayedEngine, request: Request) -> list[int]:
 
 
 def pinned(engine: PlayedEngine) -> set[int]:
-    stores = engine.offload._stores
-    return {b for s in (stores._planned, *stores._running.values()) for b in s.blocks}
+    return set(engine.offload._stores._pinned())
 
 
 @contextlib.contextmanager
@@ -195,17 +194,17 @@ def test_a_store_in_the_same_step_would_read_the_block_too_early(
 
 def no_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stores take no reference on the blocks that they read."""
-    reserve = StorePlanner._reserve
+    pin_chosen = StorePlanner.pin_chosen
 
-    def reserve_without_pins(planner: StorePlanner, *arguments: Any) -> int:
+    def choose_without_pins(planner: StorePlanner) -> None:
         pool = planner._pool
         planner._pool = PoolWithoutPins(pool)
         try:
-            return reserve(planner, *arguments)
+            pin_chosen(planner)
         finally:
             planner._pool = pool
 
-    monkeypatch.setattr(StorePlanner, "_reserve", reserve_without_pins)
+    monkeypatch.setattr(StorePlanner, "pin_chosen", choose_without_pins)
     monkeypatch.setattr(StorePlanner, "_unpin", lambda planner, store: None)
 
 
@@ -482,7 +481,7 @@ def test_without_holds_a_load_reads_what_a_store_put_into_its_slots(
 ) -> None:
     engine = HarshEngine(slots=5)
     manager = engine.offload.manager
-    monkeypatch.setattr(manager, "prepare_load", lambda keys: list(map(manager._stored.get, keys)))
+    monkeypatch.setattr(manager, "prepare_load", manager.find)
     monkeypatch.setattr(manager, "complete_load", lambda slots: None)
     with wrong_bytes():
         load_while_others_store(engine)
