@@ -28,8 +28,8 @@ from kv_offload.worker import OffloadWorker  # noqa: E402
 from tests.gpu.engine_run import read_device  # noqa: E402
 from tests.gpu.test_cuda_engine import KIB, ids, make_arena, make_cache, random_pairs  # noqa: E402
 from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config  # noqa: E402
-from transfer.engine import Direction, SwapJob  # noqa: E402
 from transfer.cuda import CudaSwapEngine  # noqa: E402
+from transfer.engine import Direction, SwapJob  # noqa: E402
 from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402
 from transfer.streams import CopyStream  # noqa: E402
 from transfer.swap import LIST_BYTES, SwapKernel, write_list  # noqa: E402
