@@ -98,7 +98,7 @@ def corrupt(slots: np.ndarray, kind: str) -> None:
     if kind in ("jamba", "falcon_h1", "qwen3_next"):
         slots ^= 0x01  # exponents too; states in the place of keys would make NaNs
     else:
-        slots[:] = np.roll(slots, 1, axis=0)  # right bytes in wrong places
+        slots[:] = np.roll(slots, 7, axis=0)  # right bytes in wrong places
 
 
 def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +22,15 @@ if not torch.cuda.is_available():
 pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
-from kv_offload.config import OffloadConfig  # noqa: E402
-from kv_offload.metadata import LoadJob, OffloadMetadata, StoreJob  # noqa: E402
-from kv_offload.prefix import CacheGroup  # noqa: E402
-from kv_offload.worker import OffloadWorker  # noqa: E402
-from tests.gpu.engine_run import read_device  # noqa: E402
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what vLLM and torch say about themselves when imported
+    from kv_offload.config import OffloadConfig
+    from kv_offload.metadata import LoadJob, OffloadMetadata, StoreJob
+    from kv_offload.prefix import CacheGroup
+    from kv_offload.worker import OffloadWorker
+    from tests.gpu.engine_run import read_device
+    from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config
 from tests.gpu.test_cuda_engine import KIB, ids, make_arena, make_cache, random_pairs  # noqa: E402
-from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config  # noqa: E402
 from transfer.cuda import CudaSwapEngine  # noqa: E402
 from transfer.engine import Direction, SwapJob  # noqa: E402
 from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402

@@ -1,0 +1,84 @@
+"""Run every test that needs a GPU and print the table of docs/support.md with what became of it.
+
+usage: python -m tests.gpu.support_table [PYTEST_ARGUMENTS...]
+
+The last column says how the GPU tests of a row ended here; rows without one rest on tests that need
+no GPU, which `make test` runs. Exits with pytest's status, and with 1 if a row cites a GPU test that
+does not exist.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CITATION = re.compile(r"`(tests/gpu/\w+\.py)(?:::(\w+))?`(?: \(([^)]*)\))?")
+
+
+def outcomes(report: Path) -> dict[str, str]:
+    """Return `passed`, `failed` or `skipped` of every test, by `file::name[parameters]`."""
+    found = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        file = case.attrib["classname"].replace(".", "/") + ".py"
+        ended = {child.tag for child in case}
+        outcome = "failed" if ended & {"failure", "error"} else "passed"
+        found[f"{file}::{case.attrib['name']}"] = "skipped" if "skipped" in ended else outcome
+    return found
+
+
+def cited(cell: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the GPU tests that a cell of the table names: file, and words their ids must have."""
+    for file, name, parameters in CITATION.findall(cell):
+        names = re.findall(r"`([^`]+)`", parameters)
+        for word in names or [""]:
+            yield file, [part for part in (name, word) if part]
+
+
+def matches(test: str, file: str, words: list[str]) -> bool:
+    """Whether a test is one that was cited; a word in brackets is a whole parameter."""
+    parameters = re.split(r"[\[\]-]", test)
+    return test.startswith(file) and all(
+        f"::{word}" in test or word in parameters for word in words
+    )
+
+
+def annotate(text: str, found: dict[str, str]) -> tuple[str, list[str]]:
+    """Add a column to every table of `text`; return it with the citations that name no test."""
+    lines, missing = [], []
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            lines.append(line)
+            continue
+        counts: dict[str, int] = {}
+        for file, words in cited(line):
+            ended = [outcome for test, outcome in found.items() if matches(test, file, words)]
+            if not ended:
+                missing.append(f"{file} {' '.join(words)}")
+            for outcome in ended:
+                counts[outcome] = counts.get(outcome, 0) + 1
+        summary = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+        lines.append(f"{line} {'---' if set(line) <= set('|- ') else summary} |")
+    return "\n".join(lines), missing
+
+
+def main() -> int:
+    """Run the tests, print the table, return the exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "tests/gpu", f"--junitxml={report}"]
+        status = subprocess.run([*command, *sys.argv[1:]], cwd=ROOT, check=False).returncode
+        table, missing = annotate((ROOT / "docs" / "support.md").read_text(), outcomes(report))
+    print(table)
+    for citation in missing:
+        print(f"docs/support.md cites a GPU test that did not run: {citation}", file=sys.stderr)
+    return status or int(bool(missing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
