@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -21,7 +20,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from bench.serving_clock import ConnectorClock
-from kv_offload.metadata import OffloadMetadata, OffloadWorkerMetadata, StoreResult
+from kv_offload.metadata import OffloadMetadata, OffloadWorkerMetadata, JobResult
 from tests.kv_offload.fakes import make_tensor, make_vllm_config
 
 BLOCK_TOKENS = 16
@@ -87,6 +86,7 @@ class SchedulerBed:
             hash_block_size=BLOCK_TOKENS,
             log_stats=True,
         )
+        self.connector.offload_scheduler.ranks_ready({0: slots})
         self.clock = ConnectorClock()
         self.clock.put_on(self.connector)
         self._prefixes = 0
@@ -130,12 +130,9 @@ class SchedulerBed:
         self._stored_prefixes: list[int] = []
         for _ in range(0, slots, longest_prompt // BLOCK_TOKENS):
             prefix = self.new_prefix()
-            keys = [
-                make_block_hash_with_group_id(block_name(prefix, index), 0)
-                for index in range(longest_prompt // BLOCK_TOKENS)
-            ]
-            plan = self.manager.prepare_store(keys)
-            self.manager.complete_store([slot for _, slot in plan.accepted])
+            # A key of the first cache group is the block's hash.
+            keys = [block_name(prefix, index) for index in range(longest_prompt // BLOCK_TOKENS)]
+            self.manager.complete_store(self.manager.prepare_store(keys).slots)
             self._stored_prefixes.append(prefix)
         assert self.manager.slots_in_use == slots
 
@@ -207,12 +204,14 @@ class SchedulerBed:
     def _copies_ended(self) -> KVConnectorOutput:
         """Report the copies of the last step, as one rank would."""
         ended = KVConnectorOutput(finished_recving=set())
-        stores = {}
+        ok = JobResult(frozenset((0,)), ok=True)
+        stores, loads = {}, {}
         for metadata in self._submitted:
-            stores.update(
-                {job.job_id: StoreResult(frozenset((0,)), ok=True) for job in metadata.stores}
-            )
-            ended.finished_recving |= {job.request_id for job in metadata.loads}
-        if stores:
-            ended.kv_connector_worker_meta = OffloadWorkerMetadata(stores)
+            stores.update({job.job_id: ok for job in metadata.stores})
+            loads.update({job.job_id: ok for job in metadata.loads if job.synchronous})
+            ended.finished_recving |= {
+                job.request_id for job in metadata.loads if not job.synchronous
+            }
+        if stores or loads:
+            ended.kv_connector_worker_meta = OffloadWorkerMetadata(stores, loads=loads)
         return ended
