@@ -1,5 +1,6 @@
 # make demo    the plugin on a real engine: prompts computed once, then loaded from host memory
 # make test    every test that needs no GPU, on two versions of vLLM's CPU engine
+# make gpu-test  every test that needs a GPU, on a host that has CUDA, CuPy and vLLM
 # make check   ruff and mypy
 # make wheel   the wheel, installed into an empty environment and tried there
 #
@@ -15,7 +16,7 @@ ENGINES ?= 0.32.0 0.28.0
 TESTS ?= tests
 ARGUMENTS ?=
 
-.PHONY: demo test check wheel clean
+.PHONY: demo test gpu-test check wheel clean
 .DEFAULT_GOAL := demo
 
 environment := $(PYTHON) bench/environment.py
@@ -24,14 +25,18 @@ in_venv := $(environment) run --dev --
 demo:
 	@$(environment) demo -- $(ARGUMENTS)
 
-# The first engine runs everything; the others only what depends on vLLM's version. The benches run
-# once, unmeasured: that they still work is all that this shows.
+# The first engine runs everything; the others only what depends on vLLM's version, with a short soak.
+# The benches run once, unmeasured: that they still work is all that this shows.
 test:
 	@$(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest $(TESTS)
 	@set -e; for engine in $(wordlist 2,9,$(ENGINES)); do \
-	  $(environment) run --dev --engine $$engine -- -m pytest $(TESTS) -m engine; \
+	  SOAK_SECONDS=30 $(environment) run --dev --engine $$engine -- -m pytest $(TESTS) -m engine; \
 	done
 	@$(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest bench/bench_*.py
+
+# With the CUDA, vLLM and pytest that PYTHON has.
+gpu-test:
+	$(PYTHON) -m tests.gpu.support_table $(ARGUMENTS)
 
 check:
 	@$(in_venv) -m ruff check .

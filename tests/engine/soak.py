@@ -128,7 +128,8 @@ def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
         import torch
 
         if chance.random() < 0.3:
-            with torch.cuda.stream(inner._state.lanes[direction].stream.stream):
+            lane = inner._state.lanes[direction, "kernel"]
+            with torch.cuda.stream(lane.stream.stream):
                 torch.cuda._sleep(chance.randrange(20_000_000))  # up to 10 ms at 2 GHz
 
     def create(kind: Any, *arguments: Any, **more: Any) -> DigestingEngine:
