@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from bench.serving_clock import ConnectorClock
-from kv_offload.metadata import OffloadMetadata, OffloadWorkerMetadata, JobResult
+from kv_offload.metadata import JobResult, OffloadMetadata, OffloadWorkerMetadata
 from tests.kv_offload.fakes import make_tensor, make_vllm_config
 
 BLOCK_TOKENS = 16

@@ -72,10 +72,12 @@ def main(models: str, arguments: dict[str, Any]) -> None:
 
     def sleep(level: int) -> None:
         llm.sleep(level=level)
-        if level == 2:  # the weights are gone
+        if level == 1:
+            llm.wake_up()
+        else:  # the weights are gone
             llm.wake_up(tags=["weights"])
             llm.collective_rpc("reload_weights")
-        llm.wake_up()
+            llm.wake_up(tags=["kv_cache"])
 
     def reload() -> None:
         llm.collective_rpc("reload_weights")

@@ -266,7 +266,8 @@ class Soak:
         """
         with_connector = self.chance.random() < 0.2
         waits = any(
-            request.num_computed_tokens and request.status.name != "RUNNING"
+            request.status.name == "WAITING_FOR_REMOTE_KVS"
+            or (request.num_computed_tokens and request.status.name != "RUNNING")
             for request in self.engine.scheduler.requests.values()
             if not request.is_finished()
         )
@@ -346,11 +347,15 @@ def soak(
     return {**run.happened, **{f"digests_{k}": v for k, v in digests.checked.items()}, **totals}
 
 
-def check(result: dict[str, Any]) -> None:
-    """Check that a soak did what it is for; how much of it depends on the machine."""
+def check(result: dict[str, Any], least_same: float = 0.95) -> None:
+    """Check that a soak did what it is for; how much of it depends on the machine.
+
+    Every answer was accepted; at least this share must be the very tokens, not just tokens that the
+    model prefers as much within the tolerance.
+    """
     for name in ("answered", "aborted", "reset", "preempted", "evictions", "digests_load"):
         assert result.get(name, 0) > 0, f"{name} is missing in {result}"
-    assert result["same"] >= 0.95 * result["answered"], result
+    assert result["same"] >= least_same * result["answered"], result
 
 
 def main(models: str, seconds: str, seed: str, arguments: str) -> None:

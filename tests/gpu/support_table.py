@@ -3,8 +3,8 @@
 usage: python -m tests.gpu.support_table [PYTEST_ARGUMENTS...]
 
 The last column says how the GPU tests of a row ended here; rows without one rest on tests that need
-no GPU, which `make test` runs. Exits with pytest's status, and with 1 if a row cites a GPU test that
-did not run.
+no GPU, which `make test` runs. Exits with pytest's status, and with 1 if a row cites a GPU test
+that did not run.
 """
 
 from __future__ import annotations

@@ -340,16 +340,3 @@ def test_no_kv_tensor_is_kept_alive(end: str) -> None:
     gc.collect()
     assert tensor() is None
     assert torch.cuda.memory_allocated() == before
-
-
-@both_runners
-def test_an_engine_leaves_no_kv_tensor_behind(tmp_path: Path, runner: str) -> None:
-    """Neither that of the run nor that of the profiling of CUDA graphs before it."""
-    result = in_a_process("tests.gpu.lifetime_run", str(tmp_path), VLLM_USE_V2_MODEL_RUNNER=runner)
-    print(result)
-    assert result["registered"] > 0
-    assert result["alive"] == 0
-    assert result["profiling_alive"] == 0
-    if runner == "0":
-        assert result["profiling"] > 0, "the test must see a profiling run"
-    assert result["allocated_with"] <= result["allocated_without"]
