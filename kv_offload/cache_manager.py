@@ -135,8 +135,12 @@ class CacheManager:
         """Say whether a key is readable or being stored. Changes nothing, recency included."""
         return key in self._slot_of
 
-    def find(self, keys: Sequence[Key]) -> Slots:
+    def slot_numbers(self, keys: Sequence[Key]) -> list[int]:
         """Return the slots of `keys`, -1 for those that are not known. Changes nothing."""
+        return self._slot_of.get_all(keys)
+
+    def find(self, keys: Sequence[Key]) -> Slots:
+        """Return what `slot_numbers` does, as an array."""
         return np.array(self._slot_of.get_all(keys), np.int32)
 
     def readable(self, keys: Sequence[Key]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -201,12 +205,13 @@ class CacheManager:
         recent than `keys`. The accepted ones are not readable, and their slots not given to
         anybody else, until `complete_store`.
         """
-        found = self.find(keys)
-        known = np.concatenate((along, found[found >= 0]))
-        guarded = _distinct(known[self._readable[known] & (self._readers[known] == 0)])
-        self._policy.hold(guarded[::-1])
-        pairs = zip(keys, found.tolist(), strict=True)
-        new = list(dict.fromkeys(key for key, slot in pairs if slot < 0))
+        found = self._slot_of.get_all(keys)
+        new = list(dict.fromkeys(key for key, slot in zip(keys, found, strict=True) if slot < 0))
+        guarded = _NO_SLOTS
+        if len(along) or len(new) < len(keys):
+            known = np.concatenate((along, np.array([s for s in found if s >= 0], np.int32)))
+            guarded = _distinct(known[self._readable[known] & (self._readers[known] == 0)])
+            self._policy.hold(guarded[::-1])
         evictions_before = self._evictions
         slots = self._take_slots(new)
         accepted = new[: len(slots)]
@@ -214,7 +219,8 @@ class CacheManager:
         self._writing[slots] = True
         used = slots if len(new) == len(keys) else self.find(keys)
         self._policy.use(np.concatenate((along, used[used >= 0]))[::-1])
-        self._policy.release(guarded)
+        if len(guarded):
+            self._policy.release(guarded)
         return StorePlan(
             keys=accepted,
             slots=slots,
@@ -229,20 +235,13 @@ class CacheManager:
         Raises `MisuseError` for a slot that has no store running; nothing is changed.
         """
         given = np.asarray(slots, np.int32)
-        ended, counts = np.unique(given, return_counts=True)
-        running = (ended >= 0) & (ended < self._num_slots)
-        running[running] = self._writing[ended[running]]
-        wrong = ~running | (counts > 1)
-        if wrong.any():
-            at = int(wrong.argmax())
-            raise MisuseError(
-                f"{counts[at]} stores to slot {ended[at]} completed, but {int(running[at])} is "
-                "running: complete every prepared store once"
-            )
+        self._check_writing(given)
         self._writing[given] = False
-        orphan = self._orphan[given]
-        self._give_back(given[orphan])
-        owned = given[~orphan]
+        owned = given
+        if self._num_orphans:
+            orphan = self._orphan[given]
+            self._give_back(given[orphan])
+            owned = given[~orphan]
         if ok:
             self._readable[owned] = True
             self._policy.release(owned)
@@ -267,6 +266,19 @@ class CacheManager:
         self._key_of.clear()
         self._free.clear()
 
+    def _check_writing(self, slots: Slots) -> None:
+        exists = (slots >= 0) & (slots < self._num_slots)
+        if exists.all() and self._writing[slots].all() and len(set(slots.tolist())) == len(slots):
+            return
+        named, counts = np.unique(slots, return_counts=True)
+        running = (named >= 0) & (named < self._num_slots)
+        running[running] = self._writing[named[running]]
+        at = int((~running | (counts > 1)).argmax())
+        raise MisuseError(
+            f"{counts[at]} stores to slot {named[at]} completed, but {int(running[at])} is "
+            "running: complete every prepared store once"
+        )
+
     def _count_readers(self, slots: Slots) -> Slots:
         exists = (slots >= 0) & (slots < self._num_slots)
         return np.where(exists, self._readers[np.where(exists, slots, 0)], 0)
@@ -276,9 +288,13 @@ class CacheManager:
         reused = [self._free.pop() for _ in range(min(len(self._free), len(keys)))]
         for slot, key in zip(reused, keys, strict=False):
             self._key_of[slot] = key
-        fresh = self._take_unused(keys[len(reused) :])
-        free = np.concatenate((np.array(reused, np.int32), fresh))
-        self._policy.add(free, keys[: len(free)])
+        free = np.array(reused, np.int32)
+        if len(free) < len(keys) and len(self._key_of) < self._usable_slots:
+            free = np.concatenate((free, self._take_unused(keys[len(free) :])))
+        if len(free):
+            self._policy.add(free, keys[: len(free)])
+        if len(free) == len(keys):
+            return free
         victims = self._policy.replace(keys[len(free) :])
         evicted = victims.tolist()
         self._slot_of.remove_all([self._key_of[slot] for slot in evicted])

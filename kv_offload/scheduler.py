@@ -175,8 +175,8 @@ class OffloadScheduler:
         changes = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, new_ids, num_computed in changes:
             # Once per running request and step: most have got no block, and filled none.
-            next_end = next_ends.get(request_id, math.inf)
-            if new_ids is None and num_computed + scheduled[request_id] < next_end:
+            filled_none = num_computed + scheduled[request_id] < next_ends.get(request_id, math.inf)
+            if filled_none and new_ids is None:
                 continue
             state = self._requests.get(request_id)
             if state is None:
@@ -187,6 +187,8 @@ class OffloadScheduler:
             elif new_ids is not None:
                 for ids, more in zip(state.block_ids, new_ids, strict=True):
                     ids.extend(more)
+                if filled_none:
+                    continue
             self._plan_stores(state, num_computed, output)
         return OffloadMetadata(self._stores.take_planned(), self._loads.take_planned())
 

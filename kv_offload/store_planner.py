@@ -99,7 +99,7 @@ class StorePlanner:
         self._next_job_id = 0
         # Chosen and not pinned yet: new keys with their blocks, and slots of the same prefixes.
         self._new: dict[Key, Sequence[int]] = {}
-        self._along: list[Slots] = []
+        self._along: list[int] = []
         # Pinned and not sent yet, in the same order.
         self._planned_slots: list[Slots] = []
         self._planned_blocks: list[int] = []
@@ -157,7 +157,7 @@ class StorePlanner:
         """
         end_tokens = self._prefixes.named_tokens(end_tokens)
         # Once for all groups: what one of them chose is neither free nor about to be.
-        pins_left = self._pins_left(soon_free_blocks)
+        pins_left = None
         slot_tokens = self._prefixes.slot_tokens
         for position, group in enumerate(self._prefixes.groups):
             first = cursor.next_slot[position]
@@ -167,6 +167,8 @@ class StorePlanner:
                 first + MAX_SLOTS_PER_STEP - self._examined,
             )
             if first < last:
+                if pins_left is None:
+                    pins_left = self._pins_left(soon_free_blocks)
                 chosen_before = len(self._new)
                 passed = self._choose(group, hashes, block_ids[position], first, last, pins_left)
                 pins_left -= (len(self._new) - chosen_before) * self._prefixes.blocks_per_slot
@@ -201,8 +203,9 @@ class StorePlanner:
         Those are chosen that are new, valid now and within the budgets.
         """
         keys = self._prefixes.slot_keys(hashes, group, first, last)
-        slots = self._manager.find(keys)
-        unknown = np.flatnonzero(slots < 0).tolist()
+        # Lists, not arrays: mostly a decode has filled one block, and nothing is known of it.
+        slots = self._manager.slot_numbers(keys)
+        unknown = [index for index, slot in enumerate(slots) if slot < 0]
         passed = len(keys)
         if unknown:
             per_slot, new = self._prefixes.blocks_per_slot, self._new
@@ -231,8 +234,7 @@ class StorePlanner:
             else:
                 pins_left -= per_slot
                 new[key] = blocks[at:end]
-        known = slots[:passed]
-        self._along.append(known[known >= 0])
+        self._along += [slot for slot in slots[:passed] if slot >= 0]
         return passed
 
     def pin_chosen(self) -> None:
@@ -241,9 +243,9 @@ class StorePlanner:
         What is known of the same prefixes goes along: it is used again, and must not be evicted for
         its own tail.
         """
-        if not self._along:
+        if not self._new and not self._along:
             return
-        plan = self._manager.prepare_store(list(self._new), np.concatenate(self._along))
+        plan = self._manager.prepare_store(list(self._new), np.array(self._along, np.int32))
         self._skipped["pool_busy"] += plan.no_room
         if plan.keys:
             blocks = list(chain.from_iterable([self._new[key] for key in plan.keys]))
