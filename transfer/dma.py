@@ -5,12 +5,12 @@ What it is good at: it takes no SM from compute, and moves 55.4 GB/s each way wh
 
 - The host. `cuMemcpyBatchAsync` blocks its caller for 0.5 us a copy in small batches and 2.7 us in
   large ones, `cudaMemcpyAsync` for longer. So a call of the engine queues one slice, at most
-  `SLICE_COPIES` copies of `SLICE_BYTES` in all, in pieces of `PIECE_BYTES`. The rest of a job follows with later
-  polls. It does not come from a thread: every call of that thread gives the GIL up, and gets it
-  back from an engine that steps in Python only after as much as 5 ms (see `transfer/host_copy.py`),
-  in which the link moves the bytes of 66 pieces. Between the polls of a long step the link
-  therefore idles, and `transfer/path_rule.py` gives this path only jobs of a single slice wherever
-  a kernel could run.
+  `SLICE_COPIES` copies of `SLICE_BYTES` in all, in pieces of `PIECE_BYTES`. The rest of a job
+  follows with later polls. It does not come from a thread: every call of that thread gives the GIL
+  up, and gets it back from an engine that steps in Python only after as much as 5 ms (see
+  `transfer/host_copy.py`), in which the link moves the bytes of 66 pieces. Between the polls of a
+  long step the link therefore idles, and `transfer/path_rule.py` gives this path only jobs of a
+  single slice wherever a kernel could run.
 - The copies of others. A copy engine serves a direction first come, first served, over all streams:
   a 2 KiB copy waited 3 to 4 ms behind 256 MiB, be it one batch or pieces on one stream. So pieces
   take turns on two streams, each waiting for the one before: whenever a piece has ended, others'
