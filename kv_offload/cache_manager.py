@@ -24,9 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kv_offload.errors import CapacityError, KVOffloadError
 from kv_offload.policies import EvictionPolicy, Key, Slots
@@ -141,9 +142,9 @@ class CacheManager:
 
     def find(self, keys: Sequence[Key]) -> Slots:
         """Return what `slot_numbers` does, as an array."""
-        return np.array(self._slot_of.get_all(keys), np.int32)
+        return np.array(self.slot_numbers(keys), np.int32)
 
-    def readable(self, keys: Sequence[Key]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def readable(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
         """Say for each key whether it can be loaded now. Changes nothing, recency included."""
         slots = self.find(keys)
         return self._readable[slots] & (slots >= 0)
@@ -185,7 +186,7 @@ class CacheManager:
         Raises `MisuseError` for a slot that has no load running; nothing is changed.
         """
         ended, counts = np.unique(np.asarray(slots, np.int32), return_counts=True)
-        left = self._count_readers(ended) - counts
+        left = self._at(self._readers, ended) - counts
         if (left < 0).any():
             at = int((left < 0).argmax())
             raise MisuseError(
@@ -205,7 +206,7 @@ class CacheManager:
         recent than `keys`. The accepted ones are not readable, and their slots not given to
         anybody else, until `complete_store`.
         """
-        found = self._slot_of.get_all(keys)
+        found = self.slot_numbers(keys)
         new = list(dict.fromkeys(key for key, slot in zip(keys, found, strict=True) if slot < 0))
         guarded = _NO_SLOTS
         if len(along) or len(new) < len(keys):
@@ -246,8 +247,7 @@ class CacheManager:
             self._readable[owned] = True
             self._policy.release(owned)
         else:
-            for slot in owned.tolist():
-                self._slot_of.pop(self._key_of[slot])
+            self._forget_keys(owned.tolist())
             self._policy.discard(owned)
             self._give_back(owned)
 
@@ -267,21 +267,23 @@ class CacheManager:
         self._free.clear()
 
     def _check_writing(self, slots: Slots) -> None:
-        exists = (slots >= 0) & (slots < self._num_slots)
-        if exists.all() and self._writing[slots].all() and len(set(slots.tolist())) == len(slots):
+        running = self._at(self._writing, slots) > 0
+        if running.all() and len(set(slots.tolist())) == len(slots):
             return
-        named, counts = np.unique(slots, return_counts=True)
-        running = (named >= 0) & (named < self._num_slots)
-        running[running] = self._writing[named[running]]
-        at = int((~running | (counts > 1)).argmax())
+        named, first, counts = np.unique(slots, return_index=True, return_counts=True)
+        at = int((~running[first] | (counts > 1)).argmax())
         raise MisuseError(
-            f"{counts[at]} stores to slot {named[at]} completed, but {int(running[at])} is "
+            f"{counts[at]} stores to slot {named[at]} completed, but {int(running[first[at]])} is "
             "running: complete every prepared store once"
         )
 
-    def _count_readers(self, slots: Slots) -> Slots:
+    def _at(self, by_slot: NDArray[Any], slots: Slots) -> NDArray[Any]:
+        """Return what is said of slots that a caller named; 0 of those that do not exist."""
         exists = (slots >= 0) & (slots < self._num_slots)
-        return np.where(exists, self._readers[np.where(exists, slots, 0)], 0)
+        return np.where(exists, by_slot[np.where(exists, slots, 0)], 0)
+
+    def _forget_keys(self, slots: Sequence[int]) -> None:
+        self._slot_of.remove_all([self._key_of[slot] for slot in slots])
 
     def _take_slots(self, keys: Sequence[Key]) -> Slots:
         """Make slots resident with new keys; fewer than keys if the others are all held."""
@@ -297,7 +299,7 @@ class CacheManager:
             return free
         victims = self._policy.replace(keys[len(free) :])
         evicted = victims.tolist()
-        self._slot_of.remove_all([self._key_of[slot] for slot in evicted])
+        self._forget_keys(evicted)
         for slot, key in zip(evicted, keys[len(free) :], strict=False):
             self._key_of[slot] = key
         self._readable[victims] = False

@@ -123,7 +123,7 @@ class OffloadScheduler:
             return tokens, False
         # A failed synchronous load is reported by block, which vLLM can do with one group only.
         if len(self._groups) == 1:
-            idle = not (self._requests.keys() - {request_id})
+            idle = self._requests.keys() <= {request_id}
             slots = self._prefixes.count_slots(num_computed_tokens, num_computed_tokens + tokens)
             if self.load_mode.is_synchronous(slots, idle=idle):
                 self._matched_synchronous.add(request_id)
