@@ -32,6 +32,25 @@ def qwen3() -> Any:
     )
 
 
+def llama() -> Any:
+    """Dense grouped-query attention, as the draft head of `write_draft_head` expects it."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+    )
+
+
 def gemma3() -> Any:
     """Sliding windows of 96 tokens interleaved with full attention: two cache groups."""
     from transformers import Gemma3TextConfig
@@ -193,6 +212,7 @@ def qwen3_next() -> Any:
 
 MODELS = {
     "qwen3": qwen3,
+    "llama": llama,
     "gemma3": gemma3,
     "deepseek_v2": deepseek_v2,
     "llama4": llama4,
@@ -213,8 +233,47 @@ def write_model(kind: str, folder: Path, dtype: str = "float32") -> Path:
 
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(MODELS[kind]())
+        if kind == "llama":
+            _scale_embeddings(model)
         model.to(getattr(torch, dtype)).save_pretrained(folder)
         _write_tokenizer(folder)
+    return folder
+
+
+def _scale_embeddings(model: Any) -> None:
+    """Give every embedding a root mean square of 1, so that the first norm changes nothing."""
+    import torch
+
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight /= weight.square().mean(dim=-1, keepdim=True).sqrt()
+
+
+def write_draft_head(model: Path, folder: Path) -> Path:
+    """Write an EAGLE head that drafts what a `llama` model in `model` will mostly sample.
+
+    Its layers are the model's own, and it ignores the model's states: it runs the same network on
+    the same tokens, but for the first, which it never sees, as every token is paired with the state
+    before it. So its KV decides which drafts are accepted. Returns `folder`.
+    """
+    if not (folder / "model.safetensors").exists():
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        source = load_file(model / "model.safetensors")
+        weights = {
+            name.removeprefix("model."): weight.clone()
+            for name, weight in source.items()
+            if name.startswith("model.layers.") and "layers.0.input_layernorm" not in name
+        }
+        embeddings = source["model.embed_tokens.weight"]
+        size = embeddings.shape[1]
+        eye = torch.eye(size, dtype=embeddings.dtype)
+        weights["fc.weight"] = torch.cat((eye, torch.zeros_like(eye)), dim=1)
+        config = llama()
+        config.dtype = str(embeddings.dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

@@ -18,7 +18,7 @@ from kv_offload.engine_hooks import drain_engine_core, take_failed_loads
 from kv_offload.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.metrics import OffloadPromMetrics, OffloadStats
 from kv_offload.scheduler import OffloadScheduler
-from kv_offload.support import cache_groups, check_supported
+from kv_offload.support import cache_groups, check_supported, has_draft_head
 from kv_offload.weight_hooks import check_keep_on_sleep, watch_weights
 from kv_offload.worker import OffloadWorker
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from kv_offload.prefix import CacheGroup
 
 
 class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
@@ -62,7 +64,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.offload_scheduler: OffloadScheduler = None  # type: ignore[assignment]
         self.offload_worker: OffloadWorker = None  # type: ignore[assignment]
         if role == KVConnectorRole.SCHEDULER:
-            self._start_scheduler(config, kv_cache_config, parallel, version)
+            groups = cache_groups(
+                kv_cache_config,
+                parallel.decode_context_parallel_size,
+                draft_head=has_draft_head(vllm_config),
+            )
+            self._start_scheduler(config, kv_cache_config, groups, parallel, version)
         else:
             self.offload_worker = OffloadWorker(
                 config, kv_cache_config, parallel.rank, parallel.world_size
@@ -72,12 +79,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self,
         config: Any,
         kv_cache_config: KVCacheConfig,
+        groups: tuple[CacheGroup, ...],
         parallel: ParallelConfig,
         version: tuple[int, int],
     ) -> None:
         num_ranks = parallel.world_size
         slot_bytes = engine_compat.bytes_per_block(kv_cache_config) * config.blocks_per_slot
-        groups = cache_groups(kv_cache_config, parallel.decode_context_parallel_size)
         self.offload_scheduler = OffloadScheduler(
             config,
             groups,

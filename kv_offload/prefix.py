@@ -27,13 +27,17 @@ LOOKUP_SLOTS = 256
 class CacheGroup:
     """Layers that share a block table, and how far back a query of theirs reads.
 
-    At most one of these is set; where none is, a query reads all tokens before it.
+    At most one of the first three is set; where none is, a query reads all tokens before it.
 
     - `window_tokens`: it reads itself and the `window_tokens - 1` tokens before it.
     - `chunk_tokens`: it reads from the last multiple of `chunk_tokens` on (chunked-local
       attention).
     - `holds_state`: it reads the state after the token before it (Mamba, gated delta nets). A block
       holds the state after its last token; some blocks of a prefix are never made.
+    - `sees_next_token`: the KV of a token depends on the token behind it too (a draft head is fed
+      the model's state at a token and the next token). That of a block's last token depends on a
+      token that the block's hash does not name, so a hit needs a proof: the block behind its end
+      is readable too, whose hash names that token.
     """
 
     group_id: int
@@ -41,6 +45,7 @@ class CacheGroup:
     window_tokens: int | None = None
     chunk_tokens: int | None = None
     holds_state: bool = False
+    sees_next_token: bool = False
 
     @property
     def reads_all(self) -> bool:
@@ -143,8 +148,9 @@ class PrefixMap:
 
         Every group must cover the end: full attention from the start on without a gap, the others
         with the blocks that a query there still reads: none where a chunk begins, the last one for
-        a state. A group that falls short lowers the end for all, so they are asked again until none
-        objects.
+        a state. Where KV depends on the next token, the slot behind the end must be readable too;
+        it may lie beyond `limit_tokens`. A group that falls short lowers the end for all, so they
+        are asked again until none objects.
         """
         end = self._align(min(limit_tokens, len(hashes) * self._hash_block_tokens))
         previous = None
@@ -169,22 +175,34 @@ class PrefixMap:
     ) -> int:
         """Return the largest aligned end, at most `end_tokens`, that this group can serve."""
         group, slot_tokens = self.groups[position], self.slot_tokens[position]
+        # A proof lies behind the end: what is missing moves the end in front of the slot before it.
+        ahead = int(group.sees_next_token)
         if group.reads_all:
-            last = end_tokens // slot_tokens
+            last = end_tokens // slot_tokens + ahead
             for first in range(start_tokens // slot_tokens, last, LOOKUP_SLOTS):
-                keys = self.slot_keys(hashes, group, first, min(first + LOOKUP_SLOTS, last))
-                present = readable(keys)
+                slots = range(first, min(first + LOOKUP_SLOTS, last))
+                present = self._present(group, hashes, readable, slots)
                 if not present.all():
-                    return self._align((first + int(present.argmin())) * slot_tokens)
+                    return self._align((first + int(present.argmin()) - ahead) * slot_tokens)
             return end_tokens
         end = end_tokens
         while end > start_tokens:
             # From the end backwards: a missing slot moves the end in front of itself.
             slots = self.needed_slots(position, start_tokens, end)
-            keys = self.slot_keys(hashes, group, slots.start, slots.stop)
-            present = readable(keys)
+            slots = range(slots.start, slots.stop + ahead)
+            present = self._present(group, hashes, readable, slots)
             if present.all():
                 return end
             missing = int(np.flatnonzero(~present)[-1])
-            end = self._align((slots.start + missing) * slot_tokens)
+            end = self._align((slots.start + missing - ahead) * slot_tokens)
         return end
+
+    def _present(
+        self, group: CacheGroup, hashes: Sequence[bytes], readable: Readable, slots: range
+    ) -> NDArray[np.bool_]:
+        """Say of each slot whether it is readable; one that has no hash yet is not."""
+        keys = self.slot_keys(hashes, group, slots.start, slots.stop)
+        present = readable(keys)
+        if len(keys) < len(slots):
+            present = np.append(present, np.zeros(len(slots) - len(keys), bool))
+        return present

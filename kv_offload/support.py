@@ -36,6 +36,13 @@ head they lie in the page, in vLLM 0.26 to 0.33, between the keys and the values
 sets them all to 1, and nothing can be loaded before: host memory is filled by forwards only.
 """
 
+DRAFT_HEADS = frozenset({"eagle", "eagle3", "mtp"})
+"""Methods whose draft layers write, for every token that the model computes, KV that depends on the
+tokens up to the next one: in the same step, and for the last time.
+
+What they write beyond the accepted tokens is guessed, and written again by the next step; stores
+end before it. `dflash` and `dspark` write KV of placeholder tokens."""
+
 
 def check_supported(
     config: OffloadConfig,
@@ -48,6 +55,7 @@ def check_supported(
         *_engine_problems(config, vllm_config, kv_cache_config, version),
         *_model_problems(kv_cache_config),
         *_state_problems(config, vllm_config, kv_cache_config),
+        *_draft_problems(vllm_config),
     ]
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
@@ -60,7 +68,7 @@ def _engine_problems(
     kv_cache_config: KVCacheConfig,
     version: tuple[int, int],
 ) -> list[str]:
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    cache = vllm_config.cache_config
     problems = []
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
         role = vllm_config.kv_transfer_config.kv_role
@@ -74,17 +82,6 @@ def _engine_problems(
         problems.append(
             f"kv_cache_dtype is {cache.cache_dtype!r}: supported are "
             f"{', '.join(sorted(CACHE_DTYPES))}"
-        )
-    if parallel.prefill_context_parallel_size > 1:
-        problems.append(
-            f"prefill_context_parallel_size is {parallel.prefill_context_parallel_size}: only 1 is "
-            "supported"
-        )
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.use_eagle():
-        problems.append(
-            f"speculative method {speculative.method!r} keeps KV of its own that a loaded prefix "
-            "does not cover: use 'ngram' or none"
         )
     if version < (0, 32):
         if not vllm_config.model_config.disable_cascade_attn:
@@ -155,12 +152,66 @@ def _state_problems(
     return problems
 
 
+def _draft_problems(vllm_config: VllmConfig) -> list[str]:
+    """Say which ways of drafting leave blocks that are not final, or not known to be."""
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    if speculative is None:
+        return []
+    problems = []
+    method = speculative.method
+    if getattr(speculative, "parallel_drafting", False):
+        problems.append(
+            f"speculative method {method!r} drafts several tokens in one pass, which writes KV of "
+            "placeholders: set parallel_drafting to false, or use 'ngram'"
+        )
+    elif speculative.use_eagle() and method not in DRAFT_HEADS:
+        problems.append(
+            f"speculative method {method!r} writes KV that is not known to be final: use one of "
+            f"{', '.join(sorted(DRAFT_HEADS))}, 'ngram' or none"
+        )
+    if method == "mtp" and _draft_modules(speculative) > 1:
+        problems.append(
+            f"the model drafts {speculative.num_speculative_tokens} tokens with "
+            f"{_draft_modules(speculative)} MTP modules, which write the KV of a prompt's last "
+            "tokens again: set num_speculative_tokens to 1"
+        )
+    sizes = {
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
+    }
+    for name, size in sizes.items():
+        if has_draft_head(vllm_config) and size > 1:
+            problems.append(
+                f"{name} is {size}, and with speculative method {method!r} only 1 is known to "
+                "work: set it to 1, or use 'ngram'"
+            )
+    return problems
+
+
+def _draft_modules(speculative: Any) -> int:
+    """Return how many modules of its own a multi-token predictor runs in one step."""
+    hf_config = getattr(speculative.draft_model_config, "hf_config", None)
+    modules = getattr(hf_config, "num_nextn_predict_layers", None) or 1
+    return min(int(modules), int(speculative.num_speculative_tokens))
+
+
+def has_draft_head(vllm_config: VllmConfig) -> bool:
+    """Whether layers of a draft head, fed with the model's states, share its cache groups."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.use_eagle()
+
+
 def cache_groups(
-    kv_cache_config: KVCacheConfig, decode_context_parallel_size: int = 1
+    kv_cache_config: KVCacheConfig,
+    decode_context_parallel_size: int = 1,
+    *,
+    draft_head: bool = False,
 ) -> tuple[CacheGroup, ...]:
     """Return the groups of a supported model in the order in which block tables list them.
 
-    With decode context parallelism a block holds the tokens of all its ranks' blocks.
+    With decode context parallelism a block holds the tokens of all its ranks' blocks; with prefill
+    context parallelism alone every rank holds them all. vLLM marks the groups that hold the layers
+    of a draft head where it can tell, and not in all versions, so here all of them count as such.
     """
     specs = layer_specs(kv_cache_config)
     groups = []
@@ -171,7 +222,8 @@ def cache_groups(
         block_tokens = group.kv_cache_spec.block_size
         if split:
             block_tokens *= decode_context_parallel_size
-        groups.append(CacheGroup(group_id, block_tokens, **_reading_rule(members)))
+        rule = _reading_rule(members)
+        groups.append(CacheGroup(group_id, block_tokens, **rule, sees_next_token=draft_head))
     return tuple(groups)
 
 

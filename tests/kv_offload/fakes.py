@@ -192,10 +192,14 @@ def make_vllm_config(
     max_num_batched_tokens: int = 16,
     max_num_seqs: int = 4,
     drafts: int = 0,
+    draft_head: bool = False,
     async_scheduling: bool = False,
     ranks: int = 1,
 ) -> Any:
-    """Return the configuration that vLLM makes of a user's arguments."""
+    """Return the configuration that vLLM makes of a user's arguments.
+
+    Drafts come from the text, or from a head whose method is set afterwards: it has no model here.
+    """
     speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
     config = EngineArgs(
         model=_model_folder().name,
@@ -215,6 +219,8 @@ def make_vllm_config(
             "kv_connector_extra_config": {"cpu_bytes": 1 << 20, **plugin},
         },
     ).create_engine_config()
+    if draft_head:
+        config.speculative_config.method = "eagle"
     # The CPU platform turns it off and allows no second rank; the scheduler does not mind.
     config.scheduler_config.async_scheduling = async_scheduling
     config.parallel_config.world_size = ranks
@@ -572,6 +578,7 @@ class PlayedEngine:
         ranks: int = 1,
         async_scheduling: bool = False,
         drafts: int = 0,
+        draft_head: bool = False,
         replaces_resumed: bool = False,
         synchronous_loads: bool = False,
         context_ranks: int = 1,
@@ -583,6 +590,7 @@ class PlayedEngine:
         config = make_vllm_config(
             plugin,
             drafts=drafts,
+            draft_head=draft_head,
             async_scheduling=async_scheduling,
             ranks=ranks,
             **arguments,

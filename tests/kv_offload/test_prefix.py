@@ -93,6 +93,11 @@ class Case:
                 exists = (slot + 1) * per_slot * group.block_tokens <= hashed_tokens
                 if not exists or (group.group_id, slot) in self.missing:
                     return False
+            slot = end // (per_slot * group.block_tokens)
+            behind_exists = (slot + 1) * per_slot * group.block_tokens <= hashed_tokens
+            behind_missing = not behind_exists or (group.group_id, slot) in self.missing
+            if group.sees_next_token and behind_missing:
+                return False
         return True
 
     def longest_hit(self) -> int:
@@ -114,7 +119,10 @@ def cases(draw: st.DrawFn) -> Case:
         st.just({"holds_state": True}),
         st.just({}),
     )
-    groups = [CacheGroup(i, tokens, **draw(rules)) for i, tokens in enumerate(sizes)]
+    groups = [
+        CacheGroup(i, tokens, **draw(rules), sees_next_token=draw(st.booleans()))
+        for i, tokens in enumerate(sizes)
+    ]
     divisors = [d for d in range(1, math.gcd(*sizes) + 1) if math.gcd(*sizes) % d == 0]
     hash_block_tokens = draw(st.sampled_from(divisors))
     prefixes = PrefixMap(
@@ -240,6 +248,47 @@ def test_a_state_needs_its_last_block_only() -> None:
     assert hit(prefixes, among(readable), 16, 31) == 16
     assert set(prefixes.needed_keys(HASHES, 4, 16)) == keys_of(FULL, 1, 2, 3) | keys_of(states, 3)
     assert states.first_needed_token(0) == 0
+
+
+AHEAD = CacheGroup(0, 4, sees_next_token=True)
+
+
+@pytest.mark.parametrize(("known", "end"), [(0, 0), (1, 0), (2, 4), (5, 16), (8, 28)])
+def test_the_next_token_of_a_hit_is_proven_by_the_block_behind_it(known: int, end: int) -> None:
+    """Of blocks with KV that depends on the next token, the last that matches is dropped."""
+    assert hit(make_map(AHEAD), among(keys_of(AHEAD, *range(known))), 0, 32) == end
+
+
+def test_a_proof_may_end_with_the_prompt() -> None:
+    """At 31 of 32 tokens a hit of 28 ends before the last one, and block 7 names token 28."""
+    assert hit(make_map(AHEAD), everything, 0, 31) == 28
+    assert hit(make_map(AHEAD), everything, 0, 27) == 24
+
+
+@pytest.mark.parametrize(("known", "end"), [((3,), 12), ((3, 4), 16), ((4, 5), 12), ((3, 5), 12)])
+def test_the_block_that_a_local_hit_dropped_is_loaded_if_the_next_one_proves_it(
+    known: tuple[int, ...], end: int
+) -> None:
+    """The engine knows blocks 0 to 3 and has dropped the last, so the load starts at 12."""
+    prefixes = make_map(AHEAD)
+    assert hit(prefixes, among(keys_of(AHEAD, *known)), 12, 32) == end
+    assert set(prefixes.needed_keys(HASHES, 12, 16)) == keys_of(AHEAD, 3)
+
+
+def test_a_window_and_a_chunk_need_the_proof_as_well() -> None:
+    window = CacheGroup(0, 4, 6, sees_next_token=True)
+    assert hit(make_map(window), among(keys_of(window, 3, 4)), 0, 31) == 0
+    assert hit(make_map(window), among(keys_of(window, 2, 3, 4)), 0, 31) == 16
+    chunks = CacheGroup(0, 4, chunk_tokens=8, sees_next_token=True)
+    assert hit(make_map(chunks), among(keys_of(chunks, 4)), 0, 31) == 16
+    assert hit(make_map(chunks), among(keys_of(chunks, 3)), 0, 31) == 0
+
+
+def test_a_proof_is_a_slot_of_the_group_that_needs_it() -> None:
+    """With two blocks to a slot, four tokens behind the end prove nothing yet."""
+    prefixes = make_map(AHEAD, blocks_per_slot=2)
+    assert hit(prefixes, everything, 0, 31) == 24
+    assert prefixes.longest_hit(HASHES[:7], everything, 0, 31) == 16
 
 
 def test_a_gap_ends_a_full_attention_hit() -> None:

@@ -1,0 +1,184 @@
+"""Speculative decoding with a draft head, whose KV lies in the blocks of the model's own.
+
+Wrong KV of the head changes no token, since the model checks every draft: it changes how many are
+accepted. So besides tokens these tests compare accepted drafts, and the bytes of every layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.small_models import write_draft_head, write_model
+from tests.engine.harness import BLOCK_TOKENS, Engine, engine, random_tokens
+
+MODEL_LAYERS = 2
+PROMPT = random_tokens(200, seed=41)
+
+
+@pytest.fixture
+def head(model_folder: Path) -> dict[str, Any]:
+    """Return vLLM's configuration of a head that drafts three tokens at a time."""
+    model = write_model("llama", model_folder / "llama")
+    folder = write_draft_head(model, model_folder / "eagle")
+    return {"method": "eagle", "model": str(folder), "num_speculative_tokens": 3}
+
+
+class Drafts:
+    """Counts the drafts that the model checks, and those that it accepts."""
+
+    def __init__(self, running: Engine) -> None:
+        self.checked = self.accepted = 0
+        make = running.scheduler.make_spec_decoding_stats
+
+        def count(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **more: Any) -> Any:
+            self.checked += num_draft_tokens
+            self.accepted += num_accepted_tokens
+            return make(stats, num_draft_tokens, num_accepted_tokens, **more)
+
+        running.scheduler.make_spec_decoding_stats = count
+
+    def take(self) -> tuple[int, int]:
+        """Return the drafts checked and accepted since the last call."""
+        counts = self.checked, self.accepted
+        self.checked = self.accepted = 0
+        return counts
+
+
+def digests(running: Engine, without: Collection[int] = ()) -> dict[bytes, list[str]]:
+    """Return a digest per layer of every block that the engine's prefix cache knows, by its key.
+
+    Blocks whose ids are in `without` are left out.
+    """
+    layers = [
+        running.core.vllm_config.compilation_config.static_forward_context[name].kv_cache
+        for name in running.scheduler.kv_cache_config.kv_cache_groups[0].layer_names
+    ]
+    assert len(layers) > MODEL_LAYERS, "the head's layers are in the model's cache group"
+    found = {}
+    for block in running.pool.blocks:
+        if block.block_hash is not None and block.block_id not in without:
+            pages = [layer[block.block_id].contiguous() for layer in layers]
+            found[bytes(block.block_hash)] = [
+                hashlib.sha256(ctypes.string_at(page.data_ptr(), page.nbytes)).hexdigest()
+                for page in pages
+            ]
+    return found
+
+
+def reload(running: Engine) -> None:
+    """Leave nothing but host memory to serve."""
+    running.settle()
+    running.reset_gpu_cache()
+    running.totals.clear()
+    for tensor in running.rank._engine._state.keep_alive:
+        tensor.fill_(1.5)
+
+
+@pytest.mark.parametrize("budget", [2048, 48], ids=["whole prompts", "chunks"])
+def test_blocks_of_a_head_are_stored_and_served_again(
+    model_folder: Path, head: dict[str, Any], budget: int
+) -> None:
+    """Prompt and answer are stored, drafts accepted and rejected on the way; then all is served.
+
+    With two controls: in the end the head's layers are corrupted alone, then the model's.
+    """
+    arguments = {"speculative_config": head, "max_num_batched_tokens": budget, "max_num_seqs": 8}
+    with engine(model_folder, "llama", **arguments) as plain:
+        drafts = Drafts(plain)
+        (expected,) = plain.generate([PROMPT], max_tokens=80)
+        expected_drafts = drafts.take()
+        follow_up = [*PROMPT, *expected, 7]
+        expected_after = plain.generate([follow_up], max_tokens=40)
+        expected_drafts_after = drafts.take()
+        assert plain.cached_tokens == [BLOCK_TOKENS * 7], "vLLM drops the last block that matches"
+        expected_digests = sorted(digests(plain).values())  # each engine draws keys of its own
+    with engine(model_folder, "llama", {}, **arguments) as ours:
+        drafts = Drafts(ours)
+        assert ours.generate([PROMPT], max_tokens=80) == [expected]
+        checked, accepted = drafts.take()
+        assert (checked, accepted) == expected_drafts
+        assert 0 < accepted < checked
+        stored = digests(ours)
+        reload(ours)
+        assert ours.generate([follow_up], max_tokens=40) == expected_after
+        assert drafts.take() == expected_drafts_after
+        # The last token that was sampled was never an input: 8 blocks are stored. Of the eighth
+        # the last token's KV may not fit what follows, so it is computed.
+        assert len(stored) == (len(PROMPT) + len(expected) - 1) // BLOCK_TOKENS == 8
+        assert ours.blocks_loaded() == 7
+        assert ours.cached_tokens == [BLOCK_TOKENS * 7]
+        found = digests(ours)
+        assert {key: found[key] for key in stored} == stored
+        assert sorted(found.values()) == expected_digests
+
+        checked, accepted = expected_drafts_after
+        reload(ours)
+        page_bytes = ours.slots.shape[1] // len(next(iter(stored.values())))
+        ours.slots[:, MODEL_LAYERS * page_bytes :] ^= 0x40
+        assert ours.generate([follow_up], max_tokens=40) == expected_after
+        checked_then, accepted_then = drafts.take()
+        assert accepted_then / checked_then < accepted / checked / 2
+        assert sorted(digests(ours).values()) != expected_digests
+        reload(ours)
+        ours.slots[:, : MODEL_LAYERS * page_bytes] ^= 0x40
+        assert ours.generate([follow_up], max_tokens=40) != expected_after
+        ours.assert_nothing_left()
+
+
+@pytest.mark.parametrize("drops", [True, False], ids=["dropped", "control: kept"])
+def test_the_last_block_of_a_hit_is_computed_for_the_token_that_follows(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path, head: dict[str, Any], drops: bool
+) -> None:
+    """Two prompts part behind a block, whose KV in the head depends on how they go on."""
+    if not drops:
+        monkeypatch.setattr("kv_offload.connector.has_draft_head", lambda _config: False)
+    shared = PROMPT[: 4 * BLOCK_TOKENS]
+    first, second = ([*shared, *random_tokens(70, seed=seed)] for seed in (42, 43))
+    with engine(model_folder, "llama", speculative_config=head) as plain:
+        expected = plain.generate([second])
+        expected_pages = by_model_pages(plain)
+    with engine(model_folder, "llama", {}, speculative_config=head) as ours:
+        ours.generate([first])
+        reload(ours)
+        assert ours.generate([second]) == expected
+        assert ours.blocks_loaded() == (3 if drops else 4)
+        pages = by_model_pages(ours)
+        assert pages.keys() == expected_pages.keys()
+        assert (pages == expected_pages) == drops
+        ours.assert_nothing_left()
+
+
+def by_model_pages(running: Engine) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Return the digests of the head's layers by those of the model's, for every known block."""
+    found = digests(running).values()
+    return {tuple(pages[:MODEL_LAYERS]): tuple(pages[MODEL_LAYERS:]) for pages in found}
+
+
+def test_a_block_that_the_engine_dropped_comes_from_host_memory(
+    model_folder: Path, head: dict[str, Any]
+) -> None:
+    """The engine knows four blocks, the last as it is in front of another token, and drops it."""
+    other_end = [*PROMPT[: 4 * BLOCK_TOKENS], PROMPT[4 * BLOCK_TOKENS] ^ 1]
+    with engine(model_folder, "llama", {}, speculative_config=head) as ours:
+        expected = ours.generate([PROMPT])
+        stored = digests(ours)
+        reload(ours)
+        ours.generate([other_end], max_tokens=1)
+        assert ours.blocks_loaded() == 3
+        there = digests(ours)
+        (other,) = (key for key, pages in there.items() if pages != stored[key])
+        blocks_before = {block.block_id for block in ours.pool.blocks if block.block_hash}
+        ours.settle()
+        ours.totals.clear()
+        assert ours.generate([PROMPT]) == expected
+        assert ours.blocks_loaded() == 2, "the fourth block, and the fifth, which the sixth proves"
+        found = digests(ours, without=blocks_before)
+        assert other in found
+        assert found == {key: stored[key] for key in found}
+        ours.assert_nothing_left()

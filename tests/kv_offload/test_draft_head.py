@@ -1,0 +1,330 @@
+"""A draft head under vLLM's own scheduler: which of its KV is final, stored, and served again.
+
+The head writes last, after all hooks of the step have run. For every token that the model computed
+it writes KV that depends on the next token, and behind those it guesses: what it writes there is
+garbage until the next step has written it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_offload.prefix import CacheGroup
+from kv_offload.worker import OffloadWorker
+from tests.kv_offload.fakes import VOCABULARY, PlayedModel, Tokens, name_prefix
+from tests.kv_offload.test_hazards import (
+    FULL,
+    OTHER,
+    PROMPT,
+    WINDOW,
+    HarshEngine,
+    answer,
+    both_runners,
+    both_ways,
+    store,
+    wrong_bytes,
+)
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+DRAFTS = 3
+GUESS = -0x6E55
+BRANCH = [*PROMPT[:16], PROMPT[16] ^ 1, 1, 0, 0, 1]
+"""Four blocks of `PROMPT`, and then something else."""
+
+
+class PlayedHead(PlayedModel):
+    """A model with a draft head: the last word of a token's KV is the head's.
+
+    The head's KV of a token is the name of the prefix up to the next token. With `strict` every
+    word that is read must be exactly that; without, the last token of a block may be followed by
+    any other, as in vLLM's own cache where prefixes part behind a block.
+    """
+
+    strict = True
+
+    def _forward(
+        self,
+        request_id: str,
+        computed: int,
+        scheduled: int,
+        output: Any,
+        draft: Callable[[Tokens], Tokens],
+    ) -> Tokens:
+        request = self.requests[request_id]
+        start = min(computed, len(request.tokens) - 1)
+        sampled = super()._forward(request_id, computed, scheduled, output, draft)
+        names = request.extend_names()
+        # Of the last token that was sampled there is no KV yet, nor of what was rejected.
+        end = min(start + scheduled, len(names) - 1)
+        for group in self.groups:
+            blocks = request.block_ids[group.group_id]
+            for position in range(start, min(end + DRAFTS - 1, len(blocks) * group.block_tokens)):
+                block = blocks[position // group.block_tokens]
+                head = names[position + 1] + group.group_id if position < end else GUESS
+                if block:
+                    for kv in self.kv:
+                        kv[group.group_id][block, position % group.block_tokens, -1] = head
+        return sampled
+
+    def _check(
+        self,
+        request_id: str,
+        rank: int,
+        group: CacheGroup,
+        words: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        names: list[int],
+        start: int,
+    ) -> None:
+        super()._check(request_id, rank, group, words[..., :-1], blocks, names, start)
+        for position in range(group.first_needed_token(start), start):
+            inside = position % group.block_tokens
+            found = int(words[blocks[position // group.block_tokens], inside, -1]) - group.group_id
+            expected = {names[position + 1]}
+            if not self.strict and inside == group.block_tokens - 1:
+                expected = successors(names[position])
+            assert found in expected, f"{request_id}: wrong KV at {position} of the head"
+
+    def _write(
+        self,
+        rank: int,
+        group: CacheGroup,
+        words: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        inputs: list[int],
+        start: int,
+    ) -> None:
+        super()._write(rank, group, words[..., :-1], blocks, inputs, start)
+
+
+def successors(name: int) -> set[int]:
+    return {name_prefix(name, token) for token in range(VOCABULARY)}
+
+
+class HeadEngine(HarshEngine):
+    """Drafts with a head; alternates between drafts that are right, half right and wrong."""
+
+    def __init__(self, *arguments: Any, drafts: int = DRAFTS, **more: Any) -> None:
+        super().__init__(*arguments, drafts=drafts, draft_head=True, **more)
+        self.model = PlayedHead(self.groups, [rank.kv for rank in self.ranks])
+        self.accepted = self.rejected = 0
+        self.propose = self.mixed_drafts
+
+    def mixed_drafts(self, tokens: Tokens) -> Tokens:
+        good = self.good_drafts(tokens)
+        right = (len(tokens) + sum(tokens)) % (len(good) + 1)
+        self.accepted += right
+        self.rejected += len(good) - right
+        return [*good[:right], *((token + 1) % VOCABULARY for token in good[right:])]
+
+    def check_host_memory(self) -> None:
+        """Check every readable slot; of the last token's KV in the head, that it was written."""
+        self._learn_keys()
+        manager, per_slot = self.offload.manager, self.offload._config.blocks_per_slot
+        manager.check_integrity()
+        group_of = {
+            key: group
+            for request, _ in self._requests
+            for group in self.groups
+            for key in self.offload._prefixes.slot_keys(
+                request.block_hashes, group, 0, len(request.block_hashes)
+            )
+        }
+        for key, slot in manager._slot_of.items():
+            if not manager.lookup(key):
+                continue
+            group_id = group_of[key].group_id
+            names = self.known[key].reshape(-1) - group_id
+            for rank in self.ranks:
+                slots = rank.copies.arena[slot * per_slot : (slot + 1) * per_slot].view(np.int64)
+                found = slots.reshape(len(names), -1) - group_id
+                last = int(found[-1, -1])
+                right = (found[:, :-1] == names[:, None]).all()
+                head_right = (found[:-1, -1] == names[1:]).all()
+                assert right, f"slot {slot} holds another prefix"
+                assert head_right, f"slot {slot} holds another prefix in the head"
+                assert last in successors(int(names[-1])), f"slot {slot} holds another prefix's end"
+
+
+def run_to_the_end(engine: HeadEngine) -> None:
+    while engine.scheduler.has_requests():
+        engine.step()
+        engine.check_host_memory()
+
+
+@both_ways
+@both_runners
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
+def test_a_store_reads_what_the_head_wrote_last(
+    async_scheduling: bool, replaces_resumed: bool, groups: tuple[CacheGroup, ...]
+) -> None:
+    """In chunks of a prompt and in decodes, with drafts accepted and rejected."""
+    engine = HeadEngine(
+        groups,
+        eager=True,
+        async_scheduling=async_scheduling,
+        replaces_resumed=replaces_resumed,
+        ranks=2,
+        max_num_batched_tokens=8,
+    )
+    engine.add("a", PROMPT, max_tokens=40)
+    engine.add("b", OTHER, max_tokens=30)
+    run_to_the_end(engine)
+    assert engine.accepted > 10
+    assert engine.rejected > 10
+    assert engine.totals["stored_bytes"] > 0
+    assert engine.poisoned_blocks > 0
+    assert engine.answers["a"] == answer(PROMPT, 40)
+    assert engine.answers["b"] == answer(OTHER, 30)
+    engine.check_rest()
+
+
+def test_a_store_behind_the_model_alone_would_read_the_heads_guesses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control: submitted in its own step, as soon as the sampled tokens are copied."""
+    queue = OffloadWorker.prepare_store_kv
+
+    def submit_now(worker: OffloadWorker, metadata: Any) -> None:
+        queue(worker, metadata)
+        worker.submit_stores()
+
+    monkeypatch.setattr(OffloadWorker, "prepare_store_kv", submit_now)
+    engine = HeadEngine(eager=True)
+    engine.add("a", PROMPT, max_tokens=20)
+    with wrong_bytes():
+        run_to_the_end(engine)
+
+
+@both_ways
+@pytest.mark.parametrize("max_tokens", range(1, 10))
+def test_what_a_request_leaves_behind_is_final(async_scheduling: bool, max_tokens: int) -> None:
+    """It may end with drafts accepted beyond its end, at any place in a block."""
+    engine = HeadEngine(eager=True, async_scheduling=async_scheduling)
+    engine.propose = engine.good_drafts
+    store(engine, PROMPT[:14])
+    engine.add("a", PROMPT, max_tokens=max_tokens)
+    run_to_the_end(engine)
+    text = [*PROMPT, *engine.answers["a"]]
+    assert text == [*PROMPT, *answer(PROMPT, max_tokens)]
+    assert engine.scheduler.reset_prefix_cache() is True
+    follow_up = [*text, 0, 1, 1, 0, 1]
+    computed = len(text) - 1
+    engine.totals.clear()
+    hashes = engine.add("b", follow_up).block_hashes[: computed // 4]
+    known = [block_hash for block_hash in hashes if engine.offload.manager.lookup(block_hash)]
+    run_to_the_end(engine)
+    # A block that the last step's drafts filled has no hash: nobody schedules its request again.
+    assert len(known) in (computed // 4, computed // 4 - 1)
+    assert engine.totals["hit_tokens"] == (len(known) - 1) * 4, "all but the block behind the hit"
+    assert engine.answers["b"] == answer(follow_up)
+    engine.check_rest()
+
+
+# -- hits --------------------------------------------------------------------------------------
+
+
+@both_ways
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
+def test_a_hit_drops_the_last_block_that_matches(
+    async_scheduling: bool, groups: tuple[CacheGroup, ...]
+) -> None:
+    engine = HeadEngine(groups, async_scheduling=async_scheduling)
+    store(engine, PROMPT)
+    for request_id, prompt, hit in [("same", PROMPT, 16), ("branch", BRANCH, 12)]:
+        engine.add(request_id, prompt)
+        engine.run()
+        assert engine.totals["hit_tokens"] == hit
+        assert engine.answers[request_id] == answer(prompt)
+        assert engine.scheduler.reset_prefix_cache() is True
+        engine.totals.clear()
+    engine.check_rest()
+
+
+def test_without_the_drop_the_head_reads_kv_that_another_token_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control."""
+    monkeypatch.setattr("kv_offload.connector.has_draft_head", lambda _config: False)
+    engine = HeadEngine()
+    store(engine, PROMPT)
+    engine.add("branch", BRANCH)
+    with wrong_bytes():
+        engine.run()
+
+
+@both_ways
+@pytest.mark.parametrize("known", [5, 9, 13, 16, 17])
+def test_a_hit_goes_on_where_the_engines_own_has_dropped_a_block(
+    async_scheduling: bool, known: int
+) -> None:
+    """The engine knows a part of the prompt, its last block as in front of another token."""
+    engine = HeadEngine(async_scheduling=async_scheduling)
+    longer = [*PROMPT, 1, 0, 0, 1]
+    store(engine, longer)
+    engine.add("known", [*PROMPT[: known - 1], PROMPT[known - 1] ^ 1], max_tokens=1)
+    engine.run()
+    engine.totals.clear()
+    engine.add("a", longer)
+    engine.run()
+    own = max(0, (known - 1) // 4 * 4 - 4)
+    assert engine.totals["lookup_tokens"] == len(longer) - own
+    assert engine.totals["hit_tokens"] == 20 - own
+    assert engine.answers["a"] == answer(longer)
+    engine.check_rest()
+
+
+def test_nothing_is_loaded_that_no_block_behind_it_proves() -> None:
+    """The engine's own hit and host memory end at the same block."""
+    engine = HeadEngine()
+    store(engine, PROMPT)
+    engine.add("known", PROMPT, max_tokens=1)
+    engine.run()
+    engine.totals.clear()
+    engine.add("a", [*PROMPT[:20], PROMPT[20] ^ 1, 0])
+    engine.run()
+    assert engine.totals["hit_tokens"] == 0
+    engine.check_rest()
+
+
+@both_ways
+@both_runners
+def test_requests_that_part_are_preempted_and_end_early(
+    async_scheduling: bool, replaces_resumed: bool
+) -> None:
+    """Tokens are right throughout; of the head, all but the last token of a block."""
+    engine = HeadEngine(
+        blocks=20,
+        slots=40,
+        max_model_len=60,
+        async_scheduling=async_scheduling,
+        replaces_resumed=replaces_resumed,
+        plugin={"max_pinned_share": 0.5},
+    )
+    engine.model.strict = False
+    texts = {f"{i}": [*prompt, *OTHER[:i]] for i, prompt in enumerate([PROMPT, BRANCH, OTHER] * 3)}
+    for request_id, text in texts.items():
+        engine.add(request_id, text, max_tokens=30)
+    requests = list(engine.scheduler.requests.values())
+    for step in range(600):
+        if not engine.scheduler.has_requests():
+            break
+        if step == 25:
+            engine.abort("1")
+        engine.step(copies=bool(step % 3))
+        engine.check_host_memory()
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert engine.totals["hit_tokens"] > 0
+    for request_id, text in texts.items():
+        if request_id != "1":
+            assert engine.answers[request_id] == answer(text, 30)
+    engine.run()
+    engine.check_rest()
