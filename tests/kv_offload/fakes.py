@@ -351,8 +351,8 @@ class PlayedModel:
     """Reads, checks and writes KV on all ranks, and samples; follows scheduler outputs as a runner.
 
     A query checks all KV that it reads; a mismatch is an `AssertionError`. With decode context
-    parallelism token `i` is on the ranks `i % context_ranks`, and a group's `block_tokens` are
-    those of a block over all of them.
+    parallelism runs of `interleave` tokens are on the ranks in turn, and a group's `block_tokens`
+    are those of a block over all of them.
     """
 
     def __init__(
@@ -360,9 +360,11 @@ class PlayedModel:
         groups: Sequence[CacheGroup],
         kv: list[list[NDArray[np.int64]]],
         context_ranks: int = 1,
+        interleave: int = 1,
     ) -> None:
         self.groups = groups
         self.context_ranks = context_ranks
+        self.interleave = interleave
         self.kv = kv
         """By rank and group, of shape `(blocks, block_tokens, words)`."""
         self.requests: dict[str, _ModelRequest] = {}
@@ -456,7 +458,7 @@ class PlayedModel:
         start: int,
     ) -> None:
         positions = self._own(rank, group.first_needed_token(start), start)
-        row = 0 if group.holds_state else positions % group.block_tokens // self.context_ranks
+        row = 0 if group.holds_state else self._rows(group, positions)
         found = words[blocks[positions // group.block_tokens], row]
         expected = np.array(names[:start], np.int64)[positions] + group.group_id
         wrong = np.flatnonzero((found != expected[:, None]).any(axis=1))
@@ -468,7 +470,16 @@ class PlayedModel:
     def _own(self, rank: int, start: int, end: int) -> NDArray[np.int64]:
         """Return the positions of which a rank has the KV."""
         positions = np.arange(start, end)
-        return positions[positions % self.context_ranks == rank % self.context_ranks]
+        return positions[self.is_own(rank, positions)]
+
+    def is_own(self, rank: int, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        owners = positions // self.interleave % self.context_ranks
+        return np.asarray(owners == rank % self.context_ranks)
+
+    def _rows(self, group: CacheGroup, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where in its rank's part of a block a token lies."""
+        runs, inside = np.divmod(positions % group.block_tokens, self.interleave)
+        return np.asarray(runs // self.context_ranks * self.interleave + inside)
 
     def _write(
         self,
@@ -483,7 +494,7 @@ class PlayedModel:
         targets = blocks[positions // group.block_tokens]
         assert targets.all(), "the null block is written"
         values = np.array(inputs, np.int64)[positions - start, None] + group.group_id
-        words[targets, positions % group.block_tokens // self.context_ranks] = values
+        words[targets, self._rows(group, positions)] = values
 
     @staticmethod
     def _advance(
@@ -582,6 +593,8 @@ class PlayedEngine:
         replaces_resumed: bool = False,
         synchronous_loads: bool = False,
         context_ranks: int = 1,
+        prefill_ranks: int = 1,
+        interleave: int = 1,
         replica: int | None = None,
         **arguments: Any,
     ) -> None:
@@ -600,6 +613,8 @@ class PlayedEngine:
         if any(group.holds_state for group in groups):
             config.cache_config.mamba_cache_mode = "align"
         config.parallel_config.decode_context_parallel_size = context_ranks
+        config.parallel_config.prefill_context_parallel_size = prefill_ranks
+        config.parallel_config.cp_kv_cache_interleave_size = interleave
         if replica is not None:
             config.parallel_config.data_parallel_size = 2
             config.parallel_config.data_parallel_rank = replica
@@ -628,7 +643,8 @@ class PlayedEngine:
         )
         self.offload.load_mode.allowed = synchronous_loads
         self.offload.load_mode.learn(float("inf"))
-        self.model = PlayedModel(self.groups, [rank.kv for rank in self.ranks], context_ranks)
+        kv = [rank.kv for rank in self.ranks]
+        self.model = PlayedModel(self.groups, kv, context_ranks, interleave)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._drafts = drafts
         self.propose: Callable[[Tokens], Tokens] = self.good_drafts
@@ -788,7 +804,7 @@ class PlayedEngine:
                 continue
             expected = self.known[key]
             for rank, played in enumerate(self.ranks):
-                own = expected[:, rank % self.model.context_ranks :: self.model.context_ranks]
+                own = expected[:, self.model.is_own(rank, np.arange(expected.shape[1]))]
                 found = played.copies.arena[slot * per_slot : (slot + 1) * per_slot].view(np.int64)
                 found = found.reshape(*own.shape, -1)
                 assert (found == own[..., None]).all(), f"slot {slot} holds another prefix"

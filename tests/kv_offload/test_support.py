@@ -25,7 +25,14 @@ from kv_offload.config import OffloadConfig
 from kv_offload.engine_compat import vllm_version
 from kv_offload.errors import UnsupportedError
 from kv_offload.prefix import CacheGroup
-from kv_offload.support import CACHE_DTYPES, SPECS, cache_groups, check_supported
+from kv_offload.support import (
+    CACHE_DTYPES,
+    DRAFT_HEADS,
+    SPECS,
+    cache_groups,
+    check_supported,
+    has_draft_head,
+)
 from tests.kv_offload.fakes import make_kv_cache_config, make_spec, make_vllm_config
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -104,8 +111,9 @@ def test_drafts_from_the_text_are_served() -> None:
     engine.check()
 
 
-def test_tensor_pipeline_and_decode_context_parallel_ranks_are_served() -> None:
+def test_ranks_of_every_kind_are_served() -> None:
     engine = Engine()
+    engine.vllm.parallel_config.prefill_context_parallel_size = 2
     engine.vllm.parallel_config.tensor_parallel_size = 4
     engine.vllm.parallel_config.pipeline_parallel_size = 2
     engine.vllm.parallel_config.decode_context_parallel_size = 2
@@ -133,17 +141,67 @@ def test_cache_types_with_data_elsewhere(engine: Engine, dtype: str) -> None:
     assert message.startswith(f"kv_cache_dtype is '{dtype}': supported are auto, bfloat16, ")
 
 
-def test_prefill_context_parallelism(engine: Engine) -> None:
-    engine.vllm.parallel_config.prefill_context_parallel_size = 2
-    assert engine.refusal() == "prefill_context_parallel_size is 2: only 1 is supported"
+def speculative(method: str, **more: Any) -> Any:
+    """Return vLLM's own configuration of a method, as far as the checks read it."""
+    config = make_vllm_config({}, drafts=3).speculative_config
+    config.method = method
+    for name, value in more.items():
+        setattr(config, name, value)
+    return config
 
 
-def test_a_draft_model_with_kv_of_its_own(engine: Engine) -> None:
-    speculative = SimpleNamespace(use_eagle=lambda: True, method="eagle3")
-    engine.vllm.speculative_config = speculative
+@pytest.mark.parametrize("method", sorted(DRAFT_HEADS))
+def test_draft_heads_are_served(engine: Engine, method: str) -> None:
+    engine.vllm.speculative_config = speculative(method)
+    assert engine.vllm.speculative_config.use_eagle()
+    engine.check()
+    assert has_draft_head(engine.vllm)
+    engine.vllm.speculative_config = speculative("ngram")
+    assert not has_draft_head(engine.vllm)
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_draft_heads_that_write_kv_of_placeholders(engine: Engine, method: str) -> None:
+    engine.vllm.speculative_config = speculative(method)
     message = engine.refusal()
-    assert message.startswith("speculative method 'eagle3' keeps KV of its own")
-    assert "use 'ngram' or none" in message
+    assert message.startswith(f"speculative method '{method}' writes KV that is not known to be")
+    assert message.endswith("use one of eagle, eagle3, mtp, 'ngram' or none")
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_drafts_in_one_pass(engine: Engine, method: str) -> None:
+    engine.vllm.speculative_config = speculative(method, parallel_drafting=True)
+    message = engine.refusal()
+    assert message.startswith(f"speculative method '{method}' drafts several tokens in one pass")
+    assert message.endswith("set parallel_drafting to false, or use 'ngram'")
+
+
+@pytest.mark.parametrize(
+    ("modules", "tokens", "served"), [(1, 3, True), (3, 1, True), (2, 2, False)]
+)
+def test_several_modules_for_as_many_tokens(
+    engine: Engine, modules: int, tokens: int, served: bool
+) -> None:
+    model = SimpleNamespace(hf_config=SimpleNamespace(num_nextn_predict_layers=modules))
+    engine.vllm.speculative_config = speculative(
+        "mtp", num_speculative_tokens=tokens, draft_model_config=model
+    )
+    if served:
+        engine.check()
+    else:
+        message = engine.refusal()
+        assert message.startswith("the model drafts 2 tokens with 2 MTP modules, which write the")
+        assert message.endswith("set num_speculative_tokens to 1")
+
+
+@pytest.mark.parametrize("ranks", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_draft_heads_beside_context_parallelism(engine: Engine, ranks: str) -> None:
+    engine.vllm.speculative_config = speculative("eagle3")
+    setattr(engine.vllm.parallel_config, ranks, 2)
+    message = engine.refusal()
+    assert message.startswith(f"{ranks} is 2, and with speculative method 'eagle3' only 1 is known")
+    engine.vllm.speculative_config = speculative("ngram")
+    engine.check()
 
 
 def test_cascade_attention_where_pins_confuse_it(engine: Engine) -> None:
@@ -269,17 +327,17 @@ def test_one_layer_of_a_uniform_group_is_enough_to_refuse(engine: Engine) -> Non
 def test_everything_that_stands_in_the_way_is_listed_at_once(engine: Engine) -> None:
     engine.vllm.kv_transfer_config.kv_role = "kv_consumer"
     engine.vllm.cache_config.enable_prefix_caching = False
-    engine.vllm.parallel_config.prefill_context_parallel_size = 2
     (group,) = engine.cache.kv_cache_groups
     group.kv_cache_spec = spec_like(FullAttentionSpec, "OtherSpec")
+    engine.vllm.speculative_config = speculative("dflash")
     with pytest.raises(UnsupportedError) as caught:
         engine.check()
     _, *problems = str(caught.value).split("\n  - ")
     beginnings = [
         "kv_role is ",
         "prefix caching is off",
-        "prefill_context_parallel_size",
         "the model has",
+        "speculative method",
     ]
     for problem, beginning in zip(problems, beginnings, strict=True):
         assert problem.startswith(beginning)
@@ -307,6 +365,14 @@ def test_blocks_hold_the_tokens_of_all_context_parallel_ranks() -> None:
     whole = SimpleNamespace(block_size=4, dcp_sharded=False)
     config.kv_cache_groups[1] = SimpleNamespace(layer_names=["layer.1"], kv_cache_spec=whole)
     assert cache_groups(config, 2) == (CacheGroup(0, 16), CacheGroup(1, 4))
+
+
+def test_all_groups_count_as_those_of_a_draft_head() -> None:
+    """vLLM names the groups of a head's layers only where it can tell them from the model's."""
+    config = make_kv_cache_config((FULL, WINDOW), 40)
+    groups = cache_groups(config, draft_head=True)
+    assert all(group.sees_next_token for group in groups)
+    assert [dataclasses.replace(group, sees_next_token=False) for group in groups] == [FULL, WINDOW]
 
 
 def uniform(*windows: int | None, chunks: Sequence[int] = ()) -> tuple[CacheGroup, ...]:

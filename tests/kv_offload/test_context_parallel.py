@@ -1,0 +1,56 @@
+"""Context parallelism under vLLM's own scheduler: which rank has which tokens of a block."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_offload.prefix import CacheGroup
+from tests.kv_offload.fakes import PlayedEngine
+from tests.kv_offload.test_hazards import OTHER, PROMPT, answer, store
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+TEXT = [*PROMPT, *OTHER]
+
+
+def serve_again(engine: PlayedEngine) -> None:
+    """Store a text, serve it again, and check every rank's bytes and every token."""
+    store(engine, TEXT)
+    engine.check_host_memory()
+    engine.add("again", TEXT)
+    engine.run()
+    assert engine.totals["hit_tokens"] == 40
+    assert engine.answers["again"] == answer(TEXT)
+    engine.check_rest()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("interleave", [1, 2, 4])
+def test_tokens_of_a_block_may_alternate_between_ranks_in_any_runs(
+    async_scheduling: bool, interleave: int
+) -> None:
+    """Which rank has a token is the same in every block, so it need not be in the key."""
+    engine = PlayedEngine(
+        ranks=2, context_ranks=2, interleave=interleave, async_scheduling=async_scheduling
+    )
+    assert engine.hash_block_tokens == 8
+    serve_again(engine)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(("prefill_ranks", "context_ranks"), [(2, 1), (2, 2), (2, 4), (4, 1)])
+def test_ranks_that_share_a_prefill_have_all_tokens_unless_decodes_split_them(
+    async_scheduling: bool, prefill_ranks: int, context_ranks: int
+) -> None:
+    """Every rank of a shared prefill gathers the KV of all, so blocks do not grow with them."""
+    engine = PlayedEngine(
+        groups=(CacheGroup(0, 8 // context_ranks),),
+        ranks=4,
+        prefill_ranks=prefill_ranks,
+        context_ranks=context_ranks,
+        async_scheduling=async_scheduling,
+    )
+    assert engine.hash_block_tokens == 8, "vLLM's own answer"
+    serve_again(engine)
