@@ -15,7 +15,7 @@ import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from bench.small_models import VOCABULARY, write_model
+from bench.small_models import VOCABULARY, write_draft_head, write_model
 from bench.totals import counted_stats
 from transfer.engine import Direction
 from transfer.host_copy import Run, copy_runs
@@ -146,6 +146,33 @@ class Engine:
         self.offload.manager.check_integrity()
         self.offload.manager.reset()
         assert self.offload.manager.slots_in_use == 0
+
+
+class Drafts:
+    """Counts the drafts that the model checks, and those that it accepts."""
+
+    def __init__(self, running: Engine) -> None:
+        self.checked = self.accepted = 0
+        make = running.scheduler.make_spec_decoding_stats
+
+        def count(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **more: Any) -> Any:
+            self.checked += num_draft_tokens
+            self.accepted += num_accepted_tokens
+            return make(stats, num_draft_tokens, num_accepted_tokens, **more)
+
+        running.scheduler.make_spec_decoding_stats = count
+
+    def take(self) -> tuple[int, int]:
+        """Return the drafts checked and accepted since the last call."""
+        counts = self.checked, self.accepted
+        self.checked = self.accepted = 0
+        return counts
+
+
+def draft_head(models: Path) -> dict[str, Any]:
+    """Return vLLM's configuration of a head that drafts three tokens at a time for `llama`."""
+    head = write_draft_head(write_model("llama", models / "llama"), models / "eagle")
+    return {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
 
 
 def greedy(max_tokens: int, **more: Any) -> SamplingParams:

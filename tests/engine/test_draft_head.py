@@ -14,8 +14,14 @@ from typing import Any
 
 import pytest
 
-from bench.small_models import write_draft_head, write_model
-from tests.engine.harness import BLOCK_TOKENS, Engine, engine, random_tokens
+from tests.engine.harness import (
+    BLOCK_TOKENS,
+    Drafts,
+    Engine,
+    draft_head,
+    engine,
+    random_tokens,
+)
 
 MODEL_LAYERS = 2
 PROMPT = random_tokens(200, seed=41)
@@ -23,31 +29,7 @@ PROMPT = random_tokens(200, seed=41)
 
 @pytest.fixture
 def head(model_folder: Path) -> dict[str, Any]:
-    """Return vLLM's configuration of a head that drafts three tokens at a time."""
-    model = write_model("llama", model_folder / "llama")
-    folder = write_draft_head(model, model_folder / "eagle")
-    return {"method": "eagle", "model": str(folder), "num_speculative_tokens": 3}
-
-
-class Drafts:
-    """Counts the drafts that the model checks, and those that it accepts."""
-
-    def __init__(self, running: Engine) -> None:
-        self.checked = self.accepted = 0
-        make = running.scheduler.make_spec_decoding_stats
-
-        def count(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **more: Any) -> Any:
-            self.checked += num_draft_tokens
-            self.accepted += num_accepted_tokens
-            return make(stats, num_draft_tokens, num_accepted_tokens, **more)
-
-        running.scheduler.make_spec_decoding_stats = count
-
-    def take(self) -> tuple[int, int]:
-        """Return the drafts checked and accepted since the last call."""
-        counts = self.checked, self.accepted
-        self.checked = self.accepted = 0
-        return counts
+    return draft_head(model_folder)
 
 
 def digests(running: Engine, without: Collection[int] = ()) -> dict[bytes, list[str]]:

@@ -48,6 +48,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"enable_prefix_caching": True, "gdn_prefill_backend": "triton"},
         {},
     ),
+    "draft head": ("llama", {"draft_head": True}, {}),
+    "draft head, graphs": ("llama", {"draft_head": True, "enforce_eager": False}, {}),
     "sleep": ("qwen3", {"enable_sleep_mode": True}, {}),
 }
 
@@ -87,6 +89,11 @@ def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
     assert bool(result["synchronous_loads"]) == (case == "before_compute")
     if runner == "v2":
         assert result["output_copy_stream"]
+    # Wrong KV of a draft head changes no token, but how many drafts are accepted.
+    assert result["drafts"] == result["expected_drafts"]
+    if "draft_head" in arguments:
+        assert result["layers"] == 4, "two of the model, two of its head"
+        assert result["drafts"][1] > 0, "drafts were accepted"
     if case == "sleep":
         assert result["pending_at_sleep"], "the test must sleep with a store under way"
         assert result["after_sleep"] == result["expected"]
