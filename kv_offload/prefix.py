@@ -76,6 +76,7 @@ class PrefixMap:
         self._hash_block_tokens = hash_block_tokens
         self._make_key = make_key
         self.slot_tokens = tuple(group.block_tokens * blocks_per_slot for group in self.groups)
+        self.slot_hashes = tuple(tokens // hash_block_tokens for tokens in self.slot_tokens)
         self.block_alignment_tokens = math.lcm(*(group.block_tokens for group in self.groups))
         self.hit_alignment_tokens = math.lcm(*self.slot_tokens)
 

@@ -24,7 +24,7 @@ class LRUPolicy(EvictionPolicy):
 
     def add(self, slots: Slots, keys: Sequence[Key]) -> None:
         """See `EvictionPolicy.add`; the keys do not matter."""
-        self._log.append(slots)
+        self._log.append_new(slots[::-1])
         self._held[slots] = True
 
     def replace(self, keys: Sequence[Key]) -> Slots:

@@ -28,6 +28,7 @@ from kv_offload.engine_hooks import drain_engine_core
 from kv_offload.load_mode import IDLE_SECONDS
 from kv_offload.metadata import JobResult, StoreJob, WorkerCapacity
 from kv_offload.prefix import CacheGroup
+from kv_offload.store_budget import StoreBudget
 from tests.kv_offload.fakes import (
     ManualSwapEngine,
     PlayedEngine,
@@ -92,7 +93,7 @@ def ends_of(engine: PlayedEngine, request: Request, ids: Sequence[int]) -> list[
 
 
 def pinned(engine: PlayedEngine) -> set[int]:
-    return set(engine.offload._stores._pinned())
+    return set(engine.offload._stores.jobs.pinned())
 
 
 # -- storing and serving -----------------------------------------------------------------------
@@ -306,9 +307,10 @@ def test_no_state_is_stored_before_its_block_is_full() -> None:
     engine = PlayedEngine((FULL, STATE))
     request = engine.add("a", PROMPT[:9], max_tokens=12)
     planned = []
-    while engine.scheduler.has_unfinished_requests():
+    states: list[int] = []
+    while engine.scheduler.has_requests():
         output = engine.schedule()
-        _, states = tables(engine, request)
+        states += [] if request.is_finished() else tables(engine, request)[1][len(states) :]
         planned += [(states.index(b) + 1) * BLOCK for b in stored_blocks(output) if b in states]
         engine.execute()
         engine.run_copies()
@@ -400,7 +402,8 @@ def test_no_draft_is_stored(async_scheduling: bool, accepted: bool) -> None:
 
 
 @pytest.mark.skipif(not NEWER, reason="this vLLM does not ask whether blocks are about to be free")
-def test_the_engine_waits_for_a_store_rather_than_preempt() -> None:
+def test_the_engine_waits_for_a_store_rather_than_preempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StoreBudget, "reserved_blocks", 0)
     engine = PlayedEngine(blocks=14, max_model_len=48, plugin={"max_pinned_share": 1.0})
     engine.add("gone", PROMPT, max_tokens=1)
     engine.step(3)
@@ -845,6 +848,7 @@ def test_gauges_are_reported_when_they_change() -> None:
         "running_loads": 0,
         "running_stores": 0,
         "pinned_blocks": 0,
+        "waiting_slots": 0,
     }
     assert engine.offload.take_stats().is_empty()
     engine.add("a", PROMPT, max_tokens=1)
