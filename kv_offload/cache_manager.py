@@ -35,7 +35,7 @@ from kv_offload.policies.key_map import KeyMap
 SlotNumbers: TypeAlias = Slots | Sequence[int]
 """What a caller may name slots by."""
 
-_NO_SLOTS: Slots = np.empty(0, np.int32)
+NO_SLOTS: Slots = np.empty(0, np.int32)
 
 
 class MissingKeyError(KVOffloadError, KeyError):
@@ -196,7 +196,7 @@ class CacheManager:
         self._give_back(idle[self._orphan[idle]])
         self._policy.release(idle[self._readable[idle]])
 
-    def prepare_store(self, keys: Sequence[Key], along: Slots = _NO_SLOTS) -> StorePlan:
+    def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> StorePlan:
         """Give slots to the keys that are not known, first to last, evicting others as needed.
 
         No key of `keys` is evicted. Known ones are touched, so pass the whole run of a prefix that
@@ -210,7 +210,7 @@ class CacheManager:
         if (found and max(found) >= 0) or len(set(keys)) < len(keys):
             new = list(dict.fromkeys(k for k, slot in zip(keys, found, strict=True) if slot < 0))
             known = np.concatenate((known, np.array([s for s in found if s >= 0], np.int32)))
-        guarded = _NO_SLOTS
+        guarded = NO_SLOTS
         if len(known):
             guarded = _distinct(known[self._readable[known] & (self._readers[known] == 0)])
             self._policy.hold(guarded[::-1])
@@ -277,7 +277,7 @@ class CacheManager:
             len(distinct) == len(names)
             and min(distinct) >= 0
             and max(distinct) < self._num_slots
-            and self._writing[slots].all()
+            and np.count_nonzero(self._writing[slots]) == len(names)
         ):
             return
         running = self._at(self._writing, slots) > 0
@@ -299,8 +299,8 @@ class CacheManager:
     def _take_slots(self, keys: Sequence[Key]) -> Slots:
         """Make slots resident with new keys; fewer than keys if the others are all held."""
         if not len(keys):
-            return _NO_SLOTS
-        free = _NO_SLOTS
+            return NO_SLOTS
+        free = NO_SLOTS
         if self._free:
             reused = [self._free.pop() for _ in range(min(len(self._free), len(keys)))]
             self._name(reused, keys)

@@ -141,7 +141,9 @@ class OffloadScheduler:
         """
         request_id = request.request_id
         block_ids = [list(group) for group in blocks.get_block_ids()]
-        self._requests[request_id] = _RequestState(request, block_ids, self._stores.new_cursor())
+        self._requests[request_id] = _RequestState(
+            request, block_ids, self._stores.new_cursor(request_id)
+        )
         self._loads.settle(request_id)
         start = self._loads.take_matched_from(request_id)
         if start is None:
@@ -174,12 +176,11 @@ class OffloadScheduler:
         """
         self.load_mode.begin_step()
         self._begin_stores()
-        looked_at: list[tuple[str, StoreCursor, int]] = []
         for new in output.scheduled_new_reqs:
             state = self._requests.get(new.req_id)
             if state is not None:
                 state.block_ids = [list(group) for group in new.block_ids]
-                self._plan_stores(state, new.num_computed_tokens, output, looked_at)
+                self._plan_stores(state, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
         request_ids, new_block_ids = cached.req_ids, cached.new_block_ids
         behind = self._behind
@@ -199,17 +200,16 @@ class OffloadScheduler:
                 continue
             if request_id in cached.resumed_req_ids:
                 state.block_ids = [list(group) for group in new_ids or ()]
-                state.cursor = self._stores.new_cursor()
+                state.cursor = self._stores.new_cursor(request_id)
             elif new_ids is not None:
                 for ids, more in zip(state.block_ids, new_ids, strict=True):
                     ids += more
                     grown_blocks += len(more)
-            self._plan_stores(state, cached.num_computed_tokens[index], output, looked_at)
+            self._plan_stores(state, cached.num_computed_tokens[index], output)
         self._grown_blocks = grown_blocks
         stores = self._stores.take_planned()
         self._stores.settle_leftovers(idle=not output.num_scheduled_tokens)
-        is_behind = self._stores.is_behind
-        self._behind = {request for request, cursor, end in looked_at if is_behind(cursor, end)}
+        self._behind = self._stores.behind
         return OffloadMetadata(stores, self._loads.take_planned())
 
     def _begin_stores(self) -> None:
@@ -224,16 +224,15 @@ class OffloadScheduler:
         state: _RequestState,
         num_computed_tokens: int,
         output: SchedulerOutput,
-        looked_at: list[tuple[str, StoreCursor, int]],
     ) -> None:
         request = state.request
         request_id = request.request_id
         end = num_computed_tokens + output.num_scheduled_tokens[request_id]
         limit = self._store_limit(request, end)
-        looked_at.append((request_id, state.cursor, limit))
         # Beyond num_tokens there are only drafts and placeholders, whose KV may be written again.
-        limit = min(limit, request.num_tokens)
-        self._stores.plan(state.cursor, request.block_hashes, state.block_ids, limit)
+        self._stores.plan(
+            state.cursor, request.block_hashes, state.block_ids, limit, request.num_tokens
+        )
 
     def _store_limit(self, request: Request, end_tokens: int) -> int:
         prompt_only = self._config.store_blocks == "prompt"

@@ -14,6 +14,7 @@ MAX_LEFTOVER_SLOTS = 1 << 16
 class StoreCursor:
     """How far the stores of one request have been planned: one slot index per group."""
 
+    request_id: str
     next_slot: list[int]
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from kv_offload.cache_manager import CacheManager
+from kv_offload.cache_manager import NO_SLOTS, CacheManager
 from kv_offload.metadata import JobResult, StoreJob
 from kv_offload.prefix import PrefixMap, SlotKey
 from kv_offload.store_budget import StoreBudget
@@ -102,19 +102,24 @@ class StorePlanner:
         self._uses = UseCounter()
         self.jobs = StoreJobs(manager, pool, num_ranks, prefixes.blocks_per_slot)
         self.leftovers = Leftovers()
+        self._shapes = tuple(zip(prefixes.slot_tokens, prefixes.slot_hashes, strict=True))
+        self._per_slot = prefixes.blocks_per_slot
         self._examinable = MAX_SLOTS_PER_STEP
+        self.behind: set[str] = set()
+        """Requests of this step that have more to store than was planned."""
         self._spans: list[_Span] = []
         self._keys: list[SlotKey] = []  # of all spans
         self._leftovers_planned = 0
         self._skipped: Counter[SkipReason] = Counter()
 
     def begin_step(self) -> None:
-        """Give the planner a new budget of slots to examine."""
+        """Give the planner a new budget of slots to examine; nobody is behind."""
         self._examinable = MAX_SLOTS_PER_STEP
+        self.behind = set()
 
-    def new_cursor(self) -> StoreCursor:
+    def new_cursor(self, request_id: str) -> StoreCursor:
         """Return the cursor of a request of which nothing has been planned."""
-        return StoreCursor([0] * len(self._prefixes.groups))
+        return StoreCursor(request_id, [0] * len(self._prefixes.groups))
 
     def plan(
         self,
@@ -122,48 +127,47 @@ class StorePlanner:
         hashes: Sequence[bytes],
         block_ids: Sequence[Sequence[int]],
         end_tokens: int,
+        known_tokens: int | None = None,
     ) -> None:
         """Have one request's blocks examined whose tokens end at or below `end_tokens`.
 
-        Once a request between two calls of `pin_chosen`, which must be called before anybody can
-        free the blocks.
+        Only the first `known_tokens` are final, if that is given. Once a request between two calls
+        of `pin_chosen`, which must be called before anybody can free the blocks. A request that
+        does not get as far as `end_tokens`, for whatever reason, is `behind`.
         """
-        next_slot = cursor.next_slot
-        for position, last in enumerate(self._ends(hashes, block_ids, end_tokens)):
+        next_slot, known = cursor.next_slot, end_tokens
+        if known_tokens is not None and known_tokens < known:
+            known = known_tokens
+        if len(next_slot) > 1:
+            known = self._prefixes.named_tokens(known)
+        for position, (tokens, slot_hashes) in enumerate(self._shapes):
             first = next_slot[position]
-            if first >= last:
-                continue
-            last = min(last, first + self._examinable)
-            self._examinable -= last - first
-            next_slot[position] = last
-            group = self._prefixes.groups[position]
-            self._keys += self._prefixes.slot_keys(hashes, group, first, last)
-            self._spans.append((cursor, position, hashes, block_ids[position], first, last))
+            last = self._end(known // tokens, slot_hashes, hashes, block_ids[position])
+            if last > first + self._examinable:
+                last = first + self._examinable
+            if first < last:
+                self._examinable -= last - first
+                next_slot[position] = last
+                group = self._prefixes.groups[position]
+                self._keys += self._prefixes.slot_keys(hashes, group, first, last)
+                self._spans.append((cursor, position, hashes, block_ids[position], first, last))
+            if end_tokens // tokens > next_slot[position]:
+                self.behind.add(cursor.request_id)
 
-    def _ends(
-        self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]], end_tokens: int
-    ) -> list[int]:
-        """Return how many slots of each group are full, have blocks and have names."""
-        per_slot, named = self._prefixes.blocks_per_slot, len(hashes)
-        end_tokens = self._prefixes.named_tokens(end_tokens)
-        ends = []
-        for tokens, slot_hashes, ids in zip(
-            self._prefixes.slot_tokens, self._prefixes.slot_hashes, block_ids, strict=True
-        ):
-            end = end_tokens // tokens
-            if end * per_slot > len(ids):
-                end = len(ids) // per_slot
-            if end * slot_hashes > named:
-                end = named // slot_hashes
-            ends.append(end)
-        return ends
+    def _end(self, full: int, slot_hashes: int, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
+        """Return how many of the first `full` slots have blocks and names."""
+        if full * self._per_slot > len(ids):
+            full = len(ids) // self._per_slot
+        if full * slot_hashes > len(hashes):
+            full = len(hashes) // slot_hashes
+        return full
 
     def is_behind(self, cursor: StoreCursor, end_tokens: int) -> bool:
         """Say whether `end_tokens` completes a slot beyond those that were planned or skipped."""
-        for at, tokens in zip(cursor.next_slot, self._prefixes.slot_tokens, strict=True):
-            if end_tokens >= (at + 1) * tokens:
-                return True
-        return False
+        return any(
+            end_tokens >= (at + 1) * tokens
+            for at, (tokens, _) in zip(cursor.next_slot, self._shapes, strict=True)
+        )
 
     # -- what ended requests left behind -------------------------------------------------------
 
@@ -178,7 +182,11 @@ class StorePlanner:
 
         Called after `pin_chosen`. The caller gives the lists away.
         """
-        ends = self._ends(hashes, block_ids, end_tokens)
+        named = self._prefixes.named_tokens(end_tokens)
+        ends = [
+            self._end(named // tokens, slot_hashes, hashes, ids)
+            for (tokens, slot_hashes), ids in zip(self._shapes, block_ids, strict=True)
+        ]
         leftover = Leftover(cursor, ends, end_tokens, hashes, block_ids)
         self._skipped["no_budget"] += self.leftovers.add(leftover)
         return leftover.slots_left
@@ -197,7 +205,8 @@ class StorePlanner:
             if not self._examinable:
                 break
             self._leftovers_planned += 1
-            self.plan(leftover.cursor, leftover.hashes, leftover.block_ids, leftover.end_tokens)
+            end = leftover.end_tokens
+            self.plan(leftover.cursor, leftover.hashes, leftover.block_ids, end)
         self._examinable += examinable - room
 
     def settle_leftovers(self, *, idle: bool) -> None:
@@ -252,18 +261,40 @@ class StorePlanner:
         for span in spans:
             cursor, position, _, _, first, last = span
             end = at + last - first
-            passed = self._choose(choice, span, keys[at:end], slots[at:end])
-            if passed < end - at:
-                cursor.next_slot[position] = first + passed
+            if end - at > 1 or not self._choose_one(choice, span, keys[at], slots[at]):
+                passed = self._choose(choice, span, keys[at:end], slots[at:end])
+                if passed < end - at:
+                    cursor.next_slot[position] = first + passed
+                    self.behind.add(cursor.request_id)
             at = end
         if not choice.new and not choice.along:
             return
-        plan = self._manager.prepare_store(list(choice.new), np.array(choice.along, np.int32))
+        along = np.array(choice.along, np.int32) if choice.along else NO_SLOTS
+        plan = self._manager.prepare_store(list(choice.new), along)
         self._skipped["pool_busy"] += plan.no_room
         if plan.keys:
             taken = len(plan.keys)
             self._budget.plan(taken)
             self.jobs.pin(plan.slots, choice.blocks[: taken * self._prefixes.blocks_per_slot])
+
+    def _choose_one(self, choice: _Choice, span: _Span, key: SlotKey, slot: int) -> bool:
+        """Do what `_choose` does for a span of one slot in the case that decodes meet; else False.
+
+        Most spans are of this kind, and there are many in a step.
+        """
+        if slot >= 0 or self._per_slot > 1 or self._store_after_uses > 1 or key in choice.new:
+            return False
+        _, position, hashes, group_blocks, first, _ = span
+        (expected,) = self._prefixes.pool_keys(
+            hashes, self._prefixes.groups[position], first, first + 1
+        )
+        block = group_blocks[first]
+        if choice.slots_left <= 0 or self._pool.blocks[block].block_hash != expected:
+            return False
+        choice.slots_left -= 1
+        choice.new[key] = None
+        choice.blocks.append(block)
+        return True
 
     def _choose(
         self, choice: _Choice, span: _Span, keys: Sequence[SlotKey], slots: Sequence[int]

@@ -16,7 +16,7 @@ _SLACK_ENTRIES = 4096
 """Stale entries that are not worth dropping."""
 
 _WINDOW_ENTRIES = 64
-"""Entries looked at in the search of a victim, and at least twice as many as are wanted."""
+"""Entries looked at in the search of a victim, or as many as are wanted."""
 
 _Chunk = tuple[Slots, NDArray[np.int64]]
 """Slots with the time of their use, shape `(n,)` each, from the older to the newer."""
@@ -80,20 +80,24 @@ class UseLog:
         while count and self._entries:
             chunks = self._visited or self._chunks
             slots, times = self._pop(chunks)
-            window = max(2 * count, _WINDOW_ENTRIES)
+            window = max(count, _WINDOW_ENTRIES)
             if len(slots) > window:
                 self._push_back(chunks, slots[window:], times[window:])
                 slots, times = slots[:window], times[:window]
             slots, times = self._live((slots, times))
-            idle = np.flatnonzero(~held[slots])[:count]
-            passed = len(slots) if len(idle) < count else int(idle[-1]) + 1
-            if passed < len(slots):
-                self._push_back(chunks, slots[passed:], times[passed:])
-            if len(idle) < passed:
+            met = slots[:count]
+            if not np.count_nonzero(held[met]):
+                victims.append(met)
+                passed = len(met)
+            else:
+                idle = np.flatnonzero(~held[slots])[:count]
+                passed = len(slots) if len(idle) < count else int(idle[-1]) + 1
                 met = slots[:passed]
                 self._parked[met[held[met]]] = True
-            victims.append(slots[idle])
-            count -= len(idle)
+                victims.append(slots[idle])
+            if passed < len(slots):
+                self._push_back(chunks, slots[passed:], times[passed:])
+            count -= len(victims[-1])
         if len(victims) != 1:
             victims = [np.concatenate([np.empty(0, np.int32), *victims])]
         (taken,) = victims
@@ -104,9 +108,10 @@ class UseLog:
 
     def put_back(self, slots: Slots) -> None:
         """Return those of the slots that are parked to the old end, in the order of their use."""
-        parked = slots[self._parked[slots]]
-        if not len(parked):
+        is_parked = self._parked[slots]
+        if not np.count_nonzero(is_parked):
             return
+        parked = slots[is_parked]
         self._parked[parked] = False
         times = self._time[parked]
         order = np.argsort(times)
@@ -131,7 +136,9 @@ class UseLog:
     def _live(self, chunk: _Chunk) -> _Chunk:
         slots, times = chunk
         live = self._time[slots] == times
-        return chunk if live.all() else (slots[live], times[live])
+        if np.count_nonzero(live) == len(slots):
+            return chunk
+        return slots[live], times[live]
 
     def _push(self, chunks: deque[_Chunk], chunk: _Chunk) -> None:
         self._entries += len(chunk[0])

@@ -86,7 +86,7 @@ class Stores:
     ) -> StoreJob | None:
         """Plan one step; return its job, if there is one."""
         self.planner.begin_step()
-        self.planner.plan(cursor or self.planner.new_cursor(), request.block_hashes, ids, end)
+        self.planner.plan(cursor or self.planner.new_cursor("a"), request.block_hashes, ids, end)
         self.planner.pin_chosen(soon_free)
         jobs = self.planner.take_planned()
         self.check()
@@ -146,7 +146,7 @@ def test_blocks_are_planned_up_to_the_last_that_is_full() -> None:
 def test_each_step_continues_where_the_last_one_ended() -> None:
     stores = Stores()
     request, ids = stores.compute(5)
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     planned = [
         stores.plan(request, ids, end=end, cursor=cursor) for end in (3, 4, 11, 11, 12, 20, 20)
     ]
@@ -166,7 +166,7 @@ def test_a_block_whose_hash_does_not_exist_yet_waits() -> None:
     """Placeholders of asynchronous scheduling have no tokens, so their blocks have no hash."""
     stores = Stores()
     request, ids = stores.compute(2)
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     ids += stores.allocate(1)
     assert blocks_of(stores.plan(request, ids, end=12, cursor=cursor)) == ids[:2]
     request.append_output_token_ids([1, 2, 3, 4])
@@ -206,7 +206,7 @@ def test_two_requests_of_a_step_share_a_job_and_store_a_prefix_once() -> None:
     other, other_ids = stores.compute(3, first_token=9)
     stores.planner.begin_step()
     for asking, blocks in ((request, ids), (twin, twin_ids), (other, other_ids)):
-        stores.planner.plan(stores.planner.new_cursor(), asking.block_hashes, [blocks], 12)
+        stores.planner.plan(stores.planner.new_cursor("a"), asking.block_hashes, [blocks], 12)
     (job,) = stores.planner.take_planned()
     assert blocks_of(job) == [*ids, *other_ids]
     assert stores.references(twin_ids) == [1, 1, 1]
@@ -286,7 +286,7 @@ def test_a_slot_is_stored_whole_or_not_at_all(gone: int) -> None:
 def test_planned_blocks_are_referenced_until_the_store_has_ended() -> None:
     stores = Stores()
     request, ids = stores.compute(3)
-    stores.planner.plan(stores.planner.new_cursor(), request.block_hashes, [ids], 8)
+    stores.planner.plan(stores.planner.new_cursor("a"), request.block_hashes, [ids], 8)
     stores.planner.pin_chosen()
     assert stores.references(ids) == [2, 2, 1]
     assert (stores.jobs.pending, stores.jobs.running) == (True, 0)
@@ -385,7 +385,7 @@ def test_an_idle_block_is_one_that_only_a_pin_keeps() -> None:
     stores = Stores(blocks=9)
     request, ids = stores.compute(2)
     assert not stores.jobs.holds_idle_blocks
-    stores.planner.plan(stores.planner.new_cursor(), request.block_hashes, [ids], 8)
+    stores.planner.plan(stores.planner.new_cursor("a"), request.block_hashes, [ids], 8)
     stores.planner.pin_chosen()
     assert not stores.jobs.holds_idle_blocks, "the request would keep them anyway"
     stores.free(ids)
@@ -412,7 +412,7 @@ def test_pins_are_capped_at_a_share_of_the_free_blocks() -> None:
 def test_what_the_cap_held_back_follows_when_pins_are_released() -> None:
     stores = Stores(blocks=31, share=0.5)
     request, ids = stores.compute(18)
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     stored: list[int] = []
     for _ in range(18):
         job = stores.plan(request, ids, end=72, cursor=cursor)
@@ -429,7 +429,7 @@ def test_pins_never_exceed_their_share_however_often_it_is_asked(share: float) -
     """Even if the requests whose blocks are pinned end, that share of the free blocks is left."""
     stores = Stores(blocks=31, share=share)
     request, ids = stores.compute(18)
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     for _ in range(18):
         stores.plan(request, ids, end=72, cursor=cursor)
         free = stores.pool.get_num_free_blocks()
@@ -463,7 +463,7 @@ def test_a_step_examines_a_bounded_number_of_slots(monkeypatch: pytest.MonkeyPat
     stores = Stores()
     request, ids = stores.compute(4)
     other, other_ids = stores.compute(4, first_token=9)
-    cursors = [stores.planner.new_cursor(), stores.planner.new_cursor()]
+    cursors = [stores.planner.new_cursor("a"), stores.planner.new_cursor("a")]
     planned = []
     for _ in range(3):
         stores.planner.begin_step()
@@ -478,7 +478,7 @@ def test_known_slots_count_against_the_budget_of_a_step(monkeypatch: pytest.Monk
     stores = Stores()
     request, ids = stores.compute(4)
     stores.end(stores.plan(request, ids[:3], end=12))
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     assert stores.plan(request, ids, end=16, cursor=cursor) is None
     assert blocks_of(stores.plan(request, ids, end=16, cursor=cursor)) == ids[3:]
 
@@ -490,7 +490,7 @@ def test_what_an_ended_request_left_is_stored_when_there_is_a_budget() -> None:
     """As far as nobody took the blocks meanwhile."""
     stores = Stores(blocks=9, share=0.5)
     request, ids = stores.compute(8)
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     first = stores.plan(request, ids, end=32, cursor=cursor, soon_free=8)
     assert blocks_of(first) == ids[:4]
     assert stores.planner.keep_leftovers(cursor, request.block_hashes, [ids], 32) == 4
@@ -516,7 +516,7 @@ def test_leftovers_of_several_groups_are_counted_by_slot(monkeypatch: pytest.Mon
     request, small = stores.compute(4)
     large = stores.allocate(2)
     stores.know(request, large, group=1)
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     stores.plan(request, small, large, end=16, cursor=cursor)
     left = stores.planner.keep_leftovers(cursor, request.block_hashes, [small, large], 16)
     assert (left, stores.planner.leftovers.slots) == (4, 4)
@@ -533,7 +533,7 @@ def test_the_oldest_leftovers_are_dropped_when_too_many_wait(
     stores = Stores()
     for first_token in (7, 8, 9):
         request, ids = stores.compute(2, first_token)
-        cursor = stores.planner.new_cursor()
+        cursor = stores.planner.new_cursor("a")
         stores.planner.keep_leftovers(cursor, request.block_hashes, [ids], 8)
     assert stores.skipped() == {"no_budget": 2}
     assert stores.planner.leftovers.slots == 4
@@ -544,7 +544,7 @@ def test_leftovers_that_nothing_is_ever_left_for_are_dropped_when_the_engine_is_
     stores = Stores()
     stores.budget.throttle(0)
     request, ids = stores.compute(4)
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     stores.planner.keep_leftovers(cursor, request.block_hashes, [ids], 16)
     stores.free(ids)
     assert stores.leftovers_step() is None
@@ -557,12 +557,12 @@ def test_leftovers_that_nothing_is_ever_left_for_are_dropped_when_the_engine_is_
 def test_leftovers_are_planned_before_what_a_running_request_keeps() -> None:
     stores = Stores(blocks=9, share=0.5)
     gone, gone_ids = stores.compute(2, first_token=9)
-    stores.planner.keep_leftovers(stores.planner.new_cursor(), gone.block_hashes, [gone_ids], 8)
+    stores.planner.keep_leftovers(stores.planner.new_cursor("a"), gone.block_hashes, [gone_ids], 8)
     stores.free(gone_ids)
     request, ids = stores.compute(2)
     stores.planner.begin_step()
     stores.planner.plan_leftovers()
-    stores.planner.plan(stores.planner.new_cursor(), request.block_hashes, [ids], 8)
+    stores.planner.plan(stores.planner.new_cursor("a"), request.block_hashes, [ids], 8)
     (job,) = stores.planner.take_planned()
     stores.planner.settle_leftovers(idle=False)
     assert blocks_of(job) == [*gone_ids, *ids][:3]
@@ -571,7 +571,7 @@ def test_leftovers_are_planned_before_what_a_running_request_keeps() -> None:
 def test_a_request_that_was_planned_in_full_leaves_nothing() -> None:
     stores = Stores()
     request, ids = stores.compute(5)
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     stores.plan(request, ids, end=20, cursor=cursor)
     assert stores.planner.keep_leftovers(cursor, request.block_hashes, [ids], 23) == 0
     assert stores.planner.keep_leftovers(cursor, request.block_hashes, [ids], 8) == 0
@@ -711,7 +711,7 @@ def test_every_reason_not_to_store_occurs() -> None:
     for _ in range(2):  # pool_busy
         stores.plan(third, third_ids, end=4)
     fourth, fourth_ids = stores.compute(4, first_token=7)
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     stores.planner.keep_leftovers(cursor, fourth.block_hashes, [fourth_ids], 16)
     stores.planner.drop_leftovers()  # no_budget
     counted |= stores.skipped().keys()
