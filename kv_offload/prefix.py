@@ -97,6 +97,10 @@ class PrefixMap:
         ends = hashes[(first + 1) * step - 1 : last * step : step]
         return [make_key(block_hash, group_id) for block_hash in ends]
 
+    def pool_key(self, key: SlotKey, group: CacheGroup) -> bytes:
+        """Return the engine's key of the last block of the slot that `key` names."""
+        return key if group.group_id else self._make_key(key, 0)
+
     def slot_keys(
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
     ) -> list[SlotKey]:

@@ -48,6 +48,7 @@ class OffloadScheduler:
         make_key: KeyMaker,
     ) -> None:
         self._config = config
+        self._prompt_only = config.store_blocks == "prompt"
         self._groups = groups
         self.load_mode = LoadMode(slot_bytes)
         self.store_budget = StoreBudget(slot_bytes)
@@ -235,8 +236,7 @@ class OffloadScheduler:
         )
 
     def _store_limit(self, request: Request, end_tokens: int) -> int:
-        prompt_only = self._config.store_blocks == "prompt"
-        return min(end_tokens, int(request.num_prompt_tokens)) if prompt_only else end_tokens
+        return min(end_tokens, int(request.num_prompt_tokens)) if self._prompt_only else end_tokens
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Plan the stores of what a request leaves behind, just before its blocks are freed."""
@@ -280,12 +280,19 @@ class OffloadScheduler:
             self._loads.complete_synchronous(report.loads)
             if report.load_bytes_per_second is not None:
                 self.load_mode.learn(report.load_bytes_per_second)
+            if report.store_bytes_per_second is not None:
+                self.store_budget.learn(report.store_bytes_per_second)
             if report.ready_slots:
                 self.ranks_ready(report.ready_slots)
             failed = report.failed_loads & self._requests.keys()
             self._load_failed |= failed
             self._new_load_failures |= failed
             self._stats.count("failed_loads", len(report.failed_loads))
+            if not all(result.ok for result in report.loads.values()):
+                # Its step ran and computed on what was not there; the engine has it done again.
+                self._stores.jobs.distrust_running()
+                for request_id in failed:
+                    self._requests[request_id].cursor = self._stores.new_cursor(request_id)
         self._loads.complete(output.finished_recving or ())
 
     def take_failed_loads(self) -> set[str]:
@@ -369,16 +376,18 @@ class OffloadScheduler:
         self._evictions_reported = self.manager.evictions
         for reason, slots in self._stores.take_skipped().items():
             stats.count(f"skipped_{reason}", slots)
+        manager, jobs = self.manager, self._stores.jobs
         gauges = {
-            "slots": self.manager.usable_slots,
-            "slots_in_use": self.manager.slots_in_use,
+            "slots": manager.usable_slots,
+            "slots_in_use": manager.slots_in_use,
             "running_loads": self._loads.running,
-            "running_stores": self._stores.jobs.running,
-            "pinned_blocks": self._stores.jobs.pinned_blocks,
+            "running_stores": jobs.running,
+            "pinned_blocks": jobs.pinned_blocks,
             "waiting_slots": self._stores.leftovers.slots,
         }
-        for name, value in gauges.items():
-            if self._gauges_reported.get(name) != value:
-                stats.gauge(name, value)
-        self._gauges_reported = gauges
+        if gauges != self._gauges_reported:
+            for name, value in gauges.items():
+                if self._gauges_reported.get(name) != value:
+                    stats.gauge(name, value)
+            self._gauges_reported = gauges
         return stats

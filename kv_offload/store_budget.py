@@ -8,6 +8,7 @@ long as it stands in line.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,10 @@ HORIZON_STEPS = 3
 
 A store is submitted in the step after its plan and reported at the end of that step at the
 earliest, so two steps' worth keep the link busy without a gap."""
+
+PIN_STEPS = HORIZON_STEPS + 2
+"""Steps for which a pin lasts at most: one until its store is submitted, the horizon, and one until
+its end is reported."""
 
 MIN_HORIZON_SECONDS = 0.1
 """The horizon is never shorter, so that steps of a few milliseconds do not split up small stores.
@@ -51,7 +56,7 @@ class StoreBudget:
         self._step_seconds = 0.0
         self._loads_running = False
         self._planned_slots = 0
-        self._grown: deque[int] = deque([0] * HORIZON_STEPS, maxlen=HORIZON_STEPS)
+        self._grown: deque[int] = deque([0] * PIN_STEPS, maxlen=PIN_STEPS)
         self._grown_blocks = 0
         self._reserved_blocks = 0.0
 
@@ -80,15 +85,18 @@ class StoreBudget:
         if grown_blocks or self._grown_blocks:
             self._grown_blocks += grown_blocks - self._grown[0]
             self._grown.append(grown_blocks)
-        self._reserved_blocks = max(self._grown_blocks, self._reserved_blocks * 63 / 64)
+        # Below half a block there is nothing left to remember.
+        faded = self._reserved_blocks * 63 / 64
+        self._reserved_blocks = max(self._grown_blocks, faded if faded > 0.5 else 0.0)
 
     @property
     def reserved_blocks(self) -> int:
-        """GPU blocks that pins must leave free: what running requests took in a horizon, of late.
+        """GPU blocks that pins must leave free: what running requests took at most while one lasts.
 
-        Where they find none they are preempted; a request that is only waiting goes on waiting.
+        The past is forgotten by and by. Where they find none they are preempted; a request that is
+        only waiting goes on waiting.
         """
-        return int(self._reserved_blocks)
+        return math.ceil(self._reserved_blocks)
 
     def plan(self, num_slots: int) -> None:
         """Count slots whose stores were planned in this step."""

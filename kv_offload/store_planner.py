@@ -11,7 +11,7 @@ import numpy as np
 
 from kv_offload.cache_manager import NO_SLOTS, CacheManager
 from kv_offload.metadata import JobResult, StoreJob
-from kv_offload.prefix import PrefixMap, SlotKey
+from kv_offload.prefix import CacheGroup, PrefixMap, SlotKey
 from kv_offload.store_budget import StoreBudget
 from kv_offload.store_jobs import StoreJobs
 from kv_offload.store_leftovers import Leftover, Leftovers, StoreCursor
@@ -37,9 +37,9 @@ copy_failed: a rank reported an error.
 SKIP_REASONS: tuple[SkipReason, ...] = get_args(SkipReason)
 
 
-_Span: TypeAlias = tuple[StoreCursor, int, Sequence[bytes], Sequence[int], int, int]
-"""Slots of one request to look at: cursor, position of the group, the request's hashes, its blocks
-in this group, first slot, last slot (exclusive)."""
+_Span: TypeAlias = tuple[StoreCursor, CacheGroup, int, Sequence[bytes], Sequence[int], int, int]
+"""Slots of one request to look at: cursor, cache group and its position, the request's hashes, its
+blocks in this group, first slot, last slot (exclusive)."""
 
 
 @dataclass(slots=True)
@@ -141,16 +141,21 @@ class StorePlanner:
         if len(next_slot) > 1:
             known = self._prefixes.named_tokens(known)
         for position, (tokens, slot_hashes) in enumerate(self._shapes):
-            first = next_slot[position]
-            last = self._end(known // tokens, slot_hashes, hashes, block_ids[position])
-            if last > first + self._examinable:
-                last = first + self._examinable
+            first, last = next_slot[position], known // tokens
             if first < last:
-                self._examinable -= last - first
-                next_slot[position] = last
-                group = self._prefixes.groups[position]
-                self._keys += self._prefixes.slot_keys(hashes, group, first, last)
-                self._spans.append((cursor, position, hashes, block_ids[position], first, last))
+                ids = block_ids[position]
+                last = self._end(last, slot_hashes, hashes, ids)
+                if last > first + self._examinable:
+                    last = first + self._examinable
+                if first < last:
+                    self._examinable -= last - first
+                    next_slot[position] = last
+                    group = self._prefixes.groups[position]
+                    if last - first == 1 and not group.group_id:
+                        self._keys.append(hashes[last * slot_hashes - 1])
+                    else:
+                        self._keys += self._prefixes.slot_keys(hashes, group, first, last)
+                    self._spans.append((cursor, group, position, hashes, ids, first, last))
             if end_tokens // tokens > next_slot[position]:
                 self.behind.add(cursor.request_id)
 
@@ -240,7 +245,7 @@ class StorePlanner:
             free - self._budget.reserved_blocks,
         )
         slots = self._budget.slots_left(self.jobs.slots_in_flight)
-        return min(blocks // self._prefixes.blocks_per_slot, slots)
+        return min(blocks // self._per_slot, slots)
 
     def pin_chosen(self, soon_free_blocks: int = 0) -> None:
         """Choose among what `plan` noted, take slots for it and pin the blocks that got one.
@@ -257,15 +262,25 @@ class StorePlanner:
         # Lists, not arrays: mostly decodes have filled a block each, and nothing is known of them.
         slots = self._manager.slot_numbers(keys)
         choice = _Choice(self._slots_left(soon_free_blocks))
+        new, pool_blocks, pool_key = choice.new, self._pool.blocks, self._prefixes.pool_key
+        # A span of one slot is what decodes have; most of these are chosen without further ado.
+        single = self._per_slot == 1 and self._store_after_uses == 1
         at = 0
         for span in spans:
-            cursor, position, _, _, first, last = span
+            cursor, group, position, _, ids, first, last = span
+            if single and last - first == 1 and slots[at] < 0 < choice.slots_left:
+                key, block = keys[at], ids[first]
+                if key not in new and pool_blocks[block].block_hash == pool_key(key, group):
+                    choice.slots_left -= 1
+                    new[key] = None
+                    choice.blocks.append(block)
+                    at += 1
+                    continue
             end = at + last - first
-            if end - at > 1 or not self._choose_one(choice, span, keys[at], slots[at]):
-                passed = self._choose(choice, span, keys[at:end], slots[at:end])
-                if passed < end - at:
-                    cursor.next_slot[position] = first + passed
-                    self.behind.add(cursor.request_id)
+            passed = self._choose(choice, span, keys[at:end], slots[at:end])
+            if passed < end - at:
+                cursor.next_slot[position] = first + passed
+                self.behind.add(cursor.request_id)
             at = end
         if not choice.new and not choice.along:
             return
@@ -275,26 +290,7 @@ class StorePlanner:
         if plan.keys:
             taken = len(plan.keys)
             self._budget.plan(taken)
-            self.jobs.pin(plan.slots, choice.blocks[: taken * self._prefixes.blocks_per_slot])
-
-    def _choose_one(self, choice: _Choice, span: _Span, key: SlotKey, slot: int) -> bool:
-        """Do what `_choose` does for a span of one slot in the case that decodes meet; else False.
-
-        Most spans are of this kind, and there are many in a step.
-        """
-        if slot >= 0 or self._per_slot > 1 or self._store_after_uses > 1 or key in choice.new:
-            return False
-        _, position, hashes, group_blocks, first, _ = span
-        (expected,) = self._prefixes.pool_keys(
-            hashes, self._prefixes.groups[position], first, first + 1
-        )
-        block = group_blocks[first]
-        if choice.slots_left <= 0 or self._pool.blocks[block].block_hash != expected:
-            return False
-        choice.slots_left -= 1
-        choice.new[key] = None
-        choice.blocks.append(block)
-        return True
+            self.jobs.pin(plan.slots, choice.blocks[: taken * self._per_slot])
 
     def _choose(
         self, choice: _Choice, span: _Span, keys: Sequence[SlotKey], slots: Sequence[int]
@@ -303,11 +299,11 @@ class StorePlanner:
 
         `slots` has what the cache manager says of `keys`. Returns how many slots were passed.
         """
-        _, position, hashes, group_blocks, first, last = span
+        _, group, _, hashes, group_blocks, first, last = span
         unknown = [index for index, slot in enumerate(slots) if slot < 0]
         passed = len(keys)
         if unknown:
-            group, per_slot = self._prefixes.groups[position], self._prefixes.blocks_per_slot
+            per_slot = self._per_slot
             start = (first + unknown[0]) * per_slot
             expected = self._prefixes.pool_keys(hashes, group, start, last * per_slot)
             blocks = group_blocks[start : last * per_slot]
