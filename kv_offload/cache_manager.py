@@ -217,7 +217,6 @@ class CacheManager:
         evictions_before = self._evictions
         slots = self._take_slots(new)
         accepted = new[: len(slots)]
-        self._slot_of.add_all(accepted, slots.tolist())
         self._writing[slots] = True
         if len(new) < len(keys):
             used = self.find(keys)
@@ -308,13 +307,16 @@ class CacheManager:
         if len(free) < len(keys) and len(self._key_of) < self._usable_slots:
             free = np.concatenate((free, self._take_unused(keys[len(free) :])))
         if len(free):
-            self._policy.add(free, keys[: len(free)])
+            named = keys[: len(free)]
+            self._policy.add(free, named)
+            self._slot_of.add_all(named, free.tolist())
             keys = keys[len(free) :]
         if not len(keys):
             return free
         victims = self._policy.replace(keys)
-        evicted = victims.tolist()
-        self._forget_keys(evicted)
+        evicted, key_of = victims.tolist(), self._key_of
+        keys = keys[: len(evicted)]
+        self._slot_of.replace_all([key_of[slot] for slot in evicted], keys, evicted)
         self._name(evicted, keys)
         self._readable[victims] = False
         self._evictions += len(victims)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.cache_manager import CacheManager
@@ -176,63 +177,62 @@ class OffloadScheduler:
         meanwhile, and most requests of a step of decodes are not touched at all.
         """
         self.load_mode.begin_step()
-        self._begin_stores()
-        for new in output.scheduled_new_reqs:
-            state = self._requests.get(new.req_id)
-            if state is not None:
-                state.block_ids = [list(group) for group in new.block_ids]
-                self._plan_stores(state, new.num_computed_tokens, output)
-        cached = output.scheduled_cached_reqs
-        request_ids, new_block_ids = cached.req_ids, cached.new_block_ids
-        behind = self._behind
-        if behind:
-            indices = [
-                index
-                for index, new_ids in enumerate(new_block_ids)
-                if new_ids is not None or request_ids[index] in behind
-            ]
-        else:
-            indices = [i for i, new_ids in enumerate(new_block_ids) if new_ids is not None]
-        grown_blocks = 0
-        for index in indices:
-            request_id, new_ids = request_ids[index], new_block_ids[index]
-            state = self._requests.get(request_id)
-            if state is None:
-                continue
-            if request_id in cached.resumed_req_ids:
-                state.block_ids = [list(group) for group in new_ids or ()]
-                state.cursor = self._stores.new_cursor(request_id)
-            elif new_ids is not None:
-                for ids, more in zip(state.block_ids, new_ids, strict=True):
-                    ids += more
-                    grown_blocks += len(more)
-            self._plan_stores(state, cached.num_computed_tokens[index], output)
-        self._grown_blocks = grown_blocks
-        stores = self._stores.take_planned()
-        self._stores.settle_leftovers(idle=not output.num_scheduled_tokens)
-        self._behind = self._stores.behind
-        return OffloadMetadata(stores, self._loads.take_planned())
-
-    def _begin_stores(self) -> None:
         self.store_budget.begin_step(
             loads_running=self._loads.running > 0, grown_blocks=self._grown_blocks
         )
         self._stores.begin_step()
         self._stores.plan_leftovers()
+        scheduled = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            state = self._requests.get(new.req_id)
+            if state is not None:
+                state.block_ids = [list(group) for group in new.block_ids]
+                self._plan_stores(state, new.num_computed_tokens + scheduled[new.req_id])
+        self._grown_blocks = 0
+        cached = output.scheduled_cached_reqs
+        request_ids, new_block_ids = cached.req_ids, cached.new_block_ids
+        computed, resumed = cached.num_computed_tokens, cached.resumed_req_ids
+        for index in self._to_look_at(request_ids, new_block_ids):
+            request_id, new_ids = request_ids[index], new_block_ids[index]
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            if request_id in resumed:
+                state.block_ids = [list(group) for group in new_ids or ()]
+                state.cursor = self._stores.new_cursor(request_id)
+            elif new_ids is not None:
+                for ids, more in zip(state.block_ids, new_ids, strict=True):
+                    ids += more
+                    self._grown_blocks += len(more)
+            self._plan_stores(state, computed[index] + scheduled[request_id])
+        stores = self._stores.take_planned()
+        self._stores.settle_leftovers(idle=not scheduled)
+        self._behind = self._stores.behind
+        return OffloadMetadata(stores, self._loads.take_planned())
 
-    def _plan_stores(
-        self,
-        state: _RequestState,
-        num_computed_tokens: int,
-        output: SchedulerOutput,
-    ) -> None:
+    def _to_look_at(
+        self, request_ids: Sequence[str], new_block_ids: Sequence[Any]
+    ) -> Iterable[int]:
+        """Return the places of those that got a block or are behind; most got none, which is None.
+
+        The only work of a step that is done for every running request.
+        """
+        places = range(len(request_ids))
+        if not self._behind:
+            return compress(places, new_block_ids)
+        behind = self._behind
+        return [i for i in places if new_block_ids[i] is not None or request_ids[i] in behind]
+
+    def _plan_stores(self, state: _RequestState, end_tokens: int) -> None:
+        """Have what a request will have computed at `end_tokens` stored, at the end of the step."""
         request = state.request
-        request_id = request.request_id
-        end = num_computed_tokens + output.num_scheduled_tokens[request_id]
-        limit = self._store_limit(request, end)
         # Beyond num_tokens there are only drafts and placeholders, whose KV may be written again.
         self._stores.plan(
-            state.cursor, request.block_hashes, state.block_ids, limit, request.num_tokens
+            state.cursor,
+            request.block_hashes,
+            state.block_ids,
+            self._store_limit(request, end_tokens) if self._prompt_only else end_tokens,
+            request.num_tokens,
         )
 
     def _store_limit(self, request: Request, end_tokens: int) -> int:
@@ -284,16 +284,20 @@ class OffloadScheduler:
                 self.store_budget.learn(report.store_bytes_per_second)
             if report.ready_slots:
                 self.ranks_ready(report.ready_slots)
-            failed = report.failed_loads & self._requests.keys()
-            self._load_failed |= failed
-            self._new_load_failures |= failed
-            self._stats.count("failed_loads", len(report.failed_loads))
-            if not all(result.ok for result in report.loads.values()):
-                # Its step ran and computed on what was not there; the engine has it done again.
-                self._stores.jobs.distrust_running()
-                for request_id in failed:
-                    self._requests[request_id].cursor = self._stores.new_cursor(request_id)
+            if report.failed_loads:
+                self._loads_failed(report)
         self._loads.complete(output.finished_recving or ())
+
+    def _loads_failed(self, report: OffloadWorkerMetadata) -> None:
+        failed = report.failed_loads & self._requests.keys()
+        self._load_failed |= failed
+        self._new_load_failures |= failed
+        self._stats.count("failed_loads", len(report.failed_loads))
+        if not all(result.ok for result in report.loads.values()):
+            # A step ran and computed on what was not there; the engine has it done again.
+            self._stores.jobs.distrust_running()
+            for request_id in failed:
+                self._requests[request_id].cursor = self._stores.new_cursor(request_id)
 
     def take_failed_loads(self) -> set[str]:
         """Return the requests whose loads failed since the last call."""
@@ -374,8 +378,9 @@ class OffloadScheduler:
         stats, self._stats = self._stats, OffloadStats()
         stats.count("evictions", self.manager.evictions - self._evictions_reported)
         self._evictions_reported = self.manager.evictions
-        for reason, slots in self._stores.take_skipped().items():
-            stats.count(f"skipped_{reason}", slots)
+        if self._stores.has_skipped:
+            for reason, slots in self._stores.take_skipped().items():
+                stats.count(f"skipped_{reason}", slots)
         manager, jobs = self.manager, self._stores.jobs
         gauges = {
             "slots": manager.usable_slots,

@@ -286,7 +286,8 @@ class StorePlanner:
             return
         along = np.array(choice.along, np.int32) if choice.along else NO_SLOTS
         plan = self._manager.prepare_store(list(choice.new), along)
-        self._skipped["pool_busy"] += plan.no_room
+        if plan.no_room:
+            self._skipped["pool_busy"] += plan.no_room
         if plan.keys:
             taken = len(plan.keys)
             self._budget.plan(taken)
@@ -341,7 +342,14 @@ class StorePlanner:
 
     def complete(self, results: Mapping[int, JobResult]) -> None:
         """Take the ranks' reports of stores."""
-        self._skipped["copy_failed"] += self.jobs.complete(results)
+        failed_slots = self.jobs.complete(results)
+        if failed_slots:
+            self._skipped["copy_failed"] += failed_slots
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether `take_skipped` has something to tell."""
+        return bool(self._skipped)
 
     def take_skipped(self) -> Counter[SkipReason]:
         """Return how many slots were not stored since the last call, by reason."""

@@ -30,7 +30,8 @@ class LRUPolicy(EvictionPolicy):
     def replace(self, keys: Sequence[Key]) -> Slots:
         """See `EvictionPolicy.replace`; the keys do not matter."""
         slots = self._log.pop_oldest(len(keys), self._held)
-        self.add(slots, keys)
+        self._log.append_new(slots[::-1])
+        self._held[slots] = True
         return slots
 
     def use(self, slots: Slots) -> None:

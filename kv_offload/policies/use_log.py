@@ -76,6 +76,16 @@ class UseLog:
 
     def pop_oldest(self, count: int, held: NDArray[np.bool_]) -> Slots:
         """Take out up to `count` of the least recent slots for which `held[slot]` is False."""
+        chunks = self._visited or self._chunks
+        if count and chunks and len(chunks[0][0]) > count:
+            # What is mostly met: the oldest of all were neither used since nor are they held.
+            slots, times = chunks[0]
+            met = slots[:count]
+            live = np.count_nonzero(self._time[met] == times[:count])
+            if live == count and not np.count_nonzero(held[met]):
+                chunks[0] = slots[count:], times[count:]
+                self._entries -= count
+                return self._taken(met)
         victims: list[Slots] = []
         while count and self._entries:
             chunks = self._visited or self._chunks
@@ -98,13 +108,13 @@ class UseLog:
             if passed < len(slots):
                 self._push_back(chunks, slots[passed:], times[passed:])
             count -= len(victims[-1])
-        if len(victims) != 1:
-            victims = [np.concatenate([np.empty(0, np.int32), *victims])]
-        (taken,) = victims
-        # None is parked: what is parked has no entry.
-        self._time[taken] = 0
-        self.length -= len(taken)
-        return taken
+        return self._taken(np.concatenate([np.empty(0, np.int32), *victims]))
+
+    def _taken(self, slots: Slots) -> Slots:
+        # None of them is parked: what is parked has no entry.
+        self._time[slots] = 0
+        self.length -= len(slots)
+        return slots
 
     def put_back(self, slots: Slots) -> None:
         """Return those of the slots that are parked to the old end, in the order of their use."""
