@@ -23,8 +23,7 @@ without a pause to reorganise, and memory grows with the slots that were used, n
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,7 @@ from kv_offload.policies.key_map import KeyMap
 SlotNumbers: TypeAlias = Slots | Sequence[int]
 """What a caller may name slots by."""
 
-_NO_SLOTS: Slots = np.empty(0, np.int32)
+NO_SLOTS: Slots = np.empty(0, np.int32)
 
 
 class MissingKeyError(KVOffloadError, KeyError):
@@ -47,8 +46,7 @@ class MisuseError(KVOffloadError, RuntimeError):
     """The calling code is wrong: it broke a rule that is documented where this is raised."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StorePlan:
+class StorePlan(NamedTuple):
     """What `prepare_store` decided about its keys."""
 
     keys: Sequence[Key]
@@ -198,7 +196,7 @@ class CacheManager:
         self._give_back(idle[self._orphan[idle]])
         self._policy.release(idle[self._readable[idle]])
 
-    def prepare_store(self, keys: Sequence[Key], along: Slots = _NO_SLOTS) -> StorePlan:
+    def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> StorePlan:
         """Give slots to the keys that are not known, first to last, evicting others as needed.
 
         No key of `keys` is evicted. Known ones are touched, so pass the whole run of a prefix that
@@ -207,24 +205,29 @@ class CacheManager:
         anybody else, until `complete_store`.
         """
         found = self.slot_numbers(keys)
-        new = list(dict.fromkeys(key for key, slot in zip(keys, found, strict=True) if slot < 0))
-        guarded = _NO_SLOTS
-        if len(along) or len(new) < len(keys):
-            known = np.concatenate((along, np.array([s for s in found if s >= 0], np.int32)))
+        new: Sequence[Key] = keys
+        known = np.asarray(along, np.int32)
+        if (found and max(found) >= 0) or len(set(keys)) < len(keys):
+            new = list(dict.fromkeys(k for k, slot in zip(keys, found, strict=True) if slot < 0))
+            known = np.concatenate((known, np.array([s for s in found if s >= 0], np.int32)))
+        guarded = NO_SLOTS
+        if len(known):
             guarded = _distinct(known[self._readable[known] & (self._readers[known] == 0)])
             self._policy.hold(guarded[::-1])
         evictions_before = self._evictions
         slots = self._take_slots(new)
         accepted = new[: len(slots)]
-        self._slot_of.add_all(accepted, slots.tolist())
         self._writing[slots] = True
-        used = slots if len(new) == len(keys) else self.find(keys)
-        self._policy.use(np.concatenate((along, used[used >= 0]))[::-1])
+        if len(new) < len(keys):
+            used = self.find(keys)
+            self._policy.use(np.concatenate((along, used[used >= 0]))[::-1])
+        elif len(known):
+            self._policy.use(known[::-1])
         if len(guarded):
             self._policy.release(guarded)
         return StorePlan(
-            keys=accepted,
-            slots=slots,
+            accepted,
+            slots,
             known=len(keys) - len(new),
             no_room=len(new) - len(accepted),
             evicted=self._evictions - evictions_before,
@@ -267,9 +270,16 @@ class CacheManager:
         self._free.clear()
 
     def _check_writing(self, slots: Slots) -> None:
-        running = self._at(self._writing, slots) > 0
-        if running.all() and len(set(slots.tolist())) == len(slots):
+        names = slots.tolist()
+        distinct = set(names)
+        if not names or (
+            len(distinct) == len(names)
+            and min(distinct) >= 0
+            and max(distinct) < self._num_slots
+            and np.count_nonzero(self._writing[slots]) == len(names)
+        ):
             return
+        running = self._at(self._writing, slots) > 0
         named, first, counts = np.unique(slots, return_index=True, return_counts=True)
         at = int((~running[first] | (counts > 1)).argmax())
         raise MisuseError(
@@ -287,24 +297,35 @@ class CacheManager:
 
     def _take_slots(self, keys: Sequence[Key]) -> Slots:
         """Make slots resident with new keys; fewer than keys if the others are all held."""
-        reused = [self._free.pop() for _ in range(min(len(self._free), len(keys)))]
-        for slot, key in zip(reused, keys, strict=False):
-            self._key_of[slot] = key
-        free = np.array(reused, np.int32)
+        if not len(keys):
+            return NO_SLOTS
+        free = NO_SLOTS
+        if self._free:
+            reused = [self._free.pop() for _ in range(min(len(self._free), len(keys)))]
+            self._name(reused, keys)
+            free = np.array(reused, np.int32)
         if len(free) < len(keys) and len(self._key_of) < self._usable_slots:
             free = np.concatenate((free, self._take_unused(keys[len(free) :])))
         if len(free):
-            self._policy.add(free, keys[: len(free)])
-        if len(free) == len(keys):
+            named = keys[: len(free)]
+            self._policy.add(free, named)
+            self._slot_of.add_all(named, free.tolist())
+            keys = keys[len(free) :]
+        if not len(keys):
             return free
-        victims = self._policy.replace(keys[len(free) :])
-        evicted = victims.tolist()
-        self._forget_keys(evicted)
-        for slot, key in zip(evicted, keys[len(free) :], strict=False):
-            self._key_of[slot] = key
+        victims = self._policy.replace(keys)
+        evicted, key_of = victims.tolist(), self._key_of
+        keys = keys[: len(evicted)]
+        self._slot_of.replace_all([key_of[slot] for slot in evicted], keys, evicted)
+        self._name(evicted, keys)
         self._readable[victims] = False
         self._evictions += len(victims)
-        return np.concatenate((free, victims))
+        return np.concatenate((free, victims)) if len(free) else victims
+
+    def _name(self, slots: Sequence[int], keys: Sequence[Key]) -> None:
+        key_of = self._key_of
+        for slot, key in zip(slots, keys, strict=False):
+            key_of[slot] = key
 
     def _take_unused(self, keys: Sequence[Key]) -> Slots:
         """Give the keys slots that were not used since the last reset, as far as there are any."""

@@ -81,18 +81,24 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
     """The speed of a load that ran alone, of the slowest rank."""
     ready_slots: dict[int, int] = field(default_factory=dict)
     """By rank, where it has grown: slots from 0 on whose memory is ready."""
+    store_bytes_per_second: float | None = None
+    """The speed of a store that ran alone, of the slowest rank."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> OffloadWorkerMetadata:
         """Return what two ranks report together."""
         assert isinstance(other, OffloadWorkerMetadata)
-        speeds = [self.load_bytes_per_second, other.load_bytes_per_second]
         return OffloadWorkerMetadata(
             _merge(self.stores, other.stores),
             self.failed_loads | other.failed_loads,
             _merge(self.loads, other.loads),
-            min((speed for speed in speeds if speed is not None), default=None),
+            _slower(self.load_bytes_per_second, other.load_bytes_per_second),
             self.ready_slots | other.ready_slots,
+            _slower(self.store_bytes_per_second, other.store_bytes_per_second),
         )
+
+
+def _slower(mine: float | None, others: float | None) -> float | None:
+    return min((speed for speed in (mine, others) if speed is not None), default=None)
 
 
 def _merge(mine: dict[int, JobResult], others: dict[int, JobResult]) -> dict[int, JobResult]:

@@ -47,11 +47,17 @@ METRICS = (
         Metric(f"skipped_{reason}", "counter", f"Slots not stored: {reason.replace('_', ' ')}.")
         for reason in SKIP_REASONS
     ),
+    Metric(
+        "deferred_slots",
+        "counter",
+        "Slots of ended requests that no store budget was left for and that wait for one.",
+    ),
     Metric("slots_in_use", "gauge", "Slots that hold KV or are being written."),
     Metric("slots", "gauge", "Slots in the pool that may be used."),
     Metric("running_loads", "gauge", "Loads that some rank has not completed."),
     Metric("running_stores", "gauge", "Stores that some rank has not completed."),
     Metric("pinned_blocks", "gauge", "GPU blocks kept from reuse until their store has ended."),
+    Metric("waiting_slots", "gauge", "Slots of ended requests that wait to be stored."),
 )
 _KINDS = {metric.name: metric.kind for metric in METRICS}
 

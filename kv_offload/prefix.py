@@ -81,6 +81,7 @@ class PrefixMap:
         self._hash_block_tokens = hash_block_tokens
         self._make_key = make_key
         self.slot_tokens = tuple(group.block_tokens * blocks_per_slot for group in self.groups)
+        self.slot_hashes = tuple(tokens // hash_block_tokens for tokens in self.slot_tokens)
         self.block_alignment_tokens = math.lcm(*(group.block_tokens for group in self.groups))
         self.hit_alignment_tokens = math.lcm(*self.slot_tokens)
 
@@ -100,6 +101,10 @@ class PrefixMap:
         step = group.block_tokens // self._hash_block_tokens
         ends = hashes[(first + 1) * step - 1 : last * step : step]
         return [make_key(block_hash, group_id) for block_hash in ends]
+
+    def pool_key(self, key: SlotKey, group: CacheGroup) -> bytes:
+        """Return the engine's key of the last block of the slot that `key` names."""
+        return key if group.group_id else self._make_key(key, 0)
 
     def slot_keys(
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.cache_manager import CacheManager
@@ -15,7 +15,9 @@ from kv_offload.metadata import JobResult, OffloadMetadata, OffloadWorkerMetadat
 from kv_offload.metrics import OffloadStats
 from kv_offload.policies import make_policy
 from kv_offload.prefix import CacheGroup, KeyMaker, PrefixMap
-from kv_offload.store_planner import StoreCursor, StorePlanner
+from kv_offload.store_budget import StoreBudget
+from kv_offload.store_leftovers import StoreCursor
+from kv_offload.store_planner import StorePlanner
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -47,8 +49,10 @@ class OffloadScheduler:
         make_key: KeyMaker,
     ) -> None:
         self._config = config
+        self._prompt_only = config.store_blocks == "prompt"
         self._groups = groups
         self.load_mode = LoadMode(slot_bytes)
+        self.store_budget = StoreBudget(slot_bytes)
         self._matched_synchronous: set[str] = set()
         self._num_ranks = num_ranks
         self._make_key = make_key
@@ -56,8 +60,9 @@ class OffloadScheduler:
         self._ready_slots: dict[int, int] = {}
         self._pool: Any = None
         self._requests: dict[str, _RequestState] = {}
-        # Of the same requests: the number of computed tokens at which a store may be planned next.
-        self._next_end_tokens: dict[str, float] = {}
+        # Those of them that have more to store than was planned in the last step.
+        self._behind: set[str] = set()
+        self._grown_blocks = 0
         self._load_failed: set[str] = set()
         self._new_load_failures: set[str] = set()
         self._delivered_loads: set[str] = set()
@@ -91,11 +96,12 @@ class OffloadScheduler:
         self._stores = StorePlanner(
             self._prefixes,
             self.manager,
+            pool,
             self._num_ranks,
+            self.store_budget,
             self._config.max_pinned_share,
             self._config.store_after_uses,
         )
-        self._stores.bind_pool(pool)
 
     def ranks_ready(self, ready_slots: Mapping[int, int]) -> None:
         """Use slots whose memory is ready on every rank; `ready_slots` has news by rank."""
@@ -137,7 +143,9 @@ class OffloadScheduler:
         """
         request_id = request.request_id
         block_ids = [list(group) for group in blocks.get_block_ids()]
-        self._requests[request_id] = _RequestState(request, block_ids, self._stores.new_cursor())
+        self._requests[request_id] = _RequestState(
+            request, block_ids, self._stores.new_cursor(request_id)
+        )
         self._loads.settle(request_id)
         start = self._loads.take_matched_from(request_id)
         if start is None:
@@ -162,56 +170,79 @@ class OffloadScheduler:
             )
 
     def build_metadata(self, output: SchedulerOutput) -> OffloadMetadata:
-        """Plan the stores of this step's requests; return them with the loads planned before."""
-        self._stores.begin_step()
+        """Plan the stores of this step's requests; return them with the loads planned before.
+
+        A running request is looked at when it gets a block, and as long as it is behind. So a block
+        that it filled in an earlier step waits for the next one: nobody takes it from the request
+        meanwhile, and most requests of a step of decodes are not touched at all.
+        """
         self.load_mode.begin_step()
+        self.store_budget.begin_step(
+            loads_running=self._loads.running > 0, grown_blocks=self._grown_blocks
+        )
+        self._stores.begin_step()
+        self._stores.plan_leftovers()
+        scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             state = self._requests.get(new.req_id)
             if state is not None:
                 state.block_ids = [list(group) for group in new.block_ids]
-                self._plan_stores(state, new.num_computed_tokens, output)
-        cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
-        next_ends = self._next_end_tokens
-        changes = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-        for request_id, new_ids, num_computed in changes:
-            # Once per running request and step: most have got no block, and filled none.
-            filled_none = num_computed + scheduled[request_id] < next_ends.get(request_id, math.inf)
-            if filled_none and new_ids is None:
-                continue
+                self._plan_stores(state, new.num_computed_tokens + scheduled[new.req_id])
+        self._grown_blocks = 0
+        cached = output.scheduled_cached_reqs
+        request_ids, new_block_ids = cached.req_ids, cached.new_block_ids
+        computed, resumed = cached.num_computed_tokens, cached.resumed_req_ids
+        for index in self._to_look_at(request_ids, new_block_ids):
+            request_id, new_ids = request_ids[index], new_block_ids[index]
             state = self._requests.get(request_id)
             if state is None:
                 continue
-            if request_id in cached.resumed_req_ids:
+            if request_id in resumed:
                 state.block_ids = [list(group) for group in new_ids or ()]
-                state.cursor = self._stores.new_cursor()
+                state.cursor = self._stores.new_cursor(request_id)
             elif new_ids is not None:
                 for ids, more in zip(state.block_ids, new_ids, strict=True):
-                    ids.extend(more)
-                if filled_none:
-                    continue
-            self._plan_stores(state, num_computed, output)
-        return OffloadMetadata(self._stores.take_planned(), self._loads.take_planned())
+                    ids += more
+                    self._grown_blocks += len(more)
+            self._plan_stores(state, computed[index] + scheduled[request_id])
+        stores = self._stores.take_planned()
+        self._stores.settle_leftovers(idle=not scheduled)
+        self._behind = self._stores.behind
+        return OffloadMetadata(stores, self._loads.take_planned())
 
-    def _plan_stores(
-        self, state: _RequestState, num_computed_tokens: int, output: SchedulerOutput
-    ) -> None:
+    def _to_look_at(
+        self, request_ids: Sequence[str], new_block_ids: Sequence[Any]
+    ) -> Iterable[int]:
+        """Return the places of those that got a block or are behind; most got none, which is None.
+
+        The only work of a step that is done for every running request.
+        """
+        places = range(len(request_ids))
+        if not self._behind:
+            return compress(places, new_block_ids)
+        behind = self._behind
+        return [i for i in places if new_block_ids[i] is not None or request_ids[i] in behind]
+
+    def _plan_stores(self, state: _RequestState, end_tokens: int) -> None:
+        """Have what a request will have computed at `end_tokens` stored, at the end of the step."""
         request = state.request
-        request_id = request.request_id
         # Beyond num_tokens there are only drafts and placeholders, whose KV may be written again.
-        end = min(num_computed_tokens + output.num_scheduled_tokens[request_id], request.num_tokens)
-        limit = self._store_limit(request, end)
-        self._stores.plan(state.cursor, request.block_hashes, state.block_ids, limit)
-        self._next_end_tokens[request_id] = state.cursor.next_end_tokens
+        self._stores.plan(
+            state.cursor,
+            request.block_hashes,
+            state.block_ids,
+            self._store_limit(request, end_tokens) if self._prompt_only else end_tokens,
+            request.num_tokens,
+        )
 
     def _store_limit(self, request: Request, end_tokens: int) -> int:
-        prompt_only = self._config.store_blocks == "prompt"
-        return min(end_tokens, int(request.num_prompt_tokens)) if prompt_only else end_tokens
+        return min(end_tokens, int(request.num_prompt_tokens)) if self._prompt_only else end_tokens
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Plan the stores of what a request leaves behind, just before its blocks are freed."""
         request_id = request.request_id
         state = self._requests.pop(request_id, None)
-        self._next_end_tokens.pop(request_id, None)
+        self._behind.discard(request_id)
         self._load_failed.discard(request_id)
         self._matched_synchronous.discard(request_id)
         loading = self._loads.is_loading(request_id)
@@ -220,14 +251,18 @@ class OffloadScheduler:
             return
         processed = request.num_computed_tokens - request.num_in_flight_tokens
         end = self._store_limit(request, max(0, min(processed, request.num_tokens)))
-        if end < state.cursor.next_end_tokens:
+        if not self._stores.is_behind(state.cursor, end):
             return
         # Its blocks that nobody shares and no store has pinned are free in a moment.
         own_blocks = sum(self._pool.blocks[b].ref_cnt == 1 for group in block_ids for b in group)
+        # The remembered ids: of a group that reads a window the engine's have null blocks where it
+        # has moved on, though nobody may have taken those blocks yet.
+        block_ids, hashes = state.block_ids, request.block_hashes
         self._stores.begin_step()
-        self._stores.plan(state.cursor, request.block_hashes, block_ids, end, own_blocks)
-        self._stores.pin_chosen()
-        self._stores.count_leftovers(state.cursor, end)
+        self._stores.plan(state.cursor, hashes, block_ids, end)
+        self._stores.pin_chosen(own_blocks)
+        deferred = self._stores.keep_leftovers(state.cursor, hashes, block_ids, end)
+        self._stats.count("deferred_slots", deferred)
 
     def update(self, output: KVConnectorOutput) -> None:
         """Take what the ranks report at the end of a step; called before the engine reads it.
@@ -245,13 +280,24 @@ class OffloadScheduler:
             self._loads.complete_synchronous(report.loads)
             if report.load_bytes_per_second is not None:
                 self.load_mode.learn(report.load_bytes_per_second)
+            if report.store_bytes_per_second is not None:
+                self.store_budget.learn(report.store_bytes_per_second)
             if report.ready_slots:
                 self.ranks_ready(report.ready_slots)
-            failed = report.failed_loads & self._requests.keys()
-            self._load_failed |= failed
-            self._new_load_failures |= failed
-            self._stats.count("failed_loads", len(report.failed_loads))
+            if report.failed_loads:
+                self._loads_failed(report)
         self._loads.complete(output.finished_recving or ())
+
+    def _loads_failed(self, report: OffloadWorkerMetadata) -> None:
+        failed = report.failed_loads & self._requests.keys()
+        self._load_failed |= failed
+        self._new_load_failures |= failed
+        self._stats.count("failed_loads", len(report.failed_loads))
+        if not all(result.ok for result in report.loads.values()):
+            # A step ran and computed on what was not there; the engine has it done again.
+            self._stores.jobs.distrust_running()
+            for request_id in failed:
+                self._requests[request_id].cursor = self._stores.new_cursor(request_id)
 
     def take_failed_loads(self) -> set[str]:
         """Return the requests whose loads failed since the last call."""
@@ -262,18 +308,19 @@ class OffloadScheduler:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether the engine must go on stepping for a job to be submitted or reported."""
-        return self.has_pending_stores or self._loads.awaits_report
+        """Whether the engine must go on stepping for a job to be planned, submitted or reported."""
+        waiting = len(self._stores.leftovers) > 0
+        return self.has_pending_stores or waiting or self._loads.awaits_report
 
     @property
     def has_pending_stores(self) -> bool:
         """Whether a store has not ended on all ranks, so that it pins GPU blocks."""
-        return self._stores.pending
+        return self._stores.jobs.pending
 
     @property
     def holds_idle_blocks(self) -> bool:
         """Whether waiting for a store would free GPU blocks."""
-        return self._stores.holds_idle_blocks
+        return self._stores.jobs.holds_idle_blocks
 
     def abandoned_loads(self) -> set[str]:
         """Return the requests that ended while their loads run: the engine holds their blocks."""
@@ -286,13 +333,13 @@ class OffloadScheduler:
     def begin_drain(self) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
         """Return the stores that no rank has seen, and the ids of all that must end."""
         unsent = self._stores.take_planned()
-        return unsent, self._stores.running_jobs()
+        return unsent, self._stores.jobs.running_jobs()
 
     def end_drain(self, results: Mapping[int, JobResult]) -> bool:
         """Take the ranks' answers. False if some store did not end: it is given up, unpinned."""
         self._stores.complete(results)
-        drained = not self._stores.pending
-        self._stores.abandon()
+        drained = not self._stores.jobs.pending
+        self._stores.jobs.abandon()
         return drained
 
     @property
@@ -306,38 +353,46 @@ class OffloadScheduler:
         Does nothing while `falling_asleep`.
         """
         if not self.falling_asleep:
-            self.manager.reset()
+            self._forget_all()
 
     def weights_change(self) -> None:
         """Forget everything, since the weights are about to change, and again at the next reset.
 
         Until then the engine's own cache may serve blocks of the old weights, which are stored.
         """
-        self.manager.reset()
+        self._forget_all()
         self._weights_changed = True
 
     def engine_was_reset(self) -> None:
         """Hear that the engine's own cache is empty."""
         if self._weights_changed:
-            self.manager.reset()
+            self._forget_all()
             self._weights_changed = False
+
+    def _forget_all(self) -> None:
+        self.manager.reset()
+        self._stores.drop_leftovers()
 
     def take_stats(self) -> OffloadStats:
         """Return the counters since the last call, and the gauges that changed since then."""
         stats, self._stats = self._stats, OffloadStats()
         stats.count("evictions", self.manager.evictions - self._evictions_reported)
         self._evictions_reported = self.manager.evictions
-        for reason, slots in self._stores.take_skipped().items():
-            stats.count(f"skipped_{reason}", slots)
+        if self._stores.has_skipped:
+            for reason, slots in self._stores.take_skipped().items():
+                stats.count(f"skipped_{reason}", slots)
+        manager, jobs = self.manager, self._stores.jobs
         gauges = {
-            "slots": self.manager.usable_slots,
-            "slots_in_use": self.manager.slots_in_use,
+            "slots": manager.usable_slots,
+            "slots_in_use": manager.slots_in_use,
             "running_loads": self._loads.running,
-            "running_stores": self._stores.running,
-            "pinned_blocks": self._stores.pinned_blocks,
+            "running_stores": jobs.running,
+            "pinned_blocks": jobs.pinned_blocks,
+            "waiting_slots": self._stores.leftovers.slots,
         }
-        for name, value in gauges.items():
-            if self._gauges_reported.get(name) != value:
-                stats.gauge(name, value)
-        self._gauges_reported = gauges
+        if gauges != self._gauges_reported:
+            for name, value in gauges.items():
+                if self._gauges_reported.get(name) != value:
+                    stats.gauge(name, value)
+            self._gauges_reported = gauges
         return stats

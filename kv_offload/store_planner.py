@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from kv_offload.cache_manager import CacheManager
+from kv_offload.cache_manager import NO_SLOTS, CacheManager
 from kv_offload.metadata import JobResult, StoreJob
-from kv_offload.policies import Key, Slots
 from kv_offload.prefix import CacheGroup, PrefixMap, SlotKey
+from kv_offload.store_budget import StoreBudget
+from kv_offload.store_jobs import StoreJobs
+from kv_offload.store_leftovers import Leftover, Leftovers, StoreCursor
 
 MAX_SLOTS_PER_STEP = 1024
 """Slots examined in one step over all requests; the rest follows in the next steps.
@@ -26,32 +27,29 @@ TRACKED_PREFIXES = 1 << 20
 SkipReason = Literal["moved_on", "used_too_little", "no_budget", "pool_busy", "copy_failed"]
 """Why a full slot was not stored.
 
-moved_on: the engine gave a block to somebody else before its store was planned.
+moved_on: the engine gave a block to somebody else before its store was planned, also where the
+    store had waited for a budget.
 used_too_little: `store_after_uses` is not reached.
-no_budget: the request ended before pins or planning time were left for it.
+no_budget: it waited for a budget behind too many others, or none would ever have been left.
 pool_busy: every slot of the pool is being read or written.
 copy_failed: a rank reported an error.
 """
 SKIP_REASONS: tuple[SkipReason, ...] = get_args(SkipReason)
 
 
-@dataclass(slots=True)
-class StoreCursor:
-    """How far the stores of one request have been planned: one slot index per group.
-
-    Below `next_end_tokens` of computed tokens there is nothing new to plan.
-    """
-
-    next_slot: list[int]
-    next_end_tokens: int = 0
+_Span: TypeAlias = tuple[StoreCursor, CacheGroup, int, Sequence[bytes], Sequence[int], int, int]
+"""Slots of one request to look at: cursor, cache group and its position, the request's hashes, its
+blocks in this group, first slot, last slot (exclusive)."""
 
 
 @dataclass(slots=True)
-class _Store:
-    slots: Slots
-    blocks: list[int]
-    ranks_left: set[int]
-    ok: bool = True
+class _Choice:
+    """New keys with their blocks, and slots of the same prefixes that are known."""
+
+    slots_left: int
+    new: dict[SlotKey, None] = field(default_factory=dict)
+    blocks: list[int] = field(default_factory=list)
+    along: list[int] = field(default_factory=list)
 
 
 class UseCounter:
@@ -71,76 +69,57 @@ class UseCounter:
 
 
 class StorePlanner:
-    """Chooses blocks to store and pins them in the engine's block pool until every rank has them.
+    """Chooses blocks to store.
 
     A block is chosen only while the pool knows it under exactly the key it is expected to have, in
-    a step that schedules its request and at whose end its tokens are computed: hashes are set
-    before the KV exists, and remembered ids go stale when a window moves on or a request is
-    preempted. The pin is a reference: nobody can reallocate, zero or overwrite the block while a
-    copy may read it. The block's own request does not write it either, since only full blocks of
-    known tokens are chosen.
+    a step that schedules its request and at whose end its tokens are computed, or after its request
+    has ended with its tokens computed: hashes are set before the KV exists, and remembered ids go
+    stale when a window moves on or a request is preempted. From then on it is pinned (`StoreJobs`).
+    The block's own request does not write it either, since only full blocks of known tokens are
+    chosen.
+
+    What a step has is examined in one go, since a step of decodes has a block of each of many
+    requests: `plan` only notes what to look at and moves the cursor behind it, `pin_chosen` looks,
+    and moves the cursor back to where a budget ended.
     """
 
     def __init__(
         self,
         prefixes: PrefixMap,
         manager: CacheManager,
+        pool: Any,
         num_ranks: int,
+        budget: StoreBudget,
         max_pinned_share: float,
         store_after_uses: int,
     ) -> None:
         self._prefixes = prefixes
         self._manager = manager
-        self._num_ranks = num_ranks
+        self._pool = pool
+        self._budget = budget
         self._max_pinned_share = max_pinned_share
         self._store_after_uses = store_after_uses
         self._uses = UseCounter()
-        self._pool: Any = None
-        self._next_job_id = 0
-        # Chosen and not pinned yet: new keys with their blocks, and slots of the same prefixes.
-        self._new: dict[Key, Sequence[int]] = {}
-        self._along: list[int] = []
-        # Pinned and not sent yet, in the same order.
-        self._planned_slots: list[Slots] = []
-        self._planned_blocks: list[int] = []
-        self._running: dict[int, _Store] = {}
-        self._abandoned: dict[int, _Store] = {}
-        self._examined = 0
-        self.pinned_blocks = 0
+        self.jobs = StoreJobs(manager, pool, num_ranks, prefixes.blocks_per_slot)
+        self.leftovers = Leftovers()
+        self._shapes = tuple(zip(prefixes.slot_tokens, prefixes.slot_hashes, strict=True))
+        self._per_slot = prefixes.blocks_per_slot
+        self._examinable = MAX_SLOTS_PER_STEP
+        self.behind: set[str] = set()
+        """Requests of this step that have more to store than was planned."""
+        self._spans: list[_Span] = []
+        self._keys: list[SlotKey] = []  # of all spans
+        self._leftovers_planned = 0
         self._skipped: Counter[SkipReason] = Counter()
 
-    def bind_pool(self, pool: Any) -> None:
-        """Take the engine's block pool. Called once, before any request."""
-        self._pool = pool
-
-    @property
-    def running(self) -> int:
-        """Stores sent to the ranks and not completed by all of them."""
-        return len(self._running)
-
-    @property
-    def pending(self) -> bool:
-        """Whether any block is pinned, be its store planned or running."""
-        return bool(self._planned_slots or self._running)
-
-    @property
-    def holds_idle_blocks(self) -> bool:
-        """Whether a pin alone keeps some block from being free."""
-        blocks = self._pool.blocks
-        return any(blocks[block].ref_cnt == 1 for block in self._pinned())
-
-    def _pinned(self) -> Iterator[int]:
-        yield from self._planned_blocks
-        for store in self._running.values():
-            yield from store.blocks
-
     def begin_step(self) -> None:
-        """Give the planner a new budget of slots to examine."""
-        self._examined = 0
+        """Give the planner a new budget of slots to examine; nobody is behind."""
+        self._examinable = MAX_SLOTS_PER_STEP
+        self.behind = set()
 
-    def new_cursor(self) -> StoreCursor:
+    def new_cursor(self, request_id: str) -> StoreCursor:
         """Return the cursor of a request of which nothing has been planned."""
-        return StoreCursor([0] * len(self._prefixes.groups))
+        return StoreCursor(request_id, [0] * len(self._prefixes.groups))
 
     def plan(
         self,
@@ -148,77 +127,194 @@ class StorePlanner:
         hashes: Sequence[bytes],
         block_ids: Sequence[Sequence[int]],
         end_tokens: int,
-        soon_free_blocks: int = 0,
+        known_tokens: int | None = None,
     ) -> None:
-        """Choose among one request's blocks whose tokens end at or below `end_tokens`.
+        """Have one request's blocks examined whose tokens end at or below `end_tokens`.
 
-        `soon_free_blocks` counts blocks that the engine frees right after this call. The blocks are
-        pinned by `pin_chosen`, which must be called before anybody can free them.
+        Only the first `known_tokens` are final, if that is given. Once a request between two calls
+        of `pin_chosen`, which must be called before anybody can free the blocks. A request that
+        does not get as far as `end_tokens`, for whatever reason, is `behind`.
         """
-        end_tokens = self._prefixes.named_tokens(end_tokens)
-        # Once for all groups: what one of them chose is neither free nor about to be.
-        pins_left = None
-        slot_tokens = self._prefixes.slot_tokens
-        for position, group in enumerate(self._prefixes.groups):
-            first = cursor.next_slot[position]
-            last = min(
-                end_tokens // slot_tokens[position],
-                len(block_ids[position]) // self._prefixes.blocks_per_slot,
-                first + MAX_SLOTS_PER_STEP - self._examined,
-            )
+        next_slot, known = cursor.next_slot, end_tokens
+        if known_tokens is not None and known_tokens < known:
+            known = known_tokens
+        if len(next_slot) > 1:
+            known = self._prefixes.named_tokens(known)
+        for position, (tokens, slot_hashes) in enumerate(self._shapes):
+            first, last = next_slot[position], known // tokens
             if first < last:
-                if pins_left is None:
-                    pins_left = self._pins_left(soon_free_blocks)
-                chosen_before = len(self._new)
-                passed = self._choose(group, hashes, block_ids[position], first, last, pins_left)
-                pins_left -= (len(self._new) - chosen_before) * self._prefixes.blocks_per_slot
-                self._examined += passed
-                cursor.next_slot[position] = first + passed
-        cursor.next_end_tokens = min(
-            (next_slot + 1) * tokens
-            for next_slot, tokens in zip(cursor.next_slot, slot_tokens, strict=True)
+                ids = block_ids[position]
+                last = self._end(last, slot_hashes, hashes, ids)
+                if last > first + self._examinable:
+                    last = first + self._examinable
+                if first < last:
+                    self._examinable -= last - first
+                    next_slot[position] = last
+                    group = self._prefixes.groups[position]
+                    if last - first == 1 and not group.group_id:
+                        self._keys.append(hashes[last * slot_hashes - 1])
+                    else:
+                        self._keys += self._prefixes.slot_keys(hashes, group, first, last)
+                    self._spans.append((cursor, group, position, hashes, ids, first, last))
+            if end_tokens // tokens > next_slot[position]:
+                self.behind.add(cursor.request_id)
+
+    def _end(self, full: int, slot_hashes: int, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
+        """Return how many of the first `full` slots have blocks and names."""
+        if full * self._per_slot > len(ids):
+            full = len(ids) // self._per_slot
+        if full * slot_hashes > len(hashes):
+            full = len(hashes) // slot_hashes
+        return full
+
+    def is_behind(self, cursor: StoreCursor, end_tokens: int) -> bool:
+        """Say whether `end_tokens` completes a slot beyond those that were planned or skipped."""
+        return any(
+            end_tokens >= (at + 1) * tokens
+            for at, (tokens, _) in zip(cursor.next_slot, self._shapes, strict=True)
         )
 
-    def _pins_left(self, soon_free_blocks: int) -> int:
-        """Return how many more blocks may be chosen.
+    # -- what ended requests left behind -------------------------------------------------------
 
-        The share is of what would be free if no store held anything and the requests whose blocks
-        are pinned had ended.
+    def keep_leftovers(
+        self,
+        cursor: StoreCursor,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[Sequence[int]],
+        end_tokens: int,
+    ) -> int:
+        """Queue what no budget was left for of a request that has ended; return its slots.
+
+        Called after `pin_chosen`. The caller gives the lists away.
         """
-        free = self._pool.get_num_free_blocks() + soon_free_blocks + self.pinned_blocks
-        chosen = len(self._new) * self._prefixes.blocks_per_slot
-        return int(self._max_pinned_share * free) - self.pinned_blocks - chosen
+        named = self._prefixes.named_tokens(end_tokens)
+        ends = [
+            self._end(named // tokens, slot_hashes, hashes, ids)
+            for (tokens, slot_hashes), ids in zip(self._shapes, block_ids, strict=True)
+        ]
+        leftover = Leftover(cursor, ends, end_tokens, hashes, block_ids)
+        self._skipped["no_budget"] += self.leftovers.add(leftover)
+        return leftover.slots_left
+
+    def plan_leftovers(self) -> None:
+        """Have leftovers examined, the oldest first, as many slots as can be stored now.
+
+        Called before the running requests' `plan`: those keep their blocks.
+        """
+        self._leftovers_planned = 0
+        if not self.leftovers:
+            return
+        examinable = self._examinable
+        self._examinable = room = max(0, min(examinable, self._slots_left()))
+        for leftover in self.leftovers:
+            if not self._examinable:
+                break
+            self._leftovers_planned += 1
+            end = leftover.end_tokens
+            self.plan(leftover.cursor, leftover.hashes, leftover.block_ids, end)
+        self._examinable += examinable - room
+
+    def settle_leftovers(self, *, idle: bool) -> None:
+        """Forget the leftovers that `pin_chosen` took care of.
+
+        `idle` says that no request runs. If no store does either, and still nothing could be
+        planned, nothing will ever be: all are dropped, so that the engine may rest.
+        """
+        if not self.leftovers:
+            return
+        if self.leftovers.settle(self._leftovers_planned) or not idle or self.jobs.pending:
+            return
+        self.drop_leftovers()
+
+    def drop_leftovers(self) -> None:
+        """Store nothing of what waits."""
+        self._skipped["no_budget"] += self.leftovers.clear()
+
+    # -- the choice ----------------------------------------------------------------------------
+
+    def _slots_left(self, soon_free_blocks: int = 0) -> int:
+        """Return how many more slots may be chosen.
+
+        `max_pinned_share` is of what would be free if no store held anything and the requests whose
+        blocks are pinned had ended.
+        """
+        pinned = self.jobs.pinned_blocks
+        free: int = self._pool.get_num_free_blocks() + soon_free_blocks
+        blocks = min(
+            int(self._max_pinned_share * (free + pinned)) - pinned,
+            free - self._budget.reserved_blocks,
+        )
+        slots = self._budget.slots_left(self.jobs.slots_in_flight)
+        return min(blocks // self._per_slot, slots)
+
+    def pin_chosen(self, soon_free_blocks: int = 0) -> None:
+        """Choose among what `plan` noted, take slots for it and pin the blocks that got one.
+
+        `soon_free_blocks` counts blocks that the engine frees right after this call.
+
+        What is known of the same prefixes goes along: it is used again, and must not be evicted for
+        its own tail.
+        """
+        spans, keys = self._spans, self._keys
+        if not spans:
+            return
+        self._spans, self._keys = [], []
+        # Lists, not arrays: mostly decodes have filled a block each, and nothing is known of them.
+        slots = self._manager.slot_numbers(keys)
+        choice = _Choice(self._slots_left(soon_free_blocks))
+        new, pool_blocks, pool_key = choice.new, self._pool.blocks, self._prefixes.pool_key
+        # A span of one slot is what decodes have; most of these are chosen without further ado.
+        single = self._per_slot == 1 and self._store_after_uses == 1
+        at = 0
+        for span in spans:
+            cursor, group, position, _, ids, first, last = span
+            if single and last - first == 1 and slots[at] < 0 < choice.slots_left:
+                key, block = keys[at], ids[first]
+                if key not in new and pool_blocks[block].block_hash == pool_key(key, group):
+                    choice.slots_left -= 1
+                    new[key] = None
+                    choice.blocks.append(block)
+                    at += 1
+                    continue
+            end = at + last - first
+            passed = self._choose(choice, span, keys[at:end], slots[at:end])
+            if passed < end - at:
+                cursor.next_slot[position] = first + passed
+                self.behind.add(cursor.request_id)
+            at = end
+        if not choice.new and not choice.along:
+            return
+        along = np.array(choice.along, np.int32) if choice.along else NO_SLOTS
+        plan = self._manager.prepare_store(list(choice.new), along)
+        if plan.no_room:
+            self._skipped["pool_busy"] += plan.no_room
+        if plan.keys:
+            taken = len(plan.keys)
+            self._budget.plan(taken)
+            self.jobs.pin(plan.slots, choice.blocks[: taken * self._per_slot])
 
     def _choose(
-        self,
-        group: CacheGroup,
-        hashes: Sequence[bytes],
-        group_blocks: Sequence[int],
-        first: int,
-        last: int,
-        pins_left: int,
+        self, choice: _Choice, span: _Span, keys: Sequence[SlotKey], slots: Sequence[int]
     ) -> int:
-        """Choose slots from `first` to `last` (exclusive); return how many were passed.
+        """Choose those of a span that are new, valid now and within the budget.
 
-        Those are chosen that are new, valid now and within the budgets.
+        `slots` has what the cache manager says of `keys`. Returns how many slots were passed.
         """
-        keys = self._prefixes.slot_keys(hashes, group, first, last)
-        # Lists, not arrays: mostly a decode has filled one block, and nothing is known of it.
-        slots = self._manager.slot_numbers(keys)
+        _, group, _, hashes, group_blocks, first, last = span
         unknown = [index for index, slot in enumerate(slots) if slot < 0]
         passed = len(keys)
         if unknown:
-            per_slot, new = self._prefixes.blocks_per_slot, self._new
+            per_slot = self._per_slot
             start = (first + unknown[0]) * per_slot
             expected = self._prefixes.pool_keys(hashes, group, start, last * per_slot)
-            blocks = group_blocks[start : start + len(expected)]
+            blocks = group_blocks[start : last * per_slot]
             pool_blocks = self._pool.blocks
             # Null blocks have no hash, so they are caught here too.
             found = [pool_blocks[block].block_hash for block in blocks]
             all_valid = found == expected
         for index in unknown:
             key = keys[index]
-            if key in new:
+            if key in choice.new:
                 continue  # another request of this step has the same prefix
             at = (index - unknown[0]) * per_slot
             end = at + per_slot
@@ -226,102 +322,36 @@ class StorePlanner:
                 # Of states, only those at the ends of prefill chunks and those that a decode
                 # passed were ever made: what is missing was not lost.
                 self._skipped["moved_on"] += not group.holds_state
-            elif per_slot > pins_left:
+            elif not choice.slots_left > 0:
                 passed = index
                 break
             elif self._store_after_uses > 1 and self._uses.count(key) < self._store_after_uses:
                 self._skipped["used_too_little"] += 1
             else:
-                pins_left -= per_slot
-                new[key] = blocks[at:end]
-        self._along += [slot for slot in slots[:passed] if slot >= 0]
+                choice.slots_left -= 1
+                choice.new[key] = None
+                choice.blocks += blocks[at:end]
+        if len(unknown) < len(slots):
+            choice.along += [slot for slot in slots[:passed] if slot >= 0]
         return passed
-
-    def pin_chosen(self) -> None:
-        """Take slots for what was chosen and pin the blocks of those that got one.
-
-        What is known of the same prefixes goes along: it is used again, and must not be evicted for
-        its own tail.
-        """
-        if not self._new and not self._along:
-            return
-        plan = self._manager.prepare_store(list(self._new), np.array(self._along, np.int32))
-        self._skipped["pool_busy"] += plan.no_room
-        if plan.keys:
-            blocks = list(chain.from_iterable([self._new[key] for key in plan.keys]))
-            self._planned_slots.append(plan.slots)
-            self._planned_blocks += blocks
-            pool_blocks = self._pool.blocks
-            self._pool.touch([pool_blocks[block] for block in blocks])
-            self.pinned_blocks += len(blocks)
-        self._new = {}
-        self._along = []
-
-    def count_leftovers(self, cursor: StoreCursor, end_tokens: int) -> None:
-        """Count the slots of an ending request that no budget was left for."""
-        end_tokens = self._prefixes.named_tokens(end_tokens)
-        for slot_tokens, next_slot in zip(
-            self._prefixes.slot_tokens, cursor.next_slot, strict=True
-        ):
-            self._skipped["no_budget"] += max(0, end_tokens // slot_tokens - next_slot)
 
     def take_planned(self) -> tuple[StoreJob, ...]:
         """Pin what was chosen, and return what was pinned since the last call as one job."""
         self.pin_chosen()
-        if not self._planned_slots:
-            return ()
-        per_slot = self._prefixes.blocks_per_slot
-        slots, blocks = np.concatenate(self._planned_slots), self._planned_blocks
-        places = slots[:, None] * per_slot + np.arange(per_slot, dtype=np.int32)
-        pairs = np.stack((np.array(blocks, np.int32), places.reshape(-1)), axis=1)
-        job = StoreJob(self._next_job_id, pairs)
-        self._next_job_id += 1
-        ranks = set(range(self._num_ranks))
-        self._running[job.job_id] = _Store(slots, blocks, ranks)
-        self._planned_slots = []
-        self._planned_blocks = []
-        return (job,)
+        return self.jobs.take_planned()
 
     def complete(self, results: Mapping[int, JobResult]) -> None:
-        """Take the ranks' reports; what all ranks have ended becomes readable and is unpinned."""
-        for job_id, result in results.items():
-            store = self._running.get(job_id) or self._abandoned.get(job_id)
-            if store is None:
-                continue  # a drain has delivered it already
-            store.ranks_left -= result.ranks
-            store.ok = store.ok and result.ok
-            if store.ranks_left:
-                continue
-            if self._running.pop(job_id, None) is not None:
-                self._unpin(store)
-            else:
-                del self._abandoned[job_id]
-            self._manager.complete_store(store.slots, ok=store.ok)
-            if not store.ok:
-                self._skipped["copy_failed"] += len(store.slots)
+        """Take the ranks' reports of stores."""
+        failed_slots = self.jobs.complete(results)
+        if failed_slots:
+            self._skipped["copy_failed"] += failed_slots
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether `take_skipped` has something to tell."""
+        return bool(self._skipped)
 
     def take_skipped(self) -> Counter[SkipReason]:
         """Return how many slots were not stored since the last call, by reason."""
         skipped, self._skipped = self._skipped, Counter()
         return skipped
-
-    def running_jobs(self) -> tuple[int, ...]:
-        """Return the ids of the stores that were sent and have not ended everywhere."""
-        return tuple(self._running)
-
-    def abandon(self) -> None:
-        """Unpin what is still running: what it copies from now on may be garbage, so it is dropped.
-
-        The slots stay taken until the ranks report the end of the copies.
-        """
-        for job_id, store in self._running.items():
-            store.ok = False
-            self._unpin(store)
-            self._abandoned[job_id] = store
-        self._running.clear()
-
-    def _unpin(self, store: _Store) -> None:
-        # The pool puts the last of these at the most recent end: a prefix' head should leave last.
-        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(store.blocks)])
-        self.pinned_blocks -= len(store.blocks)
-        store.blocks = []

@@ -35,7 +35,7 @@ DRAIN_SECONDS = 10.0
 """Bound of the wait for running stores before a reset or a sleep."""
 
 MEASURED_BYTES = 8 << 20
-"""A load of fewer bytes says more about its start than about the speed of the link."""
+"""A job of fewer bytes says more about its start than about the speed of the link."""
 
 REMEMBERED_FAILURES = 1024
 """Failed stores kept for a drain, which may ask after what a report on its way says too."""
@@ -66,6 +66,9 @@ class OffloadWorker:
         # Whether the load submitted last has been the only one since.
         self._alone = False
         self._load_bytes_per_second: float | None = None
+        # Whether the store submitted last has been the only copy since.
+        self._store_alone = False
+        self._store_bytes_per_second: float | None = None
         self._failed_stores: deque[int] = deque(maxlen=REMEMBERED_FAILURES)
         self._store_results: dict[int, JobResult] = {}
         self._received: set[str] = set()
@@ -167,6 +170,7 @@ class OffloadWorker:
         """Start the stores that the last step queued; they wait for all compute until now."""
         while self._queued:
             job = self._queued.popleft()
+            self._store_alone = not self._storing and not self._loading
             self._storing.add(job.job_id)
             self._submit(SwapJob(job.job_id, Direction.STORE, job.pairs))
 
@@ -194,7 +198,7 @@ class OffloadWorker:
                 self._end_load(job, failed=True)
         if not complete:
             return
-        self._alone = not self._loading
+        self._alone, self._store_alone = not self._loading, False
         self._loading[complete[0].job_id] = complete
         pairs = np.concatenate([job.pairs for job in complete])
         self._submit(SwapJob(complete[0].job_id, Direction.LOAD, pairs, before_compute))
@@ -232,6 +236,8 @@ class OffloadWorker:
         elif done.direction is Direction.STORE:
             self._stats.count("stored_bytes", done.nbytes)
             self._stats.count("stored_seconds", done.seconds)
+            if self._store_alone and done.nbytes >= MEASURED_BYTES and done.seconds > 0:
+                self._store_bytes_per_second = done.nbytes / done.seconds
         else:
             self._stats.count("loaded_bytes", done.nbytes)
             self._stats.count("loaded_seconds", done.seconds)
@@ -292,10 +298,11 @@ class OffloadWorker:
             self._load_results,
             self._load_bytes_per_second,
             self._take_ready_slots(),
+            self._store_bytes_per_second,
         )
         self._store_results, self._load_results = {}, {}
         self._failed_requests = set()
-        self._load_bytes_per_second = None
+        self._load_bytes_per_second = self._store_bytes_per_second = None
         return None if report == OffloadWorkerMetadata() else report
 
     def capacity(self) -> WorkerCapacity:

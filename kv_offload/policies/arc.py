@@ -44,9 +44,11 @@ class ARCPolicy(EvictionPolicy):
 
     def add(self, slots: Slots, keys: Sequence[Key]) -> None:
         """See `EvictionPolicy.add`."""
-        for slot, key in zip(slots.tolist(), keys, strict=True):
+        entered = slots.tolist()
+        for slot, key in zip(entered, keys, strict=True):
             home, _ = self._enter(key)
             self._insert(home, slot, key)
+        self._head_first(entered)
 
     def replace(self, keys: Sequence[Key]) -> Slots:
         """See `EvictionPolicy.replace`."""
@@ -60,7 +62,14 @@ class ARCPolicy(EvictionPolicy):
             slot = self._evict(from_b2, with_ghost)
             self._insert(home, slot, key)
             slots.append(slot)
+        self._head_first(slots)
         return np.array(slots, np.int32)
+
+    def _head_first(self, slots: Sequence[int]) -> None:
+        """Make the first of slots that have just come in the most recent of them."""
+        if len(slots) > 1:
+            for slot in reversed(slots):
+                self._list_of(slot).refresh(slot)
 
     def _enter(self, key: Key) -> tuple[RecencyList, bool]:
         """Do all of the paper's cases II to IV but REPLACE.

@@ -25,7 +25,8 @@ class EvictionPolicy(ABC):
     held from then on: the policy sees an admission at the time of the access that caused it, and a
     slot that is being written is no victim. `release` makes it a candidate. A slot that is being
     read is held again. Of several slots the one used last is the most recent, and within one call
-    the last of `slots`; `release` does not change that order.
+    the last of `slots`, but the first of those that `add` and `replace` make resident: they come in
+    prefix order, and a head should outlive its tail. `release` does not change that order.
 
     All operations take O(1) amortised time per slot. They trust their caller, `CacheManager`: apart
     from `add`, they are for resident slots only, and only `use` may be given a slot twice.

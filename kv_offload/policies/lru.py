@@ -24,13 +24,14 @@ class LRUPolicy(EvictionPolicy):
 
     def add(self, slots: Slots, keys: Sequence[Key]) -> None:
         """See `EvictionPolicy.add`; the keys do not matter."""
-        self._log.append(slots)
+        self._log.append_new(slots[::-1])
         self._held[slots] = True
 
     def replace(self, keys: Sequence[Key]) -> Slots:
         """See `EvictionPolicy.replace`; the keys do not matter."""
         slots = self._log.pop_oldest(len(keys), self._held)
-        self.add(slots, keys)
+        self._log.append_new(slots[::-1])
+        self._held[slots] = True
         return slots
 
     def use(self, slots: Slots) -> None:

@@ -15,6 +15,9 @@ _CHUNK_ENTRIES = 1024
 _SLACK_ENTRIES = 4096
 """Stale entries that are not worth dropping."""
 
+_WINDOW_ENTRIES = 64
+"""Entries looked at in the search of a victim, or as many as are wanted."""
+
 _Chunk = tuple[Slots, NDArray[np.int64]]
 """Slots with the time of their use, shape `(n,)` each, from the older to the newer."""
 
@@ -28,7 +31,8 @@ class UseLog:
 
     A held slot that is met at the old end is parked: it has no entry until it is used or put back.
 
-    For `capacity` slots from 0 upwards. Apart from `append`, slots given are in the log, each once.
+    For `capacity` slots from 0 upwards. Apart from the two that append, slots given are in the log,
+    each once.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -47,14 +51,22 @@ class UseLog:
         """Make slots the most recent, the last of them most; of a repeated one the last counts."""
         times = np.arange(self._now, self._now + len(slots))
         self._now += len(slots)
-        new = slots[self._time[slots] == 0]
-        if len(new):
-            self.length += len(np.unique(new))
+        before = self._time[slots]
+        if np.count_nonzero(before) < len(slots):
+            self.length += len(np.unique(slots[before == 0]))
         self._time[slots] = times
         self._parked[slots] = False
         self._push(self._chunks, (slots.copy(), times))
         if self._entries > 2 * self.length + _SLACK_ENTRIES:
             self._drop_stale(2 * len(slots))
+
+    def append_new(self, slots: Slots) -> None:
+        """Do as `append` with slots that are not in the log, each given once."""
+        times = np.arange(self._now, self._now + len(slots))
+        self._now += len(slots)
+        self.length += len(slots)
+        self._time[slots] = times
+        self._push(self._chunks, (slots.copy(), times))
 
     def remove(self, slots: Slots) -> None:
         """Take slots out."""
@@ -64,33 +76,56 @@ class UseLog:
 
     def pop_oldest(self, count: int, held: NDArray[np.bool_]) -> Slots:
         """Take out up to `count` of the least recent slots for which `held[slot]` is False."""
-        victims: list[Slots] = [np.empty(0, np.int32)]
+        chunks = self._visited or self._chunks
+        if count and chunks and len(chunks[0][0]) > count:
+            # What is mostly met: the oldest of all were neither used since nor are they held.
+            slots, times = chunks[0]
+            met = slots[:count]
+            live = np.count_nonzero(self._time[met] == times[:count])
+            if live == count and not np.count_nonzero(held[met]):
+                chunks[0] = slots[count:], times[count:]
+                self._entries -= count
+                return self._taken(met)
+        victims: list[Slots] = []
         while count and self._entries:
             chunks = self._visited or self._chunks
-            slots, times = self._live(self._pop(chunks))
-            idle = np.flatnonzero(~held[slots])[:count]
-            passed = len(slots) if len(idle) < count else int(idle[-1]) + 1
+            slots, times = self._pop(chunks)
+            window = max(count, _WINDOW_ENTRIES)
+            if len(slots) > window:
+                self._push_back(chunks, slots[window:], times[window:])
+                slots, times = slots[:window], times[:window]
+            slots, times = self._live((slots, times))
+            met = slots[:count]
+            if not np.count_nonzero(held[met]):
+                victims.append(met)
+                passed = len(met)
+            else:
+                idle = np.flatnonzero(~held[slots])[:count]
+                passed = len(slots) if len(idle) < count else int(idle[-1]) + 1
+                met = slots[:passed]
+                self._parked[met[held[met]]] = True
+                victims.append(slots[idle])
             if passed < len(slots):
-                chunks.appendleft((slots[passed:], times[passed:]))
-                self._entries += len(slots) - passed
-            met = slots[:passed]
-            self._parked[met[held[met]]] = True
-            victims.append(slots[idle])
-            count -= len(idle)
-        taken = np.concatenate(victims)
-        self.remove(taken)
-        return taken
+                self._push_back(chunks, slots[passed:], times[passed:])
+            count -= len(victims[-1])
+        return self._taken(np.concatenate([np.empty(0, np.int32), *victims]))
+
+    def _taken(self, slots: Slots) -> Slots:
+        # None of them is parked: what is parked has no entry.
+        self._time[slots] = 0
+        self.length -= len(slots)
+        return slots
 
     def put_back(self, slots: Slots) -> None:
         """Return those of the slots that are parked to the old end, in the order of their use."""
-        parked = slots[self._parked[slots]]
-        if not len(parked):
+        is_parked = self._parked[slots]
+        if not np.count_nonzero(is_parked):
             return
+        parked = slots[is_parked]
         self._parked[parked] = False
         times = self._time[parked]
         order = np.argsort(times)
-        (self._visited or self._chunks).appendleft((parked[order], times[order]))
-        self._entries += len(parked)
+        self._push_back(self._visited or self._chunks, parked[order], times[order])
 
     def slots(self) -> Slots:
         """Return the slots that are not parked, from the least to the most recent, in O(n)."""
@@ -111,7 +146,9 @@ class UseLog:
     def _live(self, chunk: _Chunk) -> _Chunk:
         slots, times = chunk
         live = self._time[slots] == times
-        return chunk if live.all() else (slots[live], times[live])
+        if np.count_nonzero(live) == len(slots):
+            return chunk
+        return slots[live], times[live]
 
     def _push(self, chunks: deque[_Chunk], chunk: _Chunk) -> None:
         self._entries += len(chunk[0])
@@ -120,6 +157,10 @@ class UseLog:
             chunk = np.concatenate((last[0], chunk[0])), np.concatenate((last[1], chunk[1]))
         if len(chunk[0]):
             chunks.append(chunk)
+
+    def _push_back(self, chunks: deque[_Chunk], slots: Slots, times: NDArray[np.int64]) -> None:
+        chunks.appendleft((slots, times))
+        self._entries += len(slots)
 
     def _pop(self, chunks: deque[_Chunk]) -> _Chunk:
         chunk = chunks.popleft()

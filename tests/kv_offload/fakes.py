@@ -835,8 +835,8 @@ class PlayedEngine:
 
     def check_pins(self) -> None:
         """Check that every pin is a reference on a block that is not free."""
-        stores = self.offload._stores
-        pins = Counter(stores._pinned())
+        stores = self.offload._stores.jobs
+        pins = Counter(stores.pinned())
         assert stores.pinned_blocks == pins.total()
         for block, count in pins.items():
             assert self.pool.blocks[block].ref_cnt >= count
@@ -846,16 +846,20 @@ class PlayedEngine:
         """Check that an engine at rest holds nothing."""
         assert not self.scheduler.has_requests()
         assert not self.offload.has_pending_stores
-        assert self.offload._stores.pinned_blocks == 0
-        assert not self.offload._stores._running
-        assert not self.offload._stores._abandoned
+        stores = self.offload._stores
+        assert stores.jobs.pinned_blocks == 0
+        assert not stores.jobs._running
+        assert not stores.jobs._abandoned
+        assert not stores._spans
+        assert not stores._keys
+        assert (len(stores.leftovers), stores.leftovers.slots) == (0, 0)
         assert self.offload._loads.running == 0
         assert not self.offload._matched_synchronous
         assert not self.offload._loads._arriving
         assert not self.offload._loads._matched_from
         assert not self.offload._loads._waiting
         assert not self.offload._requests
-        assert not self.offload._next_end_tokens
+        assert not self.offload._behind
         assert not self.offload._load_failed
         assert all(rank.copies.in_flight == 0 for rank in self.ranks)
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kv_offload import engine_hooks, load_planner
 from kv_offload.prefix import CacheGroup
-from kv_offload.store_planner import StorePlanner
+from kv_offload.store_jobs import StoreJobs
 from kv_offload.worker import OffloadWorker
 from tests.kv_offload.fakes import ManualSwapEngine, PlayedEngine
 from transfer.engine import Direction, SwapJob
@@ -130,7 +131,7 @@ def table(engine: PlayedEngine, request: Request) -> list[int]:
 
 
 def pinned(engine: PlayedEngine) -> set[int]:
-    return set(engine.offload._stores._pinned())
+    return set(engine.offload._stores.jobs.pinned())
 
 
 @contextlib.contextmanager
@@ -194,29 +195,14 @@ def test_a_store_in_the_same_step_would_read_the_block_too_early(
 
 def no_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stores take no reference on the blocks that they read."""
-    pin_chosen = StorePlanner.pin_chosen
+    pin = StoreJobs.pin
 
-    def choose_without_pins(planner: StorePlanner) -> None:
-        pool = planner._pool
-        planner._pool = PoolWithoutPins(pool)
-        try:
-            pin_chosen(planner)
-        finally:
-            planner._pool = pool
+    def pin_nothing(jobs: StoreJobs, slots: Any, blocks: list[int]) -> None:
+        with mock.patch.object(jobs._pool, "touch"):
+            pin(jobs, slots, blocks)
 
-    monkeypatch.setattr(StorePlanner, "pin_chosen", choose_without_pins)
-    monkeypatch.setattr(StorePlanner, "_unpin", lambda planner, store: None)
-
-
-class PoolWithoutPins:
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-
-    def touch(self, blocks: Sequence[Any]) -> None:
-        """Take no reference."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)
+    monkeypatch.setattr(StoreJobs, "pin", pin_nothing)
+    monkeypatch.setattr(StoreJobs, "_unpin", lambda jobs, store: None)
 
 
 def finish_and_reuse(engine: PlayedEngine) -> None:

@@ -15,7 +15,9 @@ from kv_offload.cache_manager import CacheManager
 from kv_offload.metadata import JobResult, StoreJob
 from kv_offload.policies import make_policy
 from kv_offload.prefix import CacheGroup, PrefixMap
-from kv_offload.store_planner import SKIP_REASONS, StoreCursor, StorePlanner, UseCounter
+from kv_offload.store_budget import StoreBudget
+from kv_offload.store_leftovers import StoreCursor
+from kv_offload.store_planner import SKIP_REASONS, StorePlanner, UseCounter
 from tests.kv_offload.fakes import make_request
 
 FULL = CacheGroup(0, 4)
@@ -39,8 +41,11 @@ class Stores:
         self.prefixes = PrefixMap(self.groups, 4, blocks_per_slot, make_block_hash_with_group_id)
         self.pool = BlockPool(blocks, enable_caching=True, hash_block_size=4)
         self.manager = CacheManager(slots, make_policy("lru", slots))
-        self.planner = StorePlanner(self.prefixes, self.manager, ranks, share, uses)
-        self.planner.bind_pool(self.pool)
+        self.budget = StoreBudget(64, lambda: 0.0)
+        self.planner = StorePlanner(
+            self.prefixes, self.manager, self.pool, ranks, self.budget, share, uses
+        )
+        self.jobs = self.planner.jobs
 
     def new_request(self, blocks: int, first_token: int = 1) -> Request:
         """Return a request of full blocks; another `first_token` is another prefix."""
@@ -81,12 +86,20 @@ class Stores:
     ) -> StoreJob | None:
         """Plan one step; return its job, if there is one."""
         self.planner.begin_step()
-        self.planner.plan(
-            cursor or self.planner.new_cursor(), request.block_hashes, ids, end, soon_free
-        )
+        self.planner.plan(cursor or self.planner.new_cursor("a"), request.block_hashes, ids, end)
+        self.planner.pin_chosen(soon_free)
         jobs = self.planner.take_planned()
         self.check()
         assert len(jobs) < 2
+        return jobs[0] if jobs else None
+
+    def leftovers_step(self, *, idle: bool = False) -> StoreJob | None:
+        """Plan one step without requests."""
+        self.planner.begin_step()
+        self.planner.plan_leftovers()
+        jobs = self.planner.take_planned()
+        self.planner.settle_leftovers(idle=idle)
+        self.check()
         return jobs[0] if jobs else None
 
     def end(self, job: StoreJob, ranks: frozenset[int] = RANK_0, *, ok: bool = True) -> None:
@@ -95,7 +108,7 @@ class Stores:
 
     def check(self) -> None:
         self.manager.check_integrity()
-        assert self.planner.pinned_blocks == len(list(self.planner._pinned()))
+        assert self.jobs.pinned_blocks == len(list(self.jobs.pinned()))
 
     def keys(self, request: Request, group: int = 0) -> list[bytes]:
         group_tokens = self.groups[group].block_tokens
@@ -133,7 +146,7 @@ def test_blocks_are_planned_up_to_the_last_that_is_full() -> None:
 def test_each_step_continues_where_the_last_one_ended() -> None:
     stores = Stores()
     request, ids = stores.compute(5)
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     planned = [
         stores.plan(request, ids, end=end, cursor=cursor) for end in (3, 4, 11, 11, 12, 20, 20)
     ]
@@ -153,7 +166,7 @@ def test_a_block_whose_hash_does_not_exist_yet_waits() -> None:
     """Placeholders of asynchronous scheduling have no tokens, so their blocks have no hash."""
     stores = Stores()
     request, ids = stores.compute(2)
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     ids += stores.allocate(1)
     assert blocks_of(stores.plan(request, ids, end=12, cursor=cursor)) == ids[:2]
     request.append_output_token_ids([1, 2, 3, 4])
@@ -193,7 +206,7 @@ def test_two_requests_of_a_step_share_a_job_and_store_a_prefix_once() -> None:
     other, other_ids = stores.compute(3, first_token=9)
     stores.planner.begin_step()
     for asking, blocks in ((request, ids), (twin, twin_ids), (other, other_ids)):
-        stores.planner.plan(stores.planner.new_cursor(), asking.block_hashes, [blocks], 12)
+        stores.planner.plan(stores.planner.new_cursor("a"), asking.block_hashes, [blocks], 12)
     (job,) = stores.planner.take_planned()
     assert blocks_of(job) == [*ids, *other_ids]
     assert stores.references(twin_ids) == [1, 1, 1]
@@ -273,17 +286,17 @@ def test_a_slot_is_stored_whole_or_not_at_all(gone: int) -> None:
 def test_planned_blocks_are_referenced_until_the_store_has_ended() -> None:
     stores = Stores()
     request, ids = stores.compute(3)
-    stores.planner.plan(stores.planner.new_cursor(), request.block_hashes, [ids], 8)
+    stores.planner.plan(stores.planner.new_cursor("a"), request.block_hashes, [ids], 8)
     stores.planner.pin_chosen()
     assert stores.references(ids) == [2, 2, 1]
-    assert (stores.planner.pending, stores.planner.running) == (True, 0)
+    assert (stores.jobs.pending, stores.jobs.running) == (True, 0)
     (job,) = stores.planner.take_planned()
     assert stores.references(ids) == [2, 2, 1]
-    assert (stores.planner.pending, stores.planner.running) == (True, 1)
-    assert stores.planner.running_jobs() == (job.job_id,)
+    assert (stores.jobs.pending, stores.jobs.running) == (True, 1)
+    assert stores.jobs.running_jobs() == (job.job_id,)
     stores.end(job)
     assert stores.references(ids) == [1, 1, 1]
-    assert (stores.planner.pending, stores.planner.running) == (False, 0)
+    assert (stores.jobs.pending, stores.jobs.running) == (False, 0)
     assert stores.readable(request) == [True, True, False]
 
 
@@ -371,19 +384,19 @@ def test_a_store_that_failed_on_one_rank_leaves_nothing(failing: frozenset[int])
 def test_an_idle_block_is_one_that_only_a_pin_keeps() -> None:
     stores = Stores(blocks=9)
     request, ids = stores.compute(2)
-    assert not stores.planner.holds_idle_blocks
-    stores.planner.plan(stores.planner.new_cursor(), request.block_hashes, [ids], 8)
+    assert not stores.jobs.holds_idle_blocks
+    stores.planner.plan(stores.planner.new_cursor("a"), request.block_hashes, [ids], 8)
     stores.planner.pin_chosen()
-    assert not stores.planner.holds_idle_blocks, "the request would keep them anyway"
+    assert not stores.jobs.holds_idle_blocks, "the request would keep them anyway"
     stores.free(ids)
-    assert stores.planner.holds_idle_blocks
+    assert stores.jobs.holds_idle_blocks
     (job,) = stores.planner.take_planned()
-    assert stores.planner.holds_idle_blocks
+    assert stores.jobs.holds_idle_blocks
     stores.pool.touch([stores.pool.blocks[block] for block in ids])
-    assert not stores.planner.holds_idle_blocks, "another request uses them now"
+    assert not stores.jobs.holds_idle_blocks, "another request uses them now"
     stores.free(ids)
     stores.end(job)
-    assert not stores.planner.holds_idle_blocks
+    assert not stores.jobs.holds_idle_blocks
 
 
 # -- budgets -----------------------------------------------------------------------------------
@@ -399,7 +412,7 @@ def test_pins_are_capped_at_a_share_of_the_free_blocks() -> None:
 def test_what_the_cap_held_back_follows_when_pins_are_released() -> None:
     stores = Stores(blocks=31, share=0.5)
     request, ids = stores.compute(18)
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     stored: list[int] = []
     for _ in range(18):
         job = stores.plan(request, ids, end=72, cursor=cursor)
@@ -416,11 +429,11 @@ def test_pins_never_exceed_their_share_however_often_it_is_asked(share: float) -
     """Even if the requests whose blocks are pinned end, that share of the free blocks is left."""
     stores = Stores(blocks=31, share=share)
     request, ids = stores.compute(18)
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     for _ in range(18):
         stores.plan(request, ids, end=72, cursor=cursor)
         free = stores.pool.get_num_free_blocks()
-        assert stores.planner.pinned_blocks <= share * (free + stores.planner.pinned_blocks)
+        assert stores.jobs.pinned_blocks <= share * (free + stores.jobs.pinned_blocks)
 
 
 def test_blocks_that_are_about_to_be_free_count() -> None:
@@ -450,7 +463,7 @@ def test_a_step_examines_a_bounded_number_of_slots(monkeypatch: pytest.MonkeyPat
     stores = Stores()
     request, ids = stores.compute(4)
     other, other_ids = stores.compute(4, first_token=9)
-    cursors = [stores.planner.new_cursor(), stores.planner.new_cursor()]
+    cursors = [stores.planner.new_cursor("a"), stores.planner.new_cursor("a")]
     planned = []
     for _ in range(3):
         stores.planner.begin_step()
@@ -465,30 +478,104 @@ def test_known_slots_count_against_the_budget_of_a_step(monkeypatch: pytest.Monk
     stores = Stores()
     request, ids = stores.compute(4)
     stores.end(stores.plan(request, ids[:3], end=12))
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     assert stores.plan(request, ids, end=16, cursor=cursor) is None
     assert blocks_of(stores.plan(request, ids, end=16, cursor=cursor)) == ids[3:]
 
 
-def test_leftovers_of_an_ending_request_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+# -- what ended requests left behind -----------------------------------------------------------
+
+
+def test_what_an_ended_request_left_is_stored_when_there_is_a_budget() -> None:
+    """As far as nobody took the blocks meanwhile."""
+    stores = Stores(blocks=9, share=0.5)
+    request, ids = stores.compute(8)
+    cursor = stores.planner.new_cursor("a")
+    first = stores.plan(request, ids, end=32, cursor=cursor, soon_free=8)
+    assert blocks_of(first) == ids[:4]
+    assert stores.planner.keep_leftovers(cursor, request.block_hashes, [ids], 32) == 4
+    stores.free(ids)
+    assert stores.leftovers_step() is None, "all pins are taken"
+    assert stores.planner.leftovers.slots == 4
+    (taken,) = stores.allocate(1)
+    assert taken == ids[7]
+    stores.end(first)
+    second = stores.leftovers_step()
+    assert blocks_of(second) == ids[4:7]
+    assert stores.skipped() == {}
+    stores.end(second)
+    assert stores.leftovers_step() is None
+    assert stores.skipped() == {"moved_on": 1}
+    assert stores.planner.leftovers.slots == 0
+    assert stores.readable(request) == [True] * 7 + [False]
+
+
+def test_leftovers_of_several_groups_are_counted_by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_offload.store_planner.MAX_SLOTS_PER_STEP", 2)
     stores = Stores(FULL, CacheGroup(1, 8))
     request, small = stores.compute(4)
     large = stores.allocate(2)
     stores.know(request, large, group=1)
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     stores.plan(request, small, large, end=16, cursor=cursor)
-    stores.planner.count_leftovers(cursor, 16)
-    assert stores.skipped() == {"no_budget": 2 + 2}
+    left = stores.planner.keep_leftovers(cursor, request.block_hashes, [small, large], 16)
+    assert (left, stores.planner.leftovers.slots) == (4, 4)
+    assert blocks_of(stores.leftovers_step()) == small[2:]
+    assert blocks_of(stores.leftovers_step()) == large
+    assert stores.planner.leftovers.slots == 0
+    assert stores.skipped() == {}
 
 
-def test_a_request_that_was_planned_in_full_has_no_leftovers() -> None:
+def test_the_oldest_leftovers_are_dropped_when_too_many_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kv_offload.store_leftovers.MAX_LEFTOVER_SLOTS", 5)
+    stores = Stores()
+    for first_token in (7, 8, 9):
+        request, ids = stores.compute(2, first_token)
+        cursor = stores.planner.new_cursor("a")
+        stores.planner.keep_leftovers(cursor, request.block_hashes, [ids], 8)
+    assert stores.skipped() == {"no_budget": 2}
+    assert stores.planner.leftovers.slots == 4
+    assert len(blocks_of(stores.leftovers_step())) == 4
+
+
+def test_leftovers_that_nothing_is_ever_left_for_are_dropped_when_the_engine_is_idle() -> None:
+    stores = Stores()
+    stores.budget.throttle(0)
+    request, ids = stores.compute(4)
+    cursor = stores.planner.new_cursor("a")
+    stores.planner.keep_leftovers(cursor, request.block_hashes, [ids], 16)
+    stores.free(ids)
+    assert stores.leftovers_step() is None
+    assert stores.planner.leftovers.slots == 4
+    assert stores.leftovers_step(idle=True) is None
+    assert stores.planner.leftovers.slots == 0
+    assert stores.skipped() == {"no_budget": 4}
+
+
+def test_leftovers_are_planned_before_what_a_running_request_keeps() -> None:
+    stores = Stores(blocks=9, share=0.5)
+    gone, gone_ids = stores.compute(2, first_token=9)
+    stores.planner.keep_leftovers(stores.planner.new_cursor("a"), gone.block_hashes, [gone_ids], 8)
+    stores.free(gone_ids)
+    request, ids = stores.compute(2)
+    stores.planner.begin_step()
+    stores.planner.plan_leftovers()
+    stores.planner.plan(stores.planner.new_cursor("a"), request.block_hashes, [ids], 8)
+    (job,) = stores.planner.take_planned()
+    stores.planner.settle_leftovers(idle=False)
+    assert blocks_of(job) == [*gone_ids, *ids][:3]
+
+
+def test_a_request_that_was_planned_in_full_leaves_nothing() -> None:
     stores = Stores()
     request, ids = stores.compute(5)
-    cursor = stores.planner.new_cursor()
+    cursor = stores.planner.new_cursor("a")
     stores.plan(request, ids, end=20, cursor=cursor)
-    stores.planner.count_leftovers(cursor, 23)
-    stores.planner.count_leftovers(cursor, 8)
+    assert stores.planner.keep_leftovers(cursor, request.block_hashes, [ids], 23) == 0
+    assert stores.planner.keep_leftovers(cursor, request.block_hashes, [ids], 8) == 0
+    assert len(stores.planner.leftovers) == 0
     assert stores.skipped() == {}
 
 
@@ -564,10 +651,10 @@ def test_an_abandoned_store_is_unpinned_at_once_and_never_readable() -> None:
     request, ids = stores.compute(3)
     job = stores.plan(request, ids, end=12)
     stores.end(job, RANK_0)
-    stores.planner.abandon()
+    stores.jobs.abandon()
     stores.check()
     assert stores.references(ids) == [1, 1, 1]
-    assert (stores.planner.pending, stores.planner.running) == (False, 0)
+    assert (stores.jobs.pending, stores.jobs.running) == (False, 0)
     assert stores.manager.slots_in_use == 3, "a rank may still write them"
     stores.end(job, RANK_0)
     assert stores.manager.slots_in_use == 3
@@ -583,7 +670,7 @@ def test_the_slots_of_an_abandoned_store_are_given_to_nobody() -> None:
     stores = Stores(slots=2)
     request, ids = stores.compute(2)
     job = stores.plan(request, ids, end=8)
-    stores.planner.abandon()
+    stores.jobs.abandon()
     other, other_ids = stores.compute(2, first_token=9)
     assert stores.plan(other, other_ids, end=8) is None
     assert stores.skipped() == {"pool_busy": 2}
@@ -624,10 +711,9 @@ def test_every_reason_not_to_store_occurs() -> None:
     for _ in range(2):  # pool_busy
         stores.plan(third, third_ids, end=4)
     fourth, fourth_ids = stores.compute(4, first_token=7)
-    cursor = stores.planner.new_cursor()
-    for _ in range(2):  # no_budget
-        stores.plan(fourth, fourth_ids, end=16, cursor=cursor)
-    stores.planner.count_leftovers(cursor, 16)
+    cursor = stores.planner.new_cursor("a")
+    stores.planner.keep_leftovers(cursor, fourth.block_hashes, [fourth_ids], 16)
+    stores.planner.drop_leftovers()  # no_budget
     counted |= stores.skipped().keys()
     assert counted == set(SKIP_REASONS)
 

@@ -1,0 +1,118 @@
+"""How much may be stored: loads come first, and neither the link nor GPU blocks may run short.
+
+A store that has to wait costs little: a running request keeps its blocks anyway, and what a
+finished one leaves behind stays in the engine's pool until somebody needs the block. A store that
+is submitted too early costs others: it takes bandwidth from loads, and it pins GPU blocks for as
+long as it stands in line.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+ASSUMED_BYTES_PER_SECOND = 12e9
+"""The speed of stores until one was measured: that of PCIe Gen4 x8, as for loads."""
+
+HORIZON_STEPS = 3
+"""Steps in which what is planned should have been copied.
+
+A store is submitted in the step after its plan and reported at the end of that step at the
+earliest, so two steps' worth keep the link busy without a gap."""
+
+PIN_STEPS = HORIZON_STEPS + 2
+"""Steps for which a pin lasts at most: one until its store is submitted, the horizon, and one until
+its end is reported."""
+
+MIN_HORIZON_SECONDS = 0.1
+"""The horizon is never shorter, so that steps of a few milliseconds do not split up small stores.
+What is in flight then delays an engine that drains, and keeps pins, by no more than this."""
+
+MAX_STEP_SECONDS = 1.0
+"""A longer time between two steps is a pause, not a step."""
+
+SHARE_BESIDE_LOADS = 1 / 8
+"""Share of the link that stores get while loads run.
+
+Together they slow each other down (both directions at once moved 66 GB/s on an H200 where each
+alone moved 51), and a request waits for a load, but nobody for a store. Not 0: requests that load
+may follow each other for ever."""
+
+
+class StoreBudget:
+    """Says how many more slots may be planned to be stored in this step.
+
+    `slot_bytes` are those of a slot on one rank. `clock` gives seconds.
+    """
+
+    def __init__(self, slot_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._slot_bytes = slot_bytes
+        self._clock = clock
+        self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
+        self._factor = 1.0
+        self._step_began: float | None = None
+        self._step_seconds = 0.0
+        self._loads_running = False
+        self._planned_slots = 0
+        self._grown: deque[int] = deque([0] * PIN_STEPS, maxlen=PIN_STEPS)
+        self._grown_blocks = 0
+        self._reserved_blocks = 0.0
+
+    def learn(self, bytes_per_second: float) -> None:
+        """Take the speed of a store that ran alone on its rank."""
+        self._bytes_per_second = bytes_per_second
+
+    def throttle(self, factor: float) -> None:
+        """Plan only `factor` times as much from now on: 1 for all, 0 for nothing.
+
+        Raises `ValueError` for a factor below 0 or above 1.
+        """
+        if not 0 <= factor <= 1:
+            raise ValueError(f"a factor of {factor} for stores: give one from 0 to 1")
+        self._factor = factor
+
+    def begin_step(self, *, loads_running: bool, grown_blocks: int) -> None:
+        """Begin a step, in which requests that ran before got `grown_blocks` more blocks."""
+        now = self._clock()
+        if self._step_began is not None:
+            seconds = min(now - self._step_began, MAX_STEP_SECONDS)
+            self._step_seconds += (seconds - self._step_seconds) / 8
+        self._step_began = now
+        self._loads_running = loads_running
+        self._planned_slots = 0
+        if grown_blocks or self._grown_blocks:
+            self._grown_blocks += grown_blocks - self._grown[0]
+            self._grown.append(grown_blocks)
+        # Below half a block there is nothing left to remember.
+        faded = self._reserved_blocks * 63 / 64
+        self._reserved_blocks = max(self._grown_blocks, faded if faded > 0.5 else 0.0)
+
+    @property
+    def reserved_blocks(self) -> int:
+        """GPU blocks that pins must leave free: what running requests took at most while one lasts.
+
+        The past is forgotten by and by. Where they find none they are preempted; a request that is
+        only waiting goes on waiting.
+        """
+        return math.ceil(self._reserved_blocks)
+
+    def plan(self, num_slots: int) -> None:
+        """Count slots whose stores were planned in this step."""
+        self._planned_slots += num_slots
+
+    def slots_left(self, slots_in_flight: int) -> int:
+        """Return how many more slots may be planned beside those planned before and not ended.
+
+        While nothing is in flight it is at least 1, unless throttled to 0: the engine goes on.
+        """
+        if not self._factor:
+            return 0
+        slots_per_second = self._factor * self._bytes_per_second / self._slot_bytes
+        horizon_seconds = max(HORIZON_STEPS * self._step_seconds, MIN_HORIZON_SECONDS)
+        left = slots_per_second * horizon_seconds - slots_in_flight
+        if self._loads_running:
+            per_step = slots_per_second * self._step_seconds * SHARE_BESIDE_LOADS
+            left = min(left, per_step - self._planned_slots)
+        return max(int(left), 0 if slots_in_flight else 1)

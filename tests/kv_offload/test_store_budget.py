@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pytest
+
+from kv_offload.store_budget import (
+    ASSUMED_BYTES_PER_SECOND,
+    HORIZON_STEPS,
+    MAX_STEP_SECONDS,
+    MIN_HORIZON_SECONDS,
+    SHARE_BESIDE_LOADS,
+    StoreBudget,
+)
+
+SLOT_BYTES = 1 << 20
+SPEED = 1000 * SLOT_BYTES
+"""A thousand slots a second."""
+
+
+class Steps:
+    """A budget whose steps take as long as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.budget = StoreBudget(SLOT_BYTES, lambda: self.now)
+        self.budget.learn(SPEED)
+
+    def step(
+        self, seconds: float = 0.0, *, loads_running: bool = False, grown_blocks: int = 0
+    ) -> StoreBudget:
+        self.now += seconds
+        self.budget.begin_step(loads_running=loads_running, grown_blocks=grown_blocks)
+        return self.budget
+
+    def settle(self, seconds: float) -> None:
+        for _ in range(100):
+            self.step(seconds)
+
+
+def test_what_is_in_flight_ends_within_the_horizon() -> None:
+    steps = Steps()
+    slots = int(1000 * MIN_HORIZON_SECONDS)
+    assert steps.step().slots_left(0) == slots
+    assert steps.budget.slots_left(slots - 7) == 7
+    assert steps.budget.slots_left(slots) == 0
+    assert steps.budget.slots_left(slots + 1) == 0
+
+
+def test_the_speed_is_assumed_until_it_was_measured() -> None:
+    budget = StoreBudget(SLOT_BYTES, lambda: 0.0)
+    assumed = budget.slots_left(0)
+    assert assumed == int(ASSUMED_BYTES_PER_SECOND * MIN_HORIZON_SECONDS / SLOT_BYTES)
+    budget.learn(ASSUMED_BYTES_PER_SECOND / 2)
+    assert budget.slots_left(0) == pytest.approx(assumed / 2, abs=1)
+
+
+def test_the_horizon_grows_with_long_steps_but_not_with_pauses() -> None:
+    steps = Steps()
+    steps.settle(0.2)
+    slots = int(1000 * 0.2 * HORIZON_STEPS)
+    assert steps.budget.slots_left(0) == pytest.approx(slots, abs=1)
+    steps.step(3600.0)
+    longest = HORIZON_STEPS * (0.2 + (MAX_STEP_SECONDS - 0.2) / 8)
+    assert steps.budget.slots_left(0) == pytest.approx(1000 * longest, abs=2)
+
+
+def test_stores_get_a_share_of_the_link_while_loads_run() -> None:
+    steps = Steps()
+    steps.settle(0.08)
+    assert steps.step(0.08).slots_left(0) == pytest.approx(240, abs=1)
+    share = int(1000 * 0.08 * SHARE_BESIDE_LOADS)
+    budget = steps.step(0.08, loads_running=True)
+    assert budget.slots_left(0) == pytest.approx(share, abs=1)
+    budget.plan(share)
+    assert budget.slots_left(share) == 0
+    assert steps.step(0.08, loads_running=True).slots_left(share) == pytest.approx(share, abs=1)
+
+
+def test_loads_that_follow_each_other_do_not_starve_stores() -> None:
+    steps = Steps()
+    budget = steps.step(loads_running=True)  # no step has taken any time yet
+    assert budget.slots_left(0) == 1
+    assert budget.slots_left(1) == 0
+
+
+def test_a_slot_larger_than_the_horizon_is_stored_alone() -> None:
+    steps = Steps()
+    steps.budget.learn(1.0)
+    assert steps.step().slots_left(0) == 1
+    assert steps.budget.slots_left(1) == 0
+
+
+def test_a_guard_may_throttle() -> None:
+    steps = Steps()
+    slots = steps.step().slots_left(0)
+    steps.budget.throttle(0.5)
+    assert steps.budget.slots_left(0) == slots // 2
+    steps.budget.throttle(0)
+    assert steps.budget.slots_left(0) == 0
+    steps.budget.throttle(1)
+    assert steps.budget.slots_left(0) == slots
+
+
+@pytest.mark.parametrize("factor", [-0.1, 1.1, float("nan")])
+def test_a_factor_is_from_0_to_1(factor: float) -> None:
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        StoreBudget(SLOT_BYTES).throttle(factor)
+
+
+def test_blocks_are_reserved_for_the_growth_of_running_requests() -> None:
+    steps = Steps()
+    assert steps.budget.reserved_blocks == 0
+    for grown_blocks in (5, 0, 0, 0, 7, 0, 0, 1):
+        steps.step(grown_blocks=grown_blocks)
+    assert steps.budget.reserved_blocks == 12, "one pin may have seen the 5 and the 7"
+    for _ in range(1000):
+        steps.step()
+    assert steps.budget.reserved_blocks == 0, "that was long ago"
