@@ -91,6 +91,8 @@ def rows(enabled: bool) -> Iterator[list[Row]]:
     directory = os.environ.get(RESULTS_VARIABLE)
     if directory and enabled:
         facts = machine() | {"vllm": vllm_module().__version__, "cpu": cpu_name()}
+        # Of the last minutes: above 1, others took part of the time, and p10 says more than p50.
+        facts["load_average"] = [round(load, 2) for load in os.getloadavg()]
         document = {"machine": facts, "running": RUNNING, "slots": SLOTS, "rows": rows}
         Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / "scheduler.json").write_text(json.dumps(document, indent=1) + "\n")
@@ -118,6 +120,8 @@ def test_step_of_decodes(
         "name": "step of decodes",
         "prompt_tokens": prompt_tokens,
         "mean_us": round(statistics.mean(times), 1),
+        "min_us": round(min(times), 1),
+        "p10_us": round(float(np.percentile(times, 10)), 1),
         "p50_us": round(statistics.median(times), 1),
         "p99_us": round(float(np.percentile(times, 99)), 1),
         "by_hook_us": by_hook(costs, len(costs)),
