@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from kv_offload.cache_manager import CacheManager
 from kv_offload.config import OffloadConfig
+from kv_offload.load_choice import LoadChoice
 from kv_offload.load_mode import LoadMode
 from kv_offload.load_planner import LoadPlanner
 from kv_offload.metadata import JobResult, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 from kv_offload.metrics import OffloadStats
 from kv_offload.policies import make_policy
 from kv_offload.prefix import CacheGroup, KeyMaker, PrefixMap
+from kv_offload.step_watch import StepWatch
 from kv_offload.store_planner import StoreCursor, StorePlanner
 
 if TYPE_CHECKING:
@@ -48,8 +50,11 @@ class OffloadScheduler:
     ) -> None:
         self._config = config
         self._groups = groups
-        self.load_mode = LoadMode(slot_bytes)
+        self._slot_bytes = slot_bytes
+        self.watch = StepWatch(config.max_slowdown)
+        self.load_mode = LoadMode(slot_bytes, self.watch.load_rate)
         self._matched_synchronous: set[str] = set()
+        self._declined_tokens: dict[str, int] = {}
         self._num_ranks = num_ranks
         self._make_key = make_key
         self._num_slots = num_slots
@@ -65,7 +70,7 @@ class OffloadScheduler:
         """Set while the engine resets everything for a sleep that host memory is to outlive."""
         self._weights_changed = False
         self._evictions_reported = 0
-        self._gauges_reported: dict[str, int] = {}
+        self._gauges_reported: dict[str, float] = {}
         self._stats = OffloadStats()
 
     # -- start ---------------------------------------------------------------------------------
@@ -88,6 +93,12 @@ class OffloadScheduler:
             self._groups, pool.hash_block_size, self._config.blocks_per_slot, self._make_key
         )
         self._loads = LoadPlanner(self._prefixes, self.manager, self._num_ranks)
+        self._choice = LoadChoice(
+            self._config.load_or_recompute,
+            self._slot_bytes,
+            self.watch,
+            self._loads.queue,
+        )
         self._stores = StorePlanner(
             self._prefixes,
             self.manager,
@@ -114,6 +125,7 @@ class OffloadScheduler:
         """
         request_id = request.request_id
         self._matched_synchronous.discard(request_id)
+        self._declined_tokens.pop(request_id, None)
         if request.skip_reading_prefix_cache or request_id in self._load_failed:
             return 0, False
         tokens = self._loads.match(
@@ -121,14 +133,16 @@ class OffloadScheduler:
         )
         if not tokens:
             return tokens, False
+        slots = self._prefixes.count_slots(num_computed_tokens, num_computed_tokens + tokens)
+        idle = self._requests.keys() <= {request_id}
         # A failed synchronous load is reported by block, which vLLM can do with one group only.
-        if len(self._groups) == 1:
-            idle = self._requests.keys() <= {request_id}
-            slots = self._prefixes.count_slots(num_computed_tokens, num_computed_tokens + tokens)
-            if self.load_mode.is_synchronous(slots, idle=idle):
-                self._matched_synchronous.add(request_id)
-                return tokens, False
-        return tokens, True
+        synchronous = len(self._groups) == 1 and self.load_mode.is_synchronous(slots, idle=idle)
+        if not self._choice.loads(num_computed_tokens, tokens, slots, synchronous=synchronous):
+            self._declined_tokens[request_id] = tokens
+            return 0, False
+        if synchronous:
+            self._matched_synchronous.add(request_id)
+        return tokens, not synchronous
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Take the blocks that the engine gave a waiting request, and plan its load if it has one.
@@ -144,7 +158,13 @@ class OffloadScheduler:
             return
         self._stats.count("lookup_tokens", request.num_tokens - start)
         self._stats.count("hit_tokens", num_external_tokens)
+        declined = self._declined_tokens.pop(request_id, 0)
+        if declined:
+            self._stats.count("recomputed_tokens", declined)
+            self._choice.declined()
+        self._choice.admitted(request, start + num_external_tokens)
         if num_external_tokens:
+            self._choice.planned()
             end = start + num_external_tokens
             null_block = self._pool.null_block.block_id
             synchronous = request_id in self._matched_synchronous
@@ -163,7 +183,9 @@ class OffloadScheduler:
 
     def build_metadata(self, output: SchedulerOutput) -> OffloadMetadata:
         """Plan the stores of this step's requests; return them with the loads planned before."""
-        self._stores.begin_step()
+        stores_in_flight = self._stores.running > 0
+        guard = self.watch.guard
+        self._stores.begin_step(guard.factor if guard.plans_stores() else 0.0)
         self.load_mode.begin_step()
         for new in output.scheduled_new_reqs:
             state = self._requests.get(new.req_id)
@@ -190,7 +212,14 @@ class OffloadScheduler:
                 if filled_none:
                     continue
             self._plan_stores(state, num_computed, output)
-        return OffloadMetadata(self._stores.take_planned(), self._loads.take_planned())
+        metadata = OffloadMetadata(self._stores.take_planned(), self._loads.take_planned())
+        self.watch.begin(
+            output,
+            stores=stores_in_flight,
+            loads=self._loads.running > 0,
+            waits=any(load.synchronous for load in metadata.loads),
+        )
+        return metadata
 
     def _plan_stores(
         self, state: _RequestState, num_computed_tokens: int, output: SchedulerOutput
@@ -214,6 +243,8 @@ class OffloadScheduler:
         self._next_end_tokens.pop(request_id, None)
         self._load_failed.discard(request_id)
         self._matched_synchronous.discard(request_id)
+        self._declined_tokens.pop(request_id, None)
+        self._choice.forget(request_id)
         loading = self._loads.is_loading(request_id)
         self._loads.forget(request_id)
         if state is None or loading:
@@ -224,7 +255,7 @@ class OffloadScheduler:
             return
         # Its blocks that nobody shares and no store has pinned are free in a moment.
         own_blocks = sum(self._pool.blocks[b].ref_cnt == 1 for group in block_ids for b in group)
-        self._stores.begin_step()
+        self._stores.begin_step(self.watch.guard.factor)
         self._stores.plan(state.cursor, request.block_hashes, block_ids, end, own_blocks)
         self._stores.pin_chosen()
         self._stores.count_leftovers(state.cursor, end)
@@ -244,7 +275,7 @@ class OffloadScheduler:
             self._stores.complete(report.stores)
             self._loads.complete_synchronous(report.loads)
             if report.load_bytes_per_second is not None:
-                self.load_mode.learn(report.load_bytes_per_second)
+                self.watch.load_rate.learn(report.load_bytes_per_second)
             if report.ready_slots:
                 self.ranks_ready(report.ready_slots)
             failed = report.failed_loads & self._requests.keys()
@@ -327,14 +358,16 @@ class OffloadScheduler:
         stats, self._stats = self._stats, OffloadStats()
         stats.count("evictions", self.manager.evictions - self._evictions_reported)
         self._evictions_reported = self.manager.evictions
+        stats.count("throttled_steps", self.watch.take_throttled_steps())
         for reason, slots in self._stores.take_skipped().items():
             stats.count(f"skipped_{reason}", slots)
-        gauges = {
+        gauges: dict[str, float] = {
             "slots": self.manager.usable_slots,
             "slots_in_use": self.manager.slots_in_use,
             "running_loads": self._loads.running,
             "running_stores": self._stores.running,
             "pinned_blocks": self._stores.pinned_blocks,
+            **self.watch.gauges(),
         }
         for name, value in gauges.items():
             if self._gauges_reported.get(name) != value:

@@ -105,6 +105,7 @@ class StorePlanner:
         self._planned_blocks: list[int] = []
         self._running: dict[int, _Store] = {}
         self._abandoned: dict[int, _Store] = {}
+        self._slots_per_step = MAX_SLOTS_PER_STEP
         self._examined = 0
         self.pinned_blocks = 0
         self._skipped: Counter[SkipReason] = Counter()
@@ -134,8 +135,9 @@ class StorePlanner:
         for store in self._running.values():
             yield from store.blocks
 
-    def begin_step(self) -> None:
-        """Give the planner a new budget of slots to examine."""
+    def begin_step(self, factor: float = 1.0) -> None:
+        """Give the planner a new budget of slots to examine, of which it may use `factor`."""
+        self._slots_per_step = int(MAX_SLOTS_PER_STEP * factor)
         self._examined = 0
 
     def new_cursor(self) -> StoreCursor:
@@ -164,7 +166,7 @@ class StorePlanner:
             last = min(
                 end_tokens // slot_tokens[position],
                 len(block_ids[position]) // self._prefixes.blocks_per_slot,
-                first + MAX_SLOTS_PER_STEP - self._examined,
+                first + self._slots_per_step - self._examined,
             )
             if first < last:
                 if pins_left is None:

@@ -187,7 +187,7 @@ def engine(
         running = Engine(LLM(**settings), totals)
         if plugin is not None:
             running.offload.load_mode.allowed = synchronous_loads
-            running.offload.load_mode.learn(float("inf"))
+            running.offload.watch.load_rate.learn(float("inf"))
         try:
             yield running
         finally:

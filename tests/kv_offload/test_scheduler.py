@@ -635,12 +635,12 @@ def test_only_loads_that_take_long_are_asynchronous() -> None:
     engine.run()
     forget(engine)
     one_slot = engine.offload.load_mode._slot_bytes
-    engine.offload.load_mode.learn(4.5 * one_slot / IDLE_SECONDS)  # the hit is of 5 slots
+    engine.offload.watch.load_rate.learn(4.5 * one_slot / IDLE_SECONDS)  # the hit is of 5 slots
     engine.add("second", PROMPT)
     assert not engine.schedule().kv_connector_metadata.loads[0].synchronous
     engine.abort("second")
     engine.run()
-    engine.offload.load_mode.learn(5.5 * one_slot / IDLE_SECONDS)
+    engine.offload.watch.load_rate.learn(5.5 * one_slot / IDLE_SECONDS)
     engine.add("third", PROMPT)
     assert engine.schedule().kv_connector_metadata.loads[0].synchronous
     engine.run()
@@ -653,7 +653,7 @@ def test_a_load_beside_others_is_synchronous_only_if_it_is_short() -> None:
     engine.run()
     forget(engine)
     one_slot = engine.offload.load_mode._slot_bytes
-    engine.offload.load_mode.learn(5.5 * one_slot / IDLE_SECONDS)
+    engine.offload.watch.load_rate.learn(5.5 * one_slot / IDLE_SECONDS)
     engine.add("other", OTHER, max_tokens=9)
     engine.schedule()
     engine.execute()
@@ -845,6 +845,9 @@ def test_gauges_are_reported_when_they_change() -> None:
         "running_loads": 0,
         "running_stores": 0,
         "pinned_blocks": 0,
+        "store_share": 1.0,
+        "load_bytes_per_second": 0.0,
+        "prefill_tokens_per_second": 0.0,
     }
     assert engine.offload.take_stats().is_empty()
     engine.add("a", PROMPT, max_tokens=1)
@@ -1071,6 +1074,15 @@ class AnyOrder(RuleBasedStateMachine):
         busy = [rank.copies for rank in self.engine.ranks if rank.copies.submitted]
         copies = data.draw(st.sampled_from(busy))
         copies.run(data.draw(st.integers(0, len(copies.submitted) - 1)), fail=fail)
+
+    @rule(computes=st.booleans())
+    def prefer(self, computes: bool) -> None:
+        """Have hits computed or loaded, as the times that were measured could."""
+        self.engine.offload._choice.loads = lambda *_tokens, **_mode: not computes
+
+    @rule(factor=st.sampled_from([0.0, 1 / 512, 1.0]))
+    def throttle(self, factor: float) -> None:
+        self.engine.offload.watch.guard.factor = factor
 
     @rule()
     def evict_what_is_free(self) -> None:

@@ -1,0 +1,146 @@
+"""The guard against simulated engines: harmless ones of any noise, and harmful ones."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kv_offload.guard import MIN_FACTOR, RECOVERY_STEPS, REST_EVERY, REST_STEPS, Guard
+
+Slowdown = Callable[[Guard], float]
+
+
+class Simulated:
+    """Steps of 16 decodes whose context grows; stores are in flight in a share of them."""
+
+    def __init__(
+        self,
+        slowdown: Slowdown,
+        noise: float,
+        store_share: float,
+        seed: int = 0,
+        bound: float = 1.05,
+    ) -> None:
+        self.guard = Guard(bound)
+        self.lowest = 1.0
+        self.steps_with_stores = 0
+        self._slowdown = slowdown
+        self._noise = noise
+        self._store_share = store_share
+        self._random = random.Random(seed)
+        self._step = 0
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self._step += 1
+            context_tokens = 50_000 + 16 * (self._step % 4000)
+            stores = self.guard.plans_stores() and self._random.random() < self._store_share
+            seconds = 0.005 * (1 + context_tokens / 1e6)
+            seconds *= self._random.lognormvariate(0, self._noise)
+            if stores:
+                seconds *= self._slowdown(self.guard)
+            if self._random.random() < 0.01:
+                seconds += 0.02
+            self.guard.observe(16, 16, context_tokens, stores, seconds)
+            self.steps_with_stores += stores
+            self.lowest = min(self.lowest, self.guard.factor)
+
+
+@pytest.mark.parametrize("store_share", [0.06, 0.5, 1.0])
+@pytest.mark.parametrize("noise", [0.005, 0.05, 0.3])
+def test_noise_throttles_nothing(noise: float, store_share: float) -> None:
+    for seed in range(2):
+        engine = Simulated(lambda _: 1.0, noise, store_share, seed)
+        engine.run(8000)
+        assert engine.steps_with_stores > 300
+        assert engine.lowest == 1.0
+        assert engine.guard.throttled_steps == 0
+
+
+@pytest.mark.parametrize(("slowdown", "noise"), [(1.08, 0.01), (1.2, 0.05), (1.5, 0.1), (1.5, 0.3)])
+def test_harm_throttles_until_it_ends(slowdown: float, noise: float) -> None:
+    engine = Simulated(lambda guard: slowdown if guard.factor > 1 / 64 else 1.0, noise, 1.0)
+    engine.run(3000)
+    assert engine.lowest <= 1 / 64
+    assert engine.guard.factor < 1 / 8
+    assert engine.guard.throttled_steps > 1000
+
+
+def test_harm_within_the_bound_is_tolerated() -> None:
+    engine = Simulated(lambda _: 1.03, 0.01, 0.5)
+    engine.run(5000)
+    assert engine.lowest == 1.0
+    engine = Simulated(lambda _: 1.4, 0.01, 0.5, bound=1.5)
+    engine.run(5000)
+    assert engine.lowest == 1.0
+
+
+def test_when_the_harm_has_ended_it_recovers_slowly(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vllm.kv_offload")
+    harmful = [True]
+    engine = Simulated(lambda _: 1.5 if harmful[0] else 1.0, 0.01, 1.0)
+    engine.run(1000)
+    assert engine.guard.factor == MIN_FACTOR
+    harmful[0] = False
+    engine.run(5 * RECOVERY_STEPS)
+    assert MIN_FACTOR < engine.guard.factor < 0.1
+    engine.run(30 * RECOVERY_STEPS)
+    assert engine.guard.factor == 1.0
+    throttled = engine.guard.throttled_steps
+    engine.run(100)
+    assert engine.guard.throttled_steps == throttled
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 2, "one line for each change of state"
+    assert "stores are throttled" in lines[0]
+    assert "max_slowdown is 1.05" in lines[0]
+    assert lines[1] == "kv-offload: stores are no longer throttled"
+
+
+def test_steps_of_different_kinds_are_not_compared() -> None:
+    """The first chunk of a long prompt has no stores beside it, the later ones attend to more."""
+    guard = Guard(1.05)
+    for _ in range(500):
+        for chunk in range(4):
+            guard.observe(8192, 1, chunk * 8192, chunk > 0, 0.2 + 0.06 * chunk)
+            guard.observe(16, 16, 64_000, False, 0.005)
+    assert guard.factor == 1.0
+
+
+def test_where_stores_never_pause_a_few_steps_rest() -> None:
+    guard = Guard(1.05)
+    rests = []
+    for _ in range(1000):
+        stores = guard.plans_stores()
+        rests.append(not stores)
+        guard.observe(16, 16, 64_000, stores, 0.005)
+    assert 0 < sum(rests) <= 1000 * REST_STEPS / REST_EVERY
+    first = rests.index(True)
+    assert first >= REST_EVERY
+    assert rests[first : first + REST_STEPS + 1] == [True] * REST_STEPS + [False]
+    assert not any(rests[500:]), "enough was seen"
+
+
+def test_where_steps_without_stores_are_seen_none_rests() -> None:
+    guard = Guard(1.05)
+    for step in range(1000):
+        assert guard.plans_stores()
+        guard.observe(16, 16, 64_000, step % 4 > 0, 0.005)
+
+
+def test_without_a_bound_nothing_is_watched() -> None:
+    guard = Guard(None)
+    for step in range(1000):
+        assert guard.plans_stores()
+        guard.observe(16, 16, 64_000, step % 2 > 0, 0.005 if step % 2 else 0.001)
+    assert guard.factor == 1.0
+    assert not guard._kinds
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    guard = Guard(1.05)
+    for tokens in range(1, 5000):
+        guard.observe(tokens, tokens, tokens * 100, True, 0.005)
+    assert len(guard._kinds) <= 64
