@@ -239,6 +239,10 @@ class Copies:
             raise OSError("injected fault")
         copy_runs(runs)
 
+    def is_load(self, runs: Sequence[Run]) -> bool:
+        """Tell which way a slice goes."""
+        return self._direction(runs[0][0]) is Direction.LOAD
+
     def _direction(self, dst_address: int) -> Direction:
         arena = get_kv_transfer_group().offload_worker._engine._state.arena
         inside = arena.address <= dst_address < arena.address + arena.nbytes
