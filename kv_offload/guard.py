@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from kv_offload.engine_compat import logger
+from kv_offload.step_clock import Step
 
 BUSY_STEPS = 16
 """A kind is judged after so many steps with stores since it was last judged."""
@@ -32,7 +33,7 @@ CERTAINTY = 3.0
 DECREASE = 0.25
 RECOVERY = 1.5
 RECOVERY_STEPS = 256
-"""After so many measured steps without harm the share grows by `RECOVERY`."""
+"""After so many steps without a verdict of harm the share grows by `RECOVERY`."""
 
 MIN_FACTOR = 1 / 1024
 """Stores never end, so that the guard sees when they have stopped doing harm."""
@@ -73,20 +74,21 @@ class Guard:
         self._rests_left = 0
         self._steps_since_rest = 0
 
-    def observe(
-        self, tokens: int, requests: int, context_tokens: int, stores: bool, seconds: float
-    ) -> None:
-        """Take a step that computed `tokens` of `requests` with `context_tokens` before them.
-
-        `stores` says whether stores were in flight. Loads must not have been.
-        """
+    def observe(self, step: Step, seconds: float) -> None:
+        """Take a step that computed something, and how long it took."""
         if self._max_slowdown is None:
             return
         self._steps += 1
         if self.factor < 1.0:
             self.throttled_steps += 1
             self._recover()
-        key = (_rounded(tokens, 5), _rounded(requests, 4), _rounded(context_tokens, 4))
+        if step.loads:
+            return  # what they cost is not the fault of stores
+        key = (
+            _rounded(step.tokens, 5),
+            _rounded(step.requests, 4),
+            _rounded(step.context_tokens, 4),
+        )
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = _Kind()
@@ -94,7 +96,7 @@ class Guard:
                 self._kinds.popitem(last=False)
         else:
             self._kinds.move_to_end(key)
-        if not stores:
+        if not step.stores:
             kind.calm.append(seconds)
             kind.last_calm = self._steps
             return

@@ -47,10 +47,7 @@ class StepWatch:
         self.step_seconds.add(seconds)
         if not step.waits:
             self.prefill_rate.learn(step.tokens, step.requests, seconds)
-        if not step.loads:
-            self.guard.observe(
-                step.tokens, step.requests, step.context_tokens, step.stores, seconds
-            )
+        self.guard.observe(step, seconds)
 
     def take_throttled_steps(self) -> int:
         """Return how many steps the guard has throttled since the last call."""

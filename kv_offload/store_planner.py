@@ -157,6 +157,8 @@ class StorePlanner:
         `soon_free_blocks` counts blocks that the engine frees right after this call. The blocks are
         pinned by `pin_chosen`, which must be called before anybody can free them.
         """
+        if self._examined >= self._slots_per_step:
+            return  # many requests come here while stores are throttled
         end_tokens = self._prefixes.named_tokens(end_tokens)
         # Once for all groups: what one of them chose is neither free nor about to be.
         pins_left = None

@@ -50,7 +50,7 @@ ALLOWED = {
     # what was measured, and what follows from it
     "rates": set(),
     "step_clock": set(),
-    "guard": {"engine_compat"},
+    "guard": {"engine_compat", "step_clock"},
     "step_watch": {"guard", "rates", "step_clock"},
     "load_mode": {"rates"},
     "load_choice": {"rates", "step_watch"},

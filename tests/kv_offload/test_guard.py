@@ -9,8 +9,15 @@ from collections.abc import Callable
 import pytest
 
 from kv_offload.guard import MIN_FACTOR, RECOVERY_STEPS, REST_EVERY, REST_STEPS, Guard
+from kv_offload.step_clock import Step
 
 Slowdown = Callable[[Guard], float]
+
+
+def step(
+    tokens: int, requests: int, context_tokens: int, stores: bool, *, loads: bool = False
+) -> Step:
+    return Step(tokens, requests, context_tokens, stores, loads, waits=False)
 
 
 class Simulated:
@@ -44,7 +51,7 @@ class Simulated:
                 seconds *= self._slowdown(self.guard)
             if self._random.random() < 0.01:
                 seconds += 0.02
-            self.guard.observe(16, 16, context_tokens, stores, seconds)
+            self.guard.observe(step(16, 16, context_tokens, stores), seconds)
             self.steps_with_stores += stores
             self.lowest = min(self.lowest, self.guard.factor)
 
@@ -104,8 +111,8 @@ def test_steps_of_different_kinds_are_not_compared() -> None:
     guard = Guard(1.05)
     for _ in range(500):
         for chunk in range(4):
-            guard.observe(8192, 1, chunk * 8192, chunk > 0, 0.2 + 0.06 * chunk)
-            guard.observe(16, 16, 64_000, False, 0.005)
+            guard.observe(step(8192, 1, chunk * 8192, chunk > 0), 0.2 + 0.06 * chunk)
+            guard.observe(step(16, 16, 64_000, False), 0.005)
     assert guard.factor == 1.0
 
 
@@ -115,7 +122,7 @@ def test_where_stores_never_pause_a_few_steps_rest() -> None:
     for _ in range(1000):
         stores = guard.plans_stores()
         rests.append(not stores)
-        guard.observe(16, 16, 64_000, stores, 0.005)
+        guard.observe(step(16, 16, 64_000, stores), 0.005)
     assert 0 < sum(rests) <= 1000 * REST_STEPS / REST_EVERY
     first = rests.index(True)
     assert first >= REST_EVERY
@@ -125,16 +132,16 @@ def test_where_stores_never_pause_a_few_steps_rest() -> None:
 
 def test_where_steps_without_stores_are_seen_none_rests() -> None:
     guard = Guard(1.05)
-    for step in range(1000):
+    for index in range(1000):
         assert guard.plans_stores()
-        guard.observe(16, 16, 64_000, step % 4 > 0, 0.005)
+        guard.observe(step(16, 16, 64_000, index % 4 > 0), 0.005)
 
 
 def test_without_a_bound_nothing_is_watched() -> None:
     guard = Guard(None)
-    for step in range(1000):
+    for index in range(1000):
         assert guard.plans_stores()
-        guard.observe(16, 16, 64_000, step % 2 > 0, 0.005 if step % 2 else 0.001)
+        guard.observe(step(16, 16, 64_000, index % 2 > 0), 0.005 if index % 2 else 0.001)
     assert guard.factor == 1.0
     assert not guard._kinds
 
@@ -142,5 +149,16 @@ def test_without_a_bound_nothing_is_watched() -> None:
 def test_what_is_remembered_is_bounded() -> None:
     guard = Guard(1.05)
     for tokens in range(1, 5000):
-        guard.observe(tokens, tokens, tokens * 100, True, 0.005)
+        guard.observe(step(tokens, tokens, tokens * 100, True), 0.005)
     assert len(guard._kinds) <= 64
+
+
+def test_loads_are_neither_blamed_on_stores_nor_in_the_way_of_recovery() -> None:
+    guard = Guard(1.05)
+    for index in range(1000):
+        guard.observe(step(16, 16, 64_000, index % 2 > 0, loads=index % 2 > 0), 0.005 + index % 2)
+    assert guard.factor == 1.0
+    guard.factor = 0.5
+    for _ in range(4 * RECOVERY_STEPS):
+        guard.observe(step(16, 16, 64_000, stores=True, loads=True), 0.005)
+    assert guard.factor == 1.0
