@@ -94,7 +94,7 @@ class OffloadConfig:
     max_slowdown: Annotated[
         Annotated[float, Meta(ge=1, le=10)] | None,
         Meta(
-            description="Stores are throttled where they make steps longer than this many times.",
+            description="Stores are throttled where they make steps this many times as long on average.",
             extra={"allowed": "a number from 1 to 10, or null for no limit"},
         ),
     ] = 1.05

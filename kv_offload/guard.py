@@ -1,7 +1,8 @@
-"""Do no harm: throttles stores where steps with stores in flight take longer than steps without.
+"""Do no harm: throttles stores where steps become longer by them, on average.
 
-Only steps of the same kind are compared: as many tokens, requests and tokens of context, to within
-3 to 12 %. Their medians count, and what the scatter of both could explain is no harm.
+Steps with stores in flight are compared with steps without, of the same kind only: as many tokens,
+requests and tokens of context, to within 3 to 12 %. Their means count, without the extremes, and
+what the scatter of both could explain is no harm.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from collections.abc import Sequence
 from kv_offload.engine_compat import logger
 from kv_offload.step_clock import Step
 
-BUSY_STEPS = 16
+BUSY_STEPS = 32
 """A kind is judged after so many steps with stores since it was last judged."""
 
 CALM_STEPS = 8
 """It is judged by the last steps without stores, if there are at least so many.
 
-Stores are throttled first when two verdicts in succession, of other steps with stores, say so."""
+Stores are throttled first when two verdicts in succession say so."""
 
-REMEMBERED_STEPS = 32
+REMEMBERED_STEPS = 64
 REMEMBERED_KINDS = 64
 
 CALM_VALID_STEPS = 4096
@@ -30,6 +31,10 @@ CALM_VALID_STEPS = 4096
 CERTAINTY = 3.0
 """How many standard errors of the ratio are not enough to call stores harmful."""
 
+MIN_HARM_SECONDS = 0.00025
+"""Steps shorter than 5 ms may become longer by this, whatever the ratio: to hand over a copy costs
+some time on the host."""
+
 DECREASE = 0.25
 RECOVERY = 1.5
 RECOVERY_STEPS = 256
@@ -37,6 +42,10 @@ RECOVERY_STEPS = 256
 
 MIN_FACTOR = 1 / 1024
 """Stores never end, so that the guard sees when they have stopped doing harm."""
+
+MIN_SHARE = 1 / 16
+"""Less than this share of the budget is given as this share in fewer steps: a store costs the step
+something, however small it is."""
 
 REST_STEPS = 3
 """Steps that plan no stores, where no step without stores is seen otherwise. With two steps under
@@ -48,31 +57,36 @@ REST_EVERY = 48
 class _Kind:
     """Seconds of the last steps of one kind, with and without stores in flight."""
 
-    __slots__ = ("busy", "calm", "last_calm", "suspect", "unjudged")
+    __slots__ = ("busy", "calm", "last_calm", "suspect", "unjudged", "unjudged_calm")
 
     def __init__(self) -> None:
         self.busy: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self.calm: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self.last_calm = 0
         self.unjudged = 0
+        self.unjudged_calm = 0
         self.suspect = False
 
 
 class Guard:
-    """Watches the time of steps. `factor` is the share of its budget that storing may use.
+    """Watches the time of steps.
 
-    `max_slowdown` is the ratio of step times that is tolerated, at least 1; None watches nothing.
+    `max_slowdown` says how many times as long stores may make steps, at least 1; None watches
+    nothing. `factor` is the share of its budget that storing may use on average, `share` that of
+    the step that is being planned, and `share_at_end` that of requests which end in it.
     """
 
     def __init__(self, max_slowdown: float | None) -> None:
         self._max_slowdown = max_slowdown
         self.factor = 1.0
+        self.share = 1.0
         self.throttled_steps = 0
         self._kinds: OrderedDict[tuple[int, int, int], _Kind] = OrderedDict()
         self._steps = 0
         self._steps_without_harm = 0
         self._rests_left = 0
         self._steps_since_rest = 0
+        self._saved_up = 0.0
 
     def observe(self, step: Step, seconds: float) -> None:
         """Take a step that computed something, and how long it took."""
@@ -98,6 +112,7 @@ class Guard:
             self._kinds.move_to_end(key)
         if not step.stores:
             kind.calm.append(seconds)
+            kind.unjudged_calm += 1
             kind.last_calm = self._steps
             return
         kind.busy.append(seconds)
@@ -105,17 +120,27 @@ class Guard:
         if kind.unjudged >= BUSY_STEPS:
             self._judge(kind, key)
 
-    def plans_stores(self) -> bool:
-        """Say whether the next step may plan stores; asked once a step.
+    def begin_step(self) -> None:
+        """Set the share of the step that is about to be planned.
 
-        A few steps may not where only steps with stores are seen: what they leave is stored later.
+        A few steps rest where only steps with stores are seen: what they leave is stored later.
         """
         self._steps_since_rest += 1
-        if not self._rests_left:
-            return True
-        self._rests_left -= 1
-        self._steps_since_rest = 0
-        return False
+        if self._rests_left:
+            self._rests_left -= 1
+            self._steps_since_rest = 0
+            self.share = 0.0
+        elif self.factor >= MIN_SHARE:
+            self.share = self.factor
+        else:
+            self._saved_up += self.factor
+            self.share = MIN_SHARE if self._saved_up >= MIN_SHARE else 0.0
+            self._saved_up -= self.share
+
+    @property
+    def share_at_end(self) -> float:
+        """What a step leaves that rests is lost where its request ends, so it does not rest."""
+        return self.factor if self.factor >= MIN_SHARE else self.share
 
     def _judge(self, kind: _Kind, key: tuple[int, int, int]) -> None:
         if self._steps - kind.last_calm > CALM_VALID_STEPS:
@@ -124,28 +149,28 @@ class Guard:
             if self._steps_since_rest >= REST_EVERY and not self._rests_left:
                 self._rests_left = REST_STEPS
             return
-        kind.unjudged = 0
         assert self._max_slowdown is not None
-        busy, busy_error = _median_and_error(kind.busy)
-        calm, calm_error = _median_and_error(kind.calm)
-        slowdown = busy / calm
+        busy_share = kind.unjudged / (kind.unjudged + kind.unjudged_calm)
+        kind.unjudged = kind.unjudged_calm = 0
+        busy, busy_error = _mean_and_error(kind.busy)
+        calm, calm_error = _mean_and_error(kind.calm)
         noise = CERTAINTY * math.hypot(busy_error, calm_error)
-        harm = slowdown > self._max_slowdown * (1 + noise)
+        bound = max((self._max_slowdown - 1) * calm, MIN_HARM_SECONDS)
+        harm = busy_share * (busy - calm - noise) > bound
         confirmed = kind.suspect or self.factor < 1.0
         kind.suspect = harm
-        if not harm:
-            return
-        if not confirmed:
-            kind.busy.clear()
+        if not (harm and confirmed):
             return
         if self.factor == 1.0:
             logger.warning(
                 "kv-offload: stores are throttled: steps of about %d tokens of %d requests take "
-                "%.1f ms with stores in flight, %.2f times as long as without; max_slowdown is %g",
+                "%.2f ms without stores in flight and %.2f ms with, as %.0f %% of them are; "
+                "max_slowdown is %g",
                 key[0],
                 key[1],
+                calm * 1e3,
                 busy * 1e3,
-                slowdown,
+                busy_share * 100,
                 self._max_slowdown,
             )
         self.factor = max(MIN_FACTOR, self.factor * DECREASE)
@@ -153,7 +178,7 @@ class Guard:
         for other in self._kinds.values():
             # Their stores were more than those to come.
             other.busy.clear()
-            other.unjudged = 0
+            other.unjudged = other.unjudged_calm = 0
 
     def _recover(self) -> None:
         self._steps_without_harm += 1
@@ -171,16 +196,21 @@ def _rounded(value: int, bits: int) -> int:
     return value >> shift << shift if shift > 0 else value
 
 
-def _median_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median and its relative standard error, from the median deviation.
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean without the extreme eighths, and its standard error.
 
-    For normal values the standard deviation is 1.48 times that, and the error of the median 1.25
-    times the deviation by the root of their number. Of few values the deviation itself is
+    Not the median: a copy often ends early in a step that counts as one with stores, so that half
+    of them are longer and half are not. The error is that of a trimmed mean (Tukey and McLaughlin
+    1963), from the values with the extremes moved to the bounds. Of few values it is itself
     uncertain, hence half as much again for eight, and less for more.
     """
+    count = len(values)
+    cut = count // 8
     ordered = sorted(values)
-    median = ordered[len(ordered) // 2]
-    deviations = sorted(abs(value - median) for value in ordered)
-    deviation = deviations[len(deviations) // 2]
-    error = 1.25 * 1.48 * deviation / math.sqrt(len(ordered)) * (1 + 4 / len(ordered))
-    return median, error / median
+    low, high = ordered[cut], ordered[-1 - cut]
+    mean = math.fsum(ordered[cut : count - cut]) / (count - 2 * cut)
+    bounded = [min(max(value, low), high) for value in values]
+    centre = math.fsum(bounded) / count
+    variance = math.fsum((value - centre) ** 2 for value in bounded) / (count - 1)
+    error = math.sqrt(variance / count) / (1 - 2 * cut / count)
+    return mean, error * (1 + 4 / count)

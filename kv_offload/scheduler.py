@@ -184,8 +184,8 @@ class OffloadScheduler:
     def build_metadata(self, output: SchedulerOutput) -> OffloadMetadata:
         """Plan the stores of this step's requests; return them with the loads planned before."""
         stores_in_flight = self._stores.running > 0
-        guard = self.watch.guard
-        self._stores.begin_step(guard.factor if guard.plans_stores() else 0.0)
+        self.watch.guard.begin_step()
+        self._stores.begin_step(self.watch.guard.share)
         self.load_mode.begin_step()
         for new in output.scheduled_new_reqs:
             state = self._requests.get(new.req_id)
@@ -255,7 +255,7 @@ class OffloadScheduler:
             return
         # Its blocks that nobody shares and no store has pinned are free in a moment.
         own_blocks = sum(self._pool.blocks[b].ref_cnt == 1 for group in block_ids for b in group)
-        self._stores.begin_step(self.watch.guard.factor)
+        self._stores.begin_step(self.watch.guard.share_at_end)
         self._stores.plan(state.cursor, request.block_hashes, block_ids, end, own_blocks)
         self._stores.pin_chosen()
         self._stores.count_leftovers(state.cursor, end)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kv_offload.guard import MIN_FACTOR, RECOVERY_STEPS, REST_EVERY, REST_STEPS, Guard
+from kv_offload.guard import MIN_FACTOR, MIN_SHARE, RECOVERY_STEPS, REST_EVERY, REST_STEPS, Guard
 from kv_offload.step_clock import Step
 
 Slowdown = Callable[[Guard], float]
@@ -34,6 +34,8 @@ class Simulated:
         self.guard = Guard(bound)
         self.lowest = 1.0
         self.steps_with_stores = 0
+        self.seconds = 0.0
+        self.harm_seconds = 0.0
         self._slowdown = slowdown
         self._noise = noise
         self._store_share = store_share
@@ -44,11 +46,15 @@ class Simulated:
         for _ in range(steps):
             self._step += 1
             context_tokens = 50_000 + 16 * (self._step % 4000)
-            stores = self.guard.plans_stores() and self._random.random() < self._store_share
+            self.guard.begin_step()
+            stores = self.guard.share > 0 and self._random.random() < self._store_share
             seconds = 0.005 * (1 + context_tokens / 1e6)
-            seconds *= self._random.lognormvariate(0, self._noise)
+            self.seconds += seconds
             if stores:
-                seconds *= self._slowdown(self.guard)
+                harm = seconds * (self._slowdown(self.guard) - 1)
+                self.harm_seconds += harm
+                seconds += harm
+            seconds *= self._random.lognormvariate(0, self._noise)
             if self._random.random() < 0.01:
                 seconds += 0.02
             self.guard.observe(step(16, 16, context_tokens, stores), seconds)
@@ -67,13 +73,38 @@ def test_noise_throttles_nothing(noise: float, store_share: float) -> None:
         assert engine.guard.throttled_steps == 0
 
 
-@pytest.mark.parametrize(("slowdown", "noise"), [(1.08, 0.01), (1.2, 0.05), (1.5, 0.1), (1.5, 0.3)])
-def test_harm_throttles_until_it_ends(slowdown: float, noise: float) -> None:
-    engine = Simulated(lambda guard: slowdown if guard.factor > 1 / 64 else 1.0, noise, 1.0)
-    engine.run(3000)
-    assert engine.lowest <= 1 / 64
-    assert engine.guard.factor < 1 / 8
-    assert engine.guard.throttled_steps > 1000
+@pytest.mark.parametrize(
+    ("slowdown", "noise"), [(1.08, 0.01), (1.2, 0.05), (1.5, 0.05), (2.0, 0.1)]
+)
+def test_harm_throttles_until_its_average_is_within_the_bound(
+    slowdown: float, noise: float
+) -> None:
+    """Also where every store costs its step the same, however small it is."""
+    engine = Simulated(lambda _: slowdown, noise, 1.0)
+    engine.run(2000)
+    assert engine.lowest <= 1 / 16
+    engine.seconds = engine.harm_seconds = 0
+    engine.run(6000)
+    assert engine.harm_seconds / engine.seconds < 0.065
+    assert engine.guard.throttled_steps > 6000
+
+
+def test_rare_harm_is_tolerated() -> None:
+    engine = Simulated(lambda _: 1.3, 0.01, 0.1)
+    engine.run(5000)
+    assert engine.harm_seconds / engine.seconds == pytest.approx(0.03, abs=0.01)
+    assert engine.lowest == 1.0
+
+
+def test_a_quarter_of_a_millisecond_is_no_harm() -> None:
+    """Handing over a copy costs as much on a tiny model, whose steps are shorter than that."""
+    for extra, throttles in ((0.0002, False), (0.0004, True)):
+        guard = Guard(1.05)
+        for _ in range(500):
+            guard.begin_step()
+            stores = guard.share > 0
+            guard.observe(step(1, 1, 400, stores), 0.001 + extra * stores)
+        assert (guard.factor < 1.0) == throttles
 
 
 def test_harm_within_the_bound_is_tolerated() -> None:
@@ -90,10 +121,11 @@ def test_when_the_harm_has_ended_it_recovers_slowly(caplog: pytest.LogCaptureFix
     harmful = [True]
     engine = Simulated(lambda _: 1.5 if harmful[0] else 1.0, 0.01, 1.0)
     engine.run(1000)
-    assert engine.guard.factor == MIN_FACTOR
+    assert engine.guard.factor < 1 / 16
+    lowest = engine.guard.factor
     harmful[0] = False
     engine.run(5 * RECOVERY_STEPS)
-    assert MIN_FACTOR < engine.guard.factor < 0.1
+    assert lowest < engine.guard.factor < 20 * lowest
     engine.run(30 * RECOVERY_STEPS)
     assert engine.guard.factor == 1.0
     throttled = engine.guard.throttled_steps
@@ -120,7 +152,9 @@ def test_where_stores_never_pause_a_few_steps_rest() -> None:
     guard = Guard(1.05)
     rests = []
     for _ in range(1000):
-        stores = guard.plans_stores()
+        guard.begin_step()
+        stores = guard.share > 0
+        assert guard.share_at_end == 1.0, "what a request leaves at its end is stored"
         rests.append(not stores)
         guard.observe(step(16, 16, 64_000, stores), 0.005)
     assert 0 < sum(rests) <= 1000 * REST_STEPS / REST_EVERY
@@ -133,14 +167,16 @@ def test_where_stores_never_pause_a_few_steps_rest() -> None:
 def test_where_steps_without_stores_are_seen_none_rests() -> None:
     guard = Guard(1.05)
     for index in range(1000):
-        assert guard.plans_stores()
+        guard.begin_step()
+        assert guard.share == 1.0
         guard.observe(step(16, 16, 64_000, index % 4 > 0), 0.005)
 
 
 def test_without_a_bound_nothing_is_watched() -> None:
     guard = Guard(None)
     for index in range(1000):
-        assert guard.plans_stores()
+        guard.begin_step()
+        assert guard.share == 1.0
         guard.observe(step(16, 16, 64_000, index % 2 > 0), 0.005 if index % 2 else 0.001)
     assert guard.factor == 1.0
     assert not guard._kinds
@@ -162,3 +198,16 @@ def test_loads_are_neither_blamed_on_stores_nor_in_the_way_of_recovery() -> None
     for _ in range(4 * RECOVERY_STEPS):
         guard.observe(step(16, 16, 64_000, stores=True, loads=True), 0.005)
     assert guard.factor == 1.0
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25, MIN_SHARE, 1 / 100, MIN_FACTOR])
+def test_the_shares_of_the_steps_add_up_to_the_factor(factor: float) -> None:
+    guard = Guard(1.05)
+    guard.factor = factor
+    shares = []
+    for _ in range(4096):
+        guard.begin_step()
+        shares.append(guard.share)
+        assert guard.share_at_end == guard.share
+    assert sum(shares) == pytest.approx(4096 * factor, rel=0.05)
+    assert {share for share in shares if share} == {max(factor, MIN_SHARE)}

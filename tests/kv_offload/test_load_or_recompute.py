@@ -232,10 +232,10 @@ def test_stores_that_slow_the_engine_are_throttled(
     serve(engine, now, 2.0, range(250))
     stored = serve(engine, now, 2.0, range(250, 270))
     factor = engine.offload.watch.guard.factor
-    assert (factor < 1 / 256) == throttles
+    assert (factor < 1 / 16) == throttles
     assert (engine.totals["throttled_steps"] > 100) == throttles
-    # At the least share one slot a step, of six steps and the end of each prompt.
-    assert (stored <= 20 * 7) == throttles
+    # A few steps are given so much that their prompt is stored, most are given nothing.
+    assert (stored < 20 * 7) == throttles
     assert engine.offload._gauges_reported["store_share"] == factor
     engine.run()
     engine.check_rest()
