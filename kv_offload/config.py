@@ -94,7 +94,7 @@ class OffloadConfig:
     max_slowdown: Annotated[
         Annotated[float, Meta(ge=1, le=10)] | None,
         Meta(
-            description="Stores are throttled where they make steps this many times as long on average.",
+            description="How many times as long stores may make steps on average; above they are throttled.",
             extra={"allowed": "a number from 1 to 10, or null for no limit"},
         ),
     ] = 1.05
