@@ -94,7 +94,7 @@ class OffloadConfig:
     max_slowdown: Annotated[
         Annotated[float, Meta(ge=1, le=10)] | None,
         Meta(
-            description="How many times as long stores may make steps on average; above they are throttled.",
+            description="How many times as long stores may make steps on average.",
             extra={"allowed": "a number from 1 to 10, or null for no limit"},
         ),
     ] = 1.05
