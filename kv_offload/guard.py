@@ -29,7 +29,7 @@ CALM_VALID_STEPS = 4096
 """Where none was seen for so many measured steps, steps without stores say nothing any more."""
 
 CERTAINTY = 3.0
-"""How many standard errors of the ratio are not enough to call stores harmful."""
+"""Harm is what exceeds the bound by more than so many standard errors."""
 
 MIN_HARM_SECONDS = 0.00025
 """Steps shorter than 5 ms may become longer by this, whatever the ratio: to hand over a copy costs
