@@ -87,6 +87,17 @@ class OffloadConfig:
             extra={"allowed": "a number above 0 and at most 1"},
         ),
     ] = 0.8
+    load_or_recompute: Annotated[
+        Literal["measured", "always_load"],
+        Meta(description="Whether a hit is computed where that was measured to be sooner."),
+    ] = "measured"
+    max_slowdown: Annotated[
+        Annotated[float, Meta(ge=1, le=10)] | None,
+        Meta(
+            description="How many times as long stores may make steps on average.",
+            extra={"allowed": "a number from 1 to 10, or null for no limit"},
+        ),
+    ] = 1.05
     keep_on_sleep: Annotated[
         bool,
         Meta(

@@ -268,8 +268,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     # -- both ----------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> OffloadStats | None:
-        """Return what this half counted since the last call."""
+        """Return what this half counted since the last call.
+
+        Of the scheduler's hooks it is the only one that vLLM calls at the end of every step.
+        """
         if self.offload_scheduler is not None:
+            self.offload_scheduler.watch.end()
             return self.offload_scheduler.take_stats()
         return self.offload_worker.take_stats()
 

@@ -9,32 +9,27 @@ the wait is worth: next to nothing while others run, more while nobody does.
 
 from __future__ import annotations
 
+from kv_offload.rates import LoadRate
+
 BUSY_SECONDS = 0.003
 """What the synchronous loads of one step may take from others that run: less than one token."""
 
 IDLE_SECONDS = 0.1
 """The same where nobody runs: bounds how long a request that comes meanwhile waits."""
 
-ASSUMED_BYTES_PER_SECOND = 12e9
-"""The speed of loads until one was measured: that of PCIe Gen4 x8, so that none is too long."""
-
 
 class LoadMode:
-    """Decides by the time that loads take, from the speed that the ranks measured.
+    """Decides by the time that loads take.
 
     `slot_bytes` are those of a slot on one rank. Where some rank cannot have compute wait for a
     load on its device, `allowed` is set to False.
     """
 
-    def __init__(self, slot_bytes: int) -> None:
+    def __init__(self, slot_bytes: int, load_rate: LoadRate) -> None:
         self.allowed = True
         self._slot_bytes = slot_bytes
-        self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
+        self._load_rate = load_rate
         self._seconds_planned = 0.0
-
-    def learn(self, bytes_per_second: float) -> None:
-        """Take the speed of a load that ran alone on its rank."""
-        self._bytes_per_second = bytes_per_second
 
     def begin_step(self) -> None:
         """Forget what was planned for the step before."""
@@ -53,4 +48,4 @@ class LoadMode:
         self._seconds_planned += self._seconds(num_slots)
 
     def _seconds(self, num_slots: int) -> float:
-        return num_slots * self._slot_bytes / self._bytes_per_second
+        return self._load_rate.seconds(num_slots * self._slot_bytes)

@@ -13,6 +13,7 @@ from kv_offload.cache_manager import CacheManager, MissingKeyError
 from kv_offload.metadata import JobResult, LoadJob
 from kv_offload.policies import Slots
 from kv_offload.prefix import PrefixMap, SlotKey
+from kv_offload.rates import LoadQueue
 
 MAX_WAIT_SECONDS = 5.0
 """How long a request waits for another's load of its prefix before it is served on its own.
@@ -39,12 +40,14 @@ class LoadPlanner:
     that long, also when the request is gone. Its keys count as *arriving* until the request that
     asked for them is scheduled with them (only then does the engine's own prefix cache know the
     blocks), is asked again after a failure, or ends: until then other requests for them wait.
+    `queue` counts the slots of running loads.
     """
 
     def __init__(self, prefixes: PrefixMap, manager: CacheManager, num_ranks: int = 1) -> None:
         self._prefixes = prefixes
         self._manager = manager
         self._num_ranks = num_ranks
+        self.queue = LoadQueue()
         self._next_job_id = 0
         self._planned: list[LoadJob] = []
         self._running: dict[str, Slots] = {}
@@ -155,6 +158,7 @@ class LoadPlanner:
         )
         self._next_job_id += 1
         self._planned.append(job)
+        self.queue.add(len(slots), time.monotonic())
         if synchronous:
             # The engine's own prefix cache knows its blocks from this step on: nobody waits.
             ranks = set(range(self._num_ranks))
@@ -175,7 +179,7 @@ class LoadPlanner:
         for request_id in request_ids:
             slots = self._running.pop(request_id, None)
             if slots is not None:
-                self._manager.complete_load(slots)
+                self._let_go(slots)
                 ended += 1
         return ended
 
@@ -186,7 +190,11 @@ class LoadPlanner:
             load.ranks_left.difference_update(result.ranks)
             if not load.ranks_left:
                 del self._synchronous[job_id]
-                self._manager.complete_load(load.slots)
+                self._let_go(load.slots)
+
+    def _let_go(self, slots: Slots) -> None:
+        self._manager.complete_load(slots)
+        self.queue.remove(len(slots), time.monotonic())
 
     def settle(self, request_id: str) -> None:
         """Stop others from waiting for this request's load."""

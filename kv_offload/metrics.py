@@ -34,6 +34,11 @@ METRICS = (
         "lookup_tokens", "counter", "Tokens looked up in host memory after the GPU prefix cache."
     ),
     Metric("hit_tokens", "counter", "Tokens loaded from host memory instead of being computed."),
+    Metric(
+        "recomputed_tokens",
+        "counter",
+        "Tokens that host memory had but that were computed, since that was sooner.",
+    ),
     Metric("evictions", "counter", "Slots whose content was replaced."),
     Metric("stored_bytes", "counter", "Bytes copied to host memory, over all ranks."),
     Metric(
@@ -52,12 +57,24 @@ METRICS = (
         "counter",
         "Slots of ended requests that no store budget was left for and that wait for one.",
     ),
+    Metric("throttled_steps", "counter", "Steps whose stores were throttled by max_slowdown."),
     Metric("slots_in_use", "gauge", "Slots that hold KV or are being written."),
     Metric("slots", "gauge", "Slots in the pool that may be used."),
     Metric("running_loads", "gauge", "Loads that some rank has not completed."),
     Metric("running_stores", "gauge", "Stores that some rank has not completed."),
     Metric("pinned_blocks", "gauge", "GPU blocks kept from reuse until their store has ended."),
     Metric("waiting_slots", "gauge", "Slots of ended requests that wait to be stored."),
+    Metric("store_share", "gauge", "Share of its budget that max_slowdown leaves to storing."),
+    Metric(
+        "load_bytes_per_second",
+        "gauge",
+        "Speed of loads that ran alone, of the slowest rank; 0 until it was measured.",
+    ),
+    Metric(
+        "prefill_tokens_per_second",
+        "gauge",
+        "Speed of computing prompts in large steps; 0 until it was measured.",
+    ),
 )
 _KINDS = {metric.name: metric.kind for metric in METRICS}
 

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from kv_offload.cache_manager import CacheManager
 from kv_offload.config import OffloadConfig
+from kv_offload.load_choice import LoadChoice
 from kv_offload.load_mode import LoadMode
 from kv_offload.load_planner import LoadPlanner
 from kv_offload.metadata import JobResult, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 from kv_offload.metrics import OffloadStats
 from kv_offload.policies import make_policy
 from kv_offload.prefix import CacheGroup, KeyMaker, PrefixMap
+from kv_offload.step_watch import StepWatch
 from kv_offload.store_budget import StoreBudget
 from kv_offload.store_leftovers import StoreCursor
 from kv_offload.store_planner import StorePlanner
@@ -51,9 +53,12 @@ class OffloadScheduler:
         self._config = config
         self._prompt_only = config.store_blocks == "prompt"
         self._groups = groups
-        self.load_mode = LoadMode(slot_bytes)
+        self._slot_bytes = slot_bytes
+        self.watch = StepWatch(config.max_slowdown)
+        self.load_mode = LoadMode(slot_bytes, self.watch.load_rate)
         self.store_budget = StoreBudget(slot_bytes)
         self._matched_synchronous: set[str] = set()
+        self._declined_tokens: dict[str, int] = {}
         self._num_ranks = num_ranks
         self._make_key = make_key
         self._num_slots = num_slots
@@ -70,7 +75,7 @@ class OffloadScheduler:
         """Set while the engine resets everything for a sleep that host memory is to outlive."""
         self._weights_changed = False
         self._evictions_reported = 0
-        self._gauges_reported: dict[str, int] = {}
+        self._gauges_reported: dict[str, float] = {}
         self._stats = OffloadStats()
 
     # -- start ---------------------------------------------------------------------------------
@@ -93,6 +98,12 @@ class OffloadScheduler:
             self._groups, pool.hash_block_size, self._config.blocks_per_slot, self._make_key
         )
         self._loads = LoadPlanner(self._prefixes, self.manager, self._num_ranks)
+        self._choice = LoadChoice(
+            self._config.load_or_recompute,
+            self._slot_bytes,
+            self.watch,
+            self._loads.queue,
+        )
         self._stores = StorePlanner(
             self._prefixes,
             self.manager,
@@ -120,6 +131,7 @@ class OffloadScheduler:
         """
         request_id = request.request_id
         self._matched_synchronous.discard(request_id)
+        self._declined_tokens.pop(request_id, None)
         if request.skip_reading_prefix_cache or request_id in self._load_failed:
             return 0, False
         tokens = self._loads.match(
@@ -127,14 +139,16 @@ class OffloadScheduler:
         )
         if not tokens:
             return tokens, False
+        slots = self._prefixes.count_slots(num_computed_tokens, num_computed_tokens + tokens)
+        idle = self._requests.keys() <= {request_id}
         # A failed synchronous load is reported by block, which vLLM can do with one group only.
-        if len(self._groups) == 1:
-            idle = self._requests.keys() <= {request_id}
-            slots = self._prefixes.count_slots(num_computed_tokens, num_computed_tokens + tokens)
-            if self.load_mode.is_synchronous(slots, idle=idle):
-                self._matched_synchronous.add(request_id)
-                return tokens, False
-        return tokens, True
+        synchronous = len(self._groups) == 1 and self.load_mode.is_synchronous(slots, idle=idle)
+        if not self._choice.loads(num_computed_tokens, tokens, slots, synchronous=synchronous):
+            self._declined_tokens[request_id] = tokens
+            return 0, False
+        if synchronous:
+            self._matched_synchronous.add(request_id)
+        return tokens, not synchronous
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Take the blocks that the engine gave a waiting request, and plan its load if it has one.
@@ -152,7 +166,13 @@ class OffloadScheduler:
             return
         self._stats.count("lookup_tokens", request.num_tokens - start)
         self._stats.count("hit_tokens", num_external_tokens)
+        declined = self._declined_tokens.pop(request_id, 0)
+        if declined:
+            self._stats.count("recomputed_tokens", declined)
+            self._choice.declined()
+        self._choice.admitted(request, start + num_external_tokens)
         if num_external_tokens:
+            self._choice.planned()
             end = start + num_external_tokens
             null_block = self._pool.null_block.block_id
             synchronous = request_id in self._matched_synchronous
@@ -176,13 +196,17 @@ class OffloadScheduler:
         that it filled in an earlier step waits for the next one: nobody takes it from the request
         meanwhile, and most requests of a step of decodes are not touched at all.
         """
+        stores_in_flight = self._stores.jobs.running > 0
+        scheduled = output.num_scheduled_tokens
+        self.watch.guard.begin_step()
+        # While nothing is computed there is nobody to harm, and what waits can be stored.
+        self.store_budget.throttle(self.watch.guard.share if scheduled else 1.0)
         self.load_mode.begin_step()
         self.store_budget.begin_step(
             loads_running=self._loads.running > 0, grown_blocks=self._grown_blocks
         )
         self._stores.begin_step()
         self._stores.plan_leftovers()
-        scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             state = self._requests.get(new.req_id)
             if state is not None:
@@ -208,7 +232,14 @@ class OffloadScheduler:
         stores = self._stores.take_planned()
         self._stores.settle_leftovers(idle=not scheduled)
         self._behind = self._stores.behind
-        return OffloadMetadata(stores, self._loads.take_planned())
+        metadata = OffloadMetadata(stores, self._loads.take_planned())
+        self.watch.begin(
+            output,
+            stores=stores_in_flight,
+            loads=self._loads.running > 0,
+            waits=any(load.synchronous for load in metadata.loads),
+        )
+        return metadata
 
     def _to_look_at(
         self, request_ids: Sequence[str], new_block_ids: Sequence[Any]
@@ -245,6 +276,8 @@ class OffloadScheduler:
         self._behind.discard(request_id)
         self._load_failed.discard(request_id)
         self._matched_synchronous.discard(request_id)
+        self._declined_tokens.pop(request_id, None)
+        self._choice.forget(request_id)
         loading = self._loads.is_loading(request_id)
         self._loads.forget(request_id)
         if state is None or loading:
@@ -279,7 +312,7 @@ class OffloadScheduler:
             self._stores.complete(report.stores)
             self._loads.complete_synchronous(report.loads)
             if report.load_bytes_per_second is not None:
-                self.load_mode.learn(report.load_bytes_per_second)
+                self.watch.load_rate.learn(report.load_bytes_per_second)
             if report.store_bytes_per_second is not None:
                 self.store_budget.learn(report.store_bytes_per_second)
             if report.ready_slots:
@@ -378,17 +411,19 @@ class OffloadScheduler:
         stats, self._stats = self._stats, OffloadStats()
         stats.count("evictions", self.manager.evictions - self._evictions_reported)
         self._evictions_reported = self.manager.evictions
+        stats.count("throttled_steps", self.watch.take_throttled_steps())
         if self._stores.has_skipped:
             for reason, slots in self._stores.take_skipped().items():
                 stats.count(f"skipped_{reason}", slots)
         manager, jobs = self.manager, self._stores.jobs
-        gauges = {
+        gauges: dict[str, float] = {
             "slots": manager.usable_slots,
             "slots_in_use": manager.slots_in_use,
             "running_loads": self._loads.running,
             "running_stores": jobs.running,
             "pinned_blocks": jobs.pinned_blocks,
             "waiting_slots": self._stores.leftovers.slots,
+            **self.watch.gauges(),
         }
         if gauges != self._gauges_reported:
             for name, value in gauges.items():

@@ -45,10 +45,16 @@ ALLOWED = {
     | {"weight_hooks", "worker"},
     # scheduler -> cache_manager -> policies
     "scheduler": LEAVES
-    | {"cache_manager", "load_mode", "load_planner", "metrics", "policies", "prefix"}
-    | {"store_planner"},
-    "load_mode": set(),
-    "load_planner": LEAVES | {"cache_manager", "policies", "prefix"},
+    | {"cache_manager", "load_choice", "load_mode", "load_planner", "metrics", "policies"}
+    | {"prefix", "step_watch", "store_planner"},
+    # what was measured, and what follows from it
+    "rates": set(),
+    "step_clock": set(),
+    "guard": {"engine_compat", "step_clock"},
+    "step_watch": {"guard", "rates", "step_clock"},
+    "load_mode": {"rates"},
+    "load_choice": {"rates", "step_watch"},
+    "load_planner": LEAVES | {"cache_manager", "policies", "prefix", "rates"},
     "store_planner": LEAVES | {"cache_manager", "policies", "prefix"},
     "cache_manager": LEAVES | {"policies"},
     "policies": LEAVES,

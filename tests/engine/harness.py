@@ -214,7 +214,7 @@ def engine(
         running = Engine(LLM(**settings), totals)
         if plugin is not None:
             running.offload.load_mode.allowed = synchronous_loads
-            running.offload.load_mode.learn(float("inf"))
+            running.offload.watch.load_rate.learn(float("inf"))
         try:
             yield running
         finally:
@@ -265,6 +265,10 @@ class Copies:
             copy_runs(runs[: (len(runs) + 1) // 2])
             raise OSError("injected fault")
         copy_runs(runs)
+
+    def is_load(self, runs: Sequence[Run]) -> bool:
+        """Tell which way a slice goes."""
+        return self._direction(runs[0][0]) is Direction.LOAD
 
     def _direction(self, dst_address: int) -> Direction:
         arena = get_kv_transfer_group().offload_worker._engine._state.arena

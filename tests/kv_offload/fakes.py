@@ -642,7 +642,7 @@ class PlayedEngine:
             {(0, r): rank.connector.get_handshake_metadata() for r, rank in enumerate(self.ranks)}
         )
         self.offload.load_mode.allowed = synchronous_loads
-        self.offload.load_mode.learn(float("inf"))
+        self.offload.watch.load_rate.learn(float("inf"))
         kv = [rank.kv for rank in self.ranks]
         self.model = PlayedModel(self.groups, kv, context_ranks, interleave)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
@@ -854,7 +854,10 @@ class PlayedEngine:
         assert not stores._keys
         assert (len(stores.leftovers), stores.leftovers.slots) == (0, 0)
         assert self.offload._loads.running == 0
+        assert self.offload._loads.queue._slots == 0
         assert not self.offload._matched_synchronous
+        assert not self.offload._declined_tokens
+        assert not self.offload._choice._prefilling
         assert not self.offload._loads._arriving
         assert not self.offload._loads._matched_from
         assert not self.offload._loads._waiting

@@ -27,6 +27,8 @@ DEFAULTS = OffloadConfig(
     blocks_per_slot=1,
     transfer_engine="auto",
     max_pinned_share=0.8,
+    load_or_recompute="measured",
+    max_slowdown=1.05,
     keep_on_sleep=False,
     on_load_failure="recompute",
 )
@@ -77,6 +79,10 @@ def test_defaults():
         ("transfer_engine", "cuda", "cuda"),
         ("max_pinned_share", 0.01, 0.01),
         ("max_pinned_share", 1, 1.0),
+        ("load_or_recompute", "always_load", "always_load"),
+        ("max_slowdown", 1, 1.0),
+        ("max_slowdown", 1.2, 1.2),
+        ("max_slowdown", None, None),
         ("keep_on_sleep", True, True),
         ("on_load_failure", "fail", "fail"),
     ],
@@ -120,6 +126,11 @@ BAD_VALUES = [
     ("max_pinned_share", 1.01, "<= 1"),
     ("max_pinned_share", "50%", "got `str`"),
     ("max_pinned_share", True, "got `bool`"),
+    ("load_or_recompute", "always", "Invalid enum value"),
+    ("max_slowdown", 0.9, ">= 1"),
+    ("max_slowdown", 11, "<= 10"),
+    ("max_slowdown", "5%", "got `str`"),
+    ("max_slowdown", False, "got `bool`"),
     ("keep_on_sleep", 1, "got `int`"),
     ("keep_on_sleep", "yes", "got `str`"),
     ("on_load_failure", "retry", "Invalid enum value"),
@@ -143,7 +154,8 @@ def test_bad_values_are_refused_with_source_path_value_and_remedy(write, key, va
 
 @pytest.mark.parametrize("text", [".nan", ".inf", "-.inf"])
 def test_numbers_that_are_not_finite_are_refused(write, text):
-    assert "max_pinned_share" in refusal({"config_file": write(f"max_pinned_share: {text}")})
+    for key in ("max_pinned_share", "max_slowdown"):
+        assert key in refusal({"config_file": write(f"{key}: {text}")})
 
 
 def test_a_bad_value_is_refused_also_where_another_source_overrides_it(write):

@@ -2,12 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kv_offload.load_mode import (
-    ASSUMED_BYTES_PER_SECOND,
-    BUSY_SECONDS,
-    IDLE_SECONDS,
-    LoadMode,
-)
+from kv_offload.load_mode import BUSY_SECONDS, IDLE_SECONDS, LoadMode
+from kv_offload.rates import ASSUMED_BYTES_PER_SECOND, LoadRate
 
 SLOT_BYTES = 1_000_000
 
@@ -18,13 +14,13 @@ def slots_in(seconds: float, bytes_per_second: float = ASSUMED_BYTES_PER_SECOND)
 
 @pytest.mark.parametrize(("idle", "seconds"), [(True, IDLE_SECONDS), (False, BUSY_SECONDS)])
 def test_a_load_is_synchronous_up_to_its_limit(idle: bool, seconds: float) -> None:
-    mode = LoadMode(SLOT_BYTES)
+    mode = LoadMode(SLOT_BYTES, LoadRate())
     assert mode.is_synchronous(slots_in(seconds), idle=idle)
     assert not mode.is_synchronous(slots_in(seconds) + 1, idle=idle)
 
 
 def test_the_loads_of_a_step_share_the_limit() -> None:
-    mode = LoadMode(SLOT_BYTES)
+    mode = LoadMode(SLOT_BYTES, LoadRate())
     half = slots_in(BUSY_SECONDS) // 2
     mode.plan(half)
     assert mode.is_synchronous(half, idle=False)
@@ -35,15 +31,16 @@ def test_the_loads_of_a_step_share_the_limit() -> None:
 
 
 def test_the_measured_speed_replaces_the_assumed_one() -> None:
-    mode = LoadMode(SLOT_BYTES)
+    rate = LoadRate()
+    mode = LoadMode(SLOT_BYTES, rate)
     slots = slots_in(BUSY_SECONDS, 50e9)
     assert not mode.is_synchronous(slots, idle=False)
-    mode.learn(50e9)
+    rate.learn(50e9)
     assert mode.is_synchronous(slots, idle=False)
     assert not mode.is_synchronous(slots + 1, idle=False)
 
 
 def test_none_is_synchronous_where_that_is_not_possible() -> None:
-    mode = LoadMode(SLOT_BYTES)
+    mode = LoadMode(SLOT_BYTES, LoadRate())
     mode.allowed = False
     assert not mode.is_synchronous(1, idle=True)

@@ -113,6 +113,12 @@ def test_every_reason_to_skip_a_store_has_a_counter() -> None:
     assert {f"skipped_{reason}" for reason in SKIP_REASONS} <= set(COUNTERS)
 
 
+def test_every_metric_is_documented() -> None:
+    rows = (Path(__file__).parents[2] / "docs/metrics.md").read_text().splitlines()
+    table = [row for row in rows if row.startswith("| `")]
+    assert table == [f"| `{m.name}` | {m.kind} | {m.documentation} |" for m in METRICS]
+
+
 def test_names_are_not_vllms() -> None:
     """Two collectors of one name end the API server; some prefixes belong to its connectors."""
     assert PREFIX.startswith("vllm:"), "vLLM unregisters its metrics by name for a second engine"

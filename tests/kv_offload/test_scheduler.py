@@ -589,17 +589,14 @@ def test_what_was_deferred_and_is_gone_meanwhile_is_not_stored() -> None:
     engine.check_rest()
 
 
-def test_a_throttled_engine_stores_nothing_and_comes_to_rest() -> None:
+def test_a_throttled_engine_stores_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = PlayedEngine()
-    engine.offload.store_budget.throttle(0)
+    guard = engine.offload.watch.guard
+    monkeypatch.setattr(guard, "begin_step", lambda: None)
+    guard.share = 0.0
     engine.add("a", PROMPT, max_tokens=3)
     engine.run()
-    assert engine.totals["stored_bytes"] == 0
-    assert engine.totals["deferred_slots"] == engine.totals["skipped_no_budget"] == 5
-    engine.check_rest()
-    engine.offload.store_budget.throttle(1)
-    engine.add("b", PROMPT, max_tokens=1)
-    engine.run()
+    assert engine.totals["deferred_slots"] == 5, "none while it ran"
     assert engine.totals["stored_bytes"] == blocks(5)
     engine.check_rest()
 
@@ -834,12 +831,12 @@ def test_only_loads_that_take_long_are_asynchronous() -> None:
     engine.run()
     forget(engine)
     one_slot = engine.offload.load_mode._slot_bytes
-    engine.offload.load_mode.learn(4.5 * one_slot / IDLE_SECONDS)  # the hit is of 5 slots
+    engine.offload.watch.load_rate.learn(4.5 * one_slot / IDLE_SECONDS)  # the hit is of 5 slots
     engine.add("second", PROMPT)
     assert not engine.schedule().kv_connector_metadata.loads[0].synchronous
     engine.abort("second")
     engine.run()
-    engine.offload.load_mode.learn(5.5 * one_slot / IDLE_SECONDS)
+    engine.offload.watch.load_rate.learn(5.5 * one_slot / IDLE_SECONDS)
     engine.add("third", PROMPT)
     assert engine.schedule().kv_connector_metadata.loads[0].synchronous
     engine.run()
@@ -852,7 +849,7 @@ def test_a_load_beside_others_is_synchronous_only_if_it_is_short() -> None:
     engine.run()
     forget(engine)
     one_slot = engine.offload.load_mode._slot_bytes
-    engine.offload.load_mode.learn(5.5 * one_slot / IDLE_SECONDS)
+    engine.offload.watch.load_rate.learn(5.5 * one_slot / IDLE_SECONDS)
     engine.add("other", OTHER, max_tokens=9)
     engine.schedule()
     engine.execute()
@@ -1045,6 +1042,9 @@ def test_gauges_are_reported_when_they_change() -> None:
         "running_stores": 0,
         "pinned_blocks": 0,
         "waiting_slots": 0,
+        "store_share": 1.0,
+        "load_bytes_per_second": 0.0,
+        "prefill_tokens_per_second": 0.0,
     }
     assert engine.offload.take_stats().is_empty()
     engine.add("a", PROMPT, max_tokens=1)
@@ -1271,6 +1271,15 @@ class AnyOrder(RuleBasedStateMachine):
         busy = [rank.copies for rank in self.engine.ranks if rank.copies.submitted]
         copies = data.draw(st.sampled_from(busy))
         copies.run(data.draw(st.integers(0, len(copies.submitted) - 1)), fail=fail)
+
+    @rule(computes=st.booleans())
+    def prefer(self, computes: bool) -> None:
+        """Have hits computed or loaded, as the times that were measured could."""
+        self.engine.offload._choice.loads = lambda *_tokens, **_mode: not computes
+
+    @rule(factor=st.sampled_from([0.0, 1 / 512, 1.0]))
+    def throttle(self, factor: float) -> None:
+        self.engine.offload.watch.guard.factor = factor
 
     @rule()
     def evict_what_is_free(self) -> None:

@@ -1,0 +1,64 @@
+"""How long the engine's steps take, seen from the scheduler: plans leave, reports come back."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step does, as far as its time depends on it.
+
+    `tokens` are computed, of `requests` requests, which had `context_tokens` before. Stores or
+    loads are in flight while it runs. `waits` says that its forward comes after a load.
+    """
+
+    tokens: int
+    requests: int
+    context_tokens: int
+    stores: bool
+    loads: bool
+    waits: bool
+    begun: float = 0.0
+    paused: float = 0.0
+
+
+class StepClock:
+    """Times steps from end to end where they follow each other, else from their plan to their end.
+
+    Steps end in the order in which they begin. With asynchronous scheduling the next one is planned
+    before the last has ended; then its time begins when that one ends. While nothing is under way
+    no time passes, so an idle engine makes no step long.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: deque[Step] = deque()
+        self._ended = 0.0
+        self._has_just_ended = False
+
+    def begin(self, step: Step, now: float) -> None:
+        """Take a step whose plan is made at `now`, in seconds of a monotonic clock."""
+        step.begun = now
+        if self._has_just_ended:
+            self._has_just_ended = False
+            if self._under_way:
+                # Whoever drives the engine may have done something else meanwhile.
+                self._under_way[0].paused = now - self._ended
+        self._under_way.append(step)
+
+    def end(self, now: float) -> tuple[Step, float] | None:
+        """Return the oldest step under way, which ends now, with its seconds.
+
+        None where there is none, where it computed nothing, and where it was not being waited for
+        during half of that time, so that it may have ended unseen.
+        """
+        if not self._under_way:
+            return None
+        step = self._under_way.popleft()
+        seconds = now - max(step.begun, self._ended)
+        self._ended = now
+        self._has_just_ended = True
+        if not step.tokens or seconds <= 0 or 2 * step.paused > seconds:
+            return None
+        return step, seconds

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from kv_offload.rates import (
+    ASSUMED_BYTES_PER_SECOND,
+    MIN_MEASUREMENTS,
+    LoadQueue,
+    LoadRate,
+    PrefillRate,
+    RecentMedian,
+)
+
+
+def test_the_lower_median_of_the_last_values() -> None:
+    median = RecentMedian(size=4)
+    assert not median
+    seen = []
+    for value in (5.0, 1.0, 9.0, 7.0, 8.0, 8.0):
+        median.add(value)
+        seen.append(median.value)
+    assert seen == [5.0, 1.0, 5.0, 5.0, 7.0, 8.0]
+    assert len(median) == 4
+
+
+# -- loads -------------------------------------------------------------------------------------
+
+
+def test_the_speed_of_loads_is_assumed_until_one_was_measured() -> None:
+    rate = LoadRate()
+    assert rate.seconds(6_000_000_000) == 6e9 / ASSUMED_BYTES_PER_SECOND
+    assert rate.measured_bytes_per_second is None
+    rate.learn(2e9)
+    assert rate.seconds(6_000_000_000) == 3.0
+    assert rate.measured_bytes_per_second is None, "one load is no evidence"
+    for _ in range(MIN_MEASUREMENTS - 1):
+        rate.learn(2e9)
+    assert rate.measured_bytes_per_second == 2e9
+
+
+def test_one_load_that_hung_changes_nothing() -> None:
+    rate = LoadRate()
+    for speed in (50e9, 50e9, 1e3, 50e9):
+        rate.learn(speed)
+    assert rate.measured_bytes_per_second == 50e9
+
+
+def test_a_queue_of_loads_runs_down_with_time_and_with_completions() -> None:
+    queue = LoadQueue()
+    assert queue.seconds_ahead(0.1, 100.0) == 0
+    queue.add(10, 100.0)
+    assert queue.seconds_ahead(0.1, 100.0) == pytest.approx(1.0)
+    queue.add(20, 100.4)
+    assert queue.seconds_ahead(0.1, 100.4) == pytest.approx(2.6)
+    queue.remove(10, 101.0)
+    assert queue.seconds_ahead(0.1, 101.0) == pytest.approx(2.0)
+    assert queue.seconds_ahead(0.1, 109.0) == 0, "slower than expected, but not less than nothing"
+    queue.remove(20, 109.0)
+    queue.add(10, 200.0)
+    assert queue.seconds_ahead(0.1, 200.0) == pytest.approx(1.0)
+
+
+# -- computing ---------------------------------------------------------------------------------
+
+
+def learnt(*steps: tuple[int, float]) -> PrefillRate:
+    rate = PrefillRate()
+    for tokens, seconds in steps:
+        for _ in range(MIN_MEASUREMENTS):
+            rate.learn(tokens, 1, seconds)
+    return rate
+
+
+def test_nothing_is_known_without_evidence() -> None:
+    rate = PrefillRate()
+    for _ in range(MIN_MEASUREMENTS - 1):
+        rate.learn(4096, 1, 0.1)
+    assert rate.seconds(4096) is None
+    assert rate.tokens_per_second is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests"), [(16, 1), (256, 256), (1280, 256), (63, 1)], ids=str
+)
+def test_steps_that_decode_say_nothing_about_prompts(tokens: int, requests: int) -> None:
+    rate = PrefillRate()
+    for _ in range(50):
+        rate.learn(tokens, requests, 0.005)
+    assert rate.seconds(4096) is None
+
+
+def test_a_step_of_prompts_and_some_decodes_counts() -> None:
+    rate = PrefillRate()
+    for _ in range(MIN_MEASUREMENTS):
+        rate.learn(8192, 256, 0.2)
+    assert rate.seconds(8192) == pytest.approx(0.2)
+
+
+def test_a_first_step_that_compiles_changes_nothing() -> None:
+    rate = PrefillRate()
+    rate.learn(8192, 1, 30.0)
+    for _ in range(MIN_MEASUREMENTS):
+        rate.learn(8192, 1, 0.2)
+    assert rate.seconds(8192) == pytest.approx(0.2)
+
+
+def test_the_time_is_that_of_the_largest_measured_steps_up_to_that_size() -> None:
+    rate = learnt((128, 0.008), (8192, 0.2))
+    assert rate.seconds(128) == pytest.approx(0.008)
+    assert rate.seconds(1024) == pytest.approx(0.064)
+    assert rate.seconds(8192) == pytest.approx(0.2)
+    assert rate.seconds(32768) == pytest.approx(0.8)
+    assert rate.tokens_per_second == pytest.approx(8192 / 0.2)
+
+
+def test_fewer_tokens_than_any_step_had_take_no_longer_than_a_step() -> None:
+    rate = learnt((8192, 0.2))
+    seconds = rate.seconds(100)
+    assert seconds is not None
+    assert seconds >= 0.2
+    assert seconds <= 2 * 0.2
+
+
+def test_more_tokens_never_take_less_time_where_larger_steps_are_not_much_faster() -> None:
+    rate = learnt((100, 0.006), (1000, 0.03), (8000, 0.21))
+    times = [rate.seconds(tokens) or 0.0 for tokens in range(64, 40000, 7)]
+    drops = [after / before for before, after in pairwise(times)]
+    # Where the next size begins its better rate sets in; elsewhere time only grows.
+    assert sum(drop < 1 for drop in drops) <= 2
