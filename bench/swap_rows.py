@@ -26,7 +26,8 @@ class Row:
     """One measurement.
 
     `ratio` is that to the roofline; of a slowdown, the time of the work beside copies over its time
-    alone. `microseconds` is a latency where the name says so.
+    alone, and `gbps` is what the copies reach meanwhile. `microseconds` is a latency where the name
+    says so.
     """
 
     name: str
