@@ -42,7 +42,8 @@ def new_stream(priority: int = 0) -> Any:
     if int(status):
         raise RuntimeError(f"cuStreamCreateWithPriority returned {status}")
     stream: Any = torch.cuda.ExternalStream(int(handle))
-    weakref.finalize(stream, driver.cuStreamDestroy, handle)
+    # Not at exit: the CUDA context may be gone before.
+    weakref.finalize(stream, driver.cuStreamDestroy, handle).atexit = False
     return stream
 
 
