@@ -353,7 +353,7 @@ def show(row: Row) -> str:
 
 
 def plot(document: Row, target: Path) -> None:
-    """Draw, of each way that was measured beside others, GB/s and what it does to a product."""
+    """Draw what was measured of each way beside others."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -361,18 +361,25 @@ def plot(document: Row, target: Path) -> None:
 
     rows = [row for row in document["rows"] if "product" in row]
     names = list(dict.fromkeys(row["way"] for row in rows))
-    panels = [("gbps", "GB/s"), ("both_gbps", "GB/s, both ways"), ("product", "product slowed by")]
-    figure, axes = pyplot.subplots(1, 3, figsize=(14, 0.35 * len(names) + 1.5), sharey=True)
-    for axis, (key, label) in zip(axes, panels, strict=True):
+    panels = {
+        "gbps": "GB/s",
+        "product": "product slowed by",
+        "decode": "decode slowed by",
+        "both_gbps": "GB/s, both ways at once",
+        "gbps_beside_product": "GB/s beside the product",
+        "gbps_beside_decode": "GB/s beside decode",
+    }
+    figure, axes = pyplot.subplots(2, 3, figsize=(14, 0.6 * len(names) + 2), sharey=True)
+    for axis, (key, label) in zip(axes.flat, panels.items(), strict=True):
         for shift, direction in ((-0.2, "load"), (0.2, "store")):
             some = {row["way"]: row[key] for row in rows if row["direction"] == direction}
             places = [names.index(name) + shift for name in some]
             axis.barh(places, list(some.values()), height=0.38, label=direction)
-        axis.set(xlabel=label, xlim=(1 if key == "product" else 0, None))
+        axis.set(xlabel=label, xlim=(1 if "slowed" in label else 0, None))
         axis.grid(alpha=0.3, axis="x")
-    axes[0].set_yticks(range(len(names)), names)
-    axes[0].invert_yaxis()
-    axes[2].legend()
+    axes[0, 0].set_yticks(range(len(names)), names)
+    axes[0, 0].invert_yaxis()
+    axes[0, 2].legend()
     facts = document["machine"]
     figure.suptitle(" · ".join(str(facts[k]) for k in ("gpu", "driver", "date") if facts.get(k)))
     figure.tight_layout()
