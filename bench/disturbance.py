@@ -76,7 +76,8 @@ def beside(
     """Return what copies do to work and work to copies, medians of `rounds`.
 
     The first is the work's time beside copies over its time alone, the second the seconds of a copy
-    beside it: the mean of those that ended before the work did, or the first where none did. `copy` queues one copy on a stream of its own, returns that stream and takes
+    beside it: the mean of those that ended before the work did, or the first where none did, whose
+    end then ran alone. `copy` queues one copy on a stream of its own, returns that stream and takes
     `copy_seconds` alone. Copies run from before the work begins until after it has ended, else it
     is repeated.
     """
