@@ -60,6 +60,8 @@ def plot(document: dict[str, Any], target: Path) -> None:
     except ImportError:
         return
     rows = [row for row in document["rows"] if row["name"] == "one way"]
+    # Copies within the host are another scale; alone they are drawn all the same.
+    rows = [row for row in rows if row["path"] != "host"] or rows
     directions = sorted({row["direction"] for row in rows})
     if not rows:
         return
