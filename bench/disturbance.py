@@ -66,12 +66,22 @@ def make_workloads(torch: Any) -> list[Workload]:
 def slowdown(
     torch: Any, workload: Workload, copy: Callable[[], Any], copy_seconds: float, rounds: int
 ) -> float:
-    """Return the median of the work's time beside copies over its median time alone.
+    """Return the first figure of `beside`."""
+    return beside(torch, workload, copy, copy_seconds, rounds)[0]
 
-    `copy` queues one copy on a stream of its own, returns that stream and takes `copy_seconds`
-    alone. Copies run from before the work begins until after it has ended, else it is repeated.
+
+def beside(
+    torch: Any, workload: Workload, copy: Callable[[], Any], copy_seconds: float, rounds: int
+) -> tuple[float, float]:
+    """Return what copies do to work and work to copies, medians of `rounds`.
+
+    The first is the work's time beside copies over its time alone, the second the seconds of a copy
+    beside it: the mean of those that ended before the work did, or the first where none did, whose
+    end then ran alone. `copy` queues one copy on a stream of its own, returns that stream and takes
+    `copy_seconds` alone. Copies run from before the work begins until after it has ended, else it
+    is repeated.
     """
-    alone, beside = [], []
+    alone, together, copying = [], [], []
     for _ in range(rounds):
         torch.cuda.synchronize()
         first, last = workload.start()
@@ -80,17 +90,17 @@ def slowdown(
         copies = int(alone[-1] / 1000 / copy_seconds * 1.3) + 2
         while True:
             torch.cuda.synchronize()
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            stream = copy()
-            begun.record(stream)
-            for _ in range(copies):
-                stream = copy()
-            ended.record(stream)
-            workload.stream.wait_event(begun)
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(copies + 1)]
+            for event in events:
+                event.record(copy())
+            workload.stream.wait_event(events[0])
             first, last = workload.start()
             torch.cuda.synchronize()
-            if last.elapsed_time(ended) > 0 or copies > 400:
+            if last.elapsed_time(events[-1]) > 0 or copies > 60:
                 break
             copies *= 2
-        beside.append(first.elapsed_time(last))
-    return statistics.median(beside) / statistics.median(alone)
+        together.append(first.elapsed_time(last))
+        ended = max(1, sum(event.elapsed_time(last) > 0 for event in events[1:]))
+        copying.append(events[0].elapsed_time(events[ended]) / 1000 / ended)
+    work = statistics.median(together) / statistics.median(alone)
+    return work, statistics.median(copying)

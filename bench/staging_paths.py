@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from abc import ABC, abstractmethod
 from contextlib import closing
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from cuda.bindings import driver
+from cupy.cuda import runtime
 from numpy.typing import NDArray
 
 from transfer.copies import CopyPlan, cut_batches
@@ -23,52 +26,86 @@ from transfer.swap_bulk import Ring, bulk_family
 MIB = 1 << 20
 LAYERS, JOB_BYTES = 32, 256 * MIB
 
-_SCATTER_RING = Ring(ctas=48, stages=6, tile_bytes=16 << 10, drains=2)
-"""Between two places in device memory: 48 SMs have 4.5 MiB in flight."""
+_PitchedBatch = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_size_t,  # operations
+    ctypes.c_void_p,
+    ctypes.c_void_p,  # set to the operation that failed
+    ctypes.c_ulonglong,  # flags
+    ctypes.c_void_p,  # stream
+)
+
+
+def new_stream(priority: int = 0) -> Any:
+    """Return a stream of its own: torch hands out the same 32 again and again."""
+    status, handle = driver.cuStreamCreateWithPriority(1, priority)
+    if int(status):
+        raise RuntimeError(f"cuStreamCreateWithPriority returned {status}")
+    stream: Any = torch.cuda.ExternalStream(int(handle))
+    # Not at exit: the CUDA context may be gone before.
+    weakref.finalize(stream, driver.cuStreamDestroy, handle).atexit = False
+    return stream
+
+
+class Turns(StreamTurns):
+    """Turns with a second stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._other = new_stream()
 
 
 class Bed:
-    """Layers of one page size, an arena, and disjoint scattered jobs for both directions."""
+    """Layers of one page size, an arena, and jobs for both directions that share no block or slot.
+
+    Blocks are scattered. `pairs(direction, run)` has its slots in runs of `run` adjacent ones, with
+    gaps between; 0 is one run.
+    """
 
     def __init__(self, page_bytes: int) -> None:
         self.device = torch.device("cuda", 0)
         self.page_bytes = page_bytes
         self.count = JOB_BYTES // (LAYERS * page_bytes)
         self.num_blocks = 4 * self.count
-        layer_bytes = self.num_blocks * page_bytes
-        self.memory = torch.empty(LAYERS * layer_bytes, dtype=torch.uint8, device=self.device)
+        self.layer_bytes = self.num_blocks * page_bytes
+        self.memory = torch.empty(LAYERS * self.layer_bytes, dtype=torch.uint8, device=self.device)
         first = self.memory.data_ptr()
         self.layout = KVLayout(
             self.num_blocks,
             tuple(
-                Region(first + i * layer_bytes, page_bytes, page_bytes, i * page_bytes)
+                Region(first + i * self.layer_bytes, page_bytes, page_bytes, i * page_bytes)
                 for i in range(LAYERS)
             ),
         )
         self.registrar = CudaRegistrar(self.device)
-        slot_bytes = self.layout.slot_bytes
+        # One registration, so that no copy of these ways crosses from one to the next.
         self.arena = HostArena(
-            self.num_blocks, slot_bytes, register=self.registrar, piece_bytes=1 << 40
+            self.num_blocks, self.layout.slot_bytes, register=self.registrar, piece_bytes=1 << 40
         )
         self.host = torch.from_numpy(self.arena.view())
-        rng = np.random.default_rng(0)
-        orders = [rng.permutation(self.num_blocks).astype(np.int32) for _ in range(2)]
-        self.pairs = {
-            way: np.stack([order[part : part + self.count] for order in orders], 1)
-            for way, part in zip(Direction, (0, self.count), strict=True)
-        }
+
+    def pairs(self, direction: Direction, run: int) -> NDArray[np.int32]:
+        """Return the job, `(count, 2)`, in the order of its slots."""
+        part = list(Direction).index(direction)
+        order = np.random.default_rng(0).permutation(self.num_blocks)
+        blocks = order[part * self.count : (part + 1) * self.count]
+        length = min(run or self.count, self.count)
+        # Every other place, so that two runs never become one.
+        first = 2 * (part * self.count + length * np.arange(self.count // length))
+        slots = (first[:, None] + np.arange(length)).reshape(-1)
+        return np.stack([blocks, slots], 1).astype(np.int32)
 
     def randomize(self) -> None:
         self.memory.random_(0, 256)
         self.host.copy_(torch.empty_like(self.host, device=self.device).random_(0, 256))
         torch.cuda.synchronize()
 
-    def expected(self, direction: Direction) -> tuple[Any, Any]:
+    def expected(self, way: Way) -> tuple[Any, Any]:
         """All memory and all slots, both on the device, as the job must leave them."""
         memory, slots = self.memory.clone(), self.host.cuda()
-        block_ids, slot_ids = torch.from_numpy(self.pairs[direction].astype(np.int64)).cuda().T
+        block_ids, slot_ids = torch.from_numpy(way.pairs.astype(np.int64)).cuda().T
         pages = memory.view(LAYERS, self.num_blocks, self.page_bytes)
-        if direction is Direction.LOAD:
+        if way.direction is Direction.LOAD:
             moved = slots[slot_ids].view(self.count, LAYERS, self.page_bytes)
             pages[:, block_ids] = moved.transpose(0, 1)
         else:
@@ -79,11 +116,11 @@ class Bed:
 class Way(ABC):
     """One way to run the bed's job of one direction, as often as asked, on streams of its own."""
 
-    def __init__(self, bed: Bed, direction: Direction) -> None:
+    def __init__(self, bed: Bed, direction: Direction, run: int = 1, priority: int = 0) -> None:
         self.bed = bed
         self.direction = direction
-        self.pairs = bed.pairs[direction]
-        self.stream = torch.cuda.Stream()
+        self.pairs = bed.pairs(direction, run)
+        self.stream = new_stream(priority)
 
     @abstractmethod
     def submit(self) -> Any:
@@ -93,29 +130,28 @@ class Way(ABC):
 class KernelWay(Way):
     """Today's swap kernel, straight between page and slot."""
 
-    def __init__(self, bed: Bed, direction: Direction) -> None:
-        super().__init__(bed, direction)
+    def __init__(self, bed: Bed, direction: Direction, priority: int = 0) -> None:
+        super().__init__(bed, direction, priority=priority)
         self._kernel = SwapKernel(bed.layout, bed.arena, bed.device)
         self._lists = HostArena(-(-bed.count // 2048), LIST_BYTES, register=bed.registrar)
-        for entry, view in enumerate(self._lists.view()):
-            write_list(view, self.pairs[2048 * entry : 2048 * (entry + 1)])
 
     def submit(self) -> Any:
-        for entry in range(self._lists.num_slots):
+        for entry, view in enumerate(self._lists.view()):
+            write_list(view, self.pairs[2048 * entry : 2048 * (entry + 1)])
             address = self._lists.address + entry * LIST_BYTES
             self._kernel.launch(self.direction, address, self.stream)
         return self.stream
 
 
 class DirectWay(Way):
-    """The copy engine between page and slot; pieces of `piece_bytes` take turns, 0 is one batch."""
+    """Batches of the copy engine between page and slot; pieces of `piece_bytes` take turns."""
 
-    def __init__(self, bed: Bed, direction: Direction, piece_bytes: int) -> None:
-        super().__init__(bed, direction)
-        self._piece_bytes = piece_bytes or 1 << 40
-        self._plan = CopyPlan(bed.layout, bed.arena.address, 1 << 40, self._piece_bytes)
+    def __init__(self, bed: Bed, direction: Direction, piece_bytes: int, run: int = 1) -> None:
+        super().__init__(bed, direction, run)
+        self._piece_bytes = piece_bytes
+        self._plan = CopyPlan(bed.layout, bed.arena.address, 1 << 40, piece_bytes)
         self._copier = make_copier(bed.device)
-        self._turns = StreamTurns(bed.device)
+        self._turns = Turns(bed.device)
 
     def submit(self) -> Any:
         copies = self._plan.copies(self.direction, self.pairs)
@@ -126,131 +162,210 @@ class DirectWay(Way):
         return self.stream
 
 
-class ContiguousWay(Way):
-    """One copy of as many bytes without any pages: the roofline."""
+class PitchedWay(Way):
+    """A `cudaMemcpy2DAsync` for each slot: a row a layer; pieces take turns if they have bytes."""
 
-    def __init__(self, bed: Bed, direction: Direction) -> None:
-        super().__init__(bed, direction)
-        half = len(bed.memory) // 2
-        part = slice(0, JOB_BYTES) if direction is Direction.LOAD else slice(half, half + JOB_BYTES)
-        self._device = bed.memory[part]
-        self._host = bed.host.view(-1)[part]
+    def __init__(self, bed: Bed, direction: Direction, piece_bytes: int = 0, run: int = 1) -> None:
+        super().__init__(bed, direction, run)
+        self._piece_slots = piece_bytes // bed.layout.slot_bytes or bed.count
+        self._turns = Turns(bed.device)
 
     def submit(self) -> Any:
+        bed = self.bed
+        page, pitch = bed.page_bytes, bed.layer_bytes
+        device = (bed.memory.data_ptr() + self.pairs[:, 0].astype(np.int64) * page).tolist()
+        slots = self.pairs[:, 1].astype(np.int64) * bed.layout.slot_bytes
+        host = (bed.arena.address + slots).tolist()
+        copy, kind = runtime.memcpy2DAsync, runtime.memcpyDefault
         load = self.direction is Direction.LOAD
-        target, source = (self._device, self._host) if load else (self._host, self._device)
-        with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
+        pieces = range(0, bed.count, self._piece_slots)
+        with closing(self._turns.take(self.stream)) as streams:
+            for first, stream in zip(pieces, streams, strict=False):
+                some = slice(first, first + self._piece_slots)
+                handle = stream.cuda_stream
+                for page_address, slot_address in zip(device[some], host[some], strict=True):
+                    if load:
+                        ends = (page_address, pitch, slot_address, page)
+                    else:
+                        ends = (slot_address, page, page_address, pitch)
+                    copy(*ends, page, LAYERS, kind, handle)
         return self.stream
 
 
-@dataclass
-class _Group:
-    """Regions whose bytes fit into a chunk: the whole slot, or part of a large one."""
+class PitchedBatchWay(Way):
+    """`cuMemcpy3DBatchAsync` over what `PitchedWay` copies; pieces take turns, 0 is one batch."""
 
-    offset_bytes: int
-    nbytes: int
-    kernel: SwapKernel
+    def __init__(self, bed: Bed, direction: Direction, piece_bytes: int = 0) -> None:
+        super().__init__(bed, direction)
+        status, address, *_ = driver.cuGetProcAddress(b"cuMemcpy3DBatchAsync", 12080, 0)
+        if int(status) or not int(address):
+            raise RuntimeError(f"the driver has no cuMemcpy3DBatchAsync: {status}")
+        self._function = _PitchedBatch(int(address))
+        self._piece_slots = piece_bytes // bed.layout.slot_bytes or bed.count
+        self._turns = Turns(bed.device)
+        self._failed = ctypes.c_size_t()
+
+    def submit(self) -> Any:
+        bed = self.bed
+        page, pitch = bed.page_bytes, bed.layer_bytes
+        blocks, slots = self.pairs.astype(np.uint64).T
+        # Words of CUDA_MEMCPY3D_BATCH_OP: two operands of 5, the extent, the order of access.
+        operations = np.zeros((len(blocks), 14), np.uint64)
+        paged, packed = (5, 0) if self.direction is Direction.LOAD else (0, 5)
+        operations[:, [0, 5]] = 1
+        operations[:, paged + 1] = bed.memory.data_ptr() + blocks * page
+        operations[:, paged + 2] = pitch
+        operations[:, packed + 1] = bed.arena.address + slots * bed.layout.slot_bytes
+        operations[:, packed + 2] = page
+        operations[:, [3, 8]] = LAYERS
+        operations[:, 10:13] = page, LAYERS, 1
+        operations[:, 13] = 1
+        first_address, step = operations.ctypes.data, operations.strides[0]
+        pieces = range(0, len(blocks), self._piece_slots)
+        with closing(self._turns.take(self.stream)) as streams:
+            for first, stream in zip(pieces, streams, strict=False):
+                count = min(self._piece_slots, len(blocks) - first)
+                status = self._function(
+                    count,
+                    first_address + first * step,
+                    ctypes.addressof(self._failed),
+                    0,
+                    stream.cuda_stream,
+                )
+                if status:
+                    raise RuntimeError(f"cuMemcpy3DBatchAsync returned {status}")
+        return self.stream
 
 
-@dataclass
+class ContiguousWay(Way):
+    """Copies of as many bytes without any pages: the roofline, or what pieces leave of it."""
+
+    def __init__(self, bed: Bed, direction: Direction, piece_bytes: int = 0, turns: bool = False):
+        super().__init__(bed, direction)
+        self._turns = Turns(bed.device) if turns else None
+        first = len(bed.memory) // 2 if direction is Direction.STORE else 0
+        step = piece_bytes or JOB_BYTES
+        self._pieces = [
+            (bed.memory.data_ptr() + first + at, bed.arena.address + first + at, step)
+            for at in range(0, JOB_BYTES, step)
+        ]
+
+    def submit(self) -> Any:
+        if self._turns is None:
+            for piece in self._pieces:
+                self._copy(piece, self.stream)
+        else:
+            with closing(self._turns.take(self.stream)) as streams:
+                for piece, stream in zip(self._pieces, streams, strict=False):
+                    self._copy(piece, stream)
+        return self.stream
+
+    def _copy(self, piece: tuple[int, int, int], stream: Any) -> None:
+        device, host, nbytes = piece
+        ends = (device, host) if self.direction is Direction.LOAD else (host, device)
+        runtime.memcpyAsync(*ends, nbytes, runtime.memcpyDefault, stream.cuda_stream)
+
+
 class _Staging:
     """Stands for an arena that lies in device memory."""
 
-    address: int
-    slot_bytes: int
+    def __init__(self, memory: Any, slot_bytes: int) -> None:
+        self.address = memory.data_ptr()
+        self.slot_bytes = slot_bytes
 
 
 class StagedWay(Way):
     """The copy engine between slots and a ring in device memory, a kernel between that and pages.
 
-    A chunk is as many slots as fit, or a part of one; its buffer is used again once it has left.
-    Copies alternate over two streams. With `chained` each copy also waits for the one before, so
-    that there is never more than one that could run; without, the next is ready when one ends.
+    The ring has `chunks` of `chunk_bytes`; a run of slots is one copy, as far as a chunk reaches.
+    The kernel has `ctas` CTAs with 96 KiB in flight each and reads its list of pairs from host
+    memory, or with `device_lists` from device memory, to where a copy takes it. Copies run on one
+    stream, or with `turns` on two, each chunk's copies waiting for those of the chunk before.
     """
 
     def __init__(
-        self, bed: Bed, direction: Direction, chunk_bytes: int, chunks: int, chained: bool
+        self,
+        bed: Bed,
+        direction: Direction,
+        chunk_bytes: int,
+        chunks: int,
+        ctas: int,
+        *,
+        turns: bool = False,
+        run: int = 0,
+        priority: int = 0,
+        device_lists: bool = False,
     ) -> None:
-        super().__init__(bed, direction)
-        self._chunk_bytes = chunk_bytes
-        self._chained = chained
-        self._buffers = [
-            torch.empty(chunk_bytes, dtype=torch.uint8, device=bed.device) for _ in range(chunks)
-        ]
-        self._copy_streams = [torch.cuda.Stream() for _ in range(2)]
-        self._copier = make_copier(bed.device)
-        self._groups = [self._make_groups(buffer) for buffer in self._buffers]
-        sizes = [group.nbytes for group in self._groups[0]]
-        self._work = [
-            (index, first, min(first + chunk_bytes // size, bed.count))
-            for index, size in enumerate(sizes)
-            for first in range(0, bed.count, chunk_bytes // size)
-        ]
-        self._lists = HostArena(len(self._work), LIST_BYTES, register=bed.registrar)
+        super().__init__(bed, direction, run, priority)
+        slot_bytes = bed.layout.slot_bytes
+        self._chunk_slots = chunk_bytes // slot_bytes
+        self._chunks = chunks
+        self._memory = torch.empty(chunks * chunk_bytes, dtype=torch.uint8, device=bed.device)
+        ring = Ring(ctas=ctas, stages=6, tile_bytes=16 << 10, drains=2)
+        staging: Any = _Staging(self._memory, slot_bytes)
+        self._kernel = SwapKernel(bed.layout, staging, bed.device, bulk_family(ring, ring))
+        self._streams = [new_stream() for _ in range(2 if turns else 1)]
+        entries = -(-bed.count // self._chunk_slots) * chunks
+        self._lists = HostArena(entries, LIST_BYTES, register=bed.registrar)
         self._list_views = self._lists.view()
-        self._copied = [torch.cuda.Event() for _ in self._work]
-        self._moved = [torch.cuda.Event() for _ in self._work]
-        # In the order of the arena, so that adjacent slots are one copy.
-        self._sorted = self.pairs[np.argsort(self.pairs[:, 1])]
-
-    def _make_groups(self, buffer: Any) -> list[_Group]:
-        groups, regions, offset = [], list(self.bed.layout.regions), 0
-        fitting = max(1, self._chunk_bytes // self.bed.page_bytes)
-        family = bulk_family(_SCATTER_RING, _SCATTER_RING)
-        for first in range(0, len(regions), fitting):
-            some = regions[first : first + fitting]
-            begin = some[0].slot_offset_bytes
-            moved = [replace(r, slot_offset_bytes=r.slot_offset_bytes - begin) for r in some]
-            layout = KVLayout(self.bed.num_blocks, tuple(moved))
-            staging: Any = _Staging(buffer.data_ptr(), layout.slot_bytes)
-            kernel = SwapKernel(layout, staging, self.bed.device, family)
-            groups.append(_Group(offset, layout.slot_bytes, kernel))
-            offset += layout.slot_bytes
-        return groups
-
-    def _copies(self, buffer: int, group: _Group, first: int, end: int) -> NDArray[np.int64]:
-        slots = self._sorted[first:end, 1].astype(np.int64)
-        host = self.bed.arena.address + slots * self.bed.arena.slot_bytes + group.offset_bytes
-        device = buffer + np.arange(end - first) * group.nbytes
-        firsts = np.flatnonzero(np.diff(host, prepend=-1) != group.nbytes)
-        nbytes = np.diff(np.append(firsts, end - first)) * group.nbytes
-        ends = (device, host) if self.direction is Direction.LOAD else (host, device)
-        return np.stack([ends[0][firsts], ends[1][firsts], nbytes])
+        nbytes = entries * LIST_BYTES if device_lists else 0
+        self._device_lists = torch.empty(nbytes, dtype=torch.uint8, device=bed.device)
+        # Of each chunk of the ring: when it was copied, and when it was moved.
+        self._copied = [torch.cuda.Event() for _ in range(chunks)]
+        self._moved = [torch.cuda.Event() for _ in range(chunks)]
+        self._queued = 0
 
     def submit(self) -> Any:
+        blocks, slots = self.pairs.T
+        starts = np.flatnonzero(np.diff(slots, prepend=-2) != 1)
+        borders = np.arange(0, len(slots), self._chunk_slots)
+        firsts = np.union1d(starts, borders)
+        lengths = np.diff(np.append(firsts, len(slots)))
+        slot_bytes = self.bed.layout.slot_bytes
+        host = self.bed.arena.address + slots[firsts].astype(np.int64) * slot_bytes
+        offset = (firsts % self._chunk_slots) * slot_bytes
+        rows = np.stack([host, offset, lengths * slot_bytes], 1).tolist()
+        ends = np.append(np.searchsorted(firsts, borders), len(firsts)).tolist()
+        for index, first in enumerate(borders.tolist()):
+            copies = rows[ends[index] : ends[index + 1]]
+            self._chunk(index, blocks[first : first + self._chunk_slots], copies)
+        if self.direction is Direction.LOAD:
+            return self.stream
+        return self._streams[(self._queued - 1) % len(self._streams)]
+
+    def _chunk(self, index: int, blocks: NDArray[np.int32], copies: list[list[int]]) -> None:
+        number = self._queued % self._chunks
+        stream = self._streams[self._queued % len(self._streams)]
+        places = np.arange(number * self._chunk_slots, number * self._chunk_slots + len(blocks))
+        entry = index * self._chunks + number
+        write_list(self._list_views[entry], np.stack([blocks, places], 1).astype(np.int32))
+        address = self._lists.address + entry * LIST_BYTES
+        if len(self._device_lists):
+            address = self._device_lists.data_ptr() + entry * LIST_BYTES
+            runtime.memcpyAsync(
+                address,
+                self._list_views[entry].ctypes.data,
+                16 + 8 * len(blocks),
+                runtime.memcpyDefault,
+                self.stream.cuda_stream,
+            )
         load = self.direction is Direction.LOAD
-        for index, (number, first, end) in enumerate(self._work):
-            ring = index % len(self._buffers)
-            group = self._groups[ring][number]
-            stream = self._copy_streams[index % 2]
-            # The buffer's last use; at first, all of the job before.
-            before = max(-1, index - len(self._buffers))
-            copies = self._copies(self._buffers[ring].data_ptr(), group, first, end)
-            # The job before may still read this list, but it is the same list.
-            listed = np.stack([self._sorted[first:end, 0], np.arange(end - first)], 1)
-            write_list(self._list_views[index], listed.astype(np.int32))
-            if load:
-                stream.wait_event(self._moved[before])
-                self._copy(stream, index, copies)
-                self.stream.wait_event(self._copied[index])
-                self._move(group, index)
-            else:
-                self.stream.wait_event(self._copied[before])
-                self._move(group, index)
-                stream.wait_event(self._moved[index])
-                self._copy(stream, index, copies)
-        if not load:
-            for event in self._copied[-2:]:
-                self.stream.wait_event(event)
-        return self.stream
-
-    def _copy(self, stream: Any, index: int, copies: NDArray[np.int64]) -> None:
-        if self._chained:
-            stream.wait_event(self._copied[index - 1])
-        self._copier.copy(copies, 0, copies.shape[1], stream.cuda_stream)
-        self._copied[index].record(stream)
-
-    def _move(self, group: _Group, index: int) -> None:
-        group.kernel.launch(self.direction, self._lists.address + index * LIST_BYTES, self.stream)
-        self._moved[index].record(self.stream)
+        if load:
+            stream.wait_event(self._moved[number])
+        else:
+            self.stream.wait_event(self._copied[number])
+            self._kernel.launch(self.direction, address, self.stream)
+            self._moved[number].record(self.stream)
+            stream.wait_event(self._moved[number])
+        if len(self._streams) > 1:
+            stream.wait_event(self._copied[number - 1])
+        base = self._memory.data_ptr() + number * self._chunk_slots * self.bed.layout.slot_bytes
+        for host, offset, nbytes in copies:
+            ends = (base + offset, host) if load else (host, base + offset)
+            runtime.memcpyAsync(*ends, nbytes, runtime.memcpyDefault, stream.cuda_stream)
+        self._copied[number].record(stream)
+        if load:
+            self.stream.wait_event(self._copied[number])
+            self._kernel.launch(self.direction, address, self.stream)
+            self._moved[number].record(self.stream)
+        self._queued += 1
