@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LATENT_SPEC = "MLAAttentionSpec"
 
 ATTACH_SECONDS = 5.0
-"""The memory is offered before its name is told, so this is only for a machine that is very busy."""
+"""The memory is offered before its name is told: this is for a machine that is very busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ def open_shared_memory(peers: Peers, nbytes: int, numa_node: int | None) -> Shar
         memory.close()
     if peers.index == 0:
         logger.warning(
-            "kv-offload: the %d tensor-parallel ranks hold the same KV bytes, but cannot share host "
-            "memory, so each keeps its own copy, in a part of cpu_bytes: %s",
+            "kv-offload: %d tensor-parallel ranks hold the same KV bytes, but cannot share host "
+            "memory: each keeps its own copy, in its part of cpu_bytes: %s",
             peers.count,
             "; ".join(f"rank {rank}: {text}" for rank, text in problems.items()),
         )

@@ -120,8 +120,8 @@ class OffloadWorker:
                 shared=shared,
             )
         logger.info(
-            "kv-offload: rank %d holds %d slots, %d of them ready, of %d bytes (%.2f GiB%s) over %d "
-            "regions, started in %.1f s; stores wait for %s",
+            "kv-offload: rank %d holds %d slots, %d of them ready, of %d bytes (%.2f GiB%s) over "
+            "%d regions, started in %.1f s; stores wait for %s",
             self._rank,
             self.num_slots,
             self._ready_slots(),

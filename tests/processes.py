@@ -38,9 +38,8 @@ def run_module(
         check=False,
     )
     lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, (
-        f"{module} {words}: exit status {run.returncode}\n{run.stdout[-4000:]}\n{run.stderr[-6000:]}"
-    )
+    ended = f"{module} {words}: exit status {run.returncode}"
+    assert lines, f"{ended}\n{run.stdout[-4000:]}\n{run.stderr[-6000:]}"
     return json.loads(lines[0].removeprefix("RESULT "))
 
 

@@ -9,6 +9,7 @@ prompt in its own cache: on a GPU the rounding depends on what else is in the ba
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -62,7 +63,7 @@ def check(result: dict[str, Any], ranks: int, sharing: int = 1) -> None:
         copied = [peer["copied"] for peer in peers]
         assert sum(copied) == len(peers[0]["blocks"]), "each block is copied to the host once"
         assert min(copied) >= len(peers[0]["blocks"]) // sharing - len(PROMPT_TOKENS)
-    for a, b in zip(first, first[1:], strict=False):
+    for a, b in itertools.pairwise(first):
         blocks = zip(stored[a]["blocks"].items(), stored[b]["blocks"].items(), strict=True)
         assert all(mine != other for mine, other in blocks), "digests tell ranks apart"
     metrics = result["metrics"]

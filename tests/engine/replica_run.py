@@ -52,6 +52,7 @@ def check(result: dict[str, Any]) -> None:
 
 def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     from vllm import LLM
+    from vllm.config import KVTransferConfig
 
     from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
 
@@ -78,7 +79,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     plain.llm_engine.engine_core.shutdown()
     del plain
 
-    settings["kv_transfer_config"] = transfer_config({"cpu_bytes": 8 << 20})
+    settings["kv_transfer_config"] = KVTransferConfig(**transfer_config({"cpu_bytes": 8 << 20}))
     result = {"expected": expected, **asyncio.run(run(settings, prompts, sampling))}
     print_result(result)
 

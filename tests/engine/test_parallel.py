@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from kv_offload.engine_compat import vllm_version
+from tests.engine import replica_run
 from tests.engine.multiprocess_run import check, run_engine
+from tests.processes import run_module
 
 
 @pytest.mark.parametrize(("kind", "partition"), [("qwen3", "1,1"), ("gemma3", "3,1")])
@@ -22,6 +25,9 @@ def test_stages_of_a_pipeline(model_folder: Path, kind: str, partition: str) -> 
     check(run_engine(model_folder, kind, arguments, VLLM_PP_LAYER_PARTITION=partition), ranks=2)
 
 
+@pytest.mark.skipif(
+    vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
+)
 def test_ranks_with_latent_attention_keep_their_bytes_once(model_folder: Path) -> None:
     arguments = {
         "tensor_parallel_size": 2,
@@ -30,3 +36,7 @@ def test_ranks_with_latent_attention_keep_their_bytes_once(model_folder: Path) -
         "sleep": True,
     }
     check(run_engine(model_folder, "deepseek_v2", arguments), ranks=2, sharing=2)
+
+
+def test_replicas_of_data_parallelism(model_folder: Path) -> None:
+    replica_run.check(run_module("tests.engine.replica_run", model_folder, "qwen3", {}))

@@ -26,8 +26,8 @@ with warnings.catch_warnings():
     from kv_offload.worker import OffloadWorker
     from tests.gpu.engine_run import read_device
     from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config
-from tests.processes import run_module  # noqa: E402
 from tests.gpu.test_cuda_engine import KIB, ids, make_arena, make_cache, random_pairs  # noqa: E402
+from tests.processes import run_module  # noqa: E402
 from transfer.cuda import CudaSwapEngine  # noqa: E402
 from transfer.engine import Direction, SwapJob  # noqa: E402
 from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402

@@ -226,9 +226,7 @@ def test_a_rank_without_a_part_answers_a_drain(ranks: Ranks) -> None:
     assert ranks.arena(0)[2] % OTHER == PAGE_WORDS
 
 
-def test_a_part_that_fails_fails_the_job(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_fails_fails_the_job(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = ranks.halves[1]._engine._state.arena
 
     def fail_on_rank_1(runs: Any) -> None:
