@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.engine_compat import layer_specs, logger
-from kv_offload.metadata import StoreJob
 from transfer.errors import PinnedMemoryError
 from transfer.shared import SharedMemory
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kv_offload.metadata import Pairs
+    from kv_offload.metadata import Pairs, StoreJob
 
 LATENT_SPEC = "MLAAttentionSpec"
 
@@ -80,11 +79,14 @@ def arena_bytes(cpu_bytes: int, num_ranks: int, sharing_ranks: int) -> int:
     return cpu_bytes * sharing_ranks // num_ranks
 
 
-def open_shared_memory(peers: Peers, nbytes: int, numa_node: int | None) -> SharedMemory | None:
+def open_shared_memory(
+    peers: Peers, nbytes: int, layout: Any, numa_node: int | None
+) -> SharedMemory | None:
     """Return memory that all peers can map, or None on all of them if one of them cannot.
 
-    Its pages come in equal parts from the peers' NUMA nodes, where those are given: all devices
-    read all of it. Waits for the slowest peer. The caller closes the handle.
+    `layout` says what is where in a slot; peers must say the same. The memory's pages come in equal
+    parts from the peers' NUMA nodes, where those are given: all devices read all of it. Waits for
+    the slowest peer. The caller closes the handle.
     """
     memory: SharedMemory | None = None
     # Unique on the host: an engine's id may be the user's, and the same for several engines.
@@ -94,8 +96,11 @@ def open_shared_memory(peers: Peers, nbytes: int, numa_node: int | None) -> Shar
             memory = SharedMemory.create(name, nbytes, peers.count - 1)
         except (PinnedMemoryError, OSError) as error:
             problem = str(error)
-    name, offered = peers.gather((name, memory is not None))[0]
-    if peers.index > 0 and offered:
+    told = peers.gather((name, memory is not None, layout))
+    name, offered, first_layout = told[0]
+    if layout != first_layout:
+        problem = f"its slots hold {layout}, those of rank 0 hold {first_layout}"
+    elif peers.index > 0 and offered:
         try:
             memory = SharedMemory.attach(name, nbytes, ATTACH_SECONDS)
         except (PinnedMemoryError, OSError) as error:

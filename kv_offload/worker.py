@@ -28,7 +28,6 @@ from kv_offload.sharing import ALONE, Peers, arena_bytes, open_shared_memory
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
 from transfer.errors import JobError, TransferError
 from transfer.factory import EngineKind, create_engine, numa_node
-from transfer.shared import SharedMemory
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +103,16 @@ class OffloadWorker:
         stream = find_output_copy_stream() if kind == "cuda" else None
         started = time.monotonic()
         with contextlib.ExitStack() as handles:
-            shared = self._open_shared_memory(slot_bytes, kind, device)
+            shared = None
+            if self._peers.count > 1:
+                # By name: at the same place in every slot all of them have the same layer's bytes.
+                pages = [(r.slot_offset_bytes, r.page_bytes) for r in layout.regions]
+                shared = open_shared_memory(
+                    self._peers,
+                    self._count_slots(slot_bytes) * slot_bytes,
+                    (tuple(kv_caches), pages),
+                    numa_node(kind, device),
+                )
             if shared is None:
                 self._peers = ALONE
             else:
@@ -132,15 +140,6 @@ class OffloadWorker:
             time.monotonic() - started,
             "compute" if stream is None else "compute and for the output-copy stream",
         )
-
-    def _open_shared_memory(
-        self, slot_bytes: int, kind: EngineKind, device: torch.device
-    ) -> SharedMemory | None:
-        """Return memory for the slots of all peers; None where there is no peer, or no sharing."""
-        if self._peers.count == 1:
-            return None
-        node = numa_node(kind, device)
-        return open_shared_memory(self._peers, self._count_slots(slot_bytes) * slot_bytes, node)
 
     def _count_slots(self, slot_bytes: int) -> int:
         """Return how many slots fit this rank's arena. Raises `CapacityError` if none does."""

@@ -67,6 +67,7 @@ def check(result: dict[str, Any], ranks: int, sharing: int = 1) -> None:
         blocks = zip(stored[a]["blocks"].items(), stored[b]["blocks"].items(), strict=True)
         assert all(mine != other for mine, other in blocks), "digests tell ranks apart"
     metrics = result["metrics"]
+    assert metrics["vllm:host_kv_cache_slots"] == min(rank["slots"] for rank in told)
     block_bytes = sum(rank["slot_bytes"] for rank in told)
     blocks = len(loaded[0]["blocks"])
     assert metrics["vllm:host_kv_cache_loaded_bytes"] == blocks * block_bytes

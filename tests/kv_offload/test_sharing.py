@@ -61,7 +61,7 @@ class Ranks:
         per_slot = config.get("blocks_per_slot", 1)
         config.setdefault("cpu_bytes", slots * per_slot * BLOCK_BYTES)
         meeting = Meeting(2)
-        self.kvs = [
+        self.kvs: list[Any] = [
             torch.arange(BLOCKS * PAGE_WORDS).view(BLOCKS, 4, PAGE_WORDS // 4) + OTHER * rank
             for rank in range(2)
         ]
@@ -79,7 +79,9 @@ class Ranks:
     def start(self) -> Ranks:
         with ThreadPoolExecutor(2) as threads:
             started = [
-                threads.submit(half.register_kv_caches, {"layer.0": kv})
+                threads.submit(
+                    half.register_kv_caches, kv if isinstance(kv, dict) else {"layer.0": kv}
+                )
                 for half, kv in zip(self.halves, self.kvs, strict=True)
             ]
         for rank in started:
@@ -210,6 +212,44 @@ def test_each_rank_stores_its_part_and_loads_everything(ranks: Ranks) -> None:
     for half, kv in zip(ranks.halves, ranks.kvs, strict=True):
         assert half.take_received()[0] == {"request"}
         assert kv[5:, 0, 0].tolist() == [expected[0], expected[2], expected[3]]
+
+
+def two_layers(reverse: bool) -> dict[str, torch.Tensor]:
+    """Return two layers of one allocation, the first at its start or at its end."""
+    words = torch.empty(2, BLOCKS, 4, PAGE_WORDS // 4, dtype=torch.int64)
+    layers = {f"layer.{i}": words[1 - i if reverse else i] for i in range(2)}
+    for i, layer in enumerate(layers.values()):
+        layer.fill_(i + 1)
+    return layers
+
+
+def test_layers_lie_elsewhere_on_another_rank() -> None:
+    """Allocators owe nobody an order: one rank's last layer may have the lowest address."""
+    ranks = Ranks()
+    ranks.kvs = [two_layers(reverse=False), two_layers(reverse=True)]
+    for half in ranks.halves:
+        half._kv_cache_config = make_kv_cache_config([CacheGroup(0, 4), CacheGroup(1, 4)], BLOCKS)
+    ranks.start()
+    assert {half._peers.count for half in ranks.halves} == {2}
+    ranks.store(0, (1, 0), (2, 1))
+    for rank, kv in enumerate(ranks.kvs):
+        for layer in kv.values():
+            layer.zero_()
+        pairs = np.array([(5, 0), (6, 1)], np.int32)
+        ranks.step(loads=[LoadJob(rank, "request", pairs)])
+        assert [set(layer[5:7].unique().tolist()) for layer in kv.values()] == [{1}, {2}]
+    ranks.stop()
+
+
+def test_ranks_with_other_layers_share_nothing() -> None:
+    ranks = Ranks()
+    ranks.kvs = [two_layers(reverse=False), two_layers(reverse=False)]
+    ranks.kvs[1] = dict(reversed(ranks.kvs[1].items()))
+    for half in ranks.halves:
+        half._kv_cache_config = make_kv_cache_config([CacheGroup(0, 4), CacheGroup(1, 4)], BLOCKS)
+    ranks.start()
+    assert {half._peers.count for half in ranks.halves} == {1}
+    ranks.stop()
 
 
 def test_a_rank_without_a_part_reports_too_and_ranks_take_turns(ranks: Ranks) -> None:
