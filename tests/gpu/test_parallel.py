@@ -1,7 +1,7 @@
 """Engines on two GPUs: tensor-parallel ranks, with memory of their own or one memory, and replicas.
 
 What is checked is in `tests/engine/multiprocess_run.py` and `replica_run.py`, as on the CPU. The
-runs go side by side, a few at a time: most of each is processes that start.
+runs go side by side: most of each is processes that start.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ RUNS = [
     ("latent attention", "v2"),
     ("data parallel", "v2"),
 ]
-AT_ONCE = 3
+AT_ONCE = 5
 RUN_SECONDS = 170
 
 

@@ -88,6 +88,7 @@ def test_the_log_says_which_huge_pages_there_are(
     os.ftruncate(fd, PAGE)
     shared = Mapping(PAGE, fd=fd)
     (tmp_path / "shmem_enabled").write_text("always within_size advise [never] deny force\n")
+    assert shared.describe().startswith("from where all that share it have placed it, ")
     assert shared.describe().endswith(": never")
     made.close()
     shared.close()
