@@ -28,6 +28,8 @@ from kv_offload.sharing import ALONE, Peers, arena_bytes, open_shared_memory
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
 from transfer.errors import JobError, TransferError
 from transfer.factory import EngineKind, create_engine, numa_node
+from transfer.layout import KVLayout
+from transfer.shared import SharedMemory
 
 if TYPE_CHECKING:
     import torch
@@ -102,22 +104,11 @@ class OffloadWorker:
         kind = self._engine_kind(device)
         stream = find_output_copy_stream() if kind == "cuda" else None
         started = time.monotonic()
-        with contextlib.ExitStack() as handles:
-            shared = None
-            if self._peers.count > 1:
-                # By name: at the same place in every slot all of them have the same layer's bytes.
-                pages = [(r.slot_offset_bytes, r.page_bytes) for r in layout.regions]
-                shared = open_shared_memory(
-                    self._peers,
-                    self._count_slots(slot_bytes) * slot_bytes,
-                    (tuple(kv_caches), pages),
-                    numa_node(kind, device),
-                )
-            if shared is None:
-                self._peers = ALONE
-            else:
-                handles.enter_context(shared)
-            self.num_slots = self._count_slots(slot_bytes)
+        shared = self._open_shared_memory(tuple(kv_caches), layout, kind, device)
+        if shared is None:
+            self._peers = ALONE
+        self.num_slots = self._count_slots(slot_bytes)
+        with shared or contextlib.nullcontext():
             self._engine = create_engine(
                 kind,
                 layout,
@@ -139,6 +130,24 @@ class OffloadWorker:
             len(layout.regions),
             time.monotonic() - started,
             "compute" if stream is None else "compute and for the output-copy stream",
+        )
+
+    def _open_shared_memory(
+        self, layers: Sequence[str], layout: KVLayout, kind: EngineKind, device: torch.device
+    ) -> SharedMemory | None:
+        """Return memory for the slots of all peers; None without a peer, or where one cannot.
+
+        Peers must have the same layers' bytes at the same places of a slot.
+        """
+        if self._peers.count == 1:
+            return None
+        slot_bytes = layout.slot_bytes * self._config.blocks_per_slot
+        places = [(region.slot_offset_bytes, region.page_bytes) for region in layout.regions]
+        return open_shared_memory(
+            self._peers,
+            self._count_slots(slot_bytes) * slot_bytes,
+            (layers, places),
+            numa_node(kind, device),
         )
 
     def _count_slots(self, slot_bytes: int) -> int:

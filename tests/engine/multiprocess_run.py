@@ -98,7 +98,6 @@ def assert_same(answers: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     from vllm import LLM
-    from vllm.platforms import current_platform
 
     from kv_offload.engine_compat import vllm_version
     from tests.engine import rank_calls
@@ -106,8 +105,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
 
     logprobs, sleeps = arguments.pop("logprobs", None), arguments.pop("sleep", False)
     cpu_bytes = 8 << 20
-    if kind == "deepseek_v2" and current_platform.is_cpu():
-        cache_prefixes_of_latents()
+    cache_prefixes_of_latents(kind)
     settings = engine_settings(
         Path(models), kind, max_model_len=1024, disable_log_stats=False, **arguments
     )
@@ -162,12 +160,16 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     print_result(result)
 
 
-def cache_prefixes_of_latents() -> None:
+def cache_prefixes_of_latents(kind: str) -> None:
     """Let vLLM's CPU engine cache prefixes of a model with latent attention.
 
     It turns that off, for it cannot compute several tokens behind a prefix. One it can, and no
     prompt here leaves more.
     """
+    from vllm.platforms import current_platform
+
+    if kind != "deepseek_v2" or not current_platform.is_cpu():
+        return
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config.__func__

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.engine.multiprocess_run import assert_same, rolled_slots
+from tests.engine.multiprocess_run import assert_same, cache_prefixes_of_latents, rolled_slots
 from tests.processes import print_result
 
 REPLICAS = 2
@@ -57,6 +57,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
 
     logprobs = arguments.pop("logprobs", None)
+    cache_prefixes_of_latents(kind)
     settings = engine_settings(
         Path(models), kind, max_model_len=1024, disable_log_stats=True, **arguments
     )

@@ -72,7 +72,6 @@ RUNS = [
     ("latent attention", "v2"),
     ("data parallel", "v2"),
 ]
-AT_ONCE = 5
 RUN_SECONDS = 170
 
 
@@ -86,7 +85,7 @@ def runs(
         for item in request.session.items
         if item.path == request.path and hasattr(item, "callspec")
     ]
-    with ThreadPoolExecutor(AT_ONCE) as threads:
+    with ThreadPoolExecutor(len(RUNS)) as threads:
         yield {
             (case, runner): threads.submit(
                 run_module,
