@@ -63,6 +63,13 @@ CASES: dict[str, Case] = {
         partial(multiprocess_run.check, ranks=2, sharing=2),
     ),
     "data parallel": ("tests.engine.replica_run", "qwen3", ARGUMENTS, replica_run.check),
+    # Of models with experts all replicas step together, with dummy batches.
+    "data parallel in step": (
+        "tests.engine.replica_run",
+        "deepseek_v2",
+        ARGUMENTS,
+        replica_run.check,
+    ),
 }
 RUNNERS = {"v1": "0", "v2": "1"}
 RUNS = [
@@ -71,6 +78,7 @@ RUNS = [
     ("latent attention", "v1"),
     ("latent attention", "v2"),
     ("data parallel", "v2"),
+    ("data parallel in step", "v1"),
 ]
 RUN_SECONDS = 170
 
