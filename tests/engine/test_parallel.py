@@ -38,6 +38,6 @@ def test_ranks_with_latent_attention_keep_their_bytes_once(model_folder: Path) -
 
 
 def test_replicas_of_data_parallelism(model_folder: Path) -> None:
-    """A model with experts steps its replicas together, with dummy batches; a dense one does not."""
+    """Replicas of a model with experts step together, with dummy batches; others do not."""
     case = ("qwen3", {}) if vllm_version() < (0, 32) else ("deepseek_v2", LATENT)
     replica_run.check(run_module("tests.engine.replica_run", model_folder, *case))
