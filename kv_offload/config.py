@@ -44,7 +44,7 @@ class OffloadConfig:
         Meta(
             ge=1,
             le=_MAX_INT,
-            description="Host memory for the whole engine. Each of its ranks gets an equal share.",
+            description="Host memory for the whole engine, over all its ranks.",
             extra={"allowed": "bytes, a size (48GiB) or a share of the machine's memory (40%)"},
         ),
     ]

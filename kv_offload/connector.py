@@ -18,6 +18,7 @@ from kv_offload.engine_hooks import drain_engine_core, take_failed_loads
 from kv_offload.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.metrics import OffloadPromMetrics, OffloadStats
 from kv_offload.scheduler import OffloadScheduler
+from kv_offload.sharing import ALONE, Peers, arena_bytes, ranks_with_equal_bytes
 from kv_offload.support import cache_groups, check_supported, has_draft_head
 from kv_offload.weight_hooks import check_keep_on_sleep, watch_weights
 from kv_offload.worker import OffloadWorker
@@ -71,8 +72,11 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._start_scheduler(config, kv_cache_config, groups, parallel, version)
         else:
+            peers = ALONE
+            if ranks_with_equal_bytes(parallel, kv_cache_config) > 1:
+                peers = Peers(*engine_compat.tensor_parallel_ranks())
             self.offload_worker = OffloadWorker(
-                config, kv_cache_config, parallel.rank, parallel.world_size
+                config, kv_cache_config, parallel.rank, parallel.world_size, peers
             )
 
     def _start_scheduler(
@@ -85,10 +89,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         num_ranks = parallel.world_size
         slot_bytes = engine_compat.bytes_per_block(kv_cache_config) * config.blocks_per_slot
+        # At most: ranks that cannot share memory, or stages with larger blocks, report less.
+        sharing_ranks = ranks_with_equal_bytes(parallel, kv_cache_config)
         self.offload_scheduler = OffloadScheduler(
             config,
             groups,
-            max(1, config.cpu_bytes // num_ranks // slot_bytes),
+            max(1, arena_bytes(config.cpu_bytes, num_ranks, sharing_ranks) // slot_bytes),
             slot_bytes,
             num_ranks,
             make_block_hash_with_group_id,

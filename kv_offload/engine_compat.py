@@ -146,6 +146,25 @@ def find_output_copy_stream() -> Any | None:
     return None
 
 
+def tensor_parallel_ranks() -> tuple[int, int, Callable[[Any], list[Any]]]:
+    """Return this rank's index in its tensor-parallel group, their number, and how they agree.
+
+    The last returns what each rank of the group gives, in order; all must call it. It goes through
+    the group's CPU side, and blocks.
+    """
+    import torch
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+
+    def gather(value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(gathered, value, group=group.cpu_group)
+        return gathered
+
+    return group.rank_in_group, group.world_size, gather
+
+
 def halves(connector: Any, attribute: str) -> Iterator[Any]:
     """Yield an attribute of our connectors: the engine's own, or those inside a MultiConnector."""
     half = getattr(connector, attribute, None)

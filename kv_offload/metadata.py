@@ -22,7 +22,10 @@ Pairs = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """Copy blocks of the KV cache to host memory, at the start of the next step."""
+    """Copy blocks of the KV cache to host memory, at the start of the next step.
+
+    Of ranks that share host memory each copies a part (`Peers.own_part`), and all report the job.
+    """
 
     job_id: int
     pairs: Pairs

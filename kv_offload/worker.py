@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections import deque
@@ -23,9 +24,12 @@ from kv_offload.metadata import (
     WorkerCapacity,
 )
 from kv_offload.metrics import OffloadStats
+from kv_offload.sharing import ALONE, Peers, arena_bytes, open_shared_memory
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
 from transfer.errors import JobError, TransferError
-from transfer.factory import EngineKind, create_engine
+from transfer.factory import EngineKind, create_engine, numa_node
+from transfer.layout import KVLayout
+from transfer.shared import SharedMemory
 
 if TYPE_CHECKING:
     import torch
@@ -50,12 +54,18 @@ class OffloadWorker:
     """
 
     def __init__(
-        self, config: OffloadConfig, kv_cache_config: KVCacheConfig, rank: int, num_ranks: int
+        self,
+        config: OffloadConfig,
+        kv_cache_config: KVCacheConfig,
+        rank: int,
+        num_ranks: int,
+        peers: Peers = ALONE,
     ) -> None:
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._rank = rank
         self._num_ranks = num_ranks
+        self._peers = peers
         self._engine: SwapEngine | None = None
         self._released: list[weakref.ref[Any]] = []
         self._queued: deque[StoreJob] = deque()
@@ -86,44 +96,75 @@ class OffloadWorker:
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Describe the KV tensors and allocate this rank's share of host memory.
 
-        Called once by the model runner, on whose call stack the output-copy stream is found.
-        Raises `UnsupportedError`, `CapacityError` or `ConfigError`, each with the remedy.
+        Ranks with the same KV bytes share theirs, or none does. Called once by the model runner,
+        on whose call stack the output-copy stream is found. Raises `UnsupportedError`,
+        `CapacityError` or `ConfigError`, each with the remedy.
         """
         layout = describe_kv_caches(kv_caches, self._kv_cache_config)
         slot_bytes = layout.slot_bytes * self._config.blocks_per_slot
-        share_bytes = self._config.cpu_bytes // self._num_ranks
-        self.num_slots = share_bytes // slot_bytes
-        if self.num_slots < 1:
-            raise CapacityError(
-                f"cpu_bytes gives each of {self._num_ranks} ranks {share_bytes} bytes, and one "
-                f"slot of {self._config.blocks_per_slot} blocks takes {slot_bytes}: set "
-                f"cpu_bytes to {slot_bytes * self._num_ranks} or more"
-            )
         tensors = kv_tensors(kv_caches)
         device = tensors[0].device
         kind = self._engine_kind(device)
         stream = find_output_copy_stream() if kind == "cuda" else None
         started = time.monotonic()
-        self._engine = create_engine(
-            kind,
-            layout,
-            self.num_slots * self._config.blocks_per_slot,
-            device=device,
-            keep_alive=tensors,
-            output_copy_stream=stream,
-        )
+        shared = self._open_shared_memory(tuple(kv_caches), layout, kind, device)
+        if shared is None:
+            self._peers = ALONE
+        self.num_slots = self._count_slots(slot_bytes)
+        with shared or contextlib.nullcontext():
+            self._engine = create_engine(
+                kind,
+                layout,
+                self.num_slots * self._config.blocks_per_slot,
+                device=device,
+                keep_alive=tensors,
+                output_copy_stream=stream,
+                shared=shared,
+            )
         logger.info(
-            "kv-offload: rank %d holds %d slots, %d of them ready, of %d bytes (%.2f GiB) over %d "
-            "regions, started in %.1f s; stores wait for %s",
+            "kv-offload: rank %d holds %d slots, %d of them ready, of %d bytes (%.2f GiB%s) over "
+            "%d regions, started in %.1f s; stores wait for %s",
             self._rank,
             self.num_slots,
             self._ready_slots(),
             slot_bytes,
             self.num_slots * slot_bytes / (1 << 30),
+            f", kept once for {self._peers.count} ranks" if self._peers.count > 1 else "",
             len(layout.regions),
             time.monotonic() - started,
             "compute" if stream is None else "compute and for the output-copy stream",
         )
+
+    def _open_shared_memory(
+        self, layers: Sequence[str], layout: KVLayout, kind: EngineKind, device: torch.device
+    ) -> SharedMemory | None:
+        """Return memory for the slots of all peers; None without a peer, or where one cannot.
+
+        Peers must have the same layers' bytes at the same places of a slot.
+        """
+        if self._peers.count == 1:
+            return None
+        slot_bytes = layout.slot_bytes * self._config.blocks_per_slot
+        places = [(region.slot_offset_bytes, region.page_bytes) for region in layout.regions]
+        return open_shared_memory(
+            self._peers,
+            self._count_slots(slot_bytes) * slot_bytes,
+            (layers, places),
+            numa_node(kind, device),
+        )
+
+    def _count_slots(self, slot_bytes: int) -> int:
+        """Return how many slots fit this rank's arena. Raises `CapacityError` if none does."""
+        sharing = self._peers.count
+        share_bytes = arena_bytes(self._config.cpu_bytes, self._num_ranks, sharing)
+        if share_bytes < slot_bytes:
+            num_arenas = self._num_ranks // sharing
+            raise CapacityError(
+                f"cpu_bytes gives each of {num_arenas} ranks {share_bytes} bytes, and one slot of "
+                f"{self._config.blocks_per_slot} blocks takes {slot_bytes}: set cpu_bytes to "
+                f"{slot_bytes * num_arenas} or more"
+            )
+        return share_bytes // slot_bytes
 
     def _engine_kind(self, device: torch.device) -> EngineKind:
         kinds: dict[str, EngineKind] = {"cpu": "host", "cuda": "cuda"}
@@ -170,9 +211,13 @@ class OffloadWorker:
         """Start the stores that the last step queued; they wait for all compute until now."""
         while self._queued:
             job = self._queued.popleft()
-            self._store_alone = not self._storing and not self._loading
-            self._storing.add(job.job_id)
-            self._submit(SwapJob(job.job_id, Direction.STORE, job.pairs))
+            pairs = self._peers.own_part(job)
+            if len(pairs):
+                self._store_alone = not self._storing and not self._loading
+                self._storing.add(job.job_id)
+                self._submit(SwapJob(job.job_id, Direction.STORE, pairs))
+            else:
+                self._store_results[job.job_id] = self._result(job.job_id)
 
     def start_kv_transfers(self, metadata: OffloadMetadata) -> None:
         """Start the last step's stores that are still queued, then this step's loads.

@@ -41,7 +41,7 @@ ALLOWED = {
     "cli": LEAVES | {"calibrate", "plugin"},
     "calibrate": {"transfer"},
     "connector": LEAVES
-    | {"engine_compat", "engine_hooks", "metrics", "scheduler", "support"}
+    | {"engine_compat", "engine_hooks", "metrics", "scheduler", "sharing", "support"}
     | {"weight_hooks", "worker"},
     # scheduler -> cache_manager -> policies
     "scheduler": LEAVES
@@ -59,7 +59,8 @@ ALLOWED = {
     "cache_manager": LEAVES | {"policies"},
     "policies": LEAVES,
     # worker -> transfer
-    "worker": LEAVES | {"engine_compat", "kv_layout", "metrics", "transfer"},
+    "worker": LEAVES | {"engine_compat", "kv_layout", "metrics", "sharing", "transfer"},
+    "sharing": LEAVES | {"engine_compat", "transfer"},
     "kv_layout": LEAVES | {"engine_compat", "transfer"},
 }
 """Who may import whom in `kv_offload`, `TYPE_CHECKING` imports aside.

@@ -10,11 +10,17 @@ from transfer.host import HostSwapEngine
 from transfer.layout import KVLayout
 from transfer.numa import device_node
 from transfer.pinned import CudaRegistrar, HostArena
+from transfer.shared import SharedMemory
 
 if TYPE_CHECKING:
     import torch
 
 EngineKind = Literal["host", "cuda"]
+
+
+def numa_node(kind: EngineKind, device: torch.device) -> int | None:
+    """Return the NUMA node next to `device`; None on the host, or where there is but one."""
+    return None if kind == "host" else device_node(CudaRegistrar(device).pci_bus_id)
 
 
 def create_engine(
@@ -25,15 +31,17 @@ def create_engine(
     device: torch.device,
     keep_alive: Sequence[object],
     output_copy_stream: torch.cuda.Stream | None = None,
+    shared: SharedMemory | None = None,
 ) -> SwapEngine:
     """Allocate an arena of `num_slots` and return the engine that copies to and from it.
 
     `keep_alive` are the KV tensors behind `layout`. `host` is for KV caches in host memory; `cuda`
     page-locks the arena, the most of it in the background (`SwapEngine.ready_slots`), and its
-    stores also wait for `output_copy_stream`.
+    stores also wait for `output_copy_stream`. A `shared` arena is the same memory in every process
+    that passes a handle on it; the handle may be closed afterwards.
     """
     if kind == "host":
-        arena = HostArena(num_slots, layout.slot_bytes, register=None)
+        arena = HostArena(num_slots, layout.slot_bytes, register=None, shared=shared)
         return HostSwapEngine(layout, arena, keep_alive)
     from transfer.cuda import CudaSwapEngine
 
@@ -43,6 +51,8 @@ def create_engine(
         layout.slot_bytes,
         register=registrar,
         background=True,
-        numa_node=device_node(registrar.pci_bus_id),
+        # Who shares it has spread it over the nodes of all devices.
+        numa_node=None if shared is not None else device_node(registrar.pci_bus_id),
+        shared=shared,
     )
     return CudaSwapEngine(layout, arena, device, keep_alive, output_copy_stream)

@@ -13,6 +13,7 @@ cache would be copied wrong without a sound.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -71,9 +72,11 @@ class KVLayout:
 
     @classmethod
     def from_tensors(cls, num_blocks: int, tensors: Iterable[TensorDescription]) -> KVLayout:
-        """Derive the regions, sorted by address; their slot offsets are consecutive.
+        """Derive the regions, in the order of the tensors; their slot offsets are consecutive.
 
-        The result holds addresses, not tensors: the caller keeps the tensors alive.
+        So what is where in a slot does not depend on the addresses that an allocator chose: another
+        process that has the same tensors elsewhere can read it. The result holds addresses, not
+        tensors: the caller keeps the tensors alive.
         Raises `LayoutError` for anything that cannot be copied exactly.
         """
         if num_blocks < 1:
@@ -83,6 +86,8 @@ class KVLayout:
             raise LayoutError("there are no KV tensors to describe")
         merged = sorted(_merge(pieces), key=lambda piece: piece.address)
         _refuse_shared_bytes(num_blocks, merged)
+        starts = [piece.address for piece in merged]
+        merged = list(dict.fromkeys(merged[bisect(starts, p.address) - 1] for p in pieces))
         regions = []
         slot_offset_bytes = 0
         for piece in merged:

@@ -79,6 +79,8 @@ class Mapping:
     def describe(self) -> str:
         """Say where the pages come from and how large they may be, for the log."""
         node = "any NUMA node" if self._node is None else f"NUMA node {self._node}"
+        if self.shared and self._node is None:
+            node = "where all that share it have placed it"
         return f"from {node}, transparent huge pages: {_huge_page_mode(self.shared)}"
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ copy: who has heard of a store's completion, by whatever message, sees its bytes
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -23,6 +24,7 @@ from types import TracebackType
 
 from transfer.errors import PinnedMemoryError
 from transfer.limits import describe_limits
+from transfer.numa import prefer_node
 
 _ANSWER_SECONDS = 5.0
 """Bound of the wait for an answer of the other process, once it is connected."""
@@ -103,6 +105,20 @@ class SharedMemory:
     def fileno(self) -> int:
         """Return the file descriptor to map; valid until `close`."""
         return self._fd
+
+    def prefer_node(self, node: int, part: int, num_parts: int) -> bool:
+        """Have the pages of one of `num_parts` equal parts come from a NUMA node while it has some.
+
+        For pages that nobody has touched yet, in any process. False where the system refuses.
+        """
+        pages = -(-self.nbytes // mmap.PAGESIZE)
+        first, end = (pages * bound // num_parts * mmap.PAGESIZE for bound in (part, part + 1))
+        if first == end:
+            return True
+        # The policy belongs to the file's range, not to the mapping through which it was set.
+        with mmap.mmap(self._fd, end - first, flags=mmap.MAP_SHARED, offset=first) as memory:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            return prefer_node(address, end - first, node)
 
     def wait_attached(self, timeout_seconds: float) -> bool:
         """Block until every peer has its handle; False on timeout. True for a peer."""

@@ -181,6 +181,22 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
     )
 
 
+def engine_settings(models: Path, kind: str, **more: Any) -> dict[str, Any]:
+    """Return what `LLM` needs for a small model, which is written where it is missing."""
+    return {
+        "model": str(write_model(kind, models / kind)),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "kv_cache_memory_bytes": 64 << 20,
+        "num_gpu_blocks_override": 400,
+        "max_model_len": 2048,
+        "dtype": "float32",
+        "seed": 0,
+        **more,
+    }
+
+
 @contextlib.contextmanager
 def engine(
     models: Path,
@@ -197,18 +213,7 @@ def engine(
     """
     if plugin is not None:
         arguments["kv_transfer_config"] = transfer_config(plugin)
-    settings = {
-        "model": str(write_model(kind, models / kind)),
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        "block_size": BLOCK_TOKENS,
-        "kv_cache_memory_bytes": 64 << 20,
-        "num_gpu_blocks_override": blocks,
-        "max_model_len": 2048,
-        "dtype": "float32",
-        "seed": 0,
-        **arguments,
-    }
+    settings = engine_settings(models, kind, num_gpu_blocks_override=blocks, **arguments)
     assert not has_kv_transfer_group(), "one process holds one engine with a connector at a time"
     with counted_stats() as totals:
         running = Engine(LLM(**settings), totals)

@@ -1,124 +1,187 @@
-"""Run by `run_engine` in a process of its own: an engine whose core has its own process.
+"""Run by `run_engine` in a process of its own: an engine whose core and ranks have theirs.
 
 usage: python -m tests.engine.multiprocess_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
-Prints one line of JSON.
+Hands back what `check` checks. Prompts have one token more than some blocks and are answered one at
+a time, so that a reloaded prompt computes just what an engine without the plugin does that has the
+prompt in its own cache: on a GPU the rounding depends on what else is in the batch.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+import numpy as np
+
+from tests.processes import print_result, run_module
+
+PROMPT_TOKENS = (129, 193, 257, 321)
+LOGPROB_TOLERANCE = 1e-3
+"""Nats. The shapes are the same, so mostly the bits are; other blocks are off by whole nats."""
 
 
 def run_engine(
     models: Path, kind: str, arguments: dict[str, Any], **environment: str
 ) -> dict[str, Any]:
     """Run `main` in a process of its own; return what it found."""
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.engine.multiprocess_run",
-            str(models),
-            kind,
-            json.dumps(arguments),
-        ],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
+    result: dict[str, Any] = run_module(
+        "tests.engine.multiprocess_run", models, kind, arguments, **environment
     )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, f"exit status {run.returncode}\n{run.stdout[-4000:]}\n{run.stderr[-6000:]}"
-    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
     return result
+
+
+def check(result: dict[str, Any], ranks: int, sharing: int = 1) -> None:
+    """Check a run of `ranks` ranks, of which each `sharing` keep the same bytes once."""
+    computed, cached = result["expected"]
+    assert_same(result["computed"], computed)
+    assert result["reset"] is True
+    assert_same(result["reloaded"], cached)
+    told, stored, loaded, rolled = (result[k] for k in ("ranks", "stored", "loaded", "rolled"))
+    assert [rank["rank"] for rank in told] == list(range(ranks))
+    for rank in told:
+        assert rank["sharing"] == sharing
+        assert rank["slots"] == result["cpu_bytes"] * sharing // ranks // rank["slot_bytes"]
+    for before, after, wrong in zip(stored, loaded, rolled, strict=True):
+        assert len(after["blocks"]) >= 8
+        assert after["blocks"].items() <= before["blocks"].items()
+        assert wrong["blocks"] == {
+            slot: before["blocks"][other]
+            for slot, other in rolled_slots(before["blocks"]).items()
+            if slot in after["blocks"]
+        }
+        assert wrong["blocks"] != after["blocks"]
+    first = range(0, ranks, sharing)
+    for leader in first:
+        peers = stored[leader : leader + sharing]
+        assert all(peer["blocks"] == peers[0]["blocks"] for peer in peers)
+        copied = [peer["copied"] for peer in peers]
+        assert sum(copied) == len(peers[0]["blocks"]), "each block is copied to the host once"
+        assert min(copied) >= len(peers[0]["blocks"]) // sharing - len(PROMPT_TOKENS)
+    for a, b in itertools.pairwise(first):
+        blocks = zip(stored[a]["blocks"].items(), stored[b]["blocks"].items(), strict=True)
+        assert all(mine != other for mine, other in blocks), "digests tell ranks apart"
+    block_bytes = sum(rank["slot_bytes"] for rank in told)
+    blocks = len(loaded[0]["blocks"])
+    if (metrics := result["metrics"]) is not None:
+        assert metrics["vllm:host_kv_cache_slots"] == min(rank["slots"] for rank in told)
+        assert metrics["vllm:host_kv_cache_loaded_bytes"] == blocks * block_bytes
+        assert metrics["vllm:host_kv_cache_stored_bytes"] >= blocks * block_bytes // sharing
+        assert metrics["vllm:host_kv_cache_hit_tokens"] == sum(PROMPT_TOKENS) - len(PROMPT_TOKENS)
+        assert metrics.get("vllm:host_kv_cache_failed_loads", 0) == 0
+    corrupted = zip(result["corrupted"]["tokens"], computed["tokens"], strict=True)
+    assert all(wrong != right for wrong, right in corrupted)
+    if "after_sleep" in result:
+        # Sleeping empties host memory, since the engine may wake up with other weights.
+        assert_same(result["after_sleep"], computed)
+    assert result["reset_with_connector"] is True
+
+
+def rolled_slots(slots: Iterable[str]) -> dict[str, str]:
+    """Return what `rank_calls.roll` put where, by the numbers of slots, which JSON made text."""
+    used = sorted(slots, key=int)
+    return dict(zip(used, np.roll(used, 7).tolist(), strict=True))
+
+
+def assert_same(answers: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert answers["tokens"] == expected["tokens"]
+    for mine, others in zip(answers["logprobs"], expected["logprobs"], strict=True):
+        assert mine.keys() == others.keys()
+        for token, logprob in mine.items():
+            assert abs(logprob - others[token]) <= LOGPROB_TOLERANCE, (token, logprob, others)
 
 
 def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     from vllm import LLM
 
-    from bench.small_models import write_model
-    from tests.engine.harness import (
-        BLOCK_TOKENS,
-        greedy,
-        prompts_with_shared_prefix,
-        transfer_config,
+    from kv_offload.engine_compat import vllm_version
+    from tests.engine import rank_calls
+    from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
+
+    logprobs, sleeps = arguments.pop("logprobs", None), arguments.pop("sleep", False)
+    cpu_bytes = 8 << 20
+    cache_prefixes_of_latents(kind)
+    settings = engine_settings(
+        Path(models), kind, max_model_len=1024, disable_log_stats=False, **arguments
     )
+    prompts = [random_tokens(count, seed=count) for count in PROMPT_TOKENS]
 
-    prompts = [{"prompt_token_ids": p} for p in prompts_with_shared_prefix(seed=3)]
+    def answers(llm: LLM) -> dict[str, Any]:
+        tokens, tops = [], []
+        for prompt in prompts:
+            (output,) = llm.generate(
+                [{"prompt_token_ids": prompt}], greedy(8, logprobs=logprobs), use_tqdm=False
+            )
+            tokens.append(list(output.outputs[0].token_ids))
+            for top in output.outputs[0].logprobs or ():
+                tops.append({token: found.logprob for token, found in top.items()})
+        return {"tokens": tokens, "logprobs": tops}
 
-    def start(**more: Any) -> LLM:
-        settings = {
-            "model": str(write_model(kind, Path(models) / kind)),
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "block_size": BLOCK_TOKENS,
-            "kv_cache_memory_bytes": 16 << 20,
-            "num_gpu_blocks_override": 400,
-            "max_model_len": 1024,
-            "dtype": "float32",
-            "seed": 0,
-            "disable_log_stats": False,
-            **arguments,
-            **more,
-        }
-        return LLM(**settings)
-
-    def answers(llm: LLM) -> list[list[int]]:
-        outputs = llm.generate(prompts, greedy(8), use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    plain = start()
-    result: dict[str, Any] = {"expected": answers(plain)}
+    plain = LLM(**settings)
+    result: dict[str, Any] = {"expected": [answers(plain), answers(plain)]}
     plain.llm_engine.engine_core.shutdown()
     del plain
 
-    llm = start(kv_transfer_config=transfer_config({}))
+    result["cpu_bytes"] = cpu_bytes
+    llm = LLM(**settings, kv_transfer_config=transfer_config({"cpu_bytes": cpu_bytes}))
+    result["ranks"] = llm.collective_rpc(rank_calls.watch)
     result["computed"] = answers(llm)
     result["reset"] = llm.reset_prefix_cache()
+    result["stored"] = llm.collective_rpc(rank_calls.digests, args=("stored",))
+    llm.collective_rpc(rank_calls.poison)
     result["reloaded"] = answers(llm)
-    result["metrics"] = {
-        metric.name: metric.value
-        for metric in llm.get_metrics()
-        if metric.name.startswith("vllm:host_kv_cache_") and hasattr(metric, "value")
-    }
-    result["ranks"] = llm.collective_rpc(corrupt)
+    result["loaded"] = llm.collective_rpc(rank_calls.digests, args=("loaded",))
+    result["metrics"] = None
+    if vllm_version() >= (0, 28):  # before, `LLM` drops what steps without a token report
+        result["metrics"] = {
+            metric.name: metric.value
+            for metric in llm.get_metrics()
+            if metric.name.startswith("vllm:host_kv_cache_") and hasattr(metric, "value")
+        }
     llm.reset_prefix_cache()
+    # Of ranks that share memory only the first touches it: the others must see that.
+    shared = result["ranks"][0]["sharing"]
+    leaders = [rank["rank"] for rank in result["ranks"][::shared]]
+    llm.collective_rpc(rank_calls.roll, args=(leaders,))
     result["corrupted"] = answers(llm)
-    # Straight after an answer, while its stores are under way.
-    llm.sleep(level=1)
-    llm.wake_up()
-    result["after_sleep"] = answers(llm)
+    result["rolled"] = llm.collective_rpc(rank_calls.digests, args=("loaded",))
+    if sleeps:
+        # Straight after an answer, while its stores are under way.
+        llm.sleep(level=1)
+        llm.wake_up()
+        result["after_sleep"] = answers(llm)
     result["reset_with_connector"] = llm.reset_prefix_cache(reset_connector=True)
     llm.llm_engine.engine_core.shutdown()
-    print("RESULT " + json.dumps(result), flush=True)
+    print_result(result)
 
 
-def corrupt(_worker: Any) -> int:
-    """Flip a bit in every byte of this rank's host memory; return the rank."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+def cache_prefixes_of_latents(kind: str) -> None:
+    """Let vLLM's CPU engine cache prefixes of a model with latent attention.
 
-    rank = get_kv_transfer_group().offload_worker
-    assert rank._engine.wait(10)
-    rank._engine._state.arena.view()[:] ^= 0x40
-    return int(rank._rank)
+    It turns that off, for it cannot compute several tokens behind a prefix. One it can, and no
+    prompt here leaves more.
+    """
+    from vllm.platforms import current_platform
+
+    if kind != "deepseek_v2" or not current_platform.is_cpu():
+        return
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        vllm_config.cache_config.enable_prefix_caching = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `corrupt`
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `rank_calls`
     main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

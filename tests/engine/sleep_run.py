@@ -20,43 +20,24 @@ from typing import Any
 def main(models: str, arguments: dict[str, Any]) -> None:
     from vllm import LLM
 
-    from bench.small_models import write_model
-    from tests.engine.harness import (
-        BLOCK_TOKENS,
-        greedy,
-        random_tokens,
-        transfer_config,
-    )
+    from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
+    from tests.processes import print_result
 
     # None begins like another: each is computed as a whole, or loaded but for its last block.
     prompts = [{"prompt_token_ids": random_tokens(200 + 37 * i, seed=i)} for i in range(4)]
 
-    def start(**more: Any) -> LLM:
-        settings = {
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "block_size": BLOCK_TOKENS,
-            "kv_cache_memory_bytes": 16 << 20,
-            "num_gpu_blocks_override": 400,
-            "max_model_len": 1024,
-            "dtype": "float32",
-            "seed": 0,
-            "disable_log_stats": False,
-            **arguments,
-            **more,
-        }
-        return LLM(model=str(write_model("qwen3", Path(models) / "qwen3")), **settings)
+    settings = engine_settings(Path(models), "qwen3", disable_log_stats=False, **arguments)
 
     def answers(llm: LLM) -> list[list[int]]:
         outputs = [llm.generate([prompt], greedy(8), use_tqdm=False)[0] for prompt in prompts]
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    plain = start()
+    plain = LLM(**settings)
     result: dict[str, Any] = {"expected": [answers(plain), answers(plain)]}
     plain.llm_engine.engine_core.shutdown()
     del plain
 
-    llm = start(kv_transfer_config=transfer_config({"keep_on_sleep": True}))
+    llm = LLM(**settings, kv_transfer_config=transfer_config({"keep_on_sleep": True}))
 
     def hit_tokens() -> float:
         return sum(
@@ -89,7 +70,7 @@ def main(models: str, arguments: dict[str, Any]) -> None:
     result["sleep 1 again"] = after(lambda: sleep(1))
     result["sleep 2"] = after(lambda: sleep(2))
     llm.llm_engine.engine_core.shutdown()
-    print("RESULT " + json.dumps(result), flush=True)
+    print_result(result)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import numpy as np
 
 from kv_offload.engine_compat import bytes_per_block, reports_failed_requests, vllm_version
 from tests.engine.harness import BLOCK_TOKENS, Engine, Tokens, engine, greedy, random_tokens
+from tests.processes import print_result
 from transfer import host
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
 from transfer.factory import create_engine
@@ -360,7 +361,7 @@ def check(result: dict[str, Any], least_same: float = 0.95) -> None:
 
 def main(models: str, seconds: str, seed: str, arguments: str) -> None:
     result = soak(Path(models), float(seconds), int(seed), **json.loads(arguments))
-    print("RESULT " + json.dumps(result), flush=True)
+    print_result(result)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ranks that hold different layers: stages of a pipeline, with one model and a KV cache each."""
+"""Ranks that hold different layers, ranks that hold the same bytes, and engines side by side."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.multiprocess_run import run_engine
+from kv_offload.engine_compat import vllm_version
+from tests.engine import replica_run
+from tests.engine.multiprocess_run import check, run_engine
+from tests.processes import run_module
 
 
-@pytest.mark.parametrize(
-    ("kind", "partition"), [("qwen3", "1,1"), ("gemma3", "2,2"), ("gemma3", "3,1")]
-)
+@pytest.mark.parametrize(("kind", "partition"), [("qwen3", "1,1"), ("gemma3", "3,1")])
 def test_stages_of_a_pipeline(model_folder: Path, kind: str, partition: str) -> None:
     """With `3,1` the stages' blocks have different sizes, and so have their slots."""
     arguments = {
@@ -19,15 +20,24 @@ def test_stages_of_a_pipeline(model_folder: Path, kind: str, partition: str) -> 
         # A later stage of vLLM's CPU engine has no buffer for its input unless a warm-up made it.
         "enforce_eager": False,
         "compilation_config": {"mode": 1, "backend": "eager"},
+        "sleep": True,
     }
-    result = run_engine(model_folder, kind, arguments, VLLM_PP_LAYER_PARTITION=partition)
-    expected = result["expected"]
-    assert result["computed"] == expected
-    assert result["reset"] is True
-    assert result["reloaded"] == expected
-    assert result["metrics"]["vllm:host_kv_cache_loaded_bytes"] > 0
-    assert result["metrics"]["vllm:host_kv_cache_failed_loads"] == 0
-    assert sorted(result["ranks"]) == [0, 1]
-    assert all(a != b for a, b in zip(result["corrupted"], expected, strict=True))
-    assert result["after_sleep"] == expected
-    assert result["reset_with_connector"] is True
+    check(run_engine(model_folder, kind, arguments, VLLM_PP_LAYER_PARTITION=partition), ranks=2)
+
+
+LATENT = {"block_size": 16, "enable_chunked_prefill": False}
+"""What vLLM's CPU engine needs for latent attention, from 0.32."""
+
+
+@pytest.mark.skipif(
+    vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
+)
+def test_ranks_with_latent_attention_keep_their_bytes_once(model_folder: Path) -> None:
+    arguments = {"tensor_parallel_size": 2, "sleep": True, **LATENT}
+    check(run_engine(model_folder, "deepseek_v2", arguments), ranks=2, sharing=2)
+
+
+def test_replicas_of_data_parallelism(model_folder: Path) -> None:
+    """Replicas of a model with experts step together, with dummy batches; others do not."""
+    case = ("qwen3", {}) if vllm_version() < (0, 32) else ("deepseek_v2", LATENT)
+    replica_run.check(run_module("tests.engine.replica_run", model_folder, *case))

@@ -6,35 +6,18 @@ GPU: requests end, caches are reset, and the level reaches the plugin.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
 from tests.engine.harness import Copies, engine, prompts_with_shared_prefix
+from tests.processes import run_module
 from transfer.engine import Direction
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_host_memory_outlives_a_sleep_of_level_1_and_nothing_else(model_folder: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.engine.sleep_run", str(model_folder), "{}"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, f"exit status {run.returncode}\n{run.stdout[-4000:]}\n{run.stderr[-6000:]}"
-    result = json.loads(lines[0].removeprefix("RESULT "))
+    result = run_module("tests.engine.sleep_run", model_folder, {}, timeout_seconds=300)
     expected, from_cache = result.pop("expected")
     assert expected == from_cache
     for event, (answers, _) in result.items():

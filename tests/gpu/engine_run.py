@@ -29,6 +29,7 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
     random_tokens,
 )
+from tests.processes import print_result
 from transfer.engine import Direction, SwapJob
 
 PROMPTS = prompts_with_shared_prefix(shared=1500, tails=(21, 25, 40, 85), seed=11)
@@ -170,7 +171,7 @@ def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, An
         result["corrupted"] = one_by_one(ours)
         ours.assert_nothing_left()
     result["block_tokens"] = BLOCK_TOKENS
-    print("RESULT " + json.dumps(result), flush=True)
+    print_result(result)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
+from tests.processes import run_module
 
-ROOT = Path(__file__).parents[2]
+pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dense": ("qwen3", {}, {}),
@@ -59,26 +55,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
     kind, arguments, plugin = CASES[case]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
-    command = [sys.executable, "-m", "tests.gpu.engine_run", str(tmp_path), kind]
-    run = subprocess.run(
-        [*command, json.dumps(arguments), json.dumps(plugin)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
+    result = run_module(
+        "tests.gpu.engine_run",
+        tmp_path,
+        kind,
+        arguments,
+        plugin,
+        timeout_seconds=550,
+        VLLM_USE_V2_MODEL_RUNNER="1" if runner == "v2" else "0",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, f"exit status {run.returncode}\n{run.stdout[-2000:]}\n{run.stderr[-5000:]}"
-    result = json.loads(lines[0].removeprefix("RESULT "))
     print({k: v for k, v in result.items() if not isinstance(v, list)})
     assert result["loaded_blocks"] > 0
     assert result["compared_blocks"] >= 5

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
-import subprocess
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -31,6 +27,7 @@ with warnings.catch_warnings():
     from tests.gpu.engine_run import read_device
     from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config
 from tests.gpu.test_cuda_engine import KIB, ids, make_arena, make_cache, random_pairs  # noqa: E402
+from tests.processes import run_module  # noqa: E402
 from transfer.cuda import CudaSwapEngine  # noqa: E402
 from transfer.engine import Direction, SwapJob  # noqa: E402
 from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402
@@ -39,7 +36,6 @@ from transfer.swap import LIST_BYTES, SwapKernel, write_list  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-ROOT = Path(__file__).parents[2]
 BLOCKS = 8
 BLOCK, SLOT = 3, 5
 BUSY_CYCLES = 200_000_000
@@ -267,29 +263,6 @@ def test_tables_and_captured_graphs_are_valid_after_sleep_and_wake_up() -> None:
     engine.close()
 
 
-def in_a_process(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    run = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": path,
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, f"exit status {run.returncode}\n{run.stdout[-2000:]}\n{run.stderr[-5000:]}"
-    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
-    return result
-
-
 both_runners = pytest.mark.parametrize("runner", ["0", "1"], ids=["V1", "V2"])
 
 
@@ -302,11 +275,8 @@ def test_an_engine_with_graphs_sleeps_wakes_up_and_serves(tmp_path: Path, runner
         "enable_sleep_mode": True,
         "kv_cache_memory_bytes": 256 << 20,
     }
-    result = in_a_process(
-        "tests.engine.sleep_run",
-        str(tmp_path),
-        json.dumps(arguments),
-        VLLM_USE_V2_MODEL_RUNNER=runner,
+    result = run_module(
+        "tests.engine.sleep_run", tmp_path, arguments, VLLM_USE_V2_MODEL_RUNNER=runner
     )
     computed, cached = result.pop("expected")
     hits = {event: tokens for event, (_, tokens) in result.items()}

@@ -5,18 +5,16 @@ Each case takes a quarter of it, so `pytest tests/gpu/test_soak.py -k V2` runs h
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import run_module
+
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
-ROOT = Path(__file__).parents[2]
 SECONDS = float(os.environ.get("SOAK_SECONDS", "1200"))
 SEED = os.environ.get("SOAK_SEED", str(random.randrange(1 << 31)))
 """Printed by the run; set `SOAK_SEED` to replay it."""
@@ -40,26 +38,17 @@ def test_every_loaded_block_is_the_one_that_was_stored(
         "async_scheduling": async_scheduling,
         "kv_cache_memory_bytes": 256 << 20,
     }
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    command = [sys.executable, "-m", "tests.engine.soak", str(tmp_path), str(SECONDS / 4), SEED]
-    run = subprocess.run(
-        [*command, json.dumps(arguments)],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": path,
-            "VLLM_USE_V2_MODEL_RUNNER": runner,
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        },
-        capture_output=True,
-        text=True,
-        timeout=SECONDS / 4 + 280,
-        check=False,
+    print(f"seed {SEED}")
+    result = run_module(
+        "tests.engine.soak",
+        tmp_path,
+        str(SECONDS / 4),
+        SEED,
+        arguments,
+        timeout_seconds=SECONDS / 4 + 280,
+        VLLM_USE_V2_MODEL_RUNNER=runner,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, f"seed {SEED}, exit status {run.returncode}\n{run.stderr[-5000:]}"
-    result = json.loads(lines[0].removeprefix("RESULT "))
-    print(f"seed {SEED}: {result}")
+    print(result)
     check(result, least_same=0.5)
     assert result["asynchronous"] == async_scheduling

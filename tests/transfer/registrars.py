@@ -8,6 +8,8 @@ import re
 import threading
 from pathlib import Path
 
+import pytest
+
 PAGE = mmap.PAGESIZE
 
 
@@ -28,6 +30,16 @@ def resident_bytes(address: int) -> int:
         elif inside and line.startswith("Rss:"):
             return int(line.split()[1]) * 1024
     raise AssertionError(f"no mapping at {address:#x}")
+
+
+def policy_of(address: int) -> str:
+    """Return the memory policy of a mapping, as the kernel prints it."""
+    try:
+        lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    except OSError as error:
+        pytest.skip(f"needs a kernel with NUMA: {error}")
+    (policy,) = [line.split()[1] for line in lines if int(line.split()[0], 16) == address]
+    return policy
 
 
 class Registrar:

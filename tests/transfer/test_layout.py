@@ -201,15 +201,15 @@ def test_interleaved_views_of_one_page_are_joined() -> None:
     check_exact(layout, storage)
 
 
-def test_regions_are_sorted_over_storages() -> None:
-    storages = [Storage(4 * 64) for _ in range(3)]
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_slot_holds_the_tensors_in_their_order_wherever_they_lie(reverse: bool) -> None:
+    storages = sorted([Storage(4 * 64) for _ in range(3)], key=lambda s: s.address, reverse=reverse)
     tensors = [
         storage.describe(f"layer.{i}", 4, (4, 64), (64, 1), block_dim=0)
         for i, storage in enumerate(storages)
     ]
     layout = KVLayout.from_tensors(4, tensors)
-    addresses = [region.address for region in layout.regions]
-    assert addresses == sorted(storage.address for storage in storages)
+    assert [region.address for region in layout.regions] == [s.address for s in storages]
     assert [region.slot_offset_bytes for region in layout.regions] == [0, 64, 128]
 
 

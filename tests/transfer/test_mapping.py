@@ -8,22 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.transfer.registrars import PAGE, is_mapped, resident_bytes
+from tests.transfer.registrars import PAGE, is_mapped, policy_of, resident_bytes
 from transfer import mapping
 from transfer.errors import PinnedMemoryError
 from transfer.mapping import Mapping
 from transfer.numa import device_node, prefer_node
-
-
-def policy_of(address: int) -> str:
-    """Return the memory policy of a mapping, as the kernel prints it."""
-    try:
-        lines = Path("/proc/self/numa_maps").read_text().splitlines()
-    except OSError as error:
-        pytest.skip(f"needs a kernel with NUMA: {error}")
-    (policy,) = [line.split()[1] for line in lines if int(line.split()[0], 16) == address]
-    return policy
-
 
 # -- mappings ----------------------------------------------------------------------------------
 
@@ -99,6 +88,7 @@ def test_the_log_says_which_huge_pages_there_are(
     os.ftruncate(fd, PAGE)
     shared = Mapping(PAGE, fd=fd)
     (tmp_path / "shmem_enabled").write_text("always within_size advise [never] deny force\n")
+    assert shared.describe().startswith("from where all that share it have placed it, ")
     assert shared.describe().endswith(": never")
     made.close()
     shared.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.transfer.registrars import PAGE, GatedRegistrar, Registrar
+from tests.transfer.registrars import PAGE, GatedRegistrar, Registrar, policy_of
 from transfer import registration, shared
 from transfer.errors import PinnedMemoryError
 from transfer.pinned import HostArena
@@ -309,3 +310,18 @@ def test_a_peer_that_ends_in_between_is_not_counted(name: str) -> None:
             assert mapped[:4] == bytes(4)
             mapped.close()
         assert memory.wait_attached(30)
+
+
+# -- NUMA --------------------------------------------------------------------------------------
+
+
+def test_each_part_comes_from_the_node_that_was_asked_for(name: str) -> None:
+    """The second of two parts, of 3 and 4 pages; every mapping of the file sees it."""
+    with SharedMemory.create(name, 7 * PAGE, 0) as memory:
+        assert memory.prefer_node(0, 1, 2)
+        for offset, expected in ((0, False), (3 * PAGE, True)):
+            with mmap.mmap(memory.fileno(), PAGE, flags=mmap.MAP_SHARED, offset=offset) as mapped:
+                address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+                assert (policy_of(address) == "prefer:0") is expected
+        assert memory.prefer_node(0, 1, 20), "a part without a page"
+        assert not memory.prefer_node(1023, 0, 2), "a node that does not exist"

@@ -1,0 +1,92 @@
+"""What tests have every rank do, by `LLM.collective_rpc`: digest, poison and mix up its memory.
+
+On any device. A call is made between steps, with no request alive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from transfer.engine import Direction, SwapJob
+
+
+def watch(_worker: Any) -> dict[str, Any]:
+    """Note from now on what is stored and loaded; return what this rank is like."""
+    half = get_kv_transfer_group().offload_worker
+    half.noted = {"stored": {}, "loaded": {}, "copied": 0}
+    if not hasattr(half, "queue_unwatched"):
+        half.queue_unwatched, half.submit_unwatched = half._queue, half._engine.submit
+
+        def queue(stores: Any) -> None:
+            for job in stores:
+                half.noted["stored"].update((int(slot), int(block)) for block, slot in job.pairs)
+            half.queue_unwatched(stores)
+
+        def submit(job: SwapJob) -> None:
+            if job.direction is Direction.LOAD:
+                half.noted["loaded"].update((int(slot), int(block)) for block, slot in job.pairs)
+            else:
+                half.noted["copied"] += len(job.pairs)
+            half.submit_unwatched(job)
+
+        half._queue, half._engine.submit = queue, submit
+    return {
+        "rank": half._rank,
+        "slots": half.num_slots,
+        "slot_bytes": half._engine.layout.slot_bytes,
+        "sharing": half._peers.count,
+    }
+
+
+def digests(_worker: Any, kind: str) -> dict[str, Any]:
+    """Return the digest of every block that was `stored` or `loaded`, as it is now, by its slot."""
+    half = get_kv_transfer_group().offload_worker
+    assert half._engine.wait(10)
+    storages = [
+        (storage.data_ptr(), as_bytes(storage, tensor.device).cpu().numpy())
+        for storage, tensor in kv_storages(half)
+    ]
+    found = {}
+    for slot, block in half.noted[kind].items():
+        digest = hashlib.sha256()
+        for region in half._engine.layout.regions:
+            address = region.address + block * region.block_stride_bytes
+            start, memory = next((s, m) for s, m in storages if 0 <= address - s < len(m))
+            digest.update(memory[address - start :][: region.page_bytes].tobytes())
+        found[slot] = digest.hexdigest()[:16]
+    return {"rank": half._rank, "blocks": found, "copied": half.noted["copied"]}
+
+
+def poison(_worker: Any) -> None:
+    """Overwrite the whole KV cache of this rank."""
+    half = get_kv_transfer_group().offload_worker
+    assert half._engine.wait(10)
+    for storage, tensor in kv_storages(half):
+        as_bytes(storage, tensor.device).fill_(0x7F)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def roll(_worker: Any, ranks: list[int]) -> None:
+    """Put every stored block where another one was, in the host memory of these ranks."""
+    half = get_kv_transfer_group().offload_worker
+    if half._rank in ranks:
+        slots = half._engine._state.arena.view()
+        used = sorted(half.noted["stored"])
+        slots[used] = slots[np.roll(used, 7)]
+
+
+def kv_storages(half: Any) -> list[tuple[Any, torch.Tensor]]:
+    """Return every storage of the KV cache once, with a tensor in it."""
+    tensors = half._engine._state.keep_alive
+    found = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    return [(tensor.untyped_storage(), tensor) for tensor in found.values()]
+
+
+def as_bytes(storage: Any, device: torch.device) -> torch.Tensor:
+    return torch.tensor([], dtype=torch.uint8, device=device).set_(storage)

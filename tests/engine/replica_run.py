@@ -1,0 +1,166 @@
+"""Run by tests in a process of its own: two replicas of data parallelism behind one front end.
+
+usage: python -m tests.engine.replica_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
+
+Hands back what `check` checks. Each replica is asked prompts of its own, by its number, one at a
+time; what it answers is compared with an engine that is alone and has no plugin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.engine.multiprocess_run import assert_same, cache_prefixes_of_latents, rolled_slots
+from tests.processes import print_result
+
+REPLICAS = 2
+PROMPT_TOKENS = (129, 193, 257)
+
+
+def check(result: dict[str, Any]) -> None:
+    """Check that each replica serves from its own host memory, and nothing of the other's."""
+    assert [len(ranks) for ranks in result["ranks"]] == [1, 1]
+    for replica, (computed, cached) in enumerate(result["expected"]):
+        assert_same(result["computed"][replica], computed)
+        assert_same(result["reloaded"][replica], cached)
+        (stored,), (loaded,) = result["stored"][replica], result["loaded"][replica]
+        assert len(loaded["blocks"]) >= 8
+        assert loaded["blocks"].items() <= stored["blocks"].items()
+    # What is mixed up in the first replica's host memory shows there and nowhere else.
+    (computed, _), (_, cached) = result["expected"]
+    wrong, right = result["rolled"]
+    assert all(w != r for w, r in zip(wrong["tokens"], computed["tokens"], strict=True))
+    assert_same(right, cached)
+    (mixed,), (intact,) = result["loaded_rolled"]
+    (before,), _ = result["stored"]
+    assert mixed["blocks"] == {
+        slot: before["blocks"][other]
+        for slot, other in rolled_slots(before["blocks"]).items()
+        if slot in mixed["blocks"]
+    }
+    assert intact == result["loaded"][1][0]
+    # Neither knows the other's prompts: they are computed, and nothing is loaded.
+    for replica, (computed, _) in enumerate(result["expected"]):
+        assert_same(result["swapped"][1 - replica], computed)
+    assert [ranks[0]["blocks"] for ranks in result["loaded_swapped"]] == [{}, {}]
+
+
+def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
+
+    logprobs = arguments.pop("logprobs", None)
+    cache_prefixes_of_latents(kind)
+    settings = engine_settings(
+        Path(models), kind, max_model_len=1024, disable_log_stats=True, **arguments
+    )
+    prompts = [
+        [random_tokens(count, seed=1000 * replica + count) for count in PROMPT_TOKENS]
+        for replica in range(REPLICAS)
+    ]
+    sampling = greedy(8, logprobs=logprobs)
+
+    plain = LLM(**settings)
+    expected = []
+    for own in prompts:
+        answers = []
+        for _ in range(2):
+            outputs = [
+                plain.generate([{"prompt_token_ids": p}], sampling, use_tqdm=False)[0] for p in own
+            ]
+            answers.append(as_answers(outputs))
+        expected.append(answers)
+    plain.llm_engine.engine_core.shutdown()
+    del plain
+
+    settings["kv_transfer_config"] = KVTransferConfig(**transfer_config({"cpu_bytes": 8 << 20}))
+    result = {"expected": expected, **asyncio.run(run(settings, prompts, sampling))}
+    print_result(result)
+
+
+def as_answers(outputs: list[Any]) -> dict[str, Any]:
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "logprobs": [
+            {token: found.logprob for token, found in top.items()}
+            for output in outputs
+            for top in output.outputs[0].logprobs or ()
+        ],
+    }
+
+
+async def run(
+    settings: dict[str, Any], prompts: list[list[list[int]]], sampling: Any
+) -> dict[str, Any]:
+    """Start the replicas, ask them, and return what they say and hold, by replica."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from tests.engine import rank_calls
+
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(data_parallel_size=REPLICAS, **settings))
+    asked = 0
+
+    async def ask(replica: int, own: list[list[int]]) -> dict[str, Any]:
+        nonlocal asked
+        outputs = []
+        for prompt in own:
+            asked += 1
+            request = llm.generate(
+                {"prompt_token_ids": prompt},
+                sampling,
+                request_id=f"request-{asked}",
+                data_parallel_rank=replica,
+            )
+            async for output in request:
+                last = output
+            outputs.append(last)
+        return as_answers(outputs)
+
+    async def ask_each(order: list[list[list[int]]]) -> list[dict[str, Any]]:
+        """Ask all replicas, at the same time; of a greedy answer only the last output is whole."""
+        return list(await asyncio.gather(*[ask(i, own) for i, own in enumerate(order)]))
+
+    async def call(function: Any, *arguments: Any) -> list[Any]:
+        """Return what the ranks of each replica answer."""
+        client = llm.engine_core
+        words = ("collective_rpc", function, None, arguments, {})
+        return [
+            await client._call_utility_async(*words, engine=engine)
+            for engine in client.core_engines
+        ]
+
+    try:
+        result: dict[str, Any] = {"ranks": await call(rank_calls.watch)}
+        result["computed"] = await ask_each(prompts)
+        assert await llm.reset_prefix_cache() is not False
+        result["stored"] = await call(rank_calls.digests, "stored")
+        await call(rank_calls.poison)
+        result["reloaded"] = await ask_each(prompts)
+        result["loaded"] = await call(rank_calls.digests, "loaded")
+        await llm.reset_prefix_cache()
+        client = llm.engine_core
+        words = ("collective_rpc", rank_calls.roll, None, ([0],), {})
+        await client._call_utility_async(*words, engine=client.core_engines[0])
+        result["rolled"] = await ask_each(prompts)
+        result["loaded_rolled"] = await call(rank_calls.digests, "loaded")
+        await llm.reset_prefix_cache()
+        await call(rank_calls.watch)
+        result["swapped"] = await ask_each(prompts[::-1])
+        result["loaded_swapped"] = await call(rank_calls.digests, "loaded")
+        return result
+    finally:
+        llm.shutdown()
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `rank_calls`
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

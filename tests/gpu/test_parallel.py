@@ -1,0 +1,154 @@
+"""Engines on two GPUs: tensor-parallel ranks, with memory of their own or one memory, and replicas.
+
+What is checked is in `tests/engine/multiprocess_run.py` and `replica_run.py`, as on the CPU. The
+runs go side by side: most of each is processes that start.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
+pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
+
+from tests.engine import multiprocess_run, replica_run  # noqa: E402
+from tests.gpu.test_cuda_engine import KIB, finish, make_cache, randomize  # noqa: E402
+from tests.processes import run_module  # noqa: E402
+from transfer.cuda import CudaSwapEngine  # noqa: E402
+from transfer.engine import Direction, SwapJob  # noqa: E402
+from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402
+from transfer.shared import SharedMemory  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+ENVIRONMENT = {
+    # NVLink multicast, besides what the host's own environment says: reductions in the switch need
+    # not give every rank the same bits, and a host may not allow it.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+}
+ARGUMENTS = {
+    "dtype": "bfloat16",
+    "block_size": 64,
+    "logprobs": 5,
+    # Several engines start at once, and vLLM asks for this share of a GPU to be free.
+    "gpu_memory_utilization": 0.3,
+}
+TENSOR = {**ARGUMENTS, "tensor_parallel_size": 2, "sleep": False}
+
+Case = tuple[str, str, dict[str, Any], Callable[[Any], None]]
+RANKS = "tests.engine.multiprocess_run"
+CASES: dict[str, Case] = {
+    "tensor parallel": (RANKS, "qwen3", TENSOR, partial(multiprocess_run.check, ranks=2)),
+    "latent attention": (
+        RANKS,
+        "deepseek_v2",
+        TENSOR,
+        partial(multiprocess_run.check, ranks=2, sharing=2),
+    ),
+    "data parallel": ("tests.engine.replica_run", "qwen3", ARGUMENTS, replica_run.check),
+    # Of models with experts all replicas step together, with dummy batches.
+    "data parallel in step": (
+        "tests.engine.replica_run",
+        "deepseek_v2",
+        ARGUMENTS,
+        replica_run.check,
+    ),
+}
+RUNNERS = {"v1": "0", "v2": "1"}
+RUNS = [
+    ("tensor parallel", "v1"),
+    ("tensor parallel", "v2"),
+    ("latent attention", "v1"),
+    ("latent attention", "v2"),
+    ("data parallel", "v2"),
+    ("data parallel in step", "v1"),
+]
+RUN_SECONDS = 170
+
+
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[tuple[str, str], Future[Any]]]:
+    """Start the runs of all tests that were selected."""
+    selected = [
+        (item.callspec.params["case"], item.callspec.params["runner"])
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+    with ThreadPoolExecutor(len(RUNS)) as threads:
+        yield {
+            (case, runner): threads.submit(
+                run_module,
+                CASES[case][0],
+                tmp_path_factory.mktemp("models"),
+                *CASES[case][1:3],
+                timeout_seconds=RUN_SECONDS,
+                VLLM_USE_V2_MODEL_RUNNER=RUNNERS[runner],
+                **ENVIRONMENT,
+            )
+            for case, runner in selected
+        }
+
+
+@pytest.mark.parametrize(("case", "runner"), RUNS)
+def test_blocks_come_back(runs: dict[tuple[str, str], Future[Any]], case: str, runner: str) -> None:
+    result = runs[case, runner].result()
+    print({name: value for name, value in result.items() if name in ("ranks", "metrics")})
+    CASES[case][3](result)
+
+
+def test_what_one_gpu_stored_another_loads() -> None:
+    """Each registers its own mapping of the same memory, as two ranks do."""
+    slots, slot_bytes = 64, 20 * KIB
+    pages = [(16 * KIB, 16 * KIB), (4 * KIB, 8 * KIB)]
+    caches = [make_cache(slots, pages, f"cuda:{device}") for device in range(2)]
+    randomize(*(cache.storage for cache in caches))
+    torch.cuda.synchronize(1)
+    name = uuid.uuid4().hex
+    with SharedMemory.create(name, slots * slot_bytes, 0) as memory:
+        engines = [
+            CudaSwapEngine(
+                cache.layout,
+                HostArena(
+                    slots, slot_bytes, register=CudaRegistrar(cache.storage.device), shared=memory
+                ),
+                cache.storage.device,
+                [cache.storage],
+            )
+            for cache in caches
+        ]
+    pairs = np.stack([np.arange(slots), np.arange(slots)[::-1]], 1).astype(np.int32)
+    halves = pairs[: slots // 2], pairs[slots // 2 :]
+    expected = [cache.blocks() for cache in caches]
+    for engine, half in zip(engines, halves, strict=True):
+        engine.submit(SwapJob(1, Direction.STORE, half))
+    for engine in engines:
+        assert [done.error for done in finish(engine)] == [None]
+    for cache in caches:
+        cache.storage.fill_(0)
+        torch.cuda.synchronize(cache.storage.device)
+    for engine in engines:
+        engine.submit(SwapJob(2, Direction.LOAD, pairs))
+    for engine, cache in zip(engines, caches, strict=True):
+        assert [done.error for done in finish(engine)] == [None]
+        assert torch.equal(cache.blocks()[: slots // 2], expected[0][: slots // 2])
+        assert torch.equal(cache.blocks()[slots // 2 :], expected[1][slots // 2 :])
+        engine.close()

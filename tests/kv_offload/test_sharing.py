@@ -1,0 +1,357 @@
+"""Ranks that keep their bytes once. Here each is a thread; tests/engine has real processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+
+from kv_offload import sharing
+from kv_offload.config import OffloadConfig
+from kv_offload.errors import CapacityError
+from kv_offload.metadata import JobResult, LoadJob, OffloadMetadata, StoreJob, WorkerCapacity
+from kv_offload.prefix import CacheGroup
+from kv_offload.sharing import Peers, arena_bytes, ranks_with_equal_bytes
+from kv_offload.worker import OffloadWorker
+from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config
+from transfer.errors import PinnedMemoryError
+from transfer.host_copy import copy_runs
+from transfer.shared import SharedMemory
+
+BLOCKS = 8
+BLOCK_BYTES = PAGE_WORDS * 8
+OTHER = 1000
+"""What rank 1's words are above those of rank 0, to see who copied. Real ranks' are equal."""
+
+
+class Meeting:
+    """Where `count` threads tell each other something."""
+
+    def __init__(self, count: int) -> None:
+        self._barrier = threading.Barrier(count, timeout=30)
+        self._told: dict[int, Any] = {}
+        self.count = count
+
+    def peers(self, index: int) -> Peers:
+        def gather(value: Any) -> list[Any]:
+            self._told[index] = value
+            self._barrier.wait()
+            values = [self._told[rank] for rank in range(self.count)]
+            self._barrier.wait()
+            return values
+
+        return Peers(index, self.count, gather)
+
+
+class Ranks:
+    """The two ranks of one engine, over KV caches of `BLOCKS` blocks."""
+
+    def __init__(self, slots: int = 8, **config: Any) -> None:
+        per_slot = config.get("blocks_per_slot", 1)
+        config.setdefault("cpu_bytes", slots * per_slot * BLOCK_BYTES)
+        meeting = Meeting(2)
+        self.kvs: list[Any] = [
+            torch.arange(BLOCKS * PAGE_WORDS).view(BLOCKS, 4, PAGE_WORDS // 4) + OTHER * rank
+            for rank in range(2)
+        ]
+        self.halves = [
+            OffloadWorker(
+                OffloadConfig(**config),
+                make_kv_cache_config([CacheGroup(0, 4)], BLOCKS),
+                rank,
+                2,
+                meeting.peers(rank),
+            )
+            for rank in range(2)
+        ]
+
+    def start(self) -> Ranks:
+        with ThreadPoolExecutor(2) as threads:
+            started = [
+                threads.submit(
+                    half.register_kv_caches, kv if isinstance(kv, dict) else {"layer.0": kv}
+                )
+                for half, kv in zip(self.halves, self.kvs, strict=True)
+            ]
+        for rank in started:
+            rank.result()
+        return self
+
+    def stop(self) -> None:
+        for half in self.halves:
+            half.shutdown()
+
+    def arena(self, rank: int) -> np.ndarray:
+        """Return the first word of every slot."""
+        return self.halves[rank]._engine._state.arena.view().view(np.int64)[:, 0]
+
+    def step(self, *stores: StoreJob, loads: Sequence[LoadJob] = ()) -> list[dict[int, JobResult]]:
+        """Run a step's hooks on both ranks; return what each reports of stores."""
+        reports = []
+        for half in self.halves:
+            metadata = OffloadMetadata(stores, tuple(loads))
+            half.start_kv_transfers(metadata)
+            assert half._engine.wait(10)
+            half.prepare_store_kv(metadata)
+            half.poll()
+            report = half.take_report()
+            reports.append({} if report is None else report.stores)
+        return reports
+
+    def store(self, job_id: int, *pairs: tuple[int, int]) -> list[dict[int, JobResult]]:
+        self.step(StoreJob(job_id, np.array(pairs, np.int32)))
+        return self.step()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made = Ranks().start()
+    yield made
+    made.stop()
+
+
+def done(rank: int, *, ok: bool = True) -> JobResult:
+    return JobResult(frozenset({rank}), ok)
+
+
+# -- which ranks -------------------------------------------------------------------------------
+
+
+def latent(**more: Any) -> MLAAttentionSpec:
+    if "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__:
+        more = {"max_tp_shards": 1, **more}
+    return MLAAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, **more
+    )
+
+
+def dense() -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+
+
+def equal_ranks(*specs: Any, tensor: int = 4, decode_context: int = 1) -> int:
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer.{i}"])
+        for i, spec in enumerate(specs)
+    ]
+    parallel = SimpleNamespace(
+        tensor_parallel_size=tensor, decode_context_parallel_size=decode_context
+    )
+    return ranks_with_equal_bytes(parallel, SimpleNamespace(kv_cache_groups=groups))
+
+
+def test_tensor_parallel_ranks_hold_the_same_latents() -> None:
+    assert equal_ranks(latent()) == 4
+    assert equal_ranks(latent(), latent()) == 4
+    group = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer.0": latent()})
+    assert equal_ranks(group) == 4
+    assert equal_ranks(latent(), tensor=1) == 1
+
+
+def test_ranks_that_may_differ_share_nothing() -> None:
+    assert equal_ranks(dense()) == 1, "even of one head: what is left of it is not said"
+    assert equal_ranks(latent(), dense()) == 1
+    assert equal_ranks(latent(), decode_context=2) == 1
+    assert equal_ranks() == 1
+    if "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__:
+        assert equal_ranks(latent(max_tp_shards=None)) == 1
+        assert equal_ranks(latent(), latent(max_tp_shards=2)) == 1
+
+
+def test_cpu_bytes_are_for_all_ranks_once() -> None:
+    assert arena_bytes(1000, num_ranks=4, sharing_ranks=1) == 250
+    assert arena_bytes(1000, num_ranks=4, sharing_ranks=2) == 500, "two stages of two ranks"
+    assert arena_bytes(1000, num_ranks=4, sharing_ranks=4) == 1000
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_pairs", [1, 2, 7, 64])
+def test_every_pair_is_one_ranks_and_parts_are_even(count: int, num_pairs: int) -> None:
+    pairs = np.arange(2 * num_pairs, dtype=np.int32).reshape(-1, 2)
+    meeting = Meeting(count)
+    copied = np.zeros(count, int)
+    for job_id in range(count):
+        parts = [meeting.peers(rank).own_part(StoreJob(job_id, pairs)) for rank in range(count)]
+        assert sorted(np.concatenate(parts).tolist()) == pairs.tolist()
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        copied += [len(part) for part in parts]
+    assert set(copied) == {num_pairs}, "ranks take turns"
+
+
+# -- one memory --------------------------------------------------------------------------------
+
+
+def test_the_ranks_hold_all_of_cpu_bytes_once(ranks: Ranks) -> None:
+    for rank, half in enumerate(ranks.halves):
+        assert half.capacity() == WorkerCapacity(rank, num_slots=8, ready_slots=8)
+    ranks.arena(0)[3] = 77
+    assert ranks.arena(1)[3] == 77
+
+
+def test_each_rank_stores_its_part_and_loads_everything(ranks: Ranks) -> None:
+    reports = ranks.store(0, (1, 4), (2, 5), (3, 6), (4, 7))
+    assert reports == [{0: done(0)}, {0: done(1)}]
+    firsts = [PAGE_WORDS * block for block in (1, 2, 3, 4)]
+    expected = [*firsts[:2], *(first + OTHER for first in firsts[2:])]
+    assert ranks.arena(0)[4:].tolist() == expected
+    for kv in ranks.kvs:
+        kv.zero_()
+    pairs = np.array([(5, 4), (6, 6), (7, 7)], np.int32)
+    ranks.step(loads=[LoadJob(0, "request", pairs)])
+    for half, kv in zip(ranks.halves, ranks.kvs, strict=True):
+        assert half.take_received()[0] == {"request"}
+        assert kv[5:, 0, 0].tolist() == [expected[0], expected[2], expected[3]]
+
+
+def two_layers(reverse: bool) -> dict[str, torch.Tensor]:
+    """Return two layers of one allocation, the first at its start or at its end."""
+    words = torch.empty(2, BLOCKS, 4, PAGE_WORDS // 4, dtype=torch.int64)
+    layers = {f"layer.{i}": words[1 - i if reverse else i] for i in range(2)}
+    for i, layer in enumerate(layers.values()):
+        layer.fill_(i + 1)
+    return layers
+
+
+def test_layers_lie_elsewhere_on_another_rank() -> None:
+    """Allocators owe nobody an order: one rank's last layer may have the lowest address."""
+    ranks = Ranks()
+    ranks.kvs = [two_layers(reverse=False), two_layers(reverse=True)]
+    for half in ranks.halves:
+        half._kv_cache_config = make_kv_cache_config([CacheGroup(0, 4), CacheGroup(1, 4)], BLOCKS)
+    ranks.start()
+    assert {half._peers.count for half in ranks.halves} == {2}
+    ranks.store(0, (1, 0), (2, 1))
+    for rank, kv in enumerate(ranks.kvs):
+        for layer in kv.values():
+            layer.zero_()
+        pairs = np.array([(5, 0), (6, 1)], np.int32)
+        ranks.step(loads=[LoadJob(rank, "request", pairs)])
+        assert [set(layer[5:7].unique().tolist()) for layer in kv.values()] == [{1}, {2}]
+    ranks.stop()
+
+
+def test_ranks_with_other_layers_share_nothing() -> None:
+    ranks = Ranks()
+    ranks.kvs = [two_layers(reverse=False), two_layers(reverse=False)]
+    ranks.kvs[1] = dict(reversed(ranks.kvs[1].items()))
+    for half in ranks.halves:
+        half._kv_cache_config = make_kv_cache_config([CacheGroup(0, 4), CacheGroup(1, 4)], BLOCKS)
+    ranks.start()
+    assert {half._peers.count for half in ranks.halves} == {1}
+    ranks.stop()
+
+
+def test_a_rank_without_a_part_reports_too_and_ranks_take_turns(ranks: Ranks) -> None:
+    for job_id in range(4):
+        assert ranks.store(job_id, (1, job_id)) == [{job_id: done(0)}, {job_id: done(1)}]
+    copied_by = [1 if first >= OTHER else 0 for first in ranks.arena(0)[:4].tolist()]
+    assert sorted(copied_by) == [0, 0, 1, 1]
+
+
+def test_a_rank_without_a_part_answers_a_drain(ranks: Ranks) -> None:
+    job = StoreJob(3, np.array([(1, 2)], np.int32))
+    answers = [half.drain([job], []) for half in ranks.halves]
+    assert answers == [{3: done(0)}, {3: done(1)}]
+    assert ranks.arena(0)[2] % OTHER == PAGE_WORDS
+
+
+def test_a_part_that_fails_fails_the_job(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = ranks.halves[1]._engine._state.arena
+
+    def fail_on_rank_1(runs: Any) -> None:
+        if arena.address <= runs[0][0] < arena.address + arena.nbytes:
+            raise OSError("injected fault")
+        copy_runs(runs)
+
+    monkeypatch.setattr("transfer.host._copy_runs", fail_on_rank_1)
+    mine, others = ranks.store(0, (1, 4), (2, 5))
+    assert (mine, others) == ({0: done(0)}, {0: done(1, ok=False)})
+    assert mine[0].merge(others[0]) == JobResult(frozenset({0, 1}), ok=False)
+
+
+def test_slots_of_several_blocks() -> None:
+    ranks = Ranks(slots=3, blocks_per_slot=2).start()
+    assert [half.num_slots for half in ranks.halves] == [3, 3]
+    ranks.store(0, (1, 4), (2, 5))
+    assert (ranks.arena(1)[4:] % OTHER).tolist() == [PAGE_WORDS, 2 * PAGE_WORDS]
+    ranks.stop()
+
+
+def test_too_little_for_a_slot_is_refused_by_all() -> None:
+    ranks = Ranks(cpu_bytes=BLOCK_BYTES - 1)
+    with pytest.raises(CapacityError, match=f"set cpu_bytes to {BLOCK_BYTES} or more"):
+        ranks.start()
+
+
+def test_engines_side_by_side_share_nothing() -> None:
+    """Whatever id their user gave them: replicas of data parallelism, say."""
+    engines = [Ranks(), Ranks()]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(Ranks.start, engines))
+    engines[0].arena(0)[:] = 1
+    engines[1].arena(1)[:] = 2
+    assert set(engines[0].arena(1)) == {1}
+    assert set(engines[1].arena(0)) == {2}
+    for engine in engines:
+        engine.stop()
+
+
+# -- where they cannot -------------------------------------------------------------------------
+
+
+def refuse_to_create(*_: Any) -> Any:
+    raise PinnedMemoryError("cannot share 8 bytes of host memory")
+
+
+def refuse_to_attach(*_: Any) -> Any:
+    raise OSError("no file descriptors left")
+
+
+@pytest.mark.parametrize(
+    ("method", "refuse", "reason"),
+    [
+        ("create", refuse_to_create, "rank 0: cannot share 8 bytes"),
+        ("attach", refuse_to_attach, "rank 1: no file descriptors left"),
+    ],
+)
+def test_where_one_rank_cannot_share_none_does(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+    refuse: Any,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(SharedMemory, method, refuse)
+    caplog.set_level("WARNING", "vllm.kv_offload")
+    monkeypatch.setattr(sharing.logger, "propagate", True)
+    open_before = len(os.listdir("/proc/self/fd"))
+    ranks = Ranks().start()
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    (warning,) = [r.getMessage() for r in caplog.records if "cannot share" in r.getMessage()]
+    assert "each keeps its own copy" in warning
+    assert reason in warning
+    assert [half.num_slots for half in ranks.halves] == [4, 4], "of cpu_bytes for 8"
+    assert ranks.store(0, (1, 3), (2, 2)) == [{0: done(0)}, {0: done(1)}]
+    for rank in range(2):
+        expected = [2 * PAGE_WORDS + OTHER * rank, PAGE_WORDS + OTHER * rank]
+        assert ranks.arena(rank)[2:].tolist() == expected
+    ranks.stop()
+
+
+def test_nothing_stays_open(ranks: Ranks) -> None:
+    ranks.stop()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        Ranks().start().stop()
+    assert len(os.listdir("/proc/self/fd")) <= before
