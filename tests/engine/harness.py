@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
@@ -114,6 +115,18 @@ class Engine:
     def slots(self) -> np.ndarray:
         """The arena as `(slots, bytes)`."""
         return self.rank._engine._state.arena.view()
+
+    def watch_kv_tensors(self) -> dict[str, weakref.ref[Any]]:
+        """Return weak references to the KV tensors that the model's layers hold, by layer."""
+        watched = {}
+        for name, layer in self.core.vllm_config.compilation_config.static_forward_context.items():
+            cache = getattr(layer, "kv_cache", None)
+            tensors = cache if isinstance(cache, (list, tuple)) else [cache]
+            for index, tensor in enumerate(tensors):
+                if tensor is not None:
+                    watched[f"{name}, {index}"] = weakref.ref(tensor)
+        assert watched
+        return watched
 
     @property
     def block_bytes(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kv_offload.worker import OffloadWorker
-from tests.engine.harness import engine, random_tokens
+from tests.engine.harness import draft_head, engine, random_tokens
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
@@ -45,3 +45,19 @@ def test_shutdown_leaves_no_kv_tensor_alive(
         shutdown(worker)
     gc.collect()
     assert all(reference() is None for reference in registered)
+
+
+@pytest.mark.parametrize("plugin", [None, {}], ids=["without us", "with us"])
+@pytest.mark.parametrize("drafts", [False, True], ids=["model", "model and draft head"])
+def test_an_engine_that_ended_holds_no_kv_tensor(
+    model_folder: Path, plugin: dict[str, Any] | None, drafts: bool
+) -> None:
+    """Whatever the model's layers hold, a draft head's included; vLLM alone keeps none either."""
+    arguments = {"speculative_config": draft_head(model_folder)} if drafts else {}
+    with engine(model_folder, "llama", plugin, **arguments) as running:
+        running.generate([random_tokens(200, seed=1)])
+        watched = running.watch_kv_tensors()
+        assert len(watched) == (4 if drafts else 2)
+        assert all(reference() is not None for reference in watched.values())
+    gc.collect()
+    assert not [name for name, reference in watched.items() if reference() is not None]

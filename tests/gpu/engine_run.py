@@ -10,10 +10,12 @@ without the plugin gives from its own prefix cache: the same tokens are computed
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,12 @@ def corrupt(slots: np.ndarray, kind: str) -> None:
         slots[:] = np.roll(slots, 7, axis=0)  # right bytes in wrong places
 
 
+def still_alive(watched: dict[str, weakref.ref[Any]]) -> list[str]:
+    """Return which KV tensors somebody holds although their engine has ended."""
+    gc.collect()
+    return [name for name, reference in watched.items() if reference() is not None]
+
+
 def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, Any]) -> None:
     settings = {"dtype": "bfloat16", "kv_cache_memory_bytes": 512 << 20, **arguments}
     synchronous_loads = settings.pop("synchronous_loads", False)
@@ -116,6 +124,8 @@ def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, An
         drafts.take()
         result["expected"] = [computed, one_by_one(plain)]
         result["expected_drafts"] = drafts.take()
+        watched = plain.watch_kv_tensors()
+    result["kept_without_us"] = still_alive(watched)
     with engine(
         Path(models), kind, plugin, synchronous_loads=synchronous_loads, **settings
     ) as ours:
@@ -170,6 +180,8 @@ def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, An
         corrupt(ours.slots, kind)
         result["corrupted"] = one_by_one(ours)
         ours.assert_nothing_left()
+        watched = ours.watch_kv_tensors()
+    result["kept"] = still_alive(watched)
     result["block_tokens"] = BLOCK_TOKENS
     print_result(result)
 

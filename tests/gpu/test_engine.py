@@ -73,6 +73,8 @@ def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
     corrupted, reloaded = result["corrupted"], result["answers"][1]
     assert sum(a != b for a, b in zip(corrupted, reloaded, strict=True)) == len(reloaded)
     assert bool(result["synchronous_loads"]) == (case == "before_compute")
+    # vLLM itself may keep some; not one more with us.
+    assert set(result["kept"]) <= set(result["kept_without_us"])
     if runner == "v2":
         assert result["output_copy_stream"]
     # Wrong KV of a draft head changes no token, but how many drafts are accepted.

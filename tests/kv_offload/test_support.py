@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 import torch
+from vllm.model_executor.layers.attention.encoder_only_attention import EncoderOnlyAttention
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -314,6 +316,26 @@ def test_layers_whose_blocks_follow_other_rules(engine: Engine, spec: Any) -> No
     message = engine.refusal()
     assert message.startswith(f"the model has layers with a {type(spec).__name__}: supported are ")
     assert message.endswith(", ".join(sorted(SPECS)))
+
+
+def test_encoder_only_layers_beside_a_decoder_are_left_out(engine: Engine) -> None:
+    """vLLM makes no KV cache for them, so they are in no group that it plans for this model."""
+
+    class Encoder(torch.nn.Module):
+        get_kv_cache_spec = EncoderOnlyAttention.get_kv_cache_spec
+
+    class Decoder(torch.nn.Module):
+        def get_kv_cache_spec(self, _config: Any) -> Any:
+            return make_spec(4)
+
+    layers = {"encoder.0": Encoder(), "decoder.0": Decoder()}
+    asked = {name: layer.get_kv_cache_spec(engine.vllm) for name, layer in layers.items()}
+    specs = {name: spec for name, spec in asked.items() if spec is not None}
+    engine.cache.kv_cache_groups = get_kv_cache_groups(engine.vllm, specs)
+    (group,) = engine.cache.kv_cache_groups
+    assert group.layer_names == ["decoder.0"]
+    engine.check()
+    assert cache_groups(engine.cache) == (FULL,)
 
 
 def test_one_layer_of_a_uniform_group_is_enough_to_refuse(engine: Engine) -> None:
