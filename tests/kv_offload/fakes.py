@@ -836,6 +836,7 @@ class PlayedEngine:
         assert not self.offload._loads._waiting
         assert not self.offload._requests
         assert not self.offload._behind
+        assert not self.offload._loaded_tokens
         assert not self.offload._load_failed
         assert all(rank.copies.in_flight == 0 for rank in self.ranks)
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1

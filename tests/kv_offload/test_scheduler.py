@@ -599,6 +599,28 @@ def test_a_running_request_goes_on_where_the_budget_ended() -> None:
     engine.check_rest()
 
 
+@pytest.mark.parametrize("local_tokens", [0, 8])
+@pytest.mark.parametrize("synchronous_loads", [False, True])
+def test_what_was_loaded_is_not_looked_at_for_stores(
+    monkeypatch: pytest.MonkeyPatch, synchronous_loads: bool, local_tokens: int
+) -> None:
+    """Only what the GPU had before it, and what was computed behind it."""
+    engine = PlayedEngine(synchronous_loads=synchronous_loads, max_num_batched_tokens=64)
+    store(engine, PROMPT)
+    if local_tokens:
+        engine.add("local", PROMPT[: local_tokens + 1], max_tokens=1)
+        engine.run()
+    monkeypatch.setattr("kv_offload.store_planner.MAX_SLOTS_PER_STEP", local_tokens // BLOCK + 1)
+    engine.add("a", [*PROMPT, *OTHER[:4]], max_tokens=2)
+    planned = 0
+    while "a" not in engine.answers:
+        planned += len(stored_blocks(engine.step(copies=True)))
+    assert planned == 1
+    assert engine.totals["deferred_slots"] == 0
+    engine.run()
+    engine.check_rest()
+
+
 def test_loads_come_before_stores() -> None:
     engine = PlayedEngine(blocks=60, max_num_batched_tokens=64)
     store(engine, PROMPT)
