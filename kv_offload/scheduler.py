@@ -67,6 +67,8 @@ class OffloadScheduler:
         self._requests: dict[str, _RequestState] = {}
         # Those of them that have more to store than was planned in the last step.
         self._behind: set[str] = set()
+        # Of requests that have not run since: from where to where host memory had them.
+        self._loaded_tokens: dict[str, tuple[int, int]] = {}
         self._grown_blocks = 0
         self._load_failed: set[str] = set()
         self._new_load_failures: set[str] = set()
@@ -188,6 +190,7 @@ class OffloadScheduler:
                 null_block,
                 synchronous=synchronous,
             )
+            self._loaded_tokens[request_id] = (start, end)
 
     def build_metadata(self, output: SchedulerOutput) -> OffloadMetadata:
         """Plan the stores of this step's requests; return them with the loads planned before.
@@ -211,6 +214,11 @@ class OffloadScheduler:
             state = self._requests.get(new.req_id)
             if state is not None:
                 state.block_ids = [list(group) for group in new.block_ids]
+                loaded = self._loaded_tokens.pop(new.req_id, None)
+                if loaded is not None and new.req_id not in self._load_failed:
+                    # Known, and used just now. What the GPU had before it may have been evicted.
+                    self._plan_stores(state, loaded[0])
+                    self._stores.skip(state.cursor, loaded[1])
                 self._plan_stores(state, new.num_computed_tokens + scheduled[new.req_id])
         self._grown_blocks = 0
         cached = output.scheduled_cached_reqs
@@ -274,6 +282,7 @@ class OffloadScheduler:
         request_id = request.request_id
         state = self._requests.pop(request_id, None)
         self._behind.discard(request_id)
+        self._loaded_tokens.pop(request_id, None)
         self._load_failed.discard(request_id)
         self._matched_synchronous.discard(request_id)
         self._declined_tokens.pop(request_id, None)

@@ -131,9 +131,9 @@ class StorePlanner:
     ) -> None:
         """Have one request's blocks examined whose tokens end at or below `end_tokens`.
 
-        Only the first `known_tokens` are final, if that is given. Once a request between two calls
-        of `pin_chosen`, which must be called before anybody can free the blocks. A request that
-        does not get as far as `end_tokens`, for whatever reason, is `behind`.
+        Only the first `known_tokens` are final, if that is given. `pin_chosen` must be called
+        before anybody can free the blocks. A request that does not get as far as `end_tokens`, for
+        whatever reason, is `behind`.
         """
         next_slot, known = cursor.next_slot, end_tokens
         if known_tokens is not None and known_tokens < known:
@@ -166,6 +166,13 @@ class StorePlanner:
         if full * slot_hashes > len(hashes):
             full = len(hashes) // slot_hashes
         return full
+
+    def skip(self, cursor: StoreCursor, end_tokens: int) -> None:
+        """Move a cursor to `end_tokens`: host memory has what lies before."""
+        cursor.next_slot = [
+            max(at, end_tokens // tokens)
+            for at, (tokens, _) in zip(cursor.next_slot, self._shapes, strict=True)
+        ]
 
     def is_behind(self, cursor: StoreCursor, end_tokens: int) -> bool:
         """Say whether `end_tokens` completes a slot beyond those that were planned or skipped."""
@@ -279,7 +286,7 @@ class StorePlanner:
             end = at + last - first
             passed = self._choose(choice, span, keys[at:end], slots[at:end])
             if passed < end - at:
-                cursor.next_slot[position] = first + passed
+                cursor.next_slot[position] = min(cursor.next_slot[position], first + passed)
                 self.behind.add(cursor.request_id)
             at = end
         if not choice.new and not choice.along:

@@ -863,9 +863,49 @@ class PlayedEngine:
         assert not self.offload._loads._waiting
         assert not self.offload._requests
         assert not self.offload._behind
+        assert not self.offload._loaded_tokens
         assert not self.offload._load_failed
         assert all(rank.copies.in_flight == 0 for rank in self.ranks)
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
         self.check_host_memory()
         assert self.scheduler.reset_prefix_cache() is True
+
+
+# -- what tests of the played engine share -----------------------------------------------------
+
+PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
+"""Five blocks of four tokens and one token."""
+OTHER = [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
+
+
+def store(engine: PlayedEngine, prompt: Sequence[int], request_id: str = "stored") -> None:
+    """Compute a prompt, keep it in host memory, and forget it on the engine's side."""
+    engine.add(request_id, prompt, max_tokens=1)
+    engine.run()
+    forget(engine)
+
+
+def forget(engine: PlayedEngine) -> None:
+    """Forget what the engine has computed, and the totals."""
+    assert engine.scheduler.reset_prefix_cache() is True
+    engine.totals.clear()
+
+
+def answer(prompt: Sequence[int], max_tokens: int = 4) -> Tokens:
+    """Answer without host memory: nothing is stored twice, nothing loaded."""
+    engine = PlayedEngine()
+    engine.add("plain", prompt, max_tokens)
+    engine.run()
+    return engine.answers["plain"]
+
+
+def pinned(engine: PlayedEngine) -> set[int]:
+    """Return the blocks that stores pin."""
+    return set(engine.offload._stores.jobs.pinned())
+
+
+def tables(engine: PlayedEngine, request: Request) -> list[list[int]]:
+    """Return a request's blocks by group, as the engine has them."""
+    manager = engine.scheduler.kv_cache_manager
+    return [list(group) for group in manager.get_block_ids(request.request_id)]

@@ -9,7 +9,7 @@ can be taken out, the test takes it out and shows that the garbage then arrives.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,21 +19,27 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from kv_offload import engine_hooks, load_planner
 from kv_offload.prefix import CacheGroup
 from kv_offload.store_jobs import StoreJobs
 from kv_offload.worker import OffloadWorker
-from tests.kv_offload.fakes import ManualSwapEngine, PlayedEngine
+from tests.kv_offload.fakes import (
+    OTHER,
+    PROMPT,
+    ManualSwapEngine,
+    PlayedEngine,
+    answer,
+    pinned,
+    store,
+    tables,
+)
 from transfer.engine import Direction, SwapJob
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 BLOCK = 4
-PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
-"""Five blocks and one token."""
-OTHER = [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
 FULL, WINDOW = CacheGroup(0, BLOCK), CacheGroup(1, BLOCK, 6)
 POISON = -0x5A5A5A5A
 
@@ -91,8 +97,8 @@ class HarshEngine(PlayedEngine):
             resumed = request_id in cached.resumed_req_ids
             computed[request_id] = cached.num_computed_tokens[index] if resumed else 0
             given[request_id] = new_ids
-        for request_id, tables in given.items():
-            for group, table in zip(self.groups, tables, strict=True):
+        for request_id, by_group in given.items():
+            for group, table in zip(self.groups, by_group, strict=True):
                 first = -(-computed[request_id] // group.block_tokens)
                 fresh = [block for block in table[first:] if block != 0]
                 rank.memory[fresh] = POISON
@@ -107,31 +113,6 @@ def eager_submit(copies: ManualSwapEngine) -> Callable[[SwapJob], None]:
         copies.run_all()
 
     return submit_and_run
-
-
-def store(engine: PlayedEngine, prompt: Sequence[int], request_id: str = "stored") -> None:
-    """Compute a prompt, keep it in host memory, and forget it on the engine's side."""
-    engine.add(request_id, prompt, max_tokens=1)
-    engine.run()
-    assert engine.scheduler.reset_prefix_cache() is True
-    engine.totals.clear()
-
-
-def answer(prompt: Sequence[int], max_tokens: int = 4) -> list[int]:
-    """Answer without host memory: nothing is stored twice, nothing loaded."""
-    engine = PlayedEngine()
-    engine.add("plain", prompt, max_tokens)
-    engine.run()
-    return engine.answers["plain"]
-
-
-def table(engine: PlayedEngine, request: Request) -> list[int]:
-    (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-    return list(blocks)
-
-
-def pinned(engine: PlayedEngine) -> set[int]:
-    return set(engine.offload._stores.jobs.pinned())
 
 
 @contextlib.contextmanager
@@ -259,7 +240,7 @@ def test_blocks_of_a_preempted_request_are_not_reallocated_before_their_store_ha
     held: set[int] = set()
     for _ in range(60):
         if victim.status == RequestStatus.RUNNING:
-            held = pinned(engine) & set(table(engine, victim))
+            held = pinned(engine) & set(tables(engine, victim)[0])
         engine.schedule()
         if victim.status == RequestStatus.PREEMPTED:
             break
@@ -270,7 +251,7 @@ def test_blocks_of_a_preempted_request_are_not_reallocated_before_their_store_ha
     for _ in range(6):
         engine.finish_steps()
         assert held <= pinned(engine)
-        assert not held & set(table(engine, stays))
+        assert not held & set(tables(engine, stays)[0])
         assert all(engine.pool.blocks[block].ref_cnt == 1 for block in held)
         engine.schedule()
     engine.run_copies()
@@ -301,7 +282,7 @@ def test_blocks_of_a_finished_request_are_not_reallocated_before_their_store_has
     for _ in range(12):
         engine.step()
         if other.status == RequestStatus.RUNNING:
-            assert not held & set(table(engine, other))
+            assert not held & set(tables(engine, other)[0])
     engine.check_pins()
     engine.run_copies()
     engine.check_host_memory()
@@ -331,7 +312,7 @@ def test_a_load_into_blocks_that_a_step_under_way_still_writes(
     engine.step(6)
     if async_scheduling:
         engine.schedule()
-    owned = set(table(engine, owner))
+    owned = set(tables(engine, owner)[0])
     assert engine.pool.get_num_free_blocks() < 6
     engine.abort("owner")
     engine.add("loads", PROMPT)

@@ -195,6 +195,13 @@ def test_reports_of_ranks_are_merged_by_job() -> None:
     assert merged.failed_loads == {"a", "b"}
 
 
+@pytest.mark.parametrize("name", ["load_bytes_per_second", "store_bytes_per_second"])
+def test_the_slowest_rank_that_measured_says_how_fast_copies_are(name: str) -> None:
+    reports = [OffloadWorkerMetadata(**{name: speed}) for speed in (3e9, None, 2e9)]
+    merged = functools.reduce(OffloadWorkerMetadata.aggregate, reports)
+    assert merged == OffloadWorkerMetadata(**{name: 2e9})
+
+
 def test_reports_of_ready_slots_are_kept_by_rank() -> None:
     merged = OffloadWorkerMetadata(ready_slots={0: 4}).aggregate(
         OffloadWorkerMetadata(ready_slots={1: 9}).aggregate(OffloadWorkerMetadata())

@@ -36,11 +36,18 @@ from kv_offload.store_budget import (
     StoreBudget,
 )
 from tests.kv_offload.fakes import (
+    OTHER,
+    PROMPT,
     ManualSwapEngine,
     PlayedEngine,
     RestlessError,
     Tokens,
+    answer,
+    forget,
     make_kv_cache_config,
+    pinned,
+    store,
+    tables,
 )
 from transfer.engine import Direction
 
@@ -48,34 +55,11 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 BLOCK = 4
 NEWER = reports_failed_requests(vllm_version())
-PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
-"""Five blocks and one token."""
-OTHER = [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
 FULL, WINDOW = CacheGroup(0, BLOCK), CacheGroup(1, BLOCK, 6)
 CHUNKS = CacheGroup(1, BLOCK, chunk_tokens=8)
 STATE = CacheGroup(1, BLOCK, holds_state=True)
 
 both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-
-
-def store(engine: PlayedEngine, prompt: Sequence[int], request_id: str = "stored") -> None:
-    """Compute a prompt, keep it in host memory, and forget it on the engine's side."""
-    engine.add(request_id, prompt, max_tokens=1)
-    engine.run()
-    forget(engine)
-
-
-def forget(engine: PlayedEngine) -> None:
-    assert engine.scheduler.reset_prefix_cache() is True
-    engine.totals.clear()
-
-
-def answer(prompt: Sequence[int], max_tokens: int = 4) -> list[int]:
-    """Answer without host memory: nothing is stored twice, nothing loaded."""
-    engine = PlayedEngine()
-    engine.add("plain", prompt, max_tokens)
-    engine.run()
-    return engine.answers["plain"]
 
 
 def blocks(count: int) -> int:
@@ -87,19 +71,10 @@ def stored_blocks(output: Any) -> list[int]:
     return [int(b) for job in output.kv_connector_metadata.stores for b in job.pairs[:, 0]]
 
 
-def tables(engine: PlayedEngine, request: Request) -> list[list[int]]:
-    manager = engine.scheduler.kv_cache_manager
-    return [list(group) for group in manager.get_block_ids(request.request_id)]
-
-
 def ends_of(engine: PlayedEngine, request: Request, ids: Sequence[int]) -> list[int]:
     """Return how many tokens of the request are in and before each of its blocks."""
     (table,) = tables(engine, request)
     return [(table.index(block) + 1) * BLOCK for block in ids]
-
-
-def pinned(engine: PlayedEngine) -> set[int]:
-    return set(engine.offload._stores.jobs.pinned())
 
 
 # -- storing and serving -----------------------------------------------------------------------
@@ -618,6 +593,28 @@ def test_a_running_request_goes_on_where_the_budget_ended() -> None:
     engine.process()
     engine.run()
     assert engine.totals["stored_bytes"] == blocks(4)
+    engine.check_rest()
+
+
+@pytest.mark.parametrize("local_tokens", [0, 8])
+@pytest.mark.parametrize("synchronous_loads", [False, True])
+def test_what_was_loaded_is_not_looked_at_for_stores(
+    monkeypatch: pytest.MonkeyPatch, synchronous_loads: bool, local_tokens: int
+) -> None:
+    """Only what the GPU had before it, and what was computed behind it."""
+    engine = PlayedEngine(synchronous_loads=synchronous_loads, max_num_batched_tokens=64)
+    store(engine, PROMPT)
+    if local_tokens:
+        engine.add("local", PROMPT[: local_tokens + 1], max_tokens=1)
+        engine.run()
+    monkeypatch.setattr("kv_offload.store_planner.MAX_SLOTS_PER_STEP", local_tokens // BLOCK + 1)
+    engine.add("a", [*PROMPT, *OTHER[:4]], max_tokens=2)
+    planned = 0
+    while "a" not in engine.answers:
+        planned += len(stored_blocks(engine.step(copies=True)))
+    assert planned == 1
+    assert engine.totals["deferred_slots"] == 0
+    engine.run()
     engine.check_rest()
 
 

@@ -285,6 +285,31 @@ def test_results_carry_the_rank() -> None:
     rank.half.shutdown()
 
 
+def test_the_speed_of_a_store_that_ran_alone_is_reported(
+    monkeypatch: pytest.MonkeyPatch, rank: Rank
+) -> None:
+    def reported() -> float | None:
+        report = rank.half.take_report()
+        assert report is not None
+        return report.store_bytes_per_second
+
+    rank.step(store(0, (1, 2)))
+    rank.step()
+    assert reported() is None, "too small to say anything about the link"
+    monkeypatch.setattr("kv_offload.worker.MEASURED_BYTES", 2 * BLOCK_BYTES)
+    rank.step(store(1, (1, 2), (2, 3)))
+    rank.step(store(2, (1, 4)), store(3, (3, 5), (4, 6)))
+    assert (reported() or 0) > 0
+    rank.step(store(4, (5, 7), (6, 1)))
+    assert reported() is None, "two at once"
+    rank.step(loads=[load(9, "a", (1, 2))])
+    assert reported() is None, "a load beside it"
+    rank.step(store(5, (5, 7), (6, 1)))
+    rank.step()
+    assert (reported() or 0) > 0
+    assert rank.half.take_report() is None, "once"
+
+
 def test_a_store_under_way_is_not_reported(rank: Rank, gate: Gate) -> None:
     gate.opened.clear()
     rank.step(store(0, (1, 2)))
