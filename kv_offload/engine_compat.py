@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.errors import UnsupportedError
@@ -144,6 +144,33 @@ def find_output_copy_stream() -> Any | None:
             return make() if getattr(runner, "use_async_scheduling", False) else None
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def forward_context() -> object | None:
+    """Return vLLM's context of the forward that runs or is about to; None without one."""
+    from vllm import forward_context as contexts
+
+    return contexts.get_forward_context() if contexts.is_forward_context_available() else None
+
+
+def forward_with_layer_calls() -> tuple[object, Hashable] | None:
+    """Return the forward about to run if its attention layers call `wait_for_layer_load`.
+
+    That is its context, and of which kind it is: forwards of a kind run the same code.
+
+    Asked where the connector's metadata is bound. There runner V1 has set the forward's context,
+    and runner V2 has unless it replays a full graph. None for a full graph, for micro-batches,
+    which run under contexts of their own on several threads, for steps without attention, and
+    wherever a version does not say which of these it is.
+    """
+    context = forward_context()
+    mode = getattr(getattr(context, "cudagraph_runtime_mode", None), "name", None)
+    metadata = getattr(context, "attn_metadata", None)
+    if mode not in ("NONE", "PIECEWISE") or not isinstance(metadata, dict) or not metadata:
+        return None
+    if getattr(context, "ubatch_slices", context) is not None:
+        return None
+    return context, (mode, getattr(context, "skip_compiled", None))
 
 
 def halves(connector: Any, attribute: str) -> Iterator[Any]:

@@ -53,7 +53,8 @@ ALLOWED = {
     "cache_manager": LEAVES | {"policies"},
     "policies": LEAVES,
     # worker -> transfer
-    "worker": LEAVES | {"engine_compat", "kv_layout", "metrics", "transfer"},
+    "worker": LEAVES | {"engine_compat", "kv_layout", "layer_waves", "metrics", "transfer"},
+    "layer_waves": set(),
     "kv_layout": LEAVES | {"engine_compat", "transfer"},
 }
 """Who may import whom in `kv_offload`, `TYPE_CHECKING` imports aside.

@@ -7,7 +7,7 @@ destination pages; the host writes other entries, never this one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from transfer.copy_path import CopyPath, Slice
 from transfer.engine import Direction
 from transfer.pinned import HostArena, PinnedRegistrar
-from transfer.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list
+from transfer.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, Tiles, write_list
+from transfer.wave_table import WaveTable
 
 if TYPE_CHECKING:
     from torch.cuda import Stream
@@ -32,7 +33,10 @@ which CUDA makes the caller wait."""
 
 
 class KernelPath(CopyPath):
-    """Launches a swap kernel for every slice; some microseconds of the host each."""
+    """Launches a swap kernel for every slice; some microseconds of the host each.
+
+    Copies in waves where it was given a table for them.
+    """
 
     name = "kernel"
 
@@ -42,6 +46,7 @@ class KernelPath(CopyPath):
         kernel: SwapKernel,
         slot_bytes: int,
         registrar: PinnedRegistrar,
+        wave_table: WaveTable | None = None,
     ) -> None:
         self.call = f"launching swap_{direction.value}"
         self.max_in_flight = self.slices_per_call = RING_ENTRIES
@@ -52,6 +57,8 @@ class KernelPath(CopyPath):
         self._ring = ring.view()
         self._ring_address = ring.address
         self._next_entry = 0
+        self._wave_table = wave_table
+        self._wave_pairs = 0
 
     def slices(self, pairs: NDArray[np.int32]) -> Iterator[Slice]:
         """Yield views of at most MAX_PAIRS pairs and `SLICE_BYTES`, at least one pair."""
@@ -60,10 +67,33 @@ class KernelPath(CopyPath):
 
     def queue(self, part: Slice, stream: Stream) -> None:
         """Write the list and launch. Raises `RuntimeError`; nothing is queued then."""
+        self._queue(part, stream, None)
+
+    def set_waves(self, waves: Sequence[Sequence[int]], stream: Stream) -> None:
+        """See `CopyPath`."""
+        assert self._wave_table is not None, "waves were set on a path without a table for them"
+        self._wave_table.write(waves, stream)
+        regions = self._wave_table.layout.regions
+        largest = max(sum(regions[index].page_bytes for index in wave) for wave in waves)
+        self._wave_pairs = min(MAX_PAIRS, max(1, SLICE_BYTES // largest))
+
+    def wave_slices(self, pairs: NDArray[np.int32]) -> Iterator[tuple[int, Slice]]:
+        """See `CopyPath`."""
+        assert self._wave_table is not None, "a path without a table was asked for waves"
+        for wave in range(len(self._wave_table.tiles)):
+            for first in range(0, len(pairs), self._wave_pairs):
+                yield wave, pairs[first : first + self._wave_pairs]
+
+    def queue_wave(self, wave: int, part: Slice, stream: Stream) -> None:
+        """See `CopyPath`; every wave has a list of its own, though it says the same."""
+        assert self._wave_table is not None, "a path without a table was asked for waves"
+        self._queue(part, stream, self._wave_table.tiles[wave])
+
+    def _queue(self, part: Slice, stream: Stream, tiles: Tiles | None) -> None:
         entry = self._next_entry
         # Free: slices end in order, and the one that used it last is `RING_ENTRIES` slices back.
         write_list(self._ring[entry], part)
-        self._kernel.launch(self._direction, self._ring_address + entry * LIST_BYTES, stream)
+        self._kernel.launch(self._direction, self._ring_address + entry * LIST_BYTES, stream, tiles)
         self._next_entry = (entry + 1) % len(self._ring)
 
     def warm_up(self, stream: Stream) -> None:

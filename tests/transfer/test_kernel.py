@@ -10,7 +10,8 @@ import pytest
 from transfer import kernel
 from transfer.engine import Direction
 from transfer.kernel import KernelPath
-from transfer.swap import LIST_BYTES, MAX_PAIRS
+from transfer.layout import KVLayout, Region
+from transfer.swap import LIST_BYTES, MAX_PAIRS, Tiles
 
 
 class FakeKernel:
@@ -18,10 +19,14 @@ class FakeKernel:
 
     def __init__(self) -> None:
         self.launched: list[int] = []
+        self.tiles: list[Tiles | None] = []
         self.failing = False
 
-    def launch(self, direction: Direction, list_address: int, stream: object) -> None:
+    def launch(
+        self, direction: Direction, list_address: int, stream: object, tiles: Tiles | None = None
+    ) -> None:
         assert direction is Direction.STORE
+        self.tiles.append(tiles)
         if self.failing:
             raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
         self.launched.append(list_address)
@@ -91,3 +96,33 @@ def test_warm_up_launches_an_empty_list() -> None:
     path, fake = make_path(16)
     path.warm_up(object())  # type: ignore[arg-type]
     assert fake.read(0) == []
+
+
+# -- waves -------------------------------------------------------------------------------------
+
+
+class FakeTable:
+    """A table of regions of 64 and 128 MiB."""
+
+    layout = KVLayout(4, (Region(0, 64 << 20, 64 << 20, 0), Region(1, 128 << 20, 128 << 20, 0)))
+
+    def __init__(self) -> None:
+        self.tiles: list[Tiles] = []
+
+    def write(self, waves: list[list[int]], stream: object) -> None:
+        self.tiles = [Tiles(1000 + index, 1, 1) for index in range(len(waves))]
+
+
+def test_waves_are_cut_by_the_largest_and_launched_with_their_tiles() -> None:
+    fake, table, stream = FakeKernel(), FakeTable(), object()
+    path = KernelPath(Direction.STORE, fake, 192 << 20, NoRegistrar(), table)  # type: ignore[arg-type]
+    path.set_waves([[0], [1]], stream)  # type: ignore[arg-type]
+    slices = list(path.wave_slices(make_pairs(3)))
+    assert [(wave, len(part)) for wave, part in slices] == [(0, 2), (0, 1), (1, 2), (1, 1)]
+    for wave, part in slices:
+        path.queue_wave(wave, part, stream)  # type: ignore[arg-type]
+    assert fake.tiles == [table.tiles[0]] * 2 + [table.tiles[1]] * 2
+    assert fake.read(0) == fake.read(2) == make_pairs(3)[:2].tolist()
+    assert fake.read(1) == fake.read(3) == make_pairs(3)[2:].tolist()
+    path.queue(make_pairs(1), stream)  # type: ignore[arg-type]
+    assert fake.tiles[-1] is None
