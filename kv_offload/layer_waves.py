@@ -21,9 +21,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-WEIGHTS = (1, 2, 3, 4, 4, 3, 2, 1)
+WEIGHTS = (3, 6, 6, 3, 2)
 """Shares of a load that its waves have. The first delays the forward, and what the last brings is
-computed after the load: both are small. Each wave costs a launch, some 10 us of the host."""
+computed after the load: both are small. Few waves: each slows the load (see `transfer/kernel.py`,
+which joins the first of them where all would cost too much)."""
 
 
 Forward = tuple[object, Hashable]

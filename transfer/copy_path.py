@@ -18,6 +18,9 @@ PATHS: tuple[PathName, ...] = ("kernel", "dma")
 Slice = NDArray[Any]
 """Part of a job, in the form that its path queues: pairs, or copies. Only the path looks inside."""
 
+WaveRange = range
+"""Waves that follow one another and are copied together."""
+
 
 class CopyPath(ABC):
     """Queues the copies of one direction, between one layout and one arena.
@@ -48,12 +51,12 @@ class CopyPath(ABC):
         """See `SwapEngine.set_waves`; `stream` is the one on which waves will be queued."""
         raise NotImplementedError(f"{self.name} does not copy in waves")
 
-    def wave_slices(self, pairs: NDArray[np.int32]) -> Iterator[tuple[int, Slice]]:
-        """Cut a job as `slices` does, once for every wave, one wave after the other."""
+    def wave_slices(self, pairs: NDArray[np.int32]) -> Iterator[tuple[WaveRange, Slice]]:
+        """Cut a job as `slices` does, once for every range of waves; the ranges are in order."""
         raise NotImplementedError(f"{self.name} does not copy in waves")
 
-    def queue_wave(self, wave: int, part: Slice, stream: Stream) -> None:
-        """Queue what `part` has in the regions of a wave; otherwise as `queue`."""
+    def queue_waves(self, waves: WaveRange, part: Slice, stream: Stream) -> None:
+        """Queue what `part` has in the regions of these waves; otherwise as `queue`."""
         raise NotImplementedError(f"{self.name} does not copy in waves")
 
     @abstractmethod

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer.copy_path import CopyPath, Slice
+from transfer.copy_path import CopyPath, Slice, WaveRange
 from transfer.engine import Direction
 from transfer.pinned import HostArena, PinnedRegistrar
 from transfer.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, Tiles, write_list
@@ -26,6 +26,16 @@ SLICE_BYTES = 256 << 20
 """Bytes of a launch, 5 ms on PCIe Gen5 x16: what needs the SMs of a copy waits no longer. Loads do
 not wait for it: they run beside it, on SMs of their own. Every launch costs some microseconds in
 which the link idles, so slices of 16 MiB would cost a percent of it."""
+
+PIECE_BYTES = 512 << 10
+"""Least bytes of a slot for every launch that a load in waves makes beyond its first. A wave comes
+back to every slot for a piece of it, at about 1 us a slot: with eight waves, of slots of 2 MiB and
+pieces from 128 KiB on, a load of 2 GiB took about 7 ms longer than its 42 ms in one (H200, PCIe
+Gen5 x16, 21 Nov 2026, from times to first token)."""
+
+LARGE_LOAD_BYTES = 1 << 30
+"""From here on a load makes two launches: it takes 20 ms and more, of which a forward that begins
+with the last wave hides most of itself; further launches would cost more than they hide."""
 
 RING_ENTRIES = 128
 """Launches queued at once, an event each: far below the about 1,000 operations of a stream after
@@ -52,13 +62,13 @@ class KernelPath(CopyPath):
         self.max_in_flight = self.slices_per_call = RING_ENTRIES
         self._direction = direction
         self._kernel = kernel
+        self._slot_bytes = slot_bytes
         self._slice_pairs = min(MAX_PAIRS, max(1, SLICE_BYTES // slot_bytes))
         ring = HostArena(RING_ENTRIES, LIST_BYTES, register=registrar)
         self._ring = ring.view()
         self._ring_address = ring.address
         self._next_entry = 0
         self._wave_table = wave_table
-        self._wave_pairs = 0
 
     def slices(self, pairs: NDArray[np.int32]) -> Iterator[Slice]:
         """Yield views of at most MAX_PAIRS pairs and `SLICE_BYTES`, at least one pair."""
@@ -73,21 +83,28 @@ class KernelPath(CopyPath):
         """See `CopyPath`."""
         assert self._wave_table is not None, "waves were set on a path without a table for them"
         self._wave_table.write(waves, stream)
-        regions = self._wave_table.layout.regions
-        largest = max(sum(regions[index].page_bytes for index in wave) for wave in waves)
-        self._wave_pairs = min(MAX_PAIRS, max(1, SLICE_BYTES // largest))
 
-    def wave_slices(self, pairs: NDArray[np.int32]) -> Iterator[tuple[int, Slice]]:
+    def wave_slices(self, pairs: NDArray[np.int32]) -> Iterator[tuple[WaveRange, Slice]]:
+        """See `CopyPath`; all but the last waves are joined, where more launches would cost more.
+
+        Each launch has a list of its own, though those of other waves say the same.
+        """
+        assert self._wave_table is not None, "a path without a table was asked for waves"
+        num_waves = len(self._wave_table.wave_bytes)
+        launches = 1 + self._slot_bytes // PIECE_BYTES
+        if len(pairs) * self._slot_bytes >= LARGE_LOAD_BYTES:
+            launches = min(launches, 2)
+        joined = max(1, num_waves + 1 - launches)
+        for waves in (range(joined), *(range(i, i + 1) for i in range(joined, num_waves))):
+            nbytes = sum(self._wave_table.wave_bytes[wave] for wave in waves)
+            step = min(MAX_PAIRS, max(1, SLICE_BYTES // nbytes))
+            for first in range(0, len(pairs), step):
+                yield waves, pairs[first : first + step]
+
+    def queue_waves(self, waves: WaveRange, part: Slice, stream: Stream) -> None:
         """See `CopyPath`."""
         assert self._wave_table is not None, "a path without a table was asked for waves"
-        for wave in range(len(self._wave_table.tiles)):
-            for first in range(0, len(pairs), self._wave_pairs):
-                yield wave, pairs[first : first + self._wave_pairs]
-
-    def queue_wave(self, wave: int, part: Slice, stream: Stream) -> None:
-        """See `CopyPath`; every wave has a list of its own, though it says the same."""
-        assert self._wave_table is not None, "a path without a table was asked for waves"
-        self._queue(part, stream, self._wave_table.tiles[wave])
+        self._queue(part, stream, self._wave_table.tiles(waves))
 
     def _queue(self, part: Slice, stream: Stream, tiles: Tiles | None) -> None:
         entry = self._next_entry

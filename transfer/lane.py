@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from transfer.copy_path import CopyPath, Slice
+from transfer.copy_path import CopyPath, Slice, WaveRange
 from transfer.engine import Completion, Direction, SwapJob
 from transfer.errors import CopyError
 from transfer.streams import CopyStream
@@ -30,9 +30,9 @@ class _Running:
 
     job_id: int
     nbytes: int
-    rest: Iterator[tuple[int | None, Slice]]
+    rest: Iterator[tuple[WaveRange | None, Slice]]
     submitted: float
-    following: tuple[int | None, Slice] | None
+    following: tuple[WaveRange | None, Slice] | None
     started: Event | None = None
     in_flight: int = 0
     seconds: float = 0.0
@@ -57,9 +57,9 @@ class Lane:
         self._direction = direction
         self._jobs: deque[_Running] = deque()
         self._slices: deque[tuple[Event, _Running]] = deque()
-        # Behind the last slice of every wave of the job submitted last, if it comes in waves. An
-        # event may have been recycled: then its wave has ended, and waiting for whatever it was
-        # recorded for since does no harm.
+        # Behind the last slice of every range of waves, by its first, of the job submitted last if
+        # it comes in waves. An event may have been recycled: then its waves have ended, and waiting
+        # for whatever it was recorded for since does no harm.
         self._waves: dict[int, Event] = {}
         self._awaited: tuple[Stream, int] | None = None
 
@@ -74,7 +74,7 @@ class Lane:
         Slices of earlier jobs that were not queued yet will wait for that too, which harms nobody.
         """
         pairs = job.pairs.copy()
-        rest: Iterator[tuple[int | None, Slice]] = (
+        rest: Iterator[tuple[WaveRange | None, Slice]] = (
             self.path.wave_slices(pairs)
             if job.in_waves
             else ((None, part) for part in self.path.slices(pairs))
@@ -107,9 +107,9 @@ class Lane:
             awaited_stream, awaited_wave = self._awaited
             if wave <= awaited_wave and stream == awaited_stream:
                 return
-        for queued in reversed(self._waves):
-            if queued <= wave:
-                self._make_wait(stream, self._waves[queued])
+        for first in reversed(self._waves):
+            if first <= wave:
+                self._make_wait(stream, self._waves[first])
                 self._awaited = stream, wave
                 return
 
@@ -182,12 +182,12 @@ class Lane:
 
     def _queue_slice(self, running: _Running) -> None:
         assert running.following is not None
-        wave, part = running.following
+        waves, part = running.following
         try:
-            if wave is None:
+            if waves is None:
                 self.path.queue(part, self.stream.stream)
             else:
-                self.path.queue_wave(wave, part, self.stream.stream)
+                self.path.queue_waves(waves, part, self.stream.stream)
         except RuntimeError as error:
             self._fail(running, self.path.call, error)
         running.following = next(running.rest, None)
@@ -197,8 +197,8 @@ class Lane:
         except RuntimeError as error:
             self._fail(running, "recording an event", error)
             return
-        if wave is not None:
-            self._waves[wave] = event
+        if waves is not None:
+            self._waves[waves.start] = event
         self._slices.append((event, running))
         running.in_flight += 1
 

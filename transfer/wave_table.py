@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from transfer.copy_path import WaveRange
 from transfer.device import device_index, import_cupy
 from transfer.layout import KVLayout
 from transfer.pinned import HostArena, PinnedRegistrar
@@ -67,7 +69,10 @@ class WaveTable:
         with cupy.cuda.Device(device_index(device)):
             self._memory = cupy.cuda.Memory(nbytes)
         self._written = HostArena(1, nbytes, register=registrar)
-        self.tiles: list[Tiles] = []
+        self.wave_bytes: list[int] = []
+        """Bytes of a block in each wave."""
+        self._firsts: list[int] = []
+        self._segments_per_tile = 0
 
     def write(self, waves: Sequence[Sequence[int]], stream: Stream) -> None:
         """Queue the writing on `stream`, on which the waves will be queued.
@@ -84,9 +89,14 @@ class WaveTable:
             self._runtime.memcpyHostToDevice,
             stream.cuda_stream,
         )
-        row_bytes = table.shape[1] * _SEGMENT_BYTES
-        firsts = np.cumsum([0, *counts[:-1]])
-        self.tiles = [
-            Tiles(self._memory.ptr + int(first) * row_bytes, count, table.shape[1])
-            for first, count in zip(firsts, counts, strict=True)
-        ]
+        pages = [region.page_bytes for region in self.layout.regions]
+        self.wave_bytes = [sum(pages[region] for region in wave) for wave in waves]
+        self._firsts = [0, *accumulate(counts)]
+        self._segments_per_tile = table.shape[1]
+
+    def tiles(self, waves: WaveRange) -> Tiles:
+        """Return the tiles of waves that follow one another, which lie together."""
+        first, end = self._firsts[waves.start], self._firsts[waves.stop]
+        row_bytes = self._segments_per_tile * _SEGMENT_BYTES
+        address = self._memory.ptr + first * row_bytes
+        return Tiles(address, end - first, self._segments_per_tile)

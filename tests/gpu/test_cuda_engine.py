@@ -326,6 +326,7 @@ WAVE_SHAPES: list[tuple[Pages, int, int, list[list[int]]]] = [
 
 
 @kernel_only
+@pytest.mark.parametrize("limit", ["PIECE_BYTES", "LARGE_LOAD_BYTES"])
 @pytest.mark.parametrize("family", [swap_bulk.FAMILY, swap_vector.FAMILY], ids=lambda f: f.name)
 @pytest.mark.parametrize(("pages", "num_blocks", "count", "waves"), WAVE_SHAPES)
 def test_waves_move_exactly_the_bytes_of_the_pairs(
@@ -334,8 +335,12 @@ def test_waves_move_exactly_the_bytes_of_the_pairs(
     count: int,
     waves: list[list[int]],
     family: KernelFamily,
+    limit: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A launch for every wave, and two in all."""
+    monkeypatch.setattr(kernel, "PIECE_BYTES", 16)
+    monkeypatch.setattr(kernel, limit, 16)
     monkeypatch.setattr(swap, "choose_family", lambda device: family)
     engine, cache, slots = make_engine(num_blocks, pages, count)
     assert engine.can_load_in_waves
@@ -369,8 +374,8 @@ def test_waves_move_exactly_the_bytes_of_the_pairs(
 @pytest.mark.parametrize("waits", [True, False])
 def test_compute_runs_while_later_waves_arrive(waits: bool) -> None:
     """Every layer finds its bytes, the first long before the last has come. With a control."""
-    layers, num_blocks = 8, 1024
-    engine, cache, slots = make_engine(num_blocks, [(64 * KIB, 64 * KIB)] * layers, num_blocks)
+    layers, num_blocks = 8, 256
+    engine, cache, slots = make_engine(num_blocks, [(256 * KIB, 256 * KIB)] * layers, num_blocks)
     engine.set_waves([[layer] for layer in range(layers)])
     cache.storage.fill_(1)
     slots.fill_(9)
@@ -396,9 +401,9 @@ def test_compute_runs_while_later_waves_arrive(waits: bool) -> None:
     assert seen[0].unique().tolist() == [9], "the first is waited for in any case"
     last = seen[layers - 1].unique().tolist()
     assert last == [9] if waits else 1 in last
-    # 64 MiB a layer: about 1.3 ms on PCIe Gen5 x16.
+    # 64 MiB a layer, about 1.3 ms on PCIe Gen5 x16; the first four are joined.
     first_ms, last_ms = (began.elapsed_time(event) for event in (read[0], read[-1]))
-    assert first_ms < completion.seconds * 1000 / 2
+    assert first_ms < completion.seconds * 1000 * 0.8
     if waits:
         assert last_ms > completion.seconds * 1000 * 0.9
         assert all(torch.all(part == 9) for part in seen)

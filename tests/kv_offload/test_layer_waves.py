@@ -25,7 +25,7 @@ def test_first_and_last_wave_are_small() -> None:
     layers = alone(32)
     plan = plan_waves(list(layers), layers, [100] * 32)
     assert plan is not None
-    assert [len(wave) for wave in plan.waves] == [2, 3, 5, 6, 6, 5, 3, 2]
+    assert [len(wave) for wave in plan.waves] == [5, 9, 10, 5, 3]
     assert list(chain(*plan.waves)) == list(range(32))
     assert plan.wave_of == {
         f"layer.{region}": index

@@ -59,13 +59,13 @@ class FakePath(CopyPath):
             raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
         self.queued.append((part.tolist(), None))
 
-    def wave_slices(self, pairs: Any) -> Iterator[tuple[int, Any]]:
-        for wave in range(3):
+    def wave_slices(self, pairs: Any) -> Iterator[tuple[range, Any]]:
+        for waves in (range(1), range(1, 3), range(3, 4)):
             for part in self.slices(pairs):
-                yield wave, part
+                yield waves, part
 
-    def queue_wave(self, wave: int, part: Any, stream: Any) -> None:
-        self.waves.append(wave)
+    def queue_waves(self, waves: range, part: Any, stream: Any) -> None:
+        self.waves.append(waves.start)
         self.queue(part, stream)
 
     def warm_up(self, stream: Any) -> None:
@@ -301,9 +301,9 @@ def test_compute_waits_for_the_last_slice_of_a_wave_once() -> None:
     device, compute, other = FakeDevice(8, 8), FakeStream(), FakeStream()
     lane = make_lane(device)
     submit_waves(lane, 1, 8)
-    assert device.path.waves == [0, 0, 1, 1, 2, 2]
+    assert device.path.waves == [0, 0, 1, 1, 3, 3]
     behind = events(device)
-    for wave in (0, 1, 0, 1):
+    for wave in (0, 2, 0, 1, 2):
         lane.hold_wave(compute, wave)  # type: ignore[arg-type]
     assert compute.awaited == [behind[1], behind[3]]
     lane.hold_wave(other, 0)  # type: ignore[arg-type]
@@ -320,12 +320,12 @@ def test_a_new_load_is_waited_for_anew() -> None:
     device, compute = FakeDevice(8, 8), FakeStream()
     lane = make_lane(device)
     submit_waves(lane, 1, 4)
-    lane.hold_wave(compute, 2)  # type: ignore[arg-type]
+    lane.hold_wave(compute, 3)  # type: ignore[arg-type]
     submit_waves(lane, 2, 4)
     lane.hold_wave(compute, 0)  # type: ignore[arg-type]
     assert compute.awaited == [events(device)[2], events(device)[3]]
     submit(lane, 3, 4)  # in one piece, and not waited for
-    lane.hold_wave(compute, 2)  # type: ignore[arg-type]
+    lane.hold_wave(compute, 3)  # type: ignore[arg-type]
     assert len(compute.awaited) == 2
 
 
@@ -335,7 +335,7 @@ def test_of_a_load_that_failed_compute_waits_for_what_was_queued() -> None:
     device.path.failing = 1
     submit_waves(lane, 1, 4)
     assert device.path.waves == [0, 1]
-    lane.hold_wave(compute, 2)  # type: ignore[arg-type]
+    lane.hold_wave(compute, 3)  # type: ignore[arg-type]
     (event,) = events(device)
     assert compute.awaited == event.followers, "part of the wave that failed may run"
     device.complete(1)
@@ -348,7 +348,7 @@ def test_a_load_that_does_not_fit_at_once_fails() -> None:
     lane = make_lane(device)
     submit_waves(lane, 1, 4)
     lane.fail_unqueued()
-    lane.hold_wave(compute, 2)  # type: ignore[arg-type]
+    lane.hold_wave(compute, 3)  # type: ignore[arg-type]
     assert compute.awaited == [events(device)[1]]
     device.complete(2)
     (failed,) = lane.advance()
