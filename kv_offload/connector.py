@@ -153,7 +153,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: the loads of this step run already."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: the forward begins when all layers of its requests have arrived."""
+        """Have compute wait for what this layer reads, where a load still arrives.
+
+        Called by attention layers, on the host, just before they are queued. Costs next to nothing
+        in every other step.
+        """
+        on_layer = self.offload_worker.on_layer
+        if on_layer is not None:
+            on_layer(layer_name)
 
     def save_kv_layer(
         self,

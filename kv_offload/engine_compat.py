@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.errors import UnsupportedError
@@ -163,6 +163,33 @@ def tensor_parallel_ranks() -> tuple[int, int, Callable[[Any], list[Any]]]:
         return gathered
 
     return group.rank_in_group, group.world_size, gather
+
+
+def forward_context() -> object | None:
+    """Return vLLM's context of the forward that runs or is about to; None without one."""
+    from vllm import forward_context as contexts
+
+    return contexts.get_forward_context() if contexts.is_forward_context_available() else None
+
+
+def forward_with_layer_calls() -> tuple[object, Hashable] | None:
+    """Return the forward about to run if its attention layers call `wait_for_layer_load`.
+
+    That is its context, and of which kind it is: forwards of a kind run the same code.
+
+    Asked where the connector's metadata is bound. There runner V1 has set the forward's context,
+    and runner V2 has unless it replays a full graph. None for a full graph, for micro-batches,
+    which run under contexts of their own on several threads, for steps without attention, and
+    wherever a version does not say which of these it is.
+    """
+    context = forward_context()
+    mode = getattr(getattr(context, "cudagraph_runtime_mode", None), "name", None)
+    metadata = getattr(context, "attn_metadata", None)
+    if mode not in ("NONE", "PIECEWISE") or not isinstance(metadata, dict) or not metadata:
+        return None
+    if getattr(context, "ubatch_slices", context) is not None:
+        return None
+    return context, (mode, getattr(context, "skip_compiled", None))
 
 
 def halves(connector: Any, attribute: str) -> Iterator[Any]:

@@ -23,6 +23,22 @@ def kv_tensors(kv_caches: Mapping[str, Any]) -> list[torch.Tensor]:
     return found
 
 
+def layer_regions(kv_caches: Mapping[str, Any], layout: KVLayout) -> dict[str, frozenset[int]]:
+    """Return for each registered layer which regions of the layout hold what it reads.
+
+    `layout` describes these tensors. A layer that reads the cache of another has its regions.
+    """
+    found: dict[str, set[int]] = {}
+    for index, region in enumerate(layout.regions):
+        for name in region.tensors:
+            found.setdefault(name, set()).add(index)
+    for name, cache in kv_caches.items():
+        if name not in found:
+            owners = (other for other in list(found) if kv_caches[other] is cache)
+            found[name] = set().union(*(found[owner] for owner in owners))
+    return {name: frozenset(regions) for name, regions in found.items()}
+
+
 def describe_kv_caches(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig) -> KVLayout:
     """Return the layout of the registered tensors: one per layer, or a list of a layer's states.
 

@@ -59,8 +59,10 @@ ALLOWED = {
     "cache_manager": LEAVES | {"policies"},
     "policies": LEAVES,
     # worker -> transfer
-    "worker": LEAVES | {"engine_compat", "kv_layout", "metrics", "sharing", "transfer"},
+    "worker": LEAVES
+    | {"engine_compat", "kv_layout", "layer_waves", "metrics", "sharing", "transfer"},
     "sharing": LEAVES | {"engine_compat", "transfer"},
+    "layer_waves": set(),
     "kv_layout": LEAVES | {"engine_compat", "transfer"},
 }
 """Who may import whom in `kv_offload`, `TYPE_CHECKING` imports aside.

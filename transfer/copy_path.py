@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,6 +17,9 @@ PATHS: tuple[PathName, ...] = ("kernel", "dma")
 
 Slice = NDArray[Any]
 """Part of a job, in the form that its path queues: pairs, or copies. Only the path looks inside."""
+
+WaveRange = range
+"""Waves that follow one another and are copied together."""
 
 
 class CopyPath(ABC):
@@ -43,6 +46,18 @@ class CopyPath(ABC):
         It begins only after all that was queued on `stream` before. Neither blocks nor allocates
         on the device. Raises `RuntimeError` from CUDA; part of the slice may then be queued.
         """
+
+    def set_waves(self, waves: Sequence[Sequence[int]], stream: Stream) -> None:
+        """See `SwapEngine.set_waves`; `stream` is the one on which waves will be queued."""
+        raise NotImplementedError(f"{self.name} does not copy in waves")
+
+    def wave_slices(self, pairs: NDArray[np.int32]) -> Iterator[tuple[WaveRange, Slice]]:
+        """Cut a job as `slices` does, once for every range of waves; the ranges are in order."""
+        raise NotImplementedError(f"{self.name} does not copy in waves")
+
+    def queue_waves(self, waves: WaveRange, part: Slice, stream: Stream) -> None:
+        """Queue what `part` has in the regions of these waves; otherwise as `queue`."""
+        raise NotImplementedError(f"{self.name} does not copy in waves")
 
     @abstractmethod
     def warm_up(self, stream: Stream) -> None:

@@ -24,7 +24,7 @@ from transfer.copy_path import CopyPath, PathName
 from transfer.device import device_index
 from transfer.dma import make_dma_path
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
-from transfer.errors import JobError, LayoutError, PinnedMemoryError
+from transfer.errors import CopyError, JobError, LayoutError, PinnedMemoryError
 from transfer.kernel import KernelPath
 from transfer.lane import Lane
 from transfer.layout import KVLayout
@@ -32,6 +32,7 @@ from transfer.path_rule import PathRule
 from transfer.pinned import CudaRegistrar, HostArena
 from transfer.streams import CopyStream
 from transfer.swap import SwapKernel
+from transfer.wave_table import WaveTable
 from transfer.zero import BlockZeroer
 
 if TYPE_CHECKING:
@@ -112,11 +113,14 @@ class CudaSwapEngine(SwapEngine):
                     path = KernelPath(direction, kernel, arena.slot_bytes, registrar)
                 lanes[direction, name] = self._make_lane(direction, path, awaited)
         if kernel is not None:
-            path = KernelPath(Direction.LOAD, kernel, arena.slot_bytes, registrar)
+            shape = kernel.family.shapes[Direction.LOAD]
+            table = WaveTable(layout, shape, self._device, registrar)
+            path = KernelPath(Direction.LOAD, kernel, arena.slot_bytes, registrar, table)
             lanes[Direction.LOAD, "before_compute"] = self._make_lane(Direction.LOAD, path)
         self._done: deque[Completion] = deque()
         self._undelivered = 0
         self._closed = False
+        self._num_waves = 0
         self._release = weakref.finalize(self, _release, self._state)
 
     def _make_lane(
@@ -146,15 +150,50 @@ class CudaSwapEngine(SwapEngine):
         nbytes = len(job.pairs) * self.layout.slot_bytes
         if job.before_compute and not self.can_load_before_compute:
             raise JobError(f"job {job.job_id}: compute cannot wait for copies of the copy engine")
+        if job.in_waves and not (job.before_compute and self._num_waves):
+            raise JobError(
+                f"job {job.job_id}: waves are of loads before compute, and to be set first"
+            )
         self._undelivered += 1
         if job.before_compute:
             lane = self._state.lanes[Direction.LOAD, "before_compute"]
             lane.submit(job, nbytes)
-            lane.hold(self._cuda.current_stream(self._device))
+            stream = self._cuda.current_stream(self._device)
+            if job.in_waves:
+                lane.fail_unqueued()
+                lane.hold_wave(stream, 0)
+            else:
+                lane.hold(stream)
             return
         pages = len(job.pairs) * len(self.layout.regions)
         path = self._rule.choose(job.direction, self._page_bytes, pages)
         self._state.lanes[job.direction, path].submit(job, nbytes)
+
+    @property
+    def can_load_in_waves(self) -> bool:
+        """Where compute can wait for loads at all."""
+        return self.can_load_before_compute
+
+    def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
+        """Queue the writing of the table that waves need; see `SwapEngine`.
+
+        Raises `JobError`, or `CopyError` from CUDA.
+        """
+        self.check_waves(waves)
+        lane = self._state.lanes.get((Direction.LOAD, "before_compute"))
+        if lane is None or self._num_waves or self._capturing():
+            raise JobError("waves are set once, outside of a capture, on an engine that has them")
+        try:
+            lane.path.set_waves(waves, lane.stream.stream)
+        except RuntimeError as error:
+            raise CopyError(f"writing the table of {len(waves)} waves failed: {error}") from error
+        self._num_waves = len(waves)
+
+    def await_wave(self, wave: int) -> None:
+        """See `SwapEngine`. A failure of CUDA becomes the completion of the load."""
+        lane = self._state.lanes.get((Direction.LOAD, "before_compute"))
+        if lane is not None:
+            lane.hold_wave(self._cuda.current_stream(self._device), wave)
 
     def poll(self) -> list[Completion]:
         """Return what has ended; queue slices that had to wait. Queries events only."""

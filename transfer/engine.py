@@ -30,19 +30,22 @@ class SwapJob:
     `pairs` is int32 of shape `(n, 2)`, n >= 1: column 0 the block in the KV cache, column 1 the
     slot in the arena. The engine does not keep `pairs` after `submit` returns. With
     `before_compute`, for loads only, compute that is queued after `submit` waits for the copies,
-    the host does not, and they do not queue behind other loads.
+    the host does not, and they do not queue behind other loads. With `in_waves` besides, it waits
+    for the first wave only, and for the others in `SwapEngine.await_wave`.
     """
 
     job_id: int
     direction: Direction
     pairs: NDArray[np.int32]
     before_compute: bool = False
+    in_waves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A job that has ended. `seconds` runs from its submission to the end of its last copy.
 
+    On the host a load in waves counts only what its copies took: compute runs between them.
     With `error` set the destination (slots of a store, blocks of a load) holds garbage.
     """
 
@@ -79,6 +82,28 @@ class SwapEngine(ABC):
     def can_load_before_compute(self) -> bool:
         """Whether `submit` takes jobs with `before_compute`; it refuses them otherwise."""
         return True
+
+    @property
+    def can_load_in_waves(self) -> bool:
+        """Whether `set_waves` and jobs with `in_waves` are taken."""
+        return False
+
+    def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
+        """Have loads with `in_waves` arrive wave by wave; once, before the first of them.
+
+        A wave is a list of indices of `layout.regions`; each region is in one of them. Neither
+        blocks nor synchronises. Raises `JobError`.
+        """
+        raise JobError("this engine does not load in waves")
+
+    def await_wave(self, wave: int) -> None:
+        """Have compute queued from now on wait for a wave of all loads in waves, and those before.
+
+        That is compute on the stream that is current now. Cheap where that has been asked before,
+        and where there is no such load. The caller awaits the last wave of a job before it submits
+        another job that uses its blocks or slots.
+        """
+        raise JobError("this engine does not load in waves")
 
     @abstractmethod
     def poll(self) -> list[Completion]:
@@ -122,6 +147,15 @@ class SwapEngine(ABC):
         Unless memory cannot be page-locked: then it stays where it was.
         """
         return self.num_slots
+
+    def check_waves(self, waves: Sequence[Sequence[int]]) -> None:
+        """Raise `JobError` unless every region is in exactly one wave and no wave is empty."""
+        named = sorted(region for wave in waves for region in wave)
+        if named != list(range(len(self.layout.regions))) or not all(waves):
+            raise JobError(
+                f"waves must name each of {len(self.layout.regions)} regions once, and none may be "
+                f"empty, got {[list(wave) for wave in waves]}"
+            )
 
     def check_blocks(self, blocks: Sequence[int]) -> None:
         """Raise `JobError` if a block does not exist."""

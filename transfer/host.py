@@ -20,7 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,16 @@ class _Transfer:
     nbytes: int
     submitted: float
     runs: Iterator[Run]
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A load in waves: what is left of it, and the seconds that its copies took so far."""
+
+    waves: deque[_Transfer]
+    nbytes: int
+    next_wave: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -85,6 +95,8 @@ class HostSwapEngine(SwapEngine):
         self._arena_address = arena.address
         self._state = _State(arena, tuple(keep_alive))
         self._undelivered = 0
+        self._waves: list[KVLayout] = []
+        self._arrival: _Arrival | None = None
         self._thread = threading.Thread(
             target=_work, args=(self._state,), name="kv-offload-copy", daemon=True
         )
@@ -94,17 +106,17 @@ class HostSwapEngine(SwapEngine):
     def submit(self, job: SwapJob) -> None:
         """Queue the job for the worker, or run it here if compute must come after it.
 
-        Compute runs on this very thread. Raises `JobError`.
+        Compute runs on this very thread; so a wave is copied when it is awaited, and not before.
+        Raises `JobError`.
         """
         self.check_pairs(job)
+        if job.in_waves and not (job.before_compute and self._waves):
+            raise JobError(
+                f"job {job.job_id}: only loads before compute come in waves, and only once those "
+                f"were set"
+            )
         state = self._state
-        transfer = _Transfer(
-            job.job_id,
-            job.direction,
-            len(job.pairs) * self.layout.slot_bytes,
-            time.perf_counter(),
-            _runs(self.layout, self._arena_address, job.direction, job.pairs.astype(np.int64)),
-        )
+        transfer = self._transfer(job, self.layout)
         with state.condition:
             if state.stopping:
                 raise JobError(f"job {job.job_id} was submitted to an engine that is closed")
@@ -113,12 +125,62 @@ class HostSwapEngine(SwapEngine):
                 queue = state.loads if job.direction is Direction.LOAD else state.stores
                 queue.append(transfer)
                 state.condition.notify_all()
-        if job.before_compute:
-            completion = None
-            while completion is None:
-                completion = _advance(transfer)
+        if job.in_waves:
+            self._finish_arrival()
+            waves = deque(self._transfer(job, wave) for wave in self._waves)
+            self._arrival = _Arrival(waves, transfer.nbytes)
+            self._copy_waves(0)
+        elif job.before_compute:
+            completion = _run(transfer)
             with state.condition:
                 state.done.append(completion)
+
+    def _transfer(self, job: SwapJob, layout: KVLayout) -> _Transfer:
+        """Return the copies of the regions of `layout`, which are all or a wave."""
+        slot_bytes = self.layout.slot_bytes
+        pairs = job.pairs.astype(np.int64)
+        return _Transfer(
+            job.job_id,
+            job.direction,
+            len(job.pairs) * layout.slot_bytes,
+            time.perf_counter(),
+            _runs(layout, slot_bytes, self._arena_address, job.direction, pairs),
+        )
+
+    @property
+    def can_load_in_waves(self) -> bool:
+        """Always."""
+        return True
+
+    def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
+        """See `SwapEngine`."""
+        self.check_waves(waves)
+        if self._waves:
+            raise JobError("waves are set once")
+        self._waves = [
+            KVLayout(self.layout.num_blocks, tuple(self.layout.regions[i] for i in sorted(wave)))
+            for wave in waves
+        ]
+
+    def await_wave(self, wave: int) -> None:
+        """Copy what is left of the waves up to this one. A failed copy ends the load."""
+        self._copy_waves(wave)
+
+    def _copy_waves(self, last: int) -> None:
+        while (arrival := self._arrival) is not None and arrival.next_wave <= last:
+            transfer = arrival.waves.popleft()
+            transfer.submitted = time.perf_counter()
+            done = _run(transfer)
+            arrival.next_wave += 1
+            arrival.seconds += done.seconds
+            if done.error is not None or not arrival.waves:
+                self._arrival = None
+                done = replace(done, nbytes=arrival.nbytes, seconds=arrival.seconds)
+                with self._state.condition:
+                    self._state.done.append(done)
+
+    def _finish_arrival(self) -> None:
+        self._copy_waves(len(self._waves))
 
     def poll(self) -> list[Completion]:
         """Return what has ended, in the order of its end.
@@ -135,7 +197,8 @@ class HostSwapEngine(SwapEngine):
         return completions
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Block until the worker is idle; False on timeout."""
+        """Block until the worker is idle; False on timeout. Copies the waves that are left here."""
+        self._finish_arrival()
         state = self._state
         with state.condition:
             return state.condition.wait_for(
@@ -154,6 +217,7 @@ class HostSwapEngine(SwapEngine):
 
     def close(self, timeout_seconds: float = 30.0) -> None:
         """Let the worker finish and end; completions can still be polled."""
+        self._finish_arrival()
         _stop(self._state)
         self._thread.join(timeout_seconds)
 
@@ -195,6 +259,14 @@ def _work(state: _State) -> None:
     state.keep_alive = ()
 
 
+def _run(transfer: _Transfer) -> Completion:
+    """Copy all slices; return how the job ended."""
+    completion = None
+    while completion is None:
+        completion = _advance(transfer)
+    return completion
+
+
 def _advance(transfer: _Transfer) -> Completion | None:
     """Copy one slice; return how the job ended, if it did."""
     error = None
@@ -225,10 +297,15 @@ def _copy_slice(transfer: _Transfer) -> bool:
 
 
 def _runs(
-    layout: KVLayout, arena_address: int, direction: Direction, pairs: NDArray[np.int64]
+    layout: KVLayout,
+    slot_bytes: int,
+    arena_address: int,
+    direction: Direction,
+    pairs: NDArray[np.int64],
 ) -> Iterator[Run]:
     """Yield (destination, source, bytes); pages adjacent on both sides are one run.
 
+    `layout` may have some of the regions only; `slot_bytes` are those of a slot of the arena.
     A run is cut at half a slice, so that a slice never grows beyond one and a half.
     """
     pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
@@ -236,7 +313,7 @@ def _runs(
     for region in layout.regions:
         page_bytes = region.page_bytes
         blocks = region.address + pairs[:, 0] * region.block_stride_bytes
-        slots = arena_address + region.slot_offset_bytes + pairs[:, 1] * layout.slot_bytes
+        slots = arena_address + region.slot_offset_bytes + pairs[:, 1] * slot_bytes
         breaks = (np.diff(blocks) != page_bytes) | (np.diff(slots) != page_bytes)
         firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
         counts = np.diff(np.append(firsts, len(pairs)))

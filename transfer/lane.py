@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from transfer.copy_path import CopyPath, Slice
+from transfer.copy_path import CopyPath, Slice, WaveRange
 from transfer.engine import Completion, Direction, SwapJob
 from transfer.errors import CopyError
 from transfer.streams import CopyStream
@@ -30,9 +30,9 @@ class _Running:
 
     job_id: int
     nbytes: int
-    rest: Iterator[Slice]
+    rest: Iterator[tuple[WaveRange | None, Slice]]
     submitted: float
-    following: Slice | None
+    following: tuple[WaveRange | None, Slice] | None
     started: Event | None = None
     in_flight: int = 0
     seconds: float = 0.0
@@ -57,6 +57,11 @@ class Lane:
         self._direction = direction
         self._jobs: deque[_Running] = deque()
         self._slices: deque[tuple[Event, _Running]] = deque()
+        # Behind the last slice of every range of waves, by its first, of the job submitted last if
+        # it comes in waves. An event may have been recycled: then its waves have ended, and waiting
+        # for whatever it was recorded for since does no harm.
+        self._waves: dict[int, Event] = {}
+        self._awaited: tuple[Stream, int] | None = None
 
     @property
     def idle(self) -> bool:
@@ -68,7 +73,14 @@ class Lane:
 
         Slices of earlier jobs that were not queued yet will wait for that too, which harms nobody.
         """
-        rest = self.path.slices(job.pairs.copy())
+        pairs = job.pairs.copy()
+        rest: Iterator[tuple[WaveRange | None, Slice]] = (
+            self.path.wave_slices(pairs)
+            if job.in_waves
+            else ((None, part) for part in self.path.slices(pairs))
+        )
+        self._waves.clear()
+        self._awaited = None
         running = _Running(job.job_id, nbytes, rest, time.perf_counter(), next(rest))
         try:
             running.started = self.stream.wait_for_compute()
@@ -82,14 +94,37 @@ class Lane:
 
         A job of which slices are still to be queued cannot be waited for; it fails.
         """
+        self.fail_unqueued()
+        if self._slices:
+            self._make_wait(stream, self._slices[-1][0])
+
+    def hold_wave(self, stream: Stream, wave: int) -> None:
+        """Make `stream` wait for a wave of the job submitted last, and for all before it.
+
+        Of a job that failed, for what was queued of it.
+        """
+        if self._awaited is not None:
+            awaited_stream, awaited_wave = self._awaited
+            if wave <= awaited_wave and stream == awaited_stream:
+                return
+        for first in reversed(self._waves):
+            if first <= wave:
+                self._make_wait(stream, self._waves[first])
+                self._awaited = stream, wave
+                return
+
+    def fail_unqueued(self) -> None:
+        """Fail the jobs of which slices are still to be queued: nobody can be made to wait."""
         full = RuntimeError(f"{len(self._slices)} slices are in flight, no more fit")
         for running in self._jobs:
             if running.to_queue:
                 self._fail(running, self.path.call, full)
-        if self._slices:
-            try:
-                stream.wait_event(self._slices[-1][0])
-            except RuntimeError as error:
+
+    def _make_wait(self, stream: Stream, event: Event) -> None:
+        try:
+            stream.wait_event(event)
+        except RuntimeError as error:
+            if self._jobs:
                 self._fail(self._jobs[-1], "having compute wait for it", error)
 
     def advance(self) -> list[Completion]:
@@ -147,8 +182,12 @@ class Lane:
 
     def _queue_slice(self, running: _Running) -> None:
         assert running.following is not None
+        waves, part = running.following
         try:
-            self.path.queue(running.following, self.stream.stream)
+            if waves is None:
+                self.path.queue(part, self.stream.stream)
+            else:
+                self.path.queue_waves(waves, part, self.stream.stream)
         except RuntimeError as error:
             self._fail(running, self.path.call, error)
         running.following = next(running.rest, None)
@@ -158,6 +197,8 @@ class Lane:
         except RuntimeError as error:
             self._fail(running, "recording an event", error)
             return
+        if waves is not None:
+            self._waves[waves.start] = event
         self._slices.append((event, running))
         running.in_flight += 1
 

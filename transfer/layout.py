@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transfer.errors import LayoutError
 
@@ -49,13 +49,14 @@ class TensorDescription:
 class Region:
     """A run of pages: block `b` has `page_bytes` bytes at `address + b * block_stride_bytes`.
 
-    In a slot they start at `slot_offset_bytes`.
+    In a slot they start at `slot_offset_bytes`. `tensors` names those whose bytes lie in it.
     """
 
     address: int
     page_bytes: int
     block_stride_bytes: int
     slot_offset_bytes: int
+    tensors: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,9 @@ class KVLayout:
         slot_offset_bytes = 0
         for piece in merged:
             _refuse_misalignment(piece)
-            regions.append(Region(piece.address, piece.nbytes, piece.stride, slot_offset_bytes))
+            regions.append(
+                Region(piece.address, piece.nbytes, piece.stride, slot_offset_bytes, piece.names)
+            )
             slot_offset_bytes += piece.nbytes
         return cls(num_blocks, tuple(regions))
 
@@ -101,10 +104,15 @@ class KVLayout:
 class _Piece:
     """Bytes of block 0 that lie together; block `b` has its own `b * stride` further on."""
 
-    name: str
+    names: frozenset[str]
     address: int
     nbytes: int
     stride: int
+
+    @property
+    def name(self) -> str:
+        """One of the tensors, for messages."""
+        return min(self.names)
 
     @property
     def end(self) -> int:
@@ -152,7 +160,7 @@ def _pieces(num_blocks: int, tensor: TensorDescription) -> Iterator[_Piece]:
             f"bytes, so neighbouring blocks would overlap"
         )
     for offset in _offsets(split):
-        yield _Piece(name, tensor.address + offset, nbytes, block_stride)
+        yield _Piece(frozenset([name]), tensor.address + offset, nbytes, block_stride)
 
 
 def _inner_dims(num_blocks: int, tensor: TensorDescription) -> tuple[int, list[tuple[int, int]]]:
@@ -205,7 +213,8 @@ def _merge(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
         end = max(current.end, piece.end)
         joins = piece.stride == current.stride and piece.address <= current.end
         if joins and end - current.address <= piece.stride:
-            current = _Piece(current.name, current.address, end - current.address, piece.stride)
+            names = current.names | piece.names
+            current = _Piece(names, current.address, end - current.address, piece.stride)
         else:
             yield current
             current = piece

@@ -139,6 +139,15 @@ class _Arguments(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Rows of a table on the device: what one launch copies of every pair."""
+
+    address: int
+    num_tiles: int
+    segments_per_tile: int
+
+
 class _Launcher:
     """One direction: its function, its table on the device, and arguments laid out for CUDA."""
 
@@ -154,16 +163,20 @@ class _Launcher:
         self._table = cupy.cuda.Memory(table.nbytes)
         runtime = cupy.cuda.runtime
         runtime.memcpy(self._table.ptr, table.ctypes.data, table.nbytes, runtime.memcpyHostToDevice)
-        self._arguments = _Arguments(
-            0, self._table.ptr, table.shape[0], table.shape[1], arena.address, arena.slot_bytes
-        )
+        self._whole = Tiles(self._table.ptr, table.shape[0], table.shape[1])
+        self._arguments = _Arguments(arena=arena.address, slot_bytes=arena.slot_bytes)
         first = ctypes.addressof(self._arguments)
         offsets = [getattr(_Arguments, name).offset for name, _ in _Arguments._fields_]
         self._parameters = (ctypes.c_void_p * len(offsets))(*(first + o for o in offsets))
         self._fixed = (shape.ctas, 1, 1, shape.threads, 1, 1, shape.shared_bytes)
 
-    def __call__(self, list_address: int, stream: int) -> None:
-        self._arguments.list_address = list_address
+    def __call__(self, list_address: int, stream: int, tiles: Tiles | None) -> None:
+        tiles = tiles or self._whole
+        arguments = self._arguments
+        arguments.list_address = list_address
+        arguments.segments = tiles.address
+        arguments.num_tiles = tiles.num_tiles
+        arguments.segments_per_tile = tiles.segments_per_tile
         parameters = ctypes.addressof(self._parameters)
         self._launch(self._function.ptr, *self._fixed, stream, parameters, 0)
 
@@ -211,8 +224,17 @@ class SwapKernel:
                 f"cannot prepare the copy kernels of {source} on CUDA device {self._index}: {error}"
             ) from error
 
-    def launch(self, direction: Direction, list_address: int, stream: torch.cuda.Stream) -> None:
+    def launch(
+        self,
+        direction: Direction,
+        list_address: int,
+        stream: torch.cuda.Stream,
+        tiles: Tiles | None = None,
+    ) -> None:
         """Queue the copy of the pairs listed at `list_address` (page-locked) on `stream`.
+
+        Of whole slots, or of `tiles`, which the caller keeps as they are until the kernel has ended
+        and which were cut with the launch shape of this family and direction.
 
         Does not block and allocates nothing; may be captured in a CUDA graph. The list is read
         when the kernel runs, not now, and must stay as it is until the kernel has ended. Raises
@@ -220,10 +242,10 @@ class SwapKernel:
         """
         launcher = self._launchers[direction]
         if self._runtime.getDevice() == self._index:
-            launcher(list_address, stream.cuda_stream)
+            launcher(list_address, stream.cuda_stream, tiles)
             return
         with self._device(self._index):
-            launcher(list_address, stream.cuda_stream)
+            launcher(list_address, stream.cuda_stream, tiles)
 
 
 def choose_family(device: torch.device) -> KernelFamily:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kv_offload import worker
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Drafts,
@@ -41,18 +42,20 @@ def one_by_one(running: Engine) -> list[list[int]]:
     return [running.generate([prompt], max_tokens=16)[0] for prompt in PROMPTS]
 
 
-def note_loaded_blocks(running: Engine) -> set[int]:
-    """Return a set that will hold every block that is a load's destination from now on."""
+def note_loads(running: Engine) -> tuple[set[int], list[bool]]:
+    """Return the blocks that are loads' destinations from now on, and which came in waves."""
     loaded: set[int] = set()
+    in_waves: list[bool] = []
     submit = running.rank._engine.submit
 
     def noting(job: SwapJob) -> None:
         if job.direction is Direction.LOAD:
             loaded.update(int(block) for block in job.pairs[:, 0])
+            in_waves.append(job.in_waves)
         submit(job)
 
     running.rank._engine.submit = noting
-    return loaded
+    return loaded, in_waves
 
 
 def digests(running: Engine, blocks: set[int] | None = None) -> dict[str, set[str]]:
@@ -118,6 +121,7 @@ def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, An
     if settings.pop("draft_head", False):
         settings["speculative_config"] = draft_head(Path(models))
     result: dict[str, Any] = {}
+    worker.WAVES_FROM_BYTES = 0  # all of these loads are small
     with engine(Path(models), kind, **settings) as plain:
         drafts = Drafts(plain)
         computed = one_by_one(plain)
@@ -142,11 +146,12 @@ def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, An
         before = digests(ours)
         ours.reset_gpu_cache()
         poison(ours)
-        loaded = note_loaded_blocks(ours)
+        loaded, in_waves = note_loads(ours)
         drafts = Drafts(ours)
         reloaded = one_by_one(ours)
         result["drafts"] = drafts.take()
         result["answers"] = [computed, reloaded]
+        result["loads"], result["loads_in_waves"] = len(in_waves), sum(in_waves)
         result["loaded_blocks"] = ours.blocks_loaded()
         # Not of what was computed again: its rounding depends on what else is in its chunk.
         after = digests(ours, loaded)

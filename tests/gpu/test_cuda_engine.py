@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 
-from transfer import cuda, dma, kernel, registration  # noqa: E402
+from transfer import cuda, dma, kernel, registration, swap, swap_bulk, swap_vector  # noqa: E402
 from transfer.copy_path import PATHS, PathName  # noqa: E402
 from transfer.cuda import CudaSwapEngine  # noqa: E402
 from transfer.engine import Completion, Direction, SwapJob  # noqa: E402
@@ -31,7 +31,7 @@ from transfer.layout import KVLayout, TensorDescription  # noqa: E402
 from transfer.path_rule import OnlyPath  # noqa: E402
 from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402
 from transfer.streams import CopyStream, StreamTurns  # noqa: E402
-from transfer.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list  # noqa: E402
+from transfer.swap import LIST_BYTES, MAX_PAIRS, KernelFamily, SwapKernel, write_list  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -304,6 +304,149 @@ def test_compute_waits_for_a_load_before_it(before_compute: bool) -> None:
     if before_compute:
         assert others_are_late, "it must not wait for the other load"
     assert {completion.job_id for completion in finish(engine)} == {1, 2}
+    engine.close()
+
+
+WAVE_SHAPES: list[tuple[Pages, int, int, list[list[int]]]] = [
+    (
+        [(16, 32), (4 * KIB + 32, 8 * KIB), (512, 512), (48 * KIB, 48 * KIB)],
+        3_000,
+        2_500,
+        [[2], [3, 0], [1]],
+    ),
+    (
+        [(4 * KIB, 4 * KIB)] * 12,
+        3_000,
+        MAX_PAIRS + 1,
+        [[8, 0, 4], [1, 2, 3], [11, 9], [5, 6, 7, 10]],
+    ),
+    ([(16 * KIB, 16 * KIB)] * 64, 150, 100, [[*range(i, i + 8)] for i in range(0, 64, 8)]),
+    ([(2 * MIB, 2 * MIB)] * 2, 200, 180, [[1], [0]]),
+]
+
+
+@kernel_only
+@pytest.mark.parametrize("limit", ["PIECE_BYTES", "LARGE_LOAD_BYTES"])
+@pytest.mark.parametrize("family", [swap_bulk.FAMILY, swap_vector.FAMILY], ids=lambda f: f.name)
+@pytest.mark.parametrize(("pages", "num_blocks", "count", "waves"), WAVE_SHAPES)
+def test_waves_move_exactly_the_bytes_of_the_pairs(
+    pages: Pages,
+    num_blocks: int,
+    count: int,
+    waves: list[list[int]],
+    family: KernelFamily,
+    limit: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A launch for every wave, and two in all."""
+    monkeypatch.setattr(kernel, "PIECE_BYTES", 16)
+    monkeypatch.setattr(kernel, limit, 16)
+    monkeypatch.setattr(swap, "choose_family", lambda device: family)
+    engine, cache, slots = make_engine(num_blocks, pages, count)
+    assert engine.can_load_in_waves
+    engine.set_waves(waves)
+    randomize(cache.storage, slots)
+    pairs = random_pairs(np.random.default_rng(count), num_blocks, count, count)
+    block_ids, slot_ids = ids(pairs)
+    expected = cache.storage.cpu()
+    offset = 0
+    for (_, stride), region in zip(pages, cache.layout.regions, strict=True):
+        tensor = expected[offset : offset + num_blocks * stride].view(num_blocks, stride)
+        first = region.slot_offset_bytes
+        tensor[block_ids, : region.page_bytes] = slots[slot_ids, first : first + region.page_bytes]
+        offset += num_blocks * stride
+    engine.submit(SwapJob(4, LOAD, pairs, before_compute=True, in_waves=True))
+    engine.await_wave(len(waves) - 1)
+    # Compute sees it, without a word from the host.
+    assert torch.equal(cache.storage.cpu(), expected)
+    (completion,) = finish(engine)
+    assert (completion.error, completion.nbytes) == (None, count * cache.layout.slot_bytes)
+    assert 0 < completion.seconds < 10
+    # Whole loads and stores use the other table still.
+    slots.zero_()
+    engine.submit(SwapJob(5, STORE, pairs))
+    finish(engine)
+    assert torch.equal(slots[slot_ids], cache.blocks()[block_ids])
+    engine.close()
+
+
+@kernel_only
+@pytest.mark.parametrize("waits", [True, False])
+def test_compute_runs_while_later_waves_arrive(waits: bool) -> None:
+    """Every layer finds its bytes, the first long before the last has come. With a control."""
+    layers, num_blocks = 8, 256
+    engine, cache, slots = make_engine(num_blocks, [(256 * KIB, 256 * KIB)] * layers, num_blocks)
+    engine.set_waves([[layer] for layer in range(layers)])
+    cache.storage.fill_(1)
+    slots.fill_(9)
+    every = np.arange(num_blocks, dtype=np.int32)
+    pairs = np.stack([every, every], 1)
+    seen = [torch.empty_like(tensor) for tensor in cache.tensors]
+    began = torch.cuda.Event(enable_timing=True)
+    read = [torch.cuda.Event(enable_timing=True) for _ in range(layers)]
+    for _ in range(2):  # what CUDA loads at first use, it loads in the first round
+        cache.storage.fill_(1)
+        torch.cuda.synchronize()
+        began.record()
+        engine.submit(SwapJob(1, LOAD, pairs, before_compute=True, in_waves=True))
+        for layer in range(layers):
+            if waits:
+                engine.await_wave(layer)
+            seen[layer].copy_(cache.tensors[layer])
+            read[layer].record()
+        engine.await_wave(layers - 1)
+        torch.cuda.synchronize()
+        (completion,) = finish(engine)
+        assert completion.error is None
+    assert seen[0].unique().tolist() == [9], "the first is waited for in any case"
+    last = seen[layers - 1].unique().tolist()
+    assert last == [9] if waits else 1 in last
+    # 64 MiB a layer, about 1.3 ms on PCIe Gen5 x16; the first four are joined.
+    first_ms, last_ms = (began.elapsed_time(event) for event in (read[0], read[-1]))
+    assert first_ms < completion.seconds * 1000 * 0.8
+    if waits:
+        assert last_ms > completion.seconds * 1000 * 0.9
+        assert all(torch.all(part == 9) for part in seen)
+    engine.close()
+
+
+@kernel_only
+def test_every_stream_waits_for_its_wave() -> None:
+    engine, cache, slots = make_engine(1024, [(256 * KIB, 256 * KIB)] * 2, 1024)
+    engine.set_waves([[0], [1]])
+    cache.storage.fill_(1)
+    slots.fill_(9)
+    other = torch.cuda.Stream()
+    seen = [torch.empty_like(cache.tensors[1][-8:]) for _ in range(2)]
+    for target in seen:
+        target.copy_(cache.tensors[1][-8:])
+    torch.cuda.synchronize()
+    every = np.arange(1024, dtype=np.int32)
+    engine.submit(SwapJob(1, LOAD, np.stack([every, every], 1), True, True))
+    engine.await_wave(1)
+    with torch.cuda.stream(other):
+        engine.await_wave(1)
+        seen[0].copy_(cache.tensors[1][-8:])
+    seen[1].copy_(cache.tensors[1][-8:])
+    torch.cuda.synchronize()
+    assert [part.unique().tolist() for part in seen] == [[9], [9]]
+    finish(engine)
+    engine.close()
+
+
+def test_waves_that_cannot_be_are_refused(path: PathName) -> None:
+    engine, _, _ = make_engine(8, [(16, 16), (32, 64)], 8)
+    job = SwapJob(4, LOAD, np.array([[3, 5]], np.int32), before_compute=True, in_waves=True)
+    assert engine.can_load_in_waves == (path == "kernel")
+    if path == "kernel":
+        with pytest.raises(JobError, match="job 4: waves are of loads before compute, and to be s"):
+            engine.submit(job)
+        with pytest.raises(JobError, match="each of 2 regions once"):
+            engine.set_waves([[0], [0]])
+        engine.set_waves([[1], [0]])
+    with pytest.raises(JobError, match="waves are set once"):
+        engine.set_waves([[0], [1]])
+    engine.await_wave(1)
     engine.close()
 
 

@@ -16,6 +16,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "graphs": ("qwen3", {"enforce_eager": False}, {}),
     "synchronous": ("qwen3", {"async_scheduling": False}, {"blocks_per_slot": 4}),
     "before_compute": ("qwen3", {"synchronous_loads": True, "enforce_eager": False}, {}),
+    "before_compute, eager": ("qwen3", {"synchronous_loads": True}, {}),
+    "before_compute, full graphs": (
+        "qwen3",
+        {
+            "synchronous_loads": True,
+            "enforce_eager": False,
+            "compilation_config": {"cudagraph_mode": "FULL"},
+        },
+        {},
+    ),
     "chunked": ("qwen3", {"max_num_batched_tokens": 256, "max_num_seqs": 8}, {}),
     "windows": ("gemma3", {}, {}),
     "mla": ("deepseek_v2", {"block_size": 64}, {}),
@@ -54,6 +64,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
+    if case == "before_compute, full graphs" and runner == "v2":
+        pytest.skip("runner V2 of vLLM 0.26 cannot capture these in a second engine of a process")
     kind, arguments, plugin = CASES[case]
     result = run_module(
         "tests.gpu.engine_run",
@@ -72,7 +84,11 @@ def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
     assert result["answers"] == result["expected"]
     corrupted, reloaded = result["corrupted"], result["answers"][1]
     assert sum(a != b for a, b in zip(corrupted, reloaded, strict=True)) == len(reloaded)
-    assert bool(result["synchronous_loads"]) == (case == "before_compute")
+    assert bool(result["synchronous_loads"]) == case.startswith("before_compute")
+    # A replayed graph cannot be made to wait within; and the first load is learned from, at most.
+    in_waves = case in ("before_compute", "before_compute, eager")
+    assert (result["loads_in_waves"] >= max(1, result["loads"] - 1)) == in_waves
+    assert bool(result["loads_in_waves"]) == in_waves
     # vLLM itself may keep some; not one more with us.
     assert set(result["kept"]) <= set(result["kept_without_us"])
     if runner == "v2":

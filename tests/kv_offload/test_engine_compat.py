@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 import vllm
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
@@ -27,7 +30,9 @@ from kv_offload.engine_compat import (
     counts_attention_hits,
     drain_before_reset,
     find_output_copy_stream,
+    forward_context,
     forward_log,
+    forward_with_layer_calls,
     halves,
     host_hit_source,
     layer_specs,
@@ -371,3 +376,55 @@ def test_the_log_of_transfer_goes_there_too(
     logging.getLogger("transfer").info("not of interest to this user")
     logging.getLogger("transfer").error("of interest")
     assert shown == ["page-locked 5 bytes", "of interest"]
+
+
+# -- the forward that is about to run ----------------------------------------------------------
+
+
+def context_of(mode: str | None = "NONE", **more: Any) -> Any:
+    """Return what vLLM knows of a forward, as all versions have it."""
+    fields = {
+        "cudagraph_runtime_mode": None if mode is None else CUDAGraphMode[mode],
+        "attn_metadata": {"layer": object()},
+        "ubatch_slices": None,
+        "skip_compiled": False,
+    }
+    return SimpleNamespace(**{**fields, **more})
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE"])
+def test_forwards_of_which_layers_call(mode: str) -> None:
+    context = context_of(mode)
+    with override_forward_context(context):
+        assert forward_context() is context
+        assert forward_with_layer_calls() == (context, (mode, False))
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        None,
+        context_of("FULL"),
+        context_of(None),
+        context_of(attn_metadata=None),
+        context_of(attn_metadata={}),
+        context_of(attn_metadata=[{}, {}]),
+        context_of(ubatch_slices=[object(), object()]),
+        SimpleNamespace(attn_metadata={"layer": object()}),
+        SimpleNamespace(
+            cudagraph_runtime_mode=CUDAGraphMode.NONE, attn_metadata={"layer": object()}
+        ),
+    ],
+)
+def test_forwards_of_which_that_is_not_known(context: Any) -> None:
+    with override_forward_context(context):
+        assert forward_with_layer_calls() is None
+
+
+def test_the_context_is_vllms_own() -> None:
+    """Its fields have the names that are asked for; a dummy step's has no attention."""
+    names = {field.name for field in dataclasses.fields(ForwardContext)}
+    assert names >= {"cudagraph_runtime_mode", "attn_metadata", "ubatch_slices", "skip_compiled"}
+    real = ForwardContext(no_compile_layers={}, attn_metadata={"layer": None}, slot_mapping={})  # type: ignore[dict-item]
+    with override_forward_context(real):
+        assert forward_with_layer_calls() == (real, ("NONE", False))

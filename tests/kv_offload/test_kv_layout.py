@@ -12,7 +12,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from kv_offload.errors import UnsupportedError
-from kv_offload.kv_layout import describe_kv_caches, kv_tensors
+from kv_offload.kv_layout import describe_kv_caches, kv_tensors, layer_regions
 from kv_offload.prefix import CacheGroup
 from tests.kv_offload.fakes import make_kv_cache_config
 from transfer.layout import KVLayout
@@ -221,3 +221,32 @@ def test_a_page_that_is_not_aligned() -> None:
 
 def test_no_layer_at_all() -> None:
     assert "no KV tensors" in refusal({}, config())
+
+
+# -- which layer reads what --------------------------------------------------------------------
+
+
+def test_layers_and_their_regions() -> None:
+    """K and V apart are two regions; a layer without a cache of its own reads another's."""
+    first, second = cache(2, BLOCKS, HEADS, TOKENS, HEAD_SIZE), cache(BLOCKS, *BLOCK_SHAPE)
+    caches = {"first": first, "second": second, "reader": first}
+    layout = describe_kv_caches(caches, config(first=HEAD_SIZE, second=HEAD_SIZE))
+    found = layer_regions(caches, layout)
+    assert found["first"] == found["reader"]
+    assert {len(found["first"]), len(found["second"])} == {1, 2}
+    assert found["first"] | found["second"] == {0, 1, 2}
+    for name, tensor in (("first", first), ("second", second)):
+        end = tensor.data_ptr() + tensor.numel() * 4
+        assert all(tensor.data_ptr() <= layout.regions[i].address < end for i in found[name])
+
+
+def test_layers_that_share_their_bytes_share_a_region() -> None:
+    """Layers side by side in a block are one region, as are groups that overlay each other."""
+    both = cache(BLOCKS, 2, *BLOCK_SHAPE)
+    caches = {"a": both[:, 0], "b": both[:, 1]}
+    found = layer_regions(caches, describe_kv_caches(caches, config(a=HEAD_SIZE, b=HEAD_SIZE)))
+    assert found == {"a": frozenset([0]), "b": frozenset([0])}
+    same = cache(BLOCKS, *BLOCK_SHAPE)
+    caches = {"a": same, "b": same.view(same.shape)}
+    found = layer_regions(caches, describe_kv_caches(caches, config(a=HEAD_SIZE, b=HEAD_SIZE)))
+    assert found == {"a": frozenset([0]), "b": frozenset([0])}

@@ -31,7 +31,7 @@ from kv_offload.prefix import CacheGroup
 from kv_offload.worker import OffloadWorker
 from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config
 from transfer.engine import Direction, SwapJob
-from transfer.errors import JobError
+from transfer.errors import CopyError, JobError
 from transfer.host import HostSwapEngine
 from transfer.host_copy import copy_runs
 
@@ -570,4 +570,125 @@ def test_a_rank_whose_copies_do_not_end_keeps_the_kv_tensors(
     rank.half.unregister_kv_caches()
     assert rank.engine._state.keep_alive[0] is rank.kv
     gate.opened.set()
+    rank.half.shutdown()
+
+
+# -- layers ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank, torch.Tensor]]:
+    """A rank of two layers, whose calls have been learned, and its other layer's tensor."""
+    monkeypatch.setattr("kv_offload.worker.WAVES_FROM_BYTES", 0)
+    rank = Rank(slots=16)
+    group = rank.half._kv_cache_config.kv_cache_groups[0]
+    group.layer_names = ["layer.0", "layer.1"]
+    other = rank.kv + 1_000_000
+    rank.half.register_kv_caches({"layer.0": rank.kv, "layer.1": other})
+    context = object()
+    monkeypatch.setattr("kv_offload.worker.forward_context", lambda: context)
+    monkeypatch.setattr("kv_offload.worker.forward_with_layer_calls", lambda: (context, "eager"))
+    rank.begin(plan([store(0, (1, 2))]))
+    assert rank.half.on_layer is not None
+    for name in group.layer_names:
+        rank.half.on_layer(name)
+    rank.end(plan([store(0, (1, 2))]))
+    rank.step()
+    rank.report()
+    yield rank, other
+    rank.half.shutdown()
+
+
+def synchronous(job_id: int, request_id: str, *values: tuple[int, int]) -> LoadJob:
+    return LoadJob(job_id, request_id, pairs(*values), synchronous=True)
+
+
+def test_a_layer_has_its_bytes_after_its_call(layers: tuple[Rank, torch.Tensor]) -> None:
+    rank, other = layers
+    expected = [rank.kv[1].clone(), other[1].clone()]
+    rank.kv[:], other[:] = -1, -1
+    metadata = plan(loads=[synchronous(0, "a", (4, 2))])
+    rank.begin(metadata)
+    assert torch.equal(rank.kv[4], expected[0])
+    assert (other[4] == -1).all()
+    assert rank.half.on_layer is not None
+    rank.half.on_layer("layer.0")
+    assert (other[4] == -1).all()
+    rank.half.on_layer("layer.1")
+    assert torch.equal(other[4], expected[1])
+    rank.end(metadata)
+    assert rank.half.on_layer is None
+    report = rank.half.take_report()
+    assert report is not None
+    assert report.loads == {0: result()}
+    assert rank.half.take_failed_synchronous() == []
+
+
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_a_load_of_which_a_layer_did_not_call_fails_once(
+    layers: tuple[Rank, torch.Tensor], cut_short: bool
+) -> None:
+    rank, other = layers
+    expected = other[1].clone()
+    other[:] = -1
+    job = synchronous(0, "a", (4, 2))
+    rank.begin(plan(loads=[job]))
+    assert rank.half.on_layer is not None
+    rank.half.on_layer("layer.0")
+    if cut_short:
+        rank.begin(plan())
+    rank.end(plan())
+    assert torch.equal(other[4], expected), "nothing may write the block once the step has ended"
+    assert rank.half.take_failed_synchronous() == [job]
+    report = rank.half.take_report()
+    assert report is not None
+    assert (report.loads, report.failed_loads) == ({0: result(ok=False)}, {"a"})
+    rank.step(loads=[synchronous(1, "b", (5, 2))])
+    assert rank.half.take_failed_synchronous() == []
+    report = rank.half.take_report()
+    assert report is not None
+    assert report.loads == {1: result()}, "loaded whole"
+    assert rank.half.on_layer is None
+    assert not rank.half._loading
+
+
+def test_small_loads_and_asynchronous_ones_arrive_whole(
+    layers: tuple[Rank, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, other = layers
+    expected = other[1].clone()
+    other[:] = -1
+    monkeypatch.setattr("kv_offload.worker.WAVES_FROM_BYTES", 2 * BLOCK_BYTES + 1)
+    rank.begin(plan(loads=[synchronous(0, "a", (4, 2)), load(1, "b", (5, 2))]))
+    assert torch.equal(other[4], expected)
+    assert rank.half.on_layer is None
+    rank.end(plan())
+    assert rank.half.take_failed_synchronous() == []
+
+
+def test_without_a_way_to_write_the_table_loads_arrive_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kv_offload.worker.WAVES_FROM_BYTES", 0)
+    context = object()
+    monkeypatch.setattr("kv_offload.worker.forward_context", lambda: context)
+    monkeypatch.setattr("kv_offload.worker.forward_with_layer_calls", lambda: (context, "eager"))
+
+    def fail(engine: HostSwapEngine, waves: object) -> None:
+        raise CopyError("no table")
+
+    monkeypatch.setattr(HostSwapEngine, "set_waves", fail)
+    rank = Rank(slots=16)
+    rank.half._kv_cache_config.kv_cache_groups[0].layer_names = ["layer.0", "layer.1"]
+    rank.half.register_kv_caches({"layer.0": rank.kv, "layer.1": rank.kv + 1})
+    for loads in ((), (synchronous(0, "a", (4, 2)),)):
+        rank.begin(plan(loads=loads))
+        if rank.half.on_layer is not None:
+            rank.half.on_layer("layer.0")
+            rank.half.on_layer("layer.1")
+        rank.end(plan())
+    assert rank.half.on_layer is None
+    report = rank.half.take_report()
+    assert report is not None
+    assert report.loads == {0: result()}
     rank.half.shutdown()

@@ -453,3 +453,122 @@ def test_where_the_kernel_forbids_the_call_runs_are_copied_one_by_one(
     source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
     copy_runs([(target.ctypes.data, source.ctypes.data, 64)])
     assert (target == source).all()
+
+
+# -- waves -------------------------------------------------------------------------------------
+
+
+def in_waves(job_id: int, pairs: list[tuple[int, int]]) -> SwapJob:
+    return SwapJob(job_id, LOAD, np.array(pairs, np.int32), before_compute=True, in_waves=True)
+
+
+@pytest.fixture
+def waves() -> Iterator[tuple[HostSwapEngine, Storage, np.ndarray]]:
+    """An engine of two layers of K and V whose waves are V, then K, of both layers."""
+    layout, storage = halves(4, 32)
+    arena = HostArena(4, layout.slot_bytes, register=None)
+    view = arena.view()
+    view[:] = np.random.default_rng(1).integers(1, 256, view.shape, np.uint8)
+    engine = HostSwapEngine(layout, arena, [storage.data])
+    engine.set_waves([[1, 3], [0], [2]])
+    yield engine, storage, view
+    engine.close()
+
+
+def arrived(engine: HostSwapEngine, storage: Storage, block: int, slot: np.ndarray) -> list[bool]:
+    """Say for each region whether a block has the bytes of a slot there."""
+    found = []
+    for region in engine.layout.regions:
+        first = region.address - storage.address + block * region.block_stride_bytes
+        page = storage.data[first : first + region.page_bytes]
+        offset = region.slot_offset_bytes
+        same = bool((page == slot[offset : offset + region.page_bytes]).all())
+        assert same or not page.any()
+        found.append(same)
+    return found
+
+
+def test_a_wave_is_there_when_it_was_awaited(
+    waves: tuple[HostSwapEngine, Storage, np.ndarray],
+) -> None:
+    engine, storage, view = waves
+    engine.submit(in_waves(7, [(2, 3), (0, 1)]))
+    for block, slot in ((2, 3), (0, 1)):
+        assert arrived(engine, storage, block, view[slot]) == [False, True, False, True]
+    assert engine.poll() == []
+    engine.await_wave(1)
+    engine.await_wave(0)
+    assert arrived(engine, storage, 2, view[3]) == [True, True, False, True]
+    engine.await_wave(2)
+    assert arrived(engine, storage, 0, view[1]) == [True] * 4
+    (done,) = engine.poll()
+    assert (done.job_id, done.error, done.nbytes) == (7, None, 2 * engine.layout.slot_bytes)
+    assert engine.in_flight == 0
+    engine.await_wave(2)
+    assert engine.poll() == []
+
+
+def test_seconds_are_those_of_the_copies(
+    waves: tuple[HostSwapEngine, Storage, np.ndarray],
+) -> None:
+    engine, _, _ = waves
+    engine.submit(in_waves(7, [(2, 3)]))
+    time.sleep(0.2)
+    engine.await_wave(2)
+    (done,) = engine.poll()
+    assert 0 < done.seconds < 0.1
+
+
+@pytest.mark.parametrize("end", ["wait", "close", "submit"])
+def test_waves_that_nobody_awaited_come_before_what_follows(
+    waves: tuple[HostSwapEngine, Storage, np.ndarray], end: str
+) -> None:
+    engine, storage, view = waves
+    engine.submit(in_waves(7, [(2, 3)]))
+    if end == "submit":
+        engine.submit(in_waves(8, [(1, 0)]))
+    elif end == "wait":
+        assert engine.wait(10)
+    else:
+        engine.close()
+    assert arrived(engine, storage, 2, view[3]) == [True] * 4
+    assert [done.job_id for done in engine.poll()] == [7]
+
+
+def test_a_wave_that_fails_ends_its_load(
+    waves: tuple[HostSwapEngine, Storage, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, storage, view = waves
+    engine.submit(in_waves(7, [(2, 3)]))
+
+    def fail(_runs: Sequence[Run]) -> None:
+        raise OSError("injected fault")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "_copy_runs", fail)
+        engine.await_wave(1)
+    (done,) = engine.poll()
+    assert isinstance(done.error, CopyError)
+    assert done.job_id == 7
+    engine.await_wave(2)
+    assert engine.poll() == []
+    engine.submit(in_waves(8, [(2, 3)]))
+    engine.await_wave(2)
+    assert arrived(engine, storage, 2, view[3]) == [True] * 4
+
+
+def test_waves_that_cannot_be_are_refused() -> None:
+    layout, storage = halves(4, 32)
+    engine = HostSwapEngine(layout, HostArena(4, layout.slot_bytes, register=None), [storage.data])
+    with pytest.raises(JobError, match="only once those were set"):
+        engine.submit(in_waves(1, [(0, 0)]))
+    for wrong in ([[0, 1], [2]], [[0, 1], [2, 3, 3]], [[0, 1, 2, 3], []], [[0, 1, 2, 4]], []):
+        with pytest.raises(JobError, match="each of 4 regions once"):
+            engine.set_waves(wrong)
+    engine.set_waves([[0, 1], [2, 3]])
+    with pytest.raises(JobError, match="set once"):
+        engine.set_waves([[0, 1], [2, 3]])
+    with pytest.raises(JobError, match="loads before compute"):
+        engine.submit(SwapJob(1, LOAD, np.array([(0, 0)], np.int32), in_waves=True))
+    assert engine.in_flight == 0
+    engine.close()

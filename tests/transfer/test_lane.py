@@ -46,6 +46,7 @@ class FakePath(CopyPath):
         self.copied: list[list[list[int]]] = []
         self.failing: int | None = None
         self.calls = 0
+        self.waves: list[int] = []
 
     def slices(self, pairs: Any) -> Iterator[Any]:
         for first in range(0, len(pairs), 4):
@@ -57,6 +58,15 @@ class FakePath(CopyPath):
         if self.calls - 1 == self.failing:
             raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
         self.queued.append((part.tolist(), None))
+
+    def wave_slices(self, pairs: Any) -> Iterator[tuple[range, Any]]:
+        for waves in (range(1), range(1, 3), range(3, 4)):
+            for part in self.slices(pairs):
+                yield waves, part
+
+    def queue_waves(self, waves: range, part: Any, stream: Any) -> None:
+        self.waves.append(waves.start)
+        self.queue(part, stream)
 
     def warm_up(self, stream: Any) -> None:
         raise AssertionError("the engine warms a path up, not the lane")
@@ -259,3 +269,98 @@ def test_a_call_queues_no_more_than_the_path_allows() -> None:
     assert (second.job_id, device.queued) == (2, 3)
     assert list(chain(*device.copied)) == list(chain(*expected))
     assert not device.out
+
+
+# -- waves -------------------------------------------------------------------------------------
+
+
+class FakeStream:
+    """A compute stream: what it was made to wait for."""
+
+    def __init__(self) -> None:
+        self.awaited: list[FakeEvent] = []
+        self.failing = False
+
+    def wait_event(self, event: FakeEvent) -> None:
+        if self.failing:
+            raise RuntimeError("CUDA error: invalid resource handle")
+        self.awaited.append(event)
+
+
+def submit_waves(lane: Lane, job_id: int, count: int) -> None:
+    pairs = np.stack([np.arange(count)] * 2, 1).astype(np.int32)
+    job = SwapJob(job_id, Direction.LOAD, pairs, before_compute=True, in_waves=True)
+    lane.submit(job, count * SLOT_BYTES)
+
+
+def events(device: FakeDevice) -> list[FakeEvent]:
+    return [event for _, event in device.path.queued if event is not None]
+
+
+def test_compute_waits_for_the_last_slice_of_a_wave_once() -> None:
+    device, compute, other = FakeDevice(8, 8), FakeStream(), FakeStream()
+    lane = make_lane(device)
+    submit_waves(lane, 1, 8)
+    assert device.path.waves == [0, 0, 1, 1, 3, 3]
+    behind = events(device)
+    for wave in (0, 2, 0, 1, 2):
+        lane.hold_wave(compute, wave)  # type: ignore[arg-type]
+    assert compute.awaited == [behind[1], behind[3]]
+    lane.hold_wave(other, 0)  # type: ignore[arg-type]
+    assert other.awaited == [behind[1]], "another stream has waited for nothing yet"
+    lane.hold_wave(compute, 9)  # type: ignore[arg-type]
+    assert compute.awaited[-1] is behind[5]
+    device.complete(6)
+    (completion,) = lane.advance()
+    assert (completion.error, completion.nbytes) == (None, 8 * SLOT_BYTES)
+    assert not device.out
+
+
+def test_a_new_load_is_waited_for_anew() -> None:
+    device, compute = FakeDevice(8, 8), FakeStream()
+    lane = make_lane(device)
+    submit_waves(lane, 1, 4)
+    lane.hold_wave(compute, 3)  # type: ignore[arg-type]
+    submit_waves(lane, 2, 4)
+    lane.hold_wave(compute, 0)  # type: ignore[arg-type]
+    assert compute.awaited == [events(device)[2], events(device)[3]]
+    submit(lane, 3, 4)  # in one piece, and not waited for
+    lane.hold_wave(compute, 3)  # type: ignore[arg-type]
+    assert len(compute.awaited) == 2
+
+
+def test_of_a_load_that_failed_compute_waits_for_what_was_queued() -> None:
+    device, compute = FakeDevice(8, 8), FakeStream()
+    lane = make_lane(device)
+    device.path.failing = 1
+    submit_waves(lane, 1, 4)
+    assert device.path.waves == [0, 1]
+    lane.hold_wave(compute, 3)  # type: ignore[arg-type]
+    (event,) = events(device)
+    assert compute.awaited == event.followers, "part of the wave that failed may run"
+    device.complete(1)
+    (failed,) = lane.advance()
+    assert failed.error is not None
+
+
+def test_a_load_that_does_not_fit_at_once_fails() -> None:
+    device, compute = FakeDevice(2, 2), FakeStream()
+    lane = make_lane(device)
+    submit_waves(lane, 1, 4)
+    lane.fail_unqueued()
+    lane.hold_wave(compute, 3)  # type: ignore[arg-type]
+    assert compute.awaited == [events(device)[1]]
+    device.complete(2)
+    (failed,) = lane.advance()
+    assert "2 slices are in flight, no more fit" in str(failed.error)
+
+
+def test_a_wait_that_fails_fails_the_load() -> None:
+    device, compute = FakeDevice(8, 8), FakeStream()
+    lane = make_lane(device)
+    submit_waves(lane, 1, 4)
+    compute.failing = True
+    lane.hold_wave(compute, 1)  # type: ignore[arg-type]
+    device.complete(3)
+    (failed,) = lane.advance()
+    assert "having compute wait for it failed" in str(failed.error)

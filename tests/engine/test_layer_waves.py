@@ -1,0 +1,220 @@
+"""The forward begins while later layers arrive: the same tokens, and no layer reads too early."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import small_models
+from kv_offload.connector import KVOffloadConnector
+from tests.engine.harness import Copies, Engine, Tokens, engine, prompts_with_shared_prefix
+from transfer.engine import Direction, SwapJob
+
+PROMPTS = prompts_with_shared_prefix(seed=41)
+LAYERS = 4
+SKIPPED = "model.layers.2.self_attn.attn"
+
+
+@pytest.fixture(autouse=True)
+def deep_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of four layers, of which every load comes in waves, however small."""
+
+    def deep() -> Any:
+        config = small_models.qwen3()
+        config.num_hidden_layers = LAYERS
+        config.layer_types = ["full_attention"] * LAYERS
+        return config
+
+    monkeypatch.setitem(small_models.MODELS, "deep", deep)
+    monkeypatch.setattr("kv_offload.worker.WAVES_FROM_BYTES", 0)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[Tokens]]:
+    return {}
+
+
+def ask(running: Engine) -> list[Tokens]:
+    return [running.generate([prompt])[0] for prompt in PROMPTS]
+
+
+def plain_answers(models: Path, known: dict[str, list[Tokens]]) -> list[Tokens]:
+    if not known:
+        with engine(models, "deep") as plain:
+            known["deep"] = ask(plain)
+    return known["deep"]
+
+
+@contextmanager
+def offloading(models: Path, **arguments: Any) -> Iterator[Engine]:
+    with engine(models, "deep", {}, synchronous_loads=True, **arguments) as running:
+        yield running
+
+
+def forget(running: Engine) -> None:
+    """Leave host memory as the only place with anything of the prompts."""
+    running.settle()
+    running.reset_gpu_cache()
+    running.totals.clear()
+    for tensor in running.rank._engine._state.keep_alive:
+        tensor.fill_(50.0)
+
+
+def watch(running: Engine) -> tuple[list[SwapJob], list[int]]:
+    """Return lists that will hold all load jobs, and the waves that are awaited."""
+    jobs: list[SwapJob] = []
+    awaited: list[int] = []
+    submit, await_wave = running.rank._engine.submit, running.rank._engine.await_wave
+
+    def submitted(job: SwapJob) -> None:
+        if job.direction is Direction.LOAD:
+            jobs.append(job)
+        submit(job)
+
+    def waited(wave: int) -> None:
+        awaited.append(wave)
+        await_wave(wave)
+
+    running.rank._engine.submit = submitted
+    running.rank._engine.await_wave = waited
+    return jobs, awaited
+
+
+def skip_calls(monkeypatch: pytest.MonkeyPatch, layer: str) -> None:
+    """Have a layer read its KV without a call, as layers that are no attention do."""
+    original: Callable[[Any, str], None] = KVOffloadConnector.wait_for_layer_load
+
+    def called(self: Any, layer_name: str) -> None:
+        if layer_name != layer:
+            original(self, layer_name)
+
+    monkeypatch.setattr(KVOffloadConnector, "wait_for_layer_load", called)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_layers_wait_for_their_waves(
+    model_folder: Path, expected: dict[str, list[Tokens]], async_scheduling: bool
+) -> None:
+    answers = plain_answers(model_folder, expected)
+    with offloading(model_folder, async_scheduling=async_scheduling) as ours:
+        assert ask(ours) == answers
+        plan = ours.rank._waves.plan
+        assert len(plan.waves) == LAYERS
+        assert sorted(plan.wave_of.values()) == [1, 2, 3]
+        jobs, awaited = watch(ours)
+        for _ in range(2):
+            forget(ours)
+            jobs.clear()
+            awaited.clear()
+            assert ask(ours) == answers
+            assert ours.blocks_loaded() > 0
+            assert ours.totals["failed_loads"] == 0
+            assert jobs
+            assert all(job.in_waves for job in jobs)
+            # Each forward asks once a layer, and the end of the step once more.
+            assert awaited == [0, 1, 2, 3, 3] * len(jobs)
+        ours.assert_nothing_left()
+
+
+def test_a_layer_that_does_not_wait_gives_other_tokens(
+    model_folder: Path, expected: dict[str, list[Tokens]]
+) -> None:
+    """The control: what the engine on the CPU does not wait for is not there."""
+    answers = plain_answers(model_folder, expected)
+    with offloading(model_folder) as ours:
+        assert ask(ours) == answers
+        forget(ours)
+        await_layer = ours.rank._await_layer
+
+        def careless(layer: str) -> None:
+            if layer == SKIPPED:
+                ours.rank._waves.called(layer)
+            else:
+                await_layer(layer)
+
+        # The last wave brings the third with it, but only after the third layer.
+        ours.rank._await_layer = careless
+        wrong = ask(ours)
+        assert ours.blocks_loaded() > 0
+        assert wrong[0] != answers[0], "the first prompt loads what all of them share"
+        ours.assert_nothing_left()
+
+
+def test_a_layer_that_stops_calling_fails_the_load_and_ends_waves(
+    model_folder: Path,
+    expected: dict[str, list[Tokens]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answers = plain_answers(model_folder, expected)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with offloading(model_folder) as ours:
+        assert ask(ours) == answers
+        forget(ours)
+        skip_calls(monkeypatch, SKIPPED)
+        assert ask(ours) == answers, "what was read too early is computed again"
+        assert ours.totals["failed_loads"] == 1
+        errors = {r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR}
+        (error,) = (message for message in errors if "kv-offload" in message)
+        assert f"1 layers, {SKIPPED} first, did not call the connector" in error
+        forget(ours)
+        jobs, _ = watch(ours)
+        assert ask(ours) == answers
+        assert jobs
+        assert not any(job.in_waves for job in jobs)
+        assert ours.blocks_loaded() > 0
+        assert ours.totals["failed_loads"] == 0
+        ours.assert_nothing_left()
+
+
+def test_what_layers_without_calls_read_comes_first(
+    model_folder: Path, expected: dict[str, list[Tokens]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = plain_answers(model_folder, expected)
+    skip_calls(monkeypatch, SKIPPED)
+    with offloading(model_folder) as ours:
+        assert ask(ours) == answers
+        plan, layout = ours.rank._waves.plan, ours.rank._engine.layout
+        assert SKIPPED not in plan.wave_of
+        assert len(plan.wave_of) == LAYERS - 2
+        first = set().union(*(layout.regions[region].tensors for region in plan.waves[0]))
+        assert first == {"model.layers.0.self_attn.attn", SKIPPED}
+        forget(ours)
+        jobs, _ = watch(ours)
+        assert ask(ours) == answers
+        assert jobs
+        assert all(job.in_waves for job in jobs)
+        assert ours.blocks_loaded() > 0
+        assert ours.totals["failed_loads"] == 0
+        ours.assert_nothing_left()
+
+
+def test_a_wave_that_fails_fails_its_load(
+    model_folder: Path, expected: dict[str, list[Tokens]], copies: Copies
+) -> None:
+    answers = plain_answers(model_folder, expected)
+    with offloading(model_folder) as ours:
+        assert ask(ours) == answers
+        forget(ours)
+        await_wave = ours.rank._engine.await_wave
+
+        def failing(wave: int) -> None:
+            if wave == 2:
+                copies.fail(Direction.LOAD)
+            await_wave(wave)
+            copies.release()
+
+        ours.rank._engine.await_wave = failing
+        assert ask(ours) == answers
+        assert ours.blocks_loaded() == 0
+        assert ours.totals["failed_loads"] == len(PROMPTS)
+        ours.rank._engine.await_wave = await_wave
+        forget(ours)
+        assert ask(ours) == answers
+        assert ours.blocks_loaded() > 0
+        ours.assert_nothing_left()
