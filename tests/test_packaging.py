@@ -46,7 +46,7 @@ ALLOWED = {
     # scheduler -> cache_manager -> policies
     "scheduler": LEAVES
     | {"cache_manager", "load_choice", "load_mode", "load_planner", "metrics", "policies"}
-    | {"prefix", "step_watch", "store_planner"},
+    | {"prefix", "step_watch", "store_budget", "store_leftovers", "store_planner"},
     # what was measured, and what follows from it
     "rates": set(),
     "step_clock": set(),
@@ -55,7 +55,11 @@ ALLOWED = {
     "load_mode": {"rates"},
     "load_choice": {"rates", "step_watch"},
     "load_planner": LEAVES | {"cache_manager", "policies", "prefix", "rates"},
-    "store_planner": LEAVES | {"cache_manager", "policies", "prefix"},
+    "store_planner": LEAVES
+    | {"cache_manager", "prefix", "store_budget", "store_jobs", "store_leftovers"},
+    "store_jobs": LEAVES | {"cache_manager", "policies"},
+    "store_budget": set(),
+    "store_leftovers": set(),
     "cache_manager": LEAVES | {"policies"},
     "policies": LEAVES,
     # worker -> transfer
