@@ -46,10 +46,14 @@ ALLOWED = {
     # scheduler -> cache_manager -> policies
     "scheduler": LEAVES
     | {"cache_manager", "load_mode", "load_planner", "metrics", "policies", "prefix"}
-    | {"store_planner"},
+    | {"store_budget", "store_leftovers", "store_planner"},
     "load_mode": set(),
     "load_planner": LEAVES | {"cache_manager", "policies", "prefix"},
-    "store_planner": LEAVES | {"cache_manager", "policies", "prefix"},
+    "store_planner": LEAVES
+    | {"cache_manager", "policies", "prefix", "store_budget", "store_jobs", "store_leftovers"},
+    "store_jobs": LEAVES | {"cache_manager", "policies"},
+    "store_budget": set(),
+    "store_leftovers": set(),
     "cache_manager": LEAVES | {"policies"},
     "policies": LEAVES,
     # worker -> transfer
