@@ -238,7 +238,7 @@ class OffloadScheduler:
                     self._grown_blocks += len(more)
             self._plan_stores(state, computed[index] + scheduled[request_id])
         stores = self._stores.take_planned()
-        self._stores.settle_leftovers(idle=not scheduled)
+        self._stores.settle_leftovers(idle=not self._requests)
         self._behind = self._stores.behind
         metadata = OffloadMetadata(stores, self._loads.take_planned())
         self.watch.begin(

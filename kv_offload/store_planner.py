@@ -224,7 +224,7 @@ class StorePlanner:
     def settle_leftovers(self, *, idle: bool) -> None:
         """Forget the leftovers that `pin_chosen` took care of.
 
-        `idle` says that no request runs. If no store does either, and still nothing could be
+        `idle` says that there is no request. If no store runs either, and still nothing could be
         planned, nothing will ever be: all are dropped, so that the engine may rest.
         """
         if not self.leftovers:

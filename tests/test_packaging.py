@@ -56,7 +56,7 @@ ALLOWED = {
     "load_choice": {"rates", "step_watch"},
     "load_planner": LEAVES | {"cache_manager", "policies", "prefix", "rates"},
     "store_planner": LEAVES
-    | {"cache_manager", "prefix", "store_budget", "store_jobs", "store_leftovers"},
+    | {"cache_manager", "policies", "prefix", "store_budget", "store_jobs", "store_leftovers"},
     "store_jobs": LEAVES | {"cache_manager", "policies"},
     "store_budget": set(),
     "store_leftovers": set(),
