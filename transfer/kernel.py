@@ -31,7 +31,7 @@ PIECE_BYTES = 512 << 10
 """Least bytes of a slot for every launch that a load in waves makes beyond its first. A wave comes
 back to every slot for a piece of it, at about 1 us a slot, it seems: with eight waves, slots of
 2 MiB and pieces from 128 KiB on, time to first token behind a load of 2 GiB was 57.8 ms, against
-55.7 with one launch and 5 ms of a forward not hidden (H200, PCIe Gen5 x16, 21 Nov 2026)."""
+55.7 with one launch and a forward of 5 ms not hidden (H200, PCIe Gen5 x16, 21 Nov 2026)."""
 
 LARGE_LOAD_BYTES = 1 << 30
 """From here on a load makes two launches: it takes 20 ms and more, of which a forward that begins

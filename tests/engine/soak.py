@@ -97,6 +97,16 @@ class DigestingEngine(SwapEngine):
     def wait(self, timeout_seconds: float) -> bool:
         return self.inner.wait(timeout_seconds)
 
+    @property
+    def can_load_in_waves(self) -> bool:
+        return self.inner.can_load_in_waves
+
+    def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
+        self.inner.set_waves(waves)
+
+    def await_wave(self, wave: int) -> None:
+        self.inner.await_wave(wave)
+
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         self.inner.zero_blocks(blocks)
 
@@ -150,6 +160,7 @@ def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
         copy_runs(runs)
 
     with (
+        mock.patch("kv_offload.worker.WAVES_FROM_BYTES", 0),
         mock.patch("kv_offload.worker.create_engine", create),
         mock.patch("transfer.host._copy_runs", copy_slowly),
     ):

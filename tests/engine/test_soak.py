@@ -25,13 +25,18 @@ SEED = int(os.environ.get("SOAK_SEED", random.randrange(1 << 31)))
 
 
 @pytest.mark.timeout(SECONDS + 300)
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-def test_every_loaded_block_is_the_one_that_was_stored(model_folder: Path, kind: str) -> None:
-    """With one cache group and with two. The CPU engine always schedules synchronously."""
-    result = soak(model_folder, SECONDS / 2, SEED, kind=kind)
+@pytest.mark.parametrize(
+    ("kind", "synchronous"), [("qwen3", False), ("qwen3", True), ("gemma3", False)]
+)
+def test_every_loaded_block_is_the_one_that_was_stored(
+    model_folder: Path, kind: str, synchronous: bool
+) -> None:
+    """With one cache group, loads in waves, two groups; scheduling is never asynchronous here."""
+    result = soak(model_folder, SECONDS / 3, SEED, kind=kind, synchronous_loads=synchronous)
     print(result)
     check(result)
     assert result["same"] == result["answered"]
+    assert (result.get("synchronous_loads", 0) > 0) == synchronous
 
 
 # -- the soak would notice ---------------------------------------------------------------------
