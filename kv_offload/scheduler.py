@@ -208,6 +208,7 @@ class OffloadScheduler:
         self.store_budget.begin_step(
             loads_running=self._loads.running > 0, grown_blocks=self._grown_blocks
         )
+        self.store_budget.anybody_runs = bool(self._requests)
         self._stores.begin_step()
         self._stores.plan_leftovers()
         for new in output.scheduled_new_reqs:
@@ -300,6 +301,7 @@ class OffloadScheduler:
         # The remembered ids: of a group that reads a window the engine's have null blocks where it
         # has moved on, though nobody may have taken those blocks yet.
         block_ids, hashes = state.block_ids, request.block_hashes
+        self.store_budget.anybody_runs = bool(self._requests)
         self._stores.begin_step()
         self._stores.plan(state.cursor, hashes, block_ids, end)
         self._stores.pin_chosen(own_blocks)

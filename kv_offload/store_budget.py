@@ -59,6 +59,8 @@ class StoreBudget:
         self._grown: deque[int] = deque([0] * PIN_STEPS, maxlen=PIN_STEPS)
         self._grown_blocks = 0
         self._reserved_blocks = 0.0
+        self.anybody_runs = True
+        """Whether there is a request that blocks must stay free for."""
 
     def learn(self, bytes_per_second: float) -> None:
         """Take the speed of a store that ran alone on its rank."""
@@ -96,7 +98,7 @@ class StoreBudget:
         The past is forgotten by and by. Where they find none they are preempted; a request that is
         only waiting goes on waiting.
         """
-        return math.ceil(self._reserved_blocks)
+        return math.ceil(self._reserved_blocks) if self.anybody_runs else 0
 
     def plan(self, num_slots: int) -> None:
         """Count slots whose stores were planned in this step."""

@@ -150,7 +150,7 @@ class Engine:
         self.generate([random_tokens(3, seed=0)], max_tokens=1)  # a step, for the last reports
         self.settle()
         assert not self.offload.has_pending_stores
-        assert self.offload._stores.pinned_blocks == 0
+        assert self.offload._stores.jobs.pinned_blocks == 0
         assert self.offload._loads.running == 0
         assert not self.offload._loads._arriving
         assert not self.offload._requests

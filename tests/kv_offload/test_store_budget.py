@@ -112,6 +112,9 @@ def test_blocks_are_reserved_for_the_growth_of_running_requests() -> None:
     for grown_blocks in (5, 0, 0, 0, 7, 0, 0, 1):
         steps.step(grown_blocks=grown_blocks)
     assert steps.budget.reserved_blocks == 12, "one pin may have seen the 5 and the 7"
+    steps.budget.anybody_runs = False
+    assert steps.budget.reserved_blocks == 0
+    steps.budget.anybody_runs = True
     for _ in range(1000):
         steps.step()
     assert steps.budget.reserved_blocks == 0, "that was long ago"
