@@ -32,15 +32,28 @@ def head(model_folder: Path) -> dict[str, Any]:
     return draft_head(model_folder)
 
 
+def kv_layers(running: Engine) -> list[Any]:
+    """Return the KV tensors of all layers, the model's first."""
+    context = running.core.vllm_config.compilation_config.static_forward_context
+    names = running.scheduler.kv_cache_config.kv_cache_groups[0].layer_names
+    return [context[name].kv_cache for name in names]
+
+
+def corrupt(running: Engine, layers: list[Any]) -> None:
+    """Change signs in host memory, of these layers alone; no number becomes a NaN."""
+    regions = {region.address: region for region in running.rank._engine.layout.regions}
+    for layer in layers:
+        region = regions[layer.data_ptr()]
+        start = region.slot_offset_bytes
+        running.slots[:, start : start + region.page_bytes] ^= 0x80
+
+
 def digests(running: Engine, without: Collection[int] = ()) -> dict[bytes, list[str]]:
     """Return a digest per layer of every block that the engine's prefix cache knows, by its key.
 
     Blocks whose ids are in `without` are left out.
     """
-    layers = [
-        running.core.vllm_config.compilation_config.static_forward_context[name].kv_cache
-        for name in running.scheduler.kv_cache_config.kv_cache_groups[0].layer_names
-    ]
+    layers = kv_layers(running)
     assert len(layers) > MODEL_LAYERS, "the head's layers are in the model's cache group"
     found = {}
     for block in running.pool.blocks:
@@ -109,15 +122,13 @@ def test_blocks_of_a_drafter_are_stored_and_served_again(
 
         checked, accepted = expected_drafts_after
         reload(ours)
-        page_bytes = ours.slots.shape[1] // len(next(iter(stored.values())))
-        # Signs change, and no number becomes a NaN: those of one rejected draft would spread.
-        ours.slots[:, MODEL_LAYERS * page_bytes :] ^= 0x80
+        corrupt(ours, kv_layers(ours)[MODEL_LAYERS:])
         assert ours.generate([follow_up], max_tokens=40) == expected_after
         checked_then, accepted_then = drafts.take()
         assert accepted_then / checked_then < accepted / checked / 2
         assert sorted(digests(ours).values()) != expected_digests
         reload(ours)
-        ours.slots[:, : MODEL_LAYERS * page_bytes] ^= 0x80
+        corrupt(ours, kv_layers(ours)[:MODEL_LAYERS])
         assert ours.generate([follow_up], max_tokens=40) != expected_after
         ours.assert_nothing_left()
 
