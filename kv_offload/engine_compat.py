@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable, Hashable, Iterator
@@ -216,10 +217,36 @@ def drain_before_reset(drain: Callable[[Any], None]) -> None:
 
     def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         drain(self)
-        return original(self, *args, **kwargs)
+        with blocks_freed_at_once(self.scheduler):
+            return original(self, *args, **kwargs)
 
     reset_prefix_cache._kv_offload_drains = True  # type: ignore[attr-defined]
     EngineCore.reset_prefix_cache = reset_prefix_cache
+
+
+@contextlib.contextmanager
+def blocks_freed_at_once(scheduler: Any) -> Iterator[None]:
+    """Have vLLM's scheduler hold back no freed block, not even those that it does already.
+
+    With a connector and steps in flight it keeps what a request frees until the last of them has
+    ended: it may still write the block, and a load into it need not come after that. A reset of
+    running requests raises then. Ours do come after it (`SwapEngine`), and the forwards of a rank
+    follow one another. Of the other connectors in a MultiConnector that is not known: nothing
+    changes with those.
+    """
+    alone = getattr(scheduler.get_kv_connector(), "offload_scheduler", None) is not None
+    if not alone or not getattr(scheduler, "defer_block_free", False):
+        yield
+        return
+    ended = scheduler.processed_step_seq
+    scheduler.processed_step_seq = scheduler.sched_step_seq
+    scheduler._drain_deferred_frees()
+    scheduler.processed_step_seq = ended
+    scheduler.defer_block_free = False
+    try:
+        yield
+    finally:
+        scheduler.defer_block_free = True
 
 
 def recompute_failed_requests(take_failed: Callable[[Any], set[str]]) -> None:

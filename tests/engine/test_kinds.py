@@ -16,10 +16,9 @@ PROMPTS = prompts_with_shared_prefix(shared=500, tails=(21, 25, 40, 85), seed=3)
 
 @dataclass(frozen=True)
 class Kind:
-    """A small model, how it is started, and the tokens of its blocks."""
+    """A small model, and how it is started."""
 
     model: str
-    block_tokens: int = 32
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -27,12 +26,12 @@ NEWER = reports_failed_requests(vllm_version())
 KINDS = [
     pytest.param(Kind("llama4"), id="chunks"),
     pytest.param(
-        Kind("qwen3_next", 160, {"dtype": "bfloat16", "enable_prefix_caching": True}),
+        Kind("qwen3_next", {"dtype": "bfloat16", "enable_prefix_caching": True}),
         id="gated delta nets",
         marks=pytest.mark.skipif(not NEWER, reason="this vLLM's CPU kernels refuse its states"),
     ),
     pytest.param(
-        Kind("falcon_h1", 64, {"enable_prefix_caching": True}),
+        Kind("falcon_h1", {"enable_prefix_caching": True}),
         id="Mamba 2",
         marks=pytest.mark.skipif(NEWER, reason="this vLLM's CPU kernels fail on it"),
     ),
@@ -57,7 +56,8 @@ def least_cached(running: Engine, block_tokens: int) -> list[tuple[int, int]]:
 def test_reloaded_prompts_give_the_same_tokens(model_folder: Path, kind: Kind) -> None:
     """Compares with an engine without the plugin, and ends with corrupted host memory."""
     with engine(model_folder, kind.model, **kind.arguments) as plain:
-        assert plain.scheduler.cache_config.block_size == kind.block_tokens
+        # vLLM makes blocks as large as a state, whose type depends on the processor.
+        block_tokens = plain.scheduler.cache_config.block_size
         # Its second answers compute what ours do when they load the prompts' whole blocks.
         expected = [answers(plain), answers(plain)]
     with engine(model_folder, kind.model, {}, **kind.arguments) as offloading:
@@ -73,7 +73,7 @@ def test_reloaded_prompts_give_the_same_tokens(model_folder: Path, kind: Kind) -
         # The same tokens end in the same blocks, which are known.
         assert offloading.blocks_stored() == stored
         offloading.reset_gpu_cache()
-        assert all(cached == whole for cached, whole in least_cached(offloading, kind.block_tokens))
+        assert all(cached == whole > 0 for cached, whole in least_cached(offloading, block_tokens))
 
         offloading.reset_gpu_cache()
         offloading.slots[:] ^= 0x40

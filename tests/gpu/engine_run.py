@@ -116,7 +116,12 @@ def still_alive(watched: dict[str, weakref.ref[Any]]) -> list[str]:
 
 
 def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, Any]) -> None:
-    settings = {"dtype": "bfloat16", "kv_cache_memory_bytes": 512 << 20, **arguments}
+    settings = {
+        "dtype": "bfloat16",
+        "kv_cache_memory_bytes": 512 << 20,
+        "gpu_memory_utilization": 0.1,  # has to be free at the start; several of these share a GPU
+        **arguments,
+    }
     synchronous_loads = settings.pop("synchronous_loads", False)
     if settings.pop("draft_head", False):
         settings["speculative_config"] = draft_head(Path(models))

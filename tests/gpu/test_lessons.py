@@ -274,6 +274,7 @@ def test_an_engine_with_graphs_sleeps_wakes_up_and_serves(tmp_path: Path, runner
         "enforce_eager": False,
         "enable_sleep_mode": True,
         "kv_cache_memory_bytes": 256 << 20,
+        "gpu_memory_utilization": 0.1,
     }
     result = run_module(
         "tests.engine.sleep_run", tmp_path, arguments, VLLM_USE_V2_MODEL_RUNNER=runner

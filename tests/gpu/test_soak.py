@@ -37,6 +37,7 @@ def test_every_loaded_block_is_the_one_that_was_stored(
         "enforce_eager": False,
         "async_scheduling": async_scheduling,
         "kv_cache_memory_bytes": 256 << 20,
+        "gpu_memory_utilization": 0.1,
     }
     print(f"seed {SEED}")
     result = run_module(

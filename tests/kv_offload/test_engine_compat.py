@@ -253,8 +253,53 @@ def resets(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return events
 
 
-def test_an_engine_core_drains_before_it_resets(resets: list[Any]) -> None:
+def core_of(scheduler: Any) -> EngineCore:
     core = object.__new__(EngineCore)
+    core.scheduler = scheduler
+    return core
+
+
+def scheduler_with(connector: Any) -> Any:
+    """One that holds back blocks while steps 4 and 5 are in flight."""
+    scheduler = SimpleNamespace(
+        defer_block_free=True, processed_step_seq=3, sched_step_seq=5, deferred_frees=[4, 5]
+    )
+
+    def drain() -> None:
+        fences = scheduler.deferred_frees
+        scheduler.deferred_frees = [f for f in fences if f > scheduler.processed_step_seq]
+
+    scheduler._drain_deferred_frees = drain
+    scheduler.get_kv_connector = lambda: connector
+    return scheduler
+
+
+OURS = SimpleNamespace(offload_scheduler=object())
+
+
+def test_a_reset_holds_back_no_block_of_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def reset_prefix_cache(self: Any) -> None:
+        seen.append((self.scheduler.defer_block_free, self.scheduler.deferred_frees))
+        raise RuntimeError("reset failed")
+
+    monkeypatch.setattr(EngineCore, "reset_prefix_cache", reset_prefix_cache)
+    drain_before_reset(lambda _: None)
+    for connector, expected in (
+        (OURS, (False, [])),
+        (SimpleNamespace(_connectors=[OURS, SimpleNamespace()]), (True, [4, 5])),
+        (None, (True, [4, 5])),
+    ):
+        scheduler = scheduler_with(connector)
+        with pytest.raises(RuntimeError, match="reset failed"):
+            core_of(scheduler).reset_prefix_cache()
+        assert seen.pop() == expected
+        assert (scheduler.defer_block_free, scheduler.processed_step_seq) == (True, 3)
+
+
+def test_an_engine_core_drains_before_it_resets(resets: list[Any]) -> None:
+    core = core_of(scheduler_with(None))
     drain_before_reset(lambda drained: resets.append(drained))
     assert core.reset_prefix_cache(True, connector=True) == "done"
     assert resets == [core, ("reset", True, True)]
@@ -263,7 +308,7 @@ def test_an_engine_core_drains_before_it_resets(resets: list[Any]) -> None:
 def test_asking_twice_drains_once(resets: list[Any]) -> None:
     for _ in range(3):
         drain_before_reset(lambda _: resets.append("drained"))
-    object.__new__(EngineCore).reset_prefix_cache()
+    core_of(scheduler_with(None)).reset_prefix_cache()
     assert resets == ["drained", ("reset", False, False)]
 
 
