@@ -132,6 +132,24 @@ class Bench:
         self.results: dict[str, dict[str, Any]] = {}
         self.pairs: dict[str, float] | None = None
 
+    def document(self) -> dict[str, Any]:
+        """Return all that is known so far, with what it was measured on."""
+        arguments = self._arguments
+        return {
+            "machine": machine() | {"vllm": vllm_module().__version__},
+            "mode": "separate core" if arguments.separate_core else "one process",
+            "sections": arguments.sections,
+            "options": arguments.options,
+            "shape": {"name": arguments.shape, **asdict(SHAPES[arguments.shape])},
+            "results": self.results,
+            "pairs": self.pairs,
+        }
+
+    def _keep(self) -> None:
+        """Write what is known so far: a run takes minutes, and may be cut short."""
+        if self._arguments.out:
+            save(self.document(), self._arguments.out)
+
     @contextlib.contextmanager
     def engine(self, connector: str) -> Iterator[Child | None]:
         """Start an engine and note its start; an error is noted instead of a result."""
@@ -165,6 +183,7 @@ class Bench:
             if section in chosen:
                 result[section] = child.ask(section)
         result["memory"] = child.ask("memory")
+        self._keep()
 
     def measure_pairs(self, off: Child, ours: Child) -> None:
         """Have both engines compute the same new prompts by turns, each as often first."""
@@ -238,16 +257,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parse(words)
     bench = Bench(arguments)
     bench.run(arguments.connectors)
-    mode = "separate core" if arguments.separate_core else "one process"
-    document = {
-        "machine": machine() | {"vllm": vllm_module().__version__},
-        "mode": mode,
-        "sections": arguments.sections,
-        "options": arguments.options,
-        "shape": {"name": arguments.shape, **asdict(SHAPES[arguments.shape])},
-        "results": bench.results,
-        "pairs": bench.pairs,
-    }
+    document = bench.document()
     print(tables(document))
     if arguments.out:
         for path in save(document, arguments.out):
