@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from kv_offload.prefix import CacheGroup
-from kv_offload.worker import OffloadWorker
 from tests.kv_offload.fakes import VOCABULARY, PlayedModel, Tokens, name_prefix
 from tests.kv_offload.test_hazards import (
     FULL,
@@ -29,6 +28,7 @@ from tests.kv_offload.test_hazards import (
     both_runners,
     both_ways,
     store,
+    submit_stores_in_their_step,
     wrong_bytes,
 )
 
@@ -191,13 +191,7 @@ def test_a_store_behind_the_model_alone_would_read_the_heads_guesses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The control: submitted in its own step, as soon as the sampled tokens are copied."""
-    queue = OffloadWorker.prepare_store_kv
-
-    def submit_now(worker: OffloadWorker, metadata: Any) -> None:
-        queue(worker, metadata)
-        worker.submit_stores()
-
-    monkeypatch.setattr(OffloadWorker, "prepare_store_kv", submit_now)
+    submit_stores_in_their_step(monkeypatch)
     engine = HeadEngine(eager=True)
     engine.add("a", PROMPT, max_tokens=20)
     with wrong_bytes():

@@ -122,6 +122,17 @@ def wrong_bytes() -> Iterator[None]:
         yield
 
 
+def submit_stores_in_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the protection away: stores are not kept for the start of the next step."""
+    queue = OffloadWorker.prepare_store_kv
+
+    def submit_now(worker: OffloadWorker, metadata: Any) -> None:
+        queue(worker, metadata)
+        worker.submit_stores()
+
+    monkeypatch.setattr(OffloadWorker, "prepare_store_kv", submit_now)
+
+
 # -- a store and the compute that writes its blocks --------------------------------------------
 
 
@@ -156,13 +167,7 @@ def test_a_store_in_the_same_step_would_read_the_block_too_early(
     monkeypatch: pytest.MonkeyPatch, drafts: int
 ) -> None:
     """The control: submitted at the end of its own step, it copies what was there before."""
-    queue = OffloadWorker.prepare_store_kv
-
-    def submit_now(worker: OffloadWorker, metadata: Any) -> None:
-        queue(worker, metadata)
-        worker.submit_stores()
-
-    monkeypatch.setattr(OffloadWorker, "prepare_store_kv", submit_now)
+    submit_stores_in_their_step(monkeypatch)
     engine = HarshEngine(eager=True, drafts=drafts)
     engine.add("a", PROMPT, max_tokens=20)
     with wrong_bytes():
