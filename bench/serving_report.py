@@ -58,7 +58,7 @@ def _proofs(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, int]]]:
 # -- tables ------------------------------------------------------------------------------------
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -102,7 +102,7 @@ def _ttft(document: Document) -> str:
         cells.append(f"{ratio:.2f}" if ratio else "-")
         rows.append(cells)
     head = ["repeated prompt, tokens", *found, "floor", "kv-offload / floor"]
-    return "Time to first token, ms: median (range)\n\n" + _table(head, rows)
+    return "Time to first token, ms: median (range)\n\n" + table(head, rows)
 
 
 def _throughput(document: Document) -> str:
@@ -118,7 +118,7 @@ def _throughput(document: Document) -> str:
         rows.append(cells)
     shape = document["shape"]
     load = f"{shape['batch_prompts']} prompts of {shape['batch_tokens']}"
-    text = f"Throughput, tokens/s, {load}\n\n" + _table(["hits", *found], rows)
+    text = f"Throughput, tokens/s, {load}\n\n" + table(["hits", *found], rows)
     if pairs := document["pairs"]:
         text += (
             f"\n\nkv-offload / off at 0 % hits, {pairs['pairs']} interleaved pairs: "
@@ -143,7 +143,7 @@ def _latency(document: Document) -> str:
         f"{document['shape']['decodes']} decodes",
         *("p50", "p90", "p99", "max", "host mean, us", "host p99, us", "steps"),
     ]
-    return "Inter-token latency, ms, and host time in the connector's hooks a step\n\n" + _table(
+    return "Inter-token latency, ms, and host time in the connector's hooks a step\n\n" + table(
         head, rows
     )
 
@@ -168,7 +168,7 @@ def _costs(document: Document) -> str:
     head = ["engine", "start, s", "of", "pool", "VmLck", "VmPin", "RssAnon", "RssShmem", "machine"]
     return (
         f"Start; host memory, MiB: {asked:,.0f} were asked for; the pool, and what the process and "
-        "the whole machine use more than before the start\n\n" + _table(head, rows)
+        "the whole machine use more than before the start\n\n" + table(head, rows)
     )
 
 

@@ -123,8 +123,12 @@ def test_results_are_kept_as_json_and_markdown(tmp_path: Path) -> None:
 
 def run_bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     pytest.importorskip("vllm", reason="needs vLLM, which is not installed")
+    return run_module("bench.bench_serving", "--out", str(out), *arguments)
+
+
+def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "bench.bench_serving", "--out", str(out), *arguments],
+        [sys.executable, "-m", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -174,6 +178,23 @@ def test_loads_are_proven_with_the_engine_core_in_a_process_of_its_own(tmp_path:
     for length in SMALL.prompt_tokens:
         measured = found["results"]["kv-offload"]["ttft"][str(length)]
         assert_loaded(measured, length, SMALL.repeats, "gpu" in found["machine"])
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("default")
+def test_the_timeline_of_a_hit_has_the_connectors_share(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="needs vLLM, which is not installed")
+    path = tmp_path / "timeline.json"
+    run = run_module("bench.hit_timeline", "--out", str(path))
+    assert run.returncode == 0, run.stdout + run.stderr
+    spans = json.loads(path.read_text())["spans"]
+    assert set(spans) == {str(length) for length in SMALL.prompt_tokens}
+    for rows in spans.values():
+        found = {row["span"]: row for row in rows}
+        whole = found["LLM.generate 1"]["length"]
+        for name in ("schedule 1", "connector: match 1", "connector: submit 1", "update 1"):
+            assert 0 < found[name]["start"] < whole
+            assert 0 < found[name]["length"] < whole
 
 
 def assert_loaded(measured: dict[str, Any], length: int, repeats: int, on_gpu: bool) -> None:
