@@ -30,11 +30,15 @@ class StepClock:
     Steps end in the order in which they begin. With asynchronous scheduling the next one is planned
     before the last has ended; then its time begins when that one ends. While nothing is under way
     no time passes, so an idle engine makes no step long.
+
+    A step that computed nothing holds up nobody, whenever its end is heard of: an engine in the
+    process of its user has one left when it pauses, and takes it in after it has begun the next.
     """
 
     def __init__(self) -> None:
         self._under_way: deque[Step] = deque()
         self._ended = 0.0
+        self._computed_until = 0.0
         self._has_just_ended = False
 
     def begin(self, step: Step, now: float) -> None:
@@ -56,9 +60,12 @@ class StepClock:
         if not self._under_way:
             return None
         step = self._under_way.popleft()
-        seconds = now - max(step.begun, self._ended)
         self._ended = now
         self._has_just_ended = True
-        if not step.tokens or seconds <= 0 or 2 * step.paused > seconds:
+        if not step.tokens:
+            return None
+        seconds = now - max(step.begun, self._computed_until)
+        self._computed_until = now
+        if seconds <= 0 or 2 * step.paused > seconds:
             return None
         return step, seconds

@@ -73,3 +73,15 @@ def test_steps_that_compute_nothing_and_no_step_at_all() -> None:
     assert clock.end(3.0) is None
     clock.begin(step(), 4.0)
     assert seconds(clock, 4.5) == 0.5
+
+
+def test_an_empty_step_left_from_before_a_pause_shortens_no_step() -> None:
+    """Its end is taken in after the next step was launched, which took 20 of its 26 ms here."""
+    clock = StepClock()
+    clock.begin(step(), 0.0)
+    clock.begin(step(0), 0.001)
+    assert seconds(clock, 0.010) == 0.010
+    clock.begin(step(1024), 5.0)
+    assert seconds(clock, 5.020) is None
+    clock.begin(step(0), 5.0201)
+    assert seconds(clock, 5.026) == 0.026
