@@ -31,8 +31,9 @@ class StepClock:
     before the last has ended; then its time begins when that one ends. While nothing is under way
     no time passes, so an idle engine makes no step long.
 
-    A step that computed nothing holds up nobody, whenever its end is heard of: an engine in the
-    process of its user has one left when it pauses, and takes it in after it has begun the next.
+    A step that computed nothing, or that ended unseen, holds up nobody, whenever its end is taken
+    in: an engine in the process of its user has one left when it pauses, and looks at it only after
+    it has launched the next.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class StepClock:
         if not step.tokens:
             return None
         seconds = now - max(step.begun, self._computed_until)
-        self._computed_until = now
         if seconds <= 0 or 2 * step.paused > seconds:
             return None
+        self._computed_until = now
         return step, seconds

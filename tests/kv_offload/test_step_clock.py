@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from kv_offload.step_clock import Step, StepClock
 
 
@@ -75,11 +77,12 @@ def test_steps_that_compute_nothing_and_no_step_at_all() -> None:
     assert seconds(clock, 4.5) == 0.5
 
 
-def test_an_empty_step_left_from_before_a_pause_shortens_no_step() -> None:
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_step_left_from_before_a_pause_shortens_no_step(tokens: int) -> None:
     """Its end is taken in after the next step was launched, which took 20 of its 26 ms here."""
     clock = StepClock()
     clock.begin(step(), 0.0)
-    clock.begin(step(0), 0.001)
+    clock.begin(step(tokens), 0.001)
     assert seconds(clock, 0.010) == 0.010
     clock.begin(step(1024), 5.0)
     assert seconds(clock, 5.020) is None
