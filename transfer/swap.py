@@ -164,21 +164,24 @@ class _Launcher:
         runtime = cupy.cuda.runtime
         runtime.memcpy(self._table.ptr, table.ctypes.data, table.nbytes, runtime.memcpyHostToDevice)
         self._whole = Tiles(self._table.ptr, table.shape[0], table.shape[1])
+        self._tiles: Tiles | None = None
         self._arguments = _Arguments(arena=arena.address, slot_bytes=arena.slot_bytes)
         first = ctypes.addressof(self._arguments)
         offsets = [getattr(_Arguments, name).offset for name, _ in _Arguments._fields_]
-        self._parameters = (ctypes.c_void_p * len(offsets))(*(first + o for o in offsets))
+        self._pointers = (ctypes.c_void_p * len(offsets))(*(first + o for o in offsets))
+        self._parameters = ctypes.addressof(self._pointers)
         self._fixed = (shape.ctas, 1, 1, shape.threads, 1, 1, shape.shared_bytes)
 
     def __call__(self, list_address: int, stream: int, tiles: Tiles | None) -> None:
         tiles = tiles or self._whole
         arguments = self._arguments
+        if tiles is not self._tiles:
+            self._tiles = tiles
+            arguments.segments = tiles.address
+            arguments.num_tiles = tiles.num_tiles
+            arguments.segments_per_tile = tiles.segments_per_tile
         arguments.list_address = list_address
-        arguments.segments = tiles.address
-        arguments.num_tiles = tiles.num_tiles
-        arguments.segments_per_tile = tiles.segments_per_tile
-        parameters = ctypes.addressof(self._parameters)
-        self._launch(self._function.ptr, *self._fixed, stream, parameters, 0)
+        self._launch(self._function.ptr, *self._fixed, stream, self._parameters, 0)
 
 
 class SwapKernel:
