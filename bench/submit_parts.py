@@ -4,12 +4,13 @@
 cuda-bindings. Every part runs once in each round, in an order that changes, with the device idle
 before it; figures are microseconds. A part that cannot run is listed with its error.
 
-- host: what a call costs the thread that makes it, every call of a submission through each binding;
+- host: what a call costs the thread that makes it, every call of a submission;
 - device: how long kernels and copies of 16 MiB take between events, and what a wait for another
   stream adds;
 - latency: from a call until the host sees that a kernel has started, and from a kernel's end until
   a poll sees it, by flags in page-locked memory;
-- job: 16 MiB from the first call until the host knows that it has ended, with more calls each time.
+- job: 16 MiB from the first call until the host knows that it has ended, with more calls each time;
+- bindings: the calls to CUDA through CuPy, cuda-bindings and ctypes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +62,10 @@ def now() -> float:
     return time.perf_counter_ns() / 1000
 
 
+def short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
 def spin(ended: Callable[[], object]) -> None:
     """Ask until the answer is true."""
     deadline = time.monotonic() + SPIN_SECONDS
@@ -77,6 +82,8 @@ class Parts:
     calls: dict[str, Callable[[], dict[str, float]]] = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    keep: list[object] = field(default_factory=list)
+    """What lies at the addresses, and behind the handles, that calls use."""
 
     def add(self, name: str, make: Callable[[], Callable[[], Any]]) -> None:
         """Add a part whose call returns microseconds, or a dict of them."""
@@ -84,7 +91,7 @@ class Parts:
             self.settle()
             call = make()
         except Exception as error:  # noqa: BLE001
-            self.failed[name] = f"{type(error).__name__}: {error}"
+            self.failed[name] = short(error)
             return
 
         def measured() -> dict[str, float]:
@@ -124,7 +131,7 @@ class Parts:
                     self.settle()
                     values = self.calls[name]()
                 except Exception as error:  # noqa: BLE001
-                    self.failed[name] = f"{type(error).__name__}: {error}"
+                    self.failed[name] = short(error)
                     names.remove(name)
                     continue
                 for key, value in values.items():
@@ -214,21 +221,13 @@ class Launch:
         from cuda.bindings import driver
 
         function, stream = driver.CUfunction(self.function), driver.CUstream(self.handle)
-        launch, fixed, parameters = driver.cuLaunchKernel, self.fixed, self.parameters
-        return lambda: launch(function, *fixed, stream, parameters, 0)
+        launch = driver.cuLaunchKernel
+        # What is returned keeps `self`, and with it the memory behind `parameters`.
+        return lambda: launch(function, *self.fixed, stream, self.parameters, 0)
 
     def driver(self, driver: Driver) -> Callable[[], int]:
-        launch, function, fixed = driver.launch, self.function, self.fixed
-        handle, parameters = self.handle, self.parameters
-        return lambda: launch(function, *fixed, handle, parameters, None)
-
-
-def call_after(first: Call, then: Call) -> Call:
-    def both() -> None:
-        first()
-        then()
-
-    return both
+        launch = driver.launch
+        return lambda: launch(self.function, *self.fixed, self.handle, self.parameters, None)
 
 
 class Subject:
@@ -250,7 +249,8 @@ class Subject:
         self.registrar = CudaRegistrar(self.device)
         self.lists = HostArena(2, LIST_BYTES, register=self.registrar)
         self.list = self.lists.view()
-        write_list(self.list[0], np.empty((0, 2), np.int32))
+        self.empty_list = HostArena(1, LIST_BYTES, register=self.registrar)
+        write_list(self.empty_list.view()[0], np.empty((0, 2), np.int32))
         self.flag_memory = HostArena(1, 4096, register=self.registrar)
         address = self.flag_memory.address
         self.mark = ctypes.c_int32.from_address(address)
@@ -339,54 +339,12 @@ def host_parts(subject: Subject) -> Parts:
         lambda: lambda: runtime.eventElapsedTime(first.cuda_event, raw),
     )
 
-    def through_runtime(what: str) -> Call:
-        from cuda.bindings import runtime
-
-        event, stream = runtime.cudaEvent_t(raw), runtime.cudaStream_t(handle)
-        calls: dict[str, Call] = {
-            "record": lambda: runtime.cudaEventRecord(event, stream),
-            "wait_event": lambda: runtime.cudaStreamWaitEvent(stream, event, 0),
-            "query": lambda: runtime.cudaEventQuery(event),
-        }
-        return calls[what]
-
-    def through_driver(what: str) -> Call:
-        from cuda.bindings import driver
-
-        event, stream = driver.CUevent(raw), driver.CUstream(handle)
-        calls: dict[str, Call] = {
-            "record": lambda: driver.cuEventRecord(event, stream),
-            "wait_event": lambda: driver.cuStreamWaitEvent(stream, event, 0),
-            "query": lambda: driver.cuEventQuery(event),
-        }
-        return calls[what]
-
-    for what in ("record", "wait_event", "query"):
-        add(f"{what}, cuda.bindings runtime", lambda w=what: through_runtime(w))
-        add(f"{what}, cuda.bindings driver", lambda w=what: through_driver(w))
-
     def launch() -> Launch:
-        return Launch(subject.kernel, Direction.STORE, subject.lists.address, copies)
+        return Launch(subject.kernel, Direction.STORE, subject.empty_list.address, copies)
 
     add("launch, SwapKernel.launch", lambda: launch().ours)
     add("launch, its launcher alone", lambda: launch().inner)
     add("launch, cupy", lambda: launch().cupy)
-    add("launch, cuda.bindings", lambda: launch().bindings())
-
-    context, status = ctypes.c_void_p(), ctypes.c_int()
-    context_at, status_at = ctypes.addressof(context), ctypes.addressof(status)
-    for gil in (False, True):
-        name = "ctypes, GIL kept" if gil else "ctypes"
-        made: dict[str, Callable[[Driver], Callable[[], int]]] = {
-            "record": lambda d: lambda: d.record(raw, handle),
-            "wait_event": lambda d: lambda: d.wait(waiting, raw, 0),
-            "query": lambda d: lambda: d.query(raw),
-            "context": lambda d: lambda: d.context(context_at),
-            "capturing": lambda d: lambda: d.capturing(handle, status_at),
-            "launch": lambda d: launch().driver(d),
-        }
-        for what, make in made.items():
-            add(f"{what}, {name}", lambda m=make, g=gil: succeeds(m(Driver(g))))
 
     def submit_lane(bed: Bed, job: SwapJob) -> Call:
         lane = bed.engine._state.lanes[job.direction, "kernel"]
@@ -424,6 +382,71 @@ def host_parts(subject: Subject) -> Parts:
 
     parts.add("engine.poll, a job has ended", poll_ended)
     parts.add("engine.poll, a job is running", poll_running)
+    return parts
+
+
+def binding_parts(subject: Subject) -> Parts:
+    """The same calls through every binding. Last: one that goes wrong may lose the context."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    parts = Parts(subject.settle)
+    add = parts.add_timed
+    handle, waiting = subject.compute.cuda_stream, subject.copies.cuda_stream
+    raw = subject.timing.cuda_event
+
+    def launch() -> Launch:
+        return Launch(subject.kernel, Direction.STORE, subject.empty_list.address, subject.copies)
+
+    add("record, cupy", lambda: lambda: runtime.eventRecord(raw, handle))
+    add("wait_event, cupy", lambda: lambda: runtime.streamWaitEvent(waiting, raw))
+    add("query, cupy", lambda: lambda: runtime.eventQuery(raw))
+    add("launch, cupy", lambda: launch().cupy)
+
+    def through_runtime(what: str) -> Call:
+        from cuda.bindings import runtime
+
+        event, stream = runtime.cudaEvent_t(raw), runtime.cudaStream_t(handle)
+        calls: dict[str, Call] = {
+            "record": lambda: runtime.cudaEventRecord(event, stream),
+            "wait_event": lambda: runtime.cudaStreamWaitEvent(stream, event, 0),
+            "query": lambda: runtime.cudaEventQuery(event),
+        }
+        return calls[what]
+
+    def through_driver(what: str) -> Call:
+        from cuda.bindings import driver
+
+        event, stream = driver.CUevent(raw), driver.CUstream(handle)
+        calls: dict[str, Call] = {
+            "record": lambda: driver.cuEventRecord(event, stream),
+            "wait_event": lambda: driver.cuStreamWaitEvent(stream, event, 0),
+            "query": lambda: driver.cuEventQuery(event),
+        }
+        return calls[what]
+
+    for what in ("record", "wait_event", "query"):
+        add(f"{what}, cuda.bindings runtime", lambda w=what: through_runtime(w))
+        add(f"{what}, cuda.bindings driver", lambda w=what: through_driver(w))
+
+    add("launch, cuda.bindings", lambda: launch().bindings())
+
+    context, status = ctypes.c_void_p(), ctypes.c_int()
+    parts.keep += [context, status]
+    context_at, status_at = ctypes.addressof(context), ctypes.addressof(status)
+    for gil in (False, True):
+        name = "ctypes, GIL kept" if gil else "ctypes"
+        made: dict[str, Callable[[Driver], Callable[[], int]]] = {
+            "record": lambda d: lambda: d.record(raw, handle),
+            "wait_event": lambda d: lambda: d.wait(waiting, raw, 0),
+            "query": lambda d: lambda: d.query(raw),
+            "context": lambda d: lambda: d.context(context_at),
+            "capturing": lambda d: lambda: d.capturing(handle, status_at),
+            "launch": lambda d: launch().driver(d),
+        }
+        for what, make in made.items():
+            add(f"{what}, {name}", lambda m=make, g=gil: succeeds(m(Driver(g))))
+
     return parts
 
 
@@ -502,8 +525,7 @@ def device_parts(subject: Subject) -> Parts:
 
     def waits(event: Any) -> Callable[[], dict[str, float]]:
         times = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        kernel, empty = subject.kernel, HostArena(1, LIST_BYTES, register=subject.registrar)
-        write_list(empty.view()[0], np.empty((0, 2), np.int32))
+        kernel, empty = subject.kernel, subject.empty_list
 
         def measured() -> dict[str, float]:
             with torch.cuda.stream(compute):
@@ -550,6 +572,7 @@ def latency_parts(subject: Subject) -> Parts:
     value = ctypes.c_int32(1)
     pointers = (ctypes.c_void_p * 2)(ctypes.addressof(address), ctypes.addressof(value))
     parameters = ctypes.addressof(pointers)
+    parts.keep += [module, functions, address, value, pointers]
 
     def launch(name: str) -> None:
         cupy.cuda.driver.launchKernel(handles[name], 1, 1, 1, 1, 1, 1, 0, handle, parameters, 0)
@@ -588,24 +611,7 @@ def latency_parts(subject: Subject) -> Parts:
 
         return wait
 
-    def wait_driver(event: Any, driver: Driver) -> Call:
-        raw = event.cuda_event
-
-        def wait() -> None:
-            driver.record(raw, compute_handle)
-            driver.wait(handle, raw, 0)
-
-        return wait
-
-    def by_driver(driver: Driver) -> Callable[[], int]:
-        function = handles["mark"]
-        return lambda: driver.launch(function, 1, 1, 1, 1, 1, 1, 0, handle, parameters, None)
-
     parts.add("start, launch alone, cupy", lambda: starts(lambda: None, by_cupy))
-    parts.add(
-        "start, launch alone, ctypes",
-        lambda: starts(lambda: None, succeeds(by_driver(Driver(False)))),
-    )
     for name, event in (("timing", subject.timing), ("no timing", subject.plain)):
         parts.add(
             f"start, record, wait and launch, torch and cupy, {name}",
@@ -615,14 +621,6 @@ def latency_parts(subject: Subject) -> Parts:
             f"start, record, wait and launch, cupy, {name}",
             lambda e=event: starts(wait_cupy(e), by_cupy),
         )
-        parts.add(
-            f"start, record, wait and launch, ctypes, {name}",
-            lambda e=event: starts(
-                wait_driver(e, Driver(False)), succeeds(by_driver(Driver(False)))
-            ),
-        )
-
-    driver = Driver(False)
 
     def ends(event: Any, ended: Callable[[], object]) -> Callable[[], float]:
         gate = subject.gate
@@ -647,10 +645,6 @@ def latency_parts(subject: Subject) -> Parts:
         parts.add(
             f"end, event {name}, cupy query",
             lambda e=event, r=raw: ends(e, lambda: runtime.eventQuery(r) == 0),
-        )
-        parts.add(
-            f"end, event {name}, ctypes query",
-            lambda e=event, r=raw, d=driver: ends(e, lambda: d.query(r) == 0),
         )
     parts.add("end, torch stream.query", lambda: ends(subject.plain, stream.query))
     torch.cuda.synchronize()
@@ -703,16 +697,16 @@ def job_parts(subject: Subject) -> Parts:
             address = subject.lists.address + rows[way] * LIST_BYTES
             return Launch(subject.kernel, way, address, stream)
 
-        def raw_calls(way: Direction = way, make: Callable[[], Launch] = launch) -> Sequence[Call]:
-            driver, end = Driver(False), torch.cuda.Event()
+        def by_handles(make: Callable[[], Launch] = launch) -> Any:
+            end = torch.cuda.Event()
             end.record(stream)
             start, last = timing.cuda_event, end.cuda_event
-            return (
-                lambda: driver.record(start, current_raw()),
-                lambda: driver.wait(handle, start, 0),
-                succeeds(make().driver(driver)),
-                lambda: driver.record(last, handle),
-                lambda: spin(lambda: driver.query(last) == 0),
+            return timed(
+                lambda: runtime.eventRecord(start, current_raw()),
+                lambda: runtime.streamWaitEvent(handle, start),
+                make().cupy,
+                lambda: runtime.eventRecord(last, handle),
+                lambda: spin(end.query),
             )
 
         parts.add(
@@ -751,7 +745,7 @@ def job_parts(subject: Subject) -> Parts:
                 lambda: spin(plain.query),
             ),
         )
-        parts.add(f"{name}, the same through ctypes", lambda make=raw_calls: timed(*make()))
+        parts.add(f"{name}, the same by handles", by_handles)
         parts.add(
             f"{name}, engine.submit, engine.poll",
             lambda w=way: timed(lambda: bed.engine.submit(subject.jobs[w]), engine_poll),
@@ -775,6 +769,7 @@ SECTIONS: dict[str, tuple[Callable[[Subject], Parts], int, float]] = {
     "latency": (latency_parts, 500, 3.0),
     "device": (device_parts, 500, 8.0),
     "job": (job_parts, 500, 6.0),
+    "bindings": (binding_parts, 500, 3.0),
 }
 """What makes each, how many rounds it gets, and within how many seconds."""
 
@@ -796,14 +791,14 @@ def main() -> None:
             parts = make(subject)
             parts.run(rounds, seconds)
         except Exception as error:  # noqa: BLE001
-            document[name] = {"error": f"{type(error).__name__}: {error}"}
+            document[name] = {"error": short(error)}
             print(f"{name}: {document[name]['error']}")
             continue
         document[name] = parts.report(name)
-    document["seconds"] = time.monotonic() - began
-    print(f"\n{document['seconds']:.1f} s in all")
-    if arguments.out:
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+        document["seconds"] = time.monotonic() - began
+        if arguments.out:
+            arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"\n{time.monotonic() - began:.1f} s in all")
 
 
 if __name__ == "__main__":
