@@ -158,12 +158,11 @@ class CudaSwapEngine(SwapEngine):
         if job.before_compute:
             lane = self._state.lanes[Direction.LOAD, "before_compute"]
             lane.submit(job, nbytes)
-            stream = self._cuda.current_stream(self._device)
             if job.in_waves:
                 lane.fail_unqueued()
-                lane.hold_wave(stream, 0)
+                lane.hold_wave(0)
             else:
-                lane.hold(stream)
+                lane.hold()
             return
         pages = len(job.pairs) * len(self.layout.regions)
         path = self._rule.choose(job.direction, self._page_bytes, pages)
@@ -193,7 +192,7 @@ class CudaSwapEngine(SwapEngine):
         """See `SwapEngine`. A failure of CUDA becomes the completion of the load."""
         lane = self._state.lanes.get((Direction.LOAD, "before_compute"))
         if lane is not None:
-            lane.hold_wave(self._cuda.current_stream(self._device), wave)
+            lane.hold_wave(wave)
 
     def poll(self) -> list[Completion]:
         """Return what has ended; queue slices that had to wait. Queries events only."""

@@ -72,7 +72,9 @@ class SwapEngine(ABC):
     def __init__(self, layout: KVLayout, num_slots: int) -> None:
         self.layout = layout
         self.num_slots = num_slots
-        self._last_row = np.empty(max(layout.num_blocks, num_slots), np.int32)
+        # For `check_pairs`: the rows of a job in order, and for each place the row that named it.
+        self._rows = np.arange(max(layout.num_blocks, num_slots), dtype=np.int32)
+        self._row_of = np.empty_like(self._rows)
 
     @abstractmethod
     def submit(self, job: SwapJob) -> None:
@@ -177,20 +179,35 @@ class SwapEngine(ABC):
                 f"got {pairs.dtype} of shape {pairs.shape}"
             )
         limits = (self.layout.num_blocks, self.ready_slots)
-        # As unsigned numbers negative ones are too high as well.
-        blocks, slots = pairs.view(np.uint32).T
-        if blocks.max() >= limits[0] or slots.max() >= limits[1]:
-            row, column = np.argwhere((pairs < 0) | (pairs >= limits))[0].tolist()
+        # Few NumPy calls, on indices of NumPy's own type: every copy waits for this. As unsigned
+        # numbers negative ones are out of range as well.
+        unsigned = pairs.view(np.uint32)
+        written = 1 if job.direction is Direction.STORE else 0
+        places = unsigned[:, written].astype(np.intp)
+        others = unsigned[:, 1 - written].astype(np.intp)
+        rows = self._rows[: len(pairs)]
+        row_of = self._row_of[: limits[written]]
+        try:
+            self._row_of[: limits[1 - written]].take(others)
+            # Faster than sorting: a place written twice remembers only the last row that named it.
+            row_of[places] = rows
+            refused = row_of.take(places).tobytes() != rows.tobytes()
+        except (IndexError, ValueError):  # out of range; more pairs than places
+            refused = True
+        if refused:
+            raise self._refusal(job, limits)
+
+    def _refusal(self, job: SwapJob, limits: tuple[int, int]) -> JobError:
+        """Return the error that says what is wrong with the pairs of a job."""
+        pairs = job.pairs
+        outside = np.argwhere((pairs < 0) | (pairs >= limits))
+        if len(outside):
+            row, column = outside[0].tolist()
             locking = f" until more of {self.num_slots} are page-locked"
-            raise JobError(
+            return JobError(
                 f"job {job.job_id}: pair {row} names {('block', 'slot')[column]} "
                 f"{pairs[row, column]}, valid are 0 to {limits[column] - 1}"
                 f"{locking if column and limits[1] < self.num_slots else ''}"
             )
-        written = pairs[:, 1] if job.direction is Direction.STORE else pairs[:, 0]
-        # Faster than sorting: a place written twice remembers only the last row that named it.
-        rows = np.arange(len(written), dtype=np.int32)
-        self._last_row[written] = rows
-        if not np.array_equal(self._last_row[written], rows):
-            what = "slot" if job.direction is Direction.STORE else "block"
-            raise JobError(f"job {job.job_id}: a {job.direction.value} writes one {what} twice")
+        what = "slot" if job.direction is Direction.STORE else "block"
+        return JobError(f"job {job.job_id}: a {job.direction.value} writes one {what} twice")

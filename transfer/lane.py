@@ -13,26 +13,30 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from transfer.copy_path import CopyPath, Slice, WaveRange
+from transfer.copy_path import CopyPath
 from transfer.engine import Completion, Direction, SwapJob
 from transfer.errors import CopyError
 from transfer.streams import CopyStream
 
 if TYPE_CHECKING:
-    from torch.cuda import Event, Stream
+    from torch.cuda import Event
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A job on its way: `following` is its next slice to queue, `in_flight` counts those queued."""
+    """A job on its way: `following` is its next slice to queue, `in_flight` counts those queued.
+
+    `rest` has the slices after it; those of a job in waves come with their waves.
+    """
 
     job_id: int
     nbytes: int
-    rest: Iterator[tuple[WaveRange | None, Slice]]
+    rest: Iterator[Any]
+    in_waves: bool
     submitted: float
-    following: tuple[WaveRange | None, Slice] | None
+    following: Any
     started: Event | None = None
     in_flight: int = 0
     seconds: float = 0.0
@@ -61,7 +65,7 @@ class Lane:
         # it comes in waves. An event may have been recycled: then its waves have ended, and waiting
         # for whatever it was recorded for since does no harm.
         self._waves: dict[int, Event] = {}
-        self._awaited: tuple[Stream, int] | None = None
+        self._awaited: tuple[int, int] | None = None
 
     @property
     def idle(self) -> bool:
@@ -73,36 +77,41 @@ class Lane:
 
         Slices of earlier jobs that were not queued yet will wait for that too, which harms nobody.
         """
+        started = failure = None
+        try:
+            # First: what the device does about it goes on while the slice is made.
+            started = self.stream.wait_for_compute()
+        except RuntimeError as error:
+            failure = error
         pairs = job.pairs.copy()
-        rest: Iterator[tuple[WaveRange | None, Slice]] = (
-            self.path.wave_slices(pairs)
-            if job.in_waves
-            else ((None, part) for part in self.path.slices(pairs))
+        rest: Iterator[Any] = (
+            self.path.wave_slices(pairs) if job.in_waves else self.path.slices(pairs)
         )
         self._waves.clear()
         self._awaited = None
-        running = _Running(job.job_id, nbytes, rest, time.perf_counter(), next(rest))
-        try:
-            running.started = self.stream.wait_for_compute()
-        except RuntimeError as error:
-            self._fail(running, "waiting for the compute stream", error)
+        running = _Running(
+            job.job_id, nbytes, rest, job.in_waves, time.perf_counter(), next(rest), started
+        )
+        if failure is not None:
+            self._fail(running, "waiting for the compute stream", failure)
         self._jobs.append(running)
         self._queue()
 
-    def hold(self, stream: Stream) -> None:
-        """Make what is queued on `stream` from now on wait for all jobs submitted so far.
+    def hold(self) -> None:
+        """Make what is queued on the compute stream from now on wait for all jobs submitted so far.
 
         A job of which slices are still to be queued cannot be waited for; it fails.
         """
         self.fail_unqueued()
         if self._slices:
-            self._make_wait(stream, self._slices[-1][0])
+            self._make_wait(self.stream.compute_stream(), self._slices[-1][0])
 
-    def hold_wave(self, stream: Stream, wave: int) -> None:
-        """Make `stream` wait for a wave of the job submitted last, and for all before it.
+    def hold_wave(self, wave: int) -> None:
+        """Make the compute stream wait for a wave of the job submitted last, and for all before it.
 
         Of a job that failed, for what was queued of it.
         """
+        stream = self.stream.compute_stream()
         if self._awaited is not None:
             awaited_stream, awaited_wave = self._awaited
             if wave <= awaited_wave and stream == awaited_stream:
@@ -120,9 +129,9 @@ class Lane:
             if running.to_queue:
                 self._fail(running, self.path.call, full)
 
-    def _make_wait(self, stream: Stream, event: Event) -> None:
+    def _make_wait(self, stream: int, event: Event) -> None:
         try:
-            stream.wait_event(event)
+            self.stream.make_wait(stream, event)
         except RuntimeError as error:
             if self._jobs:
                 self._fail(self._jobs[-1], "having compute wait for it", error)
@@ -181,8 +190,7 @@ class Lane:
                 self._queue_slice(running)
 
     def _queue_slice(self, running: _Running) -> None:
-        assert running.following is not None
-        waves, part = running.following
+        waves, part = running.following if running.in_waves else (None, running.following)
         try:
             if waves is None:
                 self.path.queue(part, self.stream.stream)

@@ -391,7 +391,12 @@ def test_zero_blocks() -> None:
         (LOAD, np.array([[-1, 0]], np.int32), "pair 0 names block -1"),
         (LOAD, np.array([[0, 2]], np.int32), "pair 0 names slot 2, valid are 0 to 1"),
         (STORE, np.array([[0, -1]], np.int32), "pair 0 names slot -1"),
+        (LOAD, np.array([[0, -1]], np.int32), "pair 0 names slot -1"),
+        (STORE, np.array([[-1, 0]], np.int32), "pair 0 names block -1"),
+        (STORE, np.array([[0, 0], [1, 2]], np.int32), "pair 1 names slot 2, valid are 0 to 1"),
         (STORE, np.array([[0, 1], [1, 1]], np.int32), "writes one slot twice"),
+        (LOAD, np.array([[i % 4, 0] for i in range(9)], np.int32), "writes one block twice"),
+        (LOAD, np.array([[i, 0] for i in range(9)], np.int32), "pair 4 names block 4"),
         (LOAD, np.array([[1, 0], [1, 1]], np.int32), "writes one block twice"),
     ],
 )

@@ -86,6 +86,9 @@ class FakeDevice:
         self.failing_wait = False
         self.failing_record = False
         self.waits = 0
+        self.compute = 1
+        self.failing_hold = False
+        self.awaited: list[tuple[int, FakeEvent]] = []
 
     @property
     def queued(self) -> int:
@@ -115,6 +118,14 @@ class FakeDevice:
         event = FakeEvent()
         self.out.add(event)
         return event
+
+    def compute_stream(self) -> int:
+        return self.compute
+
+    def make_wait(self, stream: int, event: FakeEvent) -> None:
+        if self.failing_hold:
+            raise RuntimeError("CUDA error: invalid resource handle")
+        self.awaited.append((stream, event))
 
     def recycle(self, *events: FakeEvent) -> None:
         self.out.difference_update(events)
@@ -271,20 +282,24 @@ def test_a_call_queues_no_more_than_the_path_allows() -> None:
     assert not device.out
 
 
+def test_compute_waits_for_the_last_slice_of_what_is_in_flight() -> None:
+    device = FakeDevice(max_in_flight=3)
+    lane = make_lane(device)
+    lane.hold()
+    assert device.awaited == []
+    submit(lane, 1, 8)
+    lane.hold()
+    assert device.awaited == [(1, events(device)[1])]
+    submit(lane, 2, 8)  # of which one slice fits
+    lane.hold()
+    assert device.awaited[1:] == [(1, events(device)[2])]
+    device.complete(3)
+    fine, failed = lane.advance()
+    assert (fine.job_id, fine.error) == (1, None)
+    assert "3 slices are in flight, no more fit" in str(failed.error)
+
+
 # -- waves -------------------------------------------------------------------------------------
-
-
-class FakeStream:
-    """A compute stream: what it was made to wait for."""
-
-    def __init__(self) -> None:
-        self.awaited: list[FakeEvent] = []
-        self.failing = False
-
-    def wait_event(self, event: FakeEvent) -> None:
-        if self.failing:
-            raise RuntimeError("CUDA error: invalid resource handle")
-        self.awaited.append(event)
 
 
 def submit_waves(lane: Lane, job_id: int, count: int) -> None:
@@ -298,18 +313,20 @@ def events(device: FakeDevice) -> list[FakeEvent]:
 
 
 def test_compute_waits_for_the_last_slice_of_a_wave_once() -> None:
-    device, compute, other = FakeDevice(8, 8), FakeStream(), FakeStream()
+    device = FakeDevice(8, 8)
     lane = make_lane(device)
     submit_waves(lane, 1, 8)
     assert device.path.waves == [0, 0, 1, 1, 3, 3]
     behind = events(device)
     for wave in (0, 2, 0, 1, 2):
-        lane.hold_wave(compute, wave)  # type: ignore[arg-type]
-    assert compute.awaited == [behind[1], behind[3]]
-    lane.hold_wave(other, 0)  # type: ignore[arg-type]
-    assert other.awaited == [behind[1]], "another stream has waited for nothing yet"
-    lane.hold_wave(compute, 9)  # type: ignore[arg-type]
-    assert compute.awaited[-1] is behind[5]
+        lane.hold_wave(wave)
+    assert device.awaited == [(1, behind[1]), (1, behind[3])]
+    device.compute = 2
+    lane.hold_wave(0)
+    assert device.awaited[2:] == [(2, behind[1])], "another stream has waited for nothing yet"
+    device.compute = 1
+    lane.hold_wave(9)
+    assert device.awaited[3:] == [(1, behind[5])]
     device.complete(6)
     (completion,) = lane.advance()
     assert (completion.error, completion.nbytes) == (None, 8 * SLOT_BYTES)
@@ -317,50 +334,51 @@ def test_compute_waits_for_the_last_slice_of_a_wave_once() -> None:
 
 
 def test_a_new_load_is_waited_for_anew() -> None:
-    device, compute = FakeDevice(8, 8), FakeStream()
+    device = FakeDevice(8, 8)
     lane = make_lane(device)
     submit_waves(lane, 1, 4)
-    lane.hold_wave(compute, 3)  # type: ignore[arg-type]
+    lane.hold_wave(3)
     submit_waves(lane, 2, 4)
-    lane.hold_wave(compute, 0)  # type: ignore[arg-type]
-    assert compute.awaited == [events(device)[2], events(device)[3]]
+    lane.hold_wave(0)
+    assert device.awaited == [(1, events(device)[2]), (1, events(device)[3])]
     submit(lane, 3, 4)  # in one piece, and not waited for
-    lane.hold_wave(compute, 3)  # type: ignore[arg-type]
-    assert len(compute.awaited) == 2
+    lane.hold_wave(3)
+    assert len(device.awaited) == 2
 
 
 def test_of_a_load_that_failed_compute_waits_for_what_was_queued() -> None:
-    device, compute = FakeDevice(8, 8), FakeStream()
+    device = FakeDevice(8, 8)
     lane = make_lane(device)
     device.path.failing = 1
     submit_waves(lane, 1, 4)
     assert device.path.waves == [0, 1]
-    lane.hold_wave(compute, 3)  # type: ignore[arg-type]
+    lane.hold_wave(3)
     (event,) = events(device)
-    assert compute.awaited == event.followers, "part of the wave that failed may run"
+    (follower,) = event.followers
+    assert device.awaited == [(1, follower)], "part of the wave that failed may run"
     device.complete(1)
     (failed,) = lane.advance()
     assert failed.error is not None
 
 
 def test_a_load_that_does_not_fit_at_once_fails() -> None:
-    device, compute = FakeDevice(2, 2), FakeStream()
+    device = FakeDevice(2, 2)
     lane = make_lane(device)
     submit_waves(lane, 1, 4)
     lane.fail_unqueued()
-    lane.hold_wave(compute, 3)  # type: ignore[arg-type]
-    assert compute.awaited == [events(device)[1]]
+    lane.hold_wave(3)
+    assert device.awaited == [(1, events(device)[1])]
     device.complete(2)
     (failed,) = lane.advance()
     assert "2 slices are in flight, no more fit" in str(failed.error)
 
 
 def test_a_wait_that_fails_fails_the_load() -> None:
-    device, compute = FakeDevice(8, 8), FakeStream()
+    device = FakeDevice(8, 8)
     lane = make_lane(device)
     submit_waves(lane, 1, 4)
-    compute.failing = True
-    lane.hold_wave(compute, 1)  # type: ignore[arg-type]
+    device.failing_hold = True
+    lane.hold_wave(1)
     device.complete(3)
     (failed,) = lane.advance()
     assert "having compute wait for it failed" in str(failed.error)
