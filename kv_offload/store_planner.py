@@ -269,7 +269,8 @@ class StorePlanner:
         # Lists, not arrays: mostly decodes have filled a block each, and nothing is known of them.
         slots = self._manager.slot_numbers(keys)
         choice = _Choice(self._slots_left(soon_free_blocks))
-        new, pool_blocks, pool_key = choice.new, self._pool.blocks, self._prefixes.pool_key
+        new, pool_blocks = choice.new, self._pool.blocks
+        behind_key = self._prefixes.behind_slot_key
         # A span of one slot is what decodes have; most of these are chosen without further ado.
         single = self._per_slot == 1 and self._store_after_uses == 1
         at = 0
@@ -277,7 +278,7 @@ class StorePlanner:
             cursor, group, position, _, ids, first, last = span
             if single and last - first == 1 and slots[at] < 0 < choice.slots_left:
                 key, block = keys[at], ids[first]
-                if key not in new and pool_blocks[block].block_hash == pool_key(key, group):
+                if key not in new and pool_blocks[block].block_hash == key + behind_key[position]:
                     choice.slots_left -= 1
                     new[key] = None
                     choice.blocks.append(block)
@@ -292,7 +293,7 @@ class StorePlanner:
         if not choice.new and not choice.along:
             return
         along = np.array(choice.along, np.int32) if choice.along else NO_SLOTS
-        plan = self._manager.prepare_store(list(choice.new), along)
+        plan = self._manager.prepare_new(list(choice.new), along)
         if plan.no_room:
             self._skipped["pool_busy"] += plan.no_room
         if plan.keys:

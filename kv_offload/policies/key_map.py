@@ -22,6 +22,10 @@ class KeyMap:
         self._length = 0
         self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(NUM_SHARDS))
 
+    def get(self, key: Key) -> int:
+        """Return what a key maps to, -1 if it is unknown."""
+        return self._shards[hash(key) & _SHARD_BITS].get(key, -1)
+
     def get_all(self, keys: Sequence[Key]) -> list[int]:
         """Return what each key maps to, -1 for unknown ones."""
         shards = self._shards
