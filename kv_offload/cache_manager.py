@@ -92,10 +92,9 @@ class CacheManager:
         self._policy = policy
         self._evictions = 0
         self._slot_of = KeyMap()  # known keys, readable or being stored
-        # By slot; zeros from the system take no memory until they are written.
-        self._readable = np.zeros(num_slots, bool)
         # Running operations. Those on orphans, whose key was forgotten, are still here.
         self._writing: set[int] = set()
+        # By slot; zeros from the system take no memory until they are written.
         self._readers = np.zeros(num_slots, np.int32)
         self._orphan = np.zeros(num_slots, bool)
         self._num_orphans = 0
@@ -162,8 +161,8 @@ class CacheManager:
 
     def readable(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
         """Say for each key whether it can be loaded now. Changes nothing, recency included."""
-        slots = self.find(keys)
-        return self._readable[slots] & (slots >= 0)
+        slots = self.slot_numbers(keys)
+        return self._not_written(slots) & (np.array(slots, np.int32) >= 0)
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Count an access to every known key and make the first of `keys` the most recent.
@@ -181,10 +180,11 @@ class CacheManager:
 
         Raises `MissingKeyError` for a key that is not readable; nothing is changed.
         """
-        slots = self.find(keys)
-        missing = ~self._readable[slots] | (slots < 0)
-        if missing.any():
-            key = keys[int(missing.argmax())]
+        found = self.slot_numbers(keys)
+        slots = np.array(found, np.int32)
+        readable = self._not_written(found) & (slots >= 0)
+        if not readable.all():
+            key = keys[int(readable.argmin())]
             raise MissingKeyError(f"{key!r} is not readable: look it up in the same step")
         idle = _distinct(slots[self._readers[slots] == 0])
         self._policy.hold(idle[::-1])
@@ -211,8 +211,9 @@ class CacheManager:
             )
         self._readers[ended] = left
         idle = ended[left == 0]
-        self._give_back(idle[self._orphan[idle]])
-        self._policy.release(idle[self._readable[idle]])
+        orphan = self._orphan[idle]
+        self._give_back(idle[orphan])
+        self._policy.release(idle[~orphan])
 
     def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> StorePlan:
         """Give slots to the keys that are not known, first to last, evicting others as needed.
@@ -236,7 +237,8 @@ class CacheManager:
         """Do as `prepare_store` with keys that the caller knows to be distinct and not known."""
         guarded = NO_SLOTS
         if len(along):
-            guarded = _distinct(along[self._readable[along] & (self._readers[along] == 0)])
+            idle = self._not_written(along.tolist()) & (self._readers[along] == 0)
+            guarded = _distinct(along[idle])
             self._policy.hold(guarded[::-1])
         evictions_before = self._evictions
         slots = self._take_slots(keys)
@@ -268,7 +270,6 @@ class CacheManager:
             self._give_back(owned[orphan])
             owned = owned[~orphan]
         if ok:
-            self._readable[owned] = True
             self._policy.release(owned)
         else:
             self._forget_keys(owned.tolist())
@@ -285,7 +286,6 @@ class CacheManager:
         busy[[slot for slot in self._writing if slot < len(busy)]] = True
         self._num_orphans += int((busy & ~self._orphan[used]).sum())
         self._orphan[used] |= busy
-        self._readable[used] = False
         self._slot_of = KeyMap()
         self._policy.clear()
         self._key_of.clear()
@@ -303,6 +303,13 @@ class CacheManager:
         """Return what is said of slots that a caller named; 0 of those that do not exist."""
         exists = (slots >= 0) & (slots < self._num_slots)
         return np.where(exists, by_slot[np.where(exists, slots, 0)], 0)
+
+    def _not_written(self, slots: Sequence[int]) -> NDArray[np.bool_]:
+        """Say of each slot that no store to it runs: if it has a key, that is readable."""
+        writing = self._writing
+        if writing.isdisjoint(slots):
+            return np.ones(len(slots), bool)
+        return np.array([slot not in writing for slot in slots], bool)
 
     def _forget_keys(self, slots: Sequence[int]) -> None:
         self._slot_of.remove_all([self._key_of[slot] for slot in slots])
@@ -326,11 +333,7 @@ class CacheManager:
         if not len(keys):
             return free
         victims = self._policy.replace(keys)
-        evicted, key_of = victims.tolist(), self._key_of
-        keys = keys[: len(evicted)]
-        self._slot_of.replace_all([key_of[slot] for slot in evicted], keys, evicted)
-        self._name(evicted, keys)
-        self._readable[victims] = False
+        self._slot_of.rename_all(self._key_of, victims.tolist(), keys[: len(victims)])
         self._evictions += len(victims)
         return np.concatenate((free, victims)) if len(free) else victims
 
@@ -382,10 +385,7 @@ class CacheManager:
         for key, slot in known.items():
             assert 0 <= slot < len(self._key_of), f"slot {slot} is used that was never given out"
             assert self._key_of[slot] == key, f"slot {slot} of {key!r} is {self._key_of[slot]!r}'s"
-            written = slot in self._writing
-            assert bool(self._readable[slot]) != written, f"slot {slot} is readable and written"
         owned = set(known.values())
-        assert {*np.flatnonzero(self._readable).tolist()} <= owned, "a readable slot has no key"
         assert {*np.flatnonzero(running & ~self._orphan).tolist()} <= owned, "a busy slot has none"
         assert len(self._key_of) <= self._usable_slots <= self._num_slots, "a slot does not exist"
         orphans = np.flatnonzero(self._orphan[: len(self._key_of)]).tolist()

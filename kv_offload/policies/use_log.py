@@ -139,6 +139,8 @@ class UseLog:
         if not self._parked:
             return
         parked = np.array([slot for slot in slots.tolist() if slot in self._parked], np.int32)
+        if not len(parked):
+            return
         self._parked.difference_update(parked.tolist())
         times = self._time[parked]
         order = np.argsort(times)
