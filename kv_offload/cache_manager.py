@@ -14,7 +14,8 @@ its keys is known, and not when it is completed, because a job that was cut into
 piece by piece, head first.
 
 Whole prefixes go in and out as batches, since a prompt has thousands of blocks: what is known of
-slots is in arrays, and only finding a key and giving it a slot takes Python code per key.
+slots is in arrays, and only giving a slot to a key takes Python code per key. Of keys that follow
+each other in slots that do, which is how they are given, only one in `RUN_SLOTS` is looked up.
 
 Not thread safe: one scheduler owns it. All operations but `reset` take O(1) amortised time per key,
 without a pause to reorganise, and memory grows with the slots that were used, not with `num_slots`.
@@ -22,8 +23,10 @@ without a pause to reorganise, and memory grows with the slots that were used, n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from itertools import compress
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +39,12 @@ SlotNumbers: TypeAlias = Slots | Sequence[int]
 """What a caller may name slots by."""
 
 NO_SLOTS: Slots = np.empty(0, np.int32)
+
+RUN_SLOTS = 16
+"""Keys that are found by one look-up where their slots follow each other, else by one each.
+
+Each look-up meets memory that the CPU's caches do not have. On an EPYC with a million keys known, it
+took 0.6 us, and to compare the other fifteen 0.6 us in all (November 2026)."""
 
 
 class MissingKeyError(KVOffloadError, KeyError):
@@ -83,15 +92,14 @@ class CacheManager:
         self._policy = policy
         self._evictions = 0
         self._slot_of = KeyMap()  # known keys, readable or being stored
-        # By slot; zeros from the system take no memory until they are written.
-        self._readable = np.zeros(num_slots, bool)
         # Running operations. Those on orphans, whose key was forgotten, are still here.
-        self._writing = np.zeros(num_slots, bool)
+        self._writing: set[int] = set()
+        # By slot; zeros from the system take no memory until they are written.
         self._readers = np.zeros(num_slots, np.int32)
         self._orphan = np.zeros(num_slots, bool)
         self._num_orphans = 0
         # For the slots that were used since the last reset; all beyond are free, or orphans.
-        self._key_of: list[Key] = []
+        self._key_of: list[Key] = []  # None where the slot is free or an orphan
         self._free: list[int] = []  # the free ones among them
 
     @property
@@ -136,7 +144,16 @@ class CacheManager:
 
     def slot_numbers(self, keys: Sequence[Key]) -> list[int]:
         """Return the slots of `keys`, -1 for those that are not known. Changes nothing."""
-        return self._slot_of.get_all(keys)
+        found: list[int] = []
+        slot_of, key_of = self._slot_of, self._key_of
+        for first in range(0, len(keys), RUN_SLOTS):
+            run = keys[first : first + RUN_SLOTS]
+            slot = slot_of.get(run[0])
+            if slot >= 0 and key_of[slot : slot + len(run)] == run:
+                found += range(slot, slot + len(run))
+            else:
+                found += slot_of.get_all(run)
+        return found
 
     def find(self, keys: Sequence[Key]) -> Slots:
         """Return what `slot_numbers` does, as an array."""
@@ -144,8 +161,8 @@ class CacheManager:
 
     def readable(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
         """Say for each key whether it can be loaded now. Changes nothing, recency included."""
-        slots = self.find(keys)
-        return self._readable[slots] & (slots >= 0)
+        slots = self.slot_numbers(keys)
+        return self._not_written(slots) & (np.array(slots, np.int32) >= 0)
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Count an access to every known key and make the first of `keys` the most recent.
@@ -163,10 +180,11 @@ class CacheManager:
 
         Raises `MissingKeyError` for a key that is not readable; nothing is changed.
         """
-        slots = self.find(keys)
-        missing = ~self._readable[slots] | (slots < 0)
-        if missing.any():
-            key = keys[int(missing.argmax())]
+        found = self.slot_numbers(keys)
+        slots = np.array(found, np.int32)
+        readable = self._not_written(found) & (slots >= 0)
+        if not readable.all():
+            key = keys[int(readable.argmin())]
             raise MissingKeyError(f"{key!r} is not readable: look it up in the same step")
         idle = _distinct(slots[self._readers[slots] == 0])
         self._policy.hold(idle[::-1])
@@ -193,8 +211,9 @@ class CacheManager:
             )
         self._readers[ended] = left
         idle = ended[left == 0]
-        self._give_back(idle[self._orphan[idle]])
-        self._policy.release(idle[self._readable[idle]])
+        orphan = self._orphan[idle]
+        self._give_back(idle[orphan])
+        self._policy.release(idle[~orphan])
 
     def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> StorePlan:
         """Give slots to the keys that are not known, first to last, evicting others as needed.
@@ -204,32 +223,34 @@ class CacheManager:
         recent than `keys`. The accepted ones are not readable, and their slots not given to
         anybody else, until `complete_store`.
         """
-        found = self.slot_numbers(keys)
-        new: Sequence[Key] = keys
-        known = np.asarray(along, np.int32)
-        if (found and max(found) >= 0) or len(set(keys)) < len(keys):
-            new = list(dict.fromkeys(k for k, slot in zip(keys, found, strict=True) if slot < 0))
-            known = np.concatenate((known, np.array([s for s in found if s >= 0], np.int32)))
-        guarded = NO_SLOTS
-        if len(known):
-            guarded = _distinct(known[self._readable[known] & (self._readers[known] == 0)])
-            self._policy.hold(guarded[::-1])
-        evictions_before = self._evictions
-        slots = self._take_slots(new)
-        accepted = new[: len(slots)]
-        self._writing[slots] = True
-        if len(new) < len(keys):
+        found = self.find(keys)
+        new = list(dict.fromkeys(compress(keys, (found < 0).tolist())))
+        known = np.concatenate((along, found[found >= 0]))
+        plan = self.prepare_new(new, known)
+        if len(known) > len(along):
+            # The order of all, with what is new between what was known.
             used = self.find(keys)
             self._policy.use(np.concatenate((along, used[used >= 0]))[::-1])
-        elif len(known):
-            self._policy.use(known[::-1])
-        if len(guarded):
+        return plan._replace(known=len(keys) - len(new))
+
+    def prepare_new(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> StorePlan:
+        """Do as `prepare_store` with keys that the caller knows to be distinct and not known."""
+        guarded = NO_SLOTS
+        if len(along):
+            idle = self._not_written(along.tolist()) & (self._readers[along] == 0)
+            guarded = _distinct(along[idle])
+            self._policy.hold(guarded[::-1])
+        evictions_before = self._evictions
+        slots = self._take_slots(keys)
+        self._writing.update(slots.tolist())
+        if len(along):
+            self._policy.use(along[::-1])
             self._policy.release(guarded)
         return StorePlan(
-            accepted,
+            keys[: len(slots)],
             slots,
-            known=len(keys) - len(new),
-            no_room=len(new) - len(accepted),
+            known=0,
+            no_room=len(keys) - len(slots),
             evicted=self._evictions - evictions_before,
         )
 
@@ -238,16 +259,17 @@ class CacheManager:
 
         Raises `MisuseError` for a slot that has no store running; nothing is changed.
         """
-        given = np.asarray(slots, np.int32)
-        self._check_writing(given)
-        self._writing[given] = False
-        owned = given
+        owned = np.asarray(slots, np.int32)
+        names = owned.tolist()
+        ended = set(names)
+        if len(ended) < len(names) or not ended <= self._writing:
+            self._refuse_to_complete(names)
+        self._writing -= ended
         if self._num_orphans:
-            orphan = self._orphan[given]
-            self._give_back(given[orphan])
-            owned = given[~orphan]
+            orphan = self._orphan[owned]
+            self._give_back(owned[orphan])
+            owned = owned[~orphan]
         if ok:
-            self._readable[owned] = True
             self._policy.release(owned)
         else:
             self._forget_keys(owned.tolist())
@@ -260,30 +282,20 @@ class CacheManager:
         Takes the time to free the keys: 0.1 s where there are 1,000,000.
         """
         used = slice(len(self._key_of))
-        busy = self._writing[used] | (self._readers[used] > 0)
+        busy = self._readers[used] > 0
+        busy[[slot for slot in self._writing if slot < len(busy)]] = True
         self._num_orphans += int((busy & ~self._orphan[used]).sum())
         self._orphan[used] |= busy
-        self._readable[used] = False
         self._slot_of = KeyMap()
         self._policy.clear()
         self._key_of.clear()
         self._free.clear()
 
-    def _check_writing(self, slots: Slots) -> None:
-        names = slots.tolist()
-        distinct = set(names)
-        if not names or (
-            len(distinct) == len(names)
-            and min(distinct) >= 0
-            and max(distinct) < self._num_slots
-            and np.count_nonzero(self._writing[slots]) == len(names)
-        ):
-            return
-        running = self._at(self._writing, slots) > 0
-        named, first, counts = np.unique(slots, return_index=True, return_counts=True)
-        at = int((~running[first] | (counts > 1)).argmax())
+    def _refuse_to_complete(self, slots: Sequence[int]) -> NoReturn:
+        counts = Counter(slots)
+        slot = min(s for s, count in counts.items() if count > 1 or s not in self._writing)
         raise MisuseError(
-            f"{counts[at]} stores to slot {named[at]} completed, but {int(running[first[at]])} is "
+            f"{counts[slot]} stores to slot {slot} completed, but {int(slot in self._writing)} is "
             "running: complete every prepared store once"
         )
 
@@ -291,6 +303,13 @@ class CacheManager:
         """Return what is said of slots that a caller named; 0 of those that do not exist."""
         exists = (slots >= 0) & (slots < self._num_slots)
         return np.where(exists, by_slot[np.where(exists, slots, 0)], 0)
+
+    def _not_written(self, slots: Sequence[int]) -> NDArray[np.bool_]:
+        """Say of each slot that no store to it runs: if it has a key, that is readable."""
+        writing = self._writing
+        if writing.isdisjoint(slots):
+            return np.ones(len(slots), bool)
+        return np.array([slot not in writing for slot in slots], bool)
 
     def _forget_keys(self, slots: Sequence[int]) -> None:
         self._slot_of.remove_all([self._key_of[slot] for slot in slots])
@@ -314,11 +333,7 @@ class CacheManager:
         if not len(keys):
             return free
         victims = self._policy.replace(keys)
-        evicted, key_of = victims.tolist(), self._key_of
-        keys = keys[: len(evicted)]
-        self._slot_of.replace_all([key_of[slot] for slot in evicted], keys, evicted)
-        self._name(evicted, keys)
-        self._readable[victims] = False
+        self._slot_of.rename_all(self._key_of, victims.tolist(), keys[: len(victims)])
         self._evictions += len(victims)
         return np.concatenate((free, victims)) if len(free) else victims
 
@@ -337,15 +352,19 @@ class CacheManager:
         for slot in range(first, self._usable_slots):
             if len(slots) == len(keys):
                 break
-            self._key_of.append(keys[len(slots)])  # an orphan has a name too, which nobody asks
-            if not self._orphan[slot]:
+            if self._orphan[slot]:
+                self._key_of.append(None)
+            else:
+                self._key_of.append(keys[len(slots)])
                 slots.append(slot)
         return np.array(slots, np.int32)
 
     def _give_back(self, slots: Slots) -> None:
         self._num_orphans -= int(self._orphan[slots].sum())
         self._orphan[slots] = False
-        self._free.extend(slots[slots < len(self._key_of)].tolist())
+        free = slots[slots < len(self._key_of)].tolist()
+        self._name(free, [None] * len(free))
+        self._free.extend(free)
 
     def check_integrity(self) -> None:
         """Check all invariants, in O(num_slots).
@@ -355,8 +374,10 @@ class CacheManager:
         self._policy.check_integrity()
         known = dict(self._slot_of.items())
         reading = self._readers > 0
-        running = self._writing | reading
-        assert not (self._writing & reading).any(), "a slot is read while it is written"
+        writing = np.zeros(len(reading), bool)
+        writing[list(self._writing)] = True
+        running = writing | reading
+        assert not (writing & reading).any(), "a slot is read while it is written"
         assert not (self._orphan & ~running).any(), "an orphan has no running operation"
         assert int(self._orphan.sum()) == self._num_orphans, "orphans are not counted right"
         assert (self._readers >= 0).all(), "a slot has fewer than no readers"
@@ -364,10 +385,7 @@ class CacheManager:
         for key, slot in known.items():
             assert 0 <= slot < len(self._key_of), f"slot {slot} is used that was never given out"
             assert self._key_of[slot] == key, f"slot {slot} of {key!r} is {self._key_of[slot]!r}'s"
-            written = bool(self._writing[slot])
-            assert bool(self._readable[slot]) != written, f"slot {slot} is readable and written"
         owned = set(known.values())
-        assert {*np.flatnonzero(self._readable).tolist()} <= owned, "a readable slot has no key"
         assert {*np.flatnonzero(running & ~self._orphan).tolist()} <= owned, "a busy slot has none"
         assert len(self._key_of) <= self._usable_slots <= self._num_slots, "a slot does not exist"
         orphans = np.flatnonzero(self._orphan[: len(self._key_of)]).tolist()
@@ -377,6 +395,8 @@ class CacheManager:
         )
         held = {slot: bool(running[slot]) for slot in known.values()}
         assert self._policy.resident() == held, "what the policy ranks or holds is wrong"
+        named = {slot for slot, key in enumerate(self._key_of) if key is not None}
+        assert named == owned, "a slot without a key has a name"
 
 
 def _distinct(slots: Slots) -> Slots:

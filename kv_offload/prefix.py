@@ -13,14 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_offload.errors import UnsupportedError
+
 SlotKey = bytes
 KeyMaker = Callable[[bytes, int], bytes]
-"""vLLM's `make_block_hash_with_group_id`: the key under which its own pool knows a block."""
+"""vLLM's `make_block_hash_with_group_id`: the key under which its own pool knows a block.
+
+That is the hash with something behind it that names the group."""
 Readable = Callable[[Sequence[SlotKey]], NDArray[np.bool_]]
 """Says for each key whether host memory can serve it."""
 
-LOOKUP_SLOTS = 256
-"""Slots looked up at once in search of the first that is missing, which is mostly the first."""
+FIRST_LOOKUP_SLOTS = 8
+LOOKUP_GROWTH = 4
+"""How many slots are looked up at once in search of the first that is missing, and how many times
+as many are next. Of prompts that nobody knows it is the first of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,17 @@ class CacheGroup:
         return 0
 
 
+def _behind_hash(make_key: KeyMaker, group_id: int) -> bytes:
+    """Return what the engine puts behind a hash to name its group.
+
+    Raises `UnsupportedError` where it makes its keys in another way.
+    """
+    behind = make_key(b"", group_id)
+    if make_key(b"hash", group_id) != b"hash" + behind:
+        raise UnsupportedError("this vLLM makes the keys of its blocks in an unknown way")
+    return behind
+
+
 class PrefixMap:
     """Maps tokens of a request to slots and their keys, and finds the longest prefix to load."""
 
@@ -79,7 +96,13 @@ class PrefixMap:
         self.groups = tuple(groups)
         self.blocks_per_slot = blocks_per_slot
         self._hash_block_tokens = hash_block_tokens
-        self._make_key = make_key
+        self._behind_hash = {
+            group.group_id: _behind_hash(make_key, group.group_id) for group in self.groups
+        }
+        self.behind_slot_key = tuple(
+            b"" if group.group_id else self._behind_hash[0] for group in self.groups
+        )
+        """By group: what follows a slot's key in the engine's key of the slot's last block."""
         self.slot_tokens = tuple(group.block_tokens * blocks_per_slot for group in self.groups)
         self.slot_hashes = tuple(tokens // hash_block_tokens for tokens in self.slot_tokens)
         self.block_alignment_tokens = math.lcm(*(group.block_tokens for group in self.groups))
@@ -97,14 +120,10 @@ class PrefixMap:
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
     ) -> list[bytes]:
         """Return the engine's keys of blocks `first` to `last` (exclusive), as far as known."""
-        make_key, group_id = self._make_key, group.group_id
         step = group.block_tokens // self._hash_block_tokens
         ends = hashes[(first + 1) * step - 1 : last * step : step]
-        return [make_key(block_hash, group_id) for block_hash in ends]
-
-    def pool_key(self, key: SlotKey, group: CacheGroup) -> bytes:
-        """Return the engine's key of the last block of the slot that `key` names."""
-        return key if group.group_id else self._make_key(key, 0)
+        behind = self._behind_hash[group.group_id]
+        return [block_hash + behind for block_hash in ends]
 
     def slot_keys(
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
@@ -112,12 +131,12 @@ class PrefixMap:
         """Return the keys of slots `first` to `last` (exclusive), as far as hashes exist."""
         step = group.block_tokens // self._hash_block_tokens * self.blocks_per_slot
         ends = hashes[(first + 1) * step - 1 : last * step : step]
-        make_key, group_id = self._make_key, group.group_id
-        if group_id == 0:
+        if group.group_id == 0:
             # The request's own objects, whose hash Python remembers, and of other length than keys
             # with a group: most models have this group only, and their prompts many blocks.
             return list(ends)
-        return [make_key(block_hash, group_id) for block_hash in ends]
+        behind = self._behind_hash[group.group_id]
+        return [block_hash + behind for block_hash in ends]
 
     def needed_slots(self, position: int, start_tokens: int, end_tokens: int) -> range:
         """Return the slots that group `position` must load to extend a prefix to `end_tokens`."""
@@ -183,12 +202,14 @@ class PrefixMap:
         # A proof lies behind the end: what is missing moves the end in front of the slot before it.
         ahead = int(group.sees_next_token)
         if group.reads_all:
-            last = end_tokens // slot_tokens + ahead
-            for first in range(start_tokens // slot_tokens, last, LOOKUP_SLOTS):
-                slots = range(first, min(first + LOOKUP_SLOTS, last))
+            first, last = start_tokens // slot_tokens, end_tokens // slot_tokens + ahead
+            count = FIRST_LOOKUP_SLOTS
+            while first < last:
+                slots = range(first, min(first + count, last))
                 present = self._present(group, hashes, readable, slots)
                 if not present.all():
                     return self._align((first + int(present.argmin()) - ahead) * slot_tokens)
+                first, count = slots.stop, count * LOOKUP_GROWTH
             return end_tokens
         end = end_tokens
         while end > start_tokens:

@@ -23,9 +23,21 @@ from kv_offload.store_planner import StorePlanner
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+_GAUGES = (
+    "slots",
+    "slots_in_use",
+    "running_loads",
+    "running_stores",
+    "pinned_blocks",
+    "waiting_slots",
+    "store_share",
+    "load_bytes_per_second",
+    "prefill_tokens_per_second",
+)
 
 
 @dataclass(slots=True)
@@ -77,7 +89,7 @@ class OffloadScheduler:
         """Set while the engine resets everything for a sleep that host memory is to outlive."""
         self._weights_changed = False
         self._evictions_reported = 0
-        self._gauges_reported: dict[str, float] = {}
+        self._gauges_reported: tuple[float | None, ...] = (None,) * len(_GAUGES)
         self._stats = OffloadStats()
 
     # -- start ---------------------------------------------------------------------------------
@@ -221,23 +233,7 @@ class OffloadScheduler:
                     self._plan_stores(state, loaded[0])
                     self._stores.skip(state.cursor, loaded[1])
                 self._plan_stores(state, new.num_computed_tokens + scheduled[new.req_id])
-        self._grown_blocks = 0
-        cached = output.scheduled_cached_reqs
-        request_ids, new_block_ids = cached.req_ids, cached.new_block_ids
-        computed, resumed = cached.num_computed_tokens, cached.resumed_req_ids
-        for index in self._to_look_at(request_ids, new_block_ids):
-            request_id, new_ids = request_ids[index], new_block_ids[index]
-            state = self._requests.get(request_id)
-            if state is None:
-                continue
-            if request_id in resumed:
-                state.block_ids = [list(group) for group in new_ids or ()]
-                state.cursor = self._stores.new_cursor(request_id)
-            elif new_ids is not None:
-                for ids, more in zip(state.block_ids, new_ids, strict=True):
-                    ids += more
-                    self._grown_blocks += len(more)
-            self._plan_stores(state, computed[index] + scheduled[request_id])
+        self._grown_blocks = self._follow_running(output.scheduled_cached_reqs, scheduled)
         stores = self._stores.take_planned()
         self._stores.settle_leftovers(idle=not self._requests)
         self._behind = self._stores.behind
@@ -249,6 +245,27 @@ class OffloadScheduler:
             waits=any(load.synchronous for load in metadata.loads),
         )
         return metadata
+
+    def _follow_running(self, cached: CachedRequestData, scheduled: Mapping[str, int]) -> int:
+        """Plan the stores of requests that ran before; return how many blocks they have got."""
+        request_ids, new_block_ids = cached.req_ids, cached.new_block_ids
+        computed, resumed = cached.num_computed_tokens, cached.resumed_req_ids
+        requests, plan_stores = self._requests, self._plan_stores
+        grown_blocks = 0
+        for index in self._to_look_at(request_ids, new_block_ids):
+            request_id, new_ids = request_ids[index], new_block_ids[index]
+            state = requests.get(request_id)
+            if state is None:
+                continue
+            if request_id in resumed:
+                state.block_ids = [list(group) for group in new_ids or ()]
+                state.cursor = self._stores.new_cursor(request_id)
+            elif new_ids is not None:
+                for group, more in enumerate(new_ids):
+                    state.block_ids[group] += more
+                    grown_blocks += len(more)
+            plan_stores(state, computed[index] + scheduled[request_id])
+        return grown_blocks
 
     def _to_look_at(
         self, request_ids: Sequence[str], new_block_ids: Sequence[Any]
@@ -267,12 +284,10 @@ class OffloadScheduler:
         """Have what a request will have computed at `end_tokens` stored, at the end of the step."""
         request = state.request
         # Beyond num_tokens there are only drafts and placeholders, whose KV may be written again.
+        if self._prompt_only:
+            end_tokens = self._store_limit(request, end_tokens)
         self._stores.plan(
-            state.cursor,
-            request.block_hashes,
-            state.block_ids,
-            self._store_limit(request, end_tokens) if self._prompt_only else end_tokens,
-            request.num_tokens,
+            state.cursor, request.block_hashes, state.block_ids, end_tokens, request.num_tokens
         )
 
     def _store_limit(self, request: Request, end_tokens: int) -> int:
@@ -427,18 +442,18 @@ class OffloadScheduler:
             for reason, slots in self._stores.take_skipped().items():
                 stats.count(f"skipped_{reason}", slots)
         manager, jobs = self.manager, self._stores.jobs
-        gauges: dict[str, float] = {
-            "slots": manager.usable_slots,
-            "slots_in_use": manager.slots_in_use,
-            "running_loads": self._loads.running,
-            "running_stores": jobs.running,
-            "pinned_blocks": jobs.pinned_blocks,
-            "waiting_slots": self._stores.leftovers.slots,
-            **self.watch.gauges(),
-        }
+        gauges = (
+            manager.usable_slots,
+            manager.slots_in_use,
+            self._loads.running,
+            jobs.running,
+            jobs.pinned_blocks,
+            self._stores.leftovers.slots,
+            *self.watch.gauges(),
+        )
         if gauges != self._gauges_reported:
-            for name, value in gauges.items():
-                if self._gauges_reported.get(name) != value:
+            for name, value, before in zip(_GAUGES, gauges, self._gauges_reported, strict=True):
+                if value != before:
                     stats.gauge(name, value)
             self._gauges_reported = gauges
         return stats

@@ -103,6 +103,12 @@ class StorePlanner:
         self.jobs = StoreJobs(manager, pool, num_ranks, prefixes.blocks_per_slot)
         self.leftovers = Leftovers()
         self._shapes = tuple(zip(prefixes.slot_tokens, prefixes.slot_hashes, strict=True))
+        self._places = tuple(
+            (position, group, *shape)
+            for position, (group, shape) in enumerate(
+                zip(prefixes.groups, self._shapes, strict=True)
+            )
+        )
         self._per_slot = prefixes.blocks_per_slot
         self._examinable = MAX_SLOTS_PER_STEP
         self.behind: set[str] = set()
@@ -140,23 +146,23 @@ class StorePlanner:
             known = known_tokens
         if len(next_slot) > 1:
             known = self._prefixes.named_tokens(known)
-        for position, (tokens, slot_hashes) in enumerate(self._shapes):
-            first, last = next_slot[position], known // tokens
-            if first < last:
+        for position, group, tokens, slot_hashes in self._places:
+            at, last = next_slot[position], known // tokens
+            if at < last:
                 ids = block_ids[position]
                 last = self._end(last, slot_hashes, hashes, ids)
-                if last > first + self._examinable:
-                    last = first + self._examinable
-                if first < last:
-                    self._examinable -= last - first
-                    next_slot[position] = last
-                    group = self._prefixes.groups[position]
-                    if last - first == 1 and not group.group_id:
+                examinable = self._examinable
+                if last > at + examinable:
+                    last = at + examinable
+                if at < last:
+                    self._examinable = examinable - last + at
+                    if last - at == 1 and not group.group_id:
                         self._keys.append(hashes[last * slot_hashes - 1])
                     else:
-                        self._keys += self._prefixes.slot_keys(hashes, group, first, last)
-                    self._spans.append((cursor, group, position, hashes, ids, first, last))
-            if end_tokens // tokens > next_slot[position]:
+                        self._keys += self._prefixes.slot_keys(hashes, group, at, last)
+                    self._spans.append((cursor, group, position, hashes, ids, at, last))
+                    next_slot[position] = at = last
+            if end_tokens >= (at + 1) * tokens:
                 self.behind.add(cursor.request_id)
 
     def _end(self, full: int, slot_hashes: int, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
@@ -269,7 +275,8 @@ class StorePlanner:
         # Lists, not arrays: mostly decodes have filled a block each, and nothing is known of them.
         slots = self._manager.slot_numbers(keys)
         choice = _Choice(self._slots_left(soon_free_blocks))
-        new, pool_blocks, pool_key = choice.new, self._pool.blocks, self._prefixes.pool_key
+        new, pool_blocks = choice.new, self._pool.blocks
+        behind_key = self._prefixes.behind_slot_key
         # A span of one slot is what decodes have; most of these are chosen without further ado.
         single = self._per_slot == 1 and self._store_after_uses == 1
         at = 0
@@ -277,7 +284,7 @@ class StorePlanner:
             cursor, group, position, _, ids, first, last = span
             if single and last - first == 1 and slots[at] < 0 < choice.slots_left:
                 key, block = keys[at], ids[first]
-                if key not in new and pool_blocks[block].block_hash == pool_key(key, group):
+                if key not in new and pool_blocks[block].block_hash == key + behind_key[position]:
                     choice.slots_left -= 1
                     new[key] = None
                     choice.blocks.append(block)
@@ -292,7 +299,7 @@ class StorePlanner:
         if not choice.new and not choice.along:
             return
         along = np.array(choice.along, np.int32) if choice.along else NO_SLOTS
-        plan = self._manager.prepare_store(list(choice.new), along)
+        plan = self._manager.prepare_new(list(choice.new), along)
         if plan.no_room:
             self._skipped["pool_busy"] += plan.no_room
         if plan.keys:

@@ -22,6 +22,10 @@ class KeyMap:
         self._length = 0
         self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(NUM_SHARDS))
 
+    def get(self, key: Key) -> int:
+        """Return what a key maps to, -1 if it is unknown."""
+        return self._shards[hash(key) & _SHARD_BITS].get(key, -1)
+
     def get_all(self, keys: Sequence[Key]) -> list[int]:
         """Return what each key maps to, -1 for unknown ones."""
         shards = self._shards
@@ -41,12 +45,17 @@ class KeyMap:
             del shards[hash(key) & _SHARD_BITS][key]
         self._length -= len(keys)
 
-    def replace_all(self, old: Sequence[Key], keys: Sequence[Key], values: Sequence[int]) -> None:
-        """Do `remove_all` with `old` and `add_all` with as many others."""
+    def rename_all(self, key_of: list[Key], values: Sequence[int], keys: Sequence[Key]) -> None:
+        """Map others to values that have keys; `key_of` has the key of each value, and is kept so.
+
+        The keys are distinct and unknown.
+        """
         shards = self._shards
-        for gone, key, value in zip(old, keys, values, strict=True):
+        for key, value in zip(keys, values, strict=True):
+            gone = key_of[value]
             del shards[hash(gone) & _SHARD_BITS][gone]
             shards[hash(key) & _SHARD_BITS][key] = value
+            key_of[value] = key
 
     def pop(self, key: Key) -> int:
         """Take a key out and return what it mapped to. Raises `KeyError` for an unknown one."""

@@ -29,7 +29,8 @@ class LRUPolicy(EvictionPolicy):
 
     def replace(self, keys: Sequence[Key]) -> Slots:
         """See `EvictionPolicy.replace`; the keys do not matter."""
-        slots = self._log.pop_oldest(len(keys), self._held)
+        # Sorted, so that keys that follow each other mostly get slots that do.
+        slots = np.sort(self._log.pop_oldest(len(keys), self._held))
         self._log.append_new(slots[::-1])
         self._held[slots] = True
         return slots

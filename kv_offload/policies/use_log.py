@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kv_offload.policies.base import Slots
 
 _CHUNK_ENTRIES = 1024
-"""Chunks that shrink are joined up to this size, so that single uses do not stay single arrays."""
+"""Room of a chunk at least: batches share one, so that single uses are no arrays of their own."""
 
 _SLACK_ENTRIES = 4096
 """Stale entries that are not worth dropping."""
@@ -18,8 +18,41 @@ _SLACK_ENTRIES = 4096
 _WINDOW_ENTRIES = 64
 """Entries looked at in the search of a victim, or as many as are wanted."""
 
-_Chunk = tuple[Slots, NDArray[np.int64]]
-"""Slots with the time of their use, shape `(n,)` each, from the older to the newer."""
+Times = NDArray[np.int64]
+"""When slots were used, shape `(n,)`, counted in uses."""
+
+_NO_SLOTS: Slots = np.empty(0, np.int32)
+
+
+class _Chunk:
+    """Slots with the time of their use, from the older to the newer: a stretch of two arrays."""
+
+    __slots__ = ("_first", "_last", "_slots", "_times")
+
+    def __init__(self, room: int) -> None:
+        self._slots: Slots = np.empty(room, np.int32)
+        self._times: Times = np.empty(room, np.int64)
+        self._first = self._last = 0
+
+    def append(self, slots: Slots, times: Times) -> int:
+        """Add the first of some entries, as many as there is room for; return their number."""
+        first = self._last
+        self._last = last = min(first + len(slots), len(self._slots))
+        self._slots[first:last] = slots[: last - first]
+        self._times[first:last] = times[: last - first]
+        return last - first
+
+    def oldest(self, count: int) -> tuple[Slots, Times]:
+        """Return slots and times of the oldest entries, `count` or all, as views."""
+        part = slice(self._first, min(self._first + count, self._last))
+        return self._slots[part], self._times[part]
+
+    def drop(self, count: int) -> None:
+        """Drop the oldest entries; there must be so many."""
+        self._first += count
+
+    def __len__(self) -> int:
+        return self._last - self._first
 
 
 class UseLog:
@@ -38,7 +71,7 @@ class UseLog:
     def __init__(self, capacity: int) -> None:
         # Zeros from the system take no memory until they are written.
         self._time = np.zeros(capacity, np.int64)  # of the last use; 0: not in the log
-        self._parked = np.zeros(capacity, bool)
+        self._parked: set[int] = set()
         self._now = 1
         # All entries of `_visited` are older than all of `_chunks`.
         self._visited: deque[_Chunk] = deque()
@@ -49,68 +82,53 @@ class UseLog:
 
     def append(self, slots: Slots) -> None:
         """Make slots the most recent, the last of them most; of a repeated one the last counts."""
-        times = np.arange(self._now, self._now + len(slots))
-        self._now += len(slots)
         before = self._time[slots]
         if np.count_nonzero(before) < len(slots):
             self.length += len(np.unique(slots[before == 0]))
-        self._time[slots] = times
-        self._parked[slots] = False
-        self._push(self._chunks, (slots.copy(), times))
+        if self._parked:
+            self._parked.difference_update(slots.tolist())
+        self._append(slots)
         if self._entries > 2 * self.length + _SLACK_ENTRIES:
             self._drop_stale(2 * len(slots))
 
     def append_new(self, slots: Slots) -> None:
         """Do as `append` with slots that are not in the log, each given once."""
+        self.length += len(slots)
+        self._append(slots)
+
+    def _append(self, slots: Slots) -> None:
         times = np.arange(self._now, self._now + len(slots))
         self._now += len(slots)
-        self.length += len(slots)
         self._time[slots] = times
-        self._push(self._chunks, (slots.copy(), times))
+        self._push(self._chunks, slots, times)
 
     def remove(self, slots: Slots) -> None:
         """Take slots out."""
         self._time[slots] = 0
-        self._parked[slots] = False
+        self._parked.difference_update(slots.tolist())
         self.length -= len(slots)
 
     def pop_oldest(self, count: int, held: NDArray[np.bool_]) -> Slots:
         """Take out up to `count` of the least recent slots for which `held[slot]` is False."""
-        chunks = self._visited or self._chunks
-        if count and chunks and len(chunks[0][0]) > count:
-            # What is mostly met: the oldest of all were neither used since nor are they held.
-            slots, times = chunks[0]
-            met = slots[:count]
-            live = np.count_nonzero(self._time[met] == times[:count])
-            if live == count and not np.count_nonzero(held[met]):
-                chunks[0] = slots[count:], times[count:]
-                self._entries -= count
-                return self._taken(met)
         victims: list[Slots] = []
         while count and self._entries:
             chunks = self._visited or self._chunks
-            slots, times = self._pop(chunks)
-            window = max(count, _WINDOW_ENTRIES)
-            if len(slots) > window:
-                self._push_back(chunks, slots[window:], times[window:])
-                slots, times = slots[:window], times[:window]
-            slots, times = self._live((slots, times))
-            met = slots[:count]
-            if not np.count_nonzero(held[met]):
-                victims.append(met)
-                passed = len(met)
-            else:
-                idle = np.flatnonzero(~held[slots])[:count]
-                passed = len(slots) if len(idle) < count else int(idle[-1]) + 1
-                met = slots[:passed]
-                self._parked[met[held[met]]] = True
-                victims.append(slots[idle])
-            if passed < len(slots):
-                self._push_back(chunks, slots[passed:], times[passed:])
-            count -= len(victims[-1])
-        return self._taken(np.concatenate([np.empty(0, np.int32), *victims]))
-
-    def _taken(self, slots: Slots) -> Slots:
+            slots, times = chunks[0].oldest(count)
+            passed = len(slots)
+            live = self._time[slots] == times
+            # Mostly the oldest of all were neither used since nor are they held.
+            if np.count_nonzero(live) < passed or np.count_nonzero(held[slots]):
+                slots, times = chunks[0].oldest(max(count, _WINDOW_ENTRIES))
+                live = self._time[slots] == times
+                idle = live & ~held[slots]
+                wanted = np.flatnonzero(idle)[:count]
+                passed = len(slots) if len(wanted) < count else int(wanted[-1]) + 1
+                self._parked.update(slots[:passed][(live & ~idle)[:passed]].tolist())
+                slots = slots[wanted]
+            self._drop_oldest(chunks, passed)
+            victims.append(slots)
+            count -= len(slots)
+        slots = victims[0] if len(victims) == 1 else np.concatenate([_NO_SLOTS, *victims])
         # None of them is parked: what is parked has no entry.
         self._time[slots] = 0
         self.length -= len(slots)
@@ -118,54 +136,54 @@ class UseLog:
 
     def put_back(self, slots: Slots) -> None:
         """Return those of the slots that are parked to the old end, in the order of their use."""
-        is_parked = self._parked[slots]
-        if not np.count_nonzero(is_parked):
+        if not self._parked:
             return
-        parked = slots[is_parked]
-        self._parked[parked] = False
+        parked = np.array([slot for slot in slots.tolist() if slot in self._parked], np.int32)
+        if not len(parked):
+            return
+        self._parked.difference_update(parked.tolist())
         times = self._time[parked]
         order = np.argsort(times)
-        self._push_back(self._visited or self._chunks, parked[order], times[order])
+        chunk = _Chunk(len(parked))
+        self._entries += chunk.append(parked[order], times[order])
+        (self._visited or self._chunks).appendleft(chunk)
 
     def slots(self) -> Slots:
         """Return the slots that are not parked, from the least to the most recent, in O(n)."""
         live = [self._live(chunk)[0] for chunk in (*self._visited, *self._chunks)]
-        return np.concatenate([np.empty(0, np.int32), *live])
+        return np.concatenate([_NO_SLOTS, *live])
 
     def check_integrity(self) -> None:
         """Check all invariants, in O(n). Raises `AssertionError` naming the first broken."""
         listed = self.slots()
-        parked = np.flatnonzero(self._parked)
+        parked = self._parked
         known = np.flatnonzero(self._time)
         assert len(np.unique(listed)) == len(listed), "a slot has two entries"
         assert sorted([*listed, *parked]) == [*known], "a slot is lost, or listed and parked"
         assert len(known) == self.length, f"{self.length} slots are counted, {len(known)} known"
-        entries = sum(len(slots) for slots, _ in (*self._visited, *self._chunks))
+        entries = sum(map(len, (*self._visited, *self._chunks)))
         assert entries == self._entries, f"{self._entries} entries are counted, {entries} kept"
 
-    def _live(self, chunk: _Chunk) -> _Chunk:
-        slots, times = chunk
+    def _live(self, chunk: _Chunk) -> tuple[Slots, Times]:
+        slots, times = chunk.oldest(len(chunk))
         live = self._time[slots] == times
-        if np.count_nonzero(live) == len(slots):
-            return chunk
         return slots[live], times[live]
 
-    def _push(self, chunks: deque[_Chunk], chunk: _Chunk) -> None:
-        self._entries += len(chunk[0])
-        if chunks and len(chunks[-1][0]) + len(chunk[0]) <= _CHUNK_ENTRIES:
-            last = chunks.pop()
-            chunk = np.concatenate((last[0], chunk[0])), np.concatenate((last[1], chunk[1]))
-        if len(chunk[0]):
+    def _push(self, chunks: deque[_Chunk], slots: Slots, times: Times) -> None:
+        self._entries += len(slots)
+        if chunks:
+            taken = chunks[-1].append(slots, times)
+            slots, times = slots[taken:], times[taken:]
+        if len(slots):
+            chunk = _Chunk(max(len(slots), _CHUNK_ENTRIES))
+            chunk.append(slots, times)
             chunks.append(chunk)
 
-    def _push_back(self, chunks: deque[_Chunk], slots: Slots, times: NDArray[np.int64]) -> None:
-        chunks.appendleft((slots, times))
-        self._entries += len(slots)
-
-    def _pop(self, chunks: deque[_Chunk]) -> _Chunk:
-        chunk = chunks.popleft()
-        self._entries -= len(chunk[0])
-        return chunk
+    def _drop_oldest(self, chunks: deque[_Chunk], count: int) -> None:
+        self._entries -= count
+        chunks[0].drop(count)
+        if not chunks[0]:
+            chunks.popleft()
 
     def _drop_stale(self, count: int) -> None:
         """Visit the next chunks, at least `count` entries of them or all, and keep what is live."""
@@ -173,6 +191,8 @@ class UseLog:
             if not self._chunks:
                 self._chunks, self._visited = self._visited, self._chunks
                 return
-            chunk = self._pop(self._chunks)
-            count -= len(chunk[0])
-            self._push(self._visited, self._live(chunk))
+            chunk = self._chunks[0]
+            count -= len(chunk)
+            slots, times = self._live(chunk)
+            self._drop_oldest(self._chunks, len(chunk))
+            self._push(self._visited, slots, times)
