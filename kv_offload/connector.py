@@ -116,6 +116,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See `OffloadWorker.register_kv_caches`."""
         self.offload_worker.register_kv_caches(kv_caches)
+        engine_compat.before_each_step(self._begin_step)
 
     def unregister_kv_caches(self) -> None:
         """See `OffloadWorker.unregister_kv_caches`. From vLLM 0.33, before a sleep."""
@@ -129,8 +130,20 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Tell the scheduler how many slots this rank holds, and how many are ready."""
         return self.offload_worker.capacity()
 
+    def _begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Submit this step's copies before the engine prepares it, unless that touches KV blocks.
+
+        Preparing takes the host some milliseconds, in which the link need not idle. Below a
+        MultiConnector the metadata is that one's, and copies start with the later hooks.
+        """
+        metadata = scheduler_output.kv_connector_metadata
+        if isinstance(metadata, OffloadMetadata) and not engine_compat.changes_blocks(
+            scheduler_output
+        ):
+            self.offload_worker.start_copies(metadata)
+
     def handle_preemptions(self, kv_connector_metadata: OffloadMetadata) -> None:
-        """Submit the last step's stores: this is the first hook of every step, in all versions.
+        """Submit the last step's stores, if they were not: this is the first hook of every step.
 
         Runner V1 zeroes and copies blocks after it, runner V2 before it. Neither touches the pinned
         sources of a store.
@@ -138,7 +151,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.offload_worker.submit_stores()
 
     def bind_connector_metadata(self, connector_metadata: OffloadMetadata) -> None:
-        """Submit this step's loads: this hook comes after zeroing and before the forward.
+        """Have the forward wait for its loads: this hook comes after zeroing and just before it.
 
         `start_load_kv` would not do: from vLLM 0.32 it is called after the forward was launched.
         """

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +147,45 @@ def find_output_copy_stream() -> Any | None:
             return make() if getattr(runner, "use_async_scheduling", False) else None
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def before_each_step(call: Callable[[Any], None]) -> None:
+    """Have the model runner call `call(scheduler_output)` before it does anything for a step.
+
+    The connector's own first hook comes later: just before the forward in runner V2, in V1 not
+    before some preparations. Looks for the runner on the call stack, as `find_output_copy_stream`
+    does; where there is none nothing changes.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        runner = frame.f_locals.get("self")
+        if hasattr(runner, "execute_model"):
+            _call_before_steps(runner, call)
+            return
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _call_before_steps(runner: Any, call: Callable[[Any], None]) -> None:
+    original = type(runner).execute_model
+    found = weakref.ref(runner)  # a cycle would keep its KV tensors until the next collection
+
+    @functools.wraps(original)
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        call(scheduler_output)
+        return original(found(), scheduler_output, *args, **kwargs)
+
+    runner.execute_model = execute_model
+
+
+def changes_blocks(scheduler_output: Any) -> bool:
+    """Whether the runner zeroes or copies KV blocks for this step, before its forward.
+
+    Not counted are copies of states between the blocks of a request that runs.
+    """
+    return bool(
+        scheduler_output.new_block_ids_to_zero
+        or getattr(scheduler_output, "kv_cache_block_copies", None)
+    )
 
 
 def tensor_parallel_ranks() -> tuple[int, int, Callable[[Any], list[Any]]]:

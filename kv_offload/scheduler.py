@@ -65,6 +65,9 @@ class OffloadScheduler:
         self._config = config
         self._prompt_only = config.store_blocks == "prompt"
         self._groups = groups
+        # A failed synchronous load is reported by block, which vLLM can do with one group only.
+        # States are moved from block to block before the forward that waits for a load.
+        self._may_wait = len(groups) == 1 and not groups[0].holds_state
         self._slot_bytes = slot_bytes
         self.watch = StepWatch(config.max_slowdown)
         self.load_mode = LoadMode(slot_bytes, self.watch.load_rate)
@@ -155,8 +158,7 @@ class OffloadScheduler:
             return tokens, False
         slots = self._prefixes.count_slots(num_computed_tokens, num_computed_tokens + tokens)
         idle = self._requests.keys() <= {request_id}
-        # A failed synchronous load is reported by block, which vLLM can do with one group only.
-        synchronous = len(self._groups) == 1 and self.load_mode.is_synchronous(slots, idle=idle)
+        synchronous = self._may_wait and self.load_mode.is_synchronous(slots, idle=idle)
         if not self._choice.loads(num_computed_tokens, tokens, slots, synchronous=synchronous):
             self._declined_tokens[request_id] = tokens
             return 0, False

@@ -97,7 +97,11 @@ class OffloadWorker:
         self._failed_requests: set[str] = set()
         self._load_results: dict[int, JobResult] = {}
         self._waves = LayerWaves({}, [])
+        # The load in waves whose layers wait for it, and whether this step's forward still has to
+        # be made to wait for its loads.
         self._arriving: int | None = None
+        self._to_await = False
+        self._started_for: OffloadMetadata | None = None
         self.on_layer: Callable[[str], None] | None = None
         """Takes the calls of attention layers in this step; None in most steps."""
         self._stats = OffloadStats()
@@ -236,24 +240,49 @@ class OffloadWorker:
             else:
                 self._store_results[job.job_id] = self._result(job.job_id)
 
-    def start_kv_transfers(self, metadata: OffloadMetadata) -> None:
-        """Start the last step's stores that are still queued, then this step's loads.
+    def start_copies(self, metadata: OffloadMetadata) -> None:
+        """Start the last step's stores that are still queued, then this step's loads; idempotent.
 
-        Called after the engine zeroed and copied blocks for this step, and before its forward. The
-        destinations of an asynchronous load belong to requests that wait for it: no forward reads
-        or writes them. This step's forward reads those of the synchronous loads, so the compute
-        stream waits for them here; or for their first wave, if the layers wait for the others.
+        Called as soon as the engine will not zero or copy any block before this step's forward:
+        both could undo a load. Behind that, until the forward, nothing touches the destinations.
+        Those of an asynchronous load belong to requests that wait for it, so no forward reads or
+        writes them; those of synchronous loads are read by this step's forward, which waits for
+        them in `start_kv_transfers`.
         """
+        if self._started_for is metadata:
+            return
+        self._started_for = metadata
         self._end_arrival()  # of a step that was cut short
         self.submit_stores()
-        self._waves.begin_step(forward_with_layer_calls())
-        self.on_layer = self._learn_layer if self._waves.learning else None
         synchronous = [job for job in metadata.loads if job.synchronous]
         if synchronous:
+            self._to_await = True
             self._start_loads(synchronous, before_compute=True)
         for job in metadata.loads:
             if not job.synchronous:
                 self._start_loads([job])
+
+    def start_kv_transfers(self, metadata: OffloadMetadata) -> None:
+        """Start this step's copies if they were not, and have its forward wait for what it reads.
+
+        Called before the forward, after all else that the engine does for the step. The compute
+        stream waits for the synchronous loads here; or for their first wave, if the layers wait for
+        the others.
+        """
+        self.start_copies(metadata)
+        self._waves.begin_step(forward_with_layer_calls())
+        self.on_layer = self._learn_layer if self._waves.learning else None
+        if not self._to_await:
+            return
+        self._to_await = False
+        assert self._engine is not None, "a load came before register_kv_caches"
+        if self._arriving is not None and self._waves.possible:
+            self._waves.expect()
+            self.on_layer = self._await_layer
+            self._engine.await_wave(0)
+        else:
+            self._arriving = None
+            self._engine.await_loads()
 
     def _start_loads(self, jobs: Sequence[LoadJob], *, before_compute: bool = False) -> None:
         """Load for several requests by one transfer; plans with a gap fail and are not copied."""
@@ -269,12 +298,10 @@ class OffloadWorker:
         pairs = np.concatenate([job.pairs for job in complete])
         assert self._engine is not None, "a load came before register_kv_caches"
         enough = len(pairs) * self._engine.layout.slot_bytes >= WAVES_FROM_BYTES
-        in_waves = before_compute and enough and self._waves.possible
+        in_waves = before_compute and enough and self._waves.plan is not None
         job_id = complete[0].job_id
         if in_waves:
-            self._waves.expect()
             self._arriving = job_id
-            self.on_layer = self._await_layer
         self._submit(SwapJob(job_id, Direction.LOAD, pairs, before_compute, in_waves))
 
     def _submit(self, job: SwapJob) -> None:

@@ -158,11 +158,7 @@ class CudaSwapEngine(SwapEngine):
         if job.before_compute:
             lane = self._state.lanes[Direction.LOAD, "before_compute"]
             lane.submit(job, nbytes)
-            if job.in_waves:
-                lane.fail_unqueued()
-                lane.hold_wave(0)
-            else:
-                lane.hold()
+            lane.fail_unqueued()  # nobody could be made to wait for the rest
             return
         pages = len(job.pairs) * len(self.layout.regions)
         path = self._rule.choose(job.direction, self._page_bytes, pages)
@@ -172,6 +168,12 @@ class CudaSwapEngine(SwapEngine):
     def can_load_in_waves(self) -> bool:
         """Where compute can wait for loads at all."""
         return self.can_load_before_compute
+
+    def await_loads(self) -> None:
+        """See `SwapEngine`. A failure of CUDA becomes the completion of the load."""
+        lane = self._state.lanes.get((Direction.LOAD, "before_compute"))
+        if lane is not None:
+            lane.hold()
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
         """Queue the writing of the table that waves need; see `SwapEngine`.

@@ -29,9 +29,9 @@ class SwapJob:
 
     `pairs` is int32 of shape `(n, 2)`, n >= 1: column 0 the block in the KV cache, column 1 the
     slot in the arena. The engine does not keep `pairs` after `submit` returns. With
-    `before_compute`, for loads only, compute that is queued after `submit` waits for the copies,
-    the host does not, and they do not queue behind other loads. With `in_waves` besides, it waits
-    for the first wave only, and for the others in `SwapEngine.await_wave`.
+    `before_compute`, for loads only, the copies do not queue behind other loads, and compute can be
+    made to wait for them, the host never: by `SwapEngine.await_loads`, or with `in_waves` besides
+    wave by wave in `SwapEngine.await_wave`.
     """
 
     job_id: int
@@ -89,6 +89,14 @@ class SwapEngine(ABC):
     def can_load_in_waves(self) -> bool:
         """Whether `set_waves` and jobs with `in_waves` are taken."""
         return False
+
+    @abstractmethod
+    def await_loads(self) -> None:
+        """Have compute queued from now on wait for all loads `before_compute` submitted so far.
+
+        That is compute on the stream that is current now, and whole loads, in waves or not. A load
+        of which nobody could be made to wait fails.
+        """
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
         """Have loads with `in_waves` arrive wave by wave; once, before the first of them.

@@ -104,9 +104,10 @@ class HostSwapEngine(SwapEngine):
         weakref.finalize(self, _stop, self._state)
 
     def submit(self, job: SwapJob) -> None:
-        """Queue the job for the worker, or run it here if compute must come after it.
+        """Queue the job for the worker, or run it here if compute is to come after it.
 
-        Compute runs on this very thread; so a wave is copied when it is awaited, and not before.
+        Compute runs on this very thread; so the first wave is copied here too, and each other one
+        when it is awaited.
         Raises `JobError`.
         """
         self.check_pairs(job)
@@ -161,6 +162,10 @@ class HostSwapEngine(SwapEngine):
             KVLayout(self.layout.num_blocks, tuple(self.layout.regions[i] for i in sorted(wave)))
             for wave in waves
         ]
+
+    def await_loads(self) -> None:
+        """Copy the waves that are left; all else was copied by `submit`."""
+        self._finish_arrival()
 
     def await_wave(self, wave: int) -> None:
         """Copy what is left of the waves up to this one. A failed copy ends the load."""

@@ -98,11 +98,7 @@ class Lane:
         self._queue()
 
     def hold(self) -> None:
-        """Make what is queued on the compute stream from now on wait for all jobs submitted so far.
-
-        A job of which slices are still to be queued cannot be waited for; it fails.
-        """
-        self.fail_unqueued()
+        """Make what the compute stream is given from now on wait for all slices queued so far."""
         if self._slices:
             self._make_wait(self.stream.compute_stream(), self._slices[-1][0])
 

@@ -104,6 +104,9 @@ class DigestingEngine(SwapEngine):
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
         self.inner.set_waves(waves)
 
+    def await_loads(self) -> None:
+        self.inner.await_loads()
+
     def await_wave(self, wave: int) -> None:
         self.inner.await_wave(wave)
 

@@ -116,8 +116,8 @@ def test_layers_wait_for_their_waves(
             assert ours.totals["failed_loads"] == 0
             assert jobs
             assert all(job.in_waves for job in jobs)
-            # Each forward asks once a layer, and the end of the step once more.
-            assert awaited == [0, 1, 2, 3, 3] * len(jobs)
+            # Each forward asks before it, once a layer, and at the end of the step.
+            assert awaited == [0, 0, 1, 2, 3, 3] * len(jobs)
         ours.assert_nothing_left()
 
 

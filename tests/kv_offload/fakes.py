@@ -249,6 +249,9 @@ class ManualSwapEngine(SwapEngine):
         if job.before_compute:
             self.run(-1, fail=self.fails_before_compute)
 
+    def await_loads(self) -> None:
+        """`submit` ran them."""
+
     def run(self, index: int = 0, *, fail: bool = False) -> None:
         """Copy one job now. One that fails leaves garbage behind."""
         job = self.submitted.pop(index)

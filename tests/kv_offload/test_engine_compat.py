@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 import vllm
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
@@ -24,7 +27,9 @@ from kv_offload import engine_compat, engine_hooks
 from kv_offload.engine_compat import (
     NEWEST,
     OLDEST,
+    before_each_step,
     bytes_per_block,
+    changes_blocks,
     check_version,
     count_common_hits,
     counts_attention_hits,
@@ -202,6 +207,60 @@ def test_runner_v1_makes_no_stream_that_it_will_not_use(asynchronous: bool | Non
     runner = RunnerV1(asynchronous)
     assert runner.register() is None
     assert runner.made == []
+
+
+class SteppingRunner:
+    """Has KV tensors, like a real one, and a method that the worker calls for every step."""
+
+    def __init__(self) -> None:
+        self.executed: list[tuple[object, ...]] = []
+
+    def register(self, call: Callable[[Any], None]) -> None:
+        before_each_step(call)
+
+    def execute_model(self, scheduler_output: object, tensors: object = None) -> str:
+        self.executed.append((scheduler_output, tensors))
+        return "output"
+
+
+def test_the_runner_calls_before_each_step() -> None:
+    runner, told = SteppingRunner(), []
+    runner.register(lambda output: told.append((output, len(runner.executed))))
+    assert runner.execute_model("one") == "output"
+    assert runner.execute_model(scheduler_output="two", tensors=3) == "output"
+    assert told == [("one", 0), ("two", 1)]
+    assert runner.executed == [("one", None), ("two", 3)]
+    assert SteppingRunner().execute_model("other") == "output"
+    assert len(told) == 2, "other runners are left alone"
+
+
+def test_a_runner_that_calls_is_freed_at_once() -> None:
+    runner = SteppingRunner()
+    runner.register(lambda output: None)
+    gc.disable()
+    try:
+        found = weakref.ref(runner)
+        del runner
+        assert found() is None
+    finally:
+        gc.enable()
+
+
+def test_without_a_runner_nobody_calls() -> None:
+    before_each_step(lambda output: pytest.fail("nothing to call it"))
+
+
+@pytest.mark.parametrize(
+    ("zeroed", "copied", "changes"),
+    [(None, None, False), ([], [], False), ([3], None, True), (None, [(1, 2)], True)],
+)
+def test_steps_that_change_blocks_before_their_forward(
+    zeroed: list[int] | None, copied: list[Any] | None, changes: bool
+) -> None:
+    output = SchedulerOutput.make_empty()
+    output.new_block_ids_to_zero = zeroed
+    output.kv_cache_block_copies = copied
+    assert changes_blocks(output) == changes
 
 
 def test_the_nearest_runner_counts() -> None:

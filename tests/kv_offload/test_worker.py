@@ -238,6 +238,32 @@ def test_stores_start_with_the_next_step(rank: Rank, submit: str) -> None:
     assert rank.engine.in_flight == 1
 
 
+def test_copies_start_before_the_step_is_prepared_and_the_forward_waits_before_it_runs(
+    monkeypatch: pytest.MonkeyPatch, rank: Rank
+) -> None:
+    rank.step(store(0, (1, 2)), store(1, (3, 4)))
+    rank.step(store(2, (1, 6)))
+    told: list[str] = []
+    submit, await_loads = rank.engine.submit, rank.engine.await_loads
+    monkeypatch.setattr(
+        rank.engine, "submit", lambda job: (told.append(job.direction.value), submit(job))
+    )
+    monkeypatch.setattr(rank.engine, "await_loads", lambda: (told.append("await"), await_loads()))
+    awaited = LoadJob(0, "a", pairs((5, 2)), synchronous=True)
+    metadata = plan([], [awaited, load(1, "b", (6, 4))])
+    rank.half.start_copies(metadata)
+    assert told == ["store", "load", "load"]
+    rank.half.submit_stores()
+    rank.half.start_kv_transfers(metadata)
+    assert told == ["store", "load", "load", "await"], "each started once"
+    assert rank.engine.wait(10)
+    rank.end(metadata)
+    assert torch.equal(rank.kv[5], rank.kv[1])
+    assert torch.equal(rank.kv[6], rank.kv[3])
+    rank.step()
+    assert told == ["store", "load", "load", "await"]
+
+
 def test_a_store_copies_what_is_there_when_it_is_submitted(rank: Rank) -> None:
     """The forward of the step that planned it runs between planning and submitting."""
     metadata = plan([store(0, (1, 2))])

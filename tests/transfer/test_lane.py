@@ -291,6 +291,7 @@ def test_compute_waits_for_the_last_slice_of_what_is_in_flight() -> None:
     lane.hold()
     assert device.awaited == [(1, events(device)[1])]
     submit(lane, 2, 8)  # of which one slice fits
+    lane.fail_unqueued()
     lane.hold()
     assert device.awaited[1:] == [(1, events(device)[2])]
     device.complete(3)
