@@ -60,6 +60,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._by_request = engine_compat.reports_failed_requests(version)
         self._by_block = not self._by_request and config.on_load_failure == "fail"
         self._failed_loads: dict[str, LoadJob] = {}
+        self._engine_id = transfer_config.engine_id
+        self._alone = vllm_config.parallel_config.world_size == 1
         parallel = vllm_config.parallel_config
         # One of the two stays None; a hook is only called on the half that it belongs to.
         self.offload_scheduler: OffloadScheduler = None  # type: ignore[assignment]
@@ -78,6 +80,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self.offload_worker = OffloadWorker(
                 config, kv_cache_config, parallel.rank, parallel.world_size, peers
             )
+            self.offload_worker.engine_id = self._engine_id
 
     def _start_scheduler(
         self,
@@ -291,6 +294,17 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.offload_scheduler.reset()
         return True
 
+    def _hear_of_ended_stores(self) -> None:
+        """Unpin what has been stored by now, where the only rank lives in this process.
+
+        A rank's report comes with the output of its step, and under asynchronous scheduling that is
+        up to two steps after the copies ended.
+        """
+        if self.offload_scheduler.has_pending_stores and self._alone:
+            rank = engine_compat.local_rank(self._engine_id)
+            if rank is not None:
+                self.offload_scheduler.stores_ended(rank.take_ended_stores())
+
     # -- both ----------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> OffloadStats | None:
@@ -299,6 +313,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         Of the scheduler's hooks it is the only one that vLLM calls at the end of every step.
         """
         if self.offload_scheduler is not None:
+            self._hear_of_ended_stores()
             self.offload_scheduler.watch.end()
             return self.offload_scheduler.take_stats()
         return self.offload_worker.take_stats()

@@ -243,6 +243,22 @@ def halves(connector: Any, attribute: str) -> Iterator[Any]:
         yield from halves(member, attribute)
 
 
+def local_rank(engine_id: str | None) -> Any | None:
+    """Return the worker's half of this engine's connector if it lives in this process, else None.
+
+    With one rank vLLM runs the worker in the process and on the thread of the scheduler.
+    """
+    from vllm.distributed import kv_transfer
+
+    if not kv_transfer.has_kv_transfer_group():
+        return None
+    connector = kv_transfer.get_kv_transfer_group()
+    for half in halves(connector, "offload_worker"):
+        if half.engine_id == engine_id:
+            return half
+    return None
+
+
 def drain_before_reset(drain: Callable[[Any], None]) -> None:
     """Have every engine core call `drain(core)` before it resets its prefix cache or sleeps.
 

@@ -337,6 +337,9 @@ class OffloadScheduler:
             self._delivered_loads -= again
         report = output.kv_connector_worker_meta
         if isinstance(report, OffloadWorkerMetadata):
+            # First: what was computed beside a load that failed must not become readable.
+            if report.failed_loads:
+                self._loads_failed(report)
             self._stores.complete(report.stores)
             self._loads.complete_synchronous(report.loads)
             if report.load_bytes_per_second is not None:
@@ -345,9 +348,11 @@ class OffloadScheduler:
                 self.store_budget.learn(report.store_bytes_per_second)
             if report.ready_slots:
                 self.ranks_ready(report.ready_slots)
-            if report.failed_loads:
-                self._loads_failed(report)
         self._loads.complete(output.finished_recving or ())
+
+    def stores_ended(self, results: Mapping[int, JobResult]) -> None:
+        """Take results of stores that the only rank would report with a later step."""
+        self._stores.complete(results)
 
     def _loads_failed(self, report: OffloadWorkerMetadata) -> None:
         failed = report.failed_loads & self._requests.keys()

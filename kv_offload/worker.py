@@ -108,6 +108,8 @@ class OffloadWorker:
         forward_log("transfer")
         self._ready_slots_reported = 0
         self.num_slots = 0
+        self.engine_id: str | None = None
+        """Of the engine that this rank belongs to."""
 
     # -- start and end -------------------------------------------------------------------------
 
@@ -457,6 +459,18 @@ class OffloadWorker:
         """Return the synchronous loads that failed, each once: requests of this step read them."""
         failed, self._failed_synchronous = self._failed_synchronous, []
         return failed
+
+    def take_ended_stores(self) -> dict[int, JobResult]:
+        """Return the stores that have ended by now and are not reported, instead of their report.
+
+        None while a load has failed unreported: what was computed beside it must be distrusted
+        first. A store ends after the loads of the steps before it, so `poll` has seen those.
+        """
+        self.poll()
+        if self._failed_requests:
+            return {}
+        results, self._store_results = self._store_results, {}
+        return results
 
     def take_report(self) -> OffloadWorkerMetadata | None:
         """Return what the scheduler must know; None where nothing happened."""

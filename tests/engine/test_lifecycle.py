@@ -73,6 +73,29 @@ def store(offloading: Engine, prompt: list[int]) -> None:
     offloading.totals.clear()
 
 
+def test_ended_stores_are_heard_of_before_their_report(
+    offloading: Engine, plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank lives beside the scheduler; here its reports say nothing of stores."""
+    rank, prompt = offloading.rank, LONG
+    take_report = rank.take_report
+
+    def without_stores() -> object:
+        kept, rank._store_results = rank._store_results, {}
+        report = take_report()
+        rank._store_results = kept
+        return report
+
+    monkeypatch.setattr(rank, "take_report", without_stores)
+    assert offloading.generate([prompt]) == [plain(prompt)]
+    offloading.settle()
+    assert offloading.blocks_stored() == 10
+    assert offloading.offload.manager.slots_in_use >= 10
+    offloading.reset_gpu_cache()
+    assert offloading.generate([prompt]) == [plain(prompt)]
+    assert offloading.blocks_loaded() == 10
+
+
 def test_chunked_prefill_stores_each_block_once(offloading: Engine, plain) -> None:
     prompt = LONG
     assert offloading.generate([prompt]) == [plain(prompt)]

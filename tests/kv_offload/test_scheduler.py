@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -696,8 +697,12 @@ def test_no_request_is_preempted_because_of_stores(
     engine.check_rest()
 
 
-def test_what_is_computed_on_a_load_that_failed_is_never_served() -> None:
-    """A synchronous load fails when its step has planned stores of what it computes."""
+@pytest.mark.parametrize("at_once", [False, True])
+def test_what_is_computed_on_a_load_that_failed_is_never_served(at_once: bool) -> None:
+    """A synchronous load fails when its step has planned stores of what it computes.
+
+    The ends of these are reported later or with the failure.
+    """
     engine = PlayedEngine(synchronous_loads=True, max_num_batched_tokens=64)
     store(engine, PROMPT)
     engine.add("a", [*PROMPT, *OTHER], max_tokens=8)
@@ -708,9 +713,13 @@ def test_what_is_computed_on_a_load_that_failed_is_never_served() -> None:
     offload = engine.offload
     failed = JobResult(frozenset({0}), False)
     report = OffloadWorkerMetadata(failed_loads=frozenset({"a"}), loads={load.job_id: failed})
+    ended = {job.job_id: JobResult(frozenset({0}), True)}
+    if at_once:
+        report = dataclasses.replace(report, stores=ended)
     offload.update(KVConnectorOutput(kv_connector_worker_meta=report))
-    ended = OffloadWorkerMetadata({job.job_id: JobResult(frozenset({0}), True)})
-    offload.update(KVConnectorOutput(kv_connector_worker_meta=ended))
+    if not at_once:
+        later = OffloadWorkerMetadata(ended)
+        offload.update(KVConnectorOutput(kv_connector_worker_meta=later))
     assert offload.manager.slots_in_use == 5, "what was there before is all"
     assert offload.take_stats().data["skipped_copy_failed"] == 5
     assert offload._requests["a"].cursor.next_slot == [0], "it is looked at again"

@@ -718,3 +718,21 @@ def test_without_a_way_to_write_the_table_loads_arrive_whole(
     assert report is not None
     assert report.loads == {0: result()}
     rank.half.shutdown()
+
+
+def test_ended_stores_are_told_once_and_not_beside_an_unreported_failure(rank: Rank) -> None:
+    rank.step(store(0, (1, 2)), store(1, (3, 4)))
+    rank.begin(plan())
+    assert rank.engine.wait(10)
+    assert rank.half.take_ended_stores() == {0: result(), 1: result()}
+    assert rank.half.take_ended_stores() == {}
+    rank.end(plan())
+    assert rank.report()[0] == {}
+    rank.step(store(2, (1, 5)))
+    rank.begin(plan([], [load(0, "a", (5, 2), incomplete=True)]))
+    assert rank.engine.wait(10)
+    assert rank.half.take_ended_stores() == {}
+    rank.half.poll()
+    stores, _, failed = rank.report()
+    assert stores == {2: result()}
+    assert failed.keys() == {"a"}
