@@ -184,6 +184,8 @@ class PrefixMap:
                 end = self._covered_end(position, hashes, readable, start_tokens, end)
                 if end <= start_tokens:
                     break
+            if len(self.groups) == 1:
+                break  # it has agreed to this end
         return max(end, start_tokens)
 
     def _align(self, tokens: int) -> int:

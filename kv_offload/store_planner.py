@@ -281,7 +281,7 @@ class StorePlanner:
         single = self._per_slot == 1 and self._store_after_uses == 1
         at = 0
         for span in spans:
-            cursor, group, position, _, ids, first, last = span
+            cursor, _, position, _, ids, first, last = span
             if single and last - first == 1 and slots[at] < 0 < choice.slots_left:
                 key, block = keys[at], ids[first]
                 if key not in new and pool_blocks[block].block_hash == key + behind_key[position]:
@@ -315,7 +315,7 @@ class StorePlanner:
         `slots` has what the cache manager says of `keys`. Returns how many slots were passed.
         """
         _, group, _, hashes, group_blocks, first, last = span
-        unknown = [index for index, slot in enumerate(slots) if slot < 0]
+        unknown: Sequence[int] = [index for index, slot in enumerate(slots) if slot < 0]
         passed = len(keys)
         if unknown:
             per_slot = self._per_slot
@@ -326,6 +326,20 @@ class StorePlanner:
             # Null blocks have no hash, so they are caught here too.
             found = [pool_blocks[block].block_hash for block in blocks]
             all_valid = found == expected
+            new = keys[unknown[0] :]
+            if (
+                all_valid
+                and len(new) == len(unknown)
+                and self._store_after_uses == 1
+                and choice.new.keys().isdisjoint(new)
+            ):
+                # What is mostly met: of the rest of a prompt nothing is known, and all is valid.
+                taken = max(0, min(len(new), choice.slots_left))
+                choice.slots_left -= taken
+                choice.new.update(dict.fromkeys(new[:taken]))
+                choice.blocks += blocks[: taken * per_slot]
+                passed = unknown[0] + taken
+                unknown = ()
         for index in unknown:
             key = keys[index]
             if key in choice.new:
@@ -345,8 +359,7 @@ class StorePlanner:
                 choice.slots_left -= 1
                 choice.new[key] = None
                 choice.blocks += blocks[at:end]
-        if len(unknown) < len(slots):
-            choice.along += [slot for slot in slots[:passed] if slot >= 0]
+        choice.along += [slot for slot in slots[:passed] if slot >= 0]
         return passed
 
     def take_planned(self) -> tuple[StoreJob, ...]:

@@ -20,7 +20,8 @@ class CopyStream:
     was queued on its earlier recording. More are made only while more are out.
 
     A copy begins only after these calls, so they take the shortest way: torch's events and streams
-    by their handles, through CuPy, which keeps the GIL meanwhile.
+    by their handles, through CuPy. Events are asked through torch: CuPy's query leaves an error
+    behind where one has not completed, and torch might come upon it.
     """
 
     def __init__(

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kv_offload.cache_manager import CacheManager, MissingKeyError, MisuseError, StorePlan
+from kv_offload.cache_manager import (
+    RUN_SLOTS,
+    CacheManager,
+    MissingKeyError,
+    MisuseError,
+    StorePlan,
+)
 from kv_offload.errors import CapacityError, KVOffloadError
 from kv_offload.policies import POLICIES, make_policy
 
@@ -516,6 +523,67 @@ def test_a_limit_that_cannot_be_is_refused(manager: CacheManager, usable_slots: 
         manager.limit_slots(usable_slots)
     assert manager.usable_slots == 4
     manager.limit_slots(2)
+
+
+# -- runs of slots -----------------------------------------------------------------------------
+
+LONG = [b"%3d" % i for i in range(5 * RUN_SLOTS + 3)]
+
+
+def test_a_prefix_in_slots_that_follow_each_other_is_found_whole() -> None:
+    manager = CacheManager(200, make_policy("lru", 200))
+    slots = store(manager, *LONG)
+    for first in (0, 1, RUN_SLOTS - 1, RUN_SLOTS):
+        assert manager.slot_numbers(LONG[first:]) == slots[first:]
+    mixed = [*LONG[:20], b"unknown", *LONG[40:20:-1], *LONG[41:]]
+    assert manager.slot_numbers(mixed) == [*slots[:20], -1, *slots[40:20:-1], *slots[41:]]
+
+
+def test_slots_are_found_in_whatever_order_keys_were_given_them() -> None:
+    manager = CacheManager(200, make_policy("arc", 200))
+    shuffled = random.Random(0).sample(LONG, len(LONG))
+    slot_of = dict(zip(shuffled, store(manager, *shuffled), strict=True))
+    assert manager.slot_numbers(LONG) == [slot_of[key] for key in LONG]
+
+
+def test_a_key_whose_store_failed_is_not_found_by_way_of_its_neighbours() -> None:
+    manager = CacheManager(4, make_policy("lru", 4))
+    slots = slots_of(manager.prepare_store([A, B, C]))
+    manager.complete_store([slots[1]], ok=False)
+    manager.complete_store([slots[0], slots[2]])
+    assert manager.slot_numbers([A, B, C]) == [slots[0], -1, slots[2]]
+    assert manager.readable([A, B, C]).tolist() == [True, False, True]
+    manager.check_integrity()
+
+
+def test_a_forgotten_key_is_not_found_by_way_of_its_neighbours() -> None:
+    manager = CacheManager(4, make_policy("lru", 4))
+    written = manager.prepare_store([A, B])
+    manager.reset()
+    assert store(manager, C, D) == [2, 3]
+    manager.complete_store(written.slots)
+    assert manager.slot_numbers([C, D, A, B]) == [2, 3, -1, -1]
+    assert manager.slot_numbers([B, C, D]) == [-1, 2, 3]
+    manager.check_integrity()
+
+
+def test_evicted_slots_are_given_in_order() -> None:
+    """So a prefix stays in slots that follow each other however often they are given anew."""
+    manager = CacheManager(64, make_policy("lru", 64))
+    for round_ in range(6):
+        for prefix in range(4):
+            slots = store(manager, *(b"%d %d %d" % (round_, prefix, i) for i in range(16)))
+            assert slots == [*range(16 * prefix, 16 * prefix + 16)]
+
+
+def test_new_keys_are_stored_as_if_they_had_been_looked_up(manager: CacheManager) -> None:
+    store(manager, A, B, C)
+    plan = manager.prepare_new([D, E], manager.find([A]))
+    assert [*plan.keys] == [D, E]
+    assert (plan.known, plan.no_room, plan.evicted) == (0, 0, 1)
+    assert manager.lookup(A), "what goes along is not evicted"
+    manager.complete_store(plan.slots)
+    manager.check_integrity()
 
 
 # -- check_integrity ---------------------------------------------------------------------------

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kv_offload.prefix import CacheGroup, PrefixMap, Readable
+from kv_offload.errors import UnsupportedError
+from kv_offload.prefix import (
+    FIRST_LOOKUP_SLOTS,
+    LOOKUP_GROWTH,
+    CacheGroup,
+    PrefixMap,
+    Readable,
+)
 
 
 def make_key(block_hash: bytes, group_id: int) -> bytes:
@@ -349,6 +356,25 @@ def test_keys_of_all_groups_but_the_first_name_the_group() -> None:
     prefixes = make_map(FULL, window)
     assert prefixes.slot_keys(HASHES, FULL, 0, 2) == HASHES[:2]
     assert prefixes.slot_keys(HASHES, window, 0, 2) == [make_key(h, 1) for h in HASHES[:2]]
+
+
+def test_keys_that_do_not_begin_with_the_hash_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="makes the keys of its blocks in an unknown way"):
+        PrefixMap([FULL], 4, 1, lambda block_hash, group_id: b"%d " % group_id + block_hash)
+
+
+@pytest.mark.parametrize("missing", [0, 7, 8, 39, 40, 41, 99])
+def test_few_slots_are_looked_up_behind_the_first_that_is_missing(missing: int) -> None:
+    hashes = make_hashes(400)
+    asked: list[bytes] = []
+
+    def readable(keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        asked.extend(keys)
+        return np.array([key != hashes[missing] for key in keys], bool)
+
+    assert make_map(FULL).longest_hit(hashes, readable, 0, 1600) == 4 * missing
+    assert asked == hashes[: len(asked)]
+    assert len(asked) <= FIRST_LOOKUP_SLOTS + (LOOKUP_GROWTH + 1) * missing
 
 
 def test_the_hash_of_a_block_is_that_of_its_last_hash_block() -> None:
