@@ -59,6 +59,8 @@ class Child:
 
     def __init__(self, shape: str, connector: str, separate_core: bool, options: Any) -> None:
         self.connector = connector
+        self.counted: dict[str, dict[str, float]] = {}
+        """What the connector counted in each section, of this project only."""
         arguments = {
             "shape": shape,
             "connector": connector,
@@ -115,6 +117,8 @@ class Child:
                     raise ChildError(f"{self.connector}, {name}: {answer['error']}")
                 if name != "turn":
                     progress(f"{self.connector}: {name} took {answer['took']:.1f} s")
+                    if answer.get("counted"):
+                        self.counted[name] = answer["counted"]
                 return answer["value"]
         finally:
             timer.cancel()
@@ -183,6 +187,7 @@ class Bench:
             if section in chosen:
                 result[section] = child.ask(section)
         result["memory"] = child.ask("memory")
+        result["counted"] = child.counted
         self._keep()
 
     def measure_pairs(self, off: Child, ours: Child) -> None:

@@ -41,9 +41,11 @@ def serve(engine: ServingEngine) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         name = request.pop("do")
-        started = time.monotonic()
+        started, before = time.monotonic(), engine.totals.counters()
         value = sections[name](engine, **request)
-        answer({"value": value, "took": time.monotonic() - started})
+        after = engine.totals.counters()
+        counted = {key: after[key] - was for key, was in before.items() if after[key] != was}
+        answer({"value": value, "counted": counted, "took": time.monotonic() - started})
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""This project's connector with its byte counts in a file, readable from another process.
+"""This project's connector with its metrics in a file, readable from another process.
 
 A serving figure counts only beside a proof that the bytes came back, and with the engine core in a
 process of its own, what the `LLM` class shows does not have them (see `bench/totals.py`).
@@ -16,15 +16,18 @@ from numpy.typing import NDArray
 from kv_offload.config import load_config
 from kv_offload.connector import KVOffloadConnector
 from kv_offload.engine_compat import bytes_per_block
+from kv_offload.metrics import METRICS
 
 TOTALS_VARIABLE = "KV_OFFLOAD_BENCH_TOTALS"
-NAMES = ("loaded_bytes", "stored_bytes", "pool_bytes", "ready_bytes")
+KINDS = {"pool_bytes": "counter", "ready_bytes": "counter"} | {m.name: m.kind for m in METRICS}
+NAMES = tuple(KINDS)
 
 
 class SharedTotals:
-    """Sums that one process adds to and others read: a mapped file of one float64 per name.
+    """Metrics that one process keeps and others read: a mapped file of one float64 per name.
 
-    `pool_bytes` is what the slots of all ranks take, `ready_bytes` what they may use already.
+    Beside those of `kv_offload.metrics` there are `pool_bytes`, what the slots of all ranks take,
+    and `ready_bytes`, what they may use already.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,13 +39,22 @@ class SharedTotals:
         return int(self._values[NAMES.index(name)])
 
     def add(self, data: dict[str, float]) -> None:
-        """Add the named sums of a connector's stats, from the only process that writes."""
-        for index, name in enumerate(NAMES):
-            self._values[index] += data.get(name, 0)
+        """Take in a connector's stats, in the only process that writes: counters are summed."""
+        for name, value in data.items():
+            index = NAMES.index(name)
+            self._values[index] = value + (self._values[index] if KINDS[name] == "counter" else 0)
+
+    def counters(self) -> dict[str, float]:
+        """Return every counter by its name."""
+        return {
+            name: float(self._values[NAMES.index(name)])
+            for name in NAMES
+            if KINDS[name] == "counter"
+        }
 
 
 class CountedConnector(KVOffloadConnector):
-    """Adds what the worker's half reports to the file that `TOTALS_VARIABLE` names."""
+    """Adds what both halves report to the file that `TOTALS_VARIABLE` names."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -108,17 +108,38 @@ class ServingEngine:
         self.llm.generate(batch, parameters, use_tqdm=False)
         return time.perf_counter() - begin
 
+    def rest(self) -> None:
+        """Wait until the connector has nothing left to do, as a server does where nobody asks.
+
+        In one process nobody steps an engine after its last answer, so it is stepped here.
+        """
+        deadline = time.monotonic() + RESET_SECONDS
+        if self.separate_core:
+            while self.totals["waiting_slots"] + self.totals["running_stores"]:
+                self._check(deadline, "the connector does not come to rest")
+                time.sleep(0.01)
+            return
+        core = self.llm.llm_engine.engine_core.engine_core
+        while core.scheduler.has_requests():
+            self._check(deadline, "the connector does not come to rest")
+            core.step_fn()
+
+    @staticmethod
+    def _check(deadline: float, what: str) -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} for {RESET_SECONDS} s")
+
     def reset(self) -> None:
         """Empty the GPU's prefix cache, so that only the connector's memory can serve a prompt.
 
         vLLM's own connectors need a few steps first: they hold blocks until copies were reported.
         """
+        self.rest()
         deadline = time.monotonic() + RESET_SECONDS
         while not self.llm.reset_prefix_cache():
             self._filler_seed += 1
             self.seconds(self.prompts(self._filler_seed, 1, 2 * self.shape.block_tokens))
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the prefix cache cannot be reset for {RESET_SECONDS} s")
+            self._check(deadline, "the prefix cache cannot be reset")
 
     def settle(self) -> None:
         """Wait for all kernels and copies on the device."""
