@@ -223,7 +223,7 @@ class Bench:
         for _ in range(STARTS if "start" in chosen else 0):
             for connector in connectors:
                 with self.engine(connector):
-                    pass
+                    self._keep()
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:

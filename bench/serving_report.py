@@ -95,13 +95,15 @@ def _ttft(document: Document) -> str:
         for result in found.values():
             times = {key: 1e3 * value for key, value in result[str(tokens)]["repeated"].items()}
             cells.append(f"{times['median']:.2f} ({times['min']:.2f} to {times['max']:.2f})")
+        local = found.get("off", {}).get(str(tokens), {}).get("in GPU cache")
+        cells.append(f"{1e3 * local['median']:.2f}" if local else "-")
         floor = floor_seconds(document, tokens)
         cells.append(f"{1e3 * floor:.2f}" if floor else "-")
         ours = found.get("kv-offload")
         ratio = ours[str(tokens)]["repeated"]["median"] / floor if ours and floor else None
         cells.append(f"{ratio:.2f}" if ratio else "-")
         rows.append(cells)
-    head = ["repeated prompt, tokens", *found, "floor", "kv-offload / floor"]
+    head = ["repeated prompt, tokens", *found, "hit in GPU cache", "floor", "kv-offload / floor"]
     return "Time to first token, ms: median (range)\n\n" + table(head, rows)
 
 

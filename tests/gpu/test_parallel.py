@@ -30,6 +30,8 @@ from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402
 from transfer.shared import SharedMemory  # noqa: E402
 
 pytestmark = [
+    # One process: pytest-xdist would have several start all engines of the fixture.
+    pytest.mark.xdist_group("two GPUs"),
     pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
