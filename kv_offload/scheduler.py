@@ -27,18 +27,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-_GAUGES = (
-    "slots",
-    "slots_in_use",
-    "running_loads",
-    "running_stores",
-    "pinned_blocks",
-    "waiting_slots",
-    "store_share",
-    "load_bytes_per_second",
-    "prefill_tokens_per_second",
-)
-
 
 @dataclass(slots=True)
 class _RequestState:
@@ -92,7 +80,7 @@ class OffloadScheduler:
         """Set while the engine resets everything for a sleep that host memory is to outlive."""
         self._weights_changed = False
         self._evictions_reported = 0
-        self._gauges_reported: tuple[float | None, ...] = (None,) * len(_GAUGES)
+        self._gauges_reported: dict[str, float] = {}
         self._stats = OffloadStats()
 
     # -- start ---------------------------------------------------------------------------------
@@ -286,10 +274,12 @@ class OffloadScheduler:
         """Have what a request will have computed at `end_tokens` stored, at the end of the step."""
         request = state.request
         # Beyond num_tokens there are only drafts and placeholders, whose KV may be written again.
-        if self._prompt_only:
-            end_tokens = self._store_limit(request, end_tokens)
         self._stores.plan(
-            state.cursor, request.block_hashes, state.block_ids, end_tokens, request.num_tokens
+            state.cursor,
+            request.block_hashes,
+            state.block_ids,
+            self._store_limit(request, end_tokens) if self._prompt_only else end_tokens,
+            request.num_tokens,
         )
 
     def _store_limit(self, request: Request, end_tokens: int) -> int:
@@ -449,18 +439,18 @@ class OffloadScheduler:
             for reason, slots in self._stores.take_skipped().items():
                 stats.count(f"skipped_{reason}", slots)
         manager, jobs = self.manager, self._stores.jobs
-        gauges = (
-            manager.usable_slots,
-            manager.slots_in_use,
-            self._loads.running,
-            jobs.running,
-            jobs.pinned_blocks,
-            self._stores.leftovers.slots,
-            *self.watch.gauges(),
-        )
+        gauges: dict[str, float] = {
+            "slots": manager.usable_slots,
+            "slots_in_use": manager.slots_in_use,
+            "running_loads": self._loads.running,
+            "running_stores": jobs.running,
+            "pinned_blocks": jobs.pinned_blocks,
+            "waiting_slots": self._stores.leftovers.slots,
+            **self.watch.gauges(),
+        }
         if gauges != self._gauges_reported:
-            for name, value, before in zip(_GAUGES, gauges, self._gauges_reported, strict=True):
-                if value != before:
+            for name, value in gauges.items():
+                if self._gauges_reported.get(name) != value:
                     stats.gauge(name, value)
             self._gauges_reported = gauges
         return stats

@@ -55,10 +55,10 @@ class StepWatch:
         self._throttled_steps_taken = self.guard.throttled_steps
         return steps
 
-    def gauges(self) -> tuple[float, float, float]:
-        """Return the share of storing, and the speeds of loads and of prefill; 0: not measured."""
-        return (
-            self.guard.factor,
-            self.load_rate.measured_bytes_per_second or 0.0,
-            self.prefill_rate.tokens_per_second or 0.0,
-        )
+    def gauges(self) -> dict[str, float]:
+        """Return what was measured, by the names of the metrics; 0 for what was not."""
+        return {
+            "store_share": self.guard.factor,
+            "load_bytes_per_second": self.load_rate.measured_bytes_per_second or 0.0,
+            "prefill_tokens_per_second": self.prefill_rate.tokens_per_second or 0.0,
+        }

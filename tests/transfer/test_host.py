@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -411,6 +412,32 @@ def test_bad_pairs_copy_nothing(direction: Direction, pairs: np.ndarray, message
     assert engine.in_flight == 0
     assert not arena.view().any()
     assert (storage.data == 3).all()
+    engine.close()
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_exactly_the_bad_pairs_are_refused(direction: Direction, order: Literal["C", "F"]) -> None:
+    layout, storage = packed(6, 64, 64)
+    engine = HostSwapEngine(layout, HostArena(5, 64, register=None), [storage.data])
+    rng = np.random.default_rng(5)
+    outcomes = set()
+    for _ in range(600):
+        low = int(rng.integers(-1, 1))
+        columns = [rng.integers(low, limit, int(rng.integers(1, 5))) for limit in (7, 6)]
+        length = min(map(len, columns))
+        pairs = np.stack([column[:length] for column in columns], 1).astype(np.int32, order=order)
+        written = pairs[:, 1 if direction is STORE else 0].tolist()
+        good = all(0 <= block < 6 and 0 <= slot < 5 for block, slot in pairs.tolist())
+        good = good and len(set(written)) == length
+        outcomes.add(good)
+        try:
+            engine.check_pairs(SwapJob(1, direction, pairs))
+        except JobError:
+            assert not good, pairs
+        else:
+            assert good, pairs
+    assert outcomes == {True, False}
     engine.close()
 
 
