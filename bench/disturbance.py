@@ -63,13 +63,6 @@ def make_workloads(torch: Any) -> list[Workload]:
     ]
 
 
-def slowdown(
-    torch: Any, workload: Workload, copy: Callable[[], Any], copy_seconds: float, rounds: int
-) -> float:
-    """Return the first figure of `beside`."""
-    return beside(torch, workload, copy, copy_seconds, rounds)[0]
-
-
 def beside(
     torch: Any, workload: Workload, copy: Callable[[], Any], copy_seconds: float, rounds: int
 ) -> tuple[float, float]:

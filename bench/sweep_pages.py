@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.disturbance import make_workloads, slowdown
+from bench.disturbance import beside, make_workloads
 from bench.sweep_swap import JOB_BYTES, LAYERS, PAGES, Bed, family_of
 from transfer.engine import Direction
 from transfer.swap import LIST_BYTES, SwapKernel
@@ -66,7 +66,7 @@ def measure(bed: Bed, kernel: SwapKernel, entry: int, product: Any) -> dict[str,
     seconds = bed.seconds(kernel, Direction.STORE, entry, 9)
     return {
         "gbps": round(JOB_BYTES / seconds / 1e9, 2),
-        "product": round(slowdown(torch, product, copy, seconds, 7), 4),
+        "product": round(beside(torch, product, copy, seconds, 7)[0], 4),
         "right": right,
     }
 

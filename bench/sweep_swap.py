@@ -1,7 +1,8 @@
 """The sweep that chose the rings of transfer/swap_bulk.py: bandwidth, disturbance, copy latency.
 
-`python bench/sweep_swap.py OUT.json [store|load]` needs a CUDA device of sm_90 or newer. A ring is
-written as CTAs x stages x KiB of a tile / drains.
+`python bench/sweep_swap.py OUT.json [store|load [RING...]]` needs a CUDA device of sm_90 or newer. A
+ring is written as CTAs x stages x KiB of a tile / drains. Of each kind of work beside the copies there
+is its slowdown, and under `beside` and its name what the copies reach meanwhile, GB/s.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.disturbance import make_workloads, slowdown
+from bench.disturbance import beside, make_workloads
 from transfer import swap_vector
 from transfer.engine import Direction
 from transfer.layout import KVLayout, Region
@@ -131,13 +132,14 @@ def family_of(direction: Direction, text: str) -> KernelFamily:
 
 def main() -> None:
     bed = Bed()
-    wanted = [Direction(name) for name in sys.argv[2:]] or list(Direction)
+    names, rings = sys.argv[2:3], sys.argv[3:]
+    wanted = [Direction(name) for name in names] or list(Direction)
     workloads = make_workloads(torch)
     rows = []
     for direction in wanted:
         for text in ("copy engine", "vector 4"):
             rows.append(measure(bed, direction, text, None, workloads))
-        families = {text: family_of(direction, text) for text in RINGS[direction].split()}
+        families = {text: family_of(direction, text) for text in rings or RINGS[direction].split()}
         with ThreadPoolExecutor(12) as pool:  # compile at once; CuPy keeps the results on disk
             list(pool.map(lambda family: bed.kernel(4096, family), families.values()))
         for text, family in families.items():
@@ -188,7 +190,8 @@ def measure(
 
     if row["64k"] > 44 or family is None:
         for workload in workloads:
-            row[workload.name] = slowdown(torch, workload, copy, seconds, 3)
+            row[workload.name], copying = beside(torch, workload, copy, seconds, 3)
+            row[f"beside {workload.name}"] = JOB_BYTES / copying / 1e9
         if direction is Direction.STORE:
             row["small_us"], row["small_p99_us"] = bed.small_copy_us(copy, 100)
     row["took"] = time.perf_counter() - started
