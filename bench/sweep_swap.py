@@ -1,8 +1,8 @@
 """The sweep that chose the rings of transfer/swap_bulk.py: bandwidth, disturbance, copy latency.
 
-`python bench/sweep_swap.py OUT.json [store|load [RING...]]` needs a CUDA device of sm_90 or newer. A
-ring is written as CTAs x stages x KiB of a tile / drains. Of each kind of work beside the copies there
-is its slowdown, and under `beside` and its name what the copies reach meanwhile, GB/s.
+`python bench/sweep_swap.py OUT.json [store|load [RING...]]` needs a CUDA device of sm_90 or newer.
+A ring is written as CTAs x stages x KiB of a tile / drains. Of each kind of work beside the copies
+there is its slowdown, and under `beside` and its name what the copies reach meanwhile, GB/s.
 """
 
 from __future__ import annotations

@@ -97,7 +97,6 @@ class TileCursor {
   }
 
   __device__ bool valid() const { return pair_ < num_pairs_; }
-  __device__ u32 tile() const { return tile_; }
   __device__ int block() const { return __shfl_sync(~0u, held_.x, pair_ % kWarpSize); }
   __device__ int slot() const { return __shfl_sync(~0u, held_.y, pair_ % kWarpSize); }
   __device__ void next() { step(gridDim.x); }
@@ -129,6 +128,68 @@ class TileCursor {
   int2 ahead_;
 };
 
+__device__ __forceinline__ void fetch_16_bytes(u32 destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(destination),
+               "l"(__cvta_generic_to_global(source))
+               : "memory");
+}
+
+// The segments of the tiles of one CTA, in the order of the tiles: lane i has segment i of each.
+//
+// The table lies in device memory, and compute beside pushes it out of the L2. Fetched one tile
+// ahead it then arrives later than the tile: loads beside decodes came down from 51 to 32 GB/s. So
+// it is fetched kFetched - 1 tiles ahead. A place is fetched into one turn after it was read.
+class SegmentCursor {
+ public:
+  static constexpr u32 kFetched = 8;
+  using Places = Segment[kFetched][kWarpSize];  // in shared memory, each lane for itself
+
+  __device__ SegmentCursor(const Segment* table, u32 num_tiles, u32 segments_per_tile, u32 lane,
+                           Places& places)
+      : table_(table),
+        num_tiles_(num_tiles),
+        segments_per_tile_(segments_per_tile),
+        lane_(lane),
+        tile_(blockIdx.x % num_tiles),
+        places_(places) {
+    for (u32 i = 0; i < kFetched - 1; ++i) fetch();
+  }
+
+  // Segments beyond those of the tile have no bytes.
+  __device__ Segment take() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kFetched - 2) : "memory");
+    Segment segment{};
+    if (lane_ < segments_per_tile_) segment = places_[taken_ % kFetched][lane_];
+    ++taken_;
+    fetch();
+    return segment;
+  }
+
+  __device__ void finish() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+ private:
+  __device__ void fetch() {
+    if (lane_ < segments_per_tile_) {
+      const Segment* source = table_ + static_cast<u64>(tile_) * segments_per_tile_ + lane_;
+      const u32 place = shared_address(&places_[fetched_ % kFetched][lane_]);
+      fetch_16_bytes(place, source);
+      fetch_16_bytes(place + 16, reinterpret_cast<const unsigned char*>(source) + 16);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");  // a group a tile, on every lane
+    ++fetched_;
+    tile_ = (tile_ + gridDim.x) % num_tiles_;
+  }
+
+  const Segment* table_;
+  u32 num_tiles_;
+  u32 segments_per_tile_;
+  u32 lane_;
+  u32 tile_;
+  u32 fetched_ = 0;
+  u32 taken_ = 0;
+  Places& places_;
+};
+
 // A lane's share of draining a stage; none if num_bytes is 0.
 struct alignas(16) Drain {
   u64 destination;
@@ -146,6 +207,7 @@ __device__ __forceinline__ void swap_tiles(const ListHeader* list, const Segment
   extern __shared__ __align__(128) unsigned char tiles[];  // kStages * kTileBytes
   __shared__ u64 barriers[kStages];
   __shared__ Drain drains[kStages][kWarpSize];
+  __shared__ SegmentCursor::Places places;
 
   const u32 lane = threadIdx.x;
   const u32 first_stage = shared_address(tiles);
@@ -153,21 +215,15 @@ __device__ __forceinline__ void swap_tiles(const ListHeader* list, const Segment
   if (lane < kStages) init_barrier(first_barrier + lane * sizeof(u64));
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 
-  // Read one tile ahead: the table is in the L2 at best.
+  SegmentCursor next_segments(segments, num_tiles, segments_per_tile, lane, places);
   TileCursor cursor(list, num_tiles, lane);
-  Segment segment{};
-  const auto fetch_segment = [&] {
-    if (lane < segments_per_tile) {
-      segment = segments[static_cast<u64>(cursor.tile()) * segments_per_tile + lane];
-    }
-  };
-  if (num_tiles != 0) fetch_segment();
   __syncwarp();
 
   // Every lane takes part; the stage must have been drained by all of them.
   const auto fill = [&](int stage) {
     const u32 stage_address = first_stage + stage * Ring::kTileBytes;
     const u32 barrier = first_barrier + stage * sizeof(u64);
+    const Segment segment = next_segments.take();
     const u64 page = page_address(segment, cursor.block());
     const u64 tile_offset = __shfl_sync(~0u, segment.slot_offset_bytes, 0);
     const u32 offset = static_cast<u32>(segment.slot_offset_bytes - tile_offset);
@@ -185,7 +241,6 @@ __device__ __forceinline__ void swap_tiles(const ListHeader* list, const Segment
       drain = {page, offset, segment.num_bytes};
     }
     cursor.next();
-    if (cursor.valid()) fetch_segment();
   };
 
   int num_filled = 0;  // stages filled and not drained yet, or being drained
@@ -220,7 +275,8 @@ __device__ __forceinline__ void swap_tiles(const ListHeader* list, const Segment
       if (++refill == kStages) refill = 0;
     }
   }
-  // Shared memory must outlive the reads, the launch the writes.
+  // Shared memory must outlive the reads and what was fetched, the launch the writes.
+  next_segments.finish();
   wait_written();
 }
 

@@ -264,7 +264,8 @@ class CudaSwapEngine(SwapEngine):
         lanes = self._state.lanes.values()
         if lanes and not self._capturing():
             for lane in lanes:
-                self._done.extend(lane.advance())
+                if not lane.idle:
+                    self._done.extend(lane.advance())
         idle = all(lane.idle for lane in lanes)
         if idle and self._closed:
             self._release()
