@@ -1,4 +1,4 @@
-"""Marks the tests of this folder `gpu` and skips them where there is no CUDA device."""
+"""Marks the tests of this folder `gpu`, skips them without a CUDA device, and orders them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import warnings
 from pathlib import Path
 
 import pytest
+
+LONGEST_FIRST = ("test_soak.py", "test_parallel.py", "test_engine.py", "test_lessons.py")
+"""Run by several processes (`-n 16 --dist loadgroup`), what came last would be waited for alone."""
 
 
 def _cuda_is_available() -> bool:
@@ -21,6 +24,9 @@ def _cuda_is_available() -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     ours = [item for item in items if here in item.path.parents]
+    if len(ours) == len(items):
+        names = {name: place for place, name in enumerate(LONGEST_FIRST)}
+        items.sort(key=lambda item: names.get(item.path.name, len(names)))
     available = bool(ours) and _cuda_is_available()
     for item in ours:
         item.add_marker("gpu")
