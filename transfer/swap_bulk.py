@@ -77,8 +77,8 @@ LOAD_RING = Ring(ctas=2, stages=8, tile_bytes=16 << 10, drains=1)
     1 x 12 x 16 / 1                        37.6   49.7   49.1     1.06      1.044     1.015
     copy engine, contiguous                       55.4            1.006     1.078     1.029
 
-Beside work that is bound by device memory the ring hardly matters; there the table of tiles has to be
-fetched far ahead (`SegmentCursor` in csrc/swap_bulk.cu, docs/transfer.md, 'Beside compute').
+Beside work that is bound by device memory the ring hardly matters; there the table of tiles has to
+be fetched far ahead (`SegmentCursor` in csrc/swap_bulk.cu, docs/transfer.md, 'Beside compute').
 
 Beside stores that fill their half of the link reads take longer: 5 stages then move 30 GB/s, 8 move
 38, 13 move 42, where the kernels' limit of 84 GB/s for both is reached. 8 is the most that does not
