@@ -26,6 +26,7 @@ from bench.serving_engine import Prompt, ServingEngine
 from bench.serving_report import table
 from bench.serving_shapes import CONNECTORS, SHAPES
 from bench.swap_rows import machine, vllm_module
+from kv_offload.engine_compat import halves
 
 Span = tuple[str, float, float]
 """Name, start and end; unix seconds."""
@@ -72,12 +73,18 @@ def put_on(spans: Spans, engine: ServingEngine) -> None:
     runner = getattr(worker, "worker", worker).model_runner
     spans.wrap(core.model_executor, "execute_model", "execute")
     spans.wrap(core.model_executor, "sample_tokens", "sample")
-    for method in ("_update_states", "_prepare_inputs", "_build_attention_metadata"):
+    for method in (  # of runner V1, then of V2
+        *("_update_states", "_prepare_inputs", "_build_attention_metadata"),
+        *("add_requests", "prepare_inputs", "prepare_attn"),
+    ):
         spans.wrap(runner, method, f"runner: {method.strip('_').replace('_', ' ')}")
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if has_kv_transfer_group():
-        spans.wrap(get_kv_transfer_group(), "bind_connector_metadata", "connector: submit")
+        connector = get_kv_transfer_group()
+        spans.wrap(connector, "start_load_kv", "connector: start_load_kv")
+        for half in halves(connector, "offload_worker"):
+            spans.wrap(half, "start_copies", "connector: submit")
 
 
 @contextmanager

@@ -24,6 +24,9 @@ HOOKS = tuple(
 
 Nor are the two hooks that vLLM calls once a layer: timing them would cost more than they do."""
 
+OWN_HOOKS = ("begin_step",)
+"""What this project has the engine call besides."""
+
 
 class ConnectorClock:
     """Adds up the time inside the hooks of the connectors that it was put on, until `take`.
@@ -39,7 +42,8 @@ class ConnectorClock:
 
     def put_on(self, connector: Any) -> None:
         """Have the hooks of one object timed from now on."""
-        for name in HOOKS:
+        own = (name for name in OWN_HOOKS if hasattr(connector, name))
+        for name in (*HOOKS, *own):
             setattr(connector, name, self._timed(name, getattr(connector, name)))
 
     def take(self) -> Counter[str]:

@@ -119,7 +119,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See `OffloadWorker.register_kv_caches`."""
         self.offload_worker.register_kv_caches(kv_caches)
-        engine_compat.before_each_step(self._begin_step)
+        engine_compat.before_each_step(self.begin_step)
 
     def unregister_kv_caches(self) -> None:
         """See `OffloadWorker.unregister_kv_caches`. From vLLM 0.33, before a sleep."""
@@ -133,7 +133,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Tell the scheduler how many slots this rank holds, and how many are ready."""
         return self.offload_worker.capacity()
 
-    def _begin_step(self, scheduler_output: SchedulerOutput) -> None:
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Submit this step's copies before the engine prepares it, unless that touches KV blocks.
 
         Preparing takes the host some milliseconds, in which the link need not idle. Below a

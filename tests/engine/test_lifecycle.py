@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kv_offload import engine_compat
+from kv_offload.metadata import OffloadMetadata
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Copies,
@@ -71,6 +73,34 @@ def store(offloading: Engine, prompt: list[int]) -> None:
     offloading.generate([prompt], max_tokens=1)
     offloading.reset_gpu_cache()
     offloading.totals.clear()
+
+
+@pytest.mark.parametrize("changes_blocks", [False, True])
+def test_copies_start_before_the_step_is_prepared_unless_that_changes_blocks(
+    offloading: Engine, plain, monkeypatch: pytest.MonkeyPatch, changes_blocks: bool
+) -> None:
+    store(offloading, LONG)
+    rank, told = offloading.rank, []
+    runner = offloading.core.model_executor.driver_worker.worker.model_runner
+    start_copies, prepare = rank.start_copies, runner._update_states
+
+    def started(metadata: OffloadMetadata) -> None:
+        told.append("loads" if metadata.loads else "copies")
+        start_copies(metadata)
+
+    def prepared(output: object) -> object:
+        told.append("prepared")
+        return prepare(output)
+
+    monkeypatch.setattr(rank, "start_copies", started)
+    monkeypatch.setattr(runner, "_update_states", prepared)
+    if changes_blocks:
+        monkeypatch.setattr(engine_compat, "changes_blocks", lambda output: True)
+    assert offloading.generate([LONG]) == [plain(LONG)]
+    assert offloading.blocks_loaded() == 10
+    before = told[: told.index("loads")]
+    assert (before[-1:] == ["prepared"]) == changes_blocks
+    assert "prepared" in told[len(before) :]
 
 
 def test_ended_stores_are_heard_of_before_their_report(

@@ -71,7 +71,7 @@ def main() -> int:
     """Run the tests, print the table, return the exit status."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "tests/gpu", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-v", "tests/gpu", f"--junitxml={report}"]
         status = subprocess.run([*command, *sys.argv[1:]], cwd=ROOT, check=False).returncode
         table, missing = annotate((ROOT / "docs" / "support.md").read_text(), outcomes(report))
     print(table)
