@@ -265,7 +265,18 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self.offload_scheduler.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """See `OffloadScheduler.update`."""
+        """Take the ranks' reports, with what has ended since, where that is known already.
+
+        A report is as old as the launch of its step; under asynchronous scheduling its copies may
+        have ended one or two steps before anybody hears of it.
+        """
+        rank = self._rank_beside()
+        if rank is not None and self.offload_scheduler.loads_asynchronously:
+            loaded = rank.take_ended_loads()
+            if loaded:
+                connector_output.finished_recving = loaded | (
+                    connector_output.finished_recving or set()
+                )
         self.offload_scheduler.update(connector_output)
 
     def request_finished(
@@ -294,16 +305,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.offload_scheduler.reset()
         return True
 
-    def _hear_of_ended_stores(self) -> None:
-        """Unpin what has been stored by now, where the only rank lives in this process.
-
-        A rank's report comes with the output of its step, and under asynchronous scheduling that is
-        up to two steps after the copies ended.
-        """
-        if self.offload_scheduler.has_pending_stores and self._alone:
-            rank = engine_compat.local_rank(self._engine_id)
-            if rank is not None:
-                self.offload_scheduler.stores_ended(rank.take_ended_stores())
+    def _rank_beside(self) -> OffloadWorker | None:
+        """Return the only rank, if it lives in this process, on the scheduler's thread."""
+        return engine_compat.local_rank(self._engine_id) if self._alone else None
 
     # -- both ----------------------------------------------------------------------------------
 
@@ -313,7 +317,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         Of the scheduler's hooks it is the only one that vLLM calls at the end of every step.
         """
         if self.offload_scheduler is not None:
-            self._hear_of_ended_stores()
+            rank = self._rank_beside()
+            if rank is not None and self.offload_scheduler.has_pending_stores:
+                self.offload_scheduler.stores_ended(rank.take_ended_stores())
             self.offload_scheduler.watch.end()
             return self.offload_scheduler.take_stats()
         return self.offload_worker.take_stats()

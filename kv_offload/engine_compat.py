@@ -246,17 +246,15 @@ def halves(connector: Any, attribute: str) -> Iterator[Any]:
 def local_rank(engine_id: str | None) -> Any | None:
     """Return the worker's half of this engine's connector if it lives in this process, else None.
 
-    With one rank vLLM runs the worker in the process and on the thread of the scheduler.
+    With one rank vLLM runs the worker in the process and on the thread of the scheduler. Not looked
+    for inside a MultiConnector, which adds up what its members report.
     """
     from vllm.distributed import kv_transfer
 
     if not kv_transfer.has_kv_transfer_group():
         return None
-    connector = kv_transfer.get_kv_transfer_group()
-    for half in halves(connector, "offload_worker"):
-        if half.engine_id == engine_id:
-            return half
-    return None
+    half = getattr(kv_transfer.get_kv_transfer_group(), "offload_worker", None)
+    return half if half is not None and half.engine_id == engine_id else None
 
 
 def drain_before_reset(drain: Callable[[Any], None]) -> None:

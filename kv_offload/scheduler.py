@@ -363,6 +363,11 @@ class OffloadScheduler:
     # -- between steps -------------------------------------------------------------------------
 
     @property
+    def loads_asynchronously(self) -> bool:
+        """Whether a request waits to hear that some rank has ended its load."""
+        return bool(self._loads.running_requests())
+
+    @property
     def has_pending_work(self) -> bool:
         """Whether the engine must go on stepping for a job to be planned, submitted or reported."""
         waiting = len(self._stores.leftovers) > 0

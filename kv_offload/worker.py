@@ -460,6 +460,13 @@ class OffloadWorker:
         failed, self._failed_synchronous = self._failed_synchronous, []
         return failed
 
+    def take_ended_loads(self) -> set[str]:
+        """Return the requests whose loads have ended well by now, instead of `take_received`."""
+        self.poll()
+        ended = self._received - self._failed_loads.keys()
+        self._received -= ended
+        return ended
+
     def take_ended_stores(self) -> dict[int, JobResult]:
         """Return the stores that have ended by now and are not reported, instead of their report.
 

@@ -103,10 +103,10 @@ def test_copies_start_before_the_step_is_prepared_unless_that_changes_blocks(
     assert "prepared" in told[len(before) :]
 
 
-def test_ended_stores_are_heard_of_before_their_report(
+def test_ended_copies_are_heard_of_before_their_report(
     offloading: Engine, plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank lives beside the scheduler; here its reports say nothing of stores."""
+    """One rank lives beside the scheduler; here its reports say nothing of what has ended."""
     rank, prompt = offloading.rank, LONG
     take_report = rank.take_report
 
@@ -117,6 +117,7 @@ def test_ended_stores_are_heard_of_before_their_report(
         return report
 
     monkeypatch.setattr(rank, "take_report", without_stores)
+    monkeypatch.setattr(rank, "take_received", lambda: (set(), {}))
     assert offloading.generate([prompt]) == [plain(prompt)]
     offloading.settle()
     assert offloading.blocks_stored() == 10

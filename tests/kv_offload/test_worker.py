@@ -720,6 +720,17 @@ def test_without_a_way_to_write_the_table_loads_arrive_whole(
     rank.half.shutdown()
 
 
+def test_ended_loads_are_told_once_and_failed_ones_with_the_report(rank: Rank) -> None:
+    rank.step(store(0, (1, 2)))
+    rank.step()
+    rank.begin(plan([], [load(0, "a", (5, 2)), load(1, "b", (6, 2), incomplete=True)]))
+    assert rank.engine.wait(10)
+    assert rank.half.take_ended_loads() == {"a"}
+    assert rank.half.take_ended_loads() == set()
+    received, failed = rank.half.take_received()
+    assert received == failed.keys() == {"b"}
+
+
 def test_ended_stores_are_told_once_and_not_beside_an_unreported_failure(rank: Rank) -> None:
     rank.step(store(0, (1, 2)), store(1, (3, 4)))
     rank.begin(plan())
