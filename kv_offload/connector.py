@@ -321,7 +321,10 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             if rank is not None and self.offload_scheduler.has_pending_stores:
                 self.offload_scheduler.stores_ended(rank.take_ended_stores())
             self.offload_scheduler.watch.end()
-            return self.offload_scheduler.take_stats()
+            stats = self.offload_scheduler.take_stats()
+            moved = None if rank is None else rank.take_stats()
+            # No step may follow that would report what was polled just now.
+            return stats if moved is None else stats.aggregate(moved)
         return self.offload_worker.take_stats()
 
     def shutdown(self) -> None:
