@@ -270,13 +270,10 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         A report is as old as the launch of its step; under asynchronous scheduling its copies may
         have ended one or two steps before anybody hears of it.
         """
-        rank = self._rank_beside()
-        if rank is not None and self.offload_scheduler.loads_asynchronously:
-            loaded = rank.take_ended_loads()
-            if loaded:
-                connector_output.finished_recving = loaded | (
-                    connector_output.finished_recving or set()
-                )
+        rank = self._rank_beside() if self.offload_scheduler.loads_asynchronously else None
+        if rank is not None:
+            reported = connector_output.finished_recving or set()
+            connector_output.finished_recving = rank.take_ended_loads() | reported
         self.offload_scheduler.update(connector_output)
 
     def request_finished(

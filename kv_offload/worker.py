@@ -101,6 +101,9 @@ class OffloadWorker:
         # be made to wait for its loads.
         self._arriving: int | None = None
         self._to_await = False
+        # Whether the last forward that had loads to wait for could wait layer by layer. What kind
+        # of forward follows is not known when its loads start; a full graph would wait for all.
+        self._layers_can_wait = True
         self._started_for: OffloadMetadata | None = None
         self.on_layer: Callable[[str], None] | None = None
         """Takes the calls of attention layers in this step; None in most steps."""
@@ -278,7 +281,8 @@ class OffloadWorker:
             return
         self._to_await = False
         assert self._engine is not None, "a load came before register_kv_caches"
-        if self._arriving is not None and self._waves.possible:
+        self._layers_can_wait = self._waves.possible
+        if self._arriving is not None and self._layers_can_wait:
             self._waves.expect()
             self.on_layer = self._await_layer
             self._engine.await_wave(0)
@@ -300,7 +304,8 @@ class OffloadWorker:
         pairs = np.concatenate([job.pairs for job in complete])
         assert self._engine is not None, "a load came before register_kv_caches"
         enough = len(pairs) * self._engine.layout.slot_bytes >= WAVES_FROM_BYTES
-        in_waves = before_compute and enough and self._waves.plan is not None
+        may_wait = self._waves.plan is not None and self._layers_can_wait
+        in_waves = before_compute and enough and may_wait
         job_id = complete[0].job_id
         if in_waves:
             self._arriving = job_id

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bench import small_models
+from kv_offload import worker
 from kv_offload.connector import KVOffloadConnector
 from tests.engine.harness import Copies, Engine, Tokens, engine, prompts_with_shared_prefix
 from transfer.engine import Direction, SwapJob
@@ -39,8 +40,8 @@ def expected() -> dict[str, list[Tokens]]:
     return {}
 
 
-def ask(running: Engine) -> list[Tokens]:
-    return [running.generate([prompt])[0] for prompt in PROMPTS]
+def ask(running: Engine, prompts: int = len(PROMPTS)) -> list[Tokens]:
+    return [running.generate([prompt])[0] for prompt in PROMPTS[:prompts]]
 
 
 def plain_answers(models: Path, known: dict[str, list[Tokens]]) -> list[Tokens]:
@@ -118,6 +119,27 @@ def test_layers_wait_for_their_waves(
             assert all(job.in_waves for job in jobs)
             # Each forward asks before it, once a layer, and at the end of the step.
             assert awaited == [0, 0, 1, 2, 3, 3] * len(jobs)
+        ours.assert_nothing_left()
+
+
+def test_where_a_graph_is_replayed_whole_loads_stop_coming_in_waves(
+    model_folder: Path, expected: dict[str, list[Tokens]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = plain_answers(model_folder, expected)
+    with offloading(model_folder) as ours:
+        assert ask(ours) == answers
+        jobs, awaited = watch(ours)
+        known = worker.forward_with_layer_calls
+        for layers_call, in_waves in ((False, True), (False, False), (True, False), (True, True)):
+            find = known if layers_call else lambda: None
+            monkeypatch.setattr(worker, "forward_with_layer_calls", find)
+            forget(ours)
+            jobs.clear()
+            awaited.clear()
+            assert ask(ours, 1) == answers[:1]
+            assert [job.in_waves for job in jobs] == [in_waves]
+            assert bool(awaited) == (layers_call and in_waves)
+            assert ours.totals["failed_loads"] == 0
         ours.assert_nothing_left()
 
 

@@ -171,6 +171,7 @@ def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, An
         result["batch_seconds"] = time.monotonic() - started
         ours.settle()
         if arguments.get("enable_sleep_mode"):
+            ours.rank.take_ended_stores = dict  # their reports are awaited, as of other processes
             for seed in range(77, 97):  # until a sleep finds a store under way
                 ours.generate([random_tokens(300, seed=seed)], max_tokens=1)
                 result["pending_at_sleep"] = ours.offload.has_pending_stores

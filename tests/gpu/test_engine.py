@@ -85,10 +85,13 @@ def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
     corrupted, reloaded = result["corrupted"], result["answers"][1]
     assert sum(a != b for a, b in zip(corrupted, reloaded, strict=True)) == len(reloaded)
     assert bool(result["synchronous_loads"]) == case.startswith("before_compute")
-    # A replayed graph cannot be made to wait within; and the first load is learned from, at most.
-    in_waves = case in ("before_compute", "before_compute, eager")
-    assert (result["loads_in_waves"] >= max(1, result["loads"] - 1)) == in_waves
-    assert bool(result["loads_in_waves"]) == in_waves
+    # A replayed graph cannot be made to wait within, which is found with the first load; and where
+    # layers can, the first is learned from, at most.
+    waits = case.startswith("before_compute")
+    if case in ("before_compute", "before_compute, eager"):
+        assert result["loads_in_waves"] >= max(1, result["loads"] - 1)
+    else:
+        assert result["loads_in_waves"] <= int(waits) < result["loads"]
     # vLLM itself may keep some; not one more with us.
     assert set(result["kept"]) <= set(result["kept_without_us"])
     if runner == "v2":
