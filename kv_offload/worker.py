@@ -101,8 +101,8 @@ class OffloadWorker:
         # be made to wait for its loads.
         self._arriving: int | None = None
         self._to_await = False
-        # Whether the last forward that had loads to wait for could wait layer by layer. What kind
-        # of forward follows is not known when its loads start; a full graph would wait for all.
+        # Whether the last forward that had loads to wait for could wait layer by layer, or will
+        # have taught us to. What kind of forward follows is not known when its loads start.
         self._layers_can_wait = True
         self._started_for: OffloadMetadata | None = None
         self.on_layer: Callable[[str], None] | None = None
@@ -281,8 +281,8 @@ class OffloadWorker:
             return
         self._to_await = False
         assert self._engine is not None, "a load came before register_kv_caches"
-        self._layers_can_wait = self._waves.possible
-        if self._arriving is not None and self._layers_can_wait:
+        self._layers_can_wait = self._waves.possible or self._waves.learning
+        if self._arriving is not None and self._waves.possible:
             self._waves.expect()
             self.on_layer = self._await_layer
             self._engine.await_wave(0)
