@@ -93,12 +93,11 @@ def device_spans(found: list[Span], on_gpu: bool) -> Iterator[None]:
     if not on_gpu:
         yield
         return
+    import torch
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         yield
-        import torch
-
         torch.cuda.synchronize()
     copies, others = [], []
     for event in profiler.profiler.kineto_results.events():
@@ -110,7 +109,8 @@ def device_spans(found: list[Span], on_gpu: bool) -> Iterator[None]:
         found.append(("device: a launch of the load", *copy))
     if others:
         found.append(("device: everything else", min(others)[0], max(end for _, end in others)))
-    late = [times for times in others if copies and times[1] > max(end for _, end in copies)]
+    loaded = max((end for _, end in copies), default=float("inf"))
+    late = [times for times in others if times[1] > loaded]
     if late:
         found.append(("device: work after the load", min(late)[0], max(end for _, end in late)))
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import json
 import random
 import sys
@@ -42,6 +43,12 @@ SPIN_SECONDS = 1.0
 CTAS = (2, 3, 4, 8)
 SLEEP_CYCLES = 400_000
 """About 0.2 ms: all that a part queues is queued before the kernel in front of it has ended."""
+
+BINDINGS = {
+    "runtime": ("cudaEvent_t", "cudaStream_t", "cuda"),
+    "driver": ("CUevent", "CUstream", "cu"),
+}
+"""Types and prefix of the calls in the modules of cuda-bindings."""
 
 KERNELS = """
 extern "C" __global__ void mark(volatile int* flags, int value) { flags[0] = value; }
@@ -403,31 +410,25 @@ def binding_parts(subject: Subject) -> Parts:
     add("query, cupy", lambda: lambda: runtime.eventQuery(raw))
     add("launch, cupy", lambda: launch().cupy)
 
-    def through_runtime(what: str) -> Call:
-        from cuda.bindings import runtime
-
-        event, stream = runtime.cudaEvent_t(raw), runtime.cudaStream_t(handle)
+    def through_bindings(layer: str, what: str) -> Call:
+        module = importlib.import_module(f"cuda.bindings.{layer}")
+        event_type, stream_type, prefix = BINDINGS[layer]
+        event, stream = getattr(module, event_type)(raw), getattr(module, stream_type)(handle)
+        record, wait, query = (
+            getattr(module, f"{prefix}{call}")
+            for call in ("EventRecord", "StreamWaitEvent", "EventQuery")
+        )
         calls: dict[str, Call] = {
-            "record": lambda: runtime.cudaEventRecord(event, stream),
-            "wait_event": lambda: runtime.cudaStreamWaitEvent(stream, event, 0),
-            "query": lambda: runtime.cudaEventQuery(event),
-        }
-        return calls[what]
-
-    def through_driver(what: str) -> Call:
-        from cuda.bindings import driver
-
-        event, stream = driver.CUevent(raw), driver.CUstream(handle)
-        calls: dict[str, Call] = {
-            "record": lambda: driver.cuEventRecord(event, stream),
-            "wait_event": lambda: driver.cuStreamWaitEvent(stream, event, 0),
-            "query": lambda: driver.cuEventQuery(event),
+            "record": lambda: record(event, stream),
+            "wait_event": lambda: wait(stream, event, 0),
+            "query": lambda: query(event),
         }
         return calls[what]
 
     for what in ("record", "wait_event", "query"):
-        add(f"{what}, cuda.bindings runtime", lambda w=what: through_runtime(w))
-        add(f"{what}, cuda.bindings driver", lambda w=what: through_driver(w))
+        for layer in BINDINGS:
+            name = f"{what}, cuda.bindings {layer}"
+            add(name, lambda at=layer, w=what: through_bindings(at, w))
 
     add("launch, cuda.bindings", lambda: launch().bindings())
 

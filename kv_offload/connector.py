@@ -60,7 +60,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._by_request = engine_compat.reports_failed_requests(version)
         self._by_block = not self._by_request and config.on_load_failure == "fail"
         self._failed_loads: dict[str, LoadJob] = {}
-        self._engine_id = transfer_config.engine_id
+        self.engine_id = transfer_config.engine_id
         self._alone = vllm_config.parallel_config.world_size == 1
         parallel = vllm_config.parallel_config
         # One of the two stays None; a hook is only called on the half that it belongs to.
@@ -80,7 +80,6 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self.offload_worker = OffloadWorker(
                 config, kv_cache_config, parallel.rank, parallel.world_size, peers
             )
-            self.offload_worker.engine_id = self._engine_id
 
     def _start_scheduler(
         self,
@@ -304,7 +303,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _rank_beside(self) -> OffloadWorker | None:
         """Return the only rank, if it lives in this process, on the scheduler's thread."""
-        return engine_compat.local_rank(self._engine_id) if self._alone else None
+        return engine_compat.local_rank(self.engine_id) if self._alone else None
 
     # -- both ----------------------------------------------------------------------------------
 

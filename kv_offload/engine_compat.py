@@ -136,17 +136,22 @@ def find_output_copy_stream() -> Any | None:
     its construction on; runner V1 makes it at first use, which this brings forward where
     asynchronous scheduling will use it. The stream lives as long as the runner.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        runner = frame.f_locals.get("self")
+    for runner in _callers():
         stream = getattr(runner, "output_copy_stream", None)
         if stream is not None:
             return stream
         make = getattr(runner, "_get_or_create_async_output_copy_stream", None)
         if make is not None:
             return make() if getattr(runner, "use_async_scheduling", False) else None
-        frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def _callers() -> Iterator[Any]:
+    """Yield what is called `self` in the caller and in its callers, the nearest first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_locals.get("self")
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def before_each_step(call: Callable[[Any], None]) -> None:
@@ -156,13 +161,10 @@ def before_each_step(call: Callable[[Any], None]) -> None:
     before some preparations. Looks for the runner on the call stack, as `find_output_copy_stream`
     does; where there is none nothing changes.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        runner = frame.f_locals.get("self")
+    for runner in _callers():
         if hasattr(runner, "execute_model"):
             _call_before_steps(runner, call)
             return
-        frame = frame.f_back  # type: ignore[assignment]
 
 
 def _call_before_steps(runner: Any, call: Callable[[Any], None]) -> None:
@@ -253,8 +255,9 @@ def local_rank(engine_id: str | None) -> Any | None:
 
     if not kv_transfer.has_kv_transfer_group():
         return None
-    half = getattr(kv_transfer.get_kv_transfer_group(), "offload_worker", None)
-    return half if half is not None and half.engine_id == engine_id else None
+    connector = kv_transfer.get_kv_transfer_group()
+    half = getattr(connector, "offload_worker", None)
+    return half if half is not None and connector.engine_id == engine_id else None
 
 
 def drain_before_reset(drain: Callable[[Any], None]) -> None:

@@ -78,8 +78,12 @@ def _behind_hash(make_key: KeyMaker, group_id: int) -> bytes:
     Raises `UnsupportedError` where it makes its keys in another way.
     """
     behind = make_key(b"", group_id)
-    if make_key(b"hash", group_id) != b"hash" + behind:
-        raise UnsupportedError("this vLLM makes the keys of its blocks in an unknown way")
+    made = make_key(b"hash", group_id)
+    if made != b"hash" + behind:
+        raise UnsupportedError(
+            f"this vLLM makes the keys of its blocks in an unknown way ({made!r} of b'hash', "
+            f"{behind!r} of nothing): install one that README.md names"
+        )
     return behind
 
 

@@ -111,8 +111,6 @@ class OffloadWorker:
         forward_log("transfer")
         self._ready_slots_reported = 0
         self.num_slots = 0
-        self.engine_id: str | None = None
-        """Of the engine that this rank belongs to."""
 
     # -- start and end -------------------------------------------------------------------------
 
