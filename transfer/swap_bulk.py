@@ -65,7 +65,7 @@ The pages of 2 MiB lie scattered; bench/sweep_pages.py has more of them. No ring
 moves more than 52.6. An idle warp that only sleeps slows the product by
 1.059 already, so what is left to gain there is 0.02."""
 
-LOAD_RING = Ring(ctas=2, stages=8, tile_bytes=16 << 10, drains=1)
+LOAD_RING = Ring(ctas=2, stages=8, tile_bytes=16 << 10, drains=2)
 """The same sweep:
 
     ring                                   4 KiB  64 KiB  2 MiB   product  reduction  decode
@@ -77,8 +77,17 @@ LOAD_RING = Ring(ctas=2, stages=8, tile_bytes=16 << 10, drains=1)
     1 x 12 x 16 / 1                        37.6   49.7   49.1     1.06      1.044     1.015
     copy engine, contiguous                       55.4            1.006     1.078     1.029
 
-Beside work that is bound by device memory the ring hardly matters; there the table of tiles has to
-be fetched far ahead (`SegmentCursor` in csrc/swap_bulk.cu, docs/transfer.md, 'Beside compute').
+Beside work that is bound by device memory the table of tiles has to be fetched far ahead
+(`SegmentCursor` in csrc/swap_bulk.cu, docs/transfer.md, 'Beside compute'). Since it is, a second tile on
+its way out helps there (sweep 6, GB/s alone and beside each kind of work, with its slowdown):
+
+    ring                          64 KiB     product    reduction       decode
+    2 x  8 x 16 / 1                 51.1  50.4 1.069   50.0 1.099   45.8 1.028
+    2 x  8 x 16 / 2                 51.0  50.3 1.067   49.8 1.091   49.0 1.031
+    2 x  8 x 16 / 3                 51.0  50.2 1.068   49.0 1.089   45.5 1.032
+    2 x 10 x 16 / 3                 51.0  50.5 1.068   50.4 1.102   50.0 1.033
+    2 x  6 x 32 / 1                 51.0  50.6 1.073   50.6 1.106   50.2 1.032
+    copy engine, contiguous         54.4  55.2 1.001   55.2 1.074   54.8 1.021
 
 Beside stores that fill their half of the link reads take longer: 5 stages then move 30 GB/s, 8 move
 38, 13 move 42, where the kernels' limit of 84 GB/s for both is reached. 8 is the most that does not

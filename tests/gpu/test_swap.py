@@ -146,6 +146,7 @@ def test_a_graph_replays_100_lists_beside_a_captured_model(
             value = torch.relu(value @ weight)
         return value
 
+    torch.cuda.synchronize()  # weights and inputs were made on another stream
     with torch.cuda.stream(compute):
         reference = forward().clone()
     torch.cuda.synchronize()
