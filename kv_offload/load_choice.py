@@ -81,10 +81,7 @@ class LoadChoice:
             or start_tokens + tokens > MAX_LENGTH_RATIO * self._longest_tokens
         ):
             return True
-        ahead = self._queue.seconds_ahead(
-            self._load_rate.seconds(self._slot_bytes), time.monotonic()
-        )
-        loaded = ahead + own_load
+        loaded = self.queued_seconds() + own_load
         if not synchronous and self._step_seconds:
             loaded += self._step_seconds.value
         ahead_tokens = self._tokens_ahead()
@@ -94,6 +91,11 @@ class LoadChoice:
         # Without the margin for the way back: an estimate near the border moves nothing.
         self._computes = computed * (1.0 if self._computes else MARGIN) < loaded
         return not self._computes or self._declined + 1 >= LOAD_EVERY
+
+    def queued_seconds(self) -> float:
+        """Return for how long the loads under way will yet take the link; 0 without any."""
+        per_slot = self._load_rate.seconds(self._slot_bytes)
+        return self._queue.seconds_ahead(per_slot, time.monotonic())
 
     def _tokens_ahead(self) -> int:
         """Return how many tokens of admitted prompts are not computed; they come first."""

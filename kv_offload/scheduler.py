@@ -208,7 +208,7 @@ class OffloadScheduler:
         self.store_budget.throttle(self.watch.guard.share if scheduled else 1.0)
         self.load_mode.begin_step()
         self.store_budget.begin_step(
-            loads_running=self._loads.running > 0, grown_blocks=self._grown_blocks
+            load_seconds=self._choice.queued_seconds(), grown_blocks=self._grown_blocks
         )
         self.store_budget.anybody_runs = bool(self._requests)
         self._stores.begin_step()

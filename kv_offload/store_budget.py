@@ -34,7 +34,7 @@ MAX_STEP_SECONDS = 1.0
 """A longer time between two steps is a pause, not a step."""
 
 SHARE_BESIDE_LOADS = 1 / 8
-"""Share of the link that stores get while loads run.
+"""Share of a step's time that stores get of the link at least, beside loads that take all of it.
 
 Together they slow each other down (both directions at once moved 66 GB/s on an H200 where each
 alone moved 51), and a request waits for a load, but nobody for a store. Not 0: requests that load
@@ -54,7 +54,7 @@ class StoreBudget:
         self._factor = 1.0
         self._step_began: float | None = None
         self._step_seconds = 0.0
-        self._loads_running = False
+        self._load_seconds = 0.0
         self._planned_slots = 0
         self._grown: deque[int] = deque([0] * PIN_STEPS, maxlen=PIN_STEPS)
         self._grown_blocks = 0
@@ -75,14 +75,17 @@ class StoreBudget:
             raise ValueError(f"a factor of {factor} for stores: give one from 0 to 1")
         self._factor = factor
 
-    def begin_step(self, *, loads_running: bool, grown_blocks: int) -> None:
-        """Begin a step, in which requests that ran before got `grown_blocks` more blocks."""
+    def begin_step(self, *, load_seconds: float, grown_blocks: int) -> None:
+        """Begin a step, in which requests that ran before got `grown_blocks` more blocks.
+
+        The loads under way take `load_seconds` more, as far as one can tell.
+        """
         now = self._clock()
         if self._step_began is not None:
             seconds = min(now - self._step_began, MAX_STEP_SECONDS)
             self._step_seconds += (seconds - self._step_seconds) / 8
         self._step_began = now
-        self._loads_running = loads_running
+        self._load_seconds = load_seconds
         self._planned_slots = 0
         if grown_blocks or self._grown_blocks:
             self._grown_blocks += grown_blocks - self._grown[0]
@@ -114,7 +117,8 @@ class StoreBudget:
         slots_per_second = self._factor * self._bytes_per_second / self._slot_bytes
         horizon_seconds = max(HORIZON_STEPS * self._step_seconds, MIN_HORIZON_SECONDS)
         left = slots_per_second * horizon_seconds - slots_in_flight
-        if self._loads_running:
-            per_step = slots_per_second * self._step_seconds * SHARE_BESIDE_LOADS
-            left = min(left, per_step - self._planned_slots)
+        if self._load_seconds:
+            step = self._step_seconds
+            seconds = max(step - self._load_seconds, step * SHARE_BESIDE_LOADS)
+            left = min(left, slots_per_second * seconds - self._planned_slots)
         return max(int(left), 0 if slots_in_flight else 1)

@@ -25,10 +25,10 @@ class Steps:
         self.budget.learn(SPEED)
 
     def step(
-        self, seconds: float = 0.0, *, loads_running: bool = False, grown_blocks: int = 0
+        self, seconds: float = 0.0, *, load_seconds: float = 0.0, grown_blocks: int = 0
     ) -> StoreBudget:
         self.now += seconds
-        self.budget.begin_step(loads_running=loads_running, grown_blocks=grown_blocks)
+        self.budget.begin_step(load_seconds=load_seconds, grown_blocks=grown_blocks)
         return self.budget
 
     def settle(self, seconds: float) -> None:
@@ -63,21 +63,32 @@ def test_the_horizon_grows_with_long_steps_but_not_with_pauses() -> None:
     assert steps.budget.slots_left(0) == pytest.approx(1000 * longest, abs=2)
 
 
-def test_stores_get_a_share_of_the_link_while_loads_run() -> None:
+def test_stores_get_a_share_of_the_link_beside_loads_that_take_all_of_it() -> None:
     steps = Steps()
     steps.settle(0.08)
     assert steps.step(0.08).slots_left(0) == pytest.approx(240, abs=1)
     share = int(1000 * 0.08 * SHARE_BESIDE_LOADS)
-    budget = steps.step(0.08, loads_running=True)
+    budget = steps.step(0.08, load_seconds=1.0)
     assert budget.slots_left(0) == pytest.approx(share, abs=1)
     budget.plan(share)
     assert budget.slots_left(share) == 0
-    assert steps.step(0.08, loads_running=True).slots_left(share) == pytest.approx(share, abs=1)
+    assert steps.step(0.08, load_seconds=1.0).slots_left(share) == pytest.approx(share, abs=1)
+
+
+def test_stores_get_the_rest_of_a_step_that_its_loads_leave() -> None:
+    steps = Steps()
+    steps.settle(0.08)
+    budget = steps.step(0.08, load_seconds=0.03)
+    assert budget.slots_left(0) == pytest.approx(50, abs=1)
+    budget.plan(20)
+    assert budget.slots_left(20) == pytest.approx(30, abs=1)
+    share = int(1000 * 0.08 * SHARE_BESIDE_LOADS)
+    assert steps.step(0.08, load_seconds=0.079).slots_left(0) == pytest.approx(share, abs=1)
 
 
 def test_loads_that_follow_each_other_do_not_starve_stores() -> None:
     steps = Steps()
-    budget = steps.step(loads_running=True)  # no step has taken any time yet
+    budget = steps.step(load_seconds=1.0)  # no step has taken any time yet
     assert budget.slots_left(0) == 1
     assert budget.slots_left(1) == 0
 
