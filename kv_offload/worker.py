@@ -91,6 +91,9 @@ class OffloadWorker:
         self._store_bytes_per_second: float | None = None
         self._failed_stores: deque[int] = deque(maxlen=REMEMBERED_FAILURES)
         self._store_results: dict[int, JobResult] = {}
+        # What the last report said of stores, and whether it said that a load had failed.
+        self._reported_stores: dict[int, JobResult] = {}
+        self._reported_failure = False
         self._received: set[str] = set()
         self._failed_loads: dict[str, LoadJob] = {}
         self._failed_synchronous: list[LoadJob] = []
@@ -471,15 +474,17 @@ class OffloadWorker:
         return ended
 
     def take_ended_stores(self) -> dict[int, JobResult]:
-        """Return the stores that have ended by now and are not reported, instead of their report.
+        """Return the stores that have ended by now, instead of a report or before the last arrives.
 
-        None while a load has failed unreported: what was computed beside it must be distrusted
+        The last report may be that of a step that has only been launched. None while it says that a
+        load failed, or the next one will: what was computed beside that load must be distrusted
         first. A store ends after the loads of the steps before it, so `poll` has seen those.
         """
         self.poll()
-        if self._failed_requests:
+        if self._failed_requests or self._reported_failure:
             return {}
-        results, self._store_results = self._store_results, {}
+        results = self._reported_stores | self._store_results
+        self._reported_stores, self._store_results = {}, {}
         return results
 
     def take_report(self) -> OffloadWorkerMetadata | None:
@@ -492,6 +497,7 @@ class OffloadWorker:
             self._take_ready_slots(),
             self._store_bytes_per_second,
         )
+        self._reported_stores, self._reported_failure = report.stores, bool(report.failed_loads)
         self._store_results, self._load_results = {}, {}
         self._failed_requests = set()
         self._load_bytes_per_second = self._store_bytes_per_second = None

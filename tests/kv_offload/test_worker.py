@@ -747,3 +747,29 @@ def test_ended_stores_are_told_once_and_not_beside_an_unreported_failure(rank: R
     stores, _, failed = rank.report()
     assert stores == {2: result()}
     assert failed.keys() == {"a"}
+    rank.step(store(3, (1, 6)))
+    assert rank.report()[2] == {}, "of the step after that"
+    rank.begin(plan())
+    assert rank.engine.wait(10)
+    assert rank.half.take_ended_stores() == {3: result()}
+
+
+def test_ended_stores_are_told_before_their_report_arrives(rank: Rank) -> None:
+    rank.step(store(0, (1, 2)))
+    rank.begin(plan())
+    assert rank.engine.wait(10)
+    rank.end(plan())
+    assert rank.report()[0] == {0: result()}
+    assert rank.half.take_ended_stores() == {0: result()}
+    assert rank.half.take_ended_stores() == {}
+
+
+def test_a_report_under_way_of_a_failed_load_comes_first(rank: Rank) -> None:
+    rank.step(store(0, (1, 2)), store(1, (3, 4)))
+    rank.begin(plan([], [load(0, "a", (5, 2), incomplete=True)]))
+    assert rank.engine.wait(10)
+    rank.end(plan())
+    assert rank.report()[0] == {0: result(), 1: result()}
+    assert rank.half.take_ended_stores() == {}
+    rank.report()
+    assert rank.half.take_ended_stores() == {}, "they were told"
