@@ -308,7 +308,7 @@ class CacheManager:
     def _not_written(self, slots: Sequence[int]) -> NDArray[np.bool_]:
         """Say of each slot that no store to it runs: if it has a key, that is readable."""
         writing = self._writing
-        if writing.isdisjoint(slots):
+        if not writing or writing.isdisjoint(slots):
             return np.ones(len(slots), bool)
         return np.array([slot not in writing for slot in slots], bool)
 
