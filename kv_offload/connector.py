@@ -269,11 +269,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         A report is as old as the launch of its step; under asynchronous scheduling its copies may
         have ended one or two steps before anybody hears of it.
         """
-        rank = self._rank_beside() if self.offload_scheduler.loads_asynchronously else None
-        if rank is not None:
-            reported = connector_output.finished_recving or set()
-            connector_output.finished_recving = rank.take_ended_loads() | reported
-        self.offload_scheduler.update(connector_output)
+        rank = self._rank_beside() if self.offload_scheduler.hears_of_loads else None
+        ended, reported = (set(), set()) if rank is None else rank.take_ended_loads()
+        self.offload_scheduler.update(connector_output, ended, reported)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -37,7 +37,11 @@ def drain_engine_core(core: Any) -> None:
         if not scheduler.end_drain(results):
             logger.error("kv-offload: gave up stores that did not end; their prefixes are not kept")
         if abandoned:
-            _deliver_loads(core.scheduler, abandoned)
+            scheduler.draining = True
+            try:
+                _deliver_loads(core.scheduler, abandoned)
+            finally:
+                scheduler.draining = False
             scheduler.expect_again(abandoned)
 
 

@@ -76,6 +76,8 @@ class OffloadScheduler:
         self._load_failed: set[str] = set()
         self._new_load_failures: set[str] = set()
         self._delivered_loads: set[str] = set()
+        self.draining = False
+        """Set while a drain delivers loads."""
         self.falling_asleep = False
         """Set while the engine resets everything for a sleep that host memory is to outlive."""
         self._weights_changed = False
@@ -315,16 +317,29 @@ class OffloadScheduler:
         deferred = self._stores.keep_leftovers(state.cursor, hashes, block_ids, end)
         self._stats.count("deferred_slots", deferred)
 
-    def update(self, output: KVConnectorOutput) -> None:
+    def update(
+        self,
+        output: KVConnectorOutput,
+        ended_loads: Set[str] = frozenset(),
+        reported_loads: Set[str] = frozenset(),
+    ) -> None:
         """Take what the ranks report at the end of a step; called before the engine reads it.
 
-        Loads that a drain has delivered are taken out: the engine has freed their blocks and
-        forgotten their requests, and would fail on them.
+        `ended_loads` are requests whose loads the only rank has told of instead of a report,
+        `reported_loads` those that it told of and the last report that it made names too. That may
+        be this one, or one that is still under way.
+
+        A load is told of once: those that a drain has delivered, or that were taken from a report
+        under way, are taken out when it arrives. The engine would fail on them: it may have freed
+        their blocks and forgotten their requests.
         """
-        if self._delivered_loads and output.finished_recving:
-            again = self._delivered_loads & output.finished_recving
-            output.finished_recving -= again
-            self._delivered_loads -= again
+        arrived = output.finished_recving or set()
+        told = arrived | ended_loads
+        early = reported_loads - arrived - self._delivered_loads
+        again = told & self._delivered_loads
+        if again or early or ended_loads:
+            self._delivered_loads = (self._delivered_loads - again) | early
+            output.finished_recving = (told - again) | early
         report = output.kv_connector_worker_meta
         if isinstance(report, OffloadWorkerMetadata):
             # First: what was computed beside a load that failed must not become readable.
@@ -363,9 +378,12 @@ class OffloadScheduler:
     # -- between steps -------------------------------------------------------------------------
 
     @property
-    def loads_asynchronously(self) -> bool:
-        """Whether a request waits to hear that some rank has ended its load."""
-        return bool(self._loads.running_requests())
+    def hears_of_loads(self) -> bool:
+        """Whether a request waits to hear that some rank has ended its load, and may hear it now.
+
+        Not while a drain delivers loads: what a rank tells of then would be told for nothing.
+        """
+        return bool(self._loads.running_requests()) and not self.draining
 
     @property
     def has_pending_work(self) -> bool:

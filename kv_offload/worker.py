@@ -95,6 +95,8 @@ class OffloadWorker:
         self._reported_stores: dict[int, JobResult] = {}
         self._reported_failure = False
         self._received: set[str] = set()
+        # Of the loads that ended well, those that the last report names.
+        self._reported_loads: set[str] = set()
         self._failed_loads: dict[str, LoadJob] = {}
         self._failed_synchronous: list[LoadJob] = []
         self._failed_requests: set[str] = set()
@@ -459,6 +461,7 @@ class OffloadWorker:
         """Return the requests whose loads ended, each once, and those among them that failed."""
         received, self._received = self._received, set()
         failed, self._failed_loads = self._failed_loads, {}
+        self._reported_loads = received - failed.keys()
         return received, failed
 
     def take_failed_synchronous(self) -> list[LoadJob]:
@@ -466,12 +469,17 @@ class OffloadWorker:
         failed, self._failed_synchronous = self._failed_synchronous, []
         return failed
 
-    def take_ended_loads(self) -> set[str]:
-        """Return the requests whose loads have ended well by now, instead of `take_received`."""
+    def take_ended_loads(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose loads have ended well by now, before the last report arrives.
+
+        First those that no report will name, then those that the last one names, which may be that
+        of a step that has only been launched.
+        """
         self.poll()
         ended = self._received - self._failed_loads.keys()
         self._received -= ended
-        return ended
+        reported, self._reported_loads = self._reported_loads, set()
+        return ended, reported
 
     def take_ended_stores(self) -> dict[int, JobResult]:
         """Return the stores that have ended by now, instead of a report or before the last arrives.

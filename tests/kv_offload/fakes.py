@@ -582,6 +582,9 @@ class PlayedEngine:
     back to the scheduler. With asynchronous scheduling two steps may be under way.
     """
 
+    beside = False
+    """Whether an only rank lives in the process of the scheduler, which then asks it what ended."""
+
     def __init__(
         self,
         groups: Sequence[CacheGroup] = (CacheGroup(0, 4),),
@@ -641,6 +644,8 @@ class PlayedEngine:
             # What runner V2 has the scheduler do.
             self.scheduler.use_v2_model_runner = True
         self.ranks = [PlayedRank(config, kv_cache_config, rank) for rank in range(ranks)]
+        if self.beside and ranks == 1:
+            self.connector._rank_beside = lambda: self.ranks[0].connector.offload_worker
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {(0, r): rank.connector.get_handshake_metadata() for r, rank in enumerate(self.ranks)}
         )

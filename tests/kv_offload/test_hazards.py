@@ -47,6 +47,13 @@ both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["syn
 both_runners = pytest.mark.parametrize("replaces_resumed", [False, True], ids=["V1", "V2"])
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["reports", "beside"])
+def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether an only rank is asked what has ended, besides reporting it."""
+    monkeypatch.setattr(PlayedEngine, "beside", request.param)
+    return bool(request.param)
+
+
 class HarshEngine(PlayedEngine):
     """Writes KV late, poisons fresh blocks, and with `eager` copies at once."""
 
@@ -457,6 +464,37 @@ def test_without_holds_a_load_reads_what_a_store_put_into_its_slots(
     monkeypatch.setattr(manager, "complete_load", lambda slots: None)
     with wrong_bytes():
         load_while_others_store(engine)
+
+
+# -- ends that are heard of early --------------------------------------------------------------
+
+
+def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside: bool) -> None:
+    """Both end while the next step is launched, whose report then names them too."""
+    engine = HarshEngine(async_scheduling=True)
+    store(engine, PROMPT)
+    engine.add("decodes", OTHER, max_tokens=12)
+    engine.schedule()
+    engine.execute()
+    stores = engine.offload._stores.jobs
+    (first,) = stores.running_jobs()
+    engine.add("loads", PROMPT)
+    engine.schedule()
+    engine.execute()
+    engine.process()
+    assert engine.offload._loads.running == 1
+    engine.run_copies()
+    engine.schedule()
+    engine.execute()
+    engine.process()
+    assert (engine.offload._loads.running == 0) == beside
+    assert (first not in stores.running_jobs()) == beside
+    assert ("loads" in engine.schedule().num_scheduled_tokens) == beside
+    engine.run()
+    assert engine.answers["loads"] == answer(PROMPT)
+    assert engine.answers["decodes"] == answer(OTHER, 12)
+    assert not engine.offload._delivered_loads
+    engine.check_rest()
 
 
 # -- resets ------------------------------------------------------------------------------------

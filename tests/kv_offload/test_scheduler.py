@@ -626,7 +626,9 @@ def test_loads_come_before_stores() -> None:
     now = iter(range(10_000))
     budget._clock = lambda: next(now) * 0.01
     budget._step_began, budget._step_seconds = None, 0.01
-    budget.learn(64 * 2.5 / 0.01 / SHARE_BESIDE_LOADS)  # two slots a step beside a load
+    budget.learn(64 * 2.5 / 0.01 / SHARE_BESIDE_LOADS)  # two slots a step beside a long load
+    loads = engine.offload._loads
+    engine.offload._choice.queued_seconds = lambda: float(loads.running)
     engine.add("loads", PROMPT)
     engine.add("computes", OTHER * 3, max_tokens=12)
     planned = []
@@ -636,11 +638,11 @@ def test_loads_come_before_stores() -> None:
         engine.execute()
         engine.run_copies(Direction.STORE)
         engine.process()
-    assert engine.offload._loads.running == 1
+    assert loads.running == 1
     assert planned == [2, 2, 2, 2]
     engine.run_copies()
     engine.step(copies=True)
-    assert engine.offload._loads.running == 0
+    assert loads.running == 0
     assert len(stored_blocks(engine.step(copies=True))) > 2
     engine.run()
     assert engine.answers["computes"] == answer(OTHER * 3, 12)

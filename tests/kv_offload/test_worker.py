@@ -725,10 +725,24 @@ def test_ended_loads_are_told_once_and_failed_ones_with_the_report(rank: Rank) -
     rank.step()
     rank.begin(plan([], [load(0, "a", (5, 2)), load(1, "b", (6, 2), incomplete=True)]))
     assert rank.engine.wait(10)
-    assert rank.half.take_ended_loads() == {"a"}
-    assert rank.half.take_ended_loads() == set()
+    assert rank.half.take_ended_loads() == ({"a"}, set())
+    assert rank.half.take_ended_loads() == (set(), set())
     received, failed = rank.half.take_received()
     assert received == failed.keys() == {"b"}
+    assert rank.half.take_ended_loads() == (set(), set())
+
+
+def test_ended_loads_are_told_before_their_report_arrives(rank: Rank) -> None:
+    rank.step(store(0, (1, 2)))
+    rank.step()
+    rank.begin(plan([], [load(0, "a", (5, 2)), load(1, "b", (6, 2), incomplete=True)]))
+    assert rank.engine.wait(10)
+    rank.end(plan())
+    received, failed = rank.half.take_received()
+    assert received == {"a", "b"}
+    assert failed.keys() == {"b"}
+    assert rank.half.take_ended_loads() == (set(), {"a"})
+    assert rank.half.take_ended_loads() == (set(), set())
 
 
 def test_ended_stores_are_told_once_and_not_beside_an_unreported_failure(rank: Rank) -> None:
