@@ -41,6 +41,10 @@ class ServingEngine:
         from vllm import LLM
 
         self.shape, self.connector = shape, connector
+        self.first_tokens = 4 if connector == "vllm-simple" else 1
+        """How many tokens to ask for where prompts are to be stored. vLLM's simple connector stores
+        what a request has computed when its next token is scheduled, so of one with one token
+        nothing but what earlier steps computed."""
         self.separate_core = separate_core
         self.on_gpu = torch.cuda.is_available()
         self.item_bytes = 2 if self.on_gpu else 4
@@ -101,9 +105,9 @@ class ServingEngine:
         tokens = np.random.default_rng((seed, count, length)).integers(10, 31000, (count, length))
         return [{"prompt_token_ids": row} for row in tokens.tolist()]
 
-    def seconds(self, batch: list[Prompt]) -> float:
-        """Send prompts, wait for one token of each, and return the time that took."""
-        parameters = self._parameters(1)
+    def seconds(self, batch: list[Prompt], tokens: int = 1) -> float:
+        """Send prompts, wait for so many tokens of each, and return the time that took."""
+        parameters = self._parameters(tokens)
         begin = time.perf_counter()
         self.llm.generate(batch, parameters, use_tqdm=False)
         return time.perf_counter() - begin

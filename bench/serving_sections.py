@@ -51,7 +51,7 @@ def ttft(engine: ServingEngine) -> Result:
         batches = [engine.prompts(seed, 1, length) for seed in range(10, 10 + shape.repeats)]
         loaded = []
         for batch in batches:
-            first.append(engine.seconds(batch))
+            first.append(engine.seconds(batch, engine.first_tokens))
             if engine.connector == "off":
                 on_gpu.append(engine.seconds(batch))
                 continue
@@ -85,7 +85,8 @@ def throughput(engine: ServingEngine) -> Result:
         )
     ]
     engine.reset()
-    results: Result = {"0": {"tokens_per_second": spread([total / engine.seconds(batch)])}}
+    rate = total / engine.seconds(batch, engine.first_tokens)
+    results: Result = {"0": {"tokens_per_second": spread([rate])}}
     if engine.connector == "off":
         return results
     loadable = {
@@ -97,7 +98,7 @@ def throughput(engine: ServingEngine) -> Result:
     # of the batch was kept; it is computed and stored then.
     engine.reset()
     count = expect_loads(engine, shape.batch_prompts * loadable[100])
-    rate = total / engine.seconds(batch)
+    rate = total / engine.seconds(batch, engine.first_tokens)
     results["first time again"] = {"tokens_per_second": spread([rate]), "kept": count()}
     for hits, prompts, repeats in ((100, batch, 3), (50, mixed, 1)):
         times: list[float] = []
@@ -157,7 +158,7 @@ def _watch(engine: ServingEngine, decodes: list[Prompt], others: list[Prompt]) -
         if waiting and steps % shape.steps_between == 0:
             request_id, prompt = waiting.pop()
             running.add(request_id)
-            engine.add(request_id, prompt, 1)
+            engine.add(request_id, prompt, engine.first_tokens)
         done = engine.step()
         now = time.perf_counter()
         for request_id in done:

@@ -63,10 +63,7 @@ class Shape:
 
 _ON_GPU: dict[str, Any] = {
     "layers": 32,
-    "heads": 32,
     "head_size": 128,
-    "hidden": 4096,
-    "intermediate": 14336,
     "block_tokens": 16,
     "gpu_blocks": 6000,
     "prompt_tokens": (1024, 4096, 16384, 32768),
@@ -106,8 +103,25 @@ SHAPES = {
         steps_between=4,
     ),
     # 50 GiB: the 48 prompts of 8,192 tokens are 48 GiB, and what was stored before goes first.
-    "gqa8": Shape(kv_heads=8, host_gib=50, pair_prompts=12, **_ON_GPU),
-    "mqa": Shape(kv_heads=1, host_gib=8, pair_prompts=32, **_ON_GPU),
+    "gqa8": Shape(
+        heads=32,
+        kv_heads=8,
+        hidden=4096,
+        intermediate=14336,
+        host_gib=50,
+        pair_prompts=12,
+        **_ON_GPU,
+    ),
+    # A model of 2 billion parameters: steps are short, so the host's work weighs more.
+    "mqa": Shape(
+        heads=16,
+        kv_heads=1,
+        hidden=2048,
+        intermediate=8192,
+        host_gib=8,
+        pair_prompts=48,
+        **_ON_GPU,
+    ),
 }
 
 
