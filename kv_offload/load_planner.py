@@ -52,7 +52,8 @@ class LoadPlanner:
         self._planned: list[LoadJob] = []
         self._running: dict[str, Slots] = {}
         self._synchronous: dict[int, _SynchronousLoad] = {}
-        self._arriving: dict[str, frozenset[SlotKey]] = {}
+        self._arriving: dict[str, list[SlotKey]] = {}
+        self._owner_of: dict[SlotKey, str] = {}  # of every arriving key, who loads it
         self._waiting: dict[str, _Waiting] = {}
         self._matched_from: dict[str, int] = {}
 
@@ -95,13 +96,13 @@ class LoadPlanner:
         end = self._prefixes.longest_hit(
             hashes, self._manager.readable, start_tokens, num_tokens - 1
         )
-        if end > start_tokens and self._arriving and patient:
+        if end > start_tokens and self._owner_of and patient:
             needed = self._prefixes.needed_keys(hashes, start_tokens, end)
-            for owner, keys in self._arriving.items():
-                if not keys.isdisjoint(needed):
-                    since = waiting.since if waiting is not None else time.monotonic()
-                    self._waiting[request_id] = _Waiting(owner, since)
-                    return None
+            if not self._owner_of.keys().isdisjoint(needed):
+                owner = next(self._owner_of[key] for key in needed if key in self._owner_of)
+                since = waiting.since if waiting is not None else time.monotonic()
+                self._waiting[request_id] = _Waiting(owner, since)
+                return None
         self._waiting.pop(request_id, None)
         return end - start_tokens
 
@@ -165,7 +166,8 @@ class LoadPlanner:
             self._synchronous[job.job_id] = _SynchronousLoad(slots, ranks)
         else:
             self._running[request_id] = slots
-            self._arriving[request_id] = frozenset(keys)
+            self._arriving[request_id] = keys
+            self._owner_of.update(dict.fromkeys(keys, request_id))
 
     def take_planned(self) -> tuple[LoadJob, ...]:
         """Return the loads planned since the last call, for this step's metadata."""
@@ -198,7 +200,11 @@ class LoadPlanner:
 
     def settle(self, request_id: str) -> None:
         """Stop others from waiting for this request's load."""
-        self._arriving.pop(request_id, None)
+        owner_of = self._owner_of
+        for key in self._arriving.pop(request_id, ()):
+            # Where the wait for a load was given up, the key may arrive for another request too.
+            if owner_of.get(key) == request_id:
+                del owner_of[key]
 
     def forget(self, request_id: str) -> None:
         """Drop a request that ended. Its load, if one runs, is still completed by the ranks."""

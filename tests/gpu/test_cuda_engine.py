@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 
+from tests.gpu.gate import Gate  # noqa: E402
 from transfer import cuda, dma, kernel, registration, swap, swap_bulk, swap_vector  # noqa: E402
 from transfer.copy_path import PATHS, PathName  # noqa: E402
 from transfer.cuda import CudaSwapEngine  # noqa: E402
@@ -233,14 +234,17 @@ def no_wait(stream: CopyStream) -> Any:
     return stream.record()
 
 
-def store_after_slow_write(engine: CudaSwapEngine, cache: Cache, slots: Any) -> int:
-    """Return the byte that a store finds which is submitted behind a slow kernel writing 9s."""
+def store_after_slow_write(
+    engine: CudaSwapEngine, cache: Cache, slots: Any, *, waits: bool = True
+) -> int:
+    """Return the byte that a store finds which is submitted behind a kernel that writes 9s late."""
     cache.storage.fill_(1)
     slots.fill_(0)
-    torch.cuda.synchronize()
-    busy()
+    gate = Gate()
+    gate.hold()
     cache.storage.fill_(9)
     engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
+    gate.open(engine, after_copies=not waits)
     finish(engine)
     torch.cuda.synchronize()
     (value,) = slots[5].unique().tolist()
@@ -261,7 +265,7 @@ def test_without_the_wait_a_store_is_stale(monkeypatch: pytest.MonkeyPatch) -> N
     engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
     monkeypatch.setattr(CopyStream, "wait_for_compute", no_wait)
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert store_after_slow_write(engine, cache, slots) == 1
+        assert store_after_slow_write(engine, cache, slots, waits=False) == 1
     engine.close()
 
 
@@ -270,11 +274,12 @@ def test_store_waits_for_the_output_copy_stream(awaited: bool) -> None:
     output = torch.cuda.Stream()
     engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8, output if awaited else None)
     cache.storage.fill_(1)
-    torch.cuda.synchronize()
+    gate = Gate()
     with torch.cuda.stream(output):
-        busy()
+        gate.hold()
         cache.storage.fill_(9)
     engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
+    gate.open(engine, after_copies=not awaited)
     finish(engine)
     torch.cuda.synchronize()
     assert slots[5].unique().tolist() == [9 if awaited else 1]
@@ -481,11 +486,11 @@ def test_the_copy_engine_takes_no_load_before_compute(path: PathName) -> None:
 def test_load_does_not_wait_for_the_output_copy_stream() -> None:
     output = torch.cuda.Stream()
     engine, _, _ = make_engine(8, [(4 * KIB, 4 * KIB)], 8, output)
+    gate = Gate()
     with torch.cuda.stream(output):
-        busy()
+        gate.hold()
     engine.submit(SwapJob(1, LOAD, np.array([[3, 5]], np.int32)))
-    assert engine.wait(60)
-    assert not output.query()
+    gate.open(engine, after_copies=True)
     torch.cuda.synchronize()
     engine.close()
 
@@ -497,11 +502,12 @@ def test_load_waits_for_compute(ordered: bool, monkeypatch: pytest.MonkeyPatch) 
     if not ordered:
         monkeypatch.setattr(CopyStream, "wait_for_compute", no_wait)
     slots.fill_(7)
-    torch.cuda.synchronize()
+    gate = Gate()
     with torch.cuda.stream(torch.cuda.Stream()):
-        busy()
+        gate.hold()
         cache.storage.zero_()
         engine.submit(SwapJob(1, LOAD, np.array([[3, 5]], np.int32)))
+        gate.open(engine, after_copies=not ordered)
     finish(engine)
     torch.cuda.synchronize()
     assert cache.tensors[0][3].unique().tolist() == [7 if ordered else 0]

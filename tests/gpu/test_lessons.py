@@ -26,6 +26,7 @@ with warnings.catch_warnings():
     from kv_offload.worker import OffloadWorker
     from tests.gpu.engine_run import read_device
     from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config
+from tests.gpu.gate import Gate  # noqa: E402
 from tests.gpu.test_cuda_engine import KIB, ids, make_arena, make_cache, random_pairs  # noqa: E402
 from tests.processes import run_module  # noqa: E402
 from transfer.cuda import CudaSwapEngine  # noqa: E402
@@ -38,8 +39,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 BLOCKS = 8
 BLOCK, SLOT = 3, 5
-BUSY_CYCLES = 200_000_000
-"""About 100 ms of a spinning kernel at 2 GHz."""
 OLD, NEW = 1, 9
 POISON = -1
 """All bits set: NaN in every floating-point cache."""
@@ -126,12 +125,13 @@ def test_a_store_reads_the_block_after_a_slow_kernel_has_written_it(
     runner = Runner()
     monkeypatch.setattr(CopyStream, "wait_for_compute", WAITS[waits_for])
     metadata = plan(store=True)
+    gate = Gate()
     with torch.cuda.stream(torch.cuda.Stream()):
         runner.half.submit_stores()
         runner.half.start_kv_transfers(metadata)
         if last_writer == "draft head":
             runner.output_copy_stream.wait_stream(torch.cuda.current_stream())
-        torch.cuda._sleep(BUSY_CYCLES)
+        gate.hold()
         runner.kv.fill_(NEW)
         if last_writer == "forward":
             runner.output_copy_stream.wait_stream(torch.cuda.current_stream())
@@ -139,6 +139,7 @@ def test_a_store_reads_the_block_after_a_slow_kernel_has_written_it(
         assert runner.engine.in_flight == 0
         runner.half.submit_stores()  # the next step begins
         assert runner.engine.in_flight == 1
+        gate.open(runner.engine, after_copies=found == OLD)
         assert runner.slot() == [found]
     runner.half.shutdown()
 
@@ -152,16 +153,17 @@ def test_zeroing_of_fresh_blocks_does_not_wipe_what_is_loaded(load_comes: str, f
     runner = Runner()
     runner.engine._state.arena.view()[SLOT].view(np.int64)[:] = OLD
     runner.kv.fill_(POISON)
-    torch.cuda.synchronize()
+    gate = Gate()
     with torch.cuda.stream(torch.cuda.Stream()):
         runner.half.submit_stores()
         if load_comes == "before":
             runner.half.start_kv_transfers(plan(load=True))
             assert runner.engine.wait(30)
-        torch.cuda._sleep(BUSY_CYCLES)
+        gate.hold()
         runner.kv[BLOCK] = 0
         if load_comes == "after zeroing":
             runner.half.start_kv_transfers(plan(load=True))
+        gate.open(runner.engine, after_copies=load_comes == "before")
         assert runner.block() == [found]
     runner.half.shutdown()
 

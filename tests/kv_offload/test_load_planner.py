@@ -210,6 +210,20 @@ def test_a_wait_is_forgotten_with_its_request(clock: list[float]) -> None:
     assert loads.match("second") is None
 
 
+def test_a_load_that_nobody_waits_for_any_more_stops_nobody_else(clock: list[float]) -> None:
+    """Two load the same keys, once the second has given up waiting; the first ends first."""
+    loads = Loads()
+    loads.keep(range(2))
+    loads.load("first")
+    assert loads.match("second") is None
+    clock[0] += 2 * MAX_WAIT_SECONDS
+    loads.load("second")
+    loads.planner.settle("first")
+    assert loads.match("third") is None
+    loads.planner.settle("second")
+    assert loads.match("third") == 8
+
+
 @pytest.mark.parametrize("end", ["settle", "forget"])
 def test_others_wait_until_the_first_is_scheduled_or_gone(end: str) -> None:
     loads = Loads()
