@@ -175,7 +175,7 @@ def test_new_request(
     benchmark.extra_info.update(row)
     rows.append(row)
     loaded = [sum(cost.loaded_blocks for cost in costs) for costs in served]
-    expected = (prompt_tokens - 1) // BLOCK_TOKENS if found == "hit" else 0
+    expected = prompt_tokens // BLOCK_TOKENS if found == "hit" else 0
     assert loaded == [expected] * len(served)
 
 

@@ -23,15 +23,24 @@ SETTLE_STEPS = 32
 """Steps of decodes that are not watched: what their own prompts store is under way."""
 
 
-def expect_loads(engine: ServingEngine, expected_bytes: int) -> Callable[[], Result]:
-    """Return a function that says how many bytes were loaded since; None of a peer."""
+def expect_loads(
+    engine: ServingEngine, bytes_of_one: tuple[int, int], prompts: int = 1
+) -> Callable[[], Result]:
+    """Return a function that says how many bytes were loaded since; None of a peer.
+
+    With it come the least and the most bytes that so many prompts need.
+    """
     before = engine.totals["loaded_bytes"]
 
     def count() -> Result:
         engine.tick()  # a load that the last step waited for is reported by the next one
         loaded = engine.totals["loaded_bytes"] - before
         ours = engine.connector == "kv-offload"
-        return {"expected_bytes": expected_bytes, "loaded_bytes": loaded if ours else None}
+        return {
+            "least_bytes": bytes_of_one[0] * prompts,
+            "most_bytes": bytes_of_one[1] * prompts,
+            "loaded_bytes": loaded if ours else None,
+        }
 
     return count
 
@@ -43,7 +52,8 @@ def ttft(engine: ServingEngine) -> Result:
     prompt is repeated without a reset, which is what a hit in the GPU's own cache takes.
     """
     shape, results = engine.shape, {}
-    engine.seconds(engine.prompts(1, 2, shape.prompt_tokens[0]))
+    # As a server has, it computes some prompts and decodes before it is looked at.
+    engine.seconds(engine.prompts(1, 2, shape.prompt_tokens[0]), 32)
     for length in shape.prompt_tokens:
         first: list[float] = []
         again: list[float] = []
@@ -90,14 +100,13 @@ def throughput(engine: ServingEngine) -> Result:
     if engine.connector == "off":
         return results
     loadable = {
-        # A cache serves all of a known prompt but its last token's block, and all of a known half.
         100: shape.loadable_bytes(shape.batch_tokens, engine.item_bytes),
         50: shape.loadable_bytes(half + 1, engine.item_bytes),
     }
     # Under pressure stores are dropped rather than awaited, so the first time again shows how much
     # of the batch was kept; it is computed and stored then.
     engine.reset()
-    count = expect_loads(engine, shape.batch_prompts * loadable[100])
+    count = expect_loads(engine, loadable[100], shape.batch_prompts)
     rate = total / engine.seconds(batch, engine.first_tokens)
     results["first time again"] = {"tokens_per_second": spread([rate]), "kept": count()}
     for hits, prompts, repeats in ((100, batch, 3), (50, mixed, 1)):
@@ -105,7 +114,7 @@ def throughput(engine: ServingEngine) -> Result:
         loaded = []
         for _ in range(repeats):
             engine.reset()
-            count = expect_loads(engine, shape.batch_prompts * loadable[hits])
+            count = expect_loads(engine, loadable[hits], shape.batch_prompts)
             times.append(engine.seconds(prompts))
             loaded.append(count())
         rates = spread([total / seconds for seconds in times])
@@ -122,11 +131,11 @@ def latency(engine: ServingEngine) -> Result:
     shape = engine.shape
     others = engine.prompts(30, shape.other_prompts, shape.other_tokens)
     results: Result = {}
-    expected = shape.loadable_bytes(shape.other_tokens, engine.item_bytes) * len(others)
+    expected = shape.loadable_bytes(shape.other_tokens, engine.item_bytes)
     for index, phase in enumerate(PHASES):
         engine.reset()
         decodes = engine.prompts(31 + index, shape.decodes, shape.decode_prompt_tokens)
-        count = expect_loads(engine, expected if phase == "loading" else 0)
+        count = expect_loads(engine, expected, len(others) if phase == "loading" else 0)
         results[phase] = _watch(engine, decodes, [] if phase == "alone" else others)
         if engine.connector != "off":
             results[phase]["loads"] = [count()]

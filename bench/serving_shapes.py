@@ -56,9 +56,14 @@ class Shape:
         """Bytes of a block over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_size * self.block_tokens * item_bytes
 
-    def loadable_bytes(self, tokens: int, item_bytes: int) -> int:
-        """Bytes of a prompt that a cache can serve: its full blocks, but not the last token."""
-        return (tokens - 1) // self.block_tokens * self.block_bytes(item_bytes)
+    def loadable_bytes(self, tokens: int, item_bytes: int) -> tuple[int, int]:
+        """Least and most bytes of a prompt that a cache must serve: its full blocks.
+
+        Where they hold all tokens, the last block may be computed: one token must be in any case.
+        """
+        block_bytes = self.block_bytes(item_bytes)
+        least, most = (tokens - 1) // self.block_tokens, tokens // self.block_tokens
+        return least * block_bytes, most * block_bytes
 
 
 _ON_GPU: dict[str, Any] = {

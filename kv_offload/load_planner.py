@@ -80,8 +80,9 @@ class LoadPlanner:
     ) -> int | None:
         """Return how many tokens beyond `start_tokens` can be loaded; None to be asked again later.
 
-        At least one token of the request is left to compute. Asked again for the same request it
-        answers the same, unless host memory changed.
+        That may be all that are left of the request: the engine has to compute the last one again
+        then, to have something to sample from. Where nothing but the last slot is missing it is
+        computed. Asked again for the same request it answers the same, unless host memory changed.
         """
         self.settle(request_id)
         self._matched_from[request_id] = start_tokens
@@ -93,11 +94,13 @@ class LoadPlanner:
         patient = waiting is None or time.monotonic() - waiting.since <= MAX_WAIT_SECONDS
         if waiting is not None and patient and waiting.owner in self._arriving:
             return None  # asked in every step: not worth another look at every block
-        end = self._prefixes.longest_hit(
-            hashes, self._manager.readable, start_tokens, num_tokens - 1
-        )
+        prefixes = self._prefixes
+        limit = num_tokens if prefixes.serves_whole_requests else num_tokens - 1
+        end = prefixes.longest_hit(hashes, self._manager.readable, start_tokens, limit)
+        if end == num_tokens and end - start_tokens <= prefixes.hit_alignment_tokens:
+            end = start_tokens
         if end > start_tokens and self._owner_of and patient:
-            needed = self._prefixes.needed_keys(hashes, start_tokens, end)
+            needed = prefixes.needed_keys(hashes, start_tokens, end)
             if not self._owner_of.keys().isdisjoint(needed):
                 owner = next(self._owner_of[key] for key in needed if key in self._owner_of)
                 since = waiting.since if waiting is not None else time.monotonic()
@@ -120,6 +123,7 @@ class LoadPlanner:
         null_block_id: int,
         *,
         synchronous: bool = False,
+        whole: bool = False,
     ) -> None:
         """Queue the load that fills a request's blocks from `start_tokens` to `end_tokens`.
 
@@ -156,6 +160,7 @@ class LoadPlanner:
             np.concatenate(pairs).astype(np.int32),
             incomplete=len(slots) < len(keys),
             synchronous=synchronous,
+            whole=whole,
         )
         self._next_job_id += 1
         self._planned.append(job)

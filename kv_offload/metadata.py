@@ -37,7 +37,8 @@ class LoadJob:
 
     `incomplete` says that the plan found a block with nothing in host memory to fill it: nothing is
     copied and the load counts as failed. A `synchronous` load belongs to a request of this very
-    step: the forward must come after it.
+    step: the forward must come after it. A `whole` load brings all tokens of its request; the
+    forward computes the last one again, and writes its KV over what was loaded.
     """
 
     job_id: int
@@ -45,6 +46,7 @@ class LoadJob:
     pairs: Pairs
     incomplete: bool = False
     synchronous: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)

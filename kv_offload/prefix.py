@@ -111,6 +111,13 @@ class PrefixMap:
         self.slot_hashes = tuple(tokens // hash_block_tokens for tokens in self.slot_tokens)
         self.block_alignment_tokens = math.lcm(*(group.block_tokens for group in self.groups))
         self.hit_alignment_tokens = math.lcm(*self.slot_tokens)
+        self.serves_whole_requests = all(
+            group.reads_all and not group.sees_next_token for group in self.groups
+        )
+        """Whether a hit on all tokens of a request leaves what computing the last one again needs.
+
+        It reads all before it. A window could end one token too late for it, a state is beyond it,
+        and what depends on the next token has no proof."""
 
     def named_tokens(self, end_tokens: int) -> int:
         """Return up to where vLLM has given blocks their hashes, of `end_tokens` that it computes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kv_offload.cache_manager import CacheManager
 from kv_offload.config import OffloadConfig
@@ -35,6 +35,18 @@ class _RequestState:
     cursor: StoreCursor
 
 
+class _Match(NamedTuple):
+    """What a request was last told: how many tokens, where the load that brings them ends, and how.
+
+    The engine must compute at least one token of a request that runs in this step. So a synchronous
+    load of all tokens is told as one of all but the last.
+    """
+
+    tokens: int
+    end_tokens: int
+    synchronous: bool
+
+
 class OffloadScheduler:
     """Lives on the engine's one scheduling thread; every method is one of the connector's hooks.
 
@@ -58,9 +70,9 @@ class OffloadScheduler:
         self._may_wait = len(groups) == 1 and not groups[0].holds_state
         self._slot_bytes = slot_bytes
         self.watch = StepWatch(config.max_slowdown)
-        self.load_mode = LoadMode(slot_bytes, self.watch.load_rate)
+        self.load_mode = LoadMode(slot_bytes, self.watch.load_rate, self.watch.decode_seconds)
         self.store_budget = StoreBudget(slot_bytes)
-        self._matched_synchronous: set[str] = set()
+        self._matches: dict[str, _Match] = {}
         self._declined_tokens: dict[str, int] = {}
         self._num_ranks = num_ranks
         self._make_key = make_key
@@ -137,7 +149,7 @@ class OffloadScheduler:
         None instead of tokens asks to be asked again.
         """
         request_id = request.request_id
-        self._matched_synchronous.discard(request_id)
+        self._matches.pop(request_id, None)
         self._declined_tokens.pop(request_id, None)
         if request.skip_reading_prefix_cache or request_id in self._load_failed:
             return 0, False
@@ -152,8 +164,14 @@ class OffloadScheduler:
         if not self._choice.loads(num_computed_tokens, tokens, slots, synchronous=synchronous):
             self._declined_tokens[request_id] = tokens
             return 0, False
-        if synchronous:
-            self._matched_synchronous.add(request_id)
+        end_tokens = num_computed_tokens + tokens
+        if synchronous and end_tokens == request.num_tokens:
+            if self.load_mode.brings_last_slot(slots, idle=idle):
+                tokens -= 1
+            else:
+                end_tokens -= self._prefixes.hit_alignment_tokens
+                tokens = end_tokens - num_computed_tokens
+        self._matches[request_id] = _Match(tokens, end_tokens, synchronous)
         return tokens, not synchronous
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -179,9 +197,12 @@ class OffloadScheduler:
         self._choice.admitted(request, start + num_external_tokens)
         if num_external_tokens:
             self._choice.planned()
+            match = self._matches.pop(request_id)
+            synchronous = match.synchronous
             end = start + num_external_tokens
+            if num_external_tokens == match.tokens:
+                end = match.end_tokens
             null_block = self._pool.null_block.block_id
-            synchronous = request_id in self._matched_synchronous
             if synchronous:
                 self._stats.count("synchronous_loads", 1)
                 self.load_mode.plan(self._prefixes.count_slots(start, end))
@@ -193,6 +214,7 @@ class OffloadScheduler:
                 block_ids,
                 null_block,
                 synchronous=synchronous,
+                whole=end == request.num_tokens,
             )
             self._loaded_tokens[request_id] = (start, end)
 
@@ -294,7 +316,7 @@ class OffloadScheduler:
         self._behind.discard(request_id)
         self._loaded_tokens.pop(request_id, None)
         self._load_failed.discard(request_id)
-        self._matched_synchronous.discard(request_id)
+        self._matches.pop(request_id, None)
         self._declined_tokens.pop(request_id, None)
         self._choice.forget(request_id)
         loading = self._loads.is_loading(request_id)

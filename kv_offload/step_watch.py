@@ -20,6 +20,8 @@ class StepWatch:
         self.load_rate = LoadRate()
         self.prefill_rate = PrefillRate()
         self.step_seconds = RecentMedian()
+        self.decode_seconds = RecentMedian()
+        """Of steps in which every request computed one token, and no load was under way."""
         self.guard = Guard(max_slowdown)
         self._clock = StepClock()
         self._throttled_steps_taken = 0
@@ -45,6 +47,8 @@ class StepWatch:
             return
         step, seconds = timed
         self.step_seconds.add(seconds)
+        if step.tokens == step.requests and not (step.loads or step.waits):
+            self.decode_seconds.add(seconds)
         if not step.waits:
             self.prefill_rate.learn(step.tokens, step.requests, seconds)
         self.guard.observe(step, seconds)

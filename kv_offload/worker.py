@@ -284,7 +284,8 @@ class OffloadWorker:
             return
         self._to_await = False
         assert self._engine is not None, "a load came before register_kv_caches"
-        self._layers_can_wait = self._waves.possible or self._waves.learning
+        if not any(job.whole for job in metadata.loads if job.synchronous):
+            self._layers_can_wait = self._waves.possible or self._waves.learning
         if self._arriving is not None and self._waves.possible:
             self._waves.expect()
             self.on_layer = self._await_layer
@@ -307,6 +308,8 @@ class OffloadWorker:
         pairs = np.concatenate([job.pairs for job in complete])
         assert self._engine is not None, "a load came before register_kv_caches"
         enough = len(pairs) * self._engine.layout.slot_bytes >= WAVES_FROM_BYTES
+        # A layer writes its KV before it waits, which a wave could undo: no whole load.
+        enough = enough and not any(job.whole for job in complete)
         may_wait = self._waves.plan is not None and self._layers_can_wait
         in_waves = before_compute and enough and may_wait
         job_id = complete[0].job_id

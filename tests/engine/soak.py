@@ -26,6 +26,8 @@ from unittest import mock
 import numpy as np
 
 from kv_offload.engine_compat import bytes_per_block, reports_failed_requests, vllm_version
+from kv_offload.metadata import LoadJob
+from kv_offload.worker import OffloadWorker
 from tests.engine.harness import BLOCK_TOKENS, Engine, Tokens, engine, greedy, random_tokens
 from tests.processes import print_result
 from transfer import host
@@ -49,7 +51,8 @@ class DigestingEngine(SwapEngine):
 
     Both digests are of the bytes in the KV cache: of the source when its store has completed, which
     the pin still protects, and of the destination when its load has completed, before its request
-    runs. `delay` is called before every job and may hold up its stream.
+    runs. A forward that waits for its load may have run by then, which changes the last block of a
+    whole load, `rewritten`. `delay` is called before every job and may hold up its stream.
     """
 
     def __init__(self, inner: SwapEngine, read: Callable[[int, int], bytes], delay: Any) -> None:
@@ -60,6 +63,13 @@ class DigestingEngine(SwapEngine):
         self._delay = delay
         self._jobs: dict[tuple[Direction, int], Any] = {}
         self._digests: dict[int, bytes] = {}
+        self.rewritten: set[int] = set()
+
+    def expect_rewritten(self, jobs: Sequence[LoadJob]) -> None:
+        """Learn to which blocks of these loads a forward will write before they are looked at."""
+        self.rewritten.update(
+            int(job.pairs[-1, 0]) for job in jobs if job.whole and job.synchronous
+        )
 
     @property
     def _state(self) -> Any:
@@ -79,6 +89,8 @@ class DigestingEngine(SwapEngine):
                 digest = self._digest(block)
                 if done.direction is Direction.STORE:
                     self._digests[slot] = digest
+                elif block in self.rewritten:
+                    self.rewritten.discard(block)
                 else:
                     assert digest == self._digests[slot], (
                         f"load job {done.job_id}: block {block} is not what was stored in slot "
@@ -154,6 +166,12 @@ def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
             made.append(DigestingEngine(inner, ctypes.string_at, lambda *_: None))
         return made[-1]
 
+    start = OffloadWorker._start_loads
+
+    def start_loads(worker: OffloadWorker, jobs: Sequence[LoadJob], **more: Any) -> None:
+        made[-1].expect_rewritten(jobs)
+        start(worker, jobs, **more)
+
     copy_runs = host._copy_runs
     slowness = random.Random(chance.random())  # of its own: the copies' thread draws from it
 
@@ -165,6 +183,7 @@ def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
     with (
         mock.patch("kv_offload.worker.WAVES_FROM_BYTES", 0),
         mock.patch("kv_offload.worker.create_engine", create),
+        mock.patch.object(OffloadWorker, "_start_loads", start_loads),
         mock.patch("transfer.host._copy_runs", copy_slowly),
     ):
         yield made

@@ -7,10 +7,17 @@ from pathlib import Path
 import pytest
 
 from kv_offload.engine_compat import reports_failed_requests, vllm_version
-from tests.engine.harness import Copies, engine, prompts_with_shared_prefix
+from tests.engine.harness import (
+    BLOCK_TOKENS,
+    Copies,
+    engine,
+    prompts_with_shared_prefix,
+    random_tokens,
+)
 from transfer.engine import Direction
 
-PROMPTS = prompts_with_shared_prefix(seed=7)
+PROMPTS = [*prompts_with_shared_prefix(seed=7), random_tokens(3 * BLOCK_TOKENS, seed=3)]
+"""The last ends with a block, so that all of it is loaded."""
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,15 @@ import json
 import sys
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from kv_offload import worker
+from kv_offload import load_mode, worker
+from kv_offload.metadata import LoadJob
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Drafts,
@@ -35,27 +37,38 @@ from tests.engine.harness import (
 from tests.processes import print_result
 from transfer.engine import Direction, SwapJob
 
-PROMPTS = prompts_with_shared_prefix(shared=1500, tails=(21, 25, 40, 85), seed=11)
+PROMPTS = prompts_with_shared_prefix(shared=1500, tails=(21, 25, 40, 85, 36), seed=11)
+"""The last ends with a block of any size that is tested, so that all of it can be loaded."""
 
 
 def one_by_one(running: Engine) -> list[list[int]]:
     return [running.generate([prompt], max_tokens=16)[0] for prompt in PROMPTS]
 
 
-def note_loads(running: Engine) -> tuple[set[int], list[bool]]:
-    """Return the blocks that are loads' destinations from now on, and which came in waves."""
-    loaded: set[int] = set()
-    in_waves: list[bool] = []
-    submit = running.rank._engine.submit
+class Loads:
+    """What is loaded from now on, without the blocks in which a last token is computed again."""
 
-    def noting(job: SwapJob) -> None:
+    def __init__(self, running: Engine) -> None:
+        self.blocks: set[int] = set()
+        self.in_waves: list[bool] = []
+        self.whole = 0
+        self._submit = running.rank._engine.submit
+        self._start = running.rank._start_loads
+        running.rank._engine.submit = self._note
+        running.rank._start_loads = self._note_jobs
+
+    def _note_jobs(self, jobs: Sequence[LoadJob], **more: Any) -> None:
+        self._start(jobs, **more)
+        for job in jobs:
+            if job.whole:
+                self.whole += 1
+                self.blocks.discard(int(job.pairs[-1, 0]))
+
+    def _note(self, job: SwapJob) -> None:
         if job.direction is Direction.LOAD:
-            loaded.update(int(block) for block in job.pairs[:, 0])
-            in_waves.append(job.in_waves)
-        submit(job)
-
-    running.rank._engine.submit = noting
-    return loaded, in_waves
+            self.blocks.update(int(block) for block in job.pairs[:, 0])
+            self.in_waves.append(job.in_waves)
+        self._submit(job)
 
 
 def digests(running: Engine, blocks: set[int] | None = None) -> dict[str, set[str]]:
@@ -127,6 +140,7 @@ def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, An
         settings["speculative_config"] = draft_head(Path(models))
     result: dict[str, Any] = {}
     worker.WAVES_FROM_BYTES = 0  # all of these loads are small
+    load_mode.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
     with engine(Path(models), kind, **settings) as plain:
         drafts = Drafts(plain)
         computed = one_by_one(plain)
@@ -151,15 +165,16 @@ def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, An
         before = digests(ours)
         ours.reset_gpu_cache()
         poison(ours)
-        loaded, in_waves = note_loads(ours)
+        loads = Loads(ours)
         drafts = Drafts(ours)
         reloaded = one_by_one(ours)
         result["drafts"] = drafts.take()
         result["answers"] = [computed, reloaded]
-        result["loads"], result["loads_in_waves"] = len(in_waves), sum(in_waves)
+        result["loads"], result["loads_in_waves"] = len(loads.in_waves), sum(loads.in_waves)
+        result["whole_loads"] = loads.whole
         result["loaded_blocks"] = ours.blocks_loaded()
         # Not of what was computed again: its rounding depends on what else is in its chunk.
-        after = digests(ours, loaded)
+        after = digests(ours, loads.blocks)
         same = [key for key in after if key in before]
         result["compared_blocks"] = len(same)
         result["synchronous_loads"] = ours.totals["synchronous_loads"]

@@ -3,6 +3,7 @@ that others keep busy, and then a control fails."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import cupy
@@ -38,7 +39,9 @@ class Gate:
 
     def hold(self) -> None:
         """Hold up what is queued on the current stream from here on."""
-        stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # what replaces it CuPy 13 lacks
+            stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
         with stream:
             self._kernel((1,), (1,), (self._open.data_ptr(), cupy.uint64(_LIMIT_NS)))
 

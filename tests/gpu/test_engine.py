@@ -9,6 +9,9 @@ import pytest
 
 from tests.processes import run_module
 
+BLOCK_TOKENS = 32
+"""What `engine_run` asks for unless a case says otherwise."""
+
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -89,9 +92,12 @@ def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
     # layers can, the first is learned from, at most.
     waits = case.startswith("before_compute")
     if case in ("before_compute", "before_compute, eager"):
-        assert result["loads_in_waves"] >= max(1, result["loads"] - 1)
+        assert result["loads_in_waves"] >= max(1, result["loads"] - result["whole_loads"] - 1)
     else:
         assert result["loads_in_waves"] <= int(waits) < result["loads"]
+    # The last prompt, where more of it than a block is missing on the device.
+    whole = kind == "qwen3" and arguments.get("block_size", BLOCK_TOKENS) <= 32
+    assert result["whole_loads"] == whole
     # vLLM itself may keep some; not one more with us.
     assert set(result["kept"]) <= set(result["kept_without_us"])
     if runner == "v2":

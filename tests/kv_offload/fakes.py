@@ -238,7 +238,6 @@ class ManualSwapEngine(SwapEngine):
         self.arena: NDArray[np.uint8] = np.full((num_slots, layout.slot_bytes), GARBAGE, np.uint8)
         self.submitted: list[SwapJob] = []
         self.stuck = False
-        self.fails_before_compute = False
         self._done: list[Completion] = []
         self._undelivered = 0
 
@@ -247,7 +246,7 @@ class ManualSwapEngine(SwapEngine):
         self.submitted.append(dataclasses.replace(job, pairs=job.pairs.copy()))
         self._undelivered += 1
         if job.before_compute:
-            self.run(-1, fail=self.fails_before_compute)
+            self.run(-1)
 
     def await_loads(self) -> None:
         """`submit` ran them."""
@@ -863,7 +862,7 @@ class PlayedEngine:
         assert (len(stores.leftovers), stores.leftovers.slots) == (0, 0)
         assert self.offload._loads.running == 0
         assert self.offload._loads.queue._slots == 0
-        assert not self.offload._matched_synchronous
+        assert not self.offload._matches
         assert not self.offload._declined_tokens
         assert not self.offload._choice._prefilling
         assert not self.offload._loads._arriving

@@ -86,9 +86,32 @@ def test_one_token_is_left_to_compute() -> None:
     loads = Loads()
     loads.keep(range(3))
     assert loads.match("a", tokens=13) == 12
-    assert loads.match("b", tokens=12) == 8
+    assert loads.match("b", tokens=12) == 12, "the engine computes the last one again"
     assert loads.match("c", tokens=5) == 4
     assert loads.match("d", tokens=4) == 0
+
+
+def test_the_last_slot_alone_is_not_loaded() -> None:
+    loads = Loads()
+    loads.keep(range(3))
+    assert loads.match("a", start=8, tokens=12) == 0
+    assert loads.match("b", start=4, tokens=12) == 8
+    assert loads.match("c", start=8, tokens=13) == 4, "the token behind it is computed in any case"
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        CacheGroup(0, 4, window_tokens=6),
+        CacheGroup(0, 4, chunk_tokens=8),
+        CacheGroup(0, 4, holds_state=True),
+        CacheGroup(0, 4, sees_next_token=True),
+    ],
+)
+def test_only_full_attention_serves_a_whole_request(group: CacheGroup) -> None:
+    loads = Loads(group)
+    loads.keep(range(4), group)
+    assert loads.match("a", tokens=12) == 8
 
 
 def test_a_match_counts_from_the_local_hit() -> None:

@@ -27,8 +27,14 @@ from vllm.v1.request import Request, RequestStatus
 
 from kv_offload.engine_compat import reports_failed_requests, vllm_version
 from kv_offload.engine_hooks import drain_engine_core
-from kv_offload.load_mode import IDLE_SECONDS
-from kv_offload.metadata import JobResult, OffloadWorkerMetadata, StoreJob, WorkerCapacity
+from kv_offload.load_mode import IDLE_SECONDS, WHOLE_SECONDS
+from kv_offload.metadata import (
+    JobResult,
+    LoadJob,
+    OffloadWorkerMetadata,
+    StoreJob,
+    WorkerCapacity,
+)
 from kv_offload.prefix import CacheGroup
 from kv_offload.store_budget import (
     HORIZON_STEPS,
@@ -866,6 +872,92 @@ def test_a_load_beside_others_is_synchronous_only_if_it_is_short() -> None:
     assert not engine.schedule().kv_connector_metadata.loads[0].synchronous
     engine.run()
     assert engine.answers["second"] == answer(PROMPT)
+    engine.check_rest()
+
+
+# -- prompts that end with a block -------------------------------------------------------------
+
+WHOLE = PROMPT[:20]
+
+
+def admit(engine: PlayedEngine, request_id: str) -> tuple[LoadJob, int]:
+    """Step until a request is admitted; return its load and how many tokens are computed then."""
+    jobs: list[LoadJob] = []
+    for _ in range(10):
+        output = engine.step(copies=True)
+        jobs += output.kv_connector_metadata.loads
+        if request_id in output.num_scheduled_tokens:
+            (job,) = jobs
+            return job, output.num_scheduled_tokens[request_id]
+    raise AssertionError(f"{request_id} is not admitted")
+
+
+@both_ways
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_tokens_are_loaded_and_the_last_one_is_computed_again(
+    ranks: int, synchronous: bool, async_scheduling: bool
+) -> None:
+    engine = PlayedEngine(
+        ranks=ranks, synchronous_loads=synchronous, async_scheduling=async_scheduling
+    )
+    store(engine, WHOLE)
+    stored = engine.offload.manager.slots_in_use
+    engine.add("a", WHOLE, max_tokens=2)
+    job, tokens = admit(engine, "a")
+    assert (job.whole, job.synchronous, len(job.pairs), tokens) == (True, synchronous, 5, 1)
+    engine.run()
+    assert engine.answers["a"] == answer(WHOLE, 2)
+    assert engine.offload.manager.slots_in_use == stored, "nothing is stored a second time"
+    engine.add("b", [*WHOLE, 0, 1], max_tokens=2)
+    engine.run()
+    assert engine.answers["b"] == answer([*WHOLE, 0, 1], 2), "the engine's cache has all blocks"
+    engine.check_rest()
+
+
+@both_ways
+def test_a_load_of_all_tokens_that_fails_is_recomputed(async_scheduling: bool) -> None:
+    engine = PlayedEngine(async_scheduling=async_scheduling)
+    store(engine, WHOLE)
+    engine.add("a", WHOLE)
+    engine.schedule()
+    engine.execute()
+    engine.run_copies(Direction.LOAD, fail=True)
+    engine.process()
+    engine.run()
+    assert engine.totals["failed_loads"] == 1
+    assert engine.answers["a"] == answer(WHOLE)
+    engine.check_rest()
+
+
+def test_a_load_of_all_tokens_brings_what_the_device_lacks() -> None:
+    """Not the last block alone: computing it takes no longer than it."""
+    engine = PlayedEngine()
+    store(engine, WHOLE)
+    engine.add("first", WHOLE[:13], max_tokens=1)  # leaves three blocks on the device
+    engine.run()
+    engine.add("second", WHOLE)
+    job, tokens = admit(engine, "second")
+    assert (job.whole, len(job.pairs), tokens) == (True, 2, 1)
+    engine.run()
+    engine.add("third", WHOLE)
+    loaded = engine.totals["loaded_bytes"]
+    engine.run()
+    assert engine.totals["loaded_bytes"] == loaded
+    assert engine.answers["second"] == engine.answers["third"] == answer(WHOLE)
+    engine.check_rest()
+
+
+def test_behind_a_long_load_of_a_lone_request_its_last_slot_is_computed() -> None:
+    engine = PlayedEngine(synchronous_loads=True)
+    store(engine, WHOLE)
+    one_slot = engine.offload.load_mode._slot_bytes
+    engine.offload.watch.load_rate.learn(one_slot / WHOLE_SECONDS)
+    engine.add("a", WHOLE)
+    job, tokens = admit(engine, "a")
+    assert (job.whole, job.synchronous, len(job.pairs), tokens) == (False, True, 4, 4)
+    engine.run()
+    assert engine.answers["a"] == answer(WHOLE)
     engine.check_rest()
 
 
