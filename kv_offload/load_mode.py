@@ -29,7 +29,7 @@ last slot its tokens are computed, and the host starts their layers one by one w
 arrives in waves. That hides the forward behind a load that is long enough; but up to here (9 to 10
 ms from the start of a load on, on an H200's host with 32 layers) it is the host that takes longest.
 Time to first token with and without the last slot, ms: 9.2 and 10.5 where load and decode took 7.8,
-16.6 and 21.8 where 7.5, but 12.3 and 10.4 where 10.3 (bench/results/h200/whole-*.json)."""
+16.6 and 21.8 where 7.7, but 12.3 and 10.4 where 10.5 (bench/results/h200/whole-*.json)."""
 
 ASSUMED_DECODE_SECONDS = 0.005
 """A step of a decode until one was timed."""

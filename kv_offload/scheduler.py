@@ -197,10 +197,10 @@ class OffloadScheduler:
         self._choice.admitted(request, start + num_external_tokens)
         if num_external_tokens:
             self._choice.planned()
-            match = self._matches.pop(request_id)
-            synchronous = match.synchronous
             end = start + num_external_tokens
-            if num_external_tokens == match.tokens:
+            match = self._matches.pop(request_id, None)
+            synchronous = match is not None and match.synchronous
+            if match is not None and match.tokens == num_external_tokens:
                 end = match.end_tokens
             null_block = self._pool.null_block.block_id
             if synchronous:
