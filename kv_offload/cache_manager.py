@@ -41,6 +41,7 @@ SlotNumbers: TypeAlias = Slots | Sequence[int]
 NO_SLOTS: Slots = np.empty(0, np.int32)
 
 RUN_SLOTS = 16
+RUN_GROWTH = 4
 """Keys that are found by one look-up where their slots follow each other, else by one each.
 
 A look-up meets memory that the CPU's caches do not have. On an EPYC, with a million keys known, a
@@ -146,24 +147,34 @@ class CacheManager:
     def slot_numbers(self, keys: Sequence[Key]) -> list[int]:
         """Return the slots of `keys`, -1 for those that are not known. Changes nothing."""
         found: list[int] = []
-        slot_of, key_of = self._slot_of, self._key_of
         for first in range(0, len(keys), RUN_SLOTS):
-            run = keys[first : first + RUN_SLOTS]
-            slot = slot_of.get(run[0])
-            if slot >= 0 and key_of[slot : slot + len(run)] == run:
-                found += range(slot, slot + len(run))
-            else:
-                found += slot_of.get_all(run)
+            found += self._slots_of_run(keys[first : first + RUN_SLOTS])
         return found
 
     def find(self, keys: Sequence[Key]) -> Slots:
-        """Return what `slot_numbers` does, as an array."""
-        return np.array(self.slot_numbers(keys), np.int32)
+        """Return what `slot_numbers` does, as an array, which for many keys is sooner made."""
+        found, first, count = [NO_SLOTS], 0, RUN_SLOTS
+        while first < len(keys):
+            slots = self._slots_of_run(keys[first : first + count])
+            first += count
+            if isinstance(slots, range):
+                found.append(np.arange(slots.start, slots.stop, dtype=np.int32))
+                count *= RUN_GROWTH
+            else:
+                found.append(np.array(slots, np.int32))
+                count = RUN_SLOTS
+        return np.concatenate(found)
+
+    def _slots_of_run(self, keys: Sequence[Key]) -> range | list[int]:
+        slot = self._slot_of.get(keys[0])
+        if slot >= 0 and self._key_of[slot : slot + len(keys)] == keys:
+            return range(slot, slot + len(keys))
+        return self._slot_of.get_all(keys)
 
     def readable(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
         """Say for each key whether it can be loaded now. Changes nothing, recency included."""
-        slots = self.slot_numbers(keys)
-        return self._not_written(slots) & (np.array(slots, np.int32) >= 0)
+        slots = self.find(keys)
+        return self._not_written(slots) & (slots >= 0)
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Count an access to every known key and make the first of `keys` the most recent.
@@ -181,9 +192,8 @@ class CacheManager:
 
         Raises `MissingKeyError` for a key that is not readable; nothing is changed.
         """
-        found = self.slot_numbers(keys)
-        slots = np.array(found, np.int32)
-        readable = self._not_written(found) & (slots >= 0)
+        slots = self.find(keys)
+        readable = self._not_written(slots) & (slots >= 0)
         if not readable.all():
             key = keys[int(readable.argmin())]
             raise MissingKeyError(f"{key!r} is not readable: look it up in the same step")
@@ -238,7 +248,7 @@ class CacheManager:
         """Do as `prepare_store` with keys that the caller knows to be distinct and not known."""
         guarded = NO_SLOTS
         if len(along):
-            idle = self._not_written(along.tolist()) & (self._readers[along] == 0)
+            idle = self._not_written(along) & (self._readers[along] == 0)
             guarded = _distinct(along[idle])
             self._policy.hold(guarded[::-1])
         evictions_before = self._evictions
@@ -305,12 +315,16 @@ class CacheManager:
         exists = (slots >= 0) & (slots < self._num_slots)
         return np.where(exists, by_slot[np.where(exists, slots, 0)], 0)
 
-    def _not_written(self, slots: Sequence[int]) -> NDArray[np.bool_]:
+    def _not_written(self, slots: Slots) -> NDArray[np.bool_]:
         """Say of each slot that no store to it runs: if it has a key, that is readable."""
-        writing = self._writing
-        if not writing or writing.isdisjoint(slots):
-            return np.ones(len(slots), bool)
-        return np.array([slot not in writing for slot in slots], bool)
+        writing: Iterable[int] = self._writing
+        if len(slots) > len(self._writing):
+            # The slots of a prefix mostly lie together, apart from those that are given out now.
+            lowest, highest = int(slots.min()), int(slots.max())
+            writing = [slot for slot in self._writing if lowest <= slot <= highest]
+        elif self._writing.isdisjoint(slots.tolist()):
+            writing = ()
+        return ~np.isin(slots, list(writing)) if writing else np.ones(len(slots), bool)
 
     def _forget_keys(self, slots: Sequence[int]) -> None:
         self._slot_of.remove_all([self._key_of[slot] for slot in slots])

@@ -53,7 +53,9 @@ class LoadPlanner:
         self._running: dict[str, Slots] = {}
         self._synchronous: dict[int, _SynchronousLoad] = {}
         self._arriving: dict[str, list[SlotKey]] = {}
-        self._owner_of: dict[SlotKey, str] = {}  # of every arriving key, who loads it
+        # Of every arriving key, who loads it; not of those whom nobody has been compared with yet.
+        self._owner_of: dict[SlotKey, str] = {}
+        self._not_indexed: set[str] = set()
         self._waiting: dict[str, _Waiting] = {}
         self._matched_from: dict[str, int] = {}
 
@@ -99,15 +101,24 @@ class LoadPlanner:
         end = prefixes.longest_hit(hashes, self._manager.readable, start_tokens, limit)
         if end == num_tokens and end - start_tokens <= prefixes.hit_alignment_tokens:
             end = start_tokens
-        if end > start_tokens and self._owner_of and patient:
-            needed = prefixes.needed_keys(hashes, start_tokens, end)
-            if not self._owner_of.keys().isdisjoint(needed):
-                owner = next(self._owner_of[key] for key in needed if key in self._owner_of)
+        if end > start_tokens and self._arriving and patient:
+            owner = self._owner(prefixes.needed_keys(hashes, start_tokens, end))
+            if owner is not None:
                 since = waiting.since if waiting is not None else time.monotonic()
                 self._waiting[request_id] = _Waiting(owner, since)
                 return None
         self._waiting.pop(request_id, None)
         return end - start_tokens
+
+    def _owner(self, needed: Sequence[SlotKey]) -> str | None:
+        """Return the request whose load brings the first of these keys that arrives; or None."""
+        owner_of = self._owner_of
+        for request_id in self._not_indexed:
+            owner_of.update(dict.fromkeys(self._arriving[request_id], request_id))
+        self._not_indexed.clear()
+        if owner_of.keys().isdisjoint(needed):
+            return None
+        return next(owner_of[key] for key in needed if key in owner_of)
 
     def take_matched_from(self, request_id: str) -> int | None:
         """Return the local hit that `match` was last asked with; None if it was not asked since."""
@@ -172,7 +183,7 @@ class LoadPlanner:
         else:
             self._running[request_id] = slots
             self._arriving[request_id] = keys
-            self._owner_of.update(dict.fromkeys(keys, request_id))
+            self._not_indexed.add(request_id)
 
     def take_planned(self) -> tuple[LoadJob, ...]:
         """Return the loads planned since the last call, for this step's metadata."""
@@ -205,8 +216,11 @@ class LoadPlanner:
 
     def settle(self, request_id: str) -> None:
         """Stop others from waiting for this request's load."""
-        owner_of = self._owner_of
-        for key in self._arriving.pop(request_id, ()):
+        keys, owner_of = self._arriving.pop(request_id, ()), self._owner_of
+        if request_id in self._not_indexed:
+            self._not_indexed.discard(request_id)
+            return
+        for key in keys:
             # Where the wait for a load was given up, the key may arrive for another request too.
             if owner_of.get(key) == request_id:
                 del owner_of[key]

@@ -177,15 +177,18 @@ class OffloadScheduler:
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Take the blocks that the engine gave a waiting request, and plan its load if it has one.
 
-        Called again, with no external tokens, when a loaded request is scheduled.
+        Called again, with no external tokens, when a loaded request is scheduled; then the step's
+        plan has its blocks.
         """
         request_id = request.request_id
+        self._loads.settle(request_id)
+        start = self._loads.take_matched_from(request_id)
+        if start is None and request_id in self._requests:
+            return
         block_ids = [list(group) for group in blocks.get_block_ids()]
         self._requests[request_id] = _RequestState(
             request, block_ids, self._stores.new_cursor(request_id)
         )
-        self._loads.settle(request_id)
-        start = self._loads.take_matched_from(request_id)
         if start is None:
             return
         self._stats.count("lookup_tokens", request.num_tokens - start)
