@@ -15,8 +15,8 @@ BUSY_SECONDS = 0.0005
 """What the synchronous loads of one step may take from others that run: a tenth of a token.
 
 With 0.003 the tokens of 16 decodes came 8.8 ms apart at p99 beside synchronous loads of 1.3 ms,
-where 5.9 ms was seen of a connector that loads asynchronously (`mqa` of the serving bench on an
-H200, 22 Nov 2026, bench/results/h200)."""
+where 5.9 ms was seen of a connector that loads asynchronously (32 layers with one KV head, on an
+H200, 22 Nov 2026)."""
 
 IDLE_SECONDS = 0.1
 """The same where nobody runs: bounds how long a request that comes meanwhile waits."""

@@ -183,7 +183,7 @@ class OffloadScheduler:
         request_id = request.request_id
         self._loads.settle(request_id)
         start = self._loads.take_matched_from(request_id)
-        if start is None and request_id in self._requests:
+        if start is None and request_id in self._loaded_tokens:
             return
         block_ids = [list(group) for group in blocks.get_block_ids()]
         self._requests[request_id] = _RequestState(
