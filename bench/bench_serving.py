@@ -201,6 +201,7 @@ class Bench:
             ratios.append(rates["kv-offload"] / rates["off"])
             progress(f"pair {seed}: kv-offload / off = {ratios[-1]:.4f}")
         self.pairs = ratio_interval(ratios)
+        self._keep()
 
     def run(self, connectors: Sequence[str]) -> None:
         """Measure every connector; `off` waits for its turns beside `kv-offload`."""
