@@ -18,6 +18,7 @@ from unittest import mock
 
 from bench.serving_engine import Prompt, ServingEngine
 from bench.serving_report import table
+from bench.serving_sections import expect_loads
 from bench.serving_shapes import SHAPES
 from bench.serving_stats import spread
 from bench.swap_rows import machine, vllm_module
@@ -31,17 +32,16 @@ def one_round(engine: ServingEngine, prompt: list[Prompt], whole_first: bool) ->
     """Compute a new prompt, then take its time in every way; seconds."""
     engine.seconds(prompt)
     length = len(prompt[0]["prompt_token_ids"])
-    least, most = engine.shape.loadable_bytes(length, engine.item_bytes)
+    loadable = engine.shape.loadable_bytes(length, engine.item_bytes)
     times = {WAYS[2]: engine.seconds(prompt)}
     for whole in (whole_first, not whole_first):
         engine.reset()
-        before = engine.totals["loaded_bytes"]
+        count = expect_loads(engine, loadable)
         with mock.patch.object(LoadMode, "brings_last_slot", lambda *_, whole=whole, **__: whole):
             times[WAYS[not whole]] = engine.seconds(prompt)
-        engine.tick()
-        loaded = engine.totals["loaded_bytes"] - before
-        if loaded != (most if whole else least):
-            raise SystemExit(f"NOT PROVEN: {loaded} bytes of {length} tokens were loaded")
+        proof = count()
+        if proof["loaded_bytes"] != proof["most_bytes" if whole else "least_bytes"]:
+            raise SystemExit(f"NOT PROVEN, {length} tokens, {whole=}: {proof}")
     engine.reset()
     return times
 

@@ -319,14 +319,13 @@ class CacheManager:
 
     def _not_written(self, slots: Slots) -> NDArray[np.bool_]:
         """Say of each slot that no store to it runs: if it has a key, that is readable."""
-        writing: Iterable[int] = self._writing
         if len(slots) > len(self._writing):
             # The slots of a prefix mostly lie together, apart from those that are given out now.
             lowest, highest = int(slots.min()), int(slots.max())
             writing = [slot for slot in self._writing if lowest <= slot <= highest]
-        elif self._writing.isdisjoint(slots.tolist()):
-            writing = ()
-        return ~np.isin(slots, list(writing)) if writing else np.ones(len(slots), bool)
+        else:
+            writing = list(self._writing.intersection(slots.tolist()))
+        return ~np.isin(slots, writing) if writing else np.ones(len(slots), bool)
 
     def _forget_keys(self, slots: Sequence[int]) -> None:
         self._slot_of.remove_all([self._key_of[slot] for slot in slots])

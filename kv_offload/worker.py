@@ -308,10 +308,10 @@ class OffloadWorker:
         pairs = np.concatenate([job.pairs for job in complete])
         assert self._engine is not None, "a load came before register_kv_caches"
         enough = len(pairs) * self._engine.layout.slot_bytes >= WAVES_FROM_BYTES
-        # A layer writes its KV before it waits, which a wave could undo: no whole load.
-        enough = enough and not any(job.whole for job in complete)
         may_wait = self._waves.plan is not None and self._layers_can_wait
-        in_waves = before_compute and enough and may_wait
+        # A layer writes its KV before it waits, and a late wave would undo that.
+        whole = any(job.whole for job in complete)
+        in_waves = before_compute and enough and may_wait and not whole
         job_id = complete[0].job_id
         if in_waves:
             self._arriving = job_id

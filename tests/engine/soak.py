@@ -68,7 +68,9 @@ class DigestingEngine(SwapEngine):
     def expect_rewritten(self, jobs: Sequence[LoadJob]) -> None:
         """Learn to which blocks of these loads a forward will write before they are looked at."""
         self.rewritten.update(
-            int(job.pairs[-1, 0]) for job in jobs if job.whole and job.synchronous
+            int(job.pairs[-1, 0])
+            for job in jobs
+            if job.whole and job.synchronous and not job.incomplete
         )
 
     @property
