@@ -179,6 +179,44 @@ def test_new_request(
     assert loaded == [expected] * len(served)
 
 
+@pytest.mark.parametrize("prompt_tokens", PROMPTS[1:])
+def test_hit_that_waits(
+    benchmark: Any,
+    get_bed: Callable[[int], SchedulerBed],
+    rows: list[Row],
+    enabled: bool,
+    prompt_tokens: int,
+) -> None:
+    """A step of decodes beside a prompt that host memory has and for which no GPU blocks are free.
+
+    vLLM asks for it in every step.
+    """
+    if prompt_tokens > LONGEST_AS_TEST and not enabled:
+        pytest.skip(f"a prompt of {prompt_tokens} tokens; add --benchmark-enable")
+    bed = get_bed(PROMPTS[0])
+    costs: list[StepCost] = []
+    with bed.waiting_hit("waiting", prompt_tokens) as make_up:
+        benchmark.pedantic(
+            lambda: costs.append(bed.step()),
+            setup=make_up,
+            rounds=STEPS if enabled else STEPS_AS_TEST,
+        )
+    times = microseconds(costs)
+    row = {
+        "name": "step beside a hit that waits",
+        "prompt_tokens": prompt_tokens,
+        "mean_us": round(statistics.mean(times), 1),
+        "p10_us": round(float(np.percentile(times, 10)), 1),
+        "p50_us": round(statistics.median(times), 1),
+        "p99_us": round(float(np.percentile(times, 99)), 1),
+        "by_hook_us": by_hook(costs, len(costs)),
+    }
+    benchmark.extra_info.update(row)
+    rows.append(row)
+    assert all(cost.by_hook["get_num_new_matched_tokens"] > 0 for cost in costs)
+    assert not any(cost.loaded_blocks for cost in costs), "it did not wait"
+
+
 def test_cost_does_not_grow_with_prompts(
     get_bed: Callable[[int], SchedulerBed], enabled: bool
 ) -> None:

@@ -7,7 +7,8 @@ up, since nobody computes; copies end one step after they were submitted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from bench.serving_clock import ConnectorClock
@@ -173,6 +174,31 @@ class SchedulerBed:
             costs.append(self.step())
         del self._requests[request_id]
         return costs
+
+    @contextmanager
+    def waiting_hit(self, request_id: str, prompt_tokens: int) -> Iterator[Callable[[], None]]:
+        """Queue a prompt that host memory has, while somebody holds one block too many for it.
+
+        The function that this gives makes up for the blocks that decodes took; call it before every
+        step.
+        """
+        pool = self.scheduler.kv_cache_manager.block_pool
+        running = len(self.scheduler.running)
+        left = prompt_tokens // BLOCK_TOKENS - 1
+        held = pool.get_new_blocks(pool.get_num_free_blocks() - left)
+
+        def make_up() -> None:
+            for _ in range(left - pool.get_num_free_blocks()):
+                pool.free_blocks([held.pop()])
+
+        self.add(request_id, self.take_stored_prefix(), prompt_tokens, 1)
+        try:
+            yield make_up
+        finally:
+            self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+            del self._requests[request_id]
+            pool.free_blocks(held)
+            assert len(self.scheduler.running) == running, "a decode was preempted"
 
     # -- one step ------------------------------------------------------------------------------
 

@@ -95,6 +95,7 @@ class CacheManager:
         self._usable_slots = num_slots
         self._policy = policy
         self._evictions = 0
+        self._resets = 0
         self._slot_of = KeyMap()  # known keys, readable or being stored
         # Running operations. Those on orphans, whose key was forgotten, are still here.
         self._writing: set[int] = set()
@@ -102,6 +103,9 @@ class CacheManager:
         self._readers = np.zeros(num_slots, np.int32)
         self._orphan = np.zeros(num_slots, bool)
         self._num_orphans = 0
+        # What `forgotten` was after the last eviction from each slot, and after the last reset.
+        self._forgotten_at = np.zeros(num_slots, np.int64)
+        self._reset_at = 0
         # For the slots that were used since the last reset; all beyond are free, or orphans.
         self._key_of: list[Key] = []  # None where the slot is free or an orphan
         self._free: list[int] = []  # the free ones among them
@@ -137,6 +141,18 @@ class CacheManager:
     def evictions(self) -> int:
         """Keys evicted since the start; `reset` neither counts nor clears them."""
         return self._evictions
+
+    @property
+    def forgotten(self) -> int:
+        """Keys evicted and resets since the start: while it is the same, what is known stays so."""
+        return self._evictions + self._resets
+
+    def keep_their_keys(self, slots: Slots, since: int) -> bool:
+        """Say whether slots have the keys that they had when `forgotten` was `since`.
+
+        A key that was readable then is readable now. Takes some nanoseconds a slot.
+        """
+        return since >= self._reset_at and not (self._forgotten_at[slots] > since).any()
 
     def lookup(self, key: Key) -> bool:
         """Say whether a key can be loaded now. Changes nothing, recency included."""
@@ -294,6 +310,8 @@ class CacheManager:
 
         Takes the time to free the keys: 0.1 s where there are 1,000,000.
         """
+        self._resets += 1
+        self._reset_at = self.forgotten
         used = slice(len(self._key_of))
         busy = self._readers[used] > 0
         busy[[slot for slot in self._writing if slot < len(busy)]] = True
@@ -351,6 +369,7 @@ class CacheManager:
         victims = self._policy.replace(keys)
         self._slot_of.rename_all(self._key_of, victims.tolist(), keys[: len(victims)])
         self._evictions += len(victims)
+        self._forgotten_at[victims] = self.forgotten
         return np.concatenate((free, victims)) if len(free) else victims
 
     def _name(self, slots: Sequence[int], keys: Sequence[Key]) -> None:

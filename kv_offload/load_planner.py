@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,11 +22,37 @@ MAX_WAIT_SECONDS = 5.0
 A load takes milliseconds; the bound only keeps one stuck load from holding up its followers."""
 
 
+OFFER_SECONDS = 0.5
+"""How long a request that the engine cannot admit yet is answered as before, if that still holds.
+
+It is asked in every step, and to look at all blocks of a prompt of 32,768 tokens takes 0.3 ms. So
+what is stored of its prefix meanwhile is noticed this much later, at most."""
+
+
 class _Waiting(NamedTuple):
     """For whose load a request waits, and since when, on the monotonic clock in seconds."""
 
     owner: str
     since: float
+
+
+@dataclass(slots=True)
+class _Offer:
+    """What a request was told: `keys` bring its tokens from `start` to `end`; it has `num` in all.
+
+    `forgotten` and `arrivals` are the counts at which the keys were last seen to be readable and
+    not to be on their way for another request; `since` is on the monotonic clock, in seconds.
+    """
+
+    start_tokens: int
+    num_tokens: int
+    end_tokens: int
+    keys: list[SlotKey]
+    forgotten: int
+    arrivals: int
+    since: float
+    slots: Slots | None = None
+    """Those of `keys`, once host memory has forgotten others."""
 
 
 class _SynchronousLoad(NamedTuple):
@@ -56,6 +83,8 @@ class LoadPlanner:
         # Of every arriving key, who loads it; not of those whom nobody has been compared with yet.
         self._owner_of: dict[SlotKey, str] = {}
         self._not_indexed: set[str] = set()
+        self._arrivals = 0
+        self._offers: dict[str, _Offer] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._matched_from: dict[str, int] = {}
 
@@ -84,7 +113,8 @@ class LoadPlanner:
 
         That may be all that are left of the request: the engine has to compute the last one again
         then, to have something to sample from. Where nothing but the last slot is missing it is
-        computed. Asked again for the same request it answers the same, unless host memory changed.
+        computed. Asked again for the same request it answers the same, unless host memory changed;
+        then without another look at every block, for `OFFER_SECONDS`.
         """
         self.settle(request_id)
         self._matched_from[request_id] = start_tokens
@@ -96,19 +126,56 @@ class LoadPlanner:
         patient = waiting is None or time.monotonic() - waiting.since <= MAX_WAIT_SECONDS
         if waiting is not None and patient and waiting.owner in self._arriving:
             return None  # asked in every step: not worth another look at every block
+        offer = self._offers.pop(request_id, None)
+        if offer is not None and self._still_holds(offer, start_tokens, num_tokens):
+            self._offers[request_id] = offer
+            return offer.end_tokens - start_tokens
         prefixes = self._prefixes
         limit = num_tokens if prefixes.serves_whole_requests else num_tokens - 1
         end = prefixes.longest_hit(hashes, self._manager.readable, start_tokens, limit)
         if end == num_tokens and end - start_tokens <= prefixes.hit_alignment_tokens:
             end = start_tokens
-        if end > start_tokens and self._arriving and patient:
-            owner = self._owner(prefixes.needed_keys(hashes, start_tokens, end))
+        if end > start_tokens:
+            now = time.monotonic()
+            keys = prefixes.needed_keys(hashes, start_tokens, end)
+            owner = self._owner(keys) if self._arriving and patient else None
             if owner is not None:
-                since = waiting.since if waiting is not None else time.monotonic()
-                self._waiting[request_id] = _Waiting(owner, since)
+                self._waiting[request_id] = _Waiting(
+                    owner, now if waiting is None else waiting.since
+                )
                 return None
+            self._offers[request_id] = _Offer(
+                start_tokens, num_tokens, end, keys, self._manager.forgotten, self._arrivals, now
+            )
         self._waiting.pop(request_id, None)
         return end - start_tokens
+
+    def _still_holds(self, offer: _Offer, start_tokens: int, num_tokens: int) -> bool:
+        """Whether a request may be told the same again; what did not change is not looked at."""
+        if (start_tokens, num_tokens) != (offer.start_tokens, offer.num_tokens):
+            return False
+        if time.monotonic() - offer.since > OFFER_SECONDS:
+            return False
+        if self._manager.forgotten != offer.forgotten and not self._still_readable(offer):
+            return False
+        if self._arrivals != offer.arrivals:
+            offer.arrivals = self._arrivals
+            return self._owner(offer.keys) is None
+        return True
+
+    def _still_readable(self, offer: _Offer) -> bool:
+        """Whether the keys are still readable although some keys have been forgotten."""
+        manager = self._manager
+        if any(group.sees_next_token for group in self._prefixes.groups):
+            return False  # the proof behind the end may be gone
+        if offer.slots is None:
+            if not manager.readable(offer.keys).all():
+                return False
+            offer.slots = manager.find(offer.keys)
+        elif not manager.keep_their_keys(offer.slots, offer.forgotten):
+            return False
+        offer.forgotten = manager.forgotten
+        return True
 
     def _owner(self, needed: Sequence[SlotKey]) -> str | None:
         """Return the request whose load brings the first of these keys that arrives; or None."""
@@ -122,6 +189,7 @@ class LoadPlanner:
 
     def take_matched_from(self, request_id: str) -> int | None:
         """Return the local hit that `match` was last asked with; None if it was not asked since."""
+        self._offers.pop(request_id, None)
         return self._matched_from.pop(request_id, None)
 
     def plan(
@@ -184,6 +252,7 @@ class LoadPlanner:
             self._running[request_id] = slots
             self._arriving[request_id] = keys
             self._not_indexed.add(request_id)
+            self._arrivals += 1
 
     def take_planned(self) -> tuple[LoadJob, ...]:
         """Return the loads planned since the last call, for this step's metadata."""
@@ -229,4 +298,5 @@ class LoadPlanner:
         """Drop a request that ended. Its load, if one runs, is still completed by the ranks."""
         self.settle(request_id)
         self._waiting.pop(request_id, None)
+        self._offers.pop(request_id, None)
         self._matched_from.pop(request_id, None)

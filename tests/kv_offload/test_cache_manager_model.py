@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -40,6 +41,9 @@ class CacheManagerMachine(RuleBasedStateMachine):
         self.loads: list[Load] = []
         self.evictions = 0
         self.steps_since_reset = 0
+        self.remembered: dict[bytes, int] = {}
+        self.remembered_at = 0
+        self.gone: set[bytes] = set()
         if full:
             self.store(KEYS[:num_slots])
 
@@ -157,6 +161,24 @@ class CacheManagerMachine(RuleBasedStateMachine):
         self.writes = dict.fromkeys(self.writes)
         for load in self.loads:
             load.orphan = True
+
+    @rule()
+    def remember(self) -> None:
+        """Note who is where, to be asked about after every later step."""
+        self.remembered, self.remembered_at = dict(self.readable), self.manager.forgotten
+        self.gone = set()
+
+    @invariant()
+    def who_was_remembered_is_there_or_known_to_be_gone(self) -> None:
+        # A key that comes back to its slot was gone all the same.
+        self.gone |= {k for k, slot in self.remembered.items() if self.readable.get(k) != slot}
+        since = self.remembered_at
+        for key, slot in self.remembered.items():
+            kept = self.manager.keep_their_keys(np.array([slot], np.int32), since)
+            assert kept == (key not in self.gone)
+        if self.remembered:
+            slots = np.array([*self.remembered.values()], np.int32)
+            assert self.manager.keep_their_keys(slots, since) == (not self.gone)
 
     @invariant()
     def manager_and_model_agree(self) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from kv_offload.cache_manager import CacheManager
-from kv_offload.load_planner import MAX_WAIT_SECONDS, LoadPlanner
+from kv_offload.load_planner import MAX_WAIT_SECONDS, OFFER_SECONDS, LoadPlanner
 from kv_offload.metadata import LoadJob
 from kv_offload.policies import make_policy
 from kv_offload.prefix import CacheGroup, PrefixMap
@@ -167,6 +168,111 @@ def test_the_last_local_hit_is_remembered_once() -> None:
     loads.match("a", start=4)
     assert loads.planner.take_matched_from("a") == 4
     assert loads.planner.take_matched_from("a") is None
+
+
+# -- asked again in every step -----------------------------------------------------------------
+
+
+def count_lookups(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of keys of every look-up from now on."""
+    counts: list[int] = []
+    readable = loads.manager.readable
+
+    def counted(keys: Sequence[bytes]) -> Any:
+        counts.append(len(keys))
+        return readable(keys)
+
+    monkeypatch.setattr(loads.manager, "readable", counted)
+    return counts
+
+
+def test_while_nothing_changes_no_block_is_looked_at_again(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = Loads()
+    loads.keep(range(4))
+    counts = count_lookups(loads, monkeypatch)
+    assert loads.match("a") == 16
+    asked = len(counts)
+    assert asked > 0
+    clock[0] += OFFER_SECONDS / 2
+    assert loads.match("a") == 16
+    assert len(counts) == asked
+    for other in ({"start": 4, "tokens": 25}, {"start": 0, "tokens": 13}):
+        del counts[:]
+        assert loads.match("a", **other) == 12
+        assert counts, "what was found for other tokens says nothing"
+
+
+def test_an_eviction_of_others_has_the_blocks_looked_up_once(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = Loads(num_slots=5)
+    loads.manager.complete_store(loads.manager.prepare_store([b"other"]).slots)
+    loads.keep(range(4))
+    assert loads.match("a") == 16
+    loads.manager.complete_store(loads.manager.prepare_store([b"newcomer"]).slots)
+    assert not loads.manager.lookup(b"other")
+    counts = count_lookups(loads, monkeypatch)
+    assert [loads.match("a") for _ in range(3)] == [16, 16, 16]
+    assert counts == [4]
+    loads.manager.complete_store(loads.manager.prepare_store([b"another"]).slots)
+    assert loads.match("a") == 12
+
+
+def test_an_eviction_of_its_own_shortens_the_answer(clock: list[float]) -> None:
+    loads = Loads(num_slots=4)
+    kept = loads.keep(range(4))
+    loads.manager.touch([loads.key(slot) for slot in range(3)])
+    assert loads.match("a") == 16
+    plan = loads.manager.prepare_store([b"newcomer"])
+    assert plan.slots.tolist() == [kept[3]]
+    assert loads.match("a") == 12
+
+
+def test_a_proof_that_was_evicted_proves_nothing_any_more(clock: list[float]) -> None:
+    """KV that depends on the next token: the slot behind the end is not loaded, but needed."""
+    group = CacheGroup(0, 4, sees_next_token=True)
+    loads = Loads(group, num_slots=4)
+    kept = loads.keep(range(4), group)
+    loads.manager.touch([loads.key(slot) for slot in range(3)])
+    assert loads.match("a") == 12
+    assert loads.manager.prepare_store([b"newcomer"]).slots.tolist() == [kept[3]]
+    assert loads.match("a") == 8
+
+
+def test_a_prefix_that_grows_is_seen_in_time(clock: list[float]) -> None:
+    loads = Loads()
+    loads.keep(range(2))
+    assert loads.match("a") == 8
+    loads.keep(range(2, 4))
+    clock[0] += OFFER_SECONDS / 2
+    assert loads.match("a") == 8
+    clock[0] += OFFER_SECONDS
+    assert loads.match("a") == 16
+
+
+def test_a_load_that_begins_meanwhile_is_waited_for(clock: list[float]) -> None:
+    loads = Loads()
+    loads.keep(range(2))
+    assert loads.match("second") == 8
+    loads.load("first")
+    assert loads.match("second") is None
+    loads.planner.settle("first")
+    assert loads.match("second") == 8
+
+
+@pytest.mark.parametrize("end", ["take_matched_from", "forget"])
+def test_an_answer_is_remembered_until_the_request_is_admitted_or_ends(
+    end: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = Loads()
+    loads.keep(range(2))
+    assert loads.match("a") == 8
+    getattr(loads.planner, end)("a")
+    counts = count_lookups(loads, monkeypatch)
+    assert loads.match("a") == 8
+    assert counts
 
 
 # -- waiting for another's load ----------------------------------------------------------------
