@@ -6,12 +6,10 @@ process of its own, what the `LLM` class shows does not have them (see `bench/to
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kv_offload.config import load_config
 from kv_offload.connector import KVOffloadConnector
@@ -20,11 +18,11 @@ from kv_offload.metrics import METRICS
 
 TOTALS_VARIABLE = "KV_OFFLOAD_BENCH_TOTALS"
 KINDS = {"pool_bytes": "counter", "ready_bytes": "counter"} | {m.name: m.kind for m in METRICS}
-NAMES = tuple(KINDS)
+PLACES = {name: place for place, name in enumerate(KINDS)}
 
 
 class SharedTotals:
-    """Metrics that one process keeps and others read: a mapped file of one float64 per name.
+    """Metrics that one process keeps and others read: a mapped file of one double per name.
 
     Beside those of `kv_offload.metrics` there are `pool_bytes`, what the slots of all ranks take,
     and `ready_bytes`, what they may use already.
@@ -32,24 +30,24 @@ class SharedTotals:
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
-            path.write_bytes(np.zeros(len(NAMES)).tobytes())
-        self._values: NDArray[np.float64] = np.memmap(path, np.float64, "r+", shape=len(NAMES))
+            path.write_bytes(bytes(8 * len(PLACES)))
+        with path.open("r+b") as file:
+            self._values = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
 
     def __getitem__(self, name: str) -> int:
-        return int(self._values[NAMES.index(name)])
+        return int(self._values[PLACES[name]])
 
     def add(self, data: dict[str, float]) -> None:
         """Take in a connector's stats, in the only process that writes: counters are summed."""
+        values = self._values
         for name, value in data.items():
-            index = NAMES.index(name)
-            self._values[index] = value + (self._values[index] if KINDS[name] == "counter" else 0)
+            place = PLACES[name]
+            values[place] = values[place] + value if KINDS[name] == "counter" else value
 
     def counters(self) -> dict[str, float]:
         """Return every counter by its name."""
         return {
-            name: float(self._values[NAMES.index(name)])
-            for name in NAMES
-            if KINDS[name] == "counter"
+            name: self._values[place] for name, place in PLACES.items() if KINDS[name] == "counter"
         }
 
 
@@ -60,7 +58,7 @@ class CountedConnector(KVOffloadConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._totals = SharedTotals(Path(os.environ[TOTALS_VARIABLE]))
         options = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        self._ready_bytes = 0
+        self._ready_slots = 0
         self._slot_bytes = bytes_per_block(kv_cache_config) * options.blocks_per_slot
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -69,12 +67,12 @@ class CountedConnector(KVOffloadConnector):
         self._totals.add({"pool_bytes": self.offload_worker.num_slots * self._slot_bytes})
 
     def get_kv_connector_stats(self) -> Any:
-        """Count what goes to the engine."""
+        """Count what goes to the engine, in a microsecond or so: it counts as the connector's."""
         stats = super().get_kv_connector_stats()
-        if self.offload_worker is not None:
-            ready_bytes = self.offload_worker.capacity().ready_slots * self._slot_bytes
-            self._totals.add({"ready_bytes": ready_bytes - self._ready_bytes})
-            self._ready_bytes = ready_bytes
+        if self.offload_worker is not None and self._ready_slots < self.offload_worker.num_slots:
+            more_slots = self.offload_worker.capacity().ready_slots - self._ready_slots
+            self._totals.add({"ready_bytes": more_slots * self._slot_bytes})
+            self._ready_slots += more_slots
         if stats is not None:
             self._totals.add(stats.data)
         return stats

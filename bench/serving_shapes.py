@@ -75,7 +75,7 @@ _ON_GPU: dict[str, Any] = {
     "repeats": 5,
     "batch_prompts": 48,
     "batch_tokens": 8192,
-    "pairs": 12,
+    "pairs": 16,
     "decodes": 16,
     "decode_prompt_tokens": 512,
     "decode_steps": 300,

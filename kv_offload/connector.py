@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -61,7 +62,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._by_block = not self._by_request and config.on_load_failure == "fail"
         self._failed_loads: dict[str, LoadJob] = {}
         self.engine_id = transfer_config.engine_id
+        # Whether the only rank may live in this process; that rank, once it was found.
         self._alone = vllm_config.parallel_config.world_size == 1
+        self._rank: weakref.ref[OffloadWorker] | None = None
         parallel = vllm_config.parallel_config
         # One of the two stays None; a hook is only called on the half that it belongs to.
         self.offload_scheduler: OffloadScheduler = None  # type: ignore[assignment]
@@ -300,8 +303,17 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def _rank_beside(self) -> OffloadWorker | None:
-        """Return the only rank, if it lives in this process, on the scheduler's thread."""
-        return engine_compat.local_rank(self.engine_id) if self._alone else None
+        """Return the only rank, if it lives in this process, on the scheduler's thread.
+
+        Found once: it begins before the first step, and ends with the engine.
+        """
+        if self._rank is None and self._alone:
+            rank = engine_compat.local_rank(self.engine_id)
+            if rank is None:
+                self._alone = False
+            else:
+                self._rank = weakref.ref(rank)
+        return None if self._rank is None else self._rank()
 
     # -- both ----------------------------------------------------------------------------------
 
@@ -317,8 +329,10 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self.offload_scheduler.watch.end()
             stats = self.offload_scheduler.take_stats()
             moved = None if rank is None else rank.take_stats()
+            if stats is None or moved is None:
+                return stats or moved
             # No step may follow that would report what was polled just now.
-            return stats if moved is None else stats.aggregate(moved)
+            return stats.aggregate(moved)
         return self.offload_worker.take_stats()
 
     def shutdown(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import compress
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+GAUGE_SECONDS = 0.1
+"""While requests run gauges are reported no more often."""
 
 
 @dataclass(slots=True)
@@ -95,6 +100,7 @@ class OffloadScheduler:
         self._weights_changed = False
         self._evictions_reported = 0
         self._gauges_reported: dict[str, float] = {}
+        self._gauges_due = 0.0
         self._stats = OffloadStats()
 
     # -- start ---------------------------------------------------------------------------------
@@ -477,15 +483,30 @@ class OffloadScheduler:
         self.manager.reset()
         self._stores.drop_leftovers()
 
-    def take_stats(self) -> OffloadStats:
-        """Return the counters since the last call, and the gauges that changed since then."""
-        stats, self._stats = self._stats, OffloadStats()
-        stats.count("evictions", self.manager.evictions - self._evictions_reported)
-        self._evictions_reported = self.manager.evictions
-        stats.count("throttled_steps", self.watch.take_throttled_steps())
+    def take_stats(self) -> OffloadStats | None:
+        """Return the counters since the last call, and gauges that changed; None if nothing did.
+
+        Gauges change with every step of decodes, and nobody looks at them so often: while requests
+        run they are looked at every `GAUGE_SECONDS`.
+        """
+        evictions = self.manager.evictions
+        if evictions != self._evictions_reported:
+            self._stats.count("evictions", evictions - self._evictions_reported)
+            self._evictions_reported = evictions
         if self._stores.has_skipped:
             for reason, slots in self._stores.take_skipped().items():
-                stats.count(f"skipped_{reason}", slots)
+                self._stats.count(f"skipped_{reason}", slots)
+        now = time.monotonic()
+        if now >= self._gauges_due or not self._requests:
+            self._gauges_due = now + GAUGE_SECONDS
+            self._stats.count("throttled_steps", self.watch.take_throttled_steps())
+            self._add_gauges()
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, OffloadStats()
+        return stats
+
+    def _add_gauges(self) -> None:
         manager, jobs = self.manager, self._stores.jobs
         gauges: dict[str, float] = {
             "slots": manager.usable_slots,
@@ -499,6 +520,5 @@ class OffloadScheduler:
         if gauges != self._gauges_reported:
             for name, value in gauges.items():
                 if self._gauges_reported.get(name) != value:
-                    stats.gauge(name, value)
+                    self._stats.gauge(name, value)
             self._gauges_reported = gauges
-        return stats

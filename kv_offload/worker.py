@@ -394,9 +394,9 @@ class OffloadWorker:
 
         Two hooks end a step and some versions call only one of them in a step without a forward.
         """
-        self.end_forward()
         if self._queued_for is not metadata:
             self._queued_for = metadata
+            self.end_forward()
             self._queue(metadata.stores)
 
     def _queue(self, stores: Sequence[StoreJob]) -> None:
@@ -500,19 +500,30 @@ class OffloadWorker:
 
     def take_report(self) -> OffloadWorkerMetadata | None:
         """Return what the scheduler must know; None where nothing happened."""
+        ready_slots = self._take_ready_slots()
+        if not (
+            self._store_results
+            or self._load_results
+            or self._failed_requests
+            or ready_slots
+            or self._load_bytes_per_second
+            or self._store_bytes_per_second
+        ):
+            self._reported_stores, self._reported_failure = {}, False
+            return None
         report = OffloadWorkerMetadata(
             self._store_results,
             frozenset(self._failed_requests),
             self._load_results,
             self._load_bytes_per_second,
-            self._take_ready_slots(),
+            ready_slots,
             self._store_bytes_per_second,
         )
         self._reported_stores, self._reported_failure = report.stores, bool(report.failed_loads)
         self._store_results, self._load_results = {}, {}
         self._failed_requests = set()
         self._load_bytes_per_second = self._store_bytes_per_second = None
-        return None if report == OffloadWorkerMetadata() else report
+        return report
 
     def capacity(self) -> WorkerCapacity:
         """Return what this rank holds and how much of it is ready."""
@@ -525,6 +536,8 @@ class OffloadWorker:
         )
 
     def _take_ready_slots(self) -> dict[int, int]:
+        if self._ready_slots_reported == self.num_slots:
+            return {}
         ready_slots = self._ready_slots()
         if ready_slots <= self._ready_slots_reported:
             return {}
@@ -533,8 +546,10 @@ class OffloadWorker:
 
     def take_stats(self) -> OffloadStats | None:
         """Return the counters since the last call; None where nothing was counted."""
+        if self._stats.is_empty():
+            return None
         stats, self._stats = self._stats, OffloadStats()
-        return None if stats.is_empty() else stats
+        return stats
 
     @property
     def unfinished_loads(self) -> frozenset[str]:

@@ -198,6 +198,8 @@ class CudaSwapEngine(SwapEngine):
 
     def poll(self) -> list[Completion]:
         """Return what has ended; queue slices that had to wait. Queries events only."""
+        if not self._undelivered and not self._closed:
+            return []
         self._advance()
         completions = list(self._done)
         self._done.clear()

@@ -193,8 +193,9 @@ class HostSwapEngine(SwapEngine):
         While something runs the worker gets a chance at the GIL first: an engine that spins through
         empty steps, as it does in one process, would otherwise keep it for 5 ms at a time.
         """
-        if self._undelivered:
-            time.sleep(0)
+        if not self._undelivered:
+            return []
+        time.sleep(0)
         with self._state.condition:
             completions = list(self._state.done)
             self._state.done.clear()

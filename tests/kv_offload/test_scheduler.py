@@ -36,6 +36,7 @@ from kv_offload.metadata import (
     WorkerCapacity,
 )
 from kv_offload.prefix import CacheGroup
+from kv_offload.scheduler import GAUGE_SECONDS
 from kv_offload.store_budget import (
     HORIZON_STEPS,
     MIN_HORIZON_SECONDS,
@@ -1146,15 +1147,29 @@ def test_gauges_are_reported_when_they_change() -> None:
         "load_bytes_per_second": 0.0,
         "prefill_tokens_per_second": 0.0,
     }
-    assert engine.offload.take_stats().is_empty()
-    engine.add("a", PROMPT, max_tokens=1)
+    assert engine.offload.take_stats() is None
+
+
+def test_gauges_are_reported_now_and_then_while_requests_run_and_at_their_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("kv_offload.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
+    engine = PlayedEngine(slots=7)
+    engine.offload.take_stats()
+    engine.add("a", PROMPT, max_tokens=2)
     engine.schedule()
+    assert engine.offload.take_stats().data == {"lookup_tokens": 21}, "counters are at once"
+    now[0] += GAUGE_SECONDS
     assert engine.offload.take_stats().data == {
         "slots_in_use": 4,
         "running_stores": 1,
         "pinned_blocks": 4,
-        "lookup_tokens": 21,
     }
+    engine.run()
+    reported = engine.offload._gauges_reported
+    assert reported["slots_in_use"] == 5
+    assert reported["running_stores"] == reported["pinned_blocks"] == 0
 
 
 def test_evictions_are_counted_once() -> None:
