@@ -38,6 +38,50 @@ def block_name(prefix: int, index: int) -> bytes:
     return prefix.to_bytes(24, "big") + index.to_bytes(8, "big")
 
 
+def make_scheduler(
+    blocks: int, longest_request: int, plugin: dict[str, Any], **limits: int
+) -> Scheduler:
+    """Return vLLM's scheduler with our connector, full attention and so many GPU blocks."""
+    config = make_vllm_config(plugin, max_model_len=4096, **limits)
+    # Beyond what the small model's configuration allows; nobody computes positions here.
+    config.model_config.max_model_len = longest_request
+    config.cache_config.block_size = BLOCK_TOKENS
+    config.cache_config.num_gpu_blocks = blocks
+    spec = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    kv_cache_config = KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[make_tensor(blocks * BLOCK_BYTES, ["layer.0"], BLOCK_BYTES)],
+        kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)],
+    )
+    return Scheduler(
+        vllm_config=config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_TOKENS,
+        hash_block_size=BLOCK_TOKENS,
+        log_stats=True,
+    )
+
+
+def make_request(request_id: str, prefix: int, prompt_tokens: int, max_tokens: int) -> Request:
+    """Return a request whose blocks are those of `prefix`."""
+
+    def name_blocks(request: Request) -> list[Any]:
+        known, full = len(request.block_hashes), request.num_tokens // BLOCK_TOKENS
+        return [block_name(prefix, index) for index in range(known, full)]
+
+    hasher: Callable[[Request], list[Any]] = name_blocks
+    return Request(
+        request_id,
+        [TOKEN] * prompt_tokens,
+        SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+        pooling_params=None,
+        block_hasher=hasher,
+    )
+
+
 @dataclass(frozen=True)
 class StepCost:
     """Seconds inside the connector's hooks in one step."""
@@ -61,32 +105,13 @@ class SchedulerBed:
         longest = max(longest_prompt, prompt_tokens + self.decode_tokens) + BLOCK_TOKENS
         blocks_each = (prompt_tokens + self.decode_tokens) // BLOCK_TOKENS + 1
         blocks = running * blocks_each + SPARE_BLOCKS
-        config = make_vllm_config(
+        self.scheduler = make_scheduler(
+            blocks,
+            longest,
             # Nobody computes here, so the guard has nothing to guard: every step stores.
             {"cpu_bytes": slots * BLOCK_BYTES, "max_slowdown": None},
-            max_model_len=4096,
             max_num_batched_tokens=running * max(prompt_tokens, PROMPT_CHUNK_TOKENS),
             max_num_seqs=running + 1,
-        )
-        # Beyond what the small model's configuration allows; nobody computes positions here.
-        config.model_config.max_model_len = longest
-        config.cache_config.block_size = BLOCK_TOKENS
-        config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
-        kv_cache_config = KVCacheConfig(
-            num_blocks=blocks,
-            kv_cache_tensors=[make_tensor(blocks * BLOCK_BYTES, ["layer.0"], BLOCK_BYTES)],
-            kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)],
-        )
-        self.scheduler = Scheduler(
-            vllm_config=config,
-            kv_cache_config=kv_cache_config,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_TOKENS,
-            hash_block_size=BLOCK_TOKENS,
-            log_stats=True,
         )
         self.connector.offload_scheduler.ranks_ready({0: slots})
         self.clock = ConnectorClock()
@@ -150,19 +175,7 @@ class SchedulerBed:
 
     def add(self, request_id: str, prefix: int, prompt_tokens: int, max_tokens: int) -> None:
         """Queue a request whose blocks are those of `prefix`."""
-
-        def name_blocks(request: Request) -> list[Any]:
-            known, full = len(request.block_hashes), request.num_tokens // BLOCK_TOKENS
-            return [block_name(prefix, index) for index in range(known, full)]
-
-        hasher: Callable[[Request], list[Any]] = name_blocks
-        request = Request(
-            request_id,
-            [TOKEN] * prompt_tokens,
-            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
-            pooling_params=None,
-            block_hasher=hasher,
-        )
+        request = make_request(request_id, prefix, prompt_tokens, max_tokens)
         self._requests[request_id] = request
         self.scheduler.add_request(request)
 
