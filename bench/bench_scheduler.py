@@ -56,6 +56,20 @@ def by_hook(costs: Sequence[StepCost], per: int) -> dict[str, float]:
     return {name: round(value / per * 1e6, 1) for name, value in total.most_common(6)}
 
 
+def row_of_steps(name: str, prompt_tokens: int, costs: Sequence[StepCost]) -> Row:
+    times = microseconds(costs)
+    return {
+        "name": name,
+        "prompt_tokens": prompt_tokens,
+        "mean_us": round(statistics.mean(times), 1),
+        "min_us": round(min(times), 1),
+        "p10_us": round(float(np.percentile(times, 10)), 1),
+        "p50_us": round(statistics.median(times), 1),
+        "p99_us": round(float(np.percentile(times, 99)), 1),
+        "by_hook_us": by_hook(costs, len(costs)),
+    }
+
+
 @pytest.fixture(scope="module")
 def enabled(request: pytest.FixtureRequest) -> bool:
     options = request.config.option
@@ -115,17 +129,7 @@ def test_step_of_decodes(
     bed = get_bed(prompt_tokens)
     costs: list[StepCost] = []
     benchmark.pedantic(lambda: costs.append(bed.step()), rounds=STEPS if enabled else STEPS_AS_TEST)
-    times = microseconds(costs)
-    row = {
-        "name": "step of decodes",
-        "prompt_tokens": prompt_tokens,
-        "mean_us": round(statistics.mean(times), 1),
-        "min_us": round(min(times), 1),
-        "p10_us": round(float(np.percentile(times, 10)), 1),
-        "p50_us": round(statistics.median(times), 1),
-        "p99_us": round(float(np.percentile(times, 99)), 1),
-        "by_hook_us": by_hook(costs, len(costs)),
-    }
+    row = row_of_steps("step of decodes", prompt_tokens, costs)
     benchmark.extra_info.update(row)
     rows.append(row)
     running = len(bed.scheduler.running)
@@ -201,16 +205,7 @@ def test_hit_that_waits(
             setup=make_up,
             rounds=STEPS if enabled else STEPS_AS_TEST,
         )
-    times = microseconds(costs)
-    row = {
-        "name": "step beside a hit that waits",
-        "prompt_tokens": prompt_tokens,
-        "mean_us": round(statistics.mean(times), 1),
-        "p10_us": round(float(np.percentile(times, 10)), 1),
-        "p50_us": round(statistics.median(times), 1),
-        "p99_us": round(float(np.percentile(times, 99)), 1),
-        "by_hook_us": by_hook(costs, len(costs)),
-    }
+    row = row_of_steps("step beside a hit that waits", prompt_tokens, costs)
     benchmark.extra_info.update(row)
     rows.append(row)
     assert all(cost.by_hook["get_num_new_matched_tokens"] > 0 for cost in costs)
