@@ -144,7 +144,7 @@ class CacheManager:
 
     @property
     def forgotten(self) -> int:
-        """Keys evicted and resets since the start: while it is the same, what is known stays so."""
+        """Keys evicted and resets since the start: while it is the same, readable keys stay so."""
         return self._evictions + self._resets
 
     def keep_their_keys(self, slots: Slots, since: int) -> bool:

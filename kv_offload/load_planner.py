@@ -126,10 +126,10 @@ class LoadPlanner:
         patient = waiting is None or time.monotonic() - waiting.since <= MAX_WAIT_SECONDS
         if waiting is not None and patient and waiting.owner in self._arriving:
             return None  # asked in every step: not worth another look at every block
-        offer = self._offers.pop(request_id, None)
+        offer = self._offers.get(request_id)
         if offer is not None and self._still_holds(offer, start_tokens, num_tokens):
-            self._offers[request_id] = offer
             return offer.end_tokens - start_tokens
+        self._offers.pop(request_id, None)
         prefixes = self._prefixes
         limit = num_tokens if prefixes.serves_whole_requests else num_tokens - 1
         end = prefixes.longest_hit(hashes, self._manager.readable, start_tokens, limit)

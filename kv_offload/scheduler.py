@@ -493,13 +493,13 @@ class OffloadScheduler:
         if evictions != self._evictions_reported:
             self._stats.count("evictions", evictions - self._evictions_reported)
             self._evictions_reported = evictions
+        self._stats.count("throttled_steps", self.watch.take_throttled_steps())
         if self._stores.has_skipped:
             for reason, slots in self._stores.take_skipped().items():
                 self._stats.count(f"skipped_{reason}", slots)
         now = time.monotonic()
         if now >= self._gauges_due or not self._requests:
             self._gauges_due = now + GAUGE_SECONDS
-            self._stats.count("throttled_steps", self.watch.take_throttled_steps())
             self._add_gauges()
         if self._stats.is_empty():
             return None

@@ -54,6 +54,8 @@ WAVES_FROM_BYTES = 16 << 20
 REMEMBERED_FAILURES = 1024
 """Failed stores kept for a drain, which may ask after what a report on its way says too."""
 
+_NOTHING = OffloadWorkerMetadata()
+
 
 class OffloadWorker:
     """Lives on a rank's main thread; every method is one of the connector's hooks.
@@ -500,30 +502,19 @@ class OffloadWorker:
 
     def take_report(self) -> OffloadWorkerMetadata | None:
         """Return what the scheduler must know; None where nothing happened."""
-        ready_slots = self._take_ready_slots()
-        if not (
-            self._store_results
-            or self._load_results
-            or self._failed_requests
-            or ready_slots
-            or self._load_bytes_per_second
-            or self._store_bytes_per_second
-        ):
-            self._reported_stores, self._reported_failure = {}, False
-            return None
         report = OffloadWorkerMetadata(
             self._store_results,
             frozenset(self._failed_requests),
             self._load_results,
             self._load_bytes_per_second,
-            ready_slots,
+            self._take_ready_slots(),
             self._store_bytes_per_second,
         )
         self._reported_stores, self._reported_failure = report.stores, bool(report.failed_loads)
         self._store_results, self._load_results = {}, {}
         self._failed_requests = set()
         self._load_bytes_per_second = self._store_bytes_per_second = None
-        return report
+        return None if report == _NOTHING else report
 
     def capacity(self) -> WorkerCapacity:
         """Return what this rank holds and how much of it is ready."""
