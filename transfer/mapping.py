@@ -10,12 +10,17 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
+
 from transfer.errors import PinnedMemoryError
 from transfer.limits import describe_limits
 from transfer.numa import prefer_node
 
 _MADV_POPULATE_WRITE = 23
 """From linux/mman.h, Linux 5.14 and newer; Python's mmap does not name it."""
+
+_CALL_BYTES = 2 << 20
+"""Bytes that one call gives pages to."""
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
@@ -59,10 +64,26 @@ class Mapping:
     def populate(self, offset: int, nbytes: int) -> None:
         """Give pages to a range, of which both ends lie on pages; releases the GIL.
 
-        Where Linux is older than 5.14 this does nothing: pages appear when they are touched.
-        Raises `OSError` if there is no memory, also of a shared mapping, where a touch would end
-        the process.
+        Private memory is touched, once a page; nobody may have written it, or write it meanwhile.
+        The call of the system that gives pages holds the lock on the process' memory map until it
+        returns, and every `mmap` of the process waits. Beside four threads that gave pages to
+        memory that a virtual machine had not used lately one took 432 ms (median) with calls of 32
+        MiB, 22 ms with calls of 2, and 0.04 ms where they touched it; all three ways gave 0.5 GiB/s
+        (bench/populate.py, 22 Nov 2026).
+
+        A touch of shared memory that cannot be had would end the process, so there it is calls,
+        which raise `OSError`. Where Linux is older than 5.14 they do nothing: pages appear when
+        they are touched.
         """
+        if not self.shared:
+            pages = np.frombuffer(self._memory, np.uint8, nbytes, offset)[:: mmap.PAGESIZE]
+            pages[:] = 0
+            return
+        end = offset + nbytes
+        for start in range(offset, end, _CALL_BYTES):
+            self._give_pages(start, min(_CALL_BYTES, end - start))
+
+    def _give_pages(self, offset: int, nbytes: int) -> None:
         if _libc.madvise(self.address + offset, nbytes, _MADV_POPULATE_WRITE):
             code = ctypes.get_errno()
             if code != errno.EINVAL:

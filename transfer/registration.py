@@ -6,8 +6,8 @@ hold the mapping through this object and never its users; whoever comes last, th
 users' `release`, unregisters and unmaps, so no thread ever touches memory that is gone and
 nobody waits for one.
 
-Both steps are short, because each keeps others out: giving pages holds the lock on the process'
-memory map, registering holds the driver's too.
+Both steps are short, because each may keep others out: giving pages to shared memory holds the lock
+on the process' memory map, registering holds the driver's too.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ as long as it went on; with 8 it was 4 ms. The first touch of a virtual machine'
 several times as long, which only more threads shorten."""
 
 POPULATE_BYTES = 32 << 20
-"""Bytes that get pages in one call: some milliseconds, after which a waiting `mmap` gets its turn
-and a thread hears that it should stop."""
+"""Bytes that get pages before a thread looks whether it should stop: some milliseconds, or 0.2 s
+where a virtual machine has not used its memory lately."""
 
 _EXIT_SECONDS = 10.0
 """Bound of the wait, at the end of the process, for registrations that run."""

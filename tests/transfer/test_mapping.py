@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.populate import GIB, CalledMapping, populate
 from tests.transfer.registrars import PAGE, is_mapped, policy_of, resident_bytes
 from transfer import mapping
 from transfer.errors import PinnedMemoryError
@@ -35,12 +36,27 @@ def test_populating_gives_pages_to_exactly_the_range() -> None:
     made.close()
 
 
+@pytest.mark.parametrize("kind", [Mapping, CalledMapping])
+def test_no_mmap_waits_until_all_pages_are_there(kind: type[Mapping]) -> None:
+    """A start maps memory hundreds of times, and must not wait for the pool. With a control."""
+    made = kind(GIB)
+    seconds, waits = populate(made, GIB, threads=1)
+    assert resident_bytes(made.address) == GIB
+    made.close()
+    assert (max(waits) / 1e3 > seconds / 2) == (kind is CalledMapping), (
+        f"pages took {seconds:.3f} s, an mmap up to {max(waits):.1f} ms"
+    )
+
+
 def test_a_kernel_that_cannot_populate_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapping, "_MADV_POPULATE_WRITE", 4711)
-    made = Mapping(64 * PAGE)
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 64 * PAGE)
+    made = Mapping(64 * PAGE, fd=fd)
     made.populate(0, 64 * PAGE)
     assert resident_bytes(made.address) == 0
     made.close()
+    os.close(fd)
 
 
 def test_memory_that_cannot_be_had_is_an_error_and_no_signal() -> None:
