@@ -2,9 +2,8 @@
 
 `python -m bench.populate [--gib 6] [--threads 4] [--repeats 2] [--out FILE.json]` gives as many GiB
 their pages in each way by turns, while this thread maps and unmaps 64 KiB over and over. Needs no
-GPU. Memory that a virtual machine uses for the first time is slower by far, and has been used
-afterwards: to see it, start with as much as nobody has used since the machine started, with the way
-named by `--first`.
+GPU. Memory that a virtual machine has not used for a while (a minute was enough) comes slower by
+far, and has been used afterwards: only the first row tells of it, and `--first` names its way.
 """
 
 from __future__ import annotations
