@@ -1,9 +1,10 @@
-"""How long an `mmap` waits while threads give a mapping its pages: an experiment.
+"""How long an `mmap` waits while a pool is given its pages: an experiment.
 
-`python -m bench.populate [--gib 6] [--threads 4] [--repeats 2] [--out FILE.json]` gives as many GiB
-their pages in each way by turns, while this thread maps and unmaps 64 KiB over and over. Needs no
-GPU. Memory that a virtual machine has not used for a while (a minute was enough) comes slower by
-far, and has been used afterwards: only the first row tells of it, and `--first` names its way.
+`python -m bench.populate [--gib 6] [--repeats 2] [--out FILE.json]` gives as many GiB their pages
+in each way by turns, on the threads that page-lock a pool, while this thread maps and unmaps 64 KiB
+over and over. Nothing is locked, so it needs no GPU. Memory that a virtual machine has not used for
+a while (a minute was enough) comes slower by far, and has been used afterwards: only the first row
+tells of it, and `--first` names its way.
 """
 
 from __future__ import annotations
@@ -11,85 +12,77 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
+import os
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bench.swap_rows import machine
 from transfer.mapping import Mapping
+from transfer.registration import NUM_THREADS, PIECE_BYTES, Registration
 
 MIB, GIB = 1 << 20, 1 << 30
-PIECE_BYTES = 256 * MIB
 PAUSE_SECONDS = 0.0002
 
 Row = dict[str, Any]
 
 
-class CalledMapping(Mapping):
-    """Private memory whose pages come by one call of the system."""
+class AskedMapping(Mapping):
+    """Private memory whose pages come by calls of the system, of `call_bytes` each."""
+
+    def __init__(self, nbytes: int, call_bytes: int) -> None:
+        super().__init__(nbytes)
+        self._call_bytes = call_bytes
 
     def populate(self, offset: int, nbytes: int) -> None:
-        self._give_pages(offset, nbytes)
+        self._ask_for_pages(offset, nbytes, self._call_bytes)
 
 
-WAYS: dict[str, tuple[type[Mapping], int]] = {
-    "touched": (Mapping, 32 * MIB),
-    "32 MiB a call": (CalledMapping, 32 * MIB),
-    "2 MiB a call": (CalledMapping, 2 * MIB),
+class NoRegistrar:
+    """Locks nothing."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        pass
+
+    def unregister(self, address: int) -> None:
+        pass
+
+
+WAYS: dict[str, Callable[[int], Mapping]] = {
+    "touched": Mapping,
+    "32 MiB a call": lambda nbytes: AskedMapping(nbytes, 32 * MIB),
+    "2 MiB a call": lambda nbytes: AskedMapping(nbytes, 2 * MIB),
 }
-"""What makes the mapping, and the bytes that get pages at a time."""
 
 
-def map_until(ended: threading.Event) -> list[float]:
-    """Map and unmap until the event is set; return the milliseconds of each."""
+def waits_beside(work: Callable[[], object]) -> tuple[float, list[float]]:
+    """Map and unmap until `work`, on another thread, has ended.
+
+    Returns its seconds and the milliseconds of each time.
+    """
     waits = []
-    while not ended.is_set():
+    thread = threading.Thread(target=work)
+    started = time.perf_counter()
+    thread.start()
+    while thread.is_alive():
         began = time.perf_counter()
         with mmap.mmap(-1, 64 << 10) as memory:
             memory[0] = 1
         waits.append((time.perf_counter() - began) * 1e3)
         time.sleep(PAUSE_SECONDS)
-    return waits
+    return time.perf_counter() - started, waits
 
 
-def populate(mapping: Mapping, step: int, threads: int) -> tuple[float, list[float]]:
-    """Return the seconds in which all pages were there, and how long each `mmap` took meanwhile."""
-    piece_bytes = max(PIECE_BYTES, step)
-    pieces = iter(range(0, mapping.nbytes, piece_bytes))
-    claim, ended = threading.Lock(), threading.Event()
-    left = [threads]
-
-    def work() -> None:
-        while True:
-            with claim:
-                start = next(pieces, None)
-                if start is None:
-                    left[0] -= 1
-                    if not left[0]:
-                        ended.set()
-                    return
-            end = min(start + piece_bytes, mapping.nbytes)
-            for offset in range(start, end, step):
-                mapping.populate(offset, min(step, end - offset))
-
-    began = time.perf_counter()
-    workers = [threading.Thread(target=work) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    waits = map_until(ended)
-    seconds = time.perf_counter() - began
-    for worker in workers:
-        worker.join()
-    return seconds, waits
-
-
-def measure(way: str, nbytes: int, threads: int) -> Row:
-    kind, step = WAYS[way]
-    mapping = kind(nbytes)
-    seconds, waits = populate(mapping, step, threads)
-    mapping.close()
+def measure(way: str, nbytes: int) -> Row:
+    mapping = WAYS[way](nbytes)
+    pool = Registration(mapping, NoRegistrar(), PIECE_BYTES)
+    seconds, waits = waits_beside(lambda: pool.start(background=False))
+    if pool.ready_bytes != mapping.nbytes:
+        raise SystemExit("the memory could not be had: see the error above")
+    pool.release()
     return {
         "way": way,
         "gib_per_second": round(nbytes / GIB / seconds, 2),
@@ -103,7 +96,6 @@ def measure(way: str, nbytes: int, threads: int) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=6)
-    parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--first", choices=WAYS, default="touched")
     parser.add_argument("--out", type=Path)
@@ -112,13 +104,13 @@ def main() -> None:
     rows = []
     for _ in range(arguments.repeats):
         for way in ways:
-            rows.append(measure(way, int(arguments.gib * GIB), arguments.threads))
+            rows.append(measure(way, int(arguments.gib * GIB)))
             print(", ".join(f"{name}: {value}" for name, value in rows[-1].items()), flush=True)
     if arguments.out:
         document = {
             "machine": machine(),
             "gib": arguments.gib,
-            "threads": arguments.threads,
+            "threads": min(NUM_THREADS, len(os.sched_getaffinity(0))),
             "rows": rows,
         }
         arguments.out.write_text(json.dumps(document, indent=1) + "\n")

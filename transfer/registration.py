@@ -34,8 +34,8 @@ of 512 GiB or more is known to fail."""
 
 NUM_THREADS = 4
 """Threads that register. There 4 locked 26 GiB/s and of a thousand launches one took 360 us, for
-as long as it went on; with 8 it was 4 ms. The first touch of a virtual machine's memory takes
-several times as long, which only more threads shorten."""
+as long as it went on; with 8 it was 4 ms (when pages came by calls still). The first touch of a
+virtual machine's memory takes several times as long, which only more threads shorten."""
 
 POPULATE_BYTES = 32 << 20
 """Bytes that get pages before a thread looks whether it should stop: some milliseconds, or 0.2 s

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.populate import GIB, CalledMapping, populate
+from bench.populate import GIB, AskedMapping, waits_beside
 from tests.transfer.registrars import PAGE, is_mapped, policy_of, resident_bytes
 from transfer import mapping
 from transfer.errors import PinnedMemoryError
@@ -36,14 +36,14 @@ def test_populating_gives_pages_to_exactly_the_range() -> None:
     made.close()
 
 
-@pytest.mark.parametrize("kind", [Mapping, CalledMapping])
-def test_no_mmap_waits_until_all_pages_are_there(kind: type[Mapping]) -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_no_mmap_waits_until_all_pages_are_there(asked: bool) -> None:
     """A start maps memory hundreds of times, and must not wait for the pool. With a control."""
-    made = kind(GIB)
-    seconds, waits = populate(made, GIB, threads=1)
+    made = AskedMapping(GIB, call_bytes=GIB) if asked else Mapping(GIB)
+    seconds, waits = waits_beside(lambda: made.populate(0, GIB))
     assert resident_bytes(made.address) == GIB
     made.close()
-    assert (max(waits) / 1e3 > seconds / 2) == (kind is CalledMapping), (
+    assert (max(waits) / 1e3 > seconds / 2) == asked, (
         f"pages took {seconds:.3f} s, an mmap up to {max(waits):.1f} ms"
     )
 
