@@ -1,8 +1,9 @@
-"""How long it takes to page-lock host memory, and how long that keeps a launch waiting.
+"""How long it takes to page-lock host memory, and how long that keeps an engine waiting.
 
 `python bench/bench_pinning.py [--gib 8] [--out pinning.json]` needs a CUDA device and twice as much
-free memory. Every row locks `--gib` GiB anew while this thread launches small kernels and times
-each launch; the first row, of no thread, launches only. It prints a table and writes JSON.
+free memory. Every row locks `--gib` GiB anew in the background, while this thread does what a
+starting engine does, round after round: it launches small kernels and captures a CUDA graph. The
+first row, of no thread, is without locking. It prints a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import mmap
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,16 +22,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.swap_rows import cuda_torch, machine
+from transfer import registration
 from transfer.mapping import Mapping
 from transfer.numa import device_node
 from transfer.pinned import CudaRegistrar, HostArena
-from transfer.registration import Registration
 
 MIB, GIB = 1 << 20, 1 << 30
 PIECES = (64 * MIB, 256 * MIB, GIB)
-THREADS = (1, 2, 4, 8)
+RESTS = (0.0, 3.0, 7.0)
+THREADS = (1, 2, 8)
 SETTLE_SECONDS = 2.0
-"""Launches that warm up, and as long again those of the first row."""
+"""Rounds that warm up, and as long again those of the first row."""
+
+LAUNCHES, CAPTURED = 100, 20
+"""Of a round, and of its graph."""
 
 _MADV_NOHUGEPAGE = 15
 """From linux/mman.h."""
@@ -39,18 +43,32 @@ _MADV_NOHUGEPAGE = 15
 
 @dataclass(frozen=True)
 class Row:
-    """One run. Stalls are of a launch on the main thread, in microseconds."""
+    """One run. Launches and captures are those of the main thread meanwhile."""
 
     huge_pages: bool
     populate: bool
     piece_mib: int
     threads: int
+    rest: float
     seconds: float
     gib_per_second: float
-    stall_max_us: float
-    stall_p999_us: float
-    stall_p50_us: float
+    slowdown: float
+    """Time of a round over that of the first row, means."""
+    launch_p50_us: float
+    launch_p999_us: float
+    launch_max_us: float
+    capture_p50_ms: float
+    capture_max_ms: float
     release_seconds: float
+
+
+@dataclass
+class Rounds:
+    """Seconds of each launch, of each capture, and of each round."""
+
+    launches: list[float]
+    captures: list[float]
+    rounds: list[float]
 
 
 class PlainMapping(Mapping):
@@ -67,28 +85,45 @@ class PlainMapping(Mapping):
             super().populate(offset, nbytes)
 
 
-def time_launches(torch: Any, until: Callable[[], bool]) -> list[float]:
-    """Launch a small kernel over and over; return the microseconds of each launch."""
+def time_rounds(torch: Any, until: Callable[[], bool]) -> Rounds:
+    """Launch small kernels and capture a graph of some, over and over."""
     value = torch.zeros(16, device="cuda")
-    stalls = []
+    stream = torch.cuda.Stream()
+    found = Rounds([], [], [])
+    clock = time.perf_counter
     while not until():
-        for _ in range(100):
-            before = time.perf_counter()
+        began = clock()
+        for _ in range(LAUNCHES):
+            before = clock()
             value.add_(1)
-            stalls.append((time.perf_counter() - before) * 1e6)
+            found.launches.append(clock() - before)
         # Else a full queue of launches makes the next one wait.
         torch.cuda.synchronize()
-    return stalls
+        before = clock()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            graph.capture_begin()
+            for _ in range(CAPTURED):
+                value.add_(1)
+            graph.capture_end()
+        found.captures.append(clock() - before)
+        found.rounds.append(clock() - began)
+    return found
 
 
-def row(stalls: list[float], nbytes: int, seconds: float, release: float, **facts: Any) -> Row:
-    stalls.sort()
+def row(
+    found: Rounds, round_alone: float, nbytes: int, seconds: float, release: float, **facts: Any
+) -> Row:
+    launches = sorted(found.launches)
     return Row(
         seconds=round(seconds, 3),
-        gib_per_second=round(nbytes / GIB / seconds, 2) if nbytes else 0.0,
-        stall_max_us=round(stalls[-1], 1),
-        stall_p999_us=round(stalls[int(0.999 * (len(stalls) - 1))], 1),
-        stall_p50_us=round(statistics.median(stalls), 1),
+        gib_per_second=round(nbytes / GIB / seconds, 2),
+        slowdown=round(statistics.mean(found.rounds) / round_alone, 2),
+        launch_p50_us=round(statistics.median(launches) * 1e6, 1),
+        launch_p999_us=round(launches[int(0.999 * (len(launches) - 1))] * 1e6, 1),
+        launch_max_us=round(launches[-1] * 1e6, 1),
+        capture_p50_ms=round(statistics.median(found.captures) * 1e3, 2),
+        capture_max_ms=round(max(found.captures) * 1e3, 2),
         release_seconds=round(release, 3),
         **facts,
     )
@@ -96,66 +131,58 @@ def row(stalls: list[float], nbytes: int, seconds: float, release: float, **fact
 
 def lock(
     torch: Any,
+    round_alone: float,
     nbytes: int,
     node: int | None,
     *,
-    huge_pages: bool,
-    populate: bool,
-    piece_bytes: int,
-    threads: int,
+    huge_pages: bool = True,
+    populate: bool = True,
+    piece_bytes: int = registration.PIECE_BYTES,
+    threads: int = registration.NUM_THREADS,
+    rest: float = registration.REST,
 ) -> Row:
-    """Lock `nbytes` on `threads` threads while launches are timed."""
+    """Lock `nbytes` in the background while rounds are timed."""
     mapping = PlainMapping(nbytes, node, huge_pages=huge_pages, populate=populate)
     registrar = CudaRegistrar(torch.device("cuda", 0))
-    work = Registration(mapping, registrar, piece_bytes, threads)
-    ended: list[float] = []
-
-    def run() -> None:
-        # The first piece, which `start` registers itself, belongs to the time.
-        work.start(background=False)
-        ended.append(time.perf_counter())
-
+    work = registration.Registration(mapping, registrar, piece_bytes, threads, rest)
     started = time.perf_counter()
-    thread = threading.Thread(target=run)
-    thread.start()
-    stalls = time_launches(torch, lambda: not thread.is_alive())
-    thread.join()
-    if not ended or work.ready_bytes != mapping.nbytes:
+    work.start(background=True)
+    found = time_rounds(torch, lambda: work.wait(0))
+    seconds = time.perf_counter() - started
+    if work.ready_bytes != mapping.nbytes:
         raise SystemExit("the memory could not be page-locked: see the error above")
     released = time.perf_counter()
     work.release()
     return row(
-        stalls,
+        found,
+        round_alone,
         nbytes,
-        ended[0] - started,
+        seconds,
         time.perf_counter() - released,
         huge_pages=huge_pages,
         populate=populate,
         piece_mib=piece_bytes // MIB,
         threads=threads,
+        rest=rest,
     )
 
 
 def measure(torch: Any, nbytes: int, node: int | None) -> Iterator[Row]:
-    """Yield the row without a registration, then one for each way to register."""
+    """Yield the row without locking, then one for each way to lock."""
     begun = time.perf_counter()
-    time_launches(torch, lambda: time.perf_counter() > begun + SETTLE_SECONDS)
-    stalls = time_launches(torch, lambda: time.perf_counter() > begun + 2 * SETTLE_SECONDS)
-    alone = {"huge_pages": False, "populate": False, "piece_mib": 0, "threads": 0}
-    yield row(stalls, 0, SETTLE_SECONDS, 0.0, **alone)
-    plans = [(True, True, piece, threads) for piece in PIECES for threads in THREADS]
+    time_rounds(torch, lambda: time.perf_counter() > begun + SETTLE_SECONDS)
+    alone = time_rounds(torch, lambda: time.perf_counter() > begun + 2 * SETTLE_SECONDS)
+    round_alone = statistics.mean(alone.rounds)
+    none = {"huge_pages": False, "populate": False, "piece_mib": 0, "threads": 0, "rest": 0.0}
+    yield row(alone, round_alone, 0, SETTLE_SECONDS, 0.0, **none)
+    plans: list[dict[str, Any]] = [
+        {"piece_bytes": piece, "rest": rest} for piece in PIECES for rest in RESTS
+    ]
+    plans += [{"threads": threads} for threads in THREADS]
     for huge_pages, populate in ((True, False), (False, True), (False, False)):
-        plans += [(huge_pages, populate, 256 * MIB, threads) for threads in THREADS]
-    for huge_pages, populate, piece_bytes, threads in plans:
-        yield lock(
-            torch,
-            nbytes,
-            node,
-            huge_pages=huge_pages,
-            populate=populate,
-            piece_bytes=piece_bytes,
-            threads=threads,
-        )
+        plans.append({"huge_pages": huge_pages, "populate": populate})
+    for plan in plans:
+        yield lock(torch, round_alone, nbytes, node, **plan)
 
 
 def start_of_an_arena(torch: Any, nbytes: int, node: int | None) -> dict[str, float]:

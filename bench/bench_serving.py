@@ -12,7 +12,8 @@ prompts, the same GPU cache, as much host memory. docs/performance.md explains e
     throughput  many prompts at once at 0, 50 and 100 % hits
     latency     inter-token latency of running decodes: alone, beside prompts computed and loaded
     pairs       throughput at 0 % hits of `off` and `kv-offload`, by turns, with its 95 % interval
-    start       engines started again, by turns, now that everything is compiled; not in the default
+    start       engines started five times more, by turns, now that all is compiled; not in the
+                default
 
 The exit status is 1 if this project or the engine without offloading failed, or if this project
 did not load exactly the bytes that it had to.
@@ -27,6 +28,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -40,7 +42,7 @@ from bench.serving_stats import ratio_interval
 from bench.swap_rows import machine, vllm_module
 
 SECTIONS = ("ttft", "throughput", "latency", "pairs", "start")
-STARTS = 3
+STARTS = 5
 ANSWER_SECONDS = 300
 """Longest wait for an engine's start or for one section; a stuck engine is ended."""
 _BEGAN = time.monotonic()
@@ -55,9 +57,11 @@ def progress(text: str) -> None:
 
 
 class Child:
-    """An engine in a process of its own."""
+    """A process for one engine; it imports vLLM at once, and starts the engine when asked to."""
 
-    def __init__(self, shape: str, connector: str, separate_core: bool, options: Any) -> None:
+    def __init__(
+        self, shape: str, connector: str, separate_core: bool, options: Any, model: str
+    ) -> None:
         self.connector = connector
         self.counted: dict[str, dict[str, float]] = {}
         """What the connector counted in each section, of this project only."""
@@ -66,8 +70,8 @@ class Child:
             "connector": connector,
             "separate_core": separate_core,
             "options": options,
+            "model": model,
         }
-        progress(f"{connector}: starting an engine")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.serving_child", json.dumps(arguments)],
             env={"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", **os.environ},
@@ -76,7 +80,11 @@ class Child:
             text=True,
             start_new_session=True,  # so that `kill` reaches an engine core of its own
         )
-        self.start_seconds = float(self._answer("start"))
+
+    def start(self) -> float:
+        """Start the engine; return the seconds that took."""
+        progress(f"{self.connector}: starting an engine")
+        return float(self.ask("start"))
 
     def ask(self, name: str, **more: Any) -> Any:
         """Have one section measured."""
@@ -135,6 +143,7 @@ class Bench:
         self._arguments = arguments
         self.results: dict[str, dict[str, Any]] = {}
         self.pairs: dict[str, float] | None = None
+        self._model = tempfile.TemporaryDirectory()
 
     def document(self) -> dict[str, Any]:
         """Return all that is known so far, with what it was measured on."""
@@ -154,28 +163,33 @@ class Bench:
         if self._arguments.out:
             save(self.document(), self._arguments.out)
 
+    def spawn(self, connector: str) -> Child:
+        """Make the process of an engine that is to be started later."""
+        arguments = self._arguments
+        return Child(
+            arguments.shape,
+            connector,
+            arguments.separate_core,
+            arguments.options,
+            self._model.name,
+        )
+
     @contextlib.contextmanager
-    def engine(self, connector: str) -> Iterator[Child | None]:
-        """Start an engine and note its start; an error is noted instead of a result."""
-        result = self.results.setdefault(connector, {"starts": []})
-        child = None
+    def engine(self, child: Child) -> Iterator[Child | None]:
+        """Start an engine, note how long that took, and end it; an error is noted instead."""
+        result = self.results.setdefault(child.connector, {"starts": []})
+        started = False
         try:
-            child = Child(
-                self._arguments.shape,
-                connector,
-                self._arguments.separate_core,
-                self._arguments.options,
-            )
-            result["starts"].append(child.start_seconds)
+            result["starts"].append(child.start())
+            started = True
             yield child
         except ChildError as error:
             progress(str(error))
             result["error"] = str(error)
-            if child is None:
+            if not started:
                 yield None
         finally:
-            if child is not None:
-                child.close()
+            child.close()
 
     def measure(self, child: Child) -> None:
         """Run the sections that need one engine."""
@@ -203,28 +217,37 @@ class Bench:
         self.pairs = ratio_interval(ratios)
         self._keep()
 
+    def measure_starts(self, connectors: Sequence[str]) -> None:
+        """Start every engine again, by turns; its process is made while the one before it runs."""
+        order = list(connectors) * STARTS
+        ahead = [self.spawn(order.pop(0))]
+        while ahead:
+            child = ahead.pop()
+            if order:
+                ahead.append(self.spawn(order.pop(0)))
+            with self.engine(child):
+                self._keep()
+
     def run(self, connectors: Sequence[str]) -> None:
         """Measure every connector; `off` waits for its turns beside `kv-offload`."""
         rest = list(connectors)
         chosen = self._arguments.sections
         if "pairs" in chosen and {"off", "kv-offload"} <= set(connectors):
             rest = [name for name in connectors if name not in ("off", "kv-offload")]
-            with self.engine("off") as off:
+            with self.engine(self.spawn("off")) as off:
                 if off is not None:
                     self.measure(off)
-                with self.engine("kv-offload") as ours:
+                with self.engine(self.spawn("kv-offload")) as ours:
                     if ours is not None:
                         self.measure(ours)
                     if off is not None and ours is not None:
                         self.measure_pairs(off, ours)
         for connector in rest:
-            with self.engine(connector) as child:
+            with self.engine(self.spawn(connector)) as child:
                 if child is not None:
                     self.measure(child)
-        for _ in range(STARTS if "start" in chosen else 0):
-            for connector in connectors:
-                with self.engine(connector):
-                    self._keep()
+        if "start" in chosen:
+            self.measure_starts(connectors)
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:

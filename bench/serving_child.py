@@ -1,5 +1,6 @@
 """The process of one engine of the serving bench: reads requests as JSON lines, answers in kind.
 
+The first asks for the engine's start; until it comes the process has imported what that needs.
 Answers are the lines of the standard output that start with `ANSWER`; whatever else the engine
 prints there is none.
 """
@@ -11,10 +12,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from bench import serving_sections
-from bench.serving_engine import ServingEngine, memory
+from bench.serving_engine import ServingEngine, import_engine, memory
 from bench.serving_shapes import SHAPES
 
 ANSWER = "ANSWER "
@@ -49,11 +51,15 @@ def serve(engine: ServingEngine) -> None:
 
 
 def main() -> None:
-    """Start an engine as the first argument says, a JSON object, and serve."""
+    """Import vLLM, wait, start an engine as the first argument says, a JSON object, and serve."""
     arguments = json.loads(sys.argv[1])
     shape = SHAPES[arguments.pop("shape")]
+    model = Path(arguments.pop("model"))
     try:
-        engine = ServingEngine(shape, **arguments)
+        import_engine()
+        if not sys.stdin.readline():
+            return
+        engine = ServingEngine(shape, model=model, **arguments)
         answer({"value": engine.start_seconds, "took": engine.start_seconds})
         serve(engine)
         engine.close()

@@ -23,6 +23,12 @@ READY_SECONDS = 180
 RESET_SECONDS = 30
 
 
+def import_engine() -> None:
+    """Import what takes seconds to import."""
+    import torch  # noqa: F401
+    from vllm import LLM  # noqa: F401
+
+
 class ServingEngine:
     """A vLLM engine with random weights and one connector; the same for all connectors else.
 
@@ -30,8 +36,17 @@ class ServingEngine:
     """
 
     def __init__(
-        self, shape: Shape, connector: str, options: dict[str, Any], separate_core: bool
+        self,
+        shape: Shape,
+        connector: str,
+        options: dict[str, Any],
+        separate_core: bool,
+        model: Path | None = None,
     ) -> None:
+        """Start an engine; `model` is a folder for the model's configuration.
+
+        What was compiled for a model is found again under its path only.
+        """
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(separate_core))
         self._folder = tempfile.TemporaryDirectory()
         totals = Path(self._folder.name) / "totals"
@@ -50,12 +65,13 @@ class ServingEngine:
         self.item_bytes = 2 if self.on_gpu else 4
         self.clock = ConnectorClock()
         _put_on_new_connectors(self.clock)
-        _model_config(shape).save_pretrained(self._folder.name)
+        model = Path(self._folder.name) if model is None else model
+        _model_config(shape).save_pretrained(model)
         self.memory_before = memory()
         transfer = transfer_config(connector, shape.host_bytes, options)
         started = time.perf_counter()
         self.llm = LLM(
-            model=self._folder.name,
+            model=str(model),
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16" if self.on_gpu else "float32",

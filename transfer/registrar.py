@@ -23,7 +23,7 @@ _CAPTURE_MODE_RELAXED = 2
 class PinnedRegistrar(Protocol):
     """Page-locks memory for a device. `RuntimeError` from either call means that it failed.
 
-    Both are called from several threads at once, for different ranges.
+    Both are called from several threads, one at a time for one arena.
     """
 
     def register(self, address: int, nbytes: int) -> None:

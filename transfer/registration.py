@@ -6,8 +6,10 @@ hold the mapping through this object and never its users; whoever comes last, th
 users' `release`, unregisters and unmaps, so no thread ever touches memory that is gone and
 nobody waits for one.
 
-Both steps are short, because each may keep others out: giving pages to shared memory holds the lock
-on the process' memory map, registering holds the driver's too.
+Others wait for both steps, so both are short: giving pages to shared memory holds the lock on the
+process' memory map, registering holds the driver's too. One thread at a time registers, and in the
+background it leaves the driver alone afterwards, for `REST` times as long as that took: an engine
+that captures its graphs or runs its first steps meanwhile makes hundreds of calls a second.
 """
 
 from __future__ import annotations
@@ -36,6 +38,10 @@ NUM_THREADS = 4
 """Threads that register. There 4 locked 26 GiB/s and of a thousand launches one took 360 us, for
 as long as it went on; with 8 it was 4 ms (when pages came by calls still). The first touch of a
 virtual machine's memory takes several times as long, which only more threads shorten."""
+
+REST = 3.0
+"""How long the driver is left alone after a registration in the background, in units of its time.
+"""
 
 POPULATE_BYTES = 32 << 20
 """Bytes that get pages before a thread looks whether it should stop: some milliseconds, or 0.2 s
@@ -70,15 +76,18 @@ class Registration:
         registrar: PinnedRegistrar,
         piece_bytes: int,
         num_threads: int | None = None,
+        rest: float | None = None,
     ) -> None:
         self.ready_bytes = 0
         self._mapping = mapping
         self._registrar = registrar
         self._piece_bytes = piece_bytes
         self._num_threads = NUM_THREADS if num_threads is None else num_threads
+        self._rest = REST if rest is None else rest
         self._num_pieces = -(-mapping.nbytes // piece_bytes)
         self._started = time.monotonic()
-        self._reports = False
+        self._background = False
+        self._driver_turn = threading.Lock()
         # Guards all below. Its lock is reentrant: `release` runs as a finaliser, anywhere.
         self._changed = threading.Condition()
         self._next_piece = 0
@@ -95,10 +104,10 @@ class Registration:
         of these fails, and then waits for no more than is running. A failure in the background is
         logged: what was registered before it stays usable.
         """
-        self._reports = background
         first = self._claim()
         assert first == 0, "a registration is started once"
         self._register(first)
+        self._background = background
         if not self._failures and self._num_pieces > 1:
             self._start_threads()
             if not background:
@@ -164,17 +173,27 @@ class Registration:
                 if self._stopping:
                     return
                 self._mapping.populate(offset, min(POPULATE_BYTES, end - offset))
-            self._registrar.register(self._mapping.address + start, end - start)
+            with self._driver_turn:
+                if not self._stopping:
+                    self._lock(piece)
         except Exception as error:  # noqa: BLE001 - a thread that ends unheard leaves memory behind
             with self._changed:
                 self._failures[piece] = error
-            return
+
+    def _lock(self, piece: int) -> None:
+        """Register a piece that has its pages, then rest. Call with the driver's turn."""
+        start, end = self._range(piece)
+        began = time.monotonic()
+        self._registrar.register(self._mapping.address + start, end - start)
+        seconds = time.monotonic() - began
         with self._changed:
             self._registered.add(piece)
             ready = self.ready_bytes // self._piece_bytes
             while ready in self._registered:
                 self.ready_bytes = self._range(ready)[1]
                 ready += 1
+        if self._background:
+            time.sleep(self._rest * seconds)
 
     def _stop(self) -> None:
         self._stopping = True
@@ -189,9 +208,9 @@ class Registration:
             usable = -(-self.ready_bytes // self._piece_bytes)
             if self._unregister([piece for piece in self._registered if piece >= usable]):
                 self._mapping.discard(self.ready_bytes)
-            if self._reports:
+            if self._background:
                 logger.error("%s", self._describe_failure())
-        elif self._reports and self.ready_bytes == self._mapping.nbytes:
+        elif self._background and self.ready_bytes == self._mapping.nbytes:
             logger.info(
                 "page-locked %d bytes %s, in %.1f s",
                 self.ready_bytes,
@@ -229,9 +248,11 @@ class Registration:
 
     def _describe_failure(self) -> str:
         start, end = self._range(min(self._failures))
-        kept = f"only the first {self.ready_bytes} are used; " if self.ready_bytes else ""
+        kept = ""
+        if self._background and self.ready_bytes:
+            kept = f"only the first {self.ready_bytes} are used; "
         return (
             f"cannot page-lock {self._mapping.nbytes} bytes of host memory: registering bytes "
-            f"{start} to {end} failed with {self._first_failure()}; {kept if self._reports else ''}"
+            f"{start} to {end} failed with {self._first_failure()}; {kept}"
             f"{describe_limits()}; configure a smaller host cache, raise the limit, or free memory"
         )
