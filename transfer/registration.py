@@ -30,18 +30,18 @@ from transfer.registrar import PinnedRegistrar
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 20
-"""Bytes of one registration, at most. The driver lets nobody launch while it registers one: 12 ms
-at worst on the host of an H200, and 20 to 90 ms for pieces of 1 GiB (bench/bench_pinning.py). One
-of 512 GiB or more is known to fail."""
+"""Bytes of one registration, at most. The driver lets nobody launch or capture while it registers
+one: 5 to 7 ms on the host of an H200, 2 to 4 ms for 64 MiB, which are slower by the byte, and 18 to
+26 ms for 1 GiB (bench/bench_pinning.py). One of 512 GiB or more is known to fail."""
 
 NUM_THREADS = 4
-"""Threads that register. There 4 locked 26 GiB/s and of a thousand launches one took 360 us, for
-as long as it went on; with 8 it was 4 ms (when pages came by calls still). The first touch of a
-virtual machine's memory takes several times as long, which only more threads shorten."""
+"""Threads that give pages and register. There, with a rest of 3, one locked 5 GiB/s, two 9, four 12
+and eight 10. The first touch of a virtual machine's memory takes several times as long."""
 
-REST = 3.0
+REST = 7.0
 """How long the driver is left alone after a registration in the background, in units of its time.
-"""
+There an engine with a pool of 50 GiB started 0.3 s later than one without (medians, by turns), and
+1.0 s with a rest of 3; the pool took 9 to 13 s instead of 5 to 7."""
 
 POPULATE_BYTES = 32 << 20
 """Bytes that get pages before a thread looks whether it should stop: some milliseconds, or 0.2 s
