@@ -104,6 +104,8 @@ class Child:
         except subprocess.TimeoutExpired:
             self._kill()
             self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -54,8 +54,6 @@ WAVES_FROM_BYTES = 16 << 20
 REMEMBERED_FAILURES = 1024
 """Failed stores kept for a drain, which may ask after what a report on its way says too."""
 
-_NOTHING = OffloadWorkerMetadata()
-
 
 class OffloadWorker:
     """Lives on a rank's main thread; every method is one of the connector's hooks.
@@ -502,19 +500,18 @@ class OffloadWorker:
 
     def take_report(self) -> OffloadWorkerMetadata | None:
         """Return what the scheduler must know; None where nothing happened."""
-        report = OffloadWorkerMetadata(
-            self._store_results,
-            frozenset(self._failed_requests),
-            self._load_results,
-            self._load_bytes_per_second,
-            self._take_ready_slots(),
-            self._store_bytes_per_second,
+        stores, self._store_results = self._store_results, {}
+        loads, self._load_results = self._load_results, {}
+        failed, self._failed_requests = self._failed_requests, set()
+        load_speed, self._load_bytes_per_second = self._load_bytes_per_second, None
+        store_speed, self._store_bytes_per_second = self._store_bytes_per_second, None
+        ready = self._take_ready_slots()
+        self._reported_stores, self._reported_failure = stores, bool(failed)
+        if not (stores or loads or failed or load_speed or store_speed or ready):
+            return None
+        return OffloadWorkerMetadata(
+            stores, frozenset(failed), loads, load_speed, ready, store_speed
         )
-        self._reported_stores, self._reported_failure = report.stores, bool(report.failed_loads)
-        self._store_results, self._load_results = {}, {}
-        self._failed_requests = set()
-        self._load_bytes_per_second = self._store_bytes_per_second = None
-        return None if report == _NOTHING else report
 
     def capacity(self) -> WorkerCapacity:
         """Return what this rank holds and how much of it is ready."""

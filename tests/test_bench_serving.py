@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench import bench_serving
 from bench.serving_report import save, tables, unproven
 from bench.serving_shapes import CONNECTORS, SHAPES, transfer_config
 from bench.serving_stats import percentiles, ratio_interval, spread
@@ -175,6 +177,20 @@ def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) ->
     assert ours["latency"]["storing"]["connector_per_step"]["mean"] > 0
     assert ours["memory"]["pool_bytes"] == SMALL.host_bytes
     assert "| 100 % | as 0 % |" in run.stdout
+
+
+@pytest.mark.filterwarnings("default")
+def test_engines_are_started_again_by_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("vllm", reason="needs vLLM, which is not installed")
+    monkeypatch.setattr(bench_serving, "STARTS", 1)
+    assert bench_serving.main(["--sections", "start", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "serving-small.json").read_text())["results"]
+    assert list(found) == ["off", "kv-offload"]
+    assert all(seconds > 0.1 for result in found.values() for seconds in result["starts"])
+    began = re.findall(r"\] (\S+): starting an engine", capfd.readouterr().err)
+    assert began == ["off", "kv-offload"] * 2
 
 
 @pytest.mark.engine
