@@ -139,13 +139,17 @@ class Child:
 
 
 class Bench:
-    """Runs sections on engines and collects the results."""
+    """Runs sections on engines and collects the results.
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    `model` is the folder of the model's configuration, the same for all: under its path an engine
+    finds what another one has compiled.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, model: str) -> None:
         self._arguments = arguments
         self.results: dict[str, dict[str, Any]] = {}
         self.pairs: dict[str, float] | None = None
-        self._model = tempfile.TemporaryDirectory()
+        self._model = model
 
     def document(self) -> dict[str, Any]:
         """Return all that is known so far, with what it was measured on."""
@@ -173,7 +177,7 @@ class Bench:
             connector,
             arguments.separate_core,
             arguments.options,
-            self._model.name,
+            self._model,
         )
 
     @contextlib.contextmanager
@@ -286,8 +290,9 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print the tables, and return the exit status."""
     arguments = parse(words)
-    bench = Bench(arguments)
-    bench.run(arguments.connectors)
+    with tempfile.TemporaryDirectory() as model:
+        bench = Bench(arguments, model)
+        bench.run(arguments.connectors)
     document = bench.document()
     print(tables(document))
     if arguments.out:

@@ -43,9 +43,9 @@ class ServingEngine:
         separate_core: bool,
         model: Path | None = None,
     ) -> None:
-        """Start an engine; `model` is a folder for the model's configuration.
+        """Start an engine; the model's configuration goes to the folder `model`, if that is given.
 
-        What was compiled for a model is found again under its path only.
+        What was compiled for a model is found again under the same path only.
         """
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(separate_core))
         self._folder = tempfile.TemporaryDirectory()
