@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from bench import serving_sections
@@ -54,12 +53,11 @@ def main() -> None:
     """Import vLLM, wait, start an engine as the first argument says, a JSON object, and serve."""
     arguments = json.loads(sys.argv[1])
     shape = SHAPES[arguments.pop("shape")]
-    model = Path(arguments.pop("model"))
     try:
         import_engine()
         if not sys.stdin.readline():
             return
-        engine = ServingEngine(shape, model=model, **arguments)
+        engine = ServingEngine(shape, **arguments)
         answer({"value": engine.start_seconds, "took": engine.start_seconds})
         serve(engine)
         engine.close()

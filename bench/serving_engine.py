@@ -41,7 +41,7 @@ class ServingEngine:
         connector: str,
         options: dict[str, Any],
         separate_core: bool,
-        model: Path | None = None,
+        model: str | None = None,
     ) -> None:
         """Start an engine; the model's configuration goes to the folder `model`, if that is given.
 
@@ -65,13 +65,13 @@ class ServingEngine:
         self.item_bytes = 2 if self.on_gpu else 4
         self.clock = ConnectorClock()
         _put_on_new_connectors(self.clock)
-        model = Path(self._folder.name) if model is None else model
+        model = model or self._folder.name
         _model_config(shape).save_pretrained(model)
         self.memory_before = memory()
         transfer = transfer_config(connector, shape.host_bytes, options)
         started = time.perf_counter()
         self.llm = LLM(
-            model=str(model),
+            model=model,
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16" if self.on_gpu else "float32",

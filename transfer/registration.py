@@ -107,7 +107,7 @@ class Registration:
         first = self._claim()
         assert first == 0, "a registration is started once"
         self._register(first)
-        self._background = background
+        self._background = background  # from here on: the caller waits for the first piece
         if not self._failures and self._num_pieces > 1:
             self._start_threads()
             if not background:
