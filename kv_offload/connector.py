@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from kv_offload import engine_compat
 from kv_offload.config import load_config
 from kv_offload.engine_compat import logger
-from kv_offload.engine_hooks import drain_engine_core, take_failed_loads
+from kv_offload.engine_hooks import drain_engine_core, failed_loads, requests_with_lost_kv
 from kv_offload.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.metrics import OffloadPromMetrics, OffloadStats
 from kv_offload.scheduler import OffloadScheduler
@@ -107,13 +107,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if config.keep_on_sleep:
             check_keep_on_sleep()
         engine_compat.drain_before_reset(drain_engine_core)
+        engine_compat.end_requests_with_lost_kv(requests_with_lost_kv)
         watch_weights()
         if any(group.holds_state for group in groups) and engine_compat.counts_attention_hits(
             version
         ):
             engine_compat.count_common_hits()
         if not self._by_request and not self._by_block:
-            engine_compat.recompute_failed_requests(take_failed_loads)
+            engine_compat.recompute_failed_requests(failed_loads)
         logger.info("kv-offload: %s", config.describe())
 
     # -- worker: the start of a step -----------------------------------------------------------
@@ -217,14 +218,13 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Name the blocks of failed loads where the engine must hear of blocks.
+        """Name the blocks of failed loads where a request can be ended in no other way.
 
-        Those are synchronous loads, whose requests run, and in some versions all loads.
+        Of asynchronous loads only: nothing has read these blocks.
         """
-        failed = self.offload_worker.take_failed_synchronous()
-        if self._by_block:
-            failed += self._failed_loads.values()
-        return {int(block) for job in failed for block in job.pairs[:, 0]}
+        if not self._by_block:
+            return set()
+        return {int(block) for job in self._failed_loads.values() for block in job.pairs[:, 0]}
 
     def build_connector_worker_meta(self) -> OffloadWorkerMetadata | None:
         """Report the stores that ended, and again the loads that failed."""

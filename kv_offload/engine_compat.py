@@ -260,12 +260,13 @@ def local_rank(engine_id: str | None) -> Any | None:
     return half if half is not None and connector.engine_id == engine_id else None
 
 
-def drain_before_reset(drain: Callable[[Any], None]) -> None:
-    """Have every engine core call `drain(core)` before it resets its prefix cache or sleeps.
+def drain_before_reset(drain: Callable[..., None]) -> None:
+    """Have every engine core call `drain(core, requeue=...)` before it resets its prefix cache.
 
-    While stores pin GPU blocks a reset fails, and sleep raises; the engine asks no connector first,
-    and in one process nobody steps it after the last output. Sleep resets through the same method.
-    A second call replaces nothing.
+    While a block is referenced a reset fails, or raises if it is to reset running requests too; the
+    engine asks no connector first, and in one process nobody steps it after the last output. Sleep
+    and pause reset through the same method. Requests that wait for loads are requeued unless
+    requests run that make the reset fail anyway. A second call replaces nothing.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -273,10 +274,12 @@ def drain_before_reset(drain: Callable[[Any], None]) -> None:
     if getattr(original, "_kv_offload_drains", False):
         return
 
-    def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-        drain(self)
+    def reset_prefix_cache(
+        self: Any, reset_running_requests: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        drain(self, requeue=reset_running_requests or not self.scheduler.running)
         with blocks_freed_at_once(self.scheduler):
-            return original(self, *args, **kwargs)
+            return original(self, reset_running_requests, *args, **kwargs)
 
     reset_prefix_cache._kv_offload_drains = True  # type: ignore[attr-defined]
     EngineCore.reset_prefix_cache = reset_prefix_cache
@@ -307,13 +310,74 @@ def blocks_freed_at_once(scheduler: Any) -> Iterator[None]:
         scheduler.defer_block_free = True
 
 
-def recompute_failed_requests(take_failed: Callable[[Any], set[str]]) -> None:
+def give_blocks_back(scheduler: Any, request_ids: set[str]) -> None:
+    """Have requests whose loads have ended wait without blocks, as if nothing had been loaded.
+
+    They are put into the state of those whose load has failed, which vLLM looks up anew when it
+    gets to them; it frees their blocks only then, and a second time does no harm. No step reads or
+    writes these blocks: a request that waits for its load has not been computed.
+    """
+    for request_id in request_ids:
+        request = scheduler.requests[request_id]
+        request.num_computed_tokens = 0
+        scheduler.failed_recving_kv_req_ids.add(request_id)
+        scheduler._inflight_prefills.discard(request)
+        scheduler.kv_cache_manager.free(request)
+
+
+def end_requests_with_lost_kv(find: Callable[[Any, Any], set[str]]) -> None:
+    """Have vLLM end requests that computed with KV that was not there, before it hears of tokens.
+
+    vLLM can be told of invalid blocks, but has no right way to go on from there under asynchronous
+    scheduling: it rewinds a running request's computed tokens without its placeholders, and asserts
+    or computes a token in the wrong place (0.26 to 0.33). So such requests end with an error, by
+    the method that ends others so. No block keeps its key: what was computed with that KV, also in
+    the step behind, would be served to others.
+
+    `find` gets the scheduler's connector and what its ranks reported with the output of a step, and
+    returns the requests. A second call replaces nothing.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import RequestStatus
+
+    original = Scheduler.update_from_output
+    if getattr(original, "_kv_offload_ends_requests", False):
+        return
+
+    @functools.wraps(original)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        reported = model_runner_output.kv_connector_output
+        lost = find(self.connector, reported) if reported is not None else None
+        if not lost:
+            return original(self, scheduler_output, model_runner_output)
+        self.kv_cache_manager.evict_blocks(set(range(self.kv_cache_config.num_blocks)))
+        ended = self.finish_requests(lost, RequestStatus.FINISHED_ERROR)
+        outputs = original(self, scheduler_output, model_runner_output)
+        for request in ended:
+            outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[])).outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                )
+            )
+        return outputs
+
+    update_from_output._kv_offload_ends_requests = True  # type: ignore[attr-defined]
+    Scheduler.update_from_output = update_from_output
+
+
+def recompute_failed_requests(find: Callable[[Any, Any], set[str]]) -> None:
     """Let vLLM 0.26 to 0.31 recompute a request of several cache groups whose load failed.
 
     Those versions can only be told about blocks, and end the engine if there are several groups.
     Their scheduler has the state that newer ones set, though: a request whose id is in
-    `failed_recving_kv_req_ids` with no computed tokens is freed and scheduled anew. `take_failed`
-    gets the scheduler's connector and returns the ids that failed since its last call.
+    `failed_recving_kv_req_ids` with no computed tokens is freed and scheduled anew. `find` gets the
+    scheduler's connector and what its ranks reported with the output of a step, and returns the
+    requests whose loads failed.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import RequestStatus
@@ -324,7 +388,7 @@ def recompute_failed_requests(take_failed: Callable[[Any], set[str]]) -> None:
 
     def update(self: Any, output: Any) -> None:
         original(self, output)
-        for request_id in take_failed(self.connector):
+        for request_id in find(self.connector, output):
             request = self.requests.get(request_id)
             if request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                 request.num_computed_tokens = 0

@@ -1,23 +1,27 @@
 """What the engine does with the plugin's two halves from outside the connector's hooks.
 
-Ends running stores before a reset or a sleep, and names failed loads to the versions that have no
-hook for them.
+Ends copies before a reset or a sleep, names failed loads to the versions that have no hook for
+them, and ends requests that computed with KV that was not there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kv_offload import engine_compat
 from kv_offload.engine_compat import halves, logger
-from kv_offload.metadata import JobResult, StoreJob
+from kv_offload.metadata import DrainAnswer, OffloadWorkerMetadata, StoreJob
 
 
-def drain_engine_core(core: Any) -> None:
+def drain_engine_core(core: Any, *, requeue: bool = True) -> None:
     """Have all ranks end their copies, and the scheduler release the blocks that they hold.
 
-    Those are the pinned sources of stores, and the destinations of loads whose requests were
-    aborted. A request that still waits for its load keeps its blocks, as with any connector.
+    Those are the pinned sources of stores, and the destinations of loads. A request that was
+    aborted is freed. With `requeue` one that waits for its load goes back to those that hold no
+    block: without the plugin it would be there, and a reset would succeed. It is looked up again
+    when it is its turn.
 
     `core` is vLLM's `EngineCore`. The ranks are called directly, not through steps: a step would
     also run live requests, and its outputs would have no receiver. Steps that were dispatched
@@ -25,28 +29,27 @@ def drain_engine_core(core: Any) -> None:
     """
     for scheduler in halves(core.scheduler.get_kv_connector(), "offload_scheduler"):
         abandoned = scheduler.abandoned_loads()
-        if not (scheduler.has_pending_stores or abandoned):
+        waiting = scheduler.waiting_loads() if requeue else set()
+        if not (scheduler.has_pending_stores or abandoned or waiting):
             continue
-        unsent, running = scheduler.begin_drain()
-        answers = core.model_executor.collective_rpc(drain_rank, args=(unsent, running))
-        results: dict[int, JobResult] = {}
-        for stored, loading in answers:
-            abandoned -= loading
-            for job_id, result in stored.items():
-                results[job_id] = result.merge(results[job_id]) if job_id in results else result
-        if not scheduler.end_drain(results):
+        answers = core.model_executor.collective_rpc(drain_rank, args=scheduler.begin_drain())
+        answer: DrainAnswer = functools.reduce(DrainAnswer.merge, answers)
+        if not scheduler.end_drain(answer):
             logger.error("kv-offload: gave up stores that did not end; their prefixes are not kept")
-        if abandoned:
-            scheduler.draining = True
-            try:
-                _deliver_loads(core.scheduler, abandoned)
-            finally:
-                scheduler.draining = False
-            scheduler.expect_again(abandoned)
+        ended = (abandoned | waiting) - answer.loading
+        if not ended:
+            continue
+        scheduler.draining = True
+        try:
+            _deliver_loads(core.scheduler, ended)
+        finally:
+            scheduler.draining = False
+        scheduler.expect_again(ended)
+        engine_compat.give_blocks_back(core.scheduler, waiting & ended)
 
 
 def _deliver_loads(engine_scheduler: Any, request_ids: set[str]) -> None:
-    """Have vLLM's scheduler free the blocks of requests that ended while their loads ran.
+    """Tell vLLM's scheduler that these loads have ended: it frees the blocks of aborted requests.
 
     Every rank has ended those loads. The ranks' own reports come with a later step, and the
     plugin's scheduler takes them out.
@@ -58,27 +61,41 @@ def _deliver_loads(engine_scheduler: Any, request_ids: set[str]) -> None:
     )
 
 
-def take_failed_loads(connector: Any) -> set[str]:
-    """Return the requests whose loads failed since the last call, for the engine to recompute."""
+def failed_loads(connector: Any, output: Any) -> set[str]:
+    """Return the requests whose loads a step's output reports as failed."""
     return {
         request_id
-        for scheduler in halves(connector, "offload_scheduler")
-        for request_id in scheduler.take_failed_loads()
+        for _, report in _own_reports(connector, output.kv_connector_worker_meta)
+        for request_id in report.failed_loads
     }
 
 
-def drain_rank(
-    _worker: Any, unsent: Sequence[StoreJob], running: Sequence[int]
-) -> tuple[dict[int, JobResult], frozenset[str]]:
-    """Drain this process's rank; return its stores' results and the loads that are not well ended.
+def requests_with_lost_kv(connector: Any, output: Any) -> set[str]:
+    """Return the requests that have computed with KV that a step's output reports as lost."""
+    return {
+        request_id
+        for scheduler, report in _own_reports(connector, output.kv_connector_worker_meta)
+        if report.lost_loads
+        for request_id in scheduler.lose(report.lost_loads)
+    }
 
-    Runs in the worker, between steps.
-    """
+
+def _own_reports(connector: Any, report: Any) -> Iterator[tuple[Any, OffloadWorkerMetadata]]:
+    """Yield our schedulers, each with what its ranks report, also inside a MultiConnector."""
+    if isinstance(report, OffloadWorkerMetadata):
+        yield connector.offload_scheduler, report
+    else:
+        members = getattr(connector, "_connectors", ())
+        for member, part in zip(members, getattr(report, "metadata", ()), strict=False):
+            yield from _own_reports(member, part)
+
+
+def drain_rank(_worker: Any, unsent: Sequence[StoreJob], running: Sequence[int]) -> DrainAnswer:
+    """Drain this process's rank, between steps; see `OffloadWorker.drain`."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    results: dict[int, JobResult] = {}
-    loading: frozenset[str] = frozenset()
-    for worker in halves(get_kv_transfer_group(), "offload_worker"):
-        results.update(worker.drain(unsent, running))
-        loading |= worker.unfinished_loads
-    return results, loading
+    answers = [
+        worker.drain(unsent, running)
+        for worker in halves(get_kv_transfer_group(), "offload_worker")
+    ]
+    return functools.reduce(DrainAnswer.merge, answers)

@@ -58,6 +58,7 @@ class _Offer:
 class _SynchronousLoad(NamedTuple):
     slots: Slots
     ranks_left: set[int]
+    blocks: NDArray[np.int32]
 
 
 class LoadPlanner:
@@ -247,7 +248,7 @@ class LoadPlanner:
         if synchronous:
             # The engine's own prefix cache knows its blocks from this step on: nobody waits.
             ranks = set(range(self._num_ranks))
-            self._synchronous[job.job_id] = _SynchronousLoad(slots, ranks)
+            self._synchronous[job.job_id] = _SynchronousLoad(slots, ranks, job.pairs[:, 0])
         else:
             self._running[request_id] = slots
             self._arriving[request_id] = keys
@@ -278,6 +279,11 @@ class LoadPlanner:
             if not load.ranks_left:
                 del self._synchronous[job_id]
                 self._let_go(load.slots)
+
+    def blocks_of(self, job_ids: Iterable[int]) -> set[int]:
+        """Return the GPU blocks that synchronous loads fill which some rank has not reported."""
+        loads = (self._synchronous.get(job_id) for job_id in job_ids)
+        return {block for load in loads if load is not None for block in load.blocks.tolist()}
 
     def _let_go(self, slots: Slots) -> None:
         self._manager.complete_load(slots)

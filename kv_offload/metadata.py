@@ -79,9 +79,12 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
     stores: dict[int, JobResult] = field(default_factory=dict)
     """By job id."""
     failed_loads: frozenset[str] = frozenset()
-    """Ids of requests. Unless they are synchronous their loads are reported as received too."""
+    """Requests whose asynchronous loads failed. They are reported as received too."""
     loads: dict[int, JobResult] = field(default_factory=dict)
     """Synchronous loads, by job id; the others are reported to the engine, by request."""
+    lost_loads: frozenset[int] = frozenset()
+    """Synchronous loads that were not there when a forward read them, by job id: what was computed
+    with them is wrong. Named in the report of that very step; in `loads` when the copies end."""
     load_bytes_per_second: float | None = None
     """The speed of a load that ran alone, of the slowest rank."""
     ready_slots: dict[int, int] = field(default_factory=dict)
@@ -96,6 +99,7 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
             _merge(self.stores, other.stores),
             self.failed_loads | other.failed_loads,
             _merge(self.loads, other.loads),
+            self.lost_loads | other.lost_loads,
             _slower(self.load_bytes_per_second, other.load_bytes_per_second),
             self.ready_slots | other.ready_slots,
             _slower(self.store_bytes_per_second, other.store_bytes_per_second),
@@ -111,6 +115,27 @@ def _merge(mine: dict[int, JobResult], others: dict[int, JobResult]) -> dict[int
     for job_id, result in others.items():
         merged[job_id] = result.merge(mine[job_id]) if job_id in mine else result
     return merged
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAnswer:
+    """What a rank says when it has drained its copies between two steps.
+
+    `stores` has the results of all stores that have ended, `loading` the requests whose loads run
+    on. `lost_loads` are those that it named lately; a report of them may still be under way.
+    """
+
+    stores: dict[int, JobResult]
+    loading: frozenset[str]
+    lost_loads: frozenset[int]
+
+    def merge(self, other: DrainAnswer) -> DrainAnswer:
+        """Return what two ranks say together."""
+        return DrainAnswer(
+            _merge(self.stores, other.stores),
+            self.loading | other.loading,
+            self.lost_loads | other.lost_loads,
+        )
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,16 @@ METRICS = (
     Metric("loaded_seconds", "counter", "Time from submitting loads to their end, over all ranks."),
     Metric("synchronous_loads", "counter", "Loads that the forward of their step waited for."),
     Metric("failed_loads", "counter", "Requests whose load failed and that were recomputed."),
+    Metric(
+        "repaired_loads",
+        "counter",
+        "Requests whose load failed just before a forward and was copied in another way.",
+    ),
+    Metric(
+        "lost_requests",
+        "counter",
+        "Requests that ended with an error since their load failed when they were computed.",
+    ),
     *(
         Metric(f"skipped_{reason}", "counter", f"Slots not stored: {reason.replace('_', ' ')}.")
         for reason in SKIP_REASONS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kv_offload.cache_manager import CacheManager
@@ -13,7 +13,13 @@ from kv_offload.config import OffloadConfig
 from kv_offload.load_choice import LoadChoice
 from kv_offload.load_mode import LoadMode
 from kv_offload.load_planner import LoadPlanner
-from kv_offload.metadata import JobResult, OffloadMetadata, OffloadWorkerMetadata, StoreJob
+from kv_offload.metadata import (
+    DrainAnswer,
+    JobResult,
+    OffloadMetadata,
+    OffloadWorkerMetadata,
+    StoreJob,
+)
 from kv_offload.metrics import OffloadStats
 from kv_offload.policies import make_policy
 from kv_offload.prefix import CacheGroup, KeyMaker, PrefixMap
@@ -70,7 +76,7 @@ class OffloadScheduler:
         self._config = config
         self._prompt_only = config.store_blocks == "prompt"
         self._groups = groups
-        # A failed synchronous load is reported by block, which vLLM can do with one group only.
+        # Of several groups vLLM may ask for less than it was offered, and a window lacks blocks then.
         # States are moved from block to block before the forward that waits for a load.
         self._may_wait = len(groups) == 1 and not groups[0].holds_state
         self._slot_bytes = slot_bytes
@@ -91,7 +97,6 @@ class OffloadScheduler:
         self._loaded_tokens: dict[str, tuple[int, int]] = {}
         self._grown_blocks = 0
         self._load_failed: set[str] = set()
-        self._new_load_failures: set[str] = set()
         self._delivered_loads: set[str] = set()
         self.draining = False
         """Set while a drain delivers loads."""
@@ -197,6 +202,7 @@ class OffloadScheduler:
         )
         if start is None:
             return
+        self._loaded_tokens.pop(request_id, None)  # of a load that was in vain
         self._stats.count("lookup_tokens", request.num_tokens - start)
         self._stats.count("hit_tokens", num_external_tokens)
         declined = self._declined_tokens.pop(request_id, 0)
@@ -373,9 +379,9 @@ class OffloadScheduler:
             output.finished_recving = (told - again) | early
         report = output.kv_connector_worker_meta
         if isinstance(report, OffloadWorkerMetadata):
-            # First: what was computed beside a load that failed must not become readable.
             if report.failed_loads:
-                self._loads_failed(report)
+                self._load_failed |= report.failed_loads & self._requests.keys()
+                self._stats.count("failed_loads", len(report.failed_loads))
             self._stores.complete(report.stores)
             self._loads.complete_synchronous(report.loads)
             if report.load_bytes_per_second is not None:
@@ -390,21 +396,30 @@ class OffloadScheduler:
         """Take results of stores that the only rank would report with a later step."""
         self._stores.complete(results)
 
-    def _loads_failed(self, report: OffloadWorkerMetadata) -> None:
-        failed = report.failed_loads & self._requests.keys()
-        self._load_failed |= failed
-        self._new_load_failures |= failed
-        self._stats.count("failed_loads", len(report.failed_loads))
-        if not all(result.ok for result in report.loads.values()):
-            # A step ran and computed on what was not there; the engine has it done again.
-            self._stores.jobs.distrust_running()
-            for request_id in failed:
-                self._requests[request_id].cursor = self._stores.new_cursor(request_id)
+    def lose(self, lost_loads: Set[int]) -> set[str]:
+        """Take it that a forward read what these synchronous loads had not brought.
 
-    def take_failed_loads(self) -> set[str]:
-        """Return the requests whose loads failed since the last call."""
-        failed, self._new_load_failures = self._new_load_failures, set()
-        return failed
+        Returns the requests that have computed with those blocks by now: their own and whoever
+        shares them. The engine must end them, and know no block by its key any more, before it
+        takes in the output of that forward. Nothing that is on its way to host memory becomes
+        readable, and of the requests returned nothing is stored any more.
+
+        What they computed in that step and in the one behind it cannot be readable yet: a store
+        ends in a later step than the forward whose KV it copies, and `lose` comes first.
+        """
+        blocks = self._loads.blocks_of(lost_loads)
+        if not blocks:
+            return set()
+        self._stores.jobs.distrust()
+        lost = {
+            request_id
+            for request_id, state in self._requests.items()
+            if not blocks.isdisjoint(chain.from_iterable(state.block_ids))
+        }
+        for request_id in lost:
+            del self._requests[request_id]
+        self._stats.count("lost_requests", len(lost))
+        return lost
 
     # -- between steps -------------------------------------------------------------------------
 
@@ -436,6 +451,10 @@ class OffloadScheduler:
         """Return the requests that ended while their loads run: the engine holds their blocks."""
         return self._loads.running_requests() - self._requests.keys()
 
+    def waiting_loads(self) -> set[str]:
+        """Return the requests that wait for their loads."""
+        return self._loads.running_requests() & self._requests.keys()
+
     def expect_again(self, request_ids: Set[str]) -> None:
         """Say that a drain delivered these loads, whose reports are still on their way."""
         self._delivered_loads |= request_ids
@@ -445,9 +464,12 @@ class OffloadScheduler:
         unsent = self._stores.take_planned()
         return unsent, self._stores.jobs.running_jobs()
 
-    def end_drain(self, results: Mapping[int, JobResult]) -> bool:
-        """Take the ranks' answers. False if some store did not end: it is given up, unpinned."""
-        self._stores.complete(results)
+    def end_drain(self, answer: DrainAnswer) -> bool:
+        """Take the ranks' answer. False if some store did not end: it is given up, unpinned."""
+        if self._loads.blocks_of(answer.lost_loads):
+            # The engine has not taken in the step that lost them; `lose` comes when it does.
+            self._stores.jobs.distrust()
+        self._stores.complete(answer.stores)
         drained = not self._stores.jobs.pending
         self._stores.jobs.abandon()
         return drained

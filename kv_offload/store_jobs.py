@@ -39,6 +39,7 @@ class StoreJobs:
         # Pinned and not sent yet, in the same order.
         self._planned_slots: list[Slots] = []
         self._planned_blocks: list[int] = []
+        self._trusted = True  # of what is planned
         self._running: dict[int, _Store] = {}
         self._abandoned: dict[int, _Store] = {}
         self.pinned_blocks = 0
@@ -94,7 +95,8 @@ class StoreJobs:
             pairs[:, 1] = places.reshape(-1)
         job = StoreJob(self._next_job_id, pairs)
         self._next_job_id += 1
-        self._running[job.job_id] = _Store(slots, blocks, set(self._ranks))
+        self._running[job.job_id] = _Store(slots, blocks, set(self._ranks), self._trusted)
+        self._trusted = True
         self._planned_slots = []
         self._planned_blocks = []
         return (job,)
@@ -127,8 +129,9 @@ class StoreJobs:
         """Return the ids of the stores that were sent and have not ended everywhere."""
         return tuple(self._running)
 
-    def distrust_running(self) -> None:
-        """Let nothing that was sent become readable: some of its blocks were computed wrongly."""
+    def distrust(self) -> None:
+        """Let nothing that is pinned by now become readable: some of it was computed wrongly."""
+        self._trusted = not self._planned_slots
         for store in self._running.values():
             store.ok = False
 
@@ -137,8 +140,8 @@ class StoreJobs:
 
         The slots stay taken until the ranks report the end of the copies.
         """
-        self.distrust_running()
         for job_id, store in self._running.items():
+            store.ok = False
             self._unpin(store)
             self._abandoned[job_id] = store
         self._running.clear()

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,17 +24,19 @@ from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.kv_layout import describe_kv_caches, kv_tensors, layer_regions
 from kv_offload.layer_waves import LayerWaves
 from kv_offload.metadata import (
+    DrainAnswer,
     JobResult,
     LoadJob,
     OffloadMetadata,
     OffloadWorkerMetadata,
+    Pairs,
     StoreJob,
     WorkerCapacity,
 )
 from kv_offload.metrics import OffloadStats
 from kv_offload.sharing import ALONE, Peers, arena_bytes, open_shared_memory
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
-from transfer.errors import JobError, TransferError
+from transfer.errors import CopyError, TransferError
 from transfer.factory import EngineKind, create_engine, numa_node
 from transfer.layout import KVLayout
 from transfer.shared import SharedMemory
@@ -53,6 +56,23 @@ WAVES_FROM_BYTES = 16 << 20
 
 REMEMBERED_FAILURES = 1024
 """Failed stores kept for a drain, which may ask after what a report on its way says too."""
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """The synchronous loads of a step, one transfer: its forward must come after them.
+
+    `error` says what went wrong with them before the forward was made to wait.
+    """
+
+    job_id: int
+    jobs: Sequence[LoadJob]
+    in_waves: bool
+    error: Exception | None = None
+
+
+def _all_pairs(jobs: Sequence[LoadJob]) -> Pairs:
+    return np.concatenate([job.pairs for job in jobs])
 
 
 class OffloadWorker:
@@ -91,21 +111,20 @@ class OffloadWorker:
         self._store_bytes_per_second: float | None = None
         self._failed_stores: deque[int] = deque(maxlen=REMEMBERED_FAILURES)
         self._store_results: dict[int, JobResult] = {}
-        # What the last report said of stores, and whether it said that a load had failed.
+        # What the last report said of stores, and whether it said that a load was lost.
         self._reported_stores: dict[int, JobResult] = {}
-        self._reported_failure = False
+        self._reported_loss = False
         self._received: set[str] = set()
         # Of the loads that ended well, those that the last report names.
         self._reported_loads: set[str] = set()
         self._failed_loads: dict[str, LoadJob] = {}
-        self._failed_synchronous: list[LoadJob] = []
         self._failed_requests: set[str] = set()
+        self._lost: set[int] = set()
+        self._lost_lately: deque[int] = deque(maxlen=REMEMBERED_FAILURES)
         self._load_results: dict[int, JobResult] = {}
         self._waves = LayerWaves({}, [])
-        # The load in waves whose layers wait for it, and whether this step's forward still has to
-        # be made to wait for its loads.
-        self._arriving: int | None = None
-        self._to_await = False
+        # What this step's forward, or its layers, have not been made to wait for yet.
+        self._awaited: _Awaited | None = None
         # Whether the last forward that had loads to wait for could wait layer by layer, or will
         # have taught us to. What kind of forward follows is not known when its loads start.
         self._layers_can_wait = True
@@ -264,65 +283,139 @@ class OffloadWorker:
         self.submit_stores()
         synchronous = [job for job in metadata.loads if job.synchronous]
         if synchronous:
-            self._to_await = True
-            self._start_loads(synchronous, before_compute=True)
+            self._start_synchronous(synchronous)
         for job in metadata.loads:
             if not job.synchronous:
-                self._start_loads([job])
+                self._start_asynchronous(job)
 
     def start_kv_transfers(self, metadata: OffloadMetadata) -> None:
         """Start this step's copies if they were not, and have its forward wait for what it reads.
 
         Called before the forward, after all else that the engine does for the step. The compute
         stream waits for the synchronous loads here; or for their first wave, if the layers wait for
-        the others.
+        the others. What failed of them until now is made good now.
         """
         self.start_copies(metadata)
         self._waves.begin_step(forward_with_layer_calls())
         self.on_layer = self._learn_layer if self._waves.learning else None
-        if not self._to_await:
+        awaited = self._awaited
+        if awaited is None:
             return
-        self._to_await = False
         assert self._engine is not None, "a load came before register_kv_caches"
-        if not any(job.whole for job in metadata.loads if job.synchronous):
+        if not any(job.whole for job in awaited.jobs):
             self._layers_can_wait = self._waves.possible or self._waves.learning
-        if self._arriving is not None and self._waves.possible:
+        in_waves = awaited.in_waves and self._waves.possible
+        error = awaited.error
+        if error is None:
+            try:
+                if in_waves:
+                    self._engine.await_wave(0)
+                else:
+                    self._engine.await_loads()
+            except Exception as raised:  # noqa: BLE001 - whatever it is, the load is made good
+                error = raised
+        if error is not None:
+            self._make_good(error)
+        elif in_waves:
             self._waves.expect()
             self.on_layer = self._await_layer
-            self._engine.await_wave(0)
         else:
-            self._arriving = None
-            self._engine.await_loads()
+            self._awaited = None
 
-    def _start_loads(self, jobs: Sequence[LoadJob], *, before_compute: bool = False) -> None:
-        """Load for several requests by one transfer; plans with a gap fail and are not copied."""
+    def _start_asynchronous(self, job: LoadJob) -> None:
+        """Start one load; a plan with a gap fails and is not copied."""
+        if job.incomplete:
+            self._end_load(job, failed=True)
+            self._zero(job)
+            return
+        self._alone, self._store_alone = not self._loading, False
+        self._loading[job.job_id] = [job]
+        self._submit(SwapJob(job.job_id, Direction.LOAD, job.pairs))
+
+    def _start_synchronous(self, jobs: Sequence[LoadJob]) -> None:
+        """Load for the requests of this step by one transfer; a plan with a gap is lost."""
         complete = [job for job in jobs if not job.incomplete]
         for job in jobs:
             if job.incomplete:
+                self._lose(job, "host memory lacks some of its slots")
                 self._end_load(job, failed=True)
                 self._zero(job)
         if not complete:
             return
-        self._alone, self._store_alone = not self._loading, False
-        self._loading[complete[0].job_id] = complete
-        pairs = np.concatenate([job.pairs for job in complete])
         assert self._engine is not None, "a load came before register_kv_caches"
+        self._alone, self._store_alone = not self._loading, False
+        job_id = complete[0].job_id
+        self._loading[job_id] = complete
+        pairs = _all_pairs(complete)
         enough = len(pairs) * self._engine.layout.slot_bytes >= WAVES_FROM_BYTES
         may_wait = self._waves.plan is not None and self._layers_can_wait
         # A layer writes its KV before it waits, and a late wave would undo that.
         whole = any(job.whole for job in complete)
-        in_waves = before_compute and enough and may_wait and not whole
-        job_id = complete[0].job_id
-        if in_waves:
-            self._arriving = job_id
-        self._submit(SwapJob(job_id, Direction.LOAD, pairs, before_compute, in_waves))
+        self._awaited = _Awaited(job_id, complete, in_waves=enough and may_wait and not whole)
+        try:
+            self._engine.submit(
+                SwapJob(job_id, Direction.LOAD, pairs, True, self._awaited.in_waves)
+            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, the load is made good
+            self._awaited.error = error
+
+    def _make_good(self, error: Exception) -> None:
+        """Bring what this step's forward waits for in another way, since its load failed.
+
+        Under asynchronous scheduling the engine has no way back from a forward that read what was
+        not there: the next one is planned already. So the host waits here, before the forward or
+        the layer that needs it.
+        """
+        awaited, self._awaited = self._awaited, None
+        assert awaited is not None
+        assert self._engine is not None
+        self.on_layer = None
+        self._waves.missed()  # nobody has to call any more
+        self._loading.pop(awaited.job_id, None)  # its own completion says nothing any more
+        pairs = _all_pairs(awaited.jobs)
+        try:
+            self._engine.load_now(pairs)
+        except Exception as second:  # noqa: BLE001 - its requests end, the engine goes on
+            for job in awaited.jobs:
+                self._lose(job, f"{error}; and when it was copied at once: {second}")
+                self._end_load(job, failed=True)
+                self._zero(job)
+            return
+        logger.error(
+            "kv-offload: rank %d: a load before a forward failed, and its %d blocks were copied at "
+            "once instead, while the engine waited: %s",
+            self._rank,
+            len(pairs),
+            error,
+        )
+        self._stats.count("repaired_loads", len(awaited.jobs))
+        self._stats.count("loaded_bytes", len(pairs) * self._engine.layout.slot_bytes)
+        for job in awaited.jobs:
+            self._end_load(job, failed=False)
+
+    def _lose(self, job: LoadJob, why: str) -> None:
+        """Tell the scheduler that a forward read what this load was to bring: it ends the request.
+
+        The load itself ends when its copies do.
+        """
+        logger.error(
+            "kv-offload: rank %d: %d blocks of request %s were not loaded when they were read, so "
+            "it ends with an error, as does whoever shares them: %s",
+            self._rank,
+            len(job.pairs),
+            job.request_id,
+            why,
+        )
+        self._lost.add(job.job_id)
+        self._lost_lately.append(job.job_id)
 
     def _submit(self, job: SwapJob) -> None:
         assert self._engine is not None, "a job came before register_kv_caches"
         try:
             self._engine.submit(job)
-        except JobError as error:
-            self._ended(Completion(job.job_id, job.direction, 0, 0.0, error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, one job has failed
+            failure = error if isinstance(error, TransferError) else CopyError(repr(error))
+            self._ended(Completion(job.job_id, job.direction, 0, 0.0, failure))
 
     # -- layers --------------------------------------------------------------------------------
 
@@ -331,7 +424,10 @@ class OffloadWorker:
 
     def _await_layer(self, layer: str) -> None:
         assert self._engine is not None, "a load arrives in an engine that is gone"
-        self._engine.await_wave(self._waves.called(layer))
+        try:
+            self._engine.await_wave(self._waves.called(layer))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the load is made good
+            self._make_good(error)
 
     def end_forward(self) -> None:
         """Learn from this step's forward, and check that its layers waited; idempotent.
@@ -362,30 +458,28 @@ class OffloadWorker:
         )
 
     def _end_arrival(self) -> None:
-        """Have compute wait for all of a load in waves; fail it if a layer did not ask for it."""
-        job_id, self._arriving = self._arriving, None
-        if job_id is None or self._waves.plan is None or self._engine is None:
+        """Have compute wait for all of a load in waves; lose it if a layer did not ask for it."""
+        awaited, self._awaited = self._awaited, None
+        if awaited is None or self._waves.plan is None or self._engine is None:
             return
-        self._engine.await_wave(len(self._waves.plan.waves) - 1)
+        error = awaited.error
+        try:
+            self._engine.await_wave(len(self._waves.plan.waves) - 1)
+        except CopyError as raised:
+            error = raised
         missed = self._waves.missed()
-        if not missed:
+        if not missed and error is None:
             return
         self._waves.give_up()
-        logger.error(
-            "kv-offload: rank %d: %d layers, %s first, did not call the connector in a forward, as "
-            "they did before, and may have read KV that had not arrived. What they computed is "
-            "reported as failed loads; from now on forwards wait for whole loads, so nothing need "
-            "be done. Please report the model and the engine's arguments",
-            self._rank,
-            len(missed),
-            missed[0],
-        )
-        # The blocks hold what was loaded, so they need no zeroing. The copies may run still, yet
-        # whatever may touch blocks or slots next is ordered after compute.
-        if job_id in self._loading:
-            jobs, self._loading[job_id] = self._loading[job_id], []
-            for job in jobs:
-                self._end_load(job, failed=True)
+        why = str(error)
+        if missed:
+            why = (
+                f"{len(missed)} layers, {missed[0]} first, did not call the connector in a "
+                f"forward, as they did before. From now on forwards wait for whole loads, so "
+                f"nothing need be done. Please report the model and the engine's arguments"
+            )
+        for job in awaited.jobs:
+            self._lose(job, why)
 
     # -- the end of a step ---------------------------------------------------------------------
 
@@ -424,15 +518,25 @@ class OffloadWorker:
             if self._alone and done.nbytes >= MEASURED_BYTES and done.seconds > 0:
                 self._load_bytes_per_second = done.nbytes / done.seconds
         if done.direction is Direction.LOAD:
-            for job in self._loading.pop(done.job_id):
-                self._end_load(job, failed=done.error is not None)
-                if done.error is not None:
-                    self._zero(job)
+            self._ended_load(done)
             return
         self._storing.discard(done.job_id)
         if done.error is not None:
             self._failed_stores.append(done.job_id)
         self._store_results[done.job_id] = self._result(done.job_id)
+
+    def _ended_load(self, done: Completion) -> None:
+        awaited = self._awaited
+        if done.error is not None and awaited is not None and awaited.job_id == done.job_id:
+            awaited.error = done.error  # it is made good before the forward, or lost behind it
+            return
+        jobs = self._loading.pop(done.job_id, ())  # none if it was made good or lost meanwhile
+        for job in jobs:
+            if done.error is not None and job.synchronous and job.job_id not in self._lost_lately:
+                self._lose(job, str(done.error))
+            self._end_load(job, failed=done.error is not None)
+            if done.error is not None and not job.synchronous:
+                self._zero(job)
 
     def _result(self, job_id: int) -> JobResult:
         return JobResult(frozenset({self._rank}), job_id not in self._failed_stores)
@@ -440,13 +544,10 @@ class OffloadWorker:
     def _end_load(self, job: LoadJob, *, failed: bool) -> None:
         if job.synchronous:
             self._load_results[job.job_id] = JobResult(frozenset({self._rank}), not failed)
-            if failed:
-                self._failed_synchronous.append(job)
-        else:
-            self._received.add(job.request_id)
-            if failed:
-                self._failed_loads[job.request_id] = job
+            return
+        self._received.add(job.request_id)
         if failed:
+            self._failed_loads[job.request_id] = job
             self._failed_requests.add(job.request_id)
 
     def _zero(self, job: LoadJob) -> None:
@@ -467,11 +568,6 @@ class OffloadWorker:
         self._reported_loads = received - failed.keys()
         return received, failed
 
-    def take_failed_synchronous(self) -> list[LoadJob]:
-        """Return the synchronous loads that failed, each once: requests of this step read them."""
-        failed, self._failed_synchronous = self._failed_synchronous, []
-        return failed
-
     def take_ended_loads(self) -> tuple[set[str], set[str]]:
         """Return the requests whose loads have ended well by now, before the last report arrives.
 
@@ -488,11 +584,11 @@ class OffloadWorker:
         """Return the stores that have ended by now, instead of a report or before the last arrives.
 
         The last report may be that of a step that has only been launched. None while it says that a
-        load failed, or the next one will: what was computed beside that load must be distrusted
+        load was lost, or the next one will: what was computed with that load must be distrusted
         first. A store ends after the loads of the steps before it, so `poll` has seen those.
         """
         self.poll()
-        if self._failed_requests or self._reported_failure:
+        if self._lost or self._reported_loss:
             return {}
         results = self._reported_stores | self._store_results
         self._reported_stores, self._store_results = {}, {}
@@ -503,14 +599,15 @@ class OffloadWorker:
         stores, self._store_results = self._store_results, {}
         loads, self._load_results = self._load_results, {}
         failed, self._failed_requests = self._failed_requests, set()
+        lost, self._lost = self._lost, set()
         load_speed, self._load_bytes_per_second = self._load_bytes_per_second, None
         store_speed, self._store_bytes_per_second = self._store_bytes_per_second, None
         ready = self._take_ready_slots()
-        self._reported_stores, self._reported_failure = stores, bool(failed)
-        if not (stores or loads or failed or load_speed or store_speed or ready):
+        self._reported_stores, self._reported_loss = stores, bool(lost)
+        if not (stores or loads or failed or lost or load_speed or store_speed or ready):
             return None
         return OffloadWorkerMetadata(
-            stores, frozenset(failed), loads, load_speed, ready, store_speed
+            stores, frozenset(failed), loads, frozenset(lost), load_speed, ready, store_speed
         )
 
     def capacity(self) -> WorkerCapacity:
@@ -539,28 +636,27 @@ class OffloadWorker:
         stats, self._stats = self._stats, OffloadStats()
         return stats
 
-    @property
-    def unfinished_loads(self) -> frozenset[str]:
-        """Requests whose loads run here, or failed and have not been reported."""
-        running = (job.request_id for jobs in self._loading.values() for job in jobs)
-        return frozenset([*running, *self._failed_loads])
-
-    def drain(self, unsent: Sequence[StoreJob], running: Sequence[int]) -> dict[int, JobResult]:
-        """Submit what is queued, wait for it with a bound, and report every store that has ended.
+    def drain(self, unsent: Sequence[StoreJob], running: Sequence[int]) -> DrainAnswer:
+        """Submit what is queued, wait for all copies with a bound, and tell what has ended.
 
         Called between steps, before a reset or a sleep. `running` are the stores that the scheduler
-        has no report of; one may be on its way, so what is reported here may be reported again.
+        has no report of; one may be on its way, so what is told here may be reported again. Loads
+        that failed are reported once more as ended, and no more as failed: whoever asked for the
+        drain takes their blocks back.
         """
         self._queue(unsent)
         self.submit_stores()
         if self._engine is not None and not self._engine.wait(DRAIN_SECONDS):
             logger.error(
-                "kv-offload: rank %d: stores still run after %.0f s", self._rank, DRAIN_SECONDS
+                "kv-offload: rank %d: copies still run after %.0f s", self._rank, DRAIN_SECONDS
             )
         self.poll()
+        self._failed_loads.clear()
         asked = {*running, *(job.job_id for job in unsent)}
-        return {
+        stores = {
             job_id: self._result(job_id)
             for job_id in asked
             if job_id not in self._storing and job_id < self._next_store_id
         }
+        loading = frozenset(job.request_id for jobs in self._loading.values() for job in jobs)
+        return DrainAnswer(stores, loading, frozenset(self._lost_lately))

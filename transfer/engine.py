@@ -67,6 +67,10 @@ class SwapEngine(ABC):
     slice of a store.
 
     `submit`, `poll` and `zero_blocks` neither block nor synchronise. One thread calls all methods.
+
+    A load `before_compute` is not allowed to fail behind the back of the forward that reads it. All
+    that can fail is queueing its copies, and having compute wait for them: both are known before
+    the forward is queued, `await_loads` and `await_wave` tell, and `load_now` makes up for it.
     """
 
     def __init__(self, layout: KVLayout, num_slots: int) -> None:
@@ -94,8 +98,20 @@ class SwapEngine(ABC):
     def await_loads(self) -> None:
         """Have compute queued from now on wait for all loads `before_compute` submitted so far.
 
-        That is compute on the stream that is current now, and whole loads, in waves or not. A load
-        of which nobody could be made to wait fails.
+        That is compute on the stream that is current now, and whole loads, in waves or not. Raises
+        `CopyError` if the load submitted last has failed, or compute cannot be made to wait for it:
+        compute may go on only behind `load_now` then.
+        """
+
+    @abstractmethod
+    def load_now(self, pairs: NDArray[np.int32]) -> None:
+        """Load before any compute that is queued from now on, whatever it takes.
+
+        The last resort for a load `before_compute` that was refused or failed, whose `pairs` these
+        are; its own completion says nothing any more. Uses plain copies on the stream that is
+        current now, and neither the kernels, lists nor streams of jobs. Blocks the host until the
+        bytes are there, and nothing else copies to these blocks. Raises `JobError` or `CopyError`;
+        then nobody knows what the blocks hold.
         """
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
@@ -111,7 +127,7 @@ class SwapEngine(ABC):
 
         That is compute on the stream that is current now. Cheap where that has been asked before,
         and where there is no such load. The caller awaits the last wave of a job before it submits
-        another job that uses its blocks or slots.
+        another job that uses its blocks or slots. Raises `CopyError` as `await_loads` does.
         """
         raise JobError("this engine does not load in waves")
 

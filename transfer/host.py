@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
-from transfer.errors import CopyError, JobError, LayoutError
+from transfer.errors import CopyError, JobError, LayoutError, TransferError
 from transfer.host_copy import Run, copy_runs
 from transfer.layout import KVLayout
 from transfer.pinned import HostArena
@@ -97,6 +97,8 @@ class HostSwapEngine(SwapEngine):
         self._undelivered = 0
         self._waves: list[KVLayout] = []
         self._arrival: _Arrival | None = None
+        # Of the load before compute that was submitted last.
+        self._failure: TransferError | None = None
         self._thread = threading.Thread(
             target=_work, args=(self._state,), name="kv-offload-copy", daemon=True
         )
@@ -127,12 +129,14 @@ class HostSwapEngine(SwapEngine):
                 queue.append(transfer)
                 state.condition.notify_all()
         if job.in_waves:
-            self._finish_arrival()
+            self._copy_waves(len(self._waves))
+            self._failure = None
             waves = deque(self._transfer(job, wave) for wave in self._waves)
             self._arrival = _Arrival(waves, transfer.nbytes)
             self._copy_waves(0)
         elif job.before_compute:
             completion = _run(transfer)
+            self._failure = completion.error
             with state.condition:
                 state.done.append(completion)
 
@@ -165,11 +169,35 @@ class HostSwapEngine(SwapEngine):
 
     def await_loads(self) -> None:
         """Copy the waves that are left; all else was copied by `submit`."""
-        self._finish_arrival()
+        self._copy_waves(len(self._waves))
+        if self._failure is not None:
+            raise self._failure
 
     def await_wave(self, wave: int) -> None:
         """Copy what is left of the waves up to this one. A failed copy ends the load."""
         self._copy_waves(wave)
+        if self._failure is not None:
+            raise self._failure
+
+    def load_now(self, pairs: NDArray[np.int32]) -> None:
+        """See `SwapEngine`: a copy of everything, on this thread."""
+        job = SwapJob(-1, Direction.LOAD, pairs)
+        self.check_pairs(job)
+        if self._state.stopping:
+            raise JobError(f"a load of {len(pairs)} blocks was asked of an engine that is closed")
+        arrival, self._arrival, self._failure = self._arrival, None, None
+        if arrival is not None:
+            # Its waves are not copied any more; its job has ended.
+            self._end_early(arrival, CopyError("a load in waves was given up for a load at once"))
+        error = _run(self._transfer(job, self.layout)).error
+        if error is not None:
+            raise error
+
+    def _end_early(self, arrival: _Arrival, error: CopyError) -> None:
+        job = arrival.waves[0]
+        done = Completion(job.job_id, job.direction, arrival.nbytes, arrival.seconds, error)
+        with self._state.condition:
+            self._state.done.append(done)
 
     def _copy_waves(self, last: int) -> None:
         while (arrival := self._arrival) is not None and arrival.next_wave <= last:
@@ -180,12 +208,10 @@ class HostSwapEngine(SwapEngine):
             arrival.seconds += done.seconds
             if done.error is not None or not arrival.waves:
                 self._arrival = None
+                self._failure = done.error
                 done = replace(done, nbytes=arrival.nbytes, seconds=arrival.seconds)
                 with self._state.condition:
                     self._state.done.append(done)
-
-    def _finish_arrival(self) -> None:
-        self._copy_waves(len(self._waves))
 
     def poll(self) -> list[Completion]:
         """Return what has ended, in the order of its end.
@@ -204,7 +230,7 @@ class HostSwapEngine(SwapEngine):
 
     def wait(self, timeout_seconds: float) -> bool:
         """Block until the worker is idle; False on timeout. Copies the waves that are left here."""
-        self._finish_arrival()
+        self._copy_waves(len(self._waves))
         state = self._state
         with state.condition:
             return state.condition.wait_for(
@@ -223,7 +249,7 @@ class HostSwapEngine(SwapEngine):
 
     def close(self, timeout_seconds: float = 30.0) -> None:
         """Let the worker finish and end; completions can still be polled."""
-        self._finish_arrival()
+        self._copy_waves(len(self._waves))
         _stop(self._state)
         self._thread.join(timeout_seconds)
 

@@ -98,15 +98,20 @@ class Lane:
         self._queue()
 
     def hold(self) -> None:
-        """Make what the compute stream is given from now on wait for all slices queued so far."""
+        """Make what the compute stream is given from now on wait for all slices queued so far.
+
+        Raises `CopyError` if the job submitted last has failed, or cannot be waited for.
+        """
         if self._slices:
             self._make_wait(self.stream.compute_stream(), self._slices[-1][0])
+        self._raise_failure()
 
     def hold_wave(self, wave: int) -> None:
         """Make the compute stream wait for a wave of the job submitted last, and for all before it.
 
-        Of a job that failed, for what was queued of it.
+        Raises `CopyError` if that job has failed, or cannot be waited for.
         """
+        self._raise_failure()
         stream = self.stream.compute_stream()
         if self._awaited is not None:
             awaited_stream, awaited_wave = self._awaited
@@ -115,11 +120,17 @@ class Lane:
         for first in reversed(self._waves):
             if first <= wave:
                 self._make_wait(stream, self._waves[first])
+                self._raise_failure()
                 self._awaited = stream, wave
                 return
 
+    def _raise_failure(self) -> None:
+        # The job submitted last, which is the last here unless it has ended well.
+        if self._jobs and (error := self._jobs[-1].error) is not None:
+            raise error
+
     def fail_unqueued(self) -> None:
-        """Fail the jobs of which slices are still to be queued: nobody can be made to wait."""
+        """Fail the jobs of which slices are still to be queued: nobody could be made to wait."""
         full = RuntimeError(f"{len(self._slices)} slices are in flight, no more fit")
         for running in self._jobs:
             if running.to_queue:

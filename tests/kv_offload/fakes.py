@@ -53,7 +53,7 @@ from kv_offload.engine_hooks import drain_engine_core
 from kv_offload.metrics import METRICS
 from kv_offload.prefix import CacheGroup
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
-from transfer.errors import CopyError
+from transfer.errors import CopyError, JobError
 from transfer.layout import KVLayout
 
 PAGE_WORDS = 8
@@ -231,33 +231,61 @@ def make_vllm_config(
 
 
 class ManualSwapEngine(SwapEngine):
-    """Keeps submitted jobs until `run`; copies as `transfer.host` does."""
+    """Keeps submitted jobs until `run`; copies as `transfer.host` does.
+
+    `faults` counts how often something is to fail from now on: `submit` refuses a job,
+    `before_compute` fails a load that compute waits for, `load_now` the copy that makes up for it.
+    Copies that fail leave garbage behind.
+    """
 
     def __init__(self, layout: KVLayout, num_slots: int) -> None:
         super().__init__(layout, num_slots)
         self.arena: NDArray[np.uint8] = np.full((num_slots, layout.slot_bytes), GARBAGE, np.uint8)
         self.submitted: list[SwapJob] = []
         self.stuck = False
+        self.faults: Counter[str] = Counter()
+        self._failure: CopyError | None = None
         self._done: list[Completion] = []
         self._undelivered = 0
 
     def submit(self, job: SwapJob) -> None:
         self.check_pairs(job)
+        if self._fails("submit"):
+            raise JobError("injected fault: refused")
         self.submitted.append(dataclasses.replace(job, pairs=job.pairs.copy()))
         self._undelivered += 1
         if job.before_compute:
-            self.run(-1)
+            fails = self._fails("before_compute")
+            self._failure = CopyError("injected fault: before compute") if fails else None
+            self.run(-1, fail=fails)
 
     def await_loads(self) -> None:
         """`submit` ran them."""
+        if self._failure is not None:
+            raise self._failure
 
-    def run(self, index: int = 0, *, fail: bool = False) -> None:
-        """Copy one job now. One that fails leaves garbage behind."""
-        job = self.submitted.pop(index)
+    def load_now(self, pairs: NDArray[np.int32]) -> None:
+        self._failure = None
+        fails = self._fails("load_now")
+        self._copy(SwapJob(-1, Direction.LOAD, pairs), fails)
+        if fails:
+            raise CopyError("injected fault: at once")
+
+    def _fails(self, site: str) -> bool:
+        fails = self.faults[site] > 0
+        self.faults[site] -= fails
+        return fails
+
+    def _copy(self, job: SwapJob, fail: bool) -> None:
         for block, slot in job.pairs.tolist():
             for page, place in self._pages(block, slot):
                 source, target = (place, page) if job.direction is Direction.LOAD else (page, place)
                 target[:] = GARBAGE if fail else source
+
+    def run(self, index: int = 0, *, fail: bool = False) -> None:
+        """Copy one job now. One that fails leaves garbage behind."""
+        job = self.submitted.pop(index)
+        self._copy(job, fail)
         nbytes = len(job.pairs) * self.layout.slot_bytes
         error = CopyError("injected fault") if fail else None
         self._done.append(Completion(job.job_id, job.direction, nbytes, 0.001, error))
