@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -16,6 +17,7 @@ from kv_offload import engine_compat
 from kv_offload.config import load_config
 from kv_offload.engine_compat import logger
 from kv_offload.engine_hooks import drain_engine_core, failed_loads, requests_with_lost_kv
+from kv_offload.hook_errors import HookErrors, survives
 from kv_offload.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.metrics import OffloadPromMetrics, OffloadStats
 from kv_offload.scheduler import OffloadScheduler
@@ -52,6 +54,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self.hook_errors = HookErrors()
         version = engine_compat.vllm_version()
         transfer_config = vllm_config.kv_transfer_config
         config = load_config(transfer_config.kv_connector_extra_config)
@@ -136,6 +139,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Tell the scheduler how many slots this rank holds, and how many are ready."""
         return self.offload_worker.capacity()
 
+    @survives(lambda self, scheduler_output: None)  # the later hooks start what was not
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Submit this step's copies before the engine prepares it, unless that touches KV blocks.
 
@@ -148,6 +152,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         ):
             self.offload_worker.start_copies(metadata)
 
+    @survives(lambda self, metadata: None)  # what is queued stays so
     def handle_preemptions(self, kv_connector_metadata: OffloadMetadata) -> None:
         """Submit the last step's stores, if they were not: this is the first hook of every step.
 
@@ -164,6 +169,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         self.start_kv_transfers(connector_metadata)
 
+    @survives(lambda self, metadata: self.offload_worker.rescue(metadata))
     def start_kv_transfers(self, metadata: OffloadMetadata) -> None:
         """See `OffloadWorker.start_kv_transfers`."""
         self.offload_worker.start_kv_transfers(metadata)
@@ -179,7 +185,11 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """
         on_layer = self.offload_worker.on_layer
         if on_layer is not None:
-            on_layer(layer_name)
+            self._call_on_layer(on_layer, layer_name)
+
+    @survives(lambda self, on_layer, layer_name: None)  # such a layer counts as one without a call
+    def _call_on_layer(self, on_layer: Callable[[str], None], layer_name: str) -> None:
+        on_layer(layer_name)
 
     def save_kv_layer(
         self,
@@ -196,10 +206,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """See `OffloadWorker.prepare_store_kv`."""
         self.offload_worker.prepare_store_kv(metadata)
 
+    @survives(lambda self: None)  # `get_finished` queues them
     def wait_for_save(self) -> None:
         """Queue this step's stores. Nothing is waited for: their sources are pinned."""
         self.prepare_store_kv(self._get_connector_metadata())
 
+    @survives(lambda self, finished_req_ids: (None, None))  # the next step reports
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Queue this step's stores where `wait_for_save` was skipped; report the loads that ended.
 
@@ -226,6 +238,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             return set()
         return {int(block) for job in self._failed_loads.values() for block in job.pairs[:, 0]}
 
+    @survives(lambda self: self.offload_worker.take_losses())  # the next step reports the rest
     def build_connector_worker_meta(self) -> OffloadWorkerMetadata | None:
         """Report the stores that ended, and again the loads that failed."""
         return self.offload_worker.take_report()
@@ -250,22 +263,26 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """See `OffloadScheduler.bind_pool`."""
         self.offload_scheduler.bind_pool(gpu_block_pool)
 
+    @survives(lambda self, request, _: self._go_on_without(request.request_id))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See `OffloadScheduler.match`."""
         return self.offload_scheduler.match(request, num_computed_tokens)
 
+    @survives(lambda self, *arguments: self.offload_scheduler.allocation_failed(*arguments))
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """See `OffloadScheduler.allocated`."""
         self.offload_scheduler.allocated(request, blocks, num_external_tokens)
 
+    @survives(lambda self, _: self.offload_scheduler.metadata_without_new_stores())
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMetadata:
         """See `OffloadScheduler.build_metadata`."""
         return self.offload_scheduler.build_metadata(scheduler_output)
 
+    @survives(lambda self, _: None)  # what was not read of the report is read with the next
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the ranks' reports, with what has ended since, where that is known already.
 
@@ -282,11 +299,20 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Let the engine free the blocks at once: what is being stored is pinned."""
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @survives(lambda self, request, _: self._end_unseen(request.request_id))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Let the engine free the blocks at once: what is being stored is pinned."""
         self.offload_scheduler.finished(request, block_ids)
+        return False, None
+
+    def _go_on_without(self, request_id: str) -> tuple[int, bool]:
+        self.offload_scheduler.go_on_without(request_id)
+        return 0, False
+
+    def _end_unseen(self, request_id: str) -> tuple[bool, None]:
+        self.offload_scheduler.forget(request_id)
         return False, None
 
     def has_pending_push_work(self) -> bool:
@@ -317,12 +343,16 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- both ----------------------------------------------------------------------------------
 
+    @survives(lambda self: None)
     def get_kv_connector_stats(self) -> OffloadStats | None:
         """Return what this half counted since the last call.
 
         Of the scheduler's hooks it is the only one that vLLM calls at the end of every step.
         """
+        half = self.offload_worker if self.offload_scheduler is None else self.offload_scheduler
+        half.count_hook_errors(self.hook_errors.take())
         if self.offload_scheduler is not None:
+            self.offload_scheduler.read_reports()
             rank = self._rank_beside()
             if rank is not None and self.offload_scheduler.has_pending_stores:
                 self.offload_scheduler.stores_ended(rank.take_ended_stores())

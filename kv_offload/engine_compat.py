@@ -310,6 +310,17 @@ def blocks_freed_at_once(scheduler: Any) -> Iterator[None]:
         scheduler.defer_block_free = True
 
 
+def waiting_for_loads(scheduler: Any, request_ids: set[str]) -> set[str]:
+    """Return those of the requests that wait for a load, or for their turn after it."""
+    from vllm.v1.request import RequestStatus
+
+    return {
+        request_id
+        for request_id in request_ids & scheduler.requests.keys()
+        if scheduler.requests[request_id].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    }
+
+
 def give_blocks_back(scheduler: Any, request_ids: set[str]) -> None:
     """Have requests whose loads have ended wait without blocks, as if nothing had been loaded.
 

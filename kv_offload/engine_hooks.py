@@ -29,23 +29,25 @@ def drain_engine_core(core: Any, *, requeue: bool = True) -> None:
     """
     for scheduler in halves(core.scheduler.get_kv_connector(), "offload_scheduler"):
         abandoned = scheduler.abandoned_loads()
-        waiting = scheduler.waiting_loads() if requeue else set()
+        waiting = set()
+        if requeue:
+            waiting = engine_compat.waiting_for_loads(core.scheduler, scheduler.waiting_loads())
         if not (scheduler.has_pending_stores or abandoned or waiting):
             continue
         answers = core.model_executor.collective_rpc(drain_rank, args=scheduler.begin_drain())
         answer: DrainAnswer = functools.reduce(DrainAnswer.merge, answers)
         if not scheduler.end_drain(answer):
             logger.error("kv-offload: gave up stores that did not end; their prefixes are not kept")
-        ended = (abandoned | waiting) - answer.loading
-        if not ended:
-            continue
+        ended = scheduler.running_loads() - answer.loading
+        if not requeue:
+            ended &= abandoned
         scheduler.draining = True
         try:
             _deliver_loads(core.scheduler, ended)
         finally:
             scheduler.draining = False
         scheduler.expect_again(ended)
-        engine_compat.give_blocks_back(core.scheduler, waiting & ended)
+        engine_compat.give_blocks_back(core.scheduler, waiting - answer.loading)
 
 
 def _deliver_loads(engine_scheduler: Any, request_ids: set[str]) -> None:
@@ -98,4 +100,5 @@ def drain_rank(_worker: Any, unsent: Sequence[StoreJob], running: Sequence[int])
         worker.drain(unsent, running)
         for worker in halves(get_kv_transfer_group(), "offload_worker")
     ]
-    return functools.reduce(DrainAnswer.merge, answers)
+    merged: DrainAnswer = functools.reduce(DrainAnswer.merge, answers)
+    return merged

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache_manager import CacheManager, MissingKeyError
+from kv_offload.cache_manager import NO_SLOTS, CacheManager, MissingKeyError
 from kv_offload.metadata import JobResult, LoadJob
 from kv_offload.policies import Slots
 from kv_offload.prefix import PrefixMap, SlotKey
@@ -56,9 +56,10 @@ class _Offer:
 
 
 class _SynchronousLoad(NamedTuple):
+    request_id: str
     slots: Slots
     ranks_left: set[int]
-    blocks: NDArray[np.int32]
+    blocks: Sequence[int] | NDArray[np.int32]
 
 
 class LoadPlanner:
@@ -242,18 +243,39 @@ class LoadPlanner:
             synchronous=synchronous,
             whole=whole,
         )
-        self._next_job_id += 1
-        self._planned.append(job)
-        self.queue.add(len(slots), time.monotonic())
-        if synchronous:
-            # The engine's own prefix cache knows its blocks from this step on: nobody waits.
-            ranks = set(range(self._num_ranks))
-            self._synchronous[job.job_id] = _SynchronousLoad(slots, ranks, job.pairs[:, 0])
-        else:
-            self._running[request_id] = slots
+        self._queue(job, slots, job.pairs[:, 0])
+        if not synchronous:
             self._arriving[request_id] = keys
             self._not_indexed.add(request_id)
             self._arrivals += 1
+
+    def plan_failure(self, request_id: str, block_ids: Sequence[int], *, synchronous: bool) -> None:
+        """Queue a load that brings nothing, for a request whose load could not be planned.
+
+        The engine counts on a load into `block_ids`, so the ranks report one that failed.
+        """
+        if not any(job.request_id == request_id for job in self._planned):
+            nothing = np.empty((0, 2), np.int32)
+            job = LoadJob(
+                self._next_job_id, request_id, nothing, incomplete=True, synchronous=synchronous
+            )
+            self._queue(job, NO_SLOTS, block_ids)
+
+    def _queue(self, job: LoadJob, slots: Slots, blocks: Sequence[int] | NDArray[np.int32]) -> None:
+        self._next_job_id += 1
+        self._planned.append(job)
+        self.queue.add(len(slots), time.monotonic())
+        if job.synchronous:
+            # The engine's own prefix cache knows its blocks from this step on: nobody waits.
+            ranks = set(range(self._num_ranks))
+            self._synchronous[job.job_id] = _SynchronousLoad(job.request_id, slots, ranks, blocks)
+        else:
+            self._running[job.request_id] = slots
+
+    @property
+    def plans_synchronous(self) -> bool:
+        """Whether `take_planned` has a synchronous load to return."""
+        return any(job.synchronous for job in self._planned)
 
     def take_planned(self) -> tuple[LoadJob, ...]:
         """Return the loads planned since the last call, for this step's metadata."""
@@ -274,16 +296,22 @@ class LoadPlanner:
     def complete_synchronous(self, results: Mapping[int, JobResult]) -> None:
         """Take the ranks' reports of synchronous loads, failed ones included."""
         for job_id, result in results.items():
-            load = self._synchronous[job_id]
+            load = self._synchronous.get(job_id)
+            if load is None:
+                continue  # read already, before an error
             load.ranks_left.difference_update(result.ranks)
             if not load.ranks_left:
                 del self._synchronous[job_id]
                 self._let_go(load.slots)
 
-    def blocks_of(self, job_ids: Iterable[int]) -> set[int]:
-        """Return the GPU blocks that synchronous loads fill which some rank has not reported."""
-        loads = (self._synchronous.get(job_id) for job_id in job_ids)
-        return {block for load in loads if load is not None for block in load.blocks.tolist()}
+    def filled_by(self, job_ids: Iterable[int]) -> tuple[set[str], set[int]]:
+        """Return whose synchronous loads these are, and the GPU blocks that they fill.
+
+        Of those only that some rank has not reported.
+        """
+        loads = [load for job in job_ids if (load := self._synchronous.get(job)) is not None]
+        blocks = {int(block) for load in loads for block in load.blocks}
+        return {load.request_id for load in loads}, blocks
 
     def _let_go(self, slots: Slots) -> None:
         self._manager.complete_load(slots)

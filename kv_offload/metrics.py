@@ -51,13 +51,14 @@ METRICS = (
     Metric(
         "repaired_loads",
         "counter",
-        "Requests whose load failed just before a forward and was copied in another way.",
+        "Loads that failed just before a forward and were copied at once, over all ranks.",
     ),
     Metric(
         "lost_requests",
         "counter",
-        "Requests that ended with an error since their load failed when they were computed.",
+        "Requests that ended with an error since a forward read KV that was not loaded.",
     ),
+    Metric("hook_errors", "counter", "Errors within the plugin that the engine survived."),
     *(
         Metric(f"skipped_{reason}", "counter", f"Slots not stored: {reason.replace('_', ' ')}.")
         for reason in SKIP_REASONS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, compress
@@ -76,7 +77,7 @@ class OffloadScheduler:
         self._config = config
         self._prompt_only = config.store_blocks == "prompt"
         self._groups = groups
-        # Of several groups vLLM may ask for less than it was offered, and a window lacks blocks then.
+        # vLLM may ask for less than it was offered; of several groups a window lacks blocks then.
         # States are moved from block to block before the forward that waits for a load.
         self._may_wait = len(groups) == 1 and not groups[0].holds_state
         self._slot_bytes = slot_bytes
@@ -98,6 +99,9 @@ class OffloadScheduler:
         self._grown_blocks = 0
         self._load_failed: set[str] = set()
         self._delivered_loads: set[str] = set()
+        # What the ranks have reported and `read_reports` has not taken in: mostly nothing.
+        self._unread: deque[OffloadWorkerMetadata] = deque()
+        self._received_unread: set[str] = set()
         self.draining = False
         """Set while a drain delivers loads."""
         self.falling_asleep = False
@@ -164,6 +168,10 @@ class OffloadScheduler:
         self._declined_tokens.pop(request_id, None)
         if request.skip_reading_prefix_cache or request_id in self._load_failed:
             return 0, False
+        if request_id in self._delivered_loads:
+            # A drain took it back. Reports name requests, and that of the first load must not be
+            # taken for one of a second.
+            return None, False
         tokens = self._loads.match(
             request_id, request.block_hashes, num_computed_tokens, request.num_tokens
         )
@@ -213,7 +221,7 @@ class OffloadScheduler:
         if num_external_tokens:
             self._choice.planned()
             end = start + num_external_tokens
-            match = self._matches.pop(request_id, None)
+            match = self._matches.get(request_id)
             synchronous = match is not None and match.synchronous
             if match is not None and match.tokens == num_external_tokens:
                 end = match.end_tokens
@@ -232,6 +240,25 @@ class OffloadScheduler:
                 whole=end == request.num_tokens,
             )
             self._loaded_tokens[request_id] = (start, end)
+            self._matches.pop(request_id, None)
+
+    def go_on_without(self, request_id: str) -> None:
+        """Answer nothing more for a request, of which a hook has failed."""
+        self._load_failed.add(request_id)
+        self._matches.pop(request_id, None)
+
+    def allocation_failed(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Let the load that the engine counts on fail, since `allocated` has."""
+        request_id = request.request_id
+        match = self._matches.get(request_id)
+        self.go_on_without(request_id)
+        if num_external_tokens and match is not None:
+            end = blocks.get_block_ids()[0]
+            before = match.end_tokens - match.tokens
+            first = before // self._groups[0].block_tokens
+            self._loads.plan_failure(request_id, end[first:], synchronous=match.synchronous)
 
     def build_metadata(self, output: SchedulerOutput) -> OffloadMetadata:
         """Plan the stores of this step's requests; return them with the loads planned before.
@@ -263,17 +290,21 @@ class OffloadScheduler:
                     self._stores.skip(state.cursor, loaded[1])
                 self._plan_stores(state, new.num_computed_tokens + scheduled[new.req_id])
         self._grown_blocks = self._follow_running(output.scheduled_cached_reqs, scheduled)
-        stores = self._stores.take_planned()
+        self._stores.pin_chosen()
         self._stores.settle_leftovers(idle=not self._requests)
         self._behind = self._stores.behind
-        metadata = OffloadMetadata(stores, self._loads.take_planned())
         self.watch.begin(
             output,
             stores=stores_in_flight,
             loads=self._loads.running > 0,
-            waits=any(load.synchronous for load in metadata.loads),
+            waits=self._loads.plans_synchronous,
         )
-        return metadata
+        # Last: what has been taken must be sent.
+        return OffloadMetadata(self._stores.jobs.take_planned(), self._loads.take_planned())
+
+    def metadata_without_new_stores(self) -> OffloadMetadata:
+        """Return the plan where `build_metadata` failed: the engine counts on its loads."""
+        return OffloadMetadata((), self._loads.take_planned())
 
     def _follow_running(self, cached: CachedRequestData, scheduled: Mapping[str, int]) -> int:
         """Plan the stores of requests that ran before; return how many blocks they have got."""
@@ -326,20 +357,13 @@ class OffloadScheduler:
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Plan the stores of what a request leaves behind, just before its blocks are freed."""
-        request_id = request.request_id
-        state = self._requests.pop(request_id, None)
-        self._behind.discard(request_id)
-        self._loaded_tokens.pop(request_id, None)
-        self._load_failed.discard(request_id)
-        self._matches.pop(request_id, None)
-        self._declined_tokens.pop(request_id, None)
-        self._choice.forget(request_id)
-        loading = self._loads.is_loading(request_id)
-        self._loads.forget(request_id)
+        loading = self._loads.is_loading(request.request_id)
+        state = self.forget(request.request_id)
         if state is None or loading:
             return
-        processed = request.num_computed_tokens - request.num_in_flight_tokens
-        end = self._store_limit(request, max(0, min(processed, request.num_tokens)))
+        # Steps in flight are executed before what is planned now is submitted, so all that is
+        # computed at their end counts; drafts and placeholders have no hashes.
+        end = self._store_limit(request, min(request.num_computed_tokens, request.num_tokens))
         if not self._stores.is_behind(state.cursor, end):
             return
         # Its blocks that nobody shares and no store has pinned are free in a moment.
@@ -353,6 +377,17 @@ class OffloadScheduler:
         self._stores.pin_chosen(own_blocks)
         deferred = self._stores.keep_leftovers(state.cursor, hashes, block_ids, end)
         self._stats.count("deferred_slots", deferred)
+
+    def forget(self, request_id: str) -> _RequestState | None:
+        """Drop what is known of a request that ends; its loads go on. Returns its blocks."""
+        self._behind.discard(request_id)
+        self._loaded_tokens.pop(request_id, None)
+        self._load_failed.discard(request_id)
+        self._matches.pop(request_id, None)
+        self._declined_tokens.pop(request_id, None)
+        self._choice.forget(request_id)
+        self._loads.forget(request_id)
+        return self._requests.pop(request_id, None)
 
     def update(
         self,
@@ -377,20 +412,32 @@ class OffloadScheduler:
         if again or early or ended_loads:
             self._delivered_loads = (self._delivered_loads - again) | early
             output.finished_recving = (told - again) | early
-        report = output.kv_connector_worker_meta
-        if isinstance(report, OffloadWorkerMetadata):
-            if report.failed_loads:
-                self._load_failed |= report.failed_loads & self._requests.keys()
-                self._stats.count("failed_loads", len(report.failed_loads))
-            self._stores.complete(report.stores)
-            self._loads.complete_synchronous(report.loads)
-            if report.load_bytes_per_second is not None:
-                self.watch.load_rate.learn(report.load_bytes_per_second)
-            if report.store_bytes_per_second is not None:
-                self.store_budget.learn(report.store_bytes_per_second)
-            if report.ready_slots:
-                self.ranks_ready(report.ready_slots)
-        self._loads.complete(output.finished_recving or ())
+        if isinstance(output.kv_connector_worker_meta, OffloadWorkerMetadata):
+            self._unread.append(output.kv_connector_worker_meta)
+        self._received_unread |= output.finished_recving or set()
+        self.read_reports()
+
+    def read_reports(self) -> None:
+        """Take in what the ranks have reported; what an error interrupted is read again."""
+        while self._unread:
+            self._read(self._unread[0])
+            self._unread.popleft()
+        if self._received_unread:
+            received, self._received_unread = self._received_unread, set()
+            self._loads.complete(received)
+
+    def _read(self, report: OffloadWorkerMetadata) -> None:
+        if report.failed_loads:
+            self._load_failed |= report.failed_loads & self._requests.keys()
+            self._stats.count("failed_loads", len(report.failed_loads))
+        self._stores.complete(report.stores)
+        self._loads.complete_synchronous(report.loads)
+        if report.load_bytes_per_second is not None:
+            self.watch.load_rate.learn(report.load_bytes_per_second)
+        if report.store_bytes_per_second is not None:
+            self.store_budget.learn(report.store_bytes_per_second)
+        if report.ready_slots:
+            self.ranks_ready(report.ready_slots)
 
     def stores_ended(self, results: Mapping[int, JobResult]) -> None:
         """Take results of stores that the only rank would report with a later step."""
@@ -407,21 +454,25 @@ class OffloadScheduler:
         What they computed in that step and in the one behind it cannot be readable yet: a store
         ends in a later step than the forward whose KV it copies, and `lose` comes first.
         """
-        blocks = self._loads.blocks_of(lost_loads)
-        if not blocks:
-            return set()
+        lost, blocks = self._loads.filled_by(lost_loads)
+        if not lost:
+            return lost
         self._stores.jobs.distrust()
-        lost = {
+        lost |= {
             request_id
             for request_id, state in self._requests.items()
             if not blocks.isdisjoint(chain.from_iterable(state.block_ids))
         }
         for request_id in lost:
-            del self._requests[request_id]
+            self._requests.pop(request_id, None)
         self._stats.count("lost_requests", len(lost))
         return lost
 
     # -- between steps -------------------------------------------------------------------------
+
+    def count_hook_errors(self, errors: int) -> None:
+        """Count exceptions of hooks."""
+        self._stats.count("hook_errors", errors)
 
     @property
     def hears_of_loads(self) -> bool:
@@ -451,9 +502,13 @@ class OffloadScheduler:
         """Return the requests that ended while their loads run: the engine holds their blocks."""
         return self._loads.running_requests() - self._requests.keys()
 
+    def running_loads(self) -> set[str]:
+        """Return the requests whose asynchronous loads some rank has not reported."""
+        return set(self._loads.running_requests())
+
     def waiting_loads(self) -> set[str]:
-        """Return the requests that wait for their loads."""
-        return self._loads.running_requests() & self._requests.keys()
+        """Return the requests that may wait for a load of ours, or for their turn after it."""
+        return self._loaded_tokens.keys() | self._load_failed
 
     def expect_again(self, request_ids: Set[str]) -> None:
         """Say that a drain delivered these loads, whose reports are still on their way."""
@@ -466,7 +521,7 @@ class OffloadScheduler:
 
     def end_drain(self, answer: DrainAnswer) -> bool:
         """Take the ranks' answer. False if some store did not end: it is given up, unpinned."""
-        if self._loads.blocks_of(answer.lost_loads):
+        if any(self._loads.filled_by(answer.lost_loads)):
             # The engine has not taken in the step that lost them; `lose` comes when it does.
             self._stores.jobs.distrust()
         self._stores.complete(answer.stores)

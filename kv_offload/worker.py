@@ -129,6 +129,7 @@ class OffloadWorker:
         # have taught us to. What kind of forward follows is not known when its loads start.
         self._layers_can_wait = True
         self._started_for: OffloadMetadata | None = None
+        self._to_start: deque[LoadJob] = deque()
         self.on_layer: Callable[[str], None] | None = None
         """Takes the calls of attention layers in this step; None in most steps."""
         self._stats = OffloadStats()
@@ -279,14 +280,12 @@ class OffloadWorker:
         if self._started_for is metadata:
             return
         self._started_for = metadata
+        self._to_start = deque(sorted(metadata.loads, key=lambda job: not job.synchronous))
         self._end_arrival()  # of a step that was cut short
         self.submit_stores()
-        synchronous = [job for job in metadata.loads if job.synchronous]
-        if synchronous:
-            self._start_synchronous(synchronous)
-        for job in metadata.loads:
-            if not job.synchronous:
-                self._start_asynchronous(job)
+        self._start_synchronous()
+        while self._to_start:
+            self._start_asynchronous(self._to_start.popleft())
 
     def start_kv_transfers(self, metadata: OffloadMetadata) -> None:
         """Start this step's copies if they were not, and have its forward wait for what it reads.
@@ -322,6 +321,24 @@ class OffloadWorker:
         else:
             self._awaited = None
 
+    def rescue(self, metadata: OffloadMetadata) -> None:
+        """Account for the loads of a step in which an error kept `start_kv_transfers` from its end.
+
+        What the forward reads is copied at once; what has not been started of the rest fails.
+        """
+        if self._started_for is not metadata:
+            self._started_for = metadata
+            self._to_start = deque(metadata.loads)
+        jobs, self._to_start = self._to_start, deque()
+        synchronous = [job for job in jobs if job.synchronous]
+        if synchronous and self._awaited is None:
+            self._awaited = _Awaited(synchronous[0].job_id, synchronous, in_waves=False)
+        if self._awaited is not None:
+            self._make_good(CopyError("an error of the plugin, which the log has"))
+        for job in jobs:
+            if not job.synchronous:
+                self._end_load(job, failed=True)
+
     def _start_asynchronous(self, job: LoadJob) -> None:
         """Start one load; a plan with a gap fails and is not copied."""
         if job.incomplete:
@@ -332,26 +349,25 @@ class OffloadWorker:
         self._loading[job.job_id] = [job]
         self._submit(SwapJob(job.job_id, Direction.LOAD, job.pairs))
 
-    def _start_synchronous(self, jobs: Sequence[LoadJob]) -> None:
-        """Load for the requests of this step by one transfer; a plan with a gap is lost."""
-        complete = [job for job in jobs if not job.incomplete]
-        for job in jobs:
-            if job.incomplete:
-                self._lose(job, "host memory lacks some of its slots")
-                self._end_load(job, failed=True)
-                self._zero(job)
-        if not complete:
+    def _start_synchronous(self) -> None:
+        """Load for the requests of this step by one transfer."""
+        jobs = [job for job in self._to_start if job.synchronous]
+        if not jobs:
             return
         assert self._engine is not None, "a load came before register_kv_caches"
         self._alone, self._store_alone = not self._loading, False
-        job_id = complete[0].job_id
-        self._loading[job_id] = complete
-        pairs = _all_pairs(complete)
+        job_id, pairs = jobs[0].job_id, _all_pairs(jobs)
         enough = len(pairs) * self._engine.layout.slot_bytes >= WAVES_FROM_BYTES
         may_wait = self._waves.plan is not None and self._layers_can_wait
         # A layer writes its KV before it waits, and a late wave would undo that.
-        whole = any(job.whole for job in complete)
-        self._awaited = _Awaited(job_id, complete, in_waves=enough and may_wait and not whole)
+        whole = any(job.whole for job in jobs)
+        self._awaited = _Awaited(job_id, jobs, in_waves=enough and may_wait and not whole)
+        self._loading[job_id] = jobs
+        for _ in jobs:
+            self._to_start.popleft()
+        if any(job.incomplete for job in jobs):
+            self._awaited.error = CopyError("host memory lacks some of its slots")
+            return
         try:
             self._engine.submit(
                 SwapJob(job_id, Direction.LOAD, pairs, True, self._awaited.in_waves)
@@ -361,6 +377,8 @@ class OffloadWorker:
 
     def _make_good(self, error: Exception) -> None:
         """Bring what this step's forward waits for in another way, since its load failed.
+
+        What host memory lacks cannot be brought, and is lost.
 
         Under asynchronous scheduling the engine has no way back from a forward that read what was
         not there: the next one is planned already. So the host waits here, before the forward or
@@ -372,26 +390,33 @@ class OffloadWorker:
         self.on_layer = None
         self._waves.missed()  # nobody has to call any more
         self._loading.pop(awaited.job_id, None)  # its own completion says nothing any more
-        pairs = _all_pairs(awaited.jobs)
-        try:
-            self._engine.load_now(pairs)
-        except Exception as second:  # noqa: BLE001 - its requests end, the engine goes on
-            for job in awaited.jobs:
-                self._lose(job, f"{error}; and when it was copied at once: {second}")
-                self._end_load(job, failed=True)
-                self._zero(job)
-            return
-        logger.error(
-            "kv-offload: rank %d: a load before a forward failed, and its %d blocks were copied at "
-            "once instead, while the engine waited: %s",
-            self._rank,
-            len(pairs),
-            error,
-        )
-        self._stats.count("repaired_loads", len(awaited.jobs))
-        self._stats.count("loaded_bytes", len(pairs) * self._engine.layout.slot_bytes)
-        for job in awaited.jobs:
+        jobs = [job for job in awaited.jobs if not job.incomplete]
+        failed = [job for job in awaited.jobs if job.incomplete]
+        nbytes = 0
+        if jobs:
+            pairs = _all_pairs(jobs)
+            try:
+                self._engine.load_now(pairs)
+                nbytes = len(pairs) * self._engine.layout.slot_bytes
+            except Exception as second:  # noqa: BLE001 - its requests end, the engine goes on
+                error = CopyError(f"{error}; and when it was copied at once: {second}")
+                jobs, failed = [], list(awaited.jobs)
+        if jobs:
+            logger.error(
+                "kv-offload: rank %d: a load before a forward failed, and its %d bytes were "
+                "copied at once instead, while the engine waited: %s",
+                self._rank,
+                nbytes,
+                error,
+            )
+            self._stats.count("repaired_loads", len(jobs))
+            self._stats.count("loaded_bytes", nbytes)
+        for job in jobs:
             self._end_load(job, failed=False)
+        for job in failed:
+            self._lose(job, str(error))
+            self._end_load(job, failed=True)
+            self._zero(job)
 
     def _lose(self, job: LoadJob, why: str) -> None:
         """Tell the scheduler that a forward read what this load was to bring: it ends the request.
@@ -465,7 +490,7 @@ class OffloadWorker:
         error = awaited.error
         try:
             self._engine.await_wave(len(self._waves.plan.waves) - 1)
-        except CopyError as raised:
+        except Exception as raised:  # noqa: BLE001 - whatever it is, the load is lost
             error = raised
         missed = self._waves.missed()
         if not missed and error is None:
@@ -490,8 +515,8 @@ class OffloadWorker:
         """
         if self._queued_for is not metadata:
             self._queued_for = metadata
-            self.end_forward()
             self._queue(metadata.stores)
+            self.end_forward()
 
     def _queue(self, stores: Sequence[StoreJob]) -> None:
         for job in stores:
@@ -610,6 +635,12 @@ class OffloadWorker:
             stores, frozenset(failed), loads, frozenset(lost), load_speed, ready, store_speed
         )
 
+    def take_losses(self) -> OffloadWorkerMetadata | None:
+        """Return what cannot wait for the next report: which of this step's tokens are wrong."""
+        lost, self._lost = self._lost, set()
+        self._reported_loss = bool(lost)
+        return OffloadWorkerMetadata(lost_loads=frozenset(lost)) if lost else None
+
     def capacity(self) -> WorkerCapacity:
         """Return what this rank holds and how much of it is ready."""
         synchronous = self._engine is not None and self._engine.can_load_before_compute
@@ -629,6 +660,10 @@ class OffloadWorker:
         self._ready_slots_reported = ready_slots
         return {self._rank: ready_slots}
 
+    def count_hook_errors(self, errors: int) -> None:
+        """Count exceptions of hooks."""
+        self._stats.count("hook_errors", errors)
+
     def take_stats(self) -> OffloadStats | None:
         """Return the counters since the last call; None where nothing was counted."""
         if self._stats.is_empty():
@@ -645,12 +680,15 @@ class OffloadWorker:
         drain takes their blocks back.
         """
         self._queue(unsent)
-        self.submit_stores()
-        if self._engine is not None and not self._engine.wait(DRAIN_SECONDS):
-            logger.error(
-                "kv-offload: rank %d: copies still run after %.0f s", self._rank, DRAIN_SECONDS
-            )
-        self.poll()
+        try:
+            self.submit_stores()
+            if self._engine is not None and not self._engine.wait(DRAIN_SECONDS):
+                logger.error(
+                    "kv-offload: rank %d: copies still run after %.0f s", self._rank, DRAIN_SECONDS
+                )
+            self.poll()
+        except Exception:  # noqa: BLE001 - it would end the engine
+            logger.exception("kv-offload: rank %d: not all copies could be ended", self._rank)
         self._failed_loads.clear()
         asked = {*running, *(job.job_id for job in unsent)}
         stores = {

@@ -15,7 +15,6 @@ import functools
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,6 +33,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -49,7 +49,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kv_offload.connector import KVOffloadConnector
 from kv_offload.engine_compat import reports_failed_requests, vllm_version
-from kv_offload.engine_hooks import drain_engine_core
 from kv_offload.metrics import METRICS
 from kv_offload.prefix import CacheGroup
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
@@ -240,10 +239,12 @@ class ManualSwapEngine(SwapEngine):
 
     def __init__(self, layout: KVLayout, num_slots: int) -> None:
         super().__init__(layout, num_slots)
+        self.locked_slots = num_slots
         self.arena: NDArray[np.uint8] = np.full((num_slots, layout.slot_bytes), GARBAGE, np.uint8)
         self.submitted: list[SwapJob] = []
         self.stuck = False
         self.faults: Counter[str] = Counter()
+        self.happened: Counter[str] = Counter()
         self._failure: CopyError | None = None
         self._done: list[Completion] = []
         self._undelivered = 0
@@ -258,6 +259,10 @@ class ManualSwapEngine(SwapEngine):
             fails = self._fails("before_compute")
             self._failure = CopyError("injected fault: before compute") if fails else None
             self.run(-1, fail=fails)
+
+    @property
+    def ready_slots(self) -> int:
+        return self.locked_slots
 
     def await_loads(self) -> None:
         """`submit` ran them."""
@@ -274,6 +279,7 @@ class ManualSwapEngine(SwapEngine):
     def _fails(self, site: str) -> bool:
         fails = self.faults[site] > 0
         self.faults[site] -= fails
+        self.happened[site] += fails
         return fails
 
     def _copy(self, job: SwapJob, fail: bool) -> None:
@@ -359,6 +365,14 @@ def name_prefix(previous: int, token: int) -> int:
     return hash((previous, token)) >> 1
 
 
+def name_prefixes(tokens: Sequence[int], weights: int) -> list[int]:
+    """Return the KV of every token."""
+    names: list[int] = []
+    for token in tokens:
+        names.append(name_prefix(names[-1] if names else weights, token))
+    return names
+
+
 def next_token(kv: int) -> int:
     return (kv >> 7) % VOCABULARY
 
@@ -371,16 +385,17 @@ class _ModelRequest:
     block_ids: list[list[int]]
     names: list[int] = dataclasses.field(default_factory=list)
 
-    def extend_names(self) -> list[int]:
+    def extend_names(self, weights: int) -> list[int]:
         for token in self.tokens[len(self.names) :]:
-            self.names.append(name_prefix(self.names[-1] if self.names else 0, token))
+            self.names.append(name_prefix(self.names[-1] if self.names else weights, token))
         return self.names
 
 
 class PlayedModel:
     """Reads, checks and writes KV on all ranks, and samples; follows scheduler outputs as a runner.
 
-    A query checks all KV that it reads; a mismatch is an `AssertionError`. With decode context
+    A query checks all KV that it reads; a mismatch is an `AssertionError`, unless the test has KV
+    lost: then what is computed with it is wrong as well, KV and tokens. With decode context
     parallelism runs of `interleave` tokens are on the ranks in turn, and a group's `block_tokens`
     are those of a block over all of them.
     """
@@ -397,6 +412,11 @@ class PlayedModel:
         self.interleave = interleave
         self.kv = kv
         """By rank and group, of shape `(blocks, block_tokens, words)`."""
+        self.weights = 0
+        """Another number makes other KV of the same tokens."""
+        self.may_lose_kv = False
+        self.sampled: dict[tuple[str, int], set[int]] = {}
+        """By request and position: tokens that were sampled from right KV."""
         self.requests: dict[str, _ModelRequest] = {}
         self.drafts: dict[str, Tokens] = {}
         self.loaded_tokens = 0
@@ -446,7 +466,7 @@ class PlayedModel:
         known = len(request.tokens)
         # With asynchronous scheduling `computed` also counts drafts that were rejected meanwhile.
         start = min(computed, known - 1)
-        names = request.extend_names()
+        names = request.extend_names(self.weights)
         placeholders = output.scheduled_spec_decode_tokens.get(request_id, [])
         drafts = list(placeholders)
         if -1 in drafts:
@@ -456,14 +476,21 @@ class PlayedModel:
         inputs = names[start:end]
         for token in drafts[: max(0, end - known)]:
             inputs.append(name_prefix(inputs[-1], token))
-        for rank, kv in enumerate(self.kv):
-            for group, words in zip(self.groups, kv, strict=True):
-                blocks = np.array(request.block_ids[group.group_id], np.int64)
-                self._check(request_id, rank, group, words, blocks, names, start)
-                if group.holds_state:
-                    self._advance(group, words, blocks, inputs, start)
-                else:
-                    self._write(rank, group, words, blocks, inputs, start)
+        places = [
+            (rank, group, words, np.array(request.block_ids[group.group_id], np.int64))
+            for rank, kv in enumerate(self.kv)
+            for group, words in zip(self.groups, kv, strict=True)
+        ]
+        right = all(
+            [self._check(request_id, *place, names, start) for place in places]  # noqa: C419
+        )
+        if not right:
+            inputs = [~name for name in inputs]
+        for rank, group, words, blocks in places:
+            if group.holds_state:
+                self._advance(group, words, blocks, inputs, start)
+            else:
+                self._write(rank, group, words, blocks, inputs, start)
         if end - len(drafts) < known:
             return []
         sampled: Tokens = []
@@ -473,6 +500,11 @@ class PlayedModel:
             if sampled[-1] != token:
                 break
             current = name_prefix(current, token)
+        if right:
+            for position, token in enumerate(sampled, known):
+                self.sampled.setdefault((request_id, position), set()).add(token)
+        else:
+            sampled = [(sampled[0] + 1) % VOCABULARY]
         request.tokens.extend(sampled)
         self.drafts[request_id] = draft(request.tokens)
         return sampled
@@ -486,16 +518,17 @@ class PlayedModel:
         blocks: NDArray[np.int64],
         names: list[int],
         start: int,
-    ) -> None:
+    ) -> bool:
         positions = self._own(rank, group.first_needed_token(start), start)
         row = 0 if group.holds_state else self._rows(group, positions)
         found = words[blocks[positions // group.block_tokens], row]
         expected = np.array(names[:start], np.int64)[positions] + group.group_id
         wrong = np.flatnonzero((found != expected[:, None]).any(axis=1))
-        assert not len(wrong), (
+        assert not len(wrong) or self.may_lose_kv, (
             f"{request_id}: rank {rank}, group {group.group_id}: wrong KV at {positions[wrong]}, "
             f"read before position {start}"
         )
+        return not len(wrong)
 
     def _own(self, rank: int, start: int, end: int) -> NDArray[np.int64]:
         """Return the positions of which a rank has the KV."""
@@ -598,6 +631,49 @@ class PlayedRank:
         return report
 
 
+class PlayedExecutor:
+    """What an engine core asks of all its ranks."""
+
+    is_sleeping = False
+
+    def __init__(self, engine: PlayedEngine) -> None:
+        self._engine = engine
+
+    def collective_rpc(
+        self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), *_: Any
+    ) -> list[Any]:
+        engine = self._engine
+        while engine.scheduled:
+            engine.execute()  # dispatched before
+        if isinstance(method, str):
+            if "weight" in method or method == "update_named_param":
+                engine.change_weights()
+            return [None for _ in engine.ranks]
+        answers = []
+        for rank in engine.ranks:
+            with mock.patch(
+                "vllm.distributed.kv_transfer.get_kv_transfer_group", lambda r=rank: r.connector
+            ):
+                answers.append(method(None, *args))
+        return answers
+
+    def sleep(self, level: int) -> None:
+        """Discard the KV cache; with `level` 2 the weights too, which come back as others."""
+        self.collective_rpc("sleep")
+        for rank in self._engine.ranks:
+            rank.memory.fill_(-1)
+        if level > 1:
+            self._engine.change_weights()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """The memory is there."""
+
+    def reset_mm_cache(self) -> None:
+        """There is none."""
+
+    reset_encoder_cache = reset_mm_cache
+
+
 class RestlessError(AssertionError):
     """Requests are left, but no step makes progress."""
 
@@ -629,6 +705,8 @@ class PlayedEngine:
         prefill_ranks: int = 1,
         interleave: int = 1,
         replica: int | None = None,
+        beside: bool | None = None,
+        locked_slots: int | None = None,
         **arguments: Any,
     ) -> None:
         plugin = {"blocks_per_slot": 1, **(plugin or {})}
@@ -671,6 +749,10 @@ class PlayedEngine:
             # What runner V2 has the scheduler do.
             self.scheduler.use_v2_model_runner = True
         self.ranks = [PlayedRank(config, kv_cache_config, rank) for rank in range(ranks)]
+        for rank in self.ranks if locked_slots is not None else ():
+            rank.copies.locked_slots = locked_slots
+        if beside is not None:
+            self.beside = beside
         if self.beside and ranks == 1:
             self.connector._rank_beside = lambda: self.ranks[0].connector.offload_worker
         self.connector.set_xfer_handshake_metadata_pp_aware(
@@ -686,6 +768,8 @@ class PlayedEngine:
         self.scheduled: deque[Any] = deque()
         self.executed: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.answers: dict[str, Tokens] = {}
+        self.ended: dict[str, str] = {}
+        """Why requests ended, as their clients hear it."""
         self.totals: Counter[str] = Counter()
         self.known: dict[bytes, NDArray[np.int64]] = {}
         """What every slot key stands for, by group: `(blocks_per_slot, block_tokens)` names."""
@@ -707,33 +791,27 @@ class PlayedEngine:
 
     @property
     def core(self) -> Any:
-        """What `engine_hooks` and vLLM see as the engine core."""
-        return SimpleNamespace(
-            scheduler=self.scheduler,
-            model_executor=SimpleNamespace(collective_rpc=self._collective_rpc),
-        )
-
-    def _collective_rpc(self, method: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        while self.scheduled:
-            self.execute()  # dispatched before
-        answers = []
-        for rank in self.ranks:
-            with mock.patch(
-                "vllm.distributed.kv_transfer.get_kv_transfer_group", lambda r=rank: r.connector
-            ):
-                answers.append(method(None, *args))
-        return answers
+        """vLLM's engine core, of which only the scheduler is real."""
+        core = object.__new__(EngineCore)
+        core.scheduler = self.scheduler
+        core.model_executor = PlayedExecutor(self)
+        core.mm_receiver_cache = None
+        return core
 
     def good_drafts(self, tokens: Tokens) -> Tokens:
         """Draft what the model will sample."""
-        kv = 0
-        for token in tokens:
-            kv = name_prefix(kv, token)
+        kv = name_prefixes(tokens, self.model.weights)[-1]
         drafts: Tokens = []
         for _ in range(self._drafts):
             drafts.append(next_token(kv))
             kv = name_prefix(kv, drafts[-1])
         return drafts
+
+    def change_weights(self) -> None:
+        """Make the KV of all tokens another; host memory must hold none of the old."""
+        self.model.weights += 1
+        self.known.clear()
+        self._requests = [(request, 0) for request, _ in self._requests]
 
     def bad_drafts(self, tokens: Tokens) -> Tokens:
         """Draft what the model will not sample."""
@@ -784,6 +862,8 @@ class PlayedEngine:
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 self.answers.setdefault(one.request_id, []).extend(one.new_token_ids)
+                if one.finish_reason is not None:
+                    self.ended[one.request_id] = str(one.finish_reason)
             if outputs.scheduler_stats is not None:
                 stats = outputs.scheduler_stats.kv_connector_stats or {}
                 self.totals.update({n: v for n, v in stats.items() if _KINDS[n] == "counter"})
@@ -824,8 +904,7 @@ class PlayedEngine:
 
     def reset(self, **arguments: bool) -> bool:
         """Reset the prefix cache as `EngineCore` does, which drains first."""
-        drain_engine_core(self.core)
-        return bool(self.scheduler.reset_prefix_cache(**arguments))
+        return bool(self.core.reset_prefix_cache(**arguments))
 
     # -- checks --------------------------------------------------------------------------------
 
@@ -851,9 +930,7 @@ class PlayedEngine:
             if len(hashes) == learnt:
                 continue
             self._requests[index] = (request, len(hashes))
-            names: list[int] = []
-            for token in request.all_token_ids:
-                names.append(name_prefix(names[-1] if names else 0, token))
+            names = name_prefixes(request.all_token_ids, self.model.weights)
             for group in self.groups:
                 tokens = group.block_tokens * per_slot
                 for end in range(tokens, len(names) + 1, tokens):

@@ -1,0 +1,390 @@
+"""Random interleavings of all that happens to an engine, with faults at every site.
+
+vLLM's scheduler, its engine core's pauses, resets and sleep, and both halves of the plugin are
+real; the model and the copies are played (`fakes.PlayedEngine`), the ranks too. After every action
+each readable slot holds what its key stands for, pins and blocks add up, and a forward has read
+right KV. At the end everything comes to rest, and all answers are those of right KV; only where a
+test has made good impossible may a request end with an error, and then without a wrong token.
+
+`INTERLEAVINGS_SECONDS` says for how long, over all variants; Hypothesis prints how to repeat what
+it found.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+from tests.kv_offload.fakes import PlayedEngine, name_prefixes, next_token
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+
+SECONDS = float(os.environ.get("INTERLEAVINGS_SECONDS", "60"))
+STEPS = 70
+PHASES = (Phase.generate, Phase.shrink)[: 1 + ("INTERLEAVINGS_SHRINK" in os.environ)]
+
+TEXTS = [
+    [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1],
+    [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1],
+]
+"""Prompts are beginnings of these, so many share a prefix."""
+
+HOOKS = {
+    "offload_scheduler": (
+        "match",
+        "allocated",
+        "build_metadata",
+        "read_reports",
+        "finished",
+        "take_stats",
+    ),
+    "offload_worker": (
+        "submit_stores",
+        "start_copies",
+        "start_kv_transfers",
+        "prepare_store_kv",
+        "poll",
+        "take_report",
+    ),
+}
+"""What the connector's hooks call, on both halves."""
+
+COPIES = ("submit", "before_compute", "load_now")
+HAPPENED: Counter[str] = Counter()
+"""How often each fault and each action has happened, over all examples of a run."""
+
+
+class InjectedError(RuntimeError):
+    """Raised by a hook that a test has armed."""
+
+
+class Interleavings(RuleBasedStateMachine):
+    """One engine, and everything that users, copies and bad luck do to it."""
+
+    async_scheduling: ClassVar[bool]
+    ranks: ClassVar[int]
+
+    @initialize(
+        synchronous=st.booleans(),
+        beside=st.booleans(),
+        replaces_resumed=st.booleans(),
+        blocks=st.sampled_from((14, 20, 40)),
+        slots=st.sampled_from((64, 64, 8, 3)),
+        locked=st.sampled_from((True, True, True, False)),
+    )
+    def start(
+        self,
+        synchronous: bool,
+        beside: bool,
+        replaces_resumed: bool,
+        blocks: int,
+        slots: int,
+        locked: bool,
+    ) -> None:
+        self.engine = PlayedEngine(
+            ranks=self.ranks,
+            async_scheduling=self.async_scheduling,
+            synchronous_loads=synchronous,
+            replaces_resumed=replaces_resumed,
+            blocks=blocks,
+            slots=slots,
+            max_num_batched_tokens=12,
+            beside=beside,
+            locked_slots=slots if locked else 1,
+        )
+        self.requests: dict[str, Any] = {}
+        self.aborted: set[str] = set()
+        self.weights_of: dict[str, int] = {}
+        self.armed: Counter[str] = Counter()
+        self.may_end = False
+        for text in TEXTS:
+            self.add(text, len(text), [], 1)
+            self.engine.run()
+        for half, hooks in HOOKS.items():
+            for connector in (self.engine.connector, *(r.connector for r in self.engine.ranks)):
+                part = getattr(connector, half)
+                for name in hooks if part is not None else ():
+                    setattr(part, name, self._armed(f"{half}.{name}", getattr(part, name)))
+
+    def _armed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.armed[name]:
+                self.armed[name] -= 1
+                HAPPENED[name] += 1
+                raise InjectedError(name)
+            return hook(*args, **kwargs)
+
+        return call
+
+    # -- what users do -------------------------------------------------------------------------
+
+    @rule(
+        text=st.sampled_from(TEXTS),
+        tokens=st.integers(3, 20),
+        tail=st.lists(st.integers(0, 1), max_size=4),
+        max_tokens=st.integers(1, 6),
+    )
+    def add(self, text: list[int], tokens: int, tail: list[int], max_tokens: int) -> None:
+        request_id = f"r{len(self.requests)}"
+        request = self.engine.add(request_id, [*text[:tokens], *tail], max_tokens)
+        self.requests[request_id] = request
+        self.weights_of[request_id] = self.engine.model.weights
+
+    @rule(which=st.integers(0, 99))
+    def abort(self, which: int) -> None:
+        live = [r for r, request in self.requests.items() if not request.is_finished()]
+        if live:
+            request_id = live[which % len(live)]
+            self.engine.abort(request_id)
+            self.aborted.add(request_id)
+
+    @rule(tokens=st.lists(st.integers(8, 20), min_size=1, max_size=3), text=st.sampled_from(TEXTS))
+    def ask_again(self, tokens: list[int], text: list[int]) -> None:
+        """Forget what the GPU has, and ask for prefixes that host memory may have."""
+        engine = self.engine
+        engine.core.resume_scheduler()
+        engine.finish_steps()
+        if not engine.scheduler.running and not self._cannot_reset():
+            engine.core.reset_prefix_cache(False, False)
+        for count in tokens:
+            self.add(text, count, [], 3)
+        engine.schedule()
+
+    @rule(text=st.sampled_from(TEXTS), synchronous=st.booleans())
+    def serve(self, text: list[int], synchronous: bool) -> None:
+        """Answer until host memory has a text, then ask for it with another kind of load."""
+        self.add(text, len(text), [], 1)
+        self.run(8)
+        self.engine.offload.load_mode.allowed = synchronous
+        self.ask_again([len(text), len(text) - 5], text)
+
+    @rule(
+        how=st.sampled_from(("pause", "pause", "reset", "reset", "sleep", "weights", "drain")),
+        keep=st.booleans(),
+        clear=st.sampled_from((False, False, True)),
+    )
+    def upset(self, how: str, keep: bool, clear: bool) -> None:
+        """Pause, reset, sleep or change weights, as users and trainers do."""
+        core, scheduler = self.engine.core, self.engine.scheduler
+        if how == "drain":
+            scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        elif self._cannot_reset():
+            return  # vLLM raises: copies that do not end keep their blocks
+        elif how == "pause":
+            self._abort_all(not keep)
+            core.pause_scheduler("keep" if keep else "abort", clear)
+        elif how == "reset":
+            done = core.reset_prefix_cache(keep, clear)
+            # Nothing but requests that run may keep a reset from succeeding.
+            assert done or (scheduler.running and not keep)
+        elif how == "sleep":
+            self._abort_all(not keep)
+            core.sleep(1 + clear, "keep" if keep else "abort")
+            core.wake_up()
+        else:
+            core.pause_scheduler("keep", clear_cache=False)
+            core.collective_rpc("update_weights")
+            core.reset_prefix_cache(True, clear)
+            core.resume_scheduler()
+        HAPPENED[how] += 1
+
+    @rule()
+    def resume(self) -> None:
+        self.engine.core.resume_scheduler()
+
+    def _abort_all(self, aborts: bool) -> None:
+        if aborts:
+            self.aborted |= {r for r, request in self.requests.items() if not request.is_finished()}
+
+    def _cannot_reset(self) -> bool:
+        """Copies that do not end keep their blocks, so that vLLM raises."""
+        broken = self.armed["offload_worker.submit_stores"] or self.armed["offload_worker.poll"]
+        return bool(broken) or any(rank.copies.stuck for rank in self.engine.ranks)
+
+    # -- what the engine does ------------------------------------------------------------------
+
+    @precondition(lambda self: self._under_way < self.engine.max_steps_under_way)
+    @rule()
+    def schedule(self) -> None:
+        self.engine.schedule()
+
+    @precondition(lambda self: bool(self.engine.scheduled))
+    @rule()
+    def execute(self) -> None:
+        self.engine.execute()
+
+    @precondition(lambda self: bool(self.engine.executed))
+    @rule()
+    def process(self) -> None:
+        self.engine.process()
+
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps: int) -> None:
+        self.engine.step(steps) if self._under_way == 0 else self.engine.finish_steps()
+
+    @rule(steps=st.integers(1, 8))
+    def run(self, steps: int) -> None:
+        """As an engine does that is busy: one step is planned while the other is executed."""
+        engine = self.engine
+        engine.core.resume_scheduler()
+        for _ in range(steps):
+            while self._under_way < engine.max_steps_under_way:
+                engine.schedule()
+            if engine.scheduled:
+                engine.execute()
+            engine.run_copies()
+            engine.process()
+
+    @property
+    def _under_way(self) -> int:
+        return len(self.engine.scheduled) + len(self.engine.executed)
+
+    # -- what copies and memory do -------------------------------------------------------------
+
+    @rule(rank=st.integers(0, 1), which=st.integers(0, 99), fail=st.booleans())
+    def copy(self, rank: int, which: int, fail: bool) -> None:
+        copies = self.engine.ranks[rank % self.ranks].copies
+        if copies.submitted:
+            which %= len(copies.submitted)
+            HAPPENED[f"failed {copies.submitted[which].direction.value}"] += fail
+            copies.run(which, fail=fail)
+
+    @rule()
+    def copy_all(self) -> None:
+        self.engine.run_copies()
+
+    @rule(rank=st.integers(0, 1), stuck=st.booleans())
+    def hang(self, rank: int, stuck: bool) -> None:
+        """Copies of a rank do not end while a drain waits for them, or do so again."""
+        self.engine.ranks[rank % self.ranks].copies.stuck = stuck
+
+    @rule(slots=st.integers(1, 64))
+    def lock(self, slots: int) -> None:
+        """More memory has been page-locked."""
+        for rank in self.engine.ranks:
+            copies = rank.copies
+            copies.locked_slots = min(copies.num_slots, max(copies.locked_slots, slots))
+
+    @rule(rank=st.integers(0, 1), site=st.sampled_from(COPIES), times=st.integers(1, 2))
+    def break_copies(self, rank: int, site: str, times: int) -> None:
+        self.engine.ranks[rank % self.ranks].copies.faults[site] = times
+        if site == "load_now":
+            self.may_end = self.engine.model.may_lose_kv = True
+
+    @rule(hook=st.sampled_from([f"{half}.{name}" for half in HOOKS for name in HOOKS[half]]))
+    def break_hook(self, hook: str) -> None:
+        self.armed[hook] = 1
+        if hook == "offload_scheduler.allocated":
+            self.may_end = self.engine.model.may_lose_kv = True
+
+    # -- what must hold ------------------------------------------------------------------------
+
+    @invariant()
+    def holds(self) -> None:
+        engine = self.engine
+        engine.check_host_memory()
+        engine.check_pins()
+        blocks = [block for block in engine.pool.blocks if not block.is_null]
+        assert engine.pool.get_num_free_blocks() == sum(not block.ref_cnt for block in blocks)
+        for request_id, answer in engine.answers.items():
+            begin = len(self.requests[request_id].prompt_token_ids)
+            for position, token in enumerate(answer, begin):
+                assert token in engine.model.sampled[request_id, position], request_id
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        engine = self.engine
+        for rank in engine.ranks:
+            rank.copies.stuck = False
+            HAPPENED.update(rank.copies.happened)
+            rank.copies.faults.clear()
+        self.armed.clear()
+        engine.core.resume_scheduler()
+        engine.run()
+        self.holds()
+        for request_id, request in self.requests.items():
+            assert request.is_finished()
+            if request_id in self.aborted:
+                continue
+            if request.status == RequestStatus.FINISHED_ERROR:
+                assert self.may_end, f"{request_id} ended though its load could be made good"
+                assert engine.ended[request_id] == "error"
+                HAPPENED["ended"] += 1
+                continue
+            HAPPENED["answered"] += 1
+            answer = engine.answers[request_id]
+            assert len(answer) == request.max_tokens
+            if self.weights_of[request_id] == engine.model.weights:
+                tokens = list(request.prompt_token_ids)
+                for token in answer:
+                    names = name_prefixes(tokens, engine.model.weights)
+                    assert token == next_token(names[-1])
+                    tokens.append(token)
+        HAPPENED["blocks loaded"] += int(engine.totals["hit_tokens"]) // 4
+        engine.check_rest()
+
+
+def _variants() -> list[type[Interleavings]]:
+    return [
+        type(
+            f"{'Async' if asynchronous else 'Plain'}{ranks}",
+            (Interleavings,),
+            {"async_scheduling": asynchronous, "ranks": ranks},
+        )
+        for asynchronous in (True, False)
+        for ranks in (1, 2)
+    ]
+
+
+@pytest.mark.timeout(SECONDS + 600)
+@pytest.mark.parametrize("variant", _variants(), ids=lambda variant: variant.__name__)
+def test_nothing_is_wrong_whatever_happens(
+    variant: type[Interleavings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm.kv_offload"), "disabled", True)
+    until = time.monotonic() + SECONDS / len(_variants())
+    begun = HAPPENED.copy()
+    number = int(os.environ.get("INTERLEAVINGS_SEED", "0"))
+    while time.monotonic() < until:
+        number += 1
+        run_state_machine_as_test(
+            seed(number)(variant),
+            settings=settings(
+                max_examples=20,
+                stateful_step_count=STEPS,
+                deadline=None,
+                database=None,
+                print_blob=True,
+                phases=PHASES,
+                report_multiple_bugs=False,
+                verbosity=Verbosity.normal,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    happened = HAPPENED - begun
+    print(variant.__name__, number, dict(happened))
+    assert happened["answered"] > 0
+    assert happened["blocks loaded"] > 0
+    assert happened["failed load"] > 0
