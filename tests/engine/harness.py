@@ -259,16 +259,18 @@ class Copies:
 
     def __init__(self) -> None:
         self._open = {direction: threading.Event() for direction in Direction}
-        self._failing: set[Direction] = set()
+        self._failing: dict[Direction, int] = {}
+        self._copied: Counter[Direction] = Counter()
         self.release()
 
     def hold(self, direction: Direction) -> None:
         """Let copies of a direction wait before their first byte."""
         self._open[direction].clear()
 
-    def fail(self, direction: Direction) -> None:
-        """Let copies of a direction raise, after half of their runs."""
-        self._failing.add(direction)
+    def fail(self, direction: Direction, every: int = 1) -> None:
+        """Let every so many copies of a direction raise, the next one first, after half of it."""
+        self._failing[direction] = every
+        self._copied[direction] = 0
 
     def release(self) -> None:
         """Let everything pass."""
@@ -279,7 +281,9 @@ class Copies:
     def copy_runs(self, runs: Sequence[Run]) -> None:
         direction = self._direction(runs[0][0])
         assert self._open[direction].wait(60)
-        if direction in self._failing:
+        self._copied[direction] += 1
+        every = self._failing.get(direction)
+        if every is not None and (self._copied[direction] - 1) % every == 0:
             copy_runs(runs[: (len(runs) + 1) // 2])
             raise OSError("injected fault")
         copy_runs(runs)

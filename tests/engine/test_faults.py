@@ -93,26 +93,54 @@ def test_the_destination_of_a_failed_load_is_zeroed(model_folder: Path, copies: 
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_failed_synchronous_load_is_recomputed(
+def test_a_failed_synchronous_load_is_copied_at_once(
     model_folder: Path,
     copies: Copies,
     expected: dict[str, list[list[int]]],
     async_scheduling: bool,
 ) -> None:
-    """Its request runs in the step whose load failed, so what that step sampled is not used."""
+    """Its request runs in the step whose load failed, so the step waits for another copy."""
+    with engine(
+        model_folder, "qwen3", {}, synchronous_loads=True, async_scheduling=async_scheduling
+    ) as offloading:
+        assert offloading.generate(PROMPTS) == expected["qwen3"]
+        offloading.reset_gpu_cache()
+        copies.fail(Direction.LOAD, every=2)
+        assert offloading.generate(PROMPTS) == expected["qwen3"]
+        assert offloading.blocks_loaded() > 0
+        assert offloading.totals["repaired_loads"] > 0
+        assert offloading.totals["lost_requests"] == 0
+        copies.release()
+        offloading.assert_nothing_left()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_synchronous_load_that_nothing_can_bring_ends_its_requests_alone(
+    model_folder: Path,
+    copies: Copies,
+    expected: dict[str, list[list[int]]],
+    async_scheduling: bool,
+) -> None:
     with engine(
         model_folder, "qwen3", {}, synchronous_loads=True, async_scheduling=async_scheduling
     ) as offloading:
         assert offloading.generate(PROMPTS) == expected["qwen3"]
         offloading.reset_gpu_cache()
         copies.fail(Direction.LOAD)
-        assert offloading.generate(PROMPTS) == expected["qwen3"]
+        offloading.add("fails", PROMPTS[0])
+        offloading.add("runs", random_tokens(40, seed=5))
+        finished = offloading.run()
+        assert finished["fails"].outputs[0].finish_reason == "error"
+        assert finished["fails"].outputs[0].token_ids == []
+        assert finished["runs"].outputs[0].finish_reason == "length"
         assert offloading.blocks_loaded() == 0
-        assert offloading.totals["failed_loads"] > 0
+        assert offloading.totals["lost_requests"] == 1
         copies.release()
-        offloading.reset_gpu_cache()
+        # Neither the engine's cache nor host memory has anything of what was computed.
         assert offloading.generate(PROMPTS) == expected["qwen3"]
         assert offloading.blocks_loaded() > 0
+        offloading.reset_gpu_cache()
+        assert offloading.generate(PROMPTS) == expected["qwen3"]
         offloading.assert_nothing_left()
 
 

@@ -46,6 +46,7 @@ from kv_offload.engine_compat import (
     vllm_version,
 )
 from kv_offload.errors import UnsupportedError
+from kv_offload.metadata import OffloadWorkerMetadata
 from kv_offload.prefix import CacheGroup
 from tests.kv_offload.fakes import make_kv_cache_config, make_spec
 
@@ -288,12 +289,23 @@ def test_halves_of_one_connector_or_of_those_inside_another() -> None:
     assert list(halves(None, "offload_scheduler")) == []
 
 
-def test_failed_loads_are_collected_from_all_halves() -> None:
-    def half(*failed: str) -> Any:
-        return SimpleNamespace(offload_scheduler=SimpleNamespace(take_failed_loads=lambda: failed))
+def test_failed_and_lost_loads_are_collected_from_all_reports() -> None:
+    def half(name: str) -> Any:
+        return SimpleNamespace(offload_scheduler=SimpleNamespace(lose=lambda jobs: {(name, *jobs)}))
 
-    multi = SimpleNamespace(_connectors=[half("a", "b"), half("b", "c")])
-    assert engine_hooks.take_failed_loads(multi) == {"a", "b", "c"}
+    def report(failed: set[str], lost: set[int]) -> OffloadWorkerMetadata:
+        return OffloadWorkerMetadata(failed_loads=frozenset(failed), lost_loads=frozenset(lost))
+
+    multi = SimpleNamespace(_connectors=[half("x"), SimpleNamespace(), half("y")])
+    parts = (report({"a", "b"}, {7}), None, report({"b", "c"}, set()))
+    both = SimpleNamespace(kv_connector_worker_meta=SimpleNamespace(metadata=parts))
+    assert engine_hooks.failed_loads(multi, both) == {"a", "b", "c"}
+    assert engine_hooks.requests_with_lost_kv(multi, both) == {("x", 7)}
+    single = SimpleNamespace(kv_connector_worker_meta=parts[0])
+    assert engine_hooks.failed_loads(half("z"), single) == {"a", "b"}
+    assert engine_hooks.requests_with_lost_kv(half("z"), single) == {("z", 7)}
+    nothing = SimpleNamespace(kv_connector_worker_meta=None)
+    assert engine_hooks.failed_loads(multi, nothing) == set()
 
 
 # -- draining before a reset -------------------------------------------------------------------
@@ -321,7 +333,11 @@ def core_of(scheduler: Any) -> EngineCore:
 def scheduler_with(connector: Any) -> Any:
     """One that holds back blocks while steps 4 and 5 are in flight."""
     scheduler = SimpleNamespace(
-        defer_block_free=True, processed_step_seq=3, sched_step_seq=5, deferred_frees=[4, 5]
+        defer_block_free=True,
+        processed_step_seq=3,
+        sched_step_seq=5,
+        deferred_frees=[4, 5],
+        running=[],
     )
 
     def drain() -> None:
@@ -339,12 +355,12 @@ OURS = SimpleNamespace(offload_scheduler=object())
 def test_a_reset_holds_back_no_block_of_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def reset_prefix_cache(self: Any) -> None:
+    def reset_prefix_cache(self: Any, running: bool) -> None:
         seen.append((self.scheduler.defer_block_free, self.scheduler.deferred_frees))
         raise RuntimeError("reset failed")
 
     monkeypatch.setattr(EngineCore, "reset_prefix_cache", reset_prefix_cache)
-    drain_before_reset(lambda _: None)
+    drain_before_reset(lambda _, requeue: None)
     for connector, expected in (
         (OURS, (False, [])),
         (SimpleNamespace(_connectors=[OURS, SimpleNamespace()]), (True, [4, 5])),
@@ -359,14 +375,20 @@ def test_a_reset_holds_back_no_block_of_steps_in_flight(monkeypatch: pytest.Monk
 
 def test_an_engine_core_drains_before_it_resets(resets: list[Any]) -> None:
     core = core_of(scheduler_with(None))
-    drain_before_reset(lambda drained: resets.append(drained))
+    drain_before_reset(lambda drained, requeue: resets.append((drained, requeue)))
     assert core.reset_prefix_cache(True, connector=True) == "done"
-    assert resets == [core, ("reset", True, True)]
+    assert resets == [(core, True), ("reset", True, True)]
+    resets.clear()
+    core.reset_prefix_cache()
+    core.scheduler.running.append("a request, so that the reset fails anyway")
+    core.reset_prefix_cache()
+    asked = [event for event in resets if event[0] is core]
+    assert asked == [(core, True), (core, False)]
 
 
 def test_asking_twice_drains_once(resets: list[Any]) -> None:
     for _ in range(3):
-        drain_before_reset(lambda _: resets.append("drained"))
+        drain_before_reset(lambda _, requeue: resets.append("drained"))
     core_of(scheduler_with(None)).reset_prefix_cache()
     assert resets == ["drained", ("reset", False, False)]
 
@@ -375,6 +397,7 @@ def test_the_hooked_method_is_vllms_own() -> None:
     """Sleep and pause reset through it too; a renamed method must fail here, not at a reset."""
     assert isinstance(EngineCore.__dict__["reset_prefix_cache"], Callable)
     assert isinstance(Scheduler.__dict__["_update_from_kv_xfer_finished"], Callable)
+    assert isinstance(Scheduler.__dict__["update_from_output"], Callable)
 
 
 # -- recomputing requests whose load failed ----------------------------------------------------
@@ -404,18 +427,18 @@ class Waiting:
 def test_a_waiting_request_whose_load_failed_is_recomputed(updates: list[Any]) -> None:
     asked: list[Any] = []
 
-    def take_failed(connector: Any) -> set[str]:
-        asked.append((connector, list(updates)))
+    def find(connector: Any, output: Any) -> set[str]:
+        asked.append((connector, output, list(updates)))
         return {"failed", "aborted", "gone"}
 
-    recompute_failed_requests(take_failed)
+    recompute_failed_requests(find)
     scheduler = Waiting(
         failed=RequestStatus.WAITING_FOR_REMOTE_KVS,
         loaded=RequestStatus.WAITING_FOR_REMOTE_KVS,
         aborted=RequestStatus.FINISHED_ABORTED,
     )
     Scheduler._update_from_kv_xfer_finished(scheduler, "output")
-    assert asked == [("the connector", ["output"])], "vLLM's own update comes first"
+    assert asked == [("the connector", "output", ["output"])], "vLLM's own update comes first"
     assert scheduler.failed_recving_kv_req_ids == {"failed"}
     computed = {name: r.num_computed_tokens for name, r in scheduler.requests.items()}
     assert computed == {"failed": 0, "loaded": 7, "aborted": 7}
@@ -424,7 +447,7 @@ def test_a_waiting_request_whose_load_failed_is_recomputed(updates: list[Any]) -
 def test_asking_twice_recomputes_once(updates: list[Any]) -> None:
     asked: list[str] = []
     for name in ("first", "second"):
-        recompute_failed_requests(lambda _, name=name: asked.append(name) or set())
+        recompute_failed_requests(lambda *_, name=name: asked.append(name) or set())
     Scheduler._update_from_kv_xfer_finished(Waiting(), "output")
     assert (updates, asked) == (["output"], ["first"])
 

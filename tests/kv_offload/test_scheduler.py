@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -22,16 +21,15 @@ from hypothesis.stateful import (
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from vllm.v1.core.kv_cache_utils import get_group_id
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kv_offload.engine_compat import reports_failed_requests, vllm_version
 from kv_offload.engine_hooks import drain_engine_core
 from kv_offload.load_mode import IDLE_SECONDS, WHOLE_SECONDS
 from kv_offload.metadata import (
+    DrainAnswer,
     JobResult,
     LoadJob,
-    OffloadWorkerMetadata,
     StoreJob,
     WorkerCapacity,
 )
@@ -706,34 +704,6 @@ def test_no_request_is_preempted_because_of_stores(
     engine.check_rest()
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-def test_what_is_computed_on_a_load_that_failed_is_never_served(at_once: bool) -> None:
-    """A synchronous load fails when its step has planned stores of what it computes.
-
-    The ends of these are reported later or with the failure.
-    """
-    engine = PlayedEngine(synchronous_loads=True, max_num_batched_tokens=64)
-    store(engine, PROMPT)
-    engine.add("a", [*PROMPT, *OTHER], max_tokens=8)
-    output = engine.schedule()
-    (load,) = output.kv_connector_metadata.loads
-    (job,) = output.kv_connector_metadata.stores
-    assert (load.synchronous, len(job.pairs)) == (True, 5)
-    offload = engine.offload
-    failed = JobResult(frozenset({0}), False)
-    report = OffloadWorkerMetadata(failed_loads=frozenset({"a"}), loads={load.job_id: failed})
-    ended = {job.job_id: JobResult(frozenset({0}), True)}
-    if at_once:
-        report = dataclasses.replace(report, stores=ended)
-    offload.update(KVConnectorOutput(kv_connector_worker_meta=report))
-    if not at_once:
-        later = OffloadWorkerMetadata(ended)
-        offload.update(KVConnectorOutput(kv_connector_worker_meta=later))
-    assert offload.manager.slots_in_use == 5, "what was there before is all"
-    assert offload.take_stats().data["skipped_copy_failed"] == 5
-    assert offload._requests["a"].cursor.next_slot == [0], "it is looked at again"
-
-
 # -- loads -------------------------------------------------------------------------------------
 
 
@@ -1257,9 +1227,10 @@ def test_a_drain_hands_out_what_was_not_sent_once() -> None:
     assert {job.job_id for job in unsent} <= set(running)
     assert Counter(running).most_common(1)[0][1] == 1
     assert engine.offload.begin_drain() == ((), running)
-    assert engine.offload.end_drain({}) is False
+    nothing = DrainAnswer({}, frozenset(), frozenset())
+    assert engine.offload.end_drain(nothing) is False
     assert engine.offload.begin_drain() == ((), ())
-    assert engine.offload.end_drain({}) is True
+    assert engine.offload.end_drain(nothing) is True
 
 
 # -- anything in any order ---------------------------------------------------------------------

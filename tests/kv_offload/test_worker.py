@@ -462,7 +462,7 @@ def test_bytes_and_seconds_are_counted(rank: Rank) -> None:
 def test_a_drain_ends_stores_that_are_queued_or_not_sent(rank: Rank) -> None:
     before = rank.kv.clone()
     rank.step(store(0, (1, 2)))
-    assert rank.half.drain([store(1, (3, 4))], [0, 1]) == {0: result(), 1: result()}
+    assert rank.half.drain([store(1, (3, 4))], [0, 1]).stores == {0: result(), 1: result()}
     assert rank.engine.in_flight == 0
     rank.kv[:] = -1
     rank.step(loads=[load(0, "a", (1, 2), (3, 4))])
@@ -473,15 +473,15 @@ def test_a_drain_reports_again_what_is_on_its_way(rank: Rank) -> None:
     """The scheduler asks for what it has no report of; it takes both answers."""
     rank.step(store(0, (1, 2)))
     rank.step()
-    assert rank.half.drain([], [0]) == {0: result()}
+    assert rank.half.drain([], [0]).stores == {0: result()}
     assert rank.report()[0] == {0: result()}
-    assert rank.half.drain([], [0]) == {0: result()}
+    assert rank.half.drain([], [0]).stores == {0: result()}
 
 
 def test_a_drain_does_not_answer_for_a_store_that_it_never_saw(rank: Rank) -> None:
     rank.step(store(0, (1, 2)))
-    assert rank.half.drain([], [0, 1, 7]) == {0: result()}
-    assert rank.half.drain([], []) == {}
+    assert rank.half.drain([], [0, 1, 7]).stores == {0: result()}
+    assert rank.half.drain([], []).stores == {}
 
 
 def test_a_drain_remembers_failures(rank: Rank, gate: Gate) -> None:
@@ -489,7 +489,7 @@ def test_a_drain_remembers_failures(rank: Rank, gate: Gate) -> None:
     rank.step()
     rank.report()
     gate.failing = True
-    answers = rank.half.drain([store(2, (3, 4))], [0, 1, 2])
+    answers = rank.half.drain([store(2, (3, 4))], [0, 1, 2]).stores
     assert answers == {0: result(), 1: result(ok=False), 2: result(ok=False)}
 
 
@@ -498,19 +498,43 @@ def test_a_drain_is_bounded(rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPa
     gate.opened.clear()
     rank.step(store(0, (1, 2)))
     started = time.monotonic()
-    assert rank.half.drain([store(1, (3, 4))], [0]) == {}
+    assert rank.half.drain([store(1, (3, 4))], [0]).stores == {}
     assert time.monotonic() - started < 5
     gate.opened.set()
     rank.step()
     assert rank.report()[0] == {0: result(), 1: result()}
 
 
-def test_a_drain_keeps_the_loads_that_ended_for_the_next_report(rank: Rank) -> None:
+def test_a_drain_keeps_the_loads_that_ended_for_the_next_report(
+    rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Failed ones end like the others: who drains takes their blocks back."""
+    monkeypatch.setattr("kv_offload.worker.DRAIN_SECONDS", 0.1)
+    gate.opened.clear()
     rank.begin(plan(loads=[load(0, "a", (1, 2)), load(1, "b", (3, 1000))]))
-    assert rank.half.drain([], []) == {}
+    assert rank.half.drain([], []).loading == {"a"}
+    gate.opened.set()
+    assert rank.engine.wait(10)
+    assert rank.half.drain([], []).loading == set()
     rank.end(plan())
-    _, received, failed = rank.report()
-    assert (received, set(failed)) == ({"a", "b"}, {"b"})
+    received, failed = rank.half.take_received()
+    assert (received, failed) == ({"a", "b"}, {})
+
+
+def test_a_drain_in_which_something_raises_tells_what_has_ended(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.step(store(0, (1, 2)))
+    rank.step()
+
+    def fail(timeout_seconds: float) -> bool:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(rank.engine, "wait", fail)
+    answer = rank.half.drain([store(1, (3, 4))], [0, 1])
+    assert answer.stores == {0: result()}
+    monkeypatch.undo()
+    assert rank.half.drain([], [0, 1]).stores == {0: result(), 1: result()}
 
 
 # -- the end -----------------------------------------------------------------------------------
@@ -550,7 +574,7 @@ def test_shutdown_may_come_twice_or_before_the_start() -> None:
     rank.half.shutdown()
     rank.half.shutdown()
     rank.half.poll()
-    assert rank.half.drain([], []) == {}
+    assert rank.half.drain([], []).stores == {}
 
 
 def test_a_sleeping_rank_lets_go_of_the_kv_tensors_and_takes_them_again(gate: Gate) -> None:
@@ -647,13 +671,15 @@ def test_a_layer_has_its_bytes_after_its_call(layers: tuple[Rank, torch.Tensor])
     report = rank.half.take_report()
     assert report is not None
     assert report.loads == {0: result()}
-    assert rank.half.take_failed_synchronous() == []
+    assert not report.lost_loads
 
 
 @pytest.mark.parametrize("cut_short", [False, True])
-def test_a_load_of_which_a_layer_did_not_call_fails_once(
-    layers: tuple[Rank, torch.Tensor], cut_short: bool
+@pytest.mark.parametrize("polled", [False, True])
+def test_a_load_of_which_a_layer_did_not_call_is_lost_once(
+    layers: tuple[Rank, torch.Tensor], cut_short: bool, polled: bool
 ) -> None:
+    """Also if the copies were found to have ended before the end of the forward."""
     rank, other = layers
     expected = other[1].clone()
     other[:] = -1
@@ -661,19 +687,20 @@ def test_a_load_of_which_a_layer_did_not_call_fails_once(
     rank.begin(plan(loads=[job]))
     assert rank.half.on_layer is not None
     rank.half.on_layer("layer.0")
+    if polled:
+        assert rank.engine.wait(10)
+        rank.half.poll()
     if cut_short:
         rank.begin(plan())
     rank.end(plan())
     assert torch.equal(other[4], expected), "nothing may write the block once the step has ended"
-    assert rank.half.take_failed_synchronous() == [job]
     report = rank.half.take_report()
     assert report is not None
-    assert (report.loads, report.failed_loads) == ({0: result(ok=False)}, {"a"})
+    assert (report.loads, report.lost_loads) == ({0: result()}, {0})
     rank.step(loads=[synchronous(1, "b", (5, 2))])
-    assert rank.half.take_failed_synchronous() == []
     report = rank.half.take_report()
     assert report is not None
-    assert report.loads == {1: result()}, "loaded whole"
+    assert (report.loads, report.lost_loads) == ({1: result()}, set()), "loaded whole"
     assert rank.half.on_layer is None
     assert not rank.half._loading
 
@@ -689,7 +716,9 @@ def test_small_loads_and_asynchronous_ones_arrive_whole(
     assert torch.equal(other[4], expected)
     assert rank.half.on_layer is None
     rank.end(plan())
-    assert rank.half.take_failed_synchronous() == []
+    report = rank.half.take_report()
+    assert report is not None
+    assert not report.lost_loads
 
 
 def test_without_a_way_to_write_the_table_loads_arrive_whole(
@@ -745,7 +774,12 @@ def test_ended_loads_are_told_before_their_report_arrives(rank: Rank) -> None:
     assert rank.half.take_ended_loads() == (set(), set())
 
 
-def test_ended_stores_are_told_once_and_not_beside_an_unreported_failure(rank: Rank) -> None:
+def lost(job_id: int, request_id: str) -> LoadJob:
+    """Return a load that nothing can bring."""
+    return LoadJob(job_id, request_id, pairs((5, 2)), incomplete=True, synchronous=True)
+
+
+def test_ended_stores_are_told_once_and_not_beside_an_unreported_loss(rank: Rank) -> None:
     rank.step(store(0, (1, 2)), store(1, (3, 4)))
     rank.begin(plan())
     assert rank.engine.wait(10)
@@ -754,15 +788,15 @@ def test_ended_stores_are_told_once_and_not_beside_an_unreported_failure(rank: R
     rank.end(plan())
     assert rank.report()[0] == {}
     rank.step(store(2, (1, 5)))
-    rank.begin(plan([], [load(0, "a", (5, 2), incomplete=True)]))
+    rank.begin(plan([], [lost(0, "a")]))
     assert rank.engine.wait(10)
     assert rank.half.take_ended_stores() == {}
     rank.half.poll()
-    stores, _, failed = rank.report()
-    assert stores == {2: result()}
-    assert failed.keys() == {"a"}
+    report = rank.half.take_report()
+    assert report is not None
+    assert (report.stores, report.lost_loads) == ({2: result()}, {0})
     rank.step(store(3, (1, 6)))
-    assert rank.report()[2] == {}, "of the step after that"
+    assert rank.report()[0] == {}, "of the step after that"
     rank.begin(plan())
     assert rank.engine.wait(10)
     assert rank.half.take_ended_stores() == {3: result()}
@@ -778,9 +812,9 @@ def test_ended_stores_are_told_before_their_report_arrives(rank: Rank) -> None:
     assert rank.half.take_ended_stores() == {}
 
 
-def test_a_report_under_way_of_a_failed_load_comes_first(rank: Rank) -> None:
+def test_a_report_under_way_of_a_lost_load_comes_first(rank: Rank) -> None:
     rank.step(store(0, (1, 2)), store(1, (3, 4)))
-    rank.begin(plan([], [load(0, "a", (5, 2), incomplete=True)]))
+    rank.begin(plan([], [lost(0, "a")]))
     assert rank.engine.wait(10)
     rank.end(plan())
     assert rank.report()[0] == {0: result(), 1: result()}

@@ -578,10 +578,14 @@ def test_a_wave_that_fails_ends_its_load(
 
     with monkeypatch.context() as patch:
         patch.setattr(host, "_copy_runs", fail)
-        engine.await_wave(1)
+        for _ in range(2):
+            with pytest.raises(CopyError, match="injected fault"):
+                engine.await_wave(1)
     (done,) = engine.poll()
     assert isinstance(done.error, CopyError)
     assert done.job_id == 7
+    engine.load_now(in_waves(7, [(2, 3)]).pairs)
+    assert arrived(engine, storage, 2, view[3]) == [True] * 4
     engine.await_wave(2)
     assert engine.poll() == []
     engine.submit(in_waves(8, [(2, 3)]))

@@ -1,0 +1,265 @@
+"""Failures of loads that a forward waits for, resets in the middle of loads, and hooks that raise.
+
+On vLLM's plain scheduler and on its asynchronous one, with as many steps under way as it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+from tests.kv_offload.fakes import OTHER, PROMPT, PlayedEngine, answer, forget, pinned, store
+from transfer.engine import Direction
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+
+both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["plain", "async"])
+MORE = [*PROMPT, *OTHER[:10]]
+
+
+def play(engine: PlayedEngine) -> None:
+    """Run to the end, each step planned before the one in front of it is taken in."""
+    for _ in range(400):
+        while len(engine.scheduled) + len(engine.executed) < engine.max_steps_under_way:
+            engine.schedule()
+        while engine.scheduled:
+            engine.execute()
+        engine.run_copies()
+        engine.process()
+        if not engine.scheduler.has_requests():
+            engine.finish_steps()
+            return
+    raise AssertionError("the engine does not come to rest")
+
+
+@both_ways
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("fault", ["submit", "before_compute"])
+def test_a_load_that_fails_before_the_forward_is_made_good(
+    async_scheduling: bool, ranks: int, fault: str
+) -> None:
+    engine = PlayedEngine(ranks=ranks, async_scheduling=async_scheduling, synchronous_loads=True)
+    store(engine, PROMPT)
+    engine.ranks[-1].copies.faults[fault] = 1
+    engine.add("a", PROMPT)
+    play(engine)
+    assert engine.ranks[-1].copies.happened[fault] == 1
+    assert engine.answers["a"] == answer(PROMPT)
+    assert engine.totals["hit_tokens"] == 20
+    assert engine.totals["repaired_loads"] == 1
+    assert engine.totals["lost_requests"] == engine.totals["failed_loads"] == 0
+    engine.check_rest()
+
+
+@both_ways
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_load_that_cannot_be_made_good_ends_its_request_alone(
+    async_scheduling: bool, ranks: int
+) -> None:
+    """Who shares its blocks ends too; nothing computed with them is served, here or there."""
+    engine = PlayedEngine(
+        ranks=ranks,
+        async_scheduling=async_scheduling,
+        synchronous_loads=True,
+        max_num_batched_tokens=64,
+    )
+    store(engine, PROMPT)
+    engine.model.may_lose_kv = True
+    engine.ranks[-1].copies.faults.update(before_compute=1, load_now=1)
+    engine.add("beside", OTHER, max_tokens=6)
+    engine.add("a", MORE, max_tokens=6)
+    engine.add("shares", [*PROMPT, 1, 1], max_tokens=6)
+    play(engine)
+    assert engine.ranks[-1].copies.happened["load_now"] == 1
+    assert engine.ended["a"] == engine.ended["shares"] == "error"
+    assert "a" not in engine.answers or engine.answers["a"] == []
+    assert engine.answers.get("shares", []) == []
+    assert engine.answers["beside"] == answer(OTHER, 6)
+    assert engine.totals["lost_requests"] == 2
+    engine.check_host_memory()
+    engine.add("again", MORE, max_tokens=6)
+    play(engine)
+    assert engine.answers["again"] == answer(MORE, 6)
+    engine.check_rest()
+
+
+@both_ways
+@pytest.mark.parametrize("then", ["abort", "reset", "join"])
+def test_what_happens_before_the_loss_is_heard_of(async_scheduling: bool, then: str) -> None:
+    """The step with the loss has been executed, and its output not been taken in."""
+    engine = PlayedEngine(
+        async_scheduling=async_scheduling, synchronous_loads=True, max_num_batched_tokens=64
+    )
+    store(engine, PROMPT)
+    engine.model.may_lose_kv = True
+    engine.ranks[0].copies.faults.update(submit=1, load_now=1)
+    request = engine.add("a", MORE, max_tokens=6)
+    engine.schedule()
+    engine.execute()
+    if then == "join" and async_scheduling:
+        # Hits in the engine's own cache what `a` has computed wrongly.
+        engine.add("joins", MORE, max_tokens=3)
+        output = engine.schedule()
+        assert output.num_scheduled_tokens["joins"] < len(PROMPT)
+        engine.execute()
+        engine.run_copies()
+    if then == "abort":
+        engine.abort("a")  # plans stores of what it has computed
+    if then == "reset":
+        assert engine.reset(reset_running_requests=True)
+        assert request.status == RequestStatus.PREEMPTED
+    play(engine)
+    engine.check_host_memory()
+    if then == "join" and async_scheduling:
+        assert engine.ended["joins"] == "error"
+        assert engine.answers.get("joins", []) == []
+    assert engine.answers.get("a", []) in ([], answer(MORE, 6))
+    forget(engine)
+    engine.add("again", MORE, max_tokens=6)
+    play(engine)
+    assert engine.answers["again"] == answer(MORE, 6)
+    engine.check_rest()
+
+
+# -- resets ------------------------------------------------------------------------------------
+
+
+@both_ways
+@pytest.mark.parametrize("ended", ["not", "copied", "reported", "failed"])
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_reset_in_the_middle_of_a_load_succeeds_and_its_request_goes_on(
+    async_scheduling: bool, ended: str, paused: bool
+) -> None:
+    engine = PlayedEngine(async_scheduling=async_scheduling)
+    store(engine, PROMPT)
+    request = engine.add("a", PROMPT)
+    engine.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    if paused:
+        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    if ended != "not":
+        engine.run_copies(fail=ended == "failed")
+    if ended == "reported":
+        engine.step()
+    before = engine.pool.num_gpu_blocks - 1
+    if paused or request.status != RequestStatus.RUNNING:
+        assert engine.reset(reset_running_requests=False)
+        assert engine.pool.get_num_free_blocks() == before
+    assert engine.reset(reset_running_requests=True, reset_connector=True)
+    assert engine.pool.get_num_free_blocks() == before
+    assert engine.offload.manager.slots_in_use == 0
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    play(engine)
+    assert engine.answers["a"] == answer(PROMPT)
+    engine.check_rest()
+
+
+@both_ways
+def test_a_request_that_a_reset_took_back_loads_again(async_scheduling: bool) -> None:
+    """Two loads of one request: the report of the first must not end the second."""
+    engine = PlayedEngine(async_scheduling=async_scheduling, ranks=2)
+    store(engine, PROMPT)
+    engine.add("a", PROMPT)
+    engine.step()
+    assert engine.reset(reset_running_requests=True)
+    engine.totals.clear()
+    for _ in range(6):
+        engine.step()
+        for copies in (rank.copies for rank in engine.ranks):
+            assert len(copies.submitted) <= 1
+    assert engine.ranks[0].copies.submitted, "the second load"
+    assert "a" not in engine.answers, "nobody has copied it yet"
+    play(engine)
+    assert engine.totals["hit_tokens"] == 20
+    assert engine.answers["a"] == answer(PROMPT)
+    engine.check_rest()
+
+
+# -- hooks that raise --------------------------------------------------------------------------
+
+SCHEDULER_HOOKS = ("match", "allocated", "build_metadata", "read_reports", "finished", "take_stats")
+WORKER_HOOKS = (
+    "submit_stores",
+    "start_copies",
+    "start_kv_transfers",
+    "prepare_store_kv",
+    "poll",
+    "take_report",
+)
+
+
+@both_ways
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize(
+    ("half", "hook"),
+    [
+        *(("offload_scheduler", hook) for hook in SCHEDULER_HOOKS),
+        *(("offload_worker", hook) for hook in WORKER_HOOKS),
+    ],
+)
+def test_a_hook_that_raises_does_not_end_the_engine(
+    half: str,
+    hook: str,
+    synchronous: bool,
+    async_scheduling: bool,
+) -> None:
+    """Once, at each time that it is called while a stored prompt is asked for."""
+    counted = 0.0
+    for when in range(12):
+        engine = PlayedEngine(async_scheduling=async_scheduling, synchronous_loads=synchronous)
+        store(engine, PROMPT)
+        part = getattr(engine.connector, half) or engine.ranks[0].connector.offload_worker
+        raised = raise_once(part, hook, when)
+        engine.model.may_lose_kv = hook == "allocated"
+        engine.add("a", PROMPT)
+        engine.add("b", OTHER)
+        play(engine)
+        if not raised:
+            break
+        if engine.ended["a"] == "error":
+            assert hook == "allocated"
+            assert synchronous
+        else:
+            assert engine.answers["a"] == answer(PROMPT)
+        assert engine.answers["b"] == answer(OTHER)
+        counted += engine.totals["hook_errors"]  # not if nothing reports any more
+        assert pinned(engine) == set()
+        engine.check_rest()
+    assert when > 0, "it was never called"
+    assert counted <= when
+    assert counted or hook in ("take_stats", "take_report"), "not counted"
+
+
+def raise_once(part: Any, hook: str, when: int) -> list[str]:
+    """Have a method raise at its call number `when`; the list returned tells when it has."""
+    raised: list[str] = []
+    original: Callable[..., Any] = getattr(part, hook)
+    calls = iter(range(1 << 30))
+
+    def raising(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == when:
+            raised.append(hook)
+            raise RuntimeError(f"injected into {hook}")
+        return original(*args, **kwargs)
+
+    setattr(part, hook, raising)
+    return raised
+
+
+def test_copies_fail_only_where_a_test_says_so() -> None:
+    """The control: without a fault nothing is repaired, lost or counted."""
+    engine = PlayedEngine(synchronous_loads=True, async_scheduling=True)
+    store(engine, PROMPT)
+    engine.add("a", PROMPT)
+    play(engine)
+    assert engine.totals["hit_tokens"] == 20
+    assert not {"repaired_loads", "lost_requests", "hook_errors"} & engine.totals.keys()
+    engine.run_copies(Direction.STORE)
+    engine.check_rest()
