@@ -24,9 +24,10 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kv_offload.engine_compat import bytes_per_block, reports_failed_requests, vllm_version
-from kv_offload.metadata import LoadJob
+from kv_offload.metadata import LoadJob, OffloadMetadata
 from kv_offload.worker import OffloadWorker
 from tests.engine.harness import BLOCK_TOKENS, Engine, Tokens, engine, greedy, random_tokens
 from tests.processes import print_result
@@ -124,6 +125,9 @@ class DigestingEngine(SwapEngine):
     def await_wave(self, wave: int) -> None:
         self.inner.await_wave(wave)
 
+    def load_now(self, pairs: NDArray[np.int32]) -> None:
+        raise AssertionError("no copy fails here")
+
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         self.inner.zero_blocks(blocks)
 
@@ -168,11 +172,11 @@ def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
             made.append(DigestingEngine(inner, ctypes.string_at, lambda *_: None))
         return made[-1]
 
-    start = OffloadWorker._start_loads
+    start = OffloadWorker.start_copies
 
-    def start_loads(worker: OffloadWorker, jobs: Sequence[LoadJob], **more: Any) -> None:
-        made[-1].expect_rewritten(jobs)
-        start(worker, jobs, **more)
+    def start_copies(worker: OffloadWorker, metadata: OffloadMetadata) -> None:
+        made[-1].expect_rewritten(metadata.loads)
+        start(worker, metadata)
 
     copy_runs = host._copy_runs
     slowness = random.Random(chance.random())  # of its own: the copies' thread draws from it
@@ -185,7 +189,7 @@ def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
     with (
         mock.patch("kv_offload.worker.WAVES_FROM_BYTES", 0),
         mock.patch("kv_offload.worker.create_engine", create),
-        mock.patch.object(OffloadWorker, "_start_loads", start_loads),
+        mock.patch.object(OffloadWorker, "start_copies", start_copies),
         mock.patch("transfer.host._copy_runs", copy_slowly),
     ):
         yield made

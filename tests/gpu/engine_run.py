@@ -16,7 +16,6 @@ import json
 import sys
 import time
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 
 from kv_offload import load_mode, worker
-from kv_offload.metadata import LoadJob
+from kv_offload.metadata import OffloadMetadata
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Drafts,
@@ -53,13 +52,17 @@ class Loads:
         self.in_waves: list[bool] = []
         self.whole = 0
         self._submit = running.rank._engine.submit
-        self._start = running.rank._start_loads
+        self._start = running.rank.start_copies
+        self._started_for: OffloadMetadata | None = None
         running.rank._engine.submit = self._note
-        running.rank._start_loads = self._note_jobs
+        running.rank.start_copies = self._note_jobs
 
-    def _note_jobs(self, jobs: Sequence[LoadJob], **more: Any) -> None:
-        self._start(jobs, **more)
-        for job in jobs:
+    def _note_jobs(self, metadata: OffloadMetadata) -> None:
+        self._start(metadata)
+        if metadata is self._started_for:
+            return
+        self._started_for = metadata
+        for job in metadata.loads:
             if job.whole:
                 self.whole += 1
                 self.blocks.discard(int(job.pairs[-1, 0]))

@@ -317,6 +317,78 @@ def test_compute_waits_for_a_load_before_it(awaited: bool) -> None:
     engine.close()
 
 
+@kernel_only
+@pytest.mark.parametrize("fault", ["refused", "launch", "wait", "full"])
+def test_a_load_before_compute_that_fails_is_copied_at_once(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compute that is queued afterwards sees its bytes, and no late slice of it writes again."""
+    count = 2 * MAX_PAIRS + 5
+    pages = [(4 * KIB, 8 * KIB), (512, 512)]
+    engine, cache, slots = make_engine(count + 9, pages, count)
+    randomize(cache.storage, slots)
+    expected = cache.blocks()
+    pairs = random_pairs(np.random.default_rng(5), count + 9, count, count)
+    blocks, places = ids(pairs)
+    expected[blocks] = slots[places]
+    lane = engine._state.lanes[LOAD, "before_compute"]
+    job = SwapJob(1, LOAD, pairs, before_compute=True)
+    with monkeypatch.context() as patch:
+        if fault == "refused":
+            patch.setattr(engine, "_capturing", lambda: True)
+            with pytest.raises(JobError, match="captured"):
+                engine.submit(job)
+        else:
+            call, calls = lane.path._kernel.launch, iter(range(99))
+
+            def launch(*arguments: Any) -> None:
+                if next(calls) == 1:
+                    raise RuntimeError("injected fault")
+                call(*arguments)
+
+            if fault == "launch":
+                patch.setattr(lane.path._kernel, "launch", launch)
+            if fault == "full":
+                patch.setattr(lane.path, "max_in_flight", 1)
+            if fault == "wait":
+                patch.setattr(lane.stream, "make_wait", failing_call)
+            engine.submit(job)
+            with pytest.raises(CopyError, match="in flight" if fault == "full" else "injected"):
+                engine.await_loads()
+    engine.load_now(pairs)
+    found = cache.blocks()
+    assert torch.equal(found, expected)
+    cache.storage.fill_(3)
+    torch.cuda.synchronize()
+    assert cache.storage.unique().tolist() == [3], "nothing may write once it has returned"
+    engine.poll()
+    engine.submit(SwapJob(2, LOAD, pairs, before_compute=True))
+    engine.await_loads()
+    randomize(slots)
+    engine.close()
+
+
+def failing_call(*_: object) -> None:
+    raise RuntimeError("injected fault")
+
+
+@kernel_only
+def test_a_load_at_once_is_behind_compute_that_is_queued() -> None:
+    engine, cache, slots = make_engine(64, [(64 * KIB, 64 * KIB)], 64)
+    slots.fill_(9)
+    pairs = np.array([[3, 5], [4, 0]], np.int32)
+    torch.cuda._sleep(BUSY_CYCLES)
+    cache.storage.fill_(1)
+    engine.load_now(pairs)
+    assert cache.tensors[0][[3, 4]].unique().tolist() == [9]
+    assert cache.tensors[0][[2, 5]].unique().tolist() == [1]
+    with pytest.raises(JobError, match="block 64, valid are 0 to 63"):
+        engine.load_now(np.array([[64, 0]], np.int32))
+    engine.close()
+    with pytest.raises(JobError, match="closed"):
+        engine.load_now(pairs)
+
+
 WAVE_SHAPES: list[tuple[Pages, int, int, list[list[int]]]] = [
     (
         [(16, 32), (4 * KIB + 32, 8 * KIB), (512, 512), (48 * KIB, 48 * KIB)],

@@ -1,0 +1,210 @@
+"""Run by `test_faults.py` in a process of its own: a busy engine whose copies fail, token by token.
+
+usage: python -m tests.gpu.fault_run MODELS_FOLDER ARGUMENTS_AS_JSON
+
+Needs `VLLM_BATCH_INVARIANT=1`: then the tokens of a bfloat16 model do not depend on what else is in
+a batch, and every answer of an engine under pressure is compared with that of one without the
+plugin. One in ten of each kind of copy fails, at each place where it can. Prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kv_offload import worker
+from kv_offload.connector import KVOffloadConnector
+from tests.engine.harness import Engine, Tokens, engine, random_tokens
+from tests.processes import print_result
+from transfer.engine import SwapJob
+from transfer.errors import JobError
+
+PREFIXES = [random_tokens(150 + 61 * seed % 700, seed) for seed in range(24)]
+AT_ONCE = 24
+EVERY = 10
+
+
+def requests(count: int) -> dict[str, tuple[Tokens, int]]:
+    """Return prompts by request, and how many tokens are asked of each."""
+    chance = random.Random(7)
+    asked = {}
+    for index in range(count):
+        prefix = PREFIXES[min(chance.randrange(24), chance.randrange(24))]
+        tail = random_tokens(chance.randrange(70), 1000 + index)
+        asked[f"r{index}"] = ([*prefix, *tail], chance.randrange(4, 25))
+    return asked
+
+
+def serve(running: Engine, asked: dict[str, tuple[Tokens, int]]) -> dict[str, tuple[str, Tokens]]:
+    """Answer all, some at once; return how each ended, with its tokens."""
+    waiting, live, ended = list(asked.items()), set(), {}
+    while waiting or live:
+        while waiting and len(live) < AT_ONCE:
+            request_id, (prompt, max_tokens) = waiting.pop(0)
+            running.add(request_id, prompt, max_tokens)
+            live.add(request_id)
+        for request_id, output in running.step().items():
+            live.discard(request_id)
+            ended[request_id] = (output.outputs[0].finish_reason, list(output.outputs[0].token_ids))
+    return ended
+
+
+class Faults:
+    """Fails copies of an engine: one in `EVERY` of each kind, at the place whose turn it is."""
+
+    def __init__(self, running: Engine) -> None:
+        self.happened: Counter[str] = Counter()
+        self._seen: Counter[str] = Counter()
+        self._engine = running.rank._engine
+        self._armed: str | None = None
+        for name in ("submit", "load_now", "await_loads"):
+            self._replace(self._engine, name, getattr(self, f"_{name}"))
+        for lane in self._engine._state.lanes.values():
+            self._replace(lane.path, "_queue", self._launch)
+            self._replace(lane.stream, "make_wait", self._make_wait)
+
+    @staticmethod
+    def _replace(target: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(target, name)
+        setattr(target, name, lambda *arguments: wrapper(original, *arguments))
+
+    def _turn(self, kind: str) -> int:
+        """Return which fault of a kind is due, from 1 on, or 0."""
+        self._seen[kind] += 1
+        count, rest = divmod(self._seen[kind], EVERY)
+        return 0 if rest else count
+
+    def _submit(self, submit: Callable[[SwapJob], None], job: SwapJob) -> None:
+        kind = "synchronous load" if job.before_compute else job.direction.value
+        turn = self._turn(kind)
+        places = ("refused", "launch", "wait") if job.before_compute else ("refused", "launch")
+        place = places[turn % len(places)]
+        if turn:
+            self.happened[f"{kind}, {place}"] += 1
+        if turn and place == "refused":
+            raise JobError("injected fault: refused")
+        self._armed = place if turn else None
+        submit(job)
+        if self._armed == "launch":
+            self._armed = None
+
+    def _launch(self, launch: Callable[..., None], *arguments: Any) -> None:
+        if self._armed == "launch":
+            self._armed = None
+            raise RuntimeError("injected fault: launch")
+        launch(*arguments)
+
+    def _make_wait(self, make_wait: Callable[..., None], *arguments: Any) -> None:
+        if self._armed == "wait":
+            self._armed = None
+            raise RuntimeError("injected fault: wait")
+        make_wait(*arguments)
+
+    def _await_loads(self, await_loads: Callable[[], None]) -> None:
+        await_loads()
+
+    def _load_now(self, load_now: Callable[[Any], None], pairs: Any) -> None:
+        if self._turn("copy at once"):
+            self.happened["copy at once"] += 1
+            raise JobError("injected fault: copy at once")
+        load_now(pairs)
+
+
+@contextmanager
+def silent_layer() -> Iterator[list[int]]:
+    """Have a layer read its KV without a call, as if it had never called."""
+    original = KVOffloadConnector.wait_for_layer_load
+    skipped = [0]
+
+    def called(self: Any, layer_name: str) -> None:
+        if self.offload_worker._awaited is not None and ".1." in layer_name:
+            skipped[0] += 1
+        else:
+            original(self, layer_name)
+
+    KVOffloadConnector.wait_for_layer_load = called
+    try:
+        yield skipped
+    finally:
+        KVOffloadConnector.wait_for_layer_load = original
+
+
+def main(models: str, arguments: dict[str, Any]) -> None:
+    count = arguments.pop("requests")
+    settings = {
+        "dtype": "bfloat16",
+        "attention_config": {"backend": "FLASH_ATTN"},
+        "kv_cache_memory_bytes": 256 << 20,
+        "gpu_memory_utilization": 0.1,
+        "max_num_batched_tokens": 1024,
+        "max_num_seqs": 16,
+        "blocks": 260,
+        **arguments,
+    }
+    worker.WAVES_FROM_BYTES = 0  # all of these loads are small
+    asked = requests(count)
+    with engine(Path(models), "llama", None, **settings) as plain:
+        expected = serve(plain, asked)
+    result: dict[str, Any] = {}
+    chance = random.Random(3)
+    with engine(Path(models), "llama", {"cpu_bytes": "256MiB"}, **settings) as ours:
+        mode = ours.offload.load_mode
+        mode.allowed = True
+        mode.is_synchronous = lambda num_slots, *, idle: chance.random() < 0.6
+        result["asynchronous"] = ours.core.batch_queue is not None
+
+        def compare(name: str) -> None:
+            ours.totals.clear()
+            answers = serve(ours, asked)
+            ours.settle()
+            ours.reset_gpu_cache()
+            wrong = [r for r, (why, _) in answers.items() if why != "error"]
+            wrong = [r for r in wrong if answers[r] != expected[r]]
+            leaked = [r for r, (why, tokens) in answers.items() if why == "error"]
+            leaked = [r for r in leaked if answers[r][1] != expected[r][1][: len(answers[r][1])]]
+            result[name] = {
+                "wrong": len(wrong) + len(leaked),
+                "ended": sum(why == "error" for why, _ in answers.values()),
+                "answered": len(answers),
+                "blocks_loaded": ours.blocks_loaded(),
+                "totals": {
+                    key: ours.totals[key]
+                    for key in (
+                        "synchronous_loads",
+                        "failed_loads",
+                        "repaired_loads",
+                        "lost_requests",
+                        "skipped_copy_failed",
+                        "hook_errors",
+                    )
+                },
+            }
+
+        compare("without faults")
+        faults = Faults(ours)
+        compare("with faults")
+        result["faults"] = faults.happened.copy()
+        compare("with faults again")
+        result["faults again"] = faults.happened - result["faults"]
+        with silent_layer() as skipped:
+            ours.rank._waves._given_up = False
+            compare("silent layer")
+            result["silent layer"]["skipped"] = skipped[0]
+        assert ours.rank._engine.wait(10)
+        ours.slots[:] = np.roll(ours.slots, 7, axis=0)
+        compare("control")
+        result["preempted"] = int(ours.totals["preempted"])
+        ours.assert_nothing_left()
+    print_result(result)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
