@@ -151,11 +151,11 @@ def main(models: str, arguments: dict[str, Any]) -> None:
     }
     worker.WAVES_FROM_BYTES = 0  # all of these loads are small
     asked = requests(count)
-    with engine(Path(models), "llama", None, **settings) as plain:
+    with engine(Path(models), "llama_wide", None, **settings) as plain:
         expected = serve(plain, asked)
     result: dict[str, Any] = {}
     chance = random.Random(3)
-    with engine(Path(models), "llama", {"cpu_bytes": "256MiB"}, **settings) as ours:
+    with engine(Path(models), "llama_wide", {"cpu_bytes": "256MiB"}, **settings) as ours:
         mode = ours.offload.load_mode
         mode.allowed = True
         mode.is_synchronous = lambda num_slots, *, idle: chance.random() < 0.6
