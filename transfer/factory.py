@@ -10,6 +10,7 @@ from transfer.host import HostSwapEngine
 from transfer.layout import KVLayout
 from transfer.numa import device_node
 from transfer.pinned import CudaRegistrar, HostArena
+from transfer.room import MemoryRoom
 from transfer.shared import SharedMemory
 
 if TYPE_CHECKING:
@@ -32,13 +33,15 @@ def create_engine(
     keep_alive: Sequence[object],
     output_copy_stream: torch.cuda.Stream | None = None,
     shared: SharedMemory | None = None,
+    room: MemoryRoom | None = None,
 ) -> SwapEngine:
     """Allocate an arena of `num_slots` and return the engine that copies to and from it.
 
     `keep_alive` are the KV tensors behind `layout`. `host` is for KV caches in host memory; `cuda`
     page-locks the arena, the most of it in the background (`SwapEngine.ready_slots`), and its
     stores also wait for `output_copy_stream`. A `shared` arena is the same memory in every process
-    that passes a handle on it; the handle may be closed afterwards.
+    that passes a handle on it; the handle may be closed afterwards. Page-locking in the background
+    pauses while `room` has too little memory; the host's arena gets its pages as slots are stored.
     """
     if kind == "host":
         arena = HostArena(num_slots, layout.slot_bytes, register=None, shared=shared)
@@ -54,5 +57,6 @@ def create_engine(
         # Who shares it has spread it over the nodes of all devices.
         numa_node=None if shared is not None else device_node(registrar.pci_bus_id),
         shared=shared,
+        room=room,
     )
     return CudaSwapEngine(layout, arena, device, keep_alive, output_copy_stream)

@@ -19,6 +19,7 @@ from transfer.errors import PinnedMemoryError
 from transfer.mapping import Mapping
 from transfer.registrar import CudaRegistrar, PinnedRegistrar
 from transfer.registration import Registration, choose_piece_bytes
+from transfer.room import MemoryRoom
 from transfer.shared import SharedMemory
 
 __all__ = ["CudaRegistrar", "HostArena", "PinnedRegistrar"]
@@ -37,7 +38,9 @@ class HostArena:
     are written. With `background` as well the constructor returns once the first piece is locked;
     threads lock the rest, and `ready_slots` says how far they are. Pages come from `numa_node`
     where the machine has them there. Only kernels may copy across the border of two registrations,
-    which have at most `piece_bytes`; see `choose_piece_bytes`.
+    which have at most `piece_bytes`; see `choose_piece_bytes`. With `room`, locking in the
+    background pauses while too little memory is available. Without `register` there is nothing to
+    pause: pages appear as they are written.
 
     Raises `PinnedMemoryError` if the memory cannot be mapped or page-locked; nothing stays behind.
     """
@@ -52,6 +55,7 @@ class HostArena:
         numa_node: int | None = None,
         shared: SharedMemory | None = None,
         piece_bytes: int | None = None,
+        room: MemoryRoom | None = None,
     ) -> None:
         if num_slots < 1 or slot_bytes < 1:
             raise PinnedMemoryError(
@@ -70,7 +74,7 @@ class HostArena:
         mapping = Mapping(self.nbytes, fd=fd, numa_node=numa_node)
         self._registration: Registration | None = None
         if register is not None:
-            self._registration = Registration(mapping, register, self.piece_bytes)
+            self._registration = Registration(mapping, register, self.piece_bytes, room=room)
         self._owner = _Owner(mapping, self.nbytes, self._registration)
         if self._registration is not None:
             try:
@@ -105,7 +109,10 @@ class HostArena:
         return min(self.num_slots, self._registration.ready_bytes // self.slot_bytes)
 
     def wait_ready(self, timeout_seconds: float | None = None) -> bool:
-        """Block until nothing is locked in the background any more; whether all slots are ready."""
+        """Block until nothing is locked in the background any more; whether all slots are ready.
+
+        Locking that has paused for lack of memory is not over.
+        """
         if self._registration is not None:
             self._registration.wait(timeout_seconds)
         return self.ready_slots == self.num_slots

@@ -10,15 +10,20 @@ Others wait for both steps, so both are short: giving pages to shared memory hol
 process' memory map, registering holds the driver's too. One thread at a time registers, and in the
 background it leaves the driver alone afterwards, for `REST` times as long as that took: an engine
 that captures its graphs or runs its first steps meanwhile makes hundreds of calls a second.
+
+Growing must end nobody. Where a `MemoryRoom` is given, a thread that finds too little memory for
+its piece waits and looks again, as long as the pool has users. What is registered stays usable.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import math
 import mmap
 import os
+import sys
 import threading
 import time
 
@@ -26,6 +31,7 @@ from transfer.errors import PinnedMemoryError
 from transfer.limits import describe_limits
 from transfer.mapping import Mapping
 from transfer.registrar import PinnedRegistrar
+from transfer.room import MemoryRoom
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +52,14 @@ There an engine with a pool of 50 GiB started 0.3 s later than one without (medi
 POPULATE_BYTES = 32 << 20
 """Bytes that get pages before a thread looks whether it should stop: some milliseconds, or 0.2 s
 where a virtual machine has not used its memory lately."""
+
+CAREFUL_BYTES = 16 << 30
+"""Where less than this is left above the headroom, a thread looks before every `POPULATE_BYTES`,
+not only before a piece: other processes take memory too, and 8 ranks may have 8 GiB of pieces under
+way. Not always, since looking takes 0.3 ms, most of it with the GIL (2 cores)."""
+
+RETRY_SECONDS = 5.0
+"""How long a thread that found too little memory waits before it looks again."""
 
 _EXIT_SECONDS = 10.0
 """Bound of the wait, at the end of the process, for registrations that run."""
@@ -77,6 +91,7 @@ class Registration:
         piece_bytes: int,
         num_threads: int | None = None,
         rest: float | None = None,
+        room: MemoryRoom | None = None,
     ) -> None:
         self.ready_bytes = 0
         self._mapping = mapping
@@ -84,6 +99,7 @@ class Registration:
         self._piece_bytes = piece_bytes
         self._num_threads = NUM_THREADS if num_threads is None else num_threads
         self._rest = REST if rest is None else rest
+        self._room = room
         self._num_pieces = -(-mapping.nbytes // piece_bytes)
         self._started = time.monotonic()
         self._background = False
@@ -93,6 +109,9 @@ class Registration:
         self._next_piece = 0
         self._registered: set[int] = set()
         self._failures: dict[int, Exception] = {}
+        # Bytes without pages of the pieces that are taken, which no reading shows yet.
+        self._missing: dict[int, int] = {}
+        self._short = False
         self._running_threads = 0
         self._stopping = False
         self._released = False
@@ -102,7 +121,8 @@ class Registration:
 
         Returns after the first with `background`, else after all. Raises `PinnedMemoryError` if one
         of these fails, and then waits for no more than is running. A failure in the background is
-        logged: what was registered before it stays usable.
+        logged: what was registered before it stays usable. The first piece is taken whatever room
+        there is. For the others a lack of room is a failure, or in the background a wait.
         """
         first = self._claim()
         assert first == 0, "a registration is started once"
@@ -128,6 +148,7 @@ class Registration:
         with self._changed:
             self._stopping = self._released = True
             if self._running_threads:
+                self._changed.notify_all()  # those that wait for room
                 return
         self._tear_down()
 
@@ -161,24 +182,80 @@ class Registration:
     def _claim(self) -> int | None:
         """Return the next piece; `None` if there is none, one has failed, or it is time to stop."""
         with self._changed:
-            if self._stopping or self._failures or self._next_piece == self._num_pieces:
+            if self._is_over() or self._next_piece == self._num_pieces:
                 return None
+            piece = self._next_piece
+            start, end = self._range(piece)
+            self._missing[piece] = end - start
             self._next_piece += 1
-            return self._next_piece - 1
+            return piece
+
+    def _is_over(self) -> bool:
+        """Whether no thread begins anything any more: it is time to stop, or a piece has failed."""
+        return self._stopping or bool(self._failures)
 
     def _register(self, piece: int) -> None:
         start, end = self._range(piece)
+        spare_bytes = 0
         try:
             for offset in range(start, end, POPULATE_BYTES):
-                if self._stopping:
+                if spare_bytes < CAREFUL_BYTES:
+                    spare_bytes = self._wait_for_room(piece)
+                if self._stopping or spare_bytes < 0:
                     return
-                self._mapping.populate(offset, min(POPULATE_BYTES, end - offset))
+                nbytes = min(POPULATE_BYTES, end - offset)
+                self._mapping.populate(offset, nbytes)
+                with self._changed:
+                    self._missing[piece] -= nbytes
             with self._driver_turn:
                 if not self._stopping:
                     self._lock(piece)
         except Exception as error:  # noqa: BLE001 - a thread that ends unheard leaves memory behind
             with self._changed:
                 self._failures[piece] = error
+        finally:
+            with self._changed:
+                del self._missing[piece]
+                self._changed.notify_all()  # those that wait for room
+
+    def _wait_for_room(self, piece: int) -> int:
+        """Block until a piece's other pages leave the headroom free; return what is left above it.
+
+        Pieces that begin before it come first, so that slots become ready in order. Returns less
+        than 0 where it is time to stop, or another piece has failed. Raises `MemoryError` instead
+        of waiting where `start` waits for the piece.
+        """
+        if self._room is None or piece == 0:
+            return sys.maxsize
+        while True:
+            with self._changed:
+                if self._is_over():
+                    return -1
+                nbytes = sum(missing for p, missing in self._missing.items() if p <= piece)
+                lowest = min(self._missing)
+            spare_bytes, figures = self._room.spare_bytes(nbytes)
+            if spare_bytes >= 0:
+                return spare_bytes
+            if not self._background:
+                raise MemoryError(figures)
+            with self._changed:
+                # Pieces before it may still end well: then the figure would be too small.
+                first = not self._short and piece == lowest
+                self._short |= first
+            if first:
+                logger.warning(
+                    "host memory is short: the pool keeps %d of %d bytes, and grows when memory is "
+                    "free: %s; free memory, or configure a smaller host cache (cpu_bytes)",
+                    self.ready_bytes,
+                    self._mapping.nbytes,
+                    figures,
+                )
+            with self._changed:
+                self._changed.wait_for(functools.partial(self._has_news, lowest), RETRY_SECONDS)
+
+    def _has_news(self, lowest: int) -> bool:
+        """Whether a thread that waits should look again: `lowest` was the first piece taken."""
+        return self._is_over() or min(self._missing) != lowest
 
     def _lock(self, piece: int) -> None:
         """Register a piece that has its pages, then rest. Call with the driver's turn."""
@@ -196,7 +273,9 @@ class Registration:
             time.sleep(self._rest * seconds)
 
     def _stop(self) -> None:
-        self._stopping = True
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()  # those that wait for room
         self.wait(_EXIT_SECONDS)
 
     # -- the end -------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from transfer.errors import PinnedMemoryError
 from transfer.mapping import Mapping
 from transfer.pinned import HostArena
 from transfer.registration import choose_piece_bytes
+from transfer.room import MemoryRoom
 
 PIECE = 4 * PAGE
 
@@ -502,3 +503,206 @@ def test_an_interrupt_ends_the_process_while_threads_register() -> None:
     code, _, err = run_script(SCRIPT + "while True: time.sleep(0.05)", signal.SIGINT)
     assert code in (-signal.SIGINT, 130)
     assert err.rstrip().endswith("KeyboardInterrupt")
+
+
+# -- little memory -----------------------------------------------------------------------------
+
+HEADROOM = 8 * PAGE
+
+
+class Host:
+    """A host with little memory: what the arena at `address` has of it is not available."""
+
+    def __init__(self, free_bytes: int) -> None:
+        self.free_bytes = free_bytes
+        self.taken = 0
+        self.readings: list[threading.Thread] = []
+
+    def read(self) -> tuple[int, str]:
+        self.readings.append(threading.current_thread())
+        return self.free_bytes - self.taken, "a played host"
+
+    @property
+    def room(self) -> MemoryRoom:
+        return MemoryRoom(self.read, HEADROOM)
+
+
+@pytest.fixture
+def host(small_pieces: int, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """Count what is populated, and look again at once."""
+    host = Host(free_bytes=1 << 40)
+    original, lock = Mapping.populate, threading.Lock()
+
+    def populate(mapping: Mapping, offset: int, nbytes: int) -> None:
+        original(mapping, offset, nbytes)
+        with lock:
+            host.taken += nbytes
+
+    monkeypatch.setattr(Mapping, "populate", populate)
+    monkeypatch.setattr(registration, "RETRY_SECONDS", 0.01)
+    return host
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def paused(host: Host, arena: HostArena, ready_slots: int) -> bool:
+    """Whether threads look again and again, with so many slots ready and nothing under way."""
+    looked = len(host.readings)
+    wait_until(lambda: len(host.readings) > looked + 20)
+    return arena.ready_slots == ready_slots and host.taken == ready_slots * PAGE
+
+
+def test_the_pool_stops_growing_before_it_takes_the_headroom(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.free_bytes = 5 * PIECE + HEADROOM + PIECE - PAGE
+    registrar = Registrar()
+    arena = HostArena(40, PAGE, register=registrar, background=True, room=host.room)
+    wait_until(lambda: arena.ready_slots == 20)
+    assert paused(host, arena, 20)
+    assert host.free_bytes - host.taken >= HEADROOM
+    arena.view()[:20] = 1
+    assert not arena.wait_ready(0.01)
+    assert warnings_of(caplog) == [
+        f"host memory is short: the pool keeps {5 * PIECE} of {40 * PAGE} bytes, and grows when "
+        f"memory is free: {HEADROOM + PIECE - PAGE} bytes are available (a played host), {PIECE} "
+        f"are wanted next, and {HEADROOM} must stay free; free memory, or configure a smaller host "
+        f"cache (cpu_bytes)"
+    ]
+
+
+def test_it_grows_on_when_memory_is_free_again(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.free_bytes = 2 * PIECE + HEADROOM
+    arena = HostArena(40, PAGE, register=Registrar(), background=True, room=host.room)
+    wait_until(lambda: arena.ready_slots == 8)
+    assert paused(host, arena, 8)
+    host.free_bytes += 3 * PIECE
+    wait_until(lambda: arena.ready_slots == 20)
+    assert paused(host, arena, 20)
+    host.free_bytes = 1 << 40
+    assert arena.wait_ready(30)
+    assert arena.ready_slots == 40
+    assert len(warnings_of(caplog)) == 1, "one is enough"
+
+
+def test_with_enough_memory_nothing_is_said_and_each_piece_looks_once(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena = HostArena(40, PAGE, register=Registrar(), background=True, room=host.room)
+    assert arena.wait_ready(30)
+    assert not warnings_of(caplog)
+    assert len(host.readings) == 9, "the first piece is the start's"
+
+
+def test_memory_is_never_looked_at_on_the_thread_that_starts_the_engine(host: Host) -> None:
+    arena = HostArena(40, PAGE, register=Registrar(), background=True, room=host.room)
+    assert arena.wait_ready(30)
+    assert arena.ready_slots == 40
+    assert threading.main_thread() not in host.readings
+
+
+def test_little_memory_is_looked_at_before_every_step_of_a_piece(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process takes memory after the piece was begun: its second half waits."""
+    host.free_bytes = 2 * PIECE + HEADROOM
+    original = Mapping.populate
+
+    def populate(mapping: Mapping, offset: int, nbytes: int) -> None:
+        original(mapping, offset, nbytes)
+        if offset == PIECE:
+            host.free_bytes -= PIECE
+
+    monkeypatch.setattr(Mapping, "populate", populate)
+    arena = HostArena(40, PAGE, register=Registrar(), background=True, room=host.room)
+    looked = len(host.readings)
+    wait_until(lambda: len(host.readings) > looked + 20)
+    assert arena.ready_slots == 4
+    assert host.taken == PIECE + 2 * PAGE
+    host.free_bytes = 1 << 40
+    assert arena.wait_ready(30)
+
+
+def test_a_pool_that_waits_for_memory_ends_at_once(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registration, "RETRY_SECONDS", 600)
+    host.free_bytes = 2 * PIECE + HEADROOM
+    registrar = Registrar()
+    arena = HostArena(40, PAGE, register=registrar, background=True, room=host.room)
+    address = arena.address
+    wait_until(lambda: "grows when memory is free" in caplog.text)
+    assert len(registrar.live) == 2
+    del arena
+    gc.collect()
+    wait_until(lambda: not pinning_threads())
+    assert not registrar.live
+    assert not registrar.unmapped_too_early
+    assert not is_mapped(address)
+
+
+def test_threads_that_wait_for_memory_end_when_a_piece_fails(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registration, "RETRY_SECONDS", 600)
+    host.free_bytes = 2 * PIECE + HEADROOM
+    registrar = GatedRegistrar(failing_offset=PIECE)
+    arena = HostArena(40, PAGE, register=registrar, background=True, room=host.room)
+    registrar.wait_for(1)
+    registrar.let_in()
+    assert not arena.wait_ready(30)
+    assert arena.ready_slots == 4
+    assert f"registering bytes {PIECE} to {2 * PIECE} failed" in caplog.text
+
+
+def test_where_memory_cannot_be_read_the_pool_keeps_what_it_has(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> tuple[int, str]:
+        raise OSError(13, "Permission denied", "/proc/meminfo")
+
+    arena = HostArena(
+        40, PAGE, register=Registrar(), background=True, room=MemoryRoom(fail, HEADROOM)
+    )
+    assert not arena.wait_ready(30)
+    assert arena.ready_slots == 4
+    assert "Permission denied" in caplog.text
+
+
+def test_a_start_that_waits_for_all_pieces_fails_without_room(host: Host) -> None:
+    host.free_bytes = 2 * PIECE + HEADROOM
+    registrar = Registrar()
+    with pytest.raises(PinnedMemoryError, match=r"failed with .* bytes are available") as caught:
+        HostArena(40, PAGE, register=registrar, room=host.room)
+    assert f"{HEADROOM} must stay free" in str(caught.value)
+    assert not registrar.live
+
+
+ENDING_SCRIPT = """
+import time
+from transfer import registration
+from transfer.pinned import HostArena
+from transfer.room import MemoryRoom
+
+class Registrar:
+    def register(self, address, nbytes): pass
+    def unregister(self, address): pass
+
+registration.PIECE_BYTES, registration.RETRY_SECONDS = 1 << 20, 600
+room = MemoryRoom(lambda: (0, "a played host"), 1)
+arena = HostArena(1000, 1 << 20, register=Registrar(), background=True, room=room)
+time.sleep(0.2)
+print("slots", arena.ready_slots, flush=True)
+"""
+
+
+def test_the_process_may_end_while_a_pool_waits_for_memory() -> None:
+    started = time.monotonic()
+    code, out, err = run_script(ENDING_SCRIPT)
+    assert (code, out) == (0, "slots 1\n")
+    assert "host memory is short" in err
+    assert time.monotonic() - started < 8
