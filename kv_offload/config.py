@@ -22,7 +22,8 @@ import yaml
 from msgspec import Meta
 
 from kv_offload.errors import CapacityError, ConfigError
-from kv_offload.sizes import HostMemory, format_size, parse_size, read_host_memory
+from kv_offload.host_memory import HostMemory, headroom_bytes, read_host_memory
+from kv_offload.sizes import format_size, parse_size
 
 EXTRA_CONFIG = "kv_connector_extra_config"
 FILE_KEY = "config_file"
@@ -44,8 +45,11 @@ class OffloadConfig:
         Meta(
             ge=1,
             le=_MAX_INT,
-            description="Host memory for the whole engine, over all its ranks.",
-            extra={"allowed": "bytes, a size (48GiB) or a share of the machine's memory (40%)"},
+            description="Host memory for one replica of the engine, over all its ranks.",
+            extra={
+                "allowed": "bytes, a size (48GiB), or a share of the machine's memory (40%) that "
+                "its data-parallel replicas divide"
+            },
         ),
     ]
     eviction_policy: Annotated[
@@ -150,11 +154,31 @@ SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class TracedConfig:
-    """A configuration, its file, and for every key the source and the value as it was written."""
+    """A configuration, its file, and for every key the source and the value as it was written.
+
+    `host` is the memory that a percentage is of, and `replicas` how many engines divide it.
+    """
 
     config: OffloadConfig
     file: Path | None
     given: dict[str, tuple[str, Any]]
+    host: HostMemory
+    replicas: int
+
+    def describe_request(self) -> str:
+        """Return what `cpu_bytes` asks for, for an error: where from, as written, in bytes."""
+        source, value = self.given["cpu_bytes"]
+        size_bytes = self.config.cpu_bytes
+        text = f"{source}: cpu_bytes: {_show(value)}: asks for {describe_bytes(size_bytes)}"
+        if self.replicas > 1:
+            all_bytes = describe_bytes(size_bytes * self.replicas)
+            text += f" for each of {self.replicas} replicas on this host, {all_bytes} in all"
+        return text
+
+
+def describe_bytes(size_bytes: int) -> str:
+    """Return a size as people read it, and exactly."""
+    return f"{format_size(size_bytes)} ({size_bytes} bytes)"
 
 
 def load_config(
@@ -162,18 +186,21 @@ def load_config(
     environ: Mapping[str, str] = os.environ,
     *,
     host: HostMemory | None = None,
+    replicas: int = 1,
 ) -> OffloadConfig:
     """Return the effective configuration of an engine with this `kv_connector_extra_config`.
 
     The file is `extra_config["config_file"]`, else the variable `KV_OFFLOAD_CONFIG_FILE`, else
     none. A relative path starts at the process's working directory. `host` stands in for
-    `read_host_memory()`.
+    `read_host_memory()`. `replicas` is how many data-parallel replicas run on this host: they
+    divide a percentage, and each takes an absolute size for itself.
 
     Raises:
         ConfigError: a source cannot be read, or has an unknown key or a value that is not allowed.
-        CapacityError: `cpu_bytes` is more than this machine or its cgroup has.
+        CapacityError: `cpu_bytes` of all replicas is more than this machine or its cgroup has, less
+            the headroom. What is free now is not looked at: see `kv_offload.capacity`.
     """
-    return trace_config(extra_config, environ, host=host).config
+    return trace_config(extra_config, environ, host=host, replicas=replicas).config
 
 
 def trace_config(
@@ -181,6 +208,7 @@ def trace_config(
     environ: Mapping[str, str] = os.environ,
     *,
     host: HostMemory | None = None,
+    replicas: int = 1,
 ) -> TracedConfig:
     """Do what `load_config` does, and say where each value came from."""
     layers: list[tuple[str, Mapping[Any, Any]]] = [
@@ -200,21 +228,20 @@ def trace_config(
     given: dict[str, tuple[str, Any]] = {}
     for source, values in layers:
         for name, value in values.items():
-            effective[name] = _checked(source, name, value, host)
+            effective[name] = _checked(source, name, value, host.size_bytes // replicas)
             given[name] = (source, value)
-    config = OffloadConfig(**effective)
-    if config.cpu_bytes > host.size_bytes:
-        source, value = given["cpu_bytes"]
+    traced = TracedConfig(OffloadConfig(**effective), file, given, host, replicas)
+    headroom = headroom_bytes(host)
+    if traced.config.cpu_bytes * replicas + headroom > host.size_bytes:
         raise CapacityError(
-            f"{source}: cpu_bytes: {_show(value)}: asks for {format_size(config.cpu_bytes)} "
-            f"({config.cpu_bytes} bytes), but {host.source} says that there are "
-            f"{format_size(host.size_bytes)} ({host.size_bytes} bytes). Ask for less, for example "
-            f"{DEFAULT_CPU_BYTES}, or give the process more."
+            f"{traced.describe_request()}, but {host.source} says that there are "
+            f"{describe_bytes(host.size_bytes)}, of which {format_size(headroom)} must stay free. "
+            f"Ask for less, for example {DEFAULT_CPU_BYTES}, or give the process more."
         )
-    return TracedConfig(config, file, given)
+    return traced
 
 
-def _checked(source: str, name: Any, value: Any, host: HostMemory) -> Any:
+def _checked(source: str, name: Any, value: Any, whole_bytes: int) -> Any:
     key = SCHEMA.get(name)
     if key is None:
         known = [*SCHEMA, FILE_KEY] if source == EXTRA_CONFIG else [*SCHEMA]
@@ -225,7 +252,7 @@ def _checked(source: str, name: Any, value: Any, host: HostMemory) -> Any:
         raise _bad_value(source, shown, value, "unknown key", remedy)
     try:
         if name == "cpu_bytes" and isinstance(value, str):
-            value = parse_size(value, host.size_bytes)
+            value = parse_size(value, whole_bytes)
         return msgspec.convert(value, key.type)
     except ValueError as error:
         remedy = (

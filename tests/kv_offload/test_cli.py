@@ -11,7 +11,7 @@ import yaml
 import kv_offload
 from kv_offload.cli import main
 from kv_offload.config import SCHEMA, load_config
-from kv_offload.sizes import HostMemory
+from kv_offload.host_memory import HostMemory
 
 DOCS = Path(__file__).parents[2] / "docs/configuration.md"
 PRINT_LAST = "import sys; print(sys.argv[-1])"
@@ -104,6 +104,7 @@ def test_awkward_paths_survive_the_shell(tmp_path, capsys, name):
         ("blocks_per_slot: 65", "blocks_per_slot: 65: Expected `int` <= 64"),
         ("evict_policy: arc", "Did you mean eviction_policy?"),
         ("cpu_bytes: 101%", "cpu_bytes: '101%': asks for"),
+        ("cpu_bytes: 100%", "cpu_bytes: '100%': asks for"),
         ("a: [", "line 1, column 5"),
     ],
 )

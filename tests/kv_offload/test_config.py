@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kv_offload.config import DEFAULT, SCHEMA, OffloadConfig, load_config, trace_config
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError
-from kv_offload.sizes import HostMemory
+from kv_offload.host_memory import HostMemory
 
 GIB = 1 << 30
 HOST = HostMemory(64 * GIB, "/proc/meminfo")
@@ -34,13 +34,13 @@ DEFAULTS = OffloadConfig(
 )
 
 
-def load(extra_config=None, environ=None):
-    return load_config(extra_config or {}, environ or {}, host=HOST)
+def load(extra_config=None, environ=None, replicas=1):
+    return load_config(extra_config or {}, environ or {}, host=HOST, replicas=replicas)
 
 
-def refusal(extra_config=None, environ=None, kind=ConfigError):
+def refusal(extra_config=None, environ=None, kind=ConfigError, replicas=1):
     with pytest.raises(kind) as caught:
-        load(extra_config, environ)
+        load(extra_config, environ, replicas)
     return str(caught.value)
 
 
@@ -65,11 +65,11 @@ def test_defaults():
     ("key", "value", "expected"),
     [
         ("cpu_bytes", 1, 1),
-        ("cpu_bytes", 64 * GIB, 64 * GIB),
+        ("cpu_bytes", 62 * GIB, 62 * GIB),
         ("cpu_bytes", "1.5GiB", 3 * GIB // 2),
         ("cpu_bytes", "48 GB", 48 * 10**9),
         ("cpu_bytes", "40%", 64 * GIB * 40 // 100),
-        ("cpu_bytes", "100%", 64 * GIB),
+        ("cpu_bytes", "96%", 64 * GIB * 96 // 100),
         ("eviction_policy", "arc", "arc"),
         ("store_blocks", "prompt", "prompt"),
         ("store_after_uses", 1, 1),
@@ -183,12 +183,30 @@ def test_more_than_the_machine_has(write):
     message = refusal({"cpu_bytes": "65GiB"}, kind=CapacityError)
     assert message == (
         "kv_connector_extra_config: cpu_bytes: '65GiB': asks for 65 GiB (69793218560 bytes), but "
-        "/proc/meminfo says that there are 64 GiB (68719476736 bytes). Ask for less, for example "
-        "25%, or give the process more."
+        "/proc/meminfo says that there are 64 GiB (68719476736 bytes), of which 2 GiB must stay "
+        "free. Ask for less, for example 25%, or give the process more."
     )
-    file = write("cpu_bytes: 101%")
-    assert refusal({"config_file": file}, kind=CapacityError).startswith(f"{file}: cpu_bytes: '101")
-    assert "cpu_bytes: 68719476737:" in refusal({"cpu_bytes": 64 * GIB + 1}, kind=CapacityError)
+    file = write("cpu_bytes: 100%")
+    assert refusal({"config_file": file}, kind=CapacityError).startswith(f"{file}: cpu_bytes: '100")
+    assert "cpu_bytes: 66571993089:" in refusal({"cpu_bytes": 62 * GIB + 1}, kind=CapacityError)
+
+
+def test_replicas_of_a_host_divide_a_percentage():
+    assert load(replicas=8).cpu_bytes == 2 * GIB
+    assert load({"cpu_bytes": "50%"}, replicas=8).cpu_bytes == 4 * GIB
+    message = refusal({"cpu_bytes": "100%"}, kind=CapacityError, replicas=8)
+    assert message.startswith(
+        "kv_connector_extra_config: cpu_bytes: '100%': asks for 8 GiB (8589934592 bytes) for each "
+        "of 8 replicas on this host, 64 GiB (68719476736 bytes) in all, but /proc/meminfo says"
+    )
+
+
+def test_a_size_is_for_each_replica():
+    assert load({"cpu_bytes": "7GiB"}, replicas=8).cpu_bytes == 7 * GIB
+    assert load({"cpu_bytes": 7 * GIB}, replicas=8).cpu_bytes == 7 * GIB
+    for value in ("8GiB", 8 * GIB):
+        message = refusal({"cpu_bytes": value}, kind=CapacityError, replicas=8)
+        assert "for each of 8 replicas on this host, 64 GiB" in message
 
 
 def test_only_the_effective_size_must_fit(write):
@@ -197,7 +215,7 @@ def test_only_the_effective_size_must_fit(write):
 
 
 def test_the_memory_of_this_machine_is_the_default_whole():
-    from kv_offload.sizes import read_host_memory
+    from kv_offload.host_memory import read_host_memory
 
     whole = read_host_memory().size_bytes
     assert load_config({}, {}).cpu_bytes == whole // 4

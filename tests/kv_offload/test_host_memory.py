@@ -1,0 +1,256 @@
+from pathlib import Path
+
+import pytest
+
+from kv_offload.errors import CapacityError
+from kv_offload.host_memory import (
+    HostMemory,
+    headroom_bytes,
+    read_available_memory,
+    read_host_memory,
+)
+
+GIB = 1 << 30
+NO_LIMIT_V1 = 9223372036854771712  # what cgroup v1 shows where no limit is set
+
+
+class Machine:
+    """A fake `/proc` and `/sys/fs/cgroup`."""
+
+    def __init__(
+        self,
+        root: Path,
+        cgroup: str | None,
+        total_kib: int = 64 << 20,
+        available_kib: int = 48 << 20,
+    ):
+        self.proc, self.cgroups = root / "proc", root / "cgroup"
+        (self.proc / "self").mkdir(parents=True)
+        (self.proc / "meminfo").write_text(
+            f"MemTotal:       {total_kib} kB\nMemFree: 1 kB\nMemAvailable: {available_kib} kB\n"
+        )
+        if cgroup is not None:
+            (self.proc / "self/cgroup").write_text(cgroup)
+
+    def limit(self, path: str, content: object) -> Path:
+        file = self.cgroups / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{content}\n")
+        return file
+
+    def memory(self) -> HostMemory:
+        return read_host_memory(self.proc, self.cgroups)
+
+    def available(self) -> HostMemory:
+        return read_available_memory(self.proc, self.cgroups)
+
+
+def test_without_cgroups_it_is_the_machine(tmp_path):
+    machine = Machine(tmp_path, cgroup=None)
+    assert machine.memory() == HostMemory(64 * GIB, str(machine.proc / "meminfo"))
+
+
+def test_v2_without_a_limit_is_the_machine(tmp_path):
+    machine = Machine(tmp_path, "0::/user.slice/job\n")
+    machine.limit("user.slice/job/memory.max", "max")
+    machine.limit("user.slice/memory.max", "max")
+    assert machine.memory().size_bytes == 64 * GIB
+
+
+@pytest.mark.parametrize("path", ["a/b/memory.max", "a/memory.max", "memory.max"])
+def test_v2_the_smallest_limit_on_the_way_up_counts(tmp_path, path):
+    machine = Machine(tmp_path, "0::/a/b\n")
+    for other in ("a/b/memory.max", "a/memory.max"):
+        machine.limit(other, 32 * GIB)
+    file = machine.limit(path, 8 * GIB)
+    assert machine.memory() == HostMemory(8 * GIB, str(file))
+
+
+@pytest.mark.parametrize("path", ["a/b", "a", ""])
+def test_v1_the_smallest_limit_on_the_way_up_counts(tmp_path, path):
+    machine = Machine(tmp_path, "5:cpu,cpuacct:/x\n4:memory:/a/b\n1:name=systemd:/y\n")
+    for other in ("a/b", "a", ""):
+        machine.limit(f"memory/{other}/memory.limit_in_bytes", NO_LIMIT_V1)
+    file = machine.limit(f"memory/{path}/memory.limit_in_bytes", 8 * GIB)
+    assert machine.memory() == HostMemory(8 * GIB, str(file))
+
+
+def test_v1_no_limit_is_the_machine(tmp_path):
+    machine = Machine(tmp_path, "4:memory:/a\n")
+    machine.limit("memory/a/memory.limit_in_bytes", NO_LIMIT_V1)
+    assert machine.memory().size_bytes == 64 * GIB
+
+
+def test_v1_the_memory_controller_may_share_its_hierarchy(tmp_path):
+    machine = Machine(tmp_path, "4:cpu,memory:/a\n")
+    machine.limit("memory/a/memory.limit_in_bytes", 8 * GIB)
+    assert machine.memory().size_bytes == 8 * GIB
+
+
+@pytest.mark.parametrize(("v1", "v2"), [(8 * GIB, 16 * GIB), (16 * GIB, 8 * GIB)])
+def test_the_smaller_of_v1_and_v2_counts(tmp_path, v1, v2):
+    machine = Machine(tmp_path, "4:memory:/a\n0::/b\n")
+    machine.limit("memory/a/memory.limit_in_bytes", v1)
+    machine.limit("unified/b/memory.max", v2)
+    assert machine.memory().size_bytes == 8 * GIB
+
+
+def test_a_container_that_sees_only_its_own_root(tmp_path):
+    machine = Machine(tmp_path, "4:memory:/docker/0123abcd\n")
+    machine.limit("memory/memory.limit_in_bytes", 8 * GIB)
+    assert machine.memory().size_bytes == 8 * GIB
+
+
+def test_a_cgroup_outside_the_namespace_leaves_only_its_root(tmp_path):
+    machine = Machine(tmp_path, "0::/../a\n")
+    machine.limit("a/memory.max", 1 * GIB)  # another cgroup that happens to have that name
+    machine.limit("memory.max", 8 * GIB)
+    assert machine.memory().size_bytes == 8 * GIB
+
+
+def test_a_cgroup_of_other_processes_does_not_count(tmp_path):
+    machine = Machine(tmp_path, "0::/mine\n")
+    machine.limit("other/memory.max", 1 * GIB)
+    assert machine.memory().size_bytes == 64 * GIB
+
+
+def test_colons_and_odd_bytes_in_a_cgroup_path(tmp_path):
+    machine = Machine(tmp_path, cgroup=None)
+    (machine.proc / "self/cgroup").write_bytes(b"0::/a:b/\xff\n")
+    machine.limit("a:b/memory.max", 8 * GIB)
+    assert machine.memory().size_bytes == 8 * GIB
+
+
+def test_a_limit_above_the_machine_does_not_count(tmp_path):
+    machine = Machine(tmp_path, "0::/a\n")
+    machine.limit("a/memory.max", 128 * GIB)
+    assert machine.memory() == HostMemory(64 * GIB, str(machine.proc / "meminfo"))
+
+
+def test_no_meminfo_is_refused(tmp_path):
+    machine = Machine(tmp_path, cgroup=None)
+    (machine.proc / "meminfo").unlink()
+    with pytest.raises(
+        CapacityError, match=r"No such file or directory.*Make .*/meminfo .*readable"
+    ):
+        machine.memory()
+
+
+def test_meminfo_without_a_total_is_refused(tmp_path):
+    machine = Machine(tmp_path, cgroup=None)
+    (machine.proc / "meminfo").write_text("MemFree: 1 kB\n")
+    with pytest.raises(CapacityError, match=r"no MemTotal in .*/meminfo"):
+        machine.memory()
+
+
+def test_a_limit_that_is_not_a_number_is_refused(tmp_path):
+    machine = Machine(tmp_path, "0::/a\n")
+    machine.limit("a/memory.max", "lots")
+    with pytest.raises(CapacityError, match=r"a/memory.max holds 'lots' where bytes belong"):
+        machine.memory()
+
+
+def test_this_machine():
+    memory = read_host_memory()
+    assert memory.size_bytes > 0
+    assert Path(memory.source).is_file()
+
+
+# What is available now
+
+
+def test_available_without_cgroups_is_what_the_machine_says(tmp_path):
+    machine = Machine(tmp_path, cgroup=None)
+    assert machine.available() == HostMemory(
+        48 * GIB, f"MemAvailable in {machine.proc / 'meminfo'}"
+    )
+
+
+V2_STAT = f"anon {5 * GIB}\nfile {4 * GIB}\ninactive_file {2 * GIB}\nactive_file {1 * GIB}\n"
+
+
+def test_v2_what_is_in_use_is_taken_from_the_limit_but_for_cached_files(tmp_path):
+    machine = Machine(tmp_path, "0::/a\n")
+    limit = machine.limit("a/memory.max", 32 * GIB)
+    machine.limit("a/memory.current", 10 * GIB)
+    machine.limit("a/memory.stat", V2_STAT)
+    available = machine.available()
+    assert available.size_bytes == (32 - 10 + 3) * GIB
+    assert available.source == f"{limit} less what memory.current says, without cached files"
+
+
+def test_v1_what_is_in_use_is_taken_from_the_limit_but_for_cached_files(tmp_path):
+    machine = Machine(tmp_path, "4:memory:/a\n")
+    machine.limit("memory/a/memory.limit_in_bytes", 32 * GIB)
+    machine.limit("memory/a/memory.usage_in_bytes", 10 * GIB)
+    stat = f"inactive_file 4096\ntotal_inactive_file {2 * GIB}\ntotal_active_file {1 * GIB}\n"
+    machine.limit("memory/a/memory.stat", stat)
+    assert machine.available().size_bytes == (32 - 10 + 3) * GIB
+
+
+@pytest.mark.parametrize("path", ["a/b", "a", "."])
+def test_the_cgroup_with_the_least_left_counts_not_the_smallest(tmp_path, path):
+    machine = Machine(tmp_path, "0::/a/b\n")
+    for other in ("a/b", "a", "."):
+        machine.limit(f"{other}/memory.max", 16 * GIB)
+        machine.limit(f"{other}/memory.current", 1 * GIB)
+    machine.limit(f"{path}/memory.max", 32 * GIB)
+    machine.limit(f"{path}/memory.current", 30 * GIB)
+    assert machine.available().size_bytes == 2 * GIB
+    assert machine.memory().size_bytes == 16 * GIB
+
+
+def test_the_machine_may_have_less_than_the_cgroup_allows(tmp_path):
+    machine = Machine(tmp_path, "0::/a\n", available_kib=1 << 20)
+    machine.limit("a/memory.max", 32 * GIB)
+    machine.limit("a/memory.current", 1 * GIB)
+    assert machine.available().size_bytes == 1 * GIB
+
+
+def test_no_limit_has_no_use(tmp_path):
+    machine = Machine(tmp_path, "4:memory:/a\n0::/b\n")
+    machine.limit("memory/a/memory.limit_in_bytes", NO_LIMIT_V1)
+    machine.limit("memory/a/memory.usage_in_bytes", 60 * GIB)
+    machine.limit("b/memory.max", "max")
+    machine.limit("b/memory.current", "not read")
+    assert machine.available().size_bytes == 48 * GIB
+
+
+def test_more_in_use_than_the_limit_leaves_nothing(tmp_path):
+    machine = Machine(tmp_path, "0::/a\n")
+    machine.limit("a/memory.max", 4 * GIB)
+    machine.limit("a/memory.current", 5 * GIB)
+    assert machine.available().size_bytes == 0
+
+
+def test_a_cgroup_without_figures_of_use_does_not_count(tmp_path):
+    machine = Machine(tmp_path, "0::/a\n")
+    machine.limit("a/memory.max", 4 * GIB)
+    assert machine.available().size_bytes == 48 * GIB
+
+
+def test_meminfo_without_what_is_available_is_refused(tmp_path):
+    machine = Machine(tmp_path, cgroup=None)
+    (machine.proc / "meminfo").write_text("MemTotal: 1 kB\n")
+    with pytest.raises(CapacityError, match=r"no MemAvailable in .*/meminfo"):
+        machine.available()
+
+
+def test_what_this_machine_has_available():
+    available, whole = read_available_memory(), read_host_memory()
+    assert 0 < available.size_bytes < whole.size_bytes
+
+
+def test_memory_that_is_taken_is_no_longer_available():
+    before = read_available_memory().size_bytes
+    taken = bytearray(b"x") * (256 << 20)
+    assert before - read_available_memory().size_bytes > 64 << 20  # others take and free some too
+    del taken
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "headroom"),
+    [(1024 * GIB, 2 * GIB), (32 * GIB, 2 * GIB), (4 * GIB, GIB // 4)],
+)
+def test_the_headroom_is_small(size_bytes, headroom):
+    assert headroom_bytes(HostMemory(size_bytes, "")) == headroom
