@@ -14,12 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kv_offload import engine_compat
-from kv_offload.config import load_config
+from kv_offload.capacity import check_available, describe_share, warn_of_hidden_replicas
+from kv_offload.config import trace_config
 from kv_offload.engine_compat import logger
 from kv_offload.engine_hooks import drain_engine_core, failed_loads, requests_with_lost_kv
 from kv_offload.hook_errors import HookErrors, survives
 from kv_offload.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.metrics import OffloadPromMetrics, OffloadStats
+from kv_offload.replicas import count_local_replicas
 from kv_offload.scheduler import OffloadScheduler
 from kv_offload.sharing import ALONE, Peers, arena_bytes, ranks_with_equal_bytes
 from kv_offload.support import cache_groups, check_supported, has_draft_head
@@ -57,7 +59,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.hook_errors = HookErrors()
         version = engine_compat.vllm_version()
         transfer_config = vllm_config.kv_transfer_config
-        config = load_config(transfer_config.kv_connector_extra_config)
+        replicas = count_local_replicas(vllm_config)
+        traced = trace_config(transfer_config.kv_connector_extra_config, replicas=replicas.count)
+        config = traced.config
         check_supported(config, vllm_config, kv_cache_config, version)
         # Read by the engine's scheduler after it has built its connector.
         transfer_config.kv_load_failure_policy = config.on_load_failure
@@ -79,7 +83,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 draft_head=has_draft_head(vllm_config),
             )
             self._start_scheduler(config, kv_cache_config, groups, parallel, version)
+            logger.info("kv-offload: %s", describe_share(traced))
+            if replicas.hidden:
+                warn_of_hidden_replicas(traced)
         else:
+            # No rank takes memory before all have looked how much there is.
+            check_available(traced, engine_compat.gather_over_ranks)
             peers = ALONE
             if ranks_with_equal_bytes(parallel, kv_cache_config) > 1:
                 peers = Peers(*engine_compat.tensor_parallel_ranks())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kv_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("vllm.kv_offload")  # only children of "vllm" have a handler
@@ -207,6 +208,59 @@ def tensor_parallel_ranks() -> tuple[int, int, Callable[[Any], list[Any]]]:
         return gathered
 
     return group.rank_in_group, group.world_size, gather
+
+
+def gather_over_ranks(value: Any) -> list[Any]:
+    """Return what each rank of this replica gives, this one's first where it is alone.
+
+    All ranks of the replica must call it; blocks. Where no engine has formed groups the caller is
+    alone. It goes through the groups of tensor, pipeline and prefill context parallelism, in turn:
+    vLLM's group of all ranks has the other replicas' too in a mixture of experts.
+    """
+    import torch
+    from vllm.distributed import parallel_state
+
+    gathered = [value]
+    if not torch.distributed.is_initialized():
+        return gathered
+    for name in ("get_tp_group", "get_pp_group", "get_pcp_group"):
+        group = getattr(parallel_state, name)()
+        if group.world_size > 1:
+            parts: list[Any] = [None] * group.world_size
+            torch.distributed.all_gather_object(parts, gathered, group=group.cpu_group)
+            gathered = [item for part in parts for item in part]
+    return gathered
+
+
+_REPLICAS = "_kv_offload_local_replicas"
+
+
+def note_replicas() -> None:
+    """Have every configuration of an engine say how many replicas its front end starts here.
+
+    Replicas of a dense model are not told: vLLM sets the sizes in their configuration to 1. A note
+    in the object travels with it to all processes. A process that has not loaded vLLM's engine
+    arguments makes no configuration, and nothing changes there. A second call replaces nothing.
+    """
+    module = sys.modules.get("vllm.engine.arg_utils")
+    original = getattr(getattr(module, "EngineArgs", None), "create_engine_config", None)
+    if original is None or getattr(original, "_kv_offload_notes", False):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original(self, *args, **kwargs)
+        parallel = config.parallel_config
+        setattr(parallel, _REPLICAS, int(parallel.data_parallel_size_local))
+        return config
+
+    create_engine_config._kv_offload_notes = True  # type: ignore[attr-defined]
+    module.EngineArgs.create_engine_config = create_engine_config  # type: ignore[union-attr]
+
+
+def noted_replicas(parallel: ParallelConfig) -> int:
+    """Return what `note_replicas` noted in this configuration; 1 where nothing was."""
+    return int(getattr(parallel, _REPLICAS, 1))
 
 
 def forward_context() -> object | None:

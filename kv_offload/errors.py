@@ -22,4 +22,4 @@ class UnsupportedError(KVOffloadError, RuntimeError):
 
 
 class CapacityError(KVOffloadError, RuntimeError):
-    """The host memory that was asked for does not exist, or cannot hold a single slot."""
+    """The memory asked for does not exist, is not available, or cannot hold a single slot."""

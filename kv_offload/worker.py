@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kv_offload.capacity import growing_room
 from kv_offload.config import OffloadConfig
 from kv_offload.engine_compat import (
     find_output_copy_stream,
@@ -166,6 +167,7 @@ class OffloadWorker:
                 keep_alive=tensors,
                 output_copy_stream=stream,
                 shared=shared,
+                room=growing_room(),
             )
         if self._engine.can_load_in_waves:
             page_bytes = [region.page_bytes for region in layout.regions]

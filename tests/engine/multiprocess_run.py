@@ -46,6 +46,7 @@ def check(result: dict[str, Any], ranks: int, sharing: int = 1) -> None:
     assert [rank["rank"] for rank in told] == list(range(ranks))
     for rank in told:
         assert rank["sharing"] == sharing
+        assert rank["replica"] == list(range(ranks)), "all ranks can agree before they start"
         assert rank["slots"] == result["cpu_bytes"] * sharing // ranks // rank["slot_bytes"]
     for before, after, wrong in zip(stored, loaded, rolled, strict=True):
         assert len(after["blocks"]) >= 8

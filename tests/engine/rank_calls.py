@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from kv_offload.engine_compat import gather_over_ranks
 from transfer.engine import Direction, SwapJob
 
 
@@ -40,6 +41,7 @@ def watch(_worker: Any) -> dict[str, Any]:
         "slots": half.num_slots,
         "slot_bytes": half._engine.layout.slot_bytes,
         "sharing": half._peers.count,
+        "replica": gather_over_ranks(half._rank),
     }
 
 

@@ -15,6 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kv_offload.host_memory import read_host_memory
+from kv_offload.plugin import register
+from kv_offload.sizes import parse_size
 from tests.engine.multiprocess_run import assert_same, cache_prefixes_of_latents, rolled_slots
 from tests.processes import print_result
 
@@ -23,8 +26,10 @@ PROMPT_TOKENS = (129, 193, 257)
 
 
 def check(result: dict[str, Any]) -> None:
-    """Check that each replica serves from its own host memory, and nothing of the other's."""
-    assert [len(ranks) for ranks in result["ranks"]] == [1, 1]
+    """Check that each replica serves from its part of host memory, and nothing of the other's."""
+    for (rank,) in result["ranks"]:
+        assert rank["replica"] == [0], "no rank of the other replica"
+        assert rank["slots"] == result["host_bytes"] // REPLICAS // rank["slot_bytes"]
     for replica, (computed, cached) in enumerate(result["expected"]):
         assert_same(result["computed"][replica], computed)
         assert_same(result["reloaded"][replica], cached)
@@ -56,6 +61,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
 
     from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
 
+    register()  # as vLLM does, where the package is installed and not only a checkout
     logprobs = arguments.pop("logprobs", None)
     cache_prefixes_of_latents(kind)
     settings = engine_settings(
@@ -80,8 +86,16 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     plain.llm_engine.engine_core.shutdown()
     del plain
 
-    settings["kv_transfer_config"] = KVTransferConfig(**transfer_config({"cpu_bytes": 8 << 20}))
-    result = {"expected": expected, **asyncio.run(run(settings, prompts, sampling))}
+    # A part of the host's memory, which the replicas divide.
+    host_bytes = REPLICAS * (8 << 20)
+    percent = f"{100 * host_bytes / read_host_memory().size_bytes:.10f}%"
+    host_bytes = parse_size(percent, read_host_memory().size_bytes)
+    settings["kv_transfer_config"] = KVTransferConfig(**transfer_config({"cpu_bytes": percent}))
+    result = {
+        "expected": expected,
+        "host_bytes": host_bytes,
+        **asyncio.run(run(settings, prompts, sampling)),
+    }
     print_result(result)
 
 

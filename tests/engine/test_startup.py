@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
+from kv_offload.host_memory import headroom_bytes, read_host_memory
 from tests.engine.harness import engine, random_tokens
 
 
@@ -53,6 +54,16 @@ def test_pool_smaller_than_a_slot(model_folder: Path) -> None:
     message = refusal(model_folder, {"cpu_bytes": 1000}, CapacityError)
     assert "1000 bytes" in message
     assert "set cpu_bytes to 32768 or more" in message
+
+
+def test_pool_larger_than_what_is_available(model_folder: Path) -> None:
+    """It exists, but this process and the system have some of it."""
+    host = read_host_memory()
+    size_bytes = host.size_bytes - headroom_bytes(host)
+    message = refusal(model_folder, {"cpu_bytes": size_bytes}, CapacityError)
+    assert f"cpu_bytes: {size_bytes}: asks for" in message
+    assert "are available now (" in message
+    assert "Lower cpu_bytes, end what else takes memory" in message
 
 
 def test_wrong_transfer_engine(model_folder: Path) -> None:

@@ -194,8 +194,9 @@ def make_vllm_config(
     draft_head: bool = False,
     async_scheduling: bool = False,
     ranks: int = 1,
+    replicas: int = 1,
 ) -> Any:
-    """Return the configuration that vLLM makes of a user's arguments.
+    """Return the configuration that vLLM makes of a user's arguments, in the front end.
 
     Drafts come from the text, or from a head whose method is set afterwards: it has no model here.
     """
@@ -209,6 +210,7 @@ def make_vllm_config(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
+        data_parallel_size=replicas,
         **({} if reports_failed_requests(vllm_version()) else {"disable_cascade_attn": True}),
         speculative_config=speculative if drafts else None,
         kv_transfer_config={
