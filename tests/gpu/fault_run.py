@@ -161,11 +161,13 @@ def main(models: str, arguments: dict[str, Any]) -> None:
         mode.is_synchronous = lambda num_slots, *, idle: chance.random() < 0.6
         result["asynchronous"] = ours.core.batch_queue is not None
 
-        def compare(name: str) -> None:
+        def compare(name: str, *, empty: bool = True) -> None:
+            ours.reset_gpu_cache()
+            if empty:
+                assert ours.core.reset_prefix_cache(False, True)
             ours.totals.clear()
             answers = serve(ours, asked)
             ours.settle()
-            ours.reset_gpu_cache()
             wrong = [r for r, (why, _) in answers.items() if why != "error"]
             wrong = [r for r in wrong if answers[r] != expected[r]]
             leaked = [r for r, (why, tokens) in answers.items() if why == "error"]
@@ -200,8 +202,7 @@ def main(models: str, arguments: dict[str, Any]) -> None:
             result["silent layer"]["skipped"] = skipped[0]
         assert ours.rank._engine.wait(10)
         ours.slots[:] = np.roll(ours.slots, 7, axis=0)
-        compare("control")
-        result["preempted"] = int(ours.totals["preempted"])
+        compare("control", empty=False)
         ours.assert_nothing_left()
     print_result(result)
 
