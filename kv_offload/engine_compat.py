@@ -162,22 +162,38 @@ def before_each_step(call: Callable[[Any], None]) -> None:
     before some preparations. Looks for the runner on the call stack, as `find_output_copy_stream`
     does; where there is none nothing changes.
     """
-    for runner in _callers():
-        if hasattr(runner, "execute_model"):
-            _call_before_steps(runner, call)
-            return
+    runner = _calling_runner()
+    if runner is not None:
+
+        def begin(scheduler_output: Any, *_args: Any, **_kwargs: Any) -> None:
+            call(scheduler_output)
+
+        _call_before(runner, "execute_model", begin)
 
 
-def _call_before_steps(runner: Any, call: Callable[[Any], None]) -> None:
-    original = type(runner).execute_model
-    found = weakref.ref(runner)  # a cycle would keep its KV tensors until the next collection
+def _calling_runner() -> Any | None:
+    """Return the model runner on the call stack, the nearest if there are several."""
+    return next((caller for caller in _callers() if hasattr(caller, "execute_model")), None)
 
-    @functools.wraps(original)
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        call(scheduler_output)
-        return original(found(), scheduler_output, *args, **kwargs)
 
-    runner.execute_model = execute_model
+def _call_before(owner: Any, method: str, call: Callable[..., None]) -> None:
+    """Have `owner.method(...)` call `call(...)` first, with the same arguments.
+
+    Only this object changes. A wrapper that somebody else has set on it is called in its turn, and
+    whoever wraps the method later, on the object or on its class, wraps it together with `call`.
+    """
+    wrapped = vars(owner).get(method)
+    found = weakref.ref(owner)  # a cycle would keep its KV tensors until the next collection
+
+    @functools.wraps(wrapped or getattr(type(owner), method))
+    def first(*args: Any, **kwargs: Any) -> Any:
+        call(*args, **kwargs)
+        if wrapped is not None:
+            return wrapped(*args, **kwargs)
+        alive = found()
+        return getattr(type(alive), method)(alive, *args, **kwargs)
+
+    setattr(owner, method, first)
 
 
 def changes_blocks(scheduler_output: Any) -> bool:

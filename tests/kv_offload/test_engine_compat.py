@@ -235,6 +235,39 @@ def test_the_runner_calls_before_each_step() -> None:
     assert len(told) == 2, "other runners are left alone"
 
 
+def test_wrappers_of_others_are_called_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set on the runner before ours, set on it after ours, and set on its class after ours."""
+    runner, told = SteppingRunner(), []
+
+    def wrap(name: str) -> None:
+        inner = runner.execute_model
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            told.append(name)
+            return inner(*args, **kwargs)
+
+        runner.execute_model = outer  # type: ignore[method-assign]
+
+    wrap("before")
+    runner.register(lambda output: told.append("ours"))
+    wrap("after")
+    original = SteppingRunner.execute_model
+
+    def on_class(self: SteppingRunner, *args: Any, **kwargs: Any) -> str:
+        told.append("class")
+        return original(self, *args, **kwargs)
+
+    other = SteppingRunner()
+    other.register(lambda output: told.append("ours"))
+    monkeypatch.setattr(SteppingRunner, "execute_model", on_class)
+    assert runner.execute_model("one", tensors=3) == "output"
+    assert runner.executed == [("one", 3)]
+    assert told == ["after", "ours", "before"]
+    told.clear()
+    assert other.execute_model("one") == "output"
+    assert told == ["ours", "class"]
+
+
 def test_a_runner_that_calls_is_freed_at_once() -> None:
     runner = SteppingRunner()
     runner.register(lambda output: None)
