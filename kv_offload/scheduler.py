@@ -291,7 +291,7 @@ class OffloadScheduler:
                 self._plan_stores(state, new.num_computed_tokens + scheduled[new.req_id])
         self._grown_blocks = self._follow_running(output.scheduled_cached_reqs, scheduled)
         self._stores.pin_chosen()
-        self._stores.settle_leftovers(idle=not self._requests)
+        self._stores.settle_leftovers(idle=not scheduled and self._is_still)
         self._behind = self._stores.behind
         self.watch.begin(
             output,
@@ -305,6 +305,12 @@ class OffloadScheduler:
     def metadata_without_new_stores(self) -> OffloadMetadata:
         """Return the plan where `build_metadata` failed: the engine counts on its loads."""
         return OffloadMetadata((), self._loads.take_planned())
+
+    @property
+    def _is_still(self) -> bool:
+        """Whether no step that computes something is under way, and no load."""
+        states = self._requests.values()
+        return not self._loads.running and not any(s.request.num_in_flight_tokens for s in states)
 
     def _follow_running(self, cached: CachedRequestData, scheduled: Mapping[str, int]) -> int:
         """Plan the stores of requests that ran before; return how many blocks they have got."""

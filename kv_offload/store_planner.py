@@ -230,8 +230,9 @@ class StorePlanner:
     def settle_leftovers(self, *, idle: bool) -> None:
         """Forget the leftovers that `pin_chosen` took care of.
 
-        `idle` says that there is no request. If no store runs either, and still nothing could be
-        planned, nothing will ever be: all are dropped, so that the engine may rest.
+        `idle` says that this step computes nothing, and that no step or load is under way. If no
+        store is either, no GPU block will become free by itself. What could not be planned then
+        never will be: it is dropped and counted, so that the engine may rest.
         """
         if not self.leftovers:
             return
@@ -249,14 +250,15 @@ class StorePlanner:
         """Return how many more slots may be chosen.
 
         `max_pinned_share` is of what would be free if no store held anything and the requests whose
-        blocks are pinned had ended.
+        blocks are pinned had ended. While nothing is pinned it is at least one slot, or a GPU cache
+        with few free blocks would never store anything.
         """
         pinned = self.jobs.pinned_blocks
         free: int = self._pool.get_num_free_blocks() + soon_free_blocks
-        blocks = min(
-            int(self._max_pinned_share * (free + pinned)) - pinned,
-            free - self._budget.reserved_blocks,
-        )
+        share = int(self._max_pinned_share * (free + pinned)) - pinned
+        if not pinned:
+            share = max(share, self._per_slot)
+        blocks = min(share, free - self._budget.reserved_blocks)
         slots = self._budget.slots_left(self.jobs.slots_in_flight)
         return min(blocks // self._per_slot, slots)
 

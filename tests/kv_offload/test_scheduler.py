@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from kv_offload.engine_compat import reports_failed_requests, vllm_version
@@ -579,6 +580,73 @@ def test_a_throttled_engine_stores_when_nothing_runs(monkeypatch: pytest.MonkeyP
     engine.run()
     assert engine.totals["deferred_slots"] == 5, "none while it ran"
     assert engine.totals["stored_bytes"] == blocks(5)
+    engine.check_rest()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_paused_engine_with_one_free_block_comes_to_rest(
+    async_scheduling: bool, grows: bool
+) -> None:
+    """What waits is looked at, and gone; or dropped, if the block is reserved for growth."""
+    length = 28 if grows else 24
+    max_tokens = length - 17
+    engine = PlayedEngine(
+        blocks=length // 4 + 2, max_num_batched_tokens=64, async_scheduling=async_scheduling
+    )
+    allow(engine, 1)
+
+    def step() -> None:
+        """Keep as many steps under way as the engine does; no copy ends."""
+        engine.schedule()
+        if len(engine.scheduled) == engine.max_steps_under_way:
+            engine.execute()
+            engine.process()
+
+    engine.add("gone", PROMPT, max_tokens=1)
+    while not engine.answers:
+        step()
+    engine.add("other", OTHER, max_tokens)
+    while len(engine.answers.get("other", ())) < length - 23:
+        step()
+    assert engine.offload._stores.leftovers.slots == 4
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    for _ in range(20):
+        if not engine.scheduler.has_requests():
+            break
+        step()
+        engine.run_copies()
+    assert not engine.scheduler.has_requests(), "the engine does not come to rest"
+    engine.finish_steps()
+    assert engine.pool.get_num_free_blocks() == 1
+    assert engine.offload._stores.leftovers.slots == 0
+    skipped = {"skipped_moved_on": 4} if not grows else {"skipped_no_budget": 4}
+    assert {n: c for n, c in engine.totals.items() if n.startswith("skipped")} == skipped
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run()
+    assert engine.answers["other"] == answer(OTHER, max_tokens)
+    engine.check_rest()
+
+
+def test_what_waits_is_kept_while_a_step_is_under_way() -> None:
+    """Under asynchronous scheduling a step may schedule nothing and yet a request is about to end.
+
+    What it frees lets the others' leftovers be stored.
+    """
+    engine = PlayedEngine(blocks=8, max_num_batched_tokens=64, async_scheduling=True)
+    allow(engine, 1)
+    engine.add("gone", PROMPT, max_tokens=1)
+    while not engine.answers:
+        engine.step()
+    engine.run_copies()
+    engine.add("other", OTHER[:13], max_tokens=1)
+    budget = engine.offload.store_budget
+    budget._grown_blocks = budget._reserved_blocks = 4  # nothing is left for stores
+    engine.schedule()
+    assert not engine.schedule().num_scheduled_tokens
+    assert engine.offload._stores.leftovers.slots > 0
+    engine.run()
+    assert "skipped_no_budget" not in engine.totals
     engine.check_rest()
 
 

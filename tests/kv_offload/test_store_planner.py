@@ -409,6 +409,31 @@ def test_pins_are_capped_at_a_share_of_the_free_blocks() -> None:
     assert blocks_of(stores.plan(request, ids, end=72)) == ids[:6]
 
 
+@pytest.mark.parametrize(("per_slot", "free", "planned"), [(1, 1, 1), (2, 2, 2), (2, 1, 0)])
+def test_one_slot_is_pinned_where_the_share_is_less(per_slot: int, free: int, planned: int) -> None:
+    """And another one when it has been stored; but never more blocks than there are."""
+    stores = Stores(blocks=8 + free + 1, share=0.1, blocks_per_slot=per_slot)
+    request, ids = stores.compute(8)
+    cursor = stores.planner.new_cursor("a")
+    first = stores.plan(request, ids, end=32, cursor=cursor)
+    assert (blocks_of(first) if first else []) == ids[:planned]
+    assert stores.plan(request, ids, end=32, cursor=cursor) is None, "it is still pinned"
+    if first:
+        stores.end(first)
+        assert blocks_of(stores.plan(request, ids, end=32, cursor=cursor)) == ids[per_slot:][
+            :per_slot
+        ]
+
+
+def test_no_slot_is_pinned_of_blocks_that_are_reserved() -> None:
+    stores = Stores(blocks=10, share=0.1)
+    request, ids = stores.compute(8)
+    stores.budget.begin_step(load_seconds=0.0, grown_blocks=1)
+    assert stores.plan(request, ids, end=32) is None
+    stores.budget.anybody_runs = False
+    assert blocks_of(stores.plan(request, ids, end=32)) == ids[:1]
+
+
 def test_what_the_cap_held_back_follows_when_pins_are_released() -> None:
     stores = Stores(blocks=31, share=0.5)
     request, ids = stores.compute(18)
