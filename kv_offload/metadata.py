@@ -89,8 +89,8 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
     """The speed of a load that ran alone, of the slowest rank."""
     ready_slots: dict[int, int] = field(default_factory=dict)
     """By rank, where it has grown: slots from 0 on whose memory is ready."""
-    store_bytes_per_second: float | None = None
-    """The speed of a store that ran alone, of the slowest rank."""
+    store_bytes_per_second: dict[int, float] = field(default_factory=dict)
+    """By rank, where it has changed: how fast its stores are."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> OffloadWorkerMetadata:
         """Return what two ranks report together."""
@@ -102,7 +102,7 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
             self.lost_loads | other.lost_loads,
             _slower(self.load_bytes_per_second, other.load_bytes_per_second),
             self.ready_slots | other.ready_slots,
-            _slower(self.store_bytes_per_second, other.store_bytes_per_second),
+            self.store_bytes_per_second | other.store_bytes_per_second,
         )
 
 

@@ -440,8 +440,8 @@ class OffloadScheduler:
         self._loads.complete_synchronous(report.loads)
         if report.load_bytes_per_second is not None:
             self.watch.load_rate.learn(report.load_bytes_per_second)
-        if report.store_bytes_per_second is not None:
-            self.store_budget.learn(report.store_bytes_per_second)
+        for rank, speed in report.store_bytes_per_second.items():
+            self.store_budget.learn(speed, rank)
         if report.ready_slots:
             self.ranks_ready(report.ready_slots)
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 ASSUMED_BYTES_PER_SECOND = 12e9
-"""The speed of stores until one was measured: that of PCIe Gen4 x8, as for loads."""
+"""The speed of stores until it was measured: that of PCIe Gen4 x8, as for loads."""
 
 HORIZON_STEPS = 3
 """Steps in which what is planned should have been copied.
@@ -51,6 +51,7 @@ class StoreBudget:
         self._slot_bytes = slot_bytes
         self._clock = clock
         self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
+        self._of_ranks: dict[int, float] = {}
         self._factor = 1.0
         self._step_began: float | None = None
         self._step_seconds = 0.0
@@ -62,9 +63,10 @@ class StoreBudget:
         self.anybody_runs = True
         """Whether there is a request that blocks must stay free for."""
 
-    def learn(self, bytes_per_second: float) -> None:
-        """Take the speed of a store that ran alone on its rank."""
-        self._bytes_per_second = bytes_per_second
+    def learn(self, bytes_per_second: float, rank: int = 0) -> None:
+        """Take how fast the stores of a rank are; a store ends when the slowest rank has it."""
+        self._of_ranks[rank] = bytes_per_second
+        self._bytes_per_second = min(self._of_ranks.values())
 
     def throttle(self, factor: float) -> None:
         """Plan only `factor` times as much from now on: 1 for all, 0 for nothing.

@@ -35,6 +35,7 @@ from kv_offload.metadata import (
     WorkerCapacity,
 )
 from kv_offload.metrics import OffloadStats
+from kv_offload.rates import StoreRate
 from kv_offload.sharing import ALONE, Peers, arena_bytes, open_shared_memory
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
 from transfer.errors import CopyError, TransferError
@@ -109,7 +110,7 @@ class OffloadWorker:
         self._load_bytes_per_second: float | None = None
         # Whether the store submitted last has been the only copy since.
         self._store_alone = False
-        self._store_bytes_per_second: float | None = None
+        self._store_rate = StoreRate()
         self._failed_stores: deque[int] = deque(maxlen=REMEMBERED_FAILURES)
         self._store_results: dict[int, JobResult] = {}
         # What the last report said of stores, and whether it said that a load was lost.
@@ -537,8 +538,9 @@ class OffloadWorker:
         elif done.direction is Direction.STORE:
             self._stats.count("stored_bytes", done.nbytes)
             self._stats.count("stored_seconds", done.seconds)
-            if self._store_alone and done.nbytes >= MEASURED_BYTES and done.seconds > 0:
-                self._store_bytes_per_second = done.nbytes / done.seconds
+            if done.seconds > 0:
+                exact = self._store_alone and done.nbytes >= MEASURED_BYTES
+                self._store_rate.learn(done.nbytes / done.seconds, exact=exact)
         else:
             self._stats.count("loaded_bytes", done.nbytes)
             self._stats.count("loaded_seconds", done.seconds)
@@ -628,13 +630,14 @@ class OffloadWorker:
         failed, self._failed_requests = self._failed_requests, set()
         lost, self._lost = self._lost, set()
         load_speed, self._load_bytes_per_second = self._load_bytes_per_second, None
-        store_speed, self._store_bytes_per_second = self._store_bytes_per_second, None
+        store_speed = self._store_rate.take_change()
+        store_speeds = {} if store_speed is None else {self._rank: store_speed}
         ready = self._take_ready_slots()
         self._reported_stores, self._reported_loss = stores, bool(lost)
-        if not (stores or loads or failed or lost or load_speed or store_speed or ready):
+        if not (stores or loads or failed or lost or load_speed or store_speeds or ready):
             return None
         return OffloadWorkerMetadata(
-            stores, frozenset(failed), loads, frozenset(lost), load_speed, ready, store_speed
+            stores, frozenset(failed), loads, frozenset(lost), load_speed, ready, store_speeds
         )
 
     def take_losses(self) -> OffloadWorkerMetadata | None:

@@ -64,7 +64,7 @@ ALLOWED = {
     "policies": LEAVES,
     # worker -> transfer
     "worker": LEAVES
-    | {"engine_compat", "kv_layout", "layer_waves", "metrics", "sharing", "transfer"},
+    | {"engine_compat", "kv_layout", "layer_waves", "metrics", "rates", "sharing", "transfer"},
     "sharing": LEAVES | {"engine_compat", "transfer"},
     "layer_waves": set(),
     "kv_layout": LEAVES | {"engine_compat", "transfer"},

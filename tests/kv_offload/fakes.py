@@ -248,6 +248,8 @@ class ManualSwapEngine(SwapEngine):
         self.faults: Counter[str] = Counter()
         self.happened: Counter[str] = Counter()
         self._failure: CopyError | None = None
+        self.bytes_per_second: float | None = None
+        """How fast copies are, their start included; None if each takes a millisecond."""
         self._done: list[Completion] = []
         self._undelivered = 0
 
@@ -296,7 +298,8 @@ class ManualSwapEngine(SwapEngine):
         self._copy(job, fail)
         nbytes = len(job.pairs) * self.layout.slot_bytes
         error = CopyError("injected fault") if fail else None
-        self._done.append(Completion(job.job_id, job.direction, nbytes, 0.001, error))
+        seconds = 0.001 if self.bytes_per_second is None else nbytes / self.bytes_per_second
+        self._done.append(Completion(job.job_id, job.direction, nbytes, seconds, error))
 
     def run_all(self) -> None:
         while self.submitted:

@@ -195,18 +195,18 @@ def test_reports_of_ranks_are_merged_by_job() -> None:
     assert merged.failed_loads == {"a", "b"}
 
 
-@pytest.mark.parametrize("name", ["load_bytes_per_second", "store_bytes_per_second"])
-def test_the_slowest_rank_that_measured_says_how_fast_copies_are(name: str) -> None:
-    reports = [OffloadWorkerMetadata(**{name: speed}) for speed in (3e9, None, 2e9)]
+def test_the_slowest_rank_that_measured_says_how_fast_loads_are() -> None:
+    reports = [OffloadWorkerMetadata(load_bytes_per_second=s) for s in (3e9, None, 2e9)]
     merged = functools.reduce(OffloadWorkerMetadata.aggregate, reports)
-    assert merged == OffloadWorkerMetadata(**{name: 2e9})
+    assert merged == OffloadWorkerMetadata(load_bytes_per_second=2e9)
 
 
-def test_reports_of_ready_slots_are_kept_by_rank() -> None:
-    merged = OffloadWorkerMetadata(ready_slots={0: 4}).aggregate(
-        OffloadWorkerMetadata(ready_slots={1: 9}).aggregate(OffloadWorkerMetadata())
+@pytest.mark.parametrize("name", ["ready_slots", "store_bytes_per_second"])
+def test_what_each_rank_says_of_itself_is_kept_by_rank(name: str) -> None:
+    merged = OffloadWorkerMetadata(**{name: {0: 4}}).aggregate(
+        OffloadWorkerMetadata(**{name: {1: 9}}).aggregate(OffloadWorkerMetadata())
     )
-    assert merged.ready_slots == {0: 4, 1: 9}
+    assert merged == OffloadWorkerMetadata(**{name: {0: 4, 1: 9}})
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (False, False)])

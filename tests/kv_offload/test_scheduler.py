@@ -552,6 +552,34 @@ def test_stores_on_their_way_keep_to_what_the_link_moves_and_the_rest_follows() 
     engine.check_rest()
 
 
+def test_stores_recover_from_a_link_that_was_slow_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while the process was stopped. A single slow store changes nothing."""
+    monkeypatch.setattr("kv_offload.worker.MEASURED_BYTES", blocks(2))
+    engine = PlayedEngine(max_num_batched_tokens=64)
+    budget, copies = engine.offload.store_budget, engine.ranks[0].copies
+    one_slot = 1.5 * blocks(1) / MIN_HORIZON_SECONDS
+    prompts = [[*map(int, f"{number:021b}"[::-1])] for number in range(1, 40)]
+
+    def store_next(bytes_per_second: float) -> int:
+        """Store one more prompt at a speed; return how many slots may be stored afterwards."""
+        copies.bytes_per_second = bytes_per_second
+        engine.add(f"{len(prompts)}", prompts.pop(), max_tokens=1)
+        steps = 0
+        while engine.scheduler.has_requests():
+            engine.step(copies=True)
+            steps += 1
+        assert steps <= 15
+        budget.begin_step(load_seconds=0.0, grown_blocks=0)
+        return int(budget.slots_left(0))
+
+    assert store_next(one_slot) > 100
+    for _ in range(20):
+        slots = store_next(one_slot)
+    assert slots == 1
+    assert store_next(100 * one_slot) > 100
+    engine.check_rest()
+
+
 def test_what_was_deferred_and_is_gone_meanwhile_is_not_stored() -> None:
     """Its blocks are free: others take them. Nothing wrong is kept, and the loss is counted."""
     engine = PlayedEngine(blocks=8, max_model_len=28, max_num_batched_tokens=64)

@@ -53,6 +53,18 @@ def test_the_speed_is_assumed_until_it_was_measured() -> None:
     assert budget.slots_left(0) == pytest.approx(assumed / 2, abs=1)
 
 
+def test_the_slowest_rank_says_how_fast_stores_are() -> None:
+    """Also where the ranks tell of their speeds at different times."""
+    steps = Steps()
+    slots = steps.step().slots_left(0)
+    steps.budget.learn(SPEED / 4, rank=1)
+    assert steps.budget.slots_left(0) == slots // 4
+    steps.budget.learn(SPEED * 9)
+    assert steps.budget.slots_left(0) == slots // 4
+    steps.budget.learn(SPEED / 2, rank=1)
+    assert steps.budget.slots_left(0) == slots // 2
+
+
 def test_the_horizon_grows_with_long_steps_but_not_with_pauses() -> None:
     steps = Steps()
     steps.settle(0.2)

@@ -420,9 +420,9 @@ def test_one_slot_is_pinned_where_the_share_is_less(per_slot: int, free: int, pl
     assert stores.plan(request, ids, end=32, cursor=cursor) is None, "it is still pinned"
     if first:
         stores.end(first)
-        assert blocks_of(stores.plan(request, ids, end=32, cursor=cursor)) == ids[per_slot:][
-            :per_slot
-        ]
+        assert (
+            blocks_of(stores.plan(request, ids, end=32, cursor=cursor)) == ids[per_slot:][:per_slot]
+        )
 
 
 def test_no_slot_is_pinned_of_blocks_that_are_reserved() -> None:

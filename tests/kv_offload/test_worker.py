@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import itertools
 import logging
 import threading
 import time
@@ -30,7 +32,7 @@ from kv_offload.metadata import (
 from kv_offload.prefix import CacheGroup
 from kv_offload.worker import OffloadWorker
 from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config
-from transfer.engine import Direction, SwapJob
+from transfer.engine import Completion, Direction, SwapJob
 from transfer.errors import CopyError, JobError
 from transfer.host import HostSwapEngine
 from transfer.host_copy import copy_runs
@@ -311,29 +313,44 @@ def test_results_carry_the_rank() -> None:
     rank.half.shutdown()
 
 
-def test_the_speed_of_a_store_that_ran_alone_is_reported(
-    monkeypatch: pytest.MonkeyPatch, rank: Rank
+def test_the_speed_of_stores_is_reported_when_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def reported() -> float | None:
-        report = rank.half.take_report()
-        assert report is not None
-        return report.store_bytes_per_second
-
-    rank.step(store(0, (1, 2)))
-    rank.step()
-    assert reported() is None, "too small to say anything about the link"
+    """From stores that are large and ran alone; from others where they say that it is higher."""
+    rank = Rank(rank=1, num_ranks=2).start()
     monkeypatch.setattr("kv_offload.worker.MEASURED_BYTES", 2 * BLOCK_BYTES)
-    rank.step(store(1, (1, 2), (2, 3)))
-    rank.step(store(2, (1, 4)), store(3, (3, 5), (4, 6)))
-    assert (reported() or 0) > 0
-    rank.step(store(4, (5, 7), (6, 1)))
-    assert reported() is None, "two at once"
-    rank.step(loads=[load(9, "a", (1, 2))])
-    assert reported() is None, "a load beside it"
-    rank.step(store(5, (5, 7), (6, 1)))
-    rank.step()
-    assert (reported() or 0) > 0
-    assert rank.half.take_report() is None, "once"
+    job_ids, seconds = itertools.count(), 1.0
+
+    def poll() -> list[Completion]:
+        return [dataclasses.replace(done, seconds=seconds) for done in polled()]
+
+    polled = rank.engine.poll
+    monkeypatch.setattr(rank.engine, "poll", poll)
+
+    def reported(*sizes: int, beside: bool = False, times: int = 4) -> list[float]:
+        """Store `times` jobs of so many blocks each, all at once; return what was reported."""
+        speeds = []
+        for _ in range(times):
+            stores = [store(next(job_ids), *((i, i) for i in range(size))) for size in sizes]
+            rank.step(*stores)
+            rank.step(loads=[load(99, "a", (1, 2))] if beside else ())
+            rank.half.take_received()
+            report = rank.half.take_report()
+            assert report is not None
+            speeds += report.store_bytes_per_second.values()
+            assert set(report.store_bytes_per_second) <= {1}
+        return speeds
+
+    assert reported(1) == [], "too small to say anything about the link"
+    assert reported(2, 2) == [], "two at once"
+    assert reported(2, beside=True) == [], "a load beside it"
+    assert reported(2) == [2 * BLOCK_BYTES], "once"
+    assert reported(1) == []
+    seconds = 0.1
+    assert reported(1) == [10 * BLOCK_BYTES]
+    assert reported(2, 2) == [20 * BLOCK_BYTES]
+    assert rank.half.take_report() is None
+    rank.half.shutdown()
 
 
 def test_a_store_under_way_is_not_reported(rank: Rank, gate: Gate) -> None:
