@@ -276,7 +276,10 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `OffloadScheduler.match`."""
+        """See `OffloadScheduler.match`; the only rank may tell of new weights just before."""
+        rank = self._rank_beside()
+        if rank is not None:
+            self.offload_scheduler.weights_were_loaded(rank.weight_loads)
         return self.offload_scheduler.match(request, num_computed_tokens)
 
     @survives(lambda self, *arguments: self.offload_scheduler.allocation_failed(*arguments))

@@ -196,6 +196,27 @@ def _call_before(owner: Any, method: str, call: Callable[..., None]) -> None:
     setattr(owner, method, first)
 
 
+def count_weight_loads() -> Callable[[], int]:
+    """Have this rank's model count its `load_weights`; return what tells the count, from 0.
+
+    Trainers in the engine's process call that method, past everything that the engine core sees.
+    The model is that of the runner on the call stack, which `find_output_copy_stream` looks for
+    too; where there is none the count stays 0. What tells the count keeps nothing of the model
+    alive, nor does the model keep anything of ours.
+    """
+    loads = 0
+
+    def count(*_args: Any, **_kwargs: Any) -> None:
+        nonlocal loads
+        loads += 1
+
+    get_model = getattr(_calling_runner(), "get_model", None)
+    model = None if get_model is None else get_model()
+    if hasattr(type(model), "load_weights"):
+        _call_before(model, "load_weights", count)
+    return lambda: loads
+
+
 def changes_blocks(scheduler_output: Any) -> bool:
     """Whether the runner zeroes or copies KV blocks for this step, before its forward.
 

@@ -91,6 +91,8 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
     """By rank, where it has grown: slots from 0 on whose memory is ready."""
     store_bytes_per_second: dict[int, float] = field(default_factory=dict)
     """By rank, where it has changed: how fast its stores are."""
+    weight_loads: dict[int, int] = field(default_factory=dict)
+    """By rank, where it has grown: how often its model has been given weights since the start."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> OffloadWorkerMetadata:
         """Return what two ranks report together."""
@@ -103,6 +105,7 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
             _slower(self.load_bytes_per_second, other.load_bytes_per_second),
             self.ready_slots | other.ready_slots,
             self.store_bytes_per_second | other.store_bytes_per_second,
+            self.weight_loads | other.weight_loads,
         )
 
 

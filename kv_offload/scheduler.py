@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kv_offload.cache_manager import CacheManager
 from kv_offload.config import OffloadConfig
+from kv_offload.engine_compat import logger
 from kv_offload.load_choice import LoadChoice
 from kv_offload.load_mode import LoadMode
 from kv_offload.load_planner import LoadPlanner
@@ -107,6 +108,7 @@ class OffloadScheduler:
         self.falling_asleep = False
         """Set while the engine resets everything for a sleep that host memory is to outlive."""
         self._weights_changed = False
+        self._weight_loads: dict[int, int] = {}
         self._evictions_reported = 0
         self._gauges_reported: dict[str, float] = {}
         self._gauges_due = 0.0
@@ -433,6 +435,7 @@ class OffloadScheduler:
             self._loads.complete(received)
 
     def _read(self, report: OffloadWorkerMetadata) -> None:
+        self.weights_were_loaded(report.weight_loads)
         if report.failed_loads:
             self._load_failed |= report.failed_loads & self._requests.keys()
             self._stats.count("failed_loads", len(report.failed_loads))
@@ -548,13 +551,28 @@ class OffloadScheduler:
         if not self.falling_asleep:
             self._forget_all()
 
-    def weights_change(self) -> None:
-        """Forget everything, since the weights are about to change, and again at the next reset.
+    def weights_change(self) -> bool:
+        """Forget everything, since the weights may be about to change, and again at the next reset.
 
         Until then the engine's own cache may serve blocks of the old weights, which are stored.
+        Returns whether there was anything to forget.
         """
+        held = self.manager.slots_in_use > 0
         self._forget_all()
         self._weights_changed = True
+        return held
+
+    def weights_were_loaded(self, weight_loads: Mapping[int, int]) -> None:
+        """Hear how often each rank's model has been given weights since the start.
+
+        A count that was heard before, or is older than that, changes nothing: it may come from
+        several sides, and with a report that was on its way during a reset.
+        """
+        news = [r for r, loads in weight_loads.items() if loads > self._weight_loads.get(r, 0)]
+        if news:
+            self._weight_loads.update({rank: weight_loads[rank] for rank in news})
+            if self.weights_change():
+                logger.info("kv-offload: host memory emptied: the model was given weights")
 
     def engine_was_reset(self) -> None:
         """Hear that the engine's own cache is empty."""

@@ -19,27 +19,32 @@ from kv_offload.errors import UnsupportedError
 
 KEEPS_WEIGHTS = frozenset(
     {
+        "checkpoint_prepare",
+        "checkpoint_restore",
         "compute_weight_checksums",
+        "get_encoder_timing_stats",
         "get_model_inspection",
         "init_weight_transfer_engine",
+        "release_late_interaction_query_cache",
+        "save_tensorized_model",
         "shutdown_weight_transfer_engine",
         "update_max_model_len",
     }
 )
-"""Methods that vLLM's front ends call on the workers and that change no weight."""
+"""Methods that vLLM's front ends call on the workers and that change no weight.
 
-CHANGES_WEIGHTS = frozenset({"load_model", "update_config"})
-"""Methods that change weights, or from which checkpoint they are loaded, besides all those with
-`weight` in their name: `reload_weights`, `update_weights`, and whatever a worker extension adds."""
+`checkpoint_prepare` and `checkpoint_restore` concern what ranks share with each other. Others are
+named without `collective_rpc`: those of LoRA adapters, sleep, profiles, health, sharded states."""
 
 
 def watch_weights() -> None:
     """Have every engine core tell the plugin of sleep and of calls that may change weights.
 
-    Host memory is emptied before a call that changes weights, and once more when the engine's own
-    cache is reset after it, also where that reset does not name the connector. With `keep_on_sleep`
-    every call of the user's counts that is not known to leave weights alone, and host memory is
-    kept in the reset that belongs to `sleep(level=1)`. A second call replaces nothing.
+    Host memory is emptied before a call on the workers that is not known to leave weights alone,
+    and once more when the engine's own cache is reset after it, also where that reset does not name
+    the connector. Each reset also asks the ranks whether their models were given weights in another
+    way. With `keep_on_sleep` host memory is kept in the reset that belongs to `sleep(level=1)`. A
+    second call replaces nothing.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -85,26 +90,36 @@ def _find_on_stack(kind: type) -> Any | None:
     return None
 
 
-def may_change_weights(method: str | Callable[..., Any], *, cautious: bool) -> bool:
-    """Tell whether a call on the workers may change weights.
+def may_change_weights(method: str | Callable[..., Any]) -> bool:
+    """Tell whether a call on the workers may change weights; functions and unknown names may."""
+    return not isinstance(method, str) or method not in KEEPS_WEIGHTS
 
-    `cautious` says what to answer for functions and for names that this module does not know.
-    """
-    if not isinstance(method, str):
-        return cautious
-    if method in KEEPS_WEIGHTS:
-        return False
-    return cautious or "weight" in method or method in CHANGES_WEIGHTS
+
+def weight_loads_of_rank(_worker: Any) -> dict[int, int]:
+    """Return how often this process's model has been given weights, by rank. Runs in the worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    weight_loads: dict[int, int] = {}
+    for worker in halves(get_kv_transfer_group(), "offload_worker"):
+        weight_loads.update(worker.weight_loads)
+    return weight_loads
+
+
+def _schedulers(core: Any) -> list[Any]:
+    """Return our schedulers in an engine core: none while it is built."""
+    scheduler = getattr(core, "scheduler", None)
+    connector = None if scheduler is None else scheduler.get_kv_connector()
+    return list(halves(connector, "offload_scheduler"))
 
 
 def _watched_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
     # vLLM converts the arguments of a call by the signature of the method, hence `wraps`.
     @functools.wraps(original)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        for scheduler in halves(self.scheduler.get_kv_connector(), "offload_scheduler"):
-            if may_change_weights(method, cautious=scheduler.keeps_on_sleep):
-                scheduler.weights_change()
-                logger.info("kv-offload: host memory emptied: %r may change weights", method)
+        if may_change_weights(method):
+            for scheduler in _schedulers(self):
+                if scheduler.weights_change():
+                    logger.info("kv-offload: host memory emptied: %r may change weights", method)
         return original(self, method, *args, **kwargs)
 
     return collective_rpc
@@ -113,9 +128,15 @@ def _watched_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
 def _watched_reset(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        schedulers = _schedulers(self)
+        if schedulers:
+            # A report may come later than the reset, and is not to empty what follows it.
+            for weight_loads in self.model_executor.collective_rpc(weight_loads_of_rank):
+                for scheduler in schedulers:
+                    scheduler.weights_were_loaded(weight_loads)
         done = original(self, *args, **kwargs)
         if done:
-            for scheduler in halves(self.scheduler.get_kv_connector(), "offload_scheduler"):
+            for scheduler in schedulers:
                 scheduler.engine_was_reset()
         return done
 
@@ -125,8 +146,7 @@ def _watched_reset(original: Callable[..., Any]) -> Callable[..., Any]:
 def _watched_sleep(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-        connector = self.scheduler.get_kv_connector()
-        keeping = [s for s in halves(connector, "offload_scheduler") if s.keeps_on_sleep]
+        keeping = [scheduler for scheduler in _schedulers(self) if scheduler.keeps_on_sleep]
         if level != 1 or not keeping:
             return original(self, level, *args, **kwargs)
         # Where requests must end first, the engine core resets later, in a callback that it adds.

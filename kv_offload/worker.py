@@ -15,6 +15,7 @@ import numpy as np
 from kv_offload.capacity import growing_room
 from kv_offload.config import OffloadConfig
 from kv_offload.engine_compat import (
+    count_weight_loads,
     find_output_copy_stream,
     forward_context,
     forward_log,
@@ -137,6 +138,8 @@ class OffloadWorker:
         self._stats = OffloadStats()
         forward_log("transfer")
         self._ready_slots_reported = 0
+        self._count_weight_loads: Callable[[], int] | None = None
+        self._weight_loads_reported: dict[int, int] = {}
         self.num_slots = 0
 
     # -- start and end -------------------------------------------------------------------------
@@ -145,9 +148,10 @@ class OffloadWorker:
         """Describe the KV tensors and allocate this rank's share of host memory.
 
         Ranks with the same KV bytes share theirs, or none does. Called once by the model runner,
-        on whose call stack the output-copy stream is found. Raises `UnsupportedError`,
-        `CapacityError` or `ConfigError`, each with the remedy.
+        on whose call stack the model and the output-copy stream are found. Raises
+        `UnsupportedError`, `CapacityError` or `ConfigError`, each with the remedy.
         """
+        self._count_weight_loads = count_weight_loads()
         layout = describe_kv_caches(kv_caches, self._kv_cache_config)
         slot_bytes = layout.slot_bytes * self._config.blocks_per_slot
         tensors = kv_tensors(kv_caches)
@@ -633,11 +637,23 @@ class OffloadWorker:
         store_speed = self._store_rate.take_change()
         store_speeds = {} if store_speed is None else {self._rank: store_speed}
         ready = self._take_ready_slots()
+        weight_loads = self.weight_loads
+        if weight_loads == self._weight_loads_reported:
+            weight_loads = {}
+        else:
+            self._weight_loads_reported = weight_loads
         self._reported_stores, self._reported_loss = stores, bool(lost)
         if not (stores or loads or failed or lost or load_speed or store_speeds or ready):
-            return None
+            return OffloadWorkerMetadata(weight_loads=weight_loads) if weight_loads else None
         return OffloadWorkerMetadata(
-            stores, frozenset(failed), loads, frozenset(lost), load_speed, ready, store_speeds
+            stores,
+            frozenset(failed),
+            loads,
+            frozenset(lost),
+            load_speed,
+            ready,
+            store_speeds,
+            weight_loads,
         )
 
     def take_losses(self) -> OffloadWorkerMetadata | None:
@@ -645,6 +661,12 @@ class OffloadWorker:
         lost, self._lost = self._lost, set()
         self._reported_loss = bool(lost)
         return OffloadWorkerMetadata(lost_loads=frozenset(lost)) if lost else None
+
+    @property
+    def weight_loads(self) -> dict[int, int]:
+        """How often this rank's model has been given weights, by rank; empty before the first."""
+        loads = 0 if self._count_weight_loads is None else self._count_weight_loads()
+        return {self._rank: loads} if loads else {}
 
     def capacity(self) -> WorkerCapacity:
         """Return what this rank holds and how much of it is ready."""

@@ -45,8 +45,8 @@ ALLOWED = {
     | {"weight_hooks", "worker"},
     # scheduler -> cache_manager -> policies
     "scheduler": LEAVES
-    | {"cache_manager", "load_choice", "load_mode", "load_planner", "metrics", "policies"}
-    | {"prefix", "step_watch", "store_budget", "store_leftovers", "store_planner"},
+    | {"cache_manager", "engine_compat", "load_choice", "load_mode", "load_planner", "metrics"}
+    | {"policies", "prefix", "step_watch", "store_budget", "store_leftovers", "store_planner"},
     # what was measured, and what follows from it
     "rates": set(),
     "step_clock": set(),

@@ -1,6 +1,7 @@
 """What tests have every rank do, by `LLM.collective_rpc`: digest, poison and mix up its memory.
 
-On any device. A call is made between steps, with no request alive.
+On any device. A call is made between steps, with no request alive. Other calls of functions empty
+host memory, since they may change weights; where this module is imported these do not.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from kv_offload import weight_hooks
 from kv_offload.engine_compat import gather_over_ranks
 from transfer.engine import Direction, SwapJob
 
@@ -92,3 +94,10 @@ def kv_storages(half: Any) -> list[tuple[Any, torch.Tensor]]:
 
 def as_bytes(storage: Any, device: torch.device) -> torch.Tensor:
     return torch.tensor([], dtype=torch.uint8, device=device).set_(storage)
+
+
+# The engine core imports this module before it makes the call.
+_may_change_weights = weight_hooks.may_change_weights
+weight_hooks.may_change_weights = lambda method: (
+    method not in (watch, digests, poison, roll) and _may_change_weights(method)
+)

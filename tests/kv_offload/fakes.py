@@ -581,6 +581,13 @@ class PlayedModel:
 # -- the engine --------------------------------------------------------------------------------
 
 
+class PlayedWeights:
+    """What a trainer gives weights to. They make no difference to what `PlayedModel` samples."""
+
+    def load_weights(self, weights: Sequence[tuple[str, Any]]) -> set[str]:
+        return {name for name, _ in weights}
+
+
 class PlayedRank:
     """One worker: the worker's role of the connector, its KV cache, and its copies."""
 
@@ -588,6 +595,7 @@ class PlayedRank:
         config = copy.copy(config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
+        self.weights = PlayedWeights()
         self.connector = KVOffloadConnector(config, KVConnectorRole.WORKER, kv_cache_config)
         self.memory = torch.full((kv_cache_config.num_blocks, PAGE_WORDS), -1, dtype=torch.int64)
         self.kv: list[NDArray[np.int64]] = []
@@ -601,6 +609,13 @@ class PlayedRank:
         with manual_copies() as made:
             self.connector.register_kv_caches(caches)
         self.copies = made[0]
+
+    def get_model(self) -> PlayedWeights:
+        """Stand for the model runner, which the connector looks for when KV is registered."""
+        return self.weights
+
+    def execute_model(self, scheduler_output: Any) -> None:
+        """Stand for the model runner; `begin` and `end` are called instead."""
 
     @staticmethod
     def _cache_of(spec: Any, tensor: torch.Tensor) -> Any:

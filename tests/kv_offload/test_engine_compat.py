@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
+import torch
 import vllm
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, override_forward_context
@@ -32,6 +33,7 @@ from kv_offload.engine_compat import (
     changes_blocks,
     check_version,
     count_common_hits,
+    count_weight_loads,
     counts_attention_hits,
     drain_before_reset,
     find_output_copy_stream,
@@ -282,6 +284,87 @@ def test_a_runner_that_calls_is_freed_at_once() -> None:
 
 def test_without_a_runner_nobody_calls() -> None:
     before_each_step(lambda output: pytest.fail("nothing to call it"))
+
+
+class Weights(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[str] = []
+
+    def load_weights(self, weights: Sequence[tuple[str, object]], *, strict: bool = True) -> int:
+        self.given += [name for name, _ in weights]
+        return len(weights)
+
+
+class LoadingRunner(SteppingRunner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Weights()
+
+    def get_model(self) -> Weights:
+        return self.model
+
+    def register_counting(self) -> Callable[[], int]:
+        return count_weight_loads()
+
+
+def test_a_model_counts_how_often_it_is_given_weights() -> None:
+    runner = LoadingRunner()
+    runner.model.load_weights([("at start", 0)])
+    loads = runner.register_counting()
+    assert loads() == 0
+    assert runner.model.load_weights([("a", 1), ("b", 2)], strict=False) == 2
+    assert runner.model.load_weights(weights=[("c", 3)]) == 1
+    assert (loads(), runner.model.given) == (2, ["at start", "a", "b", "c"])
+    LoadingRunner().model.load_weights([])
+    assert loads() == 2, "other models are left alone"
+
+
+def test_a_model_whose_load_fails_counts_it() -> None:
+    runner = LoadingRunner()
+    loads = runner.register_counting()
+    with pytest.raises(TypeError):
+        runner.model.load_weights(None)  # type: ignore[arg-type]
+    assert loads() == 1, "half of them may be there"
+
+
+def test_wrappers_of_load_weights_are_called_too() -> None:
+    runner, told = LoadingRunner(), []
+    load = runner.model.load_weights
+    runner.model.load_weights = lambda weights: told.append("before") or load(weights)  # type: ignore[method-assign,assignment,func-returns-value]
+    first, second = runner.register_counting(), runner.register_counting()
+    assert runner.model.load_weights([("a", 1)]) == 1
+    assert (told, first(), second()) == (["before"], 1, 1)
+
+
+def test_a_model_that_counts_is_freed_at_once_and_keeps_nothing_alive() -> None:
+    runner = LoadingRunner()
+    loads = runner.register_counting()
+    model = runner.model
+    gc.disable()
+    try:
+        found = [weakref.ref(runner), weakref.ref(model)]
+        model.load_weights([])
+        del runner
+        assert found[0]() is None
+        del model
+        assert found[1]() is None
+    finally:
+        gc.enable()
+    assert loads() == 1
+
+
+def test_without_a_runner_or_a_model_nothing_is_counted() -> None:
+    class Bare(SteppingRunner):
+        def register_counting(self) -> Callable[[], int]:
+            return count_weight_loads()
+
+    class Other(Bare):
+        def get_model(self) -> object:
+            return object()
+
+    assert [count_weight_loads()(), Bare().register_counting()()] == [0, 0]
+    assert Other().register_counting()() == 0
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_the_slowest_rank_that_measured_says_how_fast_loads_are() -> None:
     assert merged == OffloadWorkerMetadata(load_bytes_per_second=2e9)
 
 
-@pytest.mark.parametrize("name", ["ready_slots", "store_bytes_per_second"])
+@pytest.mark.parametrize("name", ["ready_slots", "store_bytes_per_second", "weight_loads"])
 def test_what_each_rank_says_of_itself_is_kept_by_rank(name: str) -> None:
     merged = OffloadWorkerMetadata(**{name: {0: 4}}).aggregate(
         OffloadWorkerMetadata(**{name: {1: 9}}).aggregate(OffloadWorkerMetadata())

@@ -21,7 +21,7 @@ from kv_offload.weight_hooks import (
     may_change_weights,
     watch_weights,
 )
-from tests.kv_offload.fakes import PlayedEngine
+from tests.kv_offload.fakes import PlayedEngine, forget
 from tests.kv_offload.test_hazards import OTHER, PROMPT
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -78,9 +78,9 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_offload.connector.check_keep_on_sleep", lambda: None)
 
 
-def make(kind: Callable[[PlayedEngine], Any], *, keep: bool) -> Any:
+def make(kind: Callable[[PlayedEngine], Any], *, keep: bool, **arguments: Any) -> Any:
     """Return a core whose host memory holds five blocks, and whose own cache does as well."""
-    engine = PlayedEngine(plugin={"keep_on_sleep": keep})
+    engine = PlayedEngine(plugin={"keep_on_sleep": keep}, **arguments)
     core = kind(engine)
     engine.add("stored", PROMPT, max_tokens=1)
     engine.run()
@@ -159,7 +159,7 @@ def test_a_reset_that_names_the_connector_empties_host_memory(kind: Any) -> None
 
 @pytest.mark.usefixtures("allowed")
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("method", ["reload_weights", "update_config", "finish_weight_update"])
+@pytest.mark.parametrize("method", ["reload_weights", "update_named_param", "apply_model"])
 def test_a_weight_update_empties_host_memory(keep: bool, method: str) -> None:
     core = make(InProcess, keep=keep)
     core.collective_rpc(method)
@@ -180,10 +180,16 @@ def test_a_weight_update_in_sleep_empties_what_was_kept(kind: Any) -> None:
 
 @pytest.mark.usefixtures("allowed")
 @pytest.mark.parametrize("keep", [True, False])
-def test_what_the_old_cache_served_after_a_weight_update_goes_with_it(keep: bool) -> None:
+@pytest.mark.parametrize("how", ["update_named_param", "by itself"])
+def test_what_the_old_cache_served_after_a_weight_update_goes_with_it(keep: bool, how: str) -> None:
     """The engine's own cache still has the old blocks; whoever hits them has them stored."""
     core = make(InProcess, keep=keep)
-    core.collective_rpc("reload_weights")
+    if how == "by itself":
+        core.engine.ranks[0].get_model().load_weights([])
+        core.engine.step()
+    else:
+        core.collective_rpc(how)
+    assert slots(core) == 0
     core.engine.add("hits", PROMPT, max_tokens=1)
     core.engine.run()
     assert slots(core) == 5
@@ -214,32 +220,117 @@ def test_a_weight_update_while_stores_run_lets_none_of_them_become_readable() ->
 
 @pytest.mark.usefixtures("allowed")
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("method", ["apply_model", "my_extension", print])
-def test_calls_that_nobody_knows_count_where_host_memory_is_kept(keep: bool, method: Any) -> None:
+@pytest.mark.parametrize("method", ["my_extension", print, "checkpoint_prepare"])
+def test_calls_that_nobody_knows_count(keep: bool, method: Any) -> None:
     core = make(InProcess, keep=keep)
     core.model_executor.collective_rpc = lambda *arguments: []
     core.collective_rpc(method, None, (), None)
-    assert slots(core) == (0 if keep else 5)
+    assert slots(core) == (5 if method == "checkpoint_prepare" else 0)
+    assert core.reset_prefix_cache()
+    assert slots(core) == (5 if method == "checkpoint_prepare" else 0)
 
 
 @pytest.mark.parametrize(
-    ("method", "cautious", "expected"),
+    ("method", "expected"),
     [
-        ("reload_weights", False, True),
-        ("start_draft_weight_update", False, True),
-        ("load_model", False, True),
-        ("update_config", False, True),
-        ("init_weight_transfer_engine", True, False),
-        ("compute_weight_checksums", True, False),
-        ("update_max_model_len", True, False),
-        ("sleep", False, False),
-        ("sleep", True, True),
-        (print, False, False),
-        (print, True, True),
+        ("reload_weights", True),
+        ("start_draft_weight_update", True),
+        ("reset_weights", True),
+        ("load_model", True),
+        ("update_config", True),
+        ("update_named_param", True),
+        ("apply_model", True),
+        ("sleep", True),
+        (print, True),
+        (lambda worker: worker, True),
+        ("compute_weight_checksums", False),
+        ("get_encoder_timing_stats", False),
+        ("get_model_inspection", False),
+        ("init_weight_transfer_engine", False),
+        ("release_late_interaction_query_cache", False),
+        ("update_max_model_len", False),
     ],
 )
-def test_which_calls_may_change_weights(method: Any, cautious: bool, expected: bool) -> None:
-    assert may_change_weights(method, cautious=cautious) is expected
+def test_which_calls_may_change_weights(method: Any, expected: bool) -> None:
+    assert may_change_weights(method) is expected
+
+
+def test_a_core_that_is_being_built_may_call_its_workers() -> None:
+    """Before it has a scheduler, where another engine of the process is watched already."""
+    watch_weights()
+    core = object.__new__(EngineCore)
+    core.model_executor = SimpleNamespace(collective_rpc=lambda *arguments: [arguments[0]])
+    assert core.collective_rpc("update_max_model_len") == ["update_max_model_len"]
+    assert core.collective_rpc(print) == [print]
+
+
+# -- weights that a model was given past the engine core ---------------------------------------
+
+
+def give_weights(core: Any, rank: int = 0) -> None:
+    core.engine.ranks[rank].get_model().load_weights([("a", 1)])
+
+
+def test_the_scheduler_beside_hears_before_its_next_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlayedEngine, "beside", True)
+    core = make(InProcess, keep=False)
+    forget(core.engine)
+    give_weights(core)
+    core.engine.add("again", PROMPT)
+    core.engine.run()
+    assert core.engine.totals["hit_tokens"] == 0
+    core.engine.check_rest()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_reports_that_its_model_was_given_weights(rank: int) -> None:
+    core = make(InProcess, keep=False, ranks=2)
+    give_weights(core, rank)
+    assert slots(core) == 5
+    core.engine.step()
+    assert slots(core) == 0
+    core.engine.add("hits", PROMPT, max_tokens=1)
+    core.engine.run()
+    assert slots(core) == 5, "the engine's own cache was not reset"
+    assert core.reset_prefix_cache()
+    assert slots(core) == 0
+    core.engine.check_rest()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_reset_counts_that_came_before_the_report(ranks: int) -> None:
+    """And the report that comes later does not empty what was stored since."""
+    core = make(InProcess, keep=False, ranks=ranks)
+    give_weights(core, ranks - 1)
+    assert core.reset_prefix_cache()
+    assert slots(core) == 0
+    for _ in range(2):
+        core.engine.add("new", PROMPT, max_tokens=1)
+        core.engine.run()
+        assert slots(core) == 5
+        assert core.reset_prefix_cache()
+        assert slots(core) == 5
+    give_weights(core)
+    assert core.reset_prefix_cache()
+    assert slots(core) == 0
+    core.engine.check_rest()
+
+
+def test_a_report_under_way_during_a_reset_is_not_heard_twice() -> None:
+    core = make(InProcess, keep=False, async_scheduling=True)
+    engine = core.engine
+    give_weights(core)
+    engine.add("new", OTHER, max_tokens=1)
+    engine.schedule()
+    engine.execute()  # its report has the news
+    assert core.reset_prefix_cache(reset_running_requests=True)
+    assert slots(core) == 0
+    heard = []
+    engine.offload.weights_change, change = lambda: heard.append(0), engine.offload.weights_change
+    engine.run()
+    assert not heard
+    engine.offload.weights_change = change
+    engine.check_rest()
 
 
 def test_watching_twice_changes_nothing() -> None:

@@ -353,6 +353,24 @@ def test_the_speed_of_stores_is_reported_when_it_changes(
     rank.half.shutdown()
 
 
+def test_weights_that_a_rank_was_given_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = 0
+    monkeypatch.setattr("kv_offload.worker.count_weight_loads", lambda: lambda: loads)
+    rank = Rank(rank=1, num_ranks=2)
+    assert rank.half.weight_loads == {}
+    rank.start()
+    rank.half.take_report()  # of the slots that are ready
+    assert rank.half.take_report() is None
+    loads = 3
+    report = rank.half.take_report()
+    assert report is not None
+    assert report.weight_loads == rank.half.weight_loads == {1: 3}
+    assert rank.half.take_report() is None
+    loads = 4
+    assert (rank.half.take_report() or report).weight_loads == {1: 4}
+    rank.half.shutdown()
+
+
 def test_a_store_under_way_is_not_reported(rank: Rank, gate: Gate) -> None:
     gate.opened.clear()
     rank.step(store(0, (1, 2)))
