@@ -83,6 +83,12 @@ def _engine_problems(
             f"kv_cache_dtype is {cache.cache_dtype!r}: supported are "
             f"{', '.join(sorted(CACHE_DTYPES))}"
         )
+    if _returns_routed_experts(vllm_config):
+        problems.append(
+            "enable_return_routed_experts is on, and vLLM has the experts only of tokens that this "
+            "engine computed, not of those that host memory brings back: remove "
+            "--enable-return-routed-experts"
+        )
     if version < (0, 32):
         if not vllm_config.model_config.disable_cascade_attn:
             problems.append(
@@ -95,6 +101,17 @@ def _engine_problems(
                 f"{len(kv_cache_config.kv_cache_groups)} KV-cache groups: use 'recompute'"
             )
     return problems
+
+
+def _returns_routed_experts(vllm_config: VllmConfig) -> bool:
+    """Whether the experts that a mixture-of-experts model chose are returned with its tokens.
+
+    Up to vLLM 0.28 `model_config` has the setting, in 0.32 `aux_output_config`.
+    """
+    return any(
+        getattr(getattr(vllm_config, part, None), "enable_return_routed_experts", False)
+        for part in ("model_config", "aux_output_config")
+    )
 
 
 def _model_problems(kv_cache_config: KVCacheConfig) -> list[str]:

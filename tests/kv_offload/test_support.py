@@ -131,6 +131,23 @@ def test_half_a_role(engine: Engine, role: str) -> None:
     assert engine.refusal().startswith(f"kv_role is '{role}': set it to 'kv_both'")
 
 
+@pytest.mark.parametrize("part", ["model_config", "aux_output_config"])
+def test_experts_of_tokens_that_were_not_computed(engine: Engine, part: str) -> None:
+    """vLLM 0.26 and 0.28 have the setting in the first place, 0.32 in the second."""
+    setting = SimpleNamespace(enable_return_routed_experts=True, disable_cascade_attn=True)
+    setattr(engine.vllm, part, setting)
+    message = engine.refusal()
+    assert message.startswith("enable_return_routed_experts is on, and vLLM has the experts only")
+    assert message.endswith("remove --enable-return-routed-experts")
+    setting.enable_return_routed_experts = False
+    engine.check()
+
+
+def test_the_setting_of_routed_experts_is_where_it_is_looked_for(engine: Engine) -> None:
+    parts = (getattr(engine.vllm, name, None) for name in ("model_config", "aux_output_config"))
+    assert any(hasattr(part, "enable_return_routed_experts") for part in parts)
+
+
 def test_no_prefix_caching(engine: Engine) -> None:
     engine.vllm.cache_config.enable_prefix_caching = False
     assert "remove --no-enable-prefix-caching" in engine.refusal()
