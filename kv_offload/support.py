@@ -44,6 +44,15 @@ What they write beyond the accepted tokens is guessed, and written again by the 
 end before it. `dflash` and `dspark` write KV of placeholder tokens."""
 
 
+ROLES = frozenset({"kv_both", "kv_producer"})
+"""Values of `kv_role` with which vLLM calls all hooks that the plugin stores and loads by.
+
+It calls them with `kv_consumer` too, but that says that the KV comes from elsewhere. Where a
+connector may consume, vLLM also keeps freed blocks back while steps are in flight, for loads that
+are not ordered after these; the plugin's are (`SwapEngine`), so it does without with `kv_producer`.
+"""
+
+
 def check_supported(
     config: OffloadConfig,
     vllm_config: VllmConfig,
@@ -70,8 +79,8 @@ def _engine_problems(
 ) -> list[str]:
     cache = vllm_config.cache_config
     problems = []
-    if vllm_config.kv_transfer_config.kv_role != "kv_both":
-        role = vllm_config.kv_transfer_config.kv_role
+    role = vllm_config.kv_transfer_config.kv_role
+    if role not in ROLES:
         problems.append(f"kv_role is {role!r}: set it to 'kv_both', the plugin stores and loads")
     if not cache.enable_prefix_caching:
         problems.append(

@@ -225,7 +225,7 @@ def engine(
     Its loads are all synchronous, as far as its model allows, or none is.
     """
     if plugin is not None:
-        arguments["kv_transfer_config"] = transfer_config(plugin)
+        arguments.setdefault("kv_transfer_config", transfer_config(plugin))
     settings = engine_settings(models, kind, num_gpu_blocks_override=blocks, **arguments)
     assert not has_kv_transfer_group(), "one process holds one engine with a connector at a time"
     with counted_stats() as totals:

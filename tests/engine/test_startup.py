@@ -9,7 +9,7 @@ import pytest
 
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.host_memory import headroom_bytes, read_host_memory
-from tests.engine.harness import engine, random_tokens
+from tests.engine.harness import engine, random_tokens, transfer_config
 
 
 def refusal(models: Path, plugin: dict[str, Any], error: type[Exception], **arguments: Any) -> str:
@@ -33,7 +33,7 @@ def test_without_prefix_caching(model_folder: Path) -> None:
 def test_with_another_role(model_folder: Path) -> None:
     config = {
         "kv_connector": "KVOffloadConnector",
-        "kv_role": "kv_producer",
+        "kv_role": "kv_consumer",
         "kv_connector_extra_config": {"cpu_bytes": "8MiB"},
     }
     with (
@@ -42,6 +42,23 @@ def test_with_another_role(model_folder: Path) -> None:
     ):
         pass
     _forget_half_started_engine()
+
+
+def test_the_role_of_a_producer(model_folder: Path) -> None:
+    """Stores and loads as with `kv_both`, and vLLM accepts no embeddings for it. With a control."""
+    prompts = [random_tokens(100, seed=seed) for seed in (1, 2)]
+    with engine(model_folder) as plain:
+        expected = plain.generate(prompts)
+    config = {**transfer_config({}), "kv_role": "kv_producer"}
+    with engine(model_folder, plugin={}, kv_transfer_config=config) as running:
+        assert running.generate(prompts) == expected
+        running.reset_gpu_cache()
+        assert running.generate(prompts) == expected
+        assert running.blocks_loaded() == 6
+        running.reset_gpu_cache()
+        running.slots[:] ^= 0x40
+        assert all(a != b for a, b in zip(running.generate(prompts), expected, strict=True))
+        running.assert_nothing_left()
 
 
 def test_unknown_key(model_folder: Path) -> None:

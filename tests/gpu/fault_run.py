@@ -194,11 +194,11 @@ def main(models: str, arguments: dict[str, Any]) -> None:
         faults = Faults(ours)
         compare("with faults")
         result["faults"] = faults.happened.copy()
-        compare("with faults again")
+        compare("with faults again", empty=False)
         result["faults again"] = faults.happened - result["faults"]
         with silent_layer() as skipped:
             ours.rank._waves._given_up = False
-            compare("silent layer")
+            compare("silent layer", empty=False)
             result["silent layer"]["skipped"] = skipped[0]
         assert ours.rank._engine.wait(10)
         ours.slots[:] = np.roll(ours.slots, 7, axis=0)

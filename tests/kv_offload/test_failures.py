@@ -233,7 +233,7 @@ def test_a_hook_that_raises_does_not_end_the_engine(
         assert pinned(engine) == set()
         engine.check_rest()
     assert when > 0, "it was never called"
-    assert counted <= when
+    assert counted <= when + 1
     assert counted or hook in ("take_stats", "take_report"), "not counted"
 
 

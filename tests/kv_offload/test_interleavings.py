@@ -204,7 +204,7 @@ class Interleavings(RuleBasedStateMachine):
             core.wake_up()
         else:
             core.pause_scheduler("keep", clear_cache=False)
-            core.collective_rpc("update_weights")
+            core.collective_rpc("update_named_param")
             core.reset_prefix_cache(True, clear)
             core.resume_scheduler()
         HAPPENED[how] += 1

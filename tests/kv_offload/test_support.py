@@ -100,6 +100,12 @@ def test_cache_types_whose_pages_carry_everything(engine: Engine, dtype: str) ->
     engine.check()
 
 
+@pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
+def test_roles_that_are_served(engine: Engine, role: str) -> None:
+    engine.vllm.kv_transfer_config.kv_role = role
+    engine.check()
+
+
 def test_latent_attention_is_served(engine: Engine) -> None:
     spec = MLAAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32)
     engine.cache.kv_cache_groups[0].kv_cache_spec = spec
@@ -125,10 +131,9 @@ def test_ranks_of_every_kind_are_served() -> None:
 # -- what is refused ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_half_a_role(engine: Engine, role: str) -> None:
-    engine.vllm.kv_transfer_config.kv_role = role
-    assert engine.refusal().startswith(f"kv_role is '{role}': set it to 'kv_both'")
+def test_a_role_that_only_receives(engine: Engine) -> None:
+    engine.vllm.kv_transfer_config.kv_role = "kv_consumer"
+    assert engine.refusal().startswith("kv_role is 'kv_consumer': set it to 'kv_both'")
 
 
 @pytest.mark.parametrize("part", ["model_config", "aux_output_config"])
