@@ -17,14 +17,20 @@ from kv_offload import engine_compat
 from kv_offload.capacity import check_available, describe_share, warn_of_hidden_replicas
 from kv_offload.config import trace_config
 from kv_offload.engine_compat import logger
-from kv_offload.engine_hooks import drain_engine_core, failed_loads, requests_with_lost_kv
+from kv_offload.engine_hooks import (
+    drain_engine_core,
+    failed_loads,
+    rank_capacities,
+    requests_with_lost_kv,
+)
 from kv_offload.hook_errors import HookErrors, survives
 from kv_offload.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.metrics import OffloadPromMetrics, OffloadStats
+from kv_offload.plugin import register
 from kv_offload.replicas import count_local_replicas
 from kv_offload.scheduler import OffloadScheduler
 from kv_offload.sharing import ALONE, Peers, arena_bytes, ranks_with_equal_bytes
-from kv_offload.support import cache_groups, check_supported, has_draft_head
+from kv_offload.support import cache_groups, check_supported, consequences, has_draft_head
 from kv_offload.weight_hooks import check_keep_on_sleep, watch_weights
 from kv_offload.worker import OffloadWorker
 
@@ -41,6 +47,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kv_offload.prefix import CacheGroup
+
+
+# By this name a MultiConnector looks up who reads a member's stats, also where the member was given
+# by the path of this module.
+register()
 
 
 class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
@@ -62,9 +73,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         replicas = count_local_replicas(vllm_config)
         traced = trace_config(transfer_config.kv_connector_extra_config, replicas=replicas.count)
         config = traced.config
-        check_supported(config, vllm_config, kv_cache_config, version)
-        # Read by the engine's scheduler after it has built its connector.
-        transfer_config.kv_load_failure_policy = config.on_load_failure
+        enclosing = engine_compat.enclosing_configs()
+        check_supported(config, vllm_config, kv_cache_config, version, enclosing)
+        self._is_member = bool(enclosing)
         self._by_request = engine_compat.reports_failed_requests(version)
         self._by_block = not self._by_request and config.on_load_failure == "fail"
         self._failed_loads: dict[str, LoadJob] = {}
@@ -77,6 +88,13 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.offload_scheduler: OffloadScheduler = None  # type: ignore[assignment]
         self.offload_worker: OffloadWorker = None  # type: ignore[assignment]
         if role == KVConnectorRole.SCHEDULER:
+            if self._is_member:
+                engine_compat.observe_local_stats()
+            for consequence in consequences(config, vllm_config, enclosing):
+                logger.warning("kv-offload: %s", consequence)
+            # Read by the engine's scheduler after it has built its connector.
+            engine_config = enclosing[-1] if enclosing else transfer_config
+            engine_config.kv_load_failure_policy = config.on_load_failure
             groups = cache_groups(
                 kv_cache_config,
                 parallel.decode_context_parallel_size,
@@ -144,9 +162,13 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """See `OffloadWorker.restore_kv_caches`. From vLLM 0.33, after waking up."""
         self.offload_worker.restore_kv_caches()
 
-    def get_handshake_metadata(self) -> WorkerCapacity:
-        """Tell the scheduler how many slots this rank holds, and how many are ready."""
-        return self.offload_worker.capacity()
+    def get_handshake_metadata(self) -> WorkerCapacity | None:
+        """Tell the scheduler how many slots this rank holds, and how many are ready.
+
+        None inside a MultiConnector: it hands on the metadata of the first member that has some,
+        and to all of them, most of which fail on another's.
+        """
+        return None if self._is_member else self.offload_worker.capacity()
 
     @survives(lambda self, scheduler_output: None)  # the later hooks start what was not
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
@@ -260,8 +282,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
-        """Take the ranks' capacities. Another connector's metadata is not ours to read."""
+        """Take the ranks' capacities. Inside a MultiConnector the metadata is another's: ask them.
+
+        Raises `UnsupportedError` where they cannot be asked.
+        """
         capacities = [rank for rank in metadata.values() if isinstance(rank, WorkerCapacity)]
+        if self._is_member:
+            answers = engine_compat.ask_ranks(rank_capacities)
+            capacities = [capacity for answer in answers for capacity in answer]
         if capacities:
             self.offload_scheduler.set_num_slots(min(rank.num_slots for rank in capacities))
             self.offload_scheduler.ranks_ready({c.rank: c.ready_slots for c in capacities})
@@ -301,6 +329,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         A report is as old as the launch of its step; under asynchronous scheduling its copies may
         have ended one or two steps before anybody hears of it.
         """
+        if self._is_member and connector_output.invalid_block_ids:
+            self.offload_scheduler.others_load_failed()
         rank = self._rank_beside() if self.offload_scheduler.hears_of_loads else None
         ended, reported = (set(), set()) if rank is None else rank.take_ended_loads()
         self.offload_scheduler.update(connector_output, ended, reported)

@@ -336,6 +336,64 @@ def halves(connector: Any, attribute: str) -> Iterator[Any]:
         yield from halves(member, attribute)
 
 
+def enclosing_configs() -> tuple[Any, ...]:
+    """Return the transfer configurations of the MultiConnectors that build the caller, inner first.
+
+    A member is given a copy of the engine's configuration that has its own in this place, and no
+    way to theirs, of which the engine reads the outermost. They are looked for on the call stack,
+    so this must be called while the connector is built. Empty for the engine's own connector.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    return tuple(
+        caller._vllm_config.kv_transfer_config
+        for caller in _callers()
+        if isinstance(caller, MultiConnector)
+    )
+
+
+def ask_ranks(method: Callable[[Any], Any]) -> list[Any]:
+    """Have every rank call `method(worker)` and return the answers, in the order of the ranks.
+
+    Blocks. For a hook that the engine core calls while it is built: it is looked for on the call
+    stack. Raises `UnsupportedError` where there is none.
+    """
+    for core in _callers():
+        if hasattr(core, "model_executor"):
+            answers: list[Any] = core.model_executor.collective_rpc(method)
+            return answers
+    raise UnsupportedError(
+        "inside a MultiConnector kv-offload asks its ranks through vLLM's engine core, which is "
+        "not on the call stack in this vLLM: use KVOffloadConnector without MultiConnector"
+    )
+
+
+def observe_local_stats() -> None:
+    """Have the MultiConnector of vLLM 0.26 to 0.31 take stats of its members in one process.
+
+    It indexes what they reported as the dictionaries that come from another process; those of its
+    own are objects, on which it raises. Newer versions turn them into dictionaries before. A second
+    call replaces nothing.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+    metrics = multi_connector.MultiKVConnectorPromMetrics
+    original = metrics.observe
+    if hasattr(KVConnectorStats, "to_dict") or getattr(original, "_kv_offload_observes", False):
+        return
+
+    def observe(self: Any, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        as_sent = {
+            name: {"data": stats.data} if isinstance(stats, KVConnectorStats) else stats
+            for name, stats in transfer_stats_data.items()
+        }
+        original(self, as_sent, engine_idx)
+
+    observe._kv_offload_observes = True  # type: ignore[attr-defined]
+    metrics.observe = observe
+
+
 def local_rank(engine_id: str | None) -> Any | None:
     """Return the worker's half of this engine's connector if it lives in this process, else None.
 

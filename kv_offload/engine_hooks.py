@@ -12,7 +12,7 @@ from typing import Any
 
 from kv_offload import engine_compat
 from kv_offload.engine_compat import halves, logger
-from kv_offload.metadata import DrainAnswer, OffloadWorkerMetadata, StoreJob
+from kv_offload.metadata import DrainAnswer, OffloadWorkerMetadata, StoreJob, WorkerCapacity
 
 
 def drain_engine_core(core: Any, *, requeue: bool = True) -> None:
@@ -80,6 +80,13 @@ def requests_with_lost_kv(connector: Any, output: Any) -> set[str]:
         if report.lost_loads
         for request_id in scheduler.lose(report.lost_loads)
     }
+
+
+def rank_capacities(_worker: Any) -> list[WorkerCapacity]:
+    """Return what this process's rank holds. Runs in the worker, once its KV cache is there."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return [half.capacity() for half in halves(get_kv_transfer_group(), "offload_worker")]
 
 
 def _own_reports(connector: Any, report: Any) -> Iterator[tuple[Any, OffloadWorkerMetadata]]:

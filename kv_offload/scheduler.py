@@ -477,6 +477,13 @@ class OffloadScheduler:
         self._stats.count("lost_requests", len(lost))
         return lost
 
+    def others_load_failed(self) -> None:
+        """Hear that a step may have computed on blocks which another connector failed to load.
+
+        The engine has such steps done again. What they stored must not become readable.
+        """
+        self._stores.jobs.distrust()
+
     # -- between steps -------------------------------------------------------------------------
 
     def count_hook_errors(self, errors: int) -> None:

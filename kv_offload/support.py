@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.config import OffloadConfig
@@ -11,7 +11,7 @@ from kv_offload.errors import UnsupportedError
 from kv_offload.prefix import CacheGroup
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 FULL_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
@@ -58,10 +58,15 @@ def check_supported(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     version: tuple[int, int],
+    enclosing: Sequence[KVTransferConfig] = (),
 ) -> None:
-    """Raise one `UnsupportedError` that lists everything that stands in the way."""
+    """Raise one `UnsupportedError` that lists everything that stands in the way.
+
+    `enclosing` are the configurations of the MultiConnectors around this connector, inner first.
+    """
     problems = [
         *_engine_problems(config, vllm_config, kv_cache_config, version),
+        *_member_problems(config, vllm_config, enclosing),
         *_model_problems(kv_cache_config),
         *_state_problems(config, vllm_config, kv_cache_config),
         *_draft_problems(vllm_config),
@@ -121,6 +126,52 @@ def _returns_routed_experts(vllm_config: VllmConfig) -> bool:
         getattr(getattr(vllm_config, part, None), "enable_return_routed_experts", False)
         for part in ("model_config", "aux_output_config")
     )
+
+
+def _member_problems(
+    config: OffloadConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
+) -> list[str]:
+    """Say what does not fit the MultiConnectors around this connector."""
+    if not enclosing:
+        return []
+    problems = []
+    name = vllm_config.kv_transfer_config.kv_connector
+    count = _count_members(enclosing[-1].kv_connector_extra_config, name)
+    if count > 1:
+        problems.append(
+            f"the MultiConnector has {count} members {name}, which would keep the same blocks: "
+            "list it once"
+        )
+    policy = enclosing[-1].kv_load_failure_policy
+    if config.on_load_failure == "fail" and policy != "fail":
+        problems.append(
+            "on_load_failure is 'fail', and kv_load_failure_policy of the MultiConnector, which "
+            f"holds for all its members, is {policy!r}: set both to the same"
+        )
+    return problems
+
+
+def _count_members(extra_config: Mapping[str, Any], name: str | None) -> int:
+    count = 0
+    for member in extra_config.get("connectors", ()):
+        count += member.get("kv_connector") == name
+        count += _count_members(member.get("kv_connector_extra_config", {}), name)
+    return count
+
+
+def consequences(
+    config: OffloadConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
+) -> list[str]:
+    """Say what a supported configuration changes for others than the plugin, with the remedy."""
+    found = []
+    engine_config = enclosing[-1] if enclosing else vllm_config.kv_transfer_config
+    if enclosing and engine_config.kv_load_failure_policy != config.on_load_failure:
+        found.append(
+            f"on_load_failure is {config.on_load_failure!r}, so what any member of the "
+            "MultiConnector fails to load is computed again, though its kv_load_failure_policy is "
+            f"{engine_config.kv_load_failure_policy!r}: set both to the same"
+        )
+    return found
 
 
 def _model_problems(kv_cache_config: KVCacheConfig) -> list[str]:

@@ -41,8 +41,8 @@ ALLOWED = {
     "cli": LEAVES | {"calibrate", "plugin"},
     "calibrate": {"transfer"},
     "connector": LEAVES
-    | {"engine_compat", "engine_hooks", "metrics", "scheduler", "sharing", "support"}
-    | {"weight_hooks", "worker"},
+    | {"engine_compat", "engine_hooks", "metrics", "plugin", "scheduler", "sharing"}
+    | {"support", "weight_hooks", "worker"},
     # scheduler -> cache_manager -> policies
     "scheduler": LEAVES
     | {"cache_manager", "engine_compat", "load_choice", "load_mode", "load_planner", "metrics"}

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 
 from bench.small_models import VOCABULARY, write_draft_head, write_model
 from bench.totals import counted_stats
+from kv_offload.engine_compat import halves
 from transfer.engine import Direction
 from transfer.host_copy import Run, copy_runs
 
@@ -105,11 +106,11 @@ class Engine:
 
     @property
     def offload(self) -> Any:
-        return self.scheduler.connector.offload_scheduler
+        return next(halves(self.scheduler.connector, "offload_scheduler"))
 
     @property
     def rank(self) -> Any:
-        return get_kv_transfer_group().offload_worker
+        return next(halves(get_kv_transfer_group(), "offload_worker"))
 
     @property
     def slots(self) -> np.ndarray:
@@ -293,6 +294,6 @@ class Copies:
         return self._direction(runs[0][0]) is Direction.LOAD
 
     def _direction(self, dst_address: int) -> Direction:
-        arena = get_kv_transfer_group().offload_worker._engine._state.arena
+        arena = next(halves(get_kv_transfer_group(), "offload_worker"))._engine._state.arena
         inside = arena.address <= dst_address < arena.address + arena.nbytes
         return Direction.STORE if inside else Direction.LOAD

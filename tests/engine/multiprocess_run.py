@@ -29,7 +29,11 @@ LOGPROB_TOLERANCE = 1e-3
 def run_engine(
     models: Path, kind: str, arguments: dict[str, Any], **environment: str
 ) -> dict[str, Any]:
-    """Run `main` in a process of its own; return what it found."""
+    """Run `main` in a process of its own; return what it found.
+
+    `arguments` are `LLM`'s, and `sleep`, `logprobs` and `beside`: whether ours is the first of two
+    members of a MultiConnector.
+    """
     result: dict[str, Any] = run_module(
         "tests.engine.multiprocess_run", models, kind, arguments, **environment
     )
@@ -103,7 +107,9 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     from kv_offload.engine_compat import vllm_version
     from tests.engine import rank_calls
     from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
+    from tests.kv_offload.remote_connector import multi_config
 
+    beside: bool | None = arguments.pop("beside", None)
     logprobs, sleeps = arguments.pop("logprobs", None), arguments.pop("sleep", False)
     cpu_bytes = 8 << 20
     cache_prefixes_of_latents(kind)
@@ -129,7 +135,10 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     del plain
 
     result["cpu_bytes"] = cpu_bytes
-    llm = LLM(**settings, kv_transfer_config=transfer_config({"cpu_bytes": cpu_bytes}))
+    config = transfer_config({"cpu_bytes": cpu_bytes})
+    if beside is not None:
+        config = multi_config({"cpu_bytes": cpu_bytes}, first=beside)
+    llm = LLM(**settings, kv_transfer_config=config)
     result["ranks"] = llm.collective_rpc(rank_calls.watch)
     result["computed"] = answers(llm)
     result["reset"] = llm.reset_prefix_cache()

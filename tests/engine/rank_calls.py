@@ -14,13 +14,18 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kv_offload import weight_hooks
-from kv_offload.engine_compat import gather_over_ranks
+from kv_offload.engine_compat import gather_over_ranks, halves
 from transfer.engine import Direction, SwapJob
+
+
+def our_half() -> Any:
+    """Return the worker's half of our connector, which may be inside a MultiConnector."""
+    return next(halves(get_kv_transfer_group(), "offload_worker"))
 
 
 def watch(_worker: Any) -> dict[str, Any]:
     """Note from now on what is stored and loaded; return what this rank is like."""
-    half = get_kv_transfer_group().offload_worker
+    half = our_half()
     half.noted = {"stored": {}, "loaded": {}, "copied": 0}
     if not hasattr(half, "queue_unwatched"):
         half.queue_unwatched, half.submit_unwatched = half._queue, half._engine.submit
@@ -49,7 +54,7 @@ def watch(_worker: Any) -> dict[str, Any]:
 
 def digests(_worker: Any, kind: str) -> dict[str, Any]:
     """Return the digest of every block that was `stored` or `loaded`, as it is now, by its slot."""
-    half = get_kv_transfer_group().offload_worker
+    half = our_half()
     assert half._engine.wait(10)
     storages = [
         (storage.data_ptr(), as_bytes(storage, tensor.device).cpu().numpy())
@@ -68,7 +73,7 @@ def digests(_worker: Any, kind: str) -> dict[str, Any]:
 
 def poison(_worker: Any) -> None:
     """Overwrite the whole KV cache of this rank."""
-    half = get_kv_transfer_group().offload_worker
+    half = our_half()
     assert half._engine.wait(10)
     for storage, tensor in kv_storages(half):
         as_bytes(storage, tensor.device).fill_(0x7F)
@@ -78,7 +83,7 @@ def poison(_worker: Any) -> None:
 
 def roll(_worker: Any, ranks: list[int]) -> None:
     """Put every stored block where another one was, in the host memory of these ranks."""
-    half = get_kv_transfer_group().offload_worker
+    half = our_half()
     if half._rank in ranks:
         slots = half._engine._state.arena.view()
         used = sorted(half.noted["stored"])

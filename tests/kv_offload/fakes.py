@@ -21,8 +21,10 @@ from unittest import mock
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -47,9 +49,9 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kv_offload.connector import KVOffloadConnector
-from kv_offload.engine_compat import reports_failed_requests, vllm_version
+from kv_offload.engine_compat import halves, reports_failed_requests, vllm_version
 from kv_offload.metrics import METRICS
+from kv_offload.plugin import CONNECTOR
 from kv_offload.prefix import CacheGroup
 from transfer.engine import Completion, Direction, SwapEngine, SwapJob
 from transfer.errors import CopyError, JobError
@@ -195,11 +197,14 @@ def make_vllm_config(
     async_scheduling: bool = False,
     ranks: int = 1,
     replicas: int = 1,
+    transfer_config: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Any:
     """Return the configuration that vLLM makes of a user's arguments, in the front end.
 
     Drafts come from the text, or from a head whose method is set afterwards: it has no model here.
+    `transfer_config` makes that of another connector around ours from the options of the plugin.
     """
+    plugin = {"cpu_bytes": 1 << 20, **plugin}
     speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
     config = EngineArgs(
         model=_model_folder().name,
@@ -217,8 +222,10 @@ def make_vllm_config(
             "kv_connector": "KVOffloadConnector",
             "kv_role": "kv_both",
             "kv_connector_module_path": "kv_offload.connector",
-            "kv_connector_extra_config": {"cpu_bytes": 1 << 20, **plugin},
-        },
+            "kv_connector_extra_config": plugin,
+        }
+        if transfer_config is None
+        else transfer_config(plugin),
     ).create_engine_config()
     if draft_head:
         config.speculative_config.method = "eagle"
@@ -596,7 +603,9 @@ class PlayedRank:
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
         self.weights = PlayedWeights()
-        self.connector = KVOffloadConnector(config, KVConnectorRole.WORKER, kv_cache_config)
+        self.connector = KVConnectorFactory.create_connector(
+            config, KVConnectorRole.WORKER, kv_cache_config
+        )
         self.memory = torch.full((kv_cache_config.num_blocks, PAGE_WORDS), -1, dtype=torch.int64)
         self.kv: list[NDArray[np.int64]] = []
         caches = {}
@@ -631,6 +640,7 @@ class PlayedRank:
         if output.new_block_ids_to_zero:
             self.memory[output.new_block_ids_to_zero] = 0
         self.connector.bind_connector_metadata(metadata)
+        self.connector.start_load_kv(None)
 
     def end(self, output: Any) -> KVConnectorOutput:
         """Run the hooks of a step's end as the model runner of this vLLM does."""
@@ -640,10 +650,12 @@ class PlayedRank:
             connector.wait_for_save()
         if newer:
             results = connector.get_transfer_results(output.finished_req_ids)
+            report.finished_sending = results.finished_sending
             report.finished_recving = results.finished_recving
             report.failed_recving = results.failed_recving
         else:
-            _, report.finished_recving = connector.get_finished(output.finished_req_ids)
+            finished = connector.get_finished(output.finished_req_ids)
+            report.finished_sending, report.finished_recving = finished
         report.invalid_block_ids = connector.get_block_ids_with_load_errors()
         report.kv_connector_stats = connector.get_kv_connector_stats()
         report.kv_connector_worker_meta = connector.build_connector_worker_meta()
@@ -769,6 +781,8 @@ class PlayedEngine:
             # What runner V2 has the scheduler do.
             self.scheduler.use_v2_model_runner = True
         self.ranks = [PlayedRank(config, kv_cache_config, rank) for rank in range(ranks)]
+        self.scheduled: deque[Any] = deque()
+        self.executed: deque[tuple[Any, ModelRunnerOutput]] = deque()
         for rank in self.ranks if locked_slots is not None else ():
             rank.copies.locked_slots = locked_slots
         if beside is not None:
@@ -785,8 +799,6 @@ class PlayedEngine:
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._drafts = drafts
         self.propose: Callable[[Tokens], Tokens] = self.good_drafts
-        self.scheduled: deque[Any] = deque()
-        self.executed: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.answers: dict[str, Tokens] = {}
         self.ended: dict[str, str] = {}
         """Why requests ended, as their clients hear it."""
@@ -803,7 +815,7 @@ class PlayedEngine:
 
     @property
     def offload(self) -> Any:
-        return self.connector.offload_scheduler
+        return next(halves(self.connector, "offload_scheduler"))
 
     @property
     def pool(self) -> Any:
@@ -814,9 +826,14 @@ class PlayedEngine:
         """vLLM's engine core, of which only the scheduler is real."""
         core = object.__new__(EngineCore)
         core.scheduler = self.scheduler
-        core.model_executor = PlayedExecutor(self)
+        core.model_executor = self.model_executor
         core.mm_receiver_cache = None
         return core
+
+    @property
+    def model_executor(self) -> PlayedExecutor:
+        """What ours finds on the call stack while the engine is built, and calls the ranks by."""
+        return PlayedExecutor(self)
 
     def good_drafts(self, tokens: Tokens) -> Tokens:
         """Draft what the model will sample."""
@@ -886,6 +903,11 @@ class PlayedEngine:
                     self.ended[one.request_id] = str(one.finish_reason)
             if outputs.scheduler_stats is not None:
                 stats = outputs.scheduler_stats.kv_connector_stats or {}
+                # Inside a MultiConnector: up to 0.31 an object, then a dictionary.
+                ours = stats.get(
+                    CONNECTOR, {} if isinstance(self.connector, MultiConnector) else stats
+                )
+                stats = getattr(ours, "data", ours)
                 self.totals.update({n: v for n, v in stats.items() if _KINDS[n] == "counter"})
         if self._drafts and not self.scheduler.scheduler_config.async_scheduling:
             self.scheduler.update_draft_token_ids(
