@@ -394,6 +394,25 @@ def observe_local_stats() -> None:
     metrics.observe = observe
 
 
+def role_accepts_embeddings(vllm_config: Any, transfer_config: Any) -> bool:
+    """Whether vLLM accepts embeddings in place of images because of `kv_role`, as 0.32 does.
+
+    It then turns `enable_mm_embeds` on, and keeps no note of whether it was on before. 0.28 only
+    allows that embeddings which the user has enabled come without their data, 0.26 nothing.
+    """
+    from vllm.config import VllmConfig
+
+    inputs = getattr(vllm_config.model_config, "multimodal_config", None)
+    encoders = getattr(vllm_config, "ec_transfer_config", None)
+    return (
+        not hasattr(VllmConfig, "_resolve_allow_missing_mm_embeddings")
+        and transfer_config.is_kv_consumer
+        and getattr(inputs, "enable_mm_embeds", False)
+        and getattr(inputs, "allow_missing_mm_embeddings", False)
+        and not (encoders is not None and encoders.is_ec_consumer)
+    )
+
+
 def local_rank(engine_id: str | None) -> Any | None:
     """Return the worker's half of this engine's connector if it lives in this process, else None.
 

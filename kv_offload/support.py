@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.config import OffloadConfig
-from kv_offload.engine_compat import layer_specs
+from kv_offload.engine_compat import layer_specs, role_accepts_embeddings
 from kv_offload.errors import UnsupportedError
 from kv_offload.prefix import CacheGroup
 
@@ -170,6 +170,13 @@ def consequences(
             f"on_load_failure is {config.on_load_failure!r}, so what any member of the "
             "MultiConnector fails to load is computed again, though its kv_load_failure_policy is "
             f"{engine_config.kv_load_failure_policy!r}: set both to the same"
+        )
+    if role_accepts_embeddings(vllm_config, engine_config):
+        found.append(
+            f"kv_role is {engine_config.kv_role!r}, with which vLLM accepts embeddings in place of "
+            "images and other inputs (enable_mm_embeds), even without their data "
+            "(allow_missing_mm_embeddings), which it reserves for trusted users: set kv_role to "
+            "'kv_producer', unless another engine sends KV to this one"
         )
     return found
 

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 import torch
+from vllm.config import MultiModalConfig
 from vllm.model_executor.layers.attention.encoder_only_attention import EncoderOnlyAttention
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
@@ -33,6 +34,7 @@ from kv_offload.support import (
     SPECS,
     cache_groups,
     check_supported,
+    consequences,
     has_draft_head,
 )
 from tests.kv_offload.fakes import make_kv_cache_config, make_spec, make_vllm_config
@@ -385,6 +387,48 @@ def test_everything_that_stands_in_the_way_is_listed_at_once(engine: Engine) -> 
     ]
     for problem, beginning in zip(problems, beginnings, strict=True):
         assert problem.startswith(beginning)
+
+
+# -- what is said of what is served ------------------------------------------------------------
+
+
+def takes_images(engine: Engine, role: str, *, asked: bool = False) -> list[str]:
+    """Have vLLM resolve the inputs of a multimodal model; return what the plugin says of them."""
+    engine.vllm.model_config.multimodal_config = MultiModalConfig(enable_mm_embeds=asked)
+    engine.vllm.kv_transfer_config.kv_role = role
+    for resolve in ("_resolve_mm_embedding_inputs", "_resolve_allow_missing_mm_embeddings"):
+        getattr(engine.vllm, resolve, lambda: None)()
+    return consequences(engine.config, engine.vllm, ())
+
+
+def test_a_role_that_opens_embeddings_is_named(engine: Engine) -> None:
+    said = takes_images(engine, "kv_both")
+    opened = engine.vllm.model_config.multimodal_config.enable_mm_embeds
+    assert opened == (engine.version >= (0, 32)), "a vLLM between: does the role open them?"
+    assert len(said) == opened
+    for message in said:
+        assert message.startswith("kv_role is 'kv_both', with which vLLM accepts embeddings in")
+        assert "set kv_role to 'kv_producer'" in message
+
+
+def test_a_role_that_opens_none_is_not(engine: Engine) -> None:
+    assert takes_images(engine, "kv_producer") == []
+    inputs = engine.vllm.model_config.multimodal_config
+    assert not inputs.enable_mm_embeds
+    assert not getattr(inputs, "allow_missing_mm_embeddings", False)
+
+
+def test_embeddings_that_the_user_asked_for_are_not_the_roles(engine: Engine) -> None:
+    """Up to vLLM 0.28 the role does not touch the setting; later nobody can tell whose it is."""
+    assert takes_images(engine, "kv_producer", asked=True) == []
+    assert engine.vllm.model_config.multimodal_config.enable_mm_embeds
+    if engine.version < (0, 29):
+        assert takes_images(engine, "kv_both", asked=True) == []
+
+
+def test_a_model_that_takes_text_only_opens_nothing(engine: Engine) -> None:
+    assert engine.vllm.model_config.multimodal_config is None
+    assert consequences(engine.config, engine.vllm, ()) == []
 
 
 # -- groups ------------------------------------------------------------------------------------
