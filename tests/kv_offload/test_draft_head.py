@@ -61,7 +61,7 @@ class PlayedHead(PlayedModel):
         request = self.requests[request_id]
         start = min(computed, len(request.tokens) - 1)
         sampled = super()._forward(request_id, computed, scheduled, output, draft)
-        names = request.extend_names()
+        names = request.extend_names(self.weights)
         # Of the last token that was sampled there is no KV yet, nor of what was rejected.
         end = min(start + scheduled, len(names) - 1)
         for group in self.groups:
