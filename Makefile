@@ -30,7 +30,7 @@ demo:
 test:
 	@$(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest $(TESTS)
 	@set -e; for engine in $(wordlist 2,9,$(ENGINES)); do \
-	  SOAK_SECONDS=30 $(environment) run --dev --engine $$engine -- -m pytest $(TESTS) -m engine; \
+	  SOAK_SECONDS=30 INTERLEAVINGS_SECONDS=20 $(environment) run --dev --engine $$engine -- -m pytest $(TESTS) -m engine; \
 	done
 	@$(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest bench/bench_*.py
 

@@ -391,8 +391,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
         Of the scheduler's hooks it is the only one that vLLM calls at the end of every step.
         """
-        half = self.offload_worker if self.offload_scheduler is None else self.offload_scheduler
-        half.count_hook_errors(self.hook_errors.take())
+        if self.hook_errors.new:
+            half = self.offload_worker if self.offload_scheduler is None else self.offload_scheduler
+            half.count_hook_errors(self.hook_errors.take())
         if self.offload_scheduler is not None:
             self.offload_scheduler.read_reports()
             rank = self._rank_beside()

@@ -16,11 +16,12 @@ class HookErrors:
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
-        self._new = 0
+        self.new = 0
+        """How many there were since the last `take`."""
 
     def caught(self, hook: str) -> None:
         """Take note of the exception that is being handled."""
-        self._new += 1
+        self.new += 1
         if hook not in self._seen:
             self._seen.add(hook)
             logger.exception(
@@ -32,7 +33,7 @@ class HookErrors:
 
     def take(self) -> int:
         """Return how many there were since the last call."""
-        new, self._new = self._new, 0
+        new, self.new = self.new, 0
         return new
 
 

@@ -83,8 +83,8 @@ class PlayedHead(PlayedModel):
         blocks: NDArray[np.int64],
         names: list[int],
         start: int,
-    ) -> None:
-        super()._check(request_id, rank, group, words[..., :-1], blocks, names, start)
+    ) -> bool:
+        right = super()._check(request_id, rank, group, words[..., :-1], blocks, names, start)
         for position in range(group.first_needed_token(start), start):
             inside = position % group.block_tokens
             found = int(words[blocks[position // group.block_tokens], inside, -1]) - group.group_id
@@ -92,6 +92,7 @@ class PlayedHead(PlayedModel):
             if not self.strict and inside == group.block_tokens - 1:
                 expected = successors(names[position])
             assert found in expected, f"{request_id}: wrong KV at {position} of the head"
+        return right
 
     def _write(
         self,

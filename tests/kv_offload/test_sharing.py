@@ -261,7 +261,7 @@ def test_a_rank_without_a_part_reports_too_and_ranks_take_turns(ranks: Ranks) ->
 
 def test_a_rank_without_a_part_answers_a_drain(ranks: Ranks) -> None:
     job = StoreJob(3, np.array([(1, 2)], np.int32))
-    answers = [half.drain([job], []) for half in ranks.halves]
+    answers = [half.drain([job], []).stores for half in ranks.halves]
     assert answers == [{3: done(0)}, {3: done(1)}]
     assert ranks.arena(0)[2] % OTHER == PAGE_WORDS
 

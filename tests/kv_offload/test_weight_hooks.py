@@ -46,7 +46,7 @@ class Played:
 
     def _call(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(method, str):
-            return self.engine._collective_rpc(method, args)
+            return self.engine.model_executor.collective_rpc(method, args=args)
         self.called.append(method)
         return []
 
