@@ -242,7 +242,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Queue this step's stores. Nothing is waited for: their sources are pinned."""
         self.prepare_store_kv(self._get_connector_metadata())
 
-    @survives(lambda self, finished_req_ids: (None, None))  # the next step reports
+    @survives(lambda self, _: self._end_step_anyhow())
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Queue this step's stores where `wait_for_save` was skipped; report the loads that ended.
 
@@ -348,6 +348,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Let the engine free the blocks at once: what is being stored is pinned."""
         self.offload_scheduler.finished(request, block_ids)
         return False, None
+
+    def _end_step_anyhow(self) -> tuple[None, None]:
+        """Let nothing of this step be left; what ended is reported by the next one."""
+        if self.has_connector_metadata():
+            self.offload_worker.refuse_stores(self._get_connector_metadata())
+        return None, None
 
     def _go_on_without(self, request_id: str) -> tuple[int, bool]:
         self.offload_scheduler.go_on_without(request_id)

@@ -530,6 +530,16 @@ class OffloadWorker:
             self._queued.append(job)
             self._next_store_id = job.job_id + 1
 
+    def refuse_stores(self, metadata: OffloadMetadata) -> None:
+        """Report the stores of a step as failed that an error kept from being queued."""
+        if self._queued_for is not metadata:
+            self._queued_for = metadata
+            for job in metadata.stores:
+                self._next_store_id = job.job_id + 1
+                self._failed_stores.append(job.job_id)
+                self._store_results[job.job_id] = self._result(job.job_id)
+            self.end_forward()
+
     def poll(self) -> None:
         """Take in what ended since the last call. Never waits."""
         if self._engine is not None:
@@ -657,10 +667,16 @@ class OffloadWorker:
         )
 
     def take_losses(self) -> OffloadWorkerMetadata | None:
-        """Return what cannot wait for the next report: which of this step's tokens are wrong."""
+        """Return what cannot wait for the next report: which loads did not bring what they should.
+
+        The engine hears in this step that loads have ended, and of the tokens that were computed.
+        """
         lost, self._lost = self._lost, set()
+        failed, self._failed_requests = self._failed_requests, set()
         self._reported_loss = bool(lost)
-        return OffloadWorkerMetadata(lost_loads=frozenset(lost)) if lost else None
+        if not (lost or failed):
+            return None
+        return OffloadWorkerMetadata(failed_loads=frozenset(failed), lost_loads=frozenset(lost))
 
     @property
     def weight_loads(self) -> dict[int, int]:
