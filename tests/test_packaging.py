@@ -27,22 +27,26 @@ ALLOWED = {
     "": set(),
     "errors": set(),
     "sizes": {"errors"},
-    "config": {"errors", "sizes"},
+    "host_memory": {"errors"},
+    "config": {"errors", "host_memory", "sizes"},
     "metadata": set(),
     "prefix": LEAVES,
     # the engine's side
     "engine_compat": LEAVES,
     "engine_hooks": LEAVES | {"engine_compat"},
+    "hook_errors": {"engine_compat"},
+    "replicas": {"engine_compat"},
+    "capacity": LEAVES | {"engine_compat", "host_memory", "transfer"},
     "weight_hooks": LEAVES | {"engine_compat"},
     "metrics": LEAVES | {"store_planner"},
     "support": LEAVES | {"engine_compat", "prefix"},
     # plugin -> connector -> {scheduler, worker}; the connector is named there, not imported
-    "plugin": set(),
+    "plugin": {"engine_compat"},
     "cli": LEAVES | {"calibrate", "plugin"},
     "calibrate": {"transfer"},
     "connector": LEAVES
-    | {"engine_compat", "engine_hooks", "metrics", "plugin", "scheduler", "sharing"}
-    | {"support", "weight_hooks", "worker"},
+    | {"capacity", "engine_compat", "engine_hooks", "hook_errors", "metrics", "plugin"}
+    | {"replicas", "scheduler", "sharing", "support", "weight_hooks", "worker"},
     # scheduler -> cache_manager -> policies
     "scheduler": LEAVES
     | {"cache_manager", "engine_compat", "load_choice", "load_mode", "load_planner", "metrics"}
@@ -64,7 +68,8 @@ ALLOWED = {
     "policies": LEAVES,
     # worker -> transfer
     "worker": LEAVES
-    | {"engine_compat", "kv_layout", "layer_waves", "metrics", "rates", "sharing", "transfer"},
+    | {"capacity", "engine_compat", "kv_layout", "layer_waves", "metrics", "rates", "sharing"}
+    | {"transfer"},
     "sharing": LEAVES | {"engine_compat", "transfer"},
     "layer_waves": set(),
     "kv_layout": LEAVES | {"engine_compat", "transfer"},
