@@ -353,6 +353,7 @@ class OffloadWorker:
             self._zero(job)
             return
         self._alone, self._store_alone = not self._loading, False
+        self._reported_loads.discard(job.request_id)  # that was an earlier load of this request
         self._loading[job.job_id] = [job]
         self._submit(SwapJob(job.job_id, Direction.LOAD, job.pairs))
 
