@@ -256,11 +256,17 @@ class OffloadScheduler:
         request_id = request.request_id
         match = self._matches.get(request_id)
         self.go_on_without(request_id)
+        block_ids = [list(group) for group in blocks.get_block_ids()]
+        # Its blocks count among those that `lose` looks at, whatever has failed.
+        self._requests.setdefault(
+            request_id, _RequestState(request, block_ids, self._stores.new_cursor(request_id))
+        )
         if num_external_tokens and match is not None:
-            end = blocks.get_block_ids()[0]
             before = match.end_tokens - match.tokens
             first = before // self._groups[0].block_tokens
-            self._loads.plan_failure(request_id, end[first:], synchronous=match.synchronous)
+            self._loads.plan_failure(
+                request_id, block_ids[0][first:], synchronous=match.synchronous
+            )
 
     def build_metadata(self, output: SchedulerOutput) -> OffloadMetadata:
         """Plan the stores of this step's requests; return them with the loads planned before.
