@@ -514,7 +514,8 @@ def end_requests_with_lost_kv(find: Callable[[Any, Any], set[str]]) -> None:
     the step behind, would be served to others.
 
     `find` gets the scheduler's connector and what its ranks reported with the output of a step, and
-    returns the requests. A second call replaces nothing.
+    returns the requests. Where it raises nobody knows which they are, and all of that step end. A
+    second call replaces nothing.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -527,7 +528,15 @@ def end_requests_with_lost_kv(find: Callable[[Any, Any], set[str]]) -> None:
     @functools.wraps(original)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         reported = model_runner_output.kv_connector_output
-        lost = find(self.connector, reported) if reported is not None else None
+        try:
+            lost = find(self.connector, reported) if reported is not None else None
+        except Exception:  # noqa: BLE001 - it would end the engine
+            lost = set(scheduler_output.num_scheduled_tokens)
+            logger.exception(
+                "kv-offload: an error while looking for requests with wrong KV: the %d requests of "
+                "this step end, since any of them may be one. Please report this",
+                len(lost),
+            )
         if not lost:
             return original(self, scheduler_output, model_runner_output)
         self.kv_cache_manager.evict_blocks(set(range(self.kv_cache_config.num_blocks)))

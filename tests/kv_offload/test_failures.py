@@ -128,6 +128,30 @@ def test_what_happens_before_the_loss_is_heard_of(async_scheduling: bool, then: 
     engine.check_rest()
 
 
+@both_ways
+def test_where_nobody_knows_who_computed_with_lost_kv_all_of_the_step_end(
+    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = PlayedEngine(async_scheduling=async_scheduling, synchronous_loads=True)
+    store(engine, PROMPT)
+    engine.model.may_lose_kv = True
+    engine.ranks[0].copies.faults.update(submit=1, load_now=1)
+    original = engine.offload.lose
+
+    def lose(lost_loads: Any) -> set[str]:
+        monkeypatch.setattr(engine.offload, "lose", original)
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(engine.offload, "lose", lose)
+    engine.add("a", PROMPT)
+    play(engine)
+    assert (engine.ended["a"], engine.answers.get("a", [])) == ("error", [])
+    engine.add("again", PROMPT)
+    play(engine)
+    assert engine.answers["again"] == answer(PROMPT)
+    engine.check_rest()
+
+
 # -- resets ------------------------------------------------------------------------------------
 
 
