@@ -530,7 +530,7 @@ def end_requests_with_lost_kv(find: Callable[[Any, Any], set[str]]) -> None:
         reported = model_runner_output.kv_connector_output
         try:
             lost = find(self.connector, reported) if reported is not None else None
-        except Exception:  # noqa: BLE001 - it would end the engine
+        except Exception:
             lost = set(scheduler_output.num_scheduled_tokens)
             logger.exception(
                 "kv-offload: an error while looking for requests with wrong KV: the %d requests of "
