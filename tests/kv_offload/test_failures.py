@@ -187,7 +187,7 @@ def test_a_reset_in_the_middle_of_a_load_succeeds_and_its_request_goes_on(
 
 @both_ways
 def test_a_request_that_a_reset_took_back_loads_again(async_scheduling: bool) -> None:
-    """Two loads of one request: the report of the first must not end the second."""
+    """The second is told from the first, whose report comes after the reset."""
     engine = PlayedEngine(async_scheduling=async_scheduling, ranks=2)
     store(engine, PROMPT)
     engine.add("a", PROMPT)
