@@ -357,7 +357,8 @@ class OffloadScheduler:
     def _plan_stores(self, state: _RequestState, end_tokens: int) -> None:
         """Have what a request will have computed at `end_tokens` stored, at the end of the step."""
         request = state.request
-        # Beyond num_tokens there are only drafts and placeholders, whose KV may be written again.
+        # Beyond num_tokens there are drafts and placeholders, which have no hashes. With several
+        # groups they would move the boundary up to which blocks are expected to be named.
         self._stores.plan(
             state.cursor,
             request.block_hashes,

@@ -386,6 +386,25 @@ def test_no_draft_is_stored(async_scheduling: bool, accepted: bool) -> None:
     engine.check_rest()
 
 
+@both_ways
+@pytest.mark.parametrize("accepted", [True, False])
+def test_drafts_have_no_block_looked_at_before_it_has_a_name(
+    async_scheduling: bool, accepted: bool
+) -> None:
+    """vLLM names blocks of several groups up to a common boundary of known tokens.
+
+    A block that was looked at before would count as one that had moved on, and never be stored.
+    """
+    groups = (CacheGroup(0, 4), CacheGroup(1, 8, 12))
+    engine = PlayedEngine(groups, drafts=3, async_scheduling=async_scheduling, blocks=60)
+    engine.propose = engine.good_drafts if accepted else engine.bad_drafts
+    engine.add("a", PROMPT[:9], max_tokens=30)
+    engine.run()
+    assert "skipped_moved_on" not in engine.totals
+    assert engine.totals["stored_bytes"] == blocks(12)
+    engine.check_rest()
+
+
 # -- pins --------------------------------------------------------------------------------------
 
 
