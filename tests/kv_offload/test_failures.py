@@ -234,9 +234,10 @@ def test_a_hook_that_raises_does_not_end_the_engine(
     synchronous: bool,
     async_scheduling: bool,
 ) -> None:
-    """Once, at each time that it is called while a stored prompt is asked for."""
+    """Once, at one of the times that it is called while a stored prompt is asked for."""
     counted = 0.0
-    for when in range(12):
+    times = 0
+    for when in (0, 1, 2, 3, 5, 8):
         engine = PlayedEngine(async_scheduling=async_scheduling, synchronous_loads=synchronous)
         store(engine, PROMPT)
         part = getattr(engine.connector, half) or engine.ranks[0].connector.offload_worker
@@ -247,6 +248,7 @@ def test_a_hook_that_raises_does_not_end_the_engine(
         play(engine)
         if not raised:
             break
+        times += 1
         if engine.ended["a"] == "error":
             assert hook == "allocated"
             assert synchronous
@@ -256,8 +258,8 @@ def test_a_hook_that_raises_does_not_end_the_engine(
         counted += engine.totals["hook_errors"]  # not if nothing reports any more
         assert pinned(engine) == set()
         engine.check_rest()
-    assert when > 0, "it was never called"
-    assert counted <= when + 1
+    assert times > 0, "it was never called"
+    assert counted <= times
     assert counted or hook in ("take_stats", "take_report"), "not counted"
 
 
