@@ -270,9 +270,12 @@ class Interleavings(RuleBasedStateMachine):
             HAPPENED[f"failed {copies.submitted[which].direction.value}"] += fail
             copies.run(which, fail=fail)
 
-    @rule()
-    def copy_all(self) -> None:
-        self.engine.run_copies()
+    @rule(fail=st.sampled_from((False, False, True)))
+    def copy_all(self, fail: bool) -> None:
+        for rank in self.engine.ranks:
+            for job in rank.copies.submitted if fail else ():
+                HAPPENED[f"failed {job.direction.value}"] += 1
+        self.engine.run_copies(fail=fail)
 
     @rule(rank=st.integers(0, 1), stuck=st.booleans())
     def hang(self, rank: int, stuck: bool) -> None:
