@@ -28,7 +28,8 @@ demo:
 # The first engine runs everything; the others only what depends on vLLM's version, with a short soak.
 # The benches run once, unmeasured: that they still work is all that this shows.
 test:
-	@$(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest $(TESTS)
+	@SOAK_SECONDS=$${SOAK_SECONDS:-90} \
+	  $(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest $(TESTS)
 	@set -e; for engine in $(wordlist 2,9,$(ENGINES)); do \
 	  SOAK_SECONDS=30 INTERLEAVINGS_SECONDS=20 $(environment) run --dev --engine $$engine -- -m pytest $(TESTS) -m engine; \
 	done
