@@ -352,7 +352,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def _end_step_anyhow(self) -> tuple[None, None]:
         """Let nothing of this step be left; what ended is reported by the next one."""
         if self.has_connector_metadata():
-            self.offload_worker.refuse_stores(self._get_connector_metadata())
+            self.offload_worker.end_step_anyhow(self._get_connector_metadata())
         return None, None
 
     def _go_on_without(self, request_id: str) -> tuple[int, bool]:

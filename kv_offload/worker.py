@@ -531,8 +531,12 @@ class OffloadWorker:
             self._queued.append(job)
             self._next_store_id = job.job_id + 1
 
-    def refuse_stores(self, metadata: OffloadMetadata) -> None:
-        """Report the stores of a step as failed that an error kept from being queued."""
+    def end_step_anyhow(self, metadata: OffloadMetadata) -> None:
+        """End a step of which an error has kept the report of loads from being made.
+
+        Its stores that were not queued fail.
+        """
+        self._reported_loads = set()
         if self._queued_for is not metadata:
             self._queued_for = metadata
             for job in metadata.stores:
