@@ -331,9 +331,13 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if self._is_member and connector_output.invalid_block_ids:
             self.offload_scheduler.others_load_failed()
-        rank = self._rank_beside() if self.offload_scheduler.hears_of_loads else None
-        ended, reported = (set(), set()) if rank is None else rank.take_ended_loads()
+        ended, reported = self._take_ended_loads()
         self.offload_scheduler.update(connector_output, ended, reported)
+
+    @survives(lambda self: (set(), set()))  # a report will tell
+    def _take_ended_loads(self) -> tuple[set[str], set[str]]:
+        rank = self._rank_beside() if self.offload_scheduler.hears_of_loads else None
+        return (set(), set()) if rank is None else rank.take_ended_loads()
 
     def request_finished(
         self, request: Request, block_ids: list[int]
