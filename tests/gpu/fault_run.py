@@ -65,7 +65,7 @@ class Faults:
         self._seen: Counter[str] = Counter()
         self._engine = running.rank._engine
         self._armed: str | None = None
-        for name in ("submit", "load_now", "await_loads"):
+        for name in ("submit", "load_now"):
             self._replace(self._engine, name, getattr(self, f"_{name}"))
         for lane in self._engine._state.lanes.values():
             self._replace(lane.path, "_queue", self._launch)
@@ -107,9 +107,6 @@ class Faults:
             self._armed = None
             raise RuntimeError("injected fault: wait")
         make_wait(*arguments)
-
-    def _await_loads(self, await_loads: Callable[[], None]) -> None:
-        await_loads()
 
     def _load_now(self, load_now: Callable[[Any], None], pairs: Any) -> None:
         if self._turn("copy at once"):

@@ -63,6 +63,26 @@ VOCABULARY = 2
 GARBAGE = 0xA5
 _KINDS = {metric.name: metric.kind for metric in METRICS}
 
+HOOKS = {
+    "offload_scheduler": (
+        "match",
+        "allocated",
+        "build_metadata",
+        "read_reports",
+        "finished",
+        "take_stats",
+    ),
+    "offload_worker": (
+        "submit_stores",
+        "start_copies",
+        "start_kv_transfers",
+        "prepare_store_kv",
+        "poll",
+        "take_report",
+    ),
+}
+"""What the connector's hooks call, on both halves."""
+
 Tokens = list[int]
 
 

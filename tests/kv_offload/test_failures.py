@@ -15,7 +15,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from tests.kv_offload.fakes import OTHER, PROMPT, PlayedEngine, answer, forget, pinned, store
+from tests.kv_offload.fakes import HOOKS, OTHER, PROMPT, PlayedEngine, answer, forget, pinned, store
 from transfer.engine import Direction
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -208,25 +208,12 @@ def test_a_request_that_a_reset_took_back_loads_again(async_scheduling: bool) ->
 
 # -- hooks that raise --------------------------------------------------------------------------
 
-SCHEDULER_HOOKS = ("match", "allocated", "build_metadata", "read_reports", "finished", "take_stats")
-WORKER_HOOKS = (
-    "submit_stores",
-    "start_copies",
-    "start_kv_transfers",
-    "prepare_store_kv",
-    "poll",
-    "take_report",
-)
-
 
 @both_ways
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize(
     ("half", "hook"),
-    [
-        *(("offload_scheduler", hook) for hook in SCHEDULER_HOOKS),
-        *(("offload_worker", hook) for hook in WORKER_HOOKS),
-    ],
+    [(half, hook) for half, hooks in HOOKS.items() for hook in hooks],
 )
 def test_a_hook_that_raises_does_not_end_the_engine(
     half: str,

@@ -36,7 +36,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from tests.kv_offload.fakes import PlayedEngine, name_prefixes, next_token
+from tests.kv_offload.fakes import HOOKS, PlayedEngine, name_prefixes, next_token
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
@@ -49,26 +49,6 @@ TEXTS = [
     [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1],
 ]
 """Prompts are beginnings of these, so many share a prefix."""
-
-HOOKS = {
-    "offload_scheduler": (
-        "match",
-        "allocated",
-        "build_metadata",
-        "read_reports",
-        "finished",
-        "take_stats",
-    ),
-    "offload_worker": (
-        "submit_stores",
-        "start_copies",
-        "start_kv_transfers",
-        "prepare_store_kv",
-        "poll",
-        "take_report",
-    ),
-}
-"""What the connector's hooks call, on both halves."""
 
 COPIES = ("submit", "before_compute", "load_now")
 HAPPENED: Counter[str] = Counter()
