@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kv_offload.cache_manager import CacheManager
-from kv_offload.policies import POLICIES, make_policy
+from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.policies import POLICIES, make_policy
 
 BATCH_KEYS = 64
 ROUNDS = 400

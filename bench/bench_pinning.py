@@ -21,11 +21,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from kv_swap import registration
+from kv_swap.mapping import Mapping
+from kv_swap.numa import device_node
+from kv_swap.pinned import CudaRegistrar, HostArena
+
 from bench.swap_rows import cuda_torch, machine
-from transfer import registration
-from transfer.mapping import Mapping
-from transfer.numa import device_node
-from transfer.pinned import CudaRegistrar, HostArena
 
 MIB, GIB = 1 << 20, 1 << 30
 PIECES = (64 * MIB, 256 * MIB, GIB)

@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kv_swap.copy_path import PathName
+from kv_swap.engine import Direction, SwapEngine, SwapJob
+from kv_swap.host import HostSwapEngine
+from kv_swap.layout import KVLayout, TensorDescription
+from kv_swap.pinned import CudaRegistrar, HostArena
 
 from bench.swap_rows import COPY_ENGINE, Row, cuda_torch, save, vllm_module
-from transfer.copy_path import PathName
-from transfer.engine import Direction, SwapEngine, SwapJob
-from transfer.host import HostSwapEngine
-from transfer.layout import KVLayout, TensorDescription
-from transfer.pinned import CudaRegistrar, HostArena
 
 KIB, MIB = 1 << 10, 1 << 20
 LAYERS = 32
@@ -204,9 +204,9 @@ class Bed:
         layers: int = LAYERS,
         path: PathName = "kernel",
     ) -> None:
-        from transfer.cuda import CudaSwapEngine
-        from transfer.path_rule import OnlyPath
-        from transfer.swap import choose_family
+        from kv_swap.cuda import CudaSwapEngine
+        from kv_swap.path_rule import OnlyPath
+        from kv_swap.swap import choose_family
 
         self.torch = cuda_torch()
         self.device = self.torch.device("cuda", 0)

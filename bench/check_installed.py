@@ -12,10 +12,11 @@ from pathlib import Path
 
 def main(csrc: Path) -> None:
     """Raise `SystemExit` with what is wrong."""
+    import kv_swap
+
     import kv_offload
-    import kv_offload.cli
-    import kv_offload.plugin
-    import transfer
+    import kv_offload.cli.main
+    import kv_offload.engines.vllm.plugin
 
     package = Path(kv_offload.__file__).parent
     if package.parent == csrc.resolve().parent:
@@ -23,7 +24,7 @@ def main(csrc: Path) -> None:
     heavy = {"torch", "cupy", "vllm"} & sys.modules.keys()
     if heavy:
         raise SystemExit(f"importing kv_offload brought {sorted(heavy)}")
-    installed = Path(transfer.__file__).parent / "csrc"
+    installed = Path(kv_swap.__file__).parent / "csrc"
     for source in (file for file in csrc.rglob("*") if file.is_file()):
         copy = installed / source.relative_to(csrc)
         if not copy.exists() or copy.read_bytes() != source.read_bytes():

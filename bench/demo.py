@@ -31,7 +31,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from bench.small_models import VOCABULARY, write_model
+from tests.support.small_models import VOCABULARY, write_model
 
 CONNECTOR = "KVOffloadConnector"
 GROUPS, PROMPTS_PER_GROUP = 4, 3

@@ -224,7 +224,9 @@ def checkout_on_path(folder: Path) -> str:
         for group, points in project["entry-points"].items()
     ]
     (metadata / "entry_points.txt").write_text("\n".join(sections))
-    return os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH")]))
+    return os.pathsep.join(
+        filter(None, [str(folder), str(ROOT), str(ROOT / "transfer"), os.environ.get("PYTHONPATH")])
+    )
 
 
 def run(python: Path | str, arguments: Sequence[str], variables: dict[str, str]) -> None:

@@ -20,9 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kv_swap.mapping import Mapping
+from kv_swap.registration import NUM_THREADS, PIECE_BYTES, Registration
+
 from bench.swap_rows import machine
-from transfer.mapping import Mapping
-from transfer.registration import NUM_THREADS, PIECE_BYTES, Registration
 
 MIB, GIB = 1 << 20, 1 << 30
 PAUSE_SECONDS = 0.0002

@@ -21,8 +21,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from bench.serving_clock import ConnectorClock
-from kv_offload.metadata import JobResult, OffloadMetadata, OffloadWorkerMetadata
-from tests.kv_offload.fakes import make_tensor, make_vllm_config
+from kv_offload.messages import JobResult, OffloadMetadata, OffloadWorkerMetadata
+from tests.support.fakes import make_tensor, make_vllm_config
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 2 * BLOCK_TOKENS * 4

@@ -12,16 +12,15 @@ import numpy as np
 import torch
 from cuda.bindings import driver
 from cupy.cuda import runtime
+from kv_swap.copies import CopyPlan, cut_batches
+from kv_swap.dma import make_copier
+from kv_swap.engine import Direction
+from kv_swap.layout import KVLayout, Region
+from kv_swap.pinned import CudaRegistrar, HostArena
+from kv_swap.streams import StreamTurns
+from kv_swap.swap import LIST_BYTES, SwapKernel, write_list
+from kv_swap.swap_bulk import Ring, bulk_family
 from numpy.typing import NDArray
-
-from transfer.copies import CopyPlan, cut_batches
-from transfer.dma import make_copier
-from transfer.engine import Direction
-from transfer.layout import KVLayout, Region
-from transfer.pinned import CudaRegistrar, HostArena
-from transfer.streams import StreamTurns
-from transfer.swap import LIST_BYTES, SwapKernel, write_list
-from transfer.swap_bulk import Ring, bulk_family
 
 MIB = 1 << 20
 LAYERS, JOB_BYTES = 32, 256 * MIB

@@ -32,12 +32,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from kv_swap.engine import Direction, SwapJob
+from kv_swap.pinned import CudaRegistrar, HostArena
+from kv_swap.swap import LIST_BYTES, SwapKernel, write_list
+from kv_swap.swap_bulk import LOAD_RING, STORE_RING, Ring, bulk_family
+
 from bench.bench_swap import KIB, MIB, Bed, scattered
 from bench.swap_rows import cuda_torch, machine
-from transfer.engine import Direction, SwapJob
-from transfer.pinned import CudaRegistrar, HostArena
-from transfer.swap import LIST_BYTES, SwapKernel, write_list
-from transfer.swap_bulk import LOAD_RING, STORE_RING, Ring, bulk_family
 
 SPIN_SECONDS = 1.0
 CTAS = (2, 3, 4, 8)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from kv_offload.connector import KVOffloadConnector
+from kv_offload.engines.vllm.connector import KVOffloadConnector
 
 
 @contextlib.contextmanager

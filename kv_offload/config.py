@@ -198,7 +198,7 @@ def load_config(
     Raises:
         ConfigError: a source cannot be read, or has an unknown key or a value that is not allowed.
         CapacityError: `cpu_bytes` of all replicas is more than this machine or its cgroup has, less
-            the headroom. What is free now is not looked at: see `kv_offload.capacity`.
+            the headroom. What is free now is not looked at: see `kv_offload.worker.capacity`.
     """
     return trace_config(extra_config, environ, host=host, replicas=replicas).config
 

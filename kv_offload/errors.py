@@ -1,4 +1,4 @@
-"""The error tree of `kv_offload`; `transfer` has its own in `transfer.errors`.
+"""The error tree of `kv_offload`; `transfer` has its own in `kv_swap.errors`.
 
     KVOffloadError
     ├── ConfigError        what the user wrote is wrong: carries the path of the bad value

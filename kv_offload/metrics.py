@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kv_offload.store_planner import SKIP_REASONS
+from kv_offload.scheduler.stores import SKIP_REASONS
 
 PREFIX = "vllm:host_kv_cache_"
 

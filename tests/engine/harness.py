@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kv_swap.engine import Direction
+from kv_swap.host_copy import Run, copy_runs
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from bench.small_models import VOCABULARY, write_draft_head, write_model
 from bench.totals import counted_stats
-from kv_offload.engine_compat import halves
-from transfer.engine import Direction
-from transfer.host_copy import Run, copy_runs
+from kv_offload.engines.vllm.compat import halves
+from tests.support.small_models import VOCABULARY, write_draft_head, write_model
 
 BLOCK_TOKENS = 32
 Tokens = list[int]
@@ -251,7 +251,7 @@ def transfer_config(plugin: dict[str, Any]) -> dict[str, Any]:
     }
     if not entry_points(group="vllm.general_plugins", name="kv_offload"):
         # Run from a checkout, on a host where nothing can be installed.
-        config["kv_connector_module_path"] = "kv_offload.connector"
+        config["kv_connector_module_path"] = "kv_offload.engines.vllm.connector"
     return config
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.processes import print_result, run_module
+from tests.support.processes import print_result, run_module
 
 PROMPT_TOKENS = (129, 193, 257, 321)
 LOGPROB_TOLERANCE = 1e-3
@@ -104,10 +104,10 @@ def assert_same(answers: dict[str, Any], expected: dict[str, Any]) -> None:
 def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     from vllm import LLM
 
-    from kv_offload.engine_compat import vllm_version
+    from kv_offload.engines.vllm.compat import vllm_version
     from tests.engine import rank_calls
     from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
-    from tests.kv_offload.remote_connector import multi_config
+    from tests.support.remote_connector import multi_config
 
     beside: bool | None = arguments.pop("beside", None)
     logprobs, sleeps = arguments.pop("logprobs", None), arguments.pop("sleep", False)

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from kv_swap.engine import Direction, SwapJob
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kv_offload import weight_hooks
-from kv_offload.engine_compat import gather_over_ranks, halves
-from transfer.engine import Direction, SwapJob
+from kv_offload.engines.vllm import weight_hooks
+from kv_offload.engines.vllm.compat import gather_over_ranks, halves
 
 
 def our_half() -> Any:

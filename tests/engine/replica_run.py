@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kv_offload.engines.vllm.plugin import register
 from kv_offload.host_memory import read_host_memory
-from kv_offload.plugin import register
 from kv_offload.sizes import parse_size
 from tests.engine.multiprocess_run import assert_same, cache_prefixes_of_latents, rolled_slots
-from tests.processes import print_result
+from tests.support.processes import print_result
 
 REPLICAS = 2
 PROMPT_TOKENS = (129, 193, 257)

@@ -21,7 +21,7 @@ def main(models: str, arguments: dict[str, Any]) -> None:
     from vllm import LLM
 
     from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
-    from tests.processes import print_result
+    from tests.support.processes import print_result
 
     # None begins like another: each is computed as a whole, or loaded but for its last block.
     prompts = [{"prompt_token_ids": random_tokens(200 + 37 * i, seed=i)} for i in range(4)]

@@ -24,16 +24,16 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from kv_swap import host
+from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
+from kv_swap.factory import create_engine
 from numpy.typing import NDArray
 
-from kv_offload.engine_compat import bytes_per_block, reports_failed_requests, vllm_version
-from kv_offload.metadata import LoadJob, OffloadMetadata
-from kv_offload.worker import OffloadWorker
+from kv_offload.engines.vllm.compat import bytes_per_block, reports_failed_requests, vllm_version
+from kv_offload.messages import LoadJob, OffloadMetadata
+from kv_offload.worker.worker import OffloadWorker
 from tests.engine.harness import BLOCK_TOKENS, Engine, Tokens, engine, greedy, random_tokens
-from tests.processes import print_result
-from transfer import host
-from transfer.engine import Completion, Direction, SwapEngine, SwapJob
-from transfer.factory import create_engine
+from tests.support.processes import print_result
 
 GPU_BLOCKS = 24
 """Room for two of the longest requests; up to `MAX_LIVE` are live."""
@@ -187,10 +187,10 @@ def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
         copy_runs(runs)
 
     with (
-        mock.patch("kv_offload.worker.WAVES_FROM_BYTES", 0),
-        mock.patch("kv_offload.worker.create_engine", create),
+        mock.patch("kv_offload.worker.worker.WAVES_FROM_BYTES", 0),
+        mock.patch("kv_offload.worker.worker.create_engine", create),
         mock.patch.object(OffloadWorker, "start_copies", start_copies),
-        mock.patch("transfer.host._copy_runs", copy_slowly),
+        mock.patch("kv_swap.host._copy_runs", copy_slowly),
     ):
         yield made
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kv_swap.engine import Direction
 
-from kv_offload.engine_compat import reports_failed_requests, vllm_version
+from kv_offload.engines.vllm.compat import reports_failed_requests, vllm_version
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Copies,
@@ -14,7 +15,6 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
     random_tokens,
 )
-from transfer.engine import Direction
 
 PROMPTS = [*prompts_with_shared_prefix(seed=7), random_tokens(3 * BLOCK_TOKENS, seed=3)]
 """The last ends with a block, so that all of it is loaded."""

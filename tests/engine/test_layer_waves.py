@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kv_swap.engine import Direction, SwapJob
 
-from bench import small_models
-from kv_offload import worker
-from kv_offload.connector import KVOffloadConnector
+from kv_offload.engines.vllm.connector import KVOffloadConnector
+from kv_offload.worker import worker
 from tests.engine.harness import Copies, Engine, Tokens, engine, prompts_with_shared_prefix
-from transfer.engine import Direction, SwapJob
+from tests.support import small_models
 
 PROMPTS = prompts_with_shared_prefix(seed=41)
 LAYERS = 4
@@ -32,7 +32,7 @@ def deep_model(monkeypatch: pytest.MonkeyPatch) -> None:
         return config
 
     monkeypatch.setitem(small_models.MODELS, "deep", deep)
-    monkeypatch.setattr("kv_offload.worker.WAVES_FROM_BYTES", 0)
+    monkeypatch.setattr("kv_offload.worker.worker.WAVES_FROM_BYTES", 0)
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kv_swap.engine import Direction
 
-from kv_offload import engine_compat
-from kv_offload.metadata import OffloadMetadata
+from kv_offload.engines.vllm import compat as engine_compat
+from kv_offload.messages import OffloadMetadata
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Copies,
@@ -17,7 +18,6 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
     random_tokens,
 )
-from transfer.engine import Direction
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +265,7 @@ def test_reset_gives_up_a_store_that_does_not_end(
     offloading: Engine, copies: Copies, plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What such a store copies is never served, and its slots stay taken until it ends."""
-    monkeypatch.setattr("kv_offload.worker.DRAIN_SECONDS", 0.2)
+    monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.2)
     copies.hold(Direction.STORE)
     offloading.generate([LONG], max_tokens=1)
     assert offloading.llm.reset_prefix_cache() is True

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kv_offload.worker import OffloadWorker
+from kv_offload.worker.worker import OffloadWorker
 from tests.engine.harness import draft_head, engine, random_tokens
 
 

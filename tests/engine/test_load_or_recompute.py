@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from kv_swap.host_copy import Run
 
 from tests.engine.harness import BLOCK_TOKENS, Copies, engine, random_tokens
-from transfer.host_copy import Run
 
 PROMPTS = [random_tokens(400 + index, seed=70 + index) for index in range(4)]
 STORED_TOKENS = 400 // BLOCK_TOKENS * BLOCK_TOKENS
@@ -31,7 +31,7 @@ def test_what_is_sooner_is_done_and_the_tokens_stay_the_same(
     monkeypatch: pytest.MonkeyPatch,
     synchronous: bool,
 ) -> None:
-    monkeypatch.setattr("kv_offload.worker.MEASURED_BYTES", 1)
+    monkeypatch.setattr("kv_offload.worker.worker.MEASURED_BYTES", 1)
     control, slow = Copies(), [False]
 
     def copy_runs(runs: Sequence[Run]) -> None:
@@ -39,7 +39,7 @@ def test_what_is_sooner_is_done_and_the_tokens_stay_the_same(
             time.sleep(SLOW_SECONDS)
         control.copy_runs(runs)
 
-    monkeypatch.setattr("transfer.host._copy_runs", copy_runs)
+    monkeypatch.setattr("kv_swap.host._copy_runs", copy_runs)
     with engine(model_folder, plugin={}, synchronous_loads=synchronous) as offloading:
 
         def serve() -> int:

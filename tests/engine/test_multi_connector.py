@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kv_swap.engine import Direction
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from kv_offload.engines.vllm.plugin import CONNECTOR
 from kv_offload.errors import UnsupportedError
-from kv_offload.plugin import CONNECTOR
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Copies,
@@ -21,8 +22,7 @@ from tests.engine.harness import (
 )
 from tests.engine.multiprocess_run import check, run_engine
 from tests.engine.test_startup import _forget_half_started_engine
-from tests.kv_offload.remote_connector import RemoteConnector, multi_config
-from transfer.engine import Direction
+from tests.support.remote_connector import RemoteConnector, multi_config
 
 PROMPTS = prompts_with_shared_prefix(seed=5)
 SENT = random_tokens(5 * BLOCK_TOKENS + 7, seed=50)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kv_offload.scheduler import OffloadScheduler
+from kv_offload.scheduler.scheduler import OffloadScheduler
 from tests.engine.harness import BLOCK_TOKENS, Engine, Tokens, engine, random_tokens
 from tests.engine.weight_updates import WAYS, Weights, by_hand, write_new_weights
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kv_offload.engine_compat import vllm_version
+from kv_offload.engines.vllm.compat import vllm_version
 from tests.engine import replica_run
 from tests.engine.multiprocess_run import check, run_engine
-from tests.processes import run_module
+from tests.support.processes import run_module
 
 
 @pytest.mark.parametrize(("kind", "partition"), [("qwen3", "1,1"), ("gemma3", "3,1")])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kv_swap.engine import Direction
+
 from tests.engine.harness import BLOCK_TOKENS, Copies, engine, random_tokens
-from transfer.engine import Direction
 
 LONG = random_tokens(10 * BLOCK_TOKENS + 1, seed=2)
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from bench.small_models import write_model
 from tests.engine.harness import random_tokens, transfer_config
+from tests.support.small_models import write_model
 
 START_SECONDS = 240
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kv_swap.engine import Direction
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
 from tests.engine.harness import Copies, engine, prompts_with_shared_prefix
-from tests.processes import run_module
-from transfer.engine import Direction
+from tests.support.processes import run_module
 
 
 def test_host_memory_outlives_a_sleep_of_level_1_and_nothing_else(model_folder: Path) -> None:

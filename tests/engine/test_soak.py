@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kv_swap.engine import Direction, SwapJob
+from kv_swap.host import HostSwapEngine
+from kv_swap.layout import KVLayout
+from kv_swap.pinned import HostArena
 
 from tests.engine.soak import DigestingEngine, Question, Soak, check, soak
-from tests.transfer.kv_memory import Storage
-from transfer.engine import Direction, SwapJob
-from transfer.host import HostSwapEngine
-from transfer.layout import KVLayout
-from transfer.pinned import HostArena
+from tests.support.kv_memory import Storage
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "180"))
 SEED = int(os.environ.get("SOAK_SEED", random.randrange(1 << 31)))

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.small_models import write_model
 from tests.engine.harness import Engine
+from tests.support.small_models import write_model
 
 CHANGED = ("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight")
 """Weights that the CPU engine uses as they were loaded, and on which all KV depends."""

@@ -21,9 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from kv_swap.engine import Direction, SwapJob
 
-from kv_offload import load_mode, worker
-from kv_offload.metadata import OffloadMetadata
+from kv_offload.messages import OffloadMetadata
+from kv_offload.scheduler import load_mode
+from kv_offload.worker import worker
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Drafts,
@@ -33,8 +35,7 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
     random_tokens,
 )
-from tests.processes import print_result
-from transfer.engine import Direction, SwapJob
+from tests.support.processes import print_result
 
 PROMPTS = prompts_with_shared_prefix(shared=1500, tails=(21, 25, 40, 85, 36), seed=11)
 """The last ends with a block of any size that is tested, so that all of it can be loaded."""

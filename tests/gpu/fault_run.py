@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kv_swap.engine import SwapJob
+from kv_swap.errors import JobError
 
-from kv_offload import worker
-from kv_offload.connector import KVOffloadConnector
+from kv_offload.engines.vllm.connector import KVOffloadConnector
+from kv_offload.worker import worker
 from tests.engine.harness import Engine, Tokens, engine, random_tokens
-from tests.processes import print_result
-from transfer.engine import SwapJob
-from transfer.errors import JobError
+from tests.support.processes import print_result
 
 PREFIXES = [random_tokens(150 + 61 * seed % 700, seed) for seed in range(24)]
 AT_ONCE = 24

@@ -52,13 +52,12 @@ def main() -> int:
 def run_job() -> int:
     import cupy
     import torch
-
-    from transfer import swap_bulk, swap_vector
-    from transfer.engine import Direction
-    from transfer.layout import KVLayout, Region
-    from transfer.pinned import CudaRegistrar, HostArena
-    from transfer.swap import LIST_BYTES, SwapKernel, write_list
-    from transfer.zero import BlockZeroer
+    from kv_swap import swap_bulk, swap_vector
+    from kv_swap.engine import Direction
+    from kv_swap.layout import KVLayout, Region
+    from kv_swap.pinned import CudaRegistrar, HostArena
+    from kv_swap.swap import LIST_BYTES, SwapKernel, write_list
+    from kv_swap.zero import BlockZeroer
 
     device = torch.device("cuda", 0)
     torch.cuda.init()

@@ -14,10 +14,10 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 
-from transfer import calibrate  # noqa: E402
-from transfer.calibration import MEASURED_BY, PAGE_BYTES, PAGES, read_cached, write_cached  # noqa: E402
-from transfer.engine import Direction  # noqa: E402
-from transfer.path_rule import MeasuredRule, OnlyPath  # noqa: E402
+from kv_swap import calibrate  # noqa: E402
+from kv_swap.calibration import MEASURED_BY, PAGE_BYTES, PAGES, read_cached, write_cached  # noqa: E402
+from kv_swap.engine import Direction  # noqa: E402
+from kv_swap.path_rule import MeasuredRule, OnlyPath  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -22,17 +22,18 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 
+from kv_swap import cuda, dma, kernel, registration, swap, swap_bulk, swap_vector  # noqa: E402
+from kv_swap.copy_path import PATHS, PathName  # noqa: E402
+from kv_swap.cuda import CudaSwapEngine  # noqa: E402
+from kv_swap.engine import Completion, Direction, SwapJob  # noqa: E402
+from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError  # noqa: E402
+from kv_swap.layout import KVLayout, TensorDescription  # noqa: E402
+from kv_swap.path_rule import OnlyPath  # noqa: E402
+from kv_swap.pinned import CudaRegistrar, HostArena  # noqa: E402
+from kv_swap.streams import CopyStream, StreamTurns  # noqa: E402
+from kv_swap.swap import LIST_BYTES, MAX_PAIRS, KernelFamily, SwapKernel, write_list  # noqa: E402
+
 from tests.gpu.gate import Gate  # noqa: E402
-from transfer import cuda, dma, kernel, registration, swap, swap_bulk, swap_vector  # noqa: E402
-from transfer.copy_path import PATHS, PathName  # noqa: E402
-from transfer.cuda import CudaSwapEngine  # noqa: E402
-from transfer.engine import Completion, Direction, SwapJob  # noqa: E402
-from transfer.errors import CopyError, JobError, LayoutError, PinnedMemoryError  # noqa: E402
-from transfer.layout import KVLayout, TensorDescription  # noqa: E402
-from transfer.path_rule import OnlyPath  # noqa: E402
-from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402
-from transfer.streams import CopyStream, StreamTurns  # noqa: E402
-from transfer.swap import LIST_BYTES, MAX_PAIRS, KernelFamily, SwapKernel, write_list  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -1017,11 +1018,11 @@ def test_turns_run_in_the_order_in_which_they_were_queued() -> None:
 
 SCRIPT = """
 import numpy as np, torch
-from transfer.cuda import CudaSwapEngine
-from transfer.engine import Direction, SwapJob
-from transfer.layout import KVLayout, TensorDescription
-from transfer.path_rule import OnlyPath
-from transfer.pinned import CudaRegistrar, HostArena
+from kv_swap.cuda import CudaSwapEngine
+from kv_swap.engine import Direction, SwapJob
+from kv_swap.layout import KVLayout, TensorDescription
+from kv_swap.path_rule import OnlyPath
+from kv_swap.pinned import CudaRegistrar, HostArena
 device = torch.device("cuda", 0)
 storage = torch.ones(400, 1 << 20, dtype=torch.uint8, device=device)
 address = ADDRESS

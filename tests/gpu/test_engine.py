@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import run_module
+from tests.support.processes import run_module
 
 BLOCK_TOKENS = 32
 """What `engine_run` asks for unless a case says otherwise."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import run_module
+from tests.support.processes import run_module
 
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 

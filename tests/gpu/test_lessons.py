@@ -20,20 +20,21 @@ pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed"
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM and torch say about themselves when imported
+    from kv_offload.cache.prefix import CacheGroup
     from kv_offload.config import OffloadConfig
-    from kv_offload.metadata import LoadJob, OffloadMetadata, StoreJob
-    from kv_offload.prefix import CacheGroup
-    from kv_offload.worker import OffloadWorker
+    from kv_offload.messages import LoadJob, OffloadMetadata, StoreJob
+    from kv_offload.worker.worker import OffloadWorker
     from tests.gpu.engine_run import read_device
-    from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config
+    from tests.support.fakes import PAGE_WORDS, make_kv_cache_config
+from kv_swap.cuda import CudaSwapEngine  # noqa: E402
+from kv_swap.engine import Direction, SwapJob  # noqa: E402
+from kv_swap.pinned import CudaRegistrar, HostArena  # noqa: E402
+from kv_swap.streams import CopyStream  # noqa: E402
+from kv_swap.swap import LIST_BYTES, SwapKernel, write_list  # noqa: E402
+
 from tests.gpu.gate import Gate  # noqa: E402
 from tests.gpu.test_cuda_engine import KIB, ids, make_arena, make_cache, random_pairs  # noqa: E402
-from tests.processes import run_module  # noqa: E402
-from transfer.cuda import CudaSwapEngine  # noqa: E402
-from transfer.engine import Direction, SwapJob  # noqa: E402
-from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402
-from transfer.streams import CopyStream  # noqa: E402
-from transfer.swap import LIST_BYTES, SwapKernel, write_list  # noqa: E402
+from tests.support.processes import run_module  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

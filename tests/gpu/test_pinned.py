@@ -19,6 +19,15 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 cupy: Any = pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is absent")
 
+from kv_swap import registration  # noqa: E402
+from kv_swap.cuda import CudaSwapEngine  # noqa: E402
+from kv_swap.engine import SwapJob  # noqa: E402
+from kv_swap.errors import JobError  # noqa: E402
+from kv_swap.factory import create_engine  # noqa: E402
+from kv_swap.numa import device_node  # noqa: E402
+from kv_swap.pinned import CudaRegistrar, HostArena  # noqa: E402
+from kv_swap.shared import SharedMemory  # noqa: E402
+
 from tests.gpu.test_cuda_engine import (  # noqa: E402
     KIB,
     LOAD,
@@ -31,15 +40,7 @@ from tests.gpu.test_cuda_engine import (  # noqa: E402
     randomize,
     run_script,
 )
-from tests.transfer.registrars import is_mapped  # noqa: E402
-from transfer import registration  # noqa: E402
-from transfer.cuda import CudaSwapEngine  # noqa: E402
-from transfer.engine import SwapJob  # noqa: E402
-from transfer.errors import JobError  # noqa: E402
-from transfer.factory import create_engine  # noqa: E402
-from transfer.numa import device_node  # noqa: E402
-from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402
-from transfer.shared import SharedMemory  # noqa: E402
+from tests.support.registrars import is_mapped  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -162,8 +163,8 @@ def test_without_relaxed_mode_a_capture_would_not_survive(
     ended = run_script(
         """
 import torch
-from transfer import registrar
-from transfer.pinned import CudaRegistrar, HostArena
+from kv_swap import registrar
+from kv_swap.pinned import CudaRegistrar, HostArena
 registrar._exchange_capture_mode = lambda mode: None
 device = torch.device("cuda", 0)
 value = torch.zeros(8, device=device)
@@ -252,8 +253,8 @@ def test_the_process_may_end_while_threads_lock() -> None:
     ended = run_script(
         """
 import torch
-from transfer import registration
-from transfer.pinned import CudaRegistrar, HostArena
+from kv_swap import registration
+from kv_swap.pinned import CudaRegistrar, HostArena
 registration.PIECE_BYTES = 16 << 20
 device = torch.device("cuda", 0)
 torch.ones(8, device=device).sum().item()
@@ -269,10 +270,10 @@ PEER = """
 import sys
 import numpy as np, torch
 from tests.gpu.test_cuda_engine import STORE, finish, make_cache
-from transfer.engine import SwapJob
-from transfer.cuda import CudaSwapEngine
-from transfer.pinned import CudaRegistrar, HostArena
-from transfer.shared import SharedMemory
+from kv_swap.engine import SwapJob
+from kv_swap.cuda import CudaSwapEngine
+from kv_swap.pinned import CudaRegistrar, HostArena
+from kv_swap.shared import SharedMemory
 device = torch.device("cuda", 0)
 cache = make_cache(32, [(64 << 10, 64 << 10)])
 cache.storage.copy_(torch.arange(cache.storage.numel(), device=device).remainder(251))

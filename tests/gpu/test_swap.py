@@ -12,6 +12,18 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 
+from kv_swap import swap_bulk, swap_vector  # noqa: E402
+from kv_swap.engine import Direction  # noqa: E402
+from kv_swap.pinned import CudaRegistrar, HostArena  # noqa: E402
+from kv_swap.swap import (  # noqa: E402
+    LIST_BYTES,
+    MAX_PAIRS,
+    KernelFamily,
+    SwapKernel,
+    choose_family,
+    write_list,
+)
+
 from tests.gpu.test_cuda_engine import (  # noqa: E402
     KIB,
     LOAD,
@@ -24,17 +36,6 @@ from tests.gpu.test_cuda_engine import (  # noqa: E402
     make_cache,
     random_pairs,
     randomize,
-)
-from transfer import swap_bulk, swap_vector  # noqa: E402
-from transfer.engine import Direction  # noqa: E402
-from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402
-from transfer.swap import (  # noqa: E402
-    LIST_BYTES,
-    MAX_PAIRS,
-    KernelFamily,
-    SwapKernel,
-    choose_family,
-    write_list,
 )
 
 pytestmark = pytest.mark.gpu

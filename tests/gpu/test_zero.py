@@ -12,9 +12,10 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 
+from kv_swap import zero  # noqa: E402
+from kv_swap.pinned import CudaRegistrar, HostArena  # noqa: E402
+
 from tests.gpu.test_cuda_engine import KIB, Cache, Pages, make_cache  # noqa: E402
-from transfer import zero  # noqa: E402
-from transfer.pinned import CudaRegistrar, HostArena  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

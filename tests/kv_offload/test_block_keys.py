@@ -14,8 +14,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request
 
-from kv_offload.prefix import CacheGroup, PrefixMap
-from tests.kv_offload.fakes import block_hasher
+from kv_offload.cache.prefix import CacheGroup, PrefixMap
+from tests.support.fakes import block_hasher
 
 pytestmark = pytest.mark.filterwarnings("default")
 

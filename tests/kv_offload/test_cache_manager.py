@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_offload.cache_manager import (
+from kv_offload.cache.manager import (
     RUN_SLOTS,
     CacheManager,
     MissingKeyError,
     MisuseError,
     StorePlan,
 )
+from kv_offload.cache.policies import POLICIES, make_policy
 from kv_offload.errors import CapacityError, KVOffloadError
-from kv_offload.policies import POLICIES, make_policy
 
 A, B, C, D, E = (bytes([letter]) * 32 for letter in b"abcde")
 

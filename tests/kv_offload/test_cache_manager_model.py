@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kv_offload.cache_manager import CacheManager, MissingKeyError, MisuseError
-from kv_offload.policies import make_policy
+from kv_offload.cache.manager import CacheManager, MissingKeyError, MisuseError
+from kv_offload.cache.policies import make_policy
 
 KEYS = [bytes([letter]) for letter in b"abcdefghij"]
 key_lists = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6)

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from kv_swap.calibration import Calibration, read_cached
+from kv_swap.engine import Direction
 
-from kv_offload import calibrate as command
-from kv_offload.cli import main
+from kv_offload.cli import calibrate as command
+from kv_offload.cli.main import main
 from tests.transfer.test_path_rule import KEY, make_calibration
-from transfer.calibration import Calibration, read_cached
-from transfer.engine import Direction
 
 
 @pytest.fixture

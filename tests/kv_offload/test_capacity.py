@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from kv_offload.capacity import (
+from kv_offload.config import TracedConfig, trace_config
+from kv_offload.errors import CapacityError
+from kv_offload.host_memory import HostMemory, headroom_bytes, read_host_memory
+from kv_offload.worker.capacity import (
     check_available,
     describe_share,
     growing_room,
     warn_of_hidden_replicas,
 )
-from kv_offload.config import TracedConfig, trace_config
-from kv_offload.errors import CapacityError
-from kv_offload.host_memory import HostMemory, headroom_bytes, read_host_memory
 
 GIB = 1 << 30
 HOST = HostMemory(256 * GIB, "/proc/meminfo")

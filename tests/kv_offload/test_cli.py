@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import kv_offload
-from kv_offload.cli import main
+from kv_offload.cli.main import main
 from kv_offload.config import SCHEMA, load_config
 from kv_offload.host_memory import HostMemory
 

@@ -451,7 +451,7 @@ def test_describe_is_one_line_with_every_key():
 
 
 def test_the_eviction_policies_are_those_that_exist():
-    from kv_offload.policies import POLICIES
+    from kv_offload.cache.policies import POLICIES
 
     kind, _ = get_args(get_type_hints(OffloadConfig, include_extras=True)["eviction_policy"])
     assert set(get_args(kind)) == set(POLICIES)
@@ -459,7 +459,7 @@ def test_the_eviction_policies_are_those_that_exist():
 
 def test_the_module_needs_neither_the_engine_nor_a_device():
     code = (
-        "import sys, kv_offload.cli, kv_offload.config\n"
+        "import sys, kv_offload.cli.main, kv_offload.config\n"
         "print([m for m in ('torch', 'vllm', 'cupy') if m in sys.modules])"
     )
     done = subprocess.run(

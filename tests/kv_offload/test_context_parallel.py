@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from kv_offload.prefix import CacheGroup
-from tests.kv_offload.fakes import PlayedEngine
+from kv_offload.cache.prefix import CacheGroup
 from tests.kv_offload.test_hazards import OTHER, PROMPT, answer, store
+from tests.support.fakes import PlayedEngine
 
 pytestmark = pytest.mark.filterwarnings("default")
 

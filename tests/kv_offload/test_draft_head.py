@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from kv_offload.prefix import CacheGroup
-from tests.kv_offload.fakes import VOCABULARY, PlayedModel, Tokens, name_prefix
+from kv_offload.cache.prefix import CacheGroup
 from tests.kv_offload.test_hazards import (
     FULL,
     OTHER,
@@ -31,6 +30,7 @@ from tests.kv_offload.test_hazards import (
     submit_stores_in_their_step,
     wrong_bytes,
 )
+from tests.support.fakes import VOCABULARY, PlayedModel, Tokens, name_prefix
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -248,7 +248,7 @@ def test_without_the_drop_the_head_reads_kv_that_another_token_followed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The control."""
-    monkeypatch.setattr("kv_offload.connector.has_draft_head", lambda _config: False)
+    monkeypatch.setattr("kv_offload.engines.vllm.connector.has_draft_head", lambda _config: False)
     engine = HeadEngine()
     store(engine, PROMPT)
     engine.add("branch", BRANCH)

@@ -24,8 +24,10 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.request import RequestStatus
 
-from kv_offload import engine_compat, engine_hooks
-from kv_offload.engine_compat import (
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm import compat as engine_compat
+from kv_offload.engines.vllm import engine_hooks
+from kv_offload.engines.vllm.compat import (
     NEWEST,
     OLDEST,
     before_each_step,
@@ -48,9 +50,8 @@ from kv_offload.engine_compat import (
     vllm_version,
 )
 from kv_offload.errors import UnsupportedError
-from kv_offload.metadata import OffloadWorkerMetadata
-from kv_offload.prefix import CacheGroup
-from tests.kv_offload.fakes import make_kv_cache_config, make_spec
+from kv_offload.messages import OffloadWorkerMetadata
+from tests.support.fakes import make_kv_cache_config, make_spec
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -608,16 +609,16 @@ def test_the_log_of_transfer_goes_there_too(
 ) -> None:
     shown: list[str] = []
     monkeypatch.setattr(engine_compat.logger, "handle", lambda r: shown.append(r.getMessage()))
-    monkeypatch.setattr(logging.getLogger("transfer"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("kv_swap"), "handlers", [])
     for _ in range(2):
-        forward_log("transfer")
+        forward_log("kv_swap")
     chosen_level(logging.INFO)
-    logging.getLogger("transfer.registration").info("page-locked %d bytes", 5)
-    logging.getLogger("transfer.registration").debug("not asked for")
+    logging.getLogger("kv_swap.registration").info("page-locked %d bytes", 5)
+    logging.getLogger("kv_swap.registration").debug("not asked for")
     assert shown == ["page-locked 5 bytes"]
     chosen_level(logging.ERROR)
-    logging.getLogger("transfer").info("not of interest to this user")
-    logging.getLogger("transfer").error("of interest")
+    logging.getLogger("kv_swap").info("not of interest to this user")
+    logging.getLogger("kv_swap").error("of interest")
     assert shown == ["page-locked 5 bytes", "of interest"]
 
 

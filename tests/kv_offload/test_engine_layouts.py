@@ -17,6 +17,8 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 import torch
+from kv_swap.engine import Direction, SwapJob
+from kv_swap.factory import create_engine
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
@@ -30,12 +32,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kv_offload.engine_compat import bytes_per_block, reports_failed_requests, vllm_version
+from kv_offload.engines.vllm.compat import bytes_per_block, reports_failed_requests, vllm_version
+from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors
 from kv_offload.errors import UnsupportedError
-from kv_offload.kv_layout import describe_kv_caches, kv_tensors
-from tests.kv_offload.fakes import make_vllm_config
-from transfer.engine import Direction, SwapJob
-from transfer.factory import create_engine
+from tests.support.fakes import make_vllm_config
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
+from kv_swap.engine import Direction
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from tests.kv_offload.fakes import HOOKS, OTHER, PROMPT, PlayedEngine, answer, forget, pinned, store
-from transfer.engine import Direction
+from tests.support.fakes import HOOKS, OTHER, PROMPT, PlayedEngine, answer, forget, pinned, store
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 

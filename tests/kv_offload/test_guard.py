@@ -8,8 +8,15 @@ from collections.abc import Callable
 
 import pytest
 
-from kv_offload.guard import MIN_FACTOR, MIN_SHARE, RECOVERY_STEPS, REST_EVERY, REST_STEPS, Guard
-from kv_offload.step_clock import Step
+from kv_offload.scheduler.guard import (
+    MIN_FACTOR,
+    MIN_SHARE,
+    RECOVERY_STEPS,
+    REST_EVERY,
+    REST_STEPS,
+    Guard,
+)
+from kv_offload.scheduler.step_clock import Step
 
 Slowdown = Callable[[Guard], float]
 

@@ -18,14 +18,16 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
+from kv_swap.engine import Direction, SwapJob
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from kv_offload import engine_hooks, load_planner
-from kv_offload.prefix import CacheGroup
-from kv_offload.store_jobs import StoreJobs
-from kv_offload.worker import OffloadWorker
-from tests.kv_offload.fakes import (
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm import engine_hooks
+from kv_offload.scheduler import loads as load_planner
+from kv_offload.scheduler.store_jobs import StoreJobs
+from kv_offload.worker.worker import OffloadWorker
+from tests.support.fakes import (
     OTHER,
     PROMPT,
     ManualSwapEngine,
@@ -35,7 +37,6 @@ from tests.kv_offload.fakes import (
     store,
     tables,
 )
-from transfer.engine import Direction, SwapJob
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -36,7 +36,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from tests.kv_offload.fakes import HOOKS, PlayedEngine, name_prefixes, next_token
+from tests.support.fakes import HOOKS, PlayedEngine, name_prefixes, next_token
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 

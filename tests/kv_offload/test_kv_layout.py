@@ -9,13 +9,13 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 import torch
+from kv_swap.layout import KVLayout
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors, layer_regions
 from kv_offload.errors import UnsupportedError
-from kv_offload.kv_layout import describe_kv_caches, kv_tensors, layer_regions
-from kv_offload.prefix import CacheGroup
-from tests.kv_offload.fakes import make_kv_cache_config
-from transfer.layout import KVLayout
+from tests.support.fakes import make_kv_cache_config
 
 BLOCKS, TOKENS, HEADS, HEAD_SIZE = 6, 4, 2, 8
 BLOCK_SHAPE = (HEADS, TOKENS, 2 * HEAD_SIZE)

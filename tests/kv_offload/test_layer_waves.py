@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_offload.layer_waves import WEIGHTS, LayerWaves, plan_waves
+from kv_offload.worker.waves import WEIGHTS, LayerWaves, plan_waves
 
 EAGER = ("NONE", False)
 

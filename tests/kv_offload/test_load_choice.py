@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kv_offload.load_choice import LOAD_EVERY, MARGIN, MAX_COMPUTE_RATIO, LoadChoice
-from kv_offload.rates import MIN_MEASUREMENTS, LoadQueue
-from kv_offload.step_watch import StepWatch
+from kv_offload.scheduler.load_choice import LOAD_EVERY, MARGIN, MAX_COMPUTE_RATIO, LoadChoice
+from kv_offload.scheduler.rates import MIN_MEASUREMENTS, LoadQueue
+from kv_offload.scheduler.step_watch import StepWatch
 
 BLOCK = 16
 SLOT_BYTES = BLOCK * 131_072
@@ -59,7 +59,7 @@ EVEN = SLOT_BYTES / BLOCK * 38_000
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr("kv_offload.load_choice.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kv_offload.scheduler.load_choice.time.monotonic", lambda: now[0])
     return now
 
 

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from kv_offload.load_mode import (
+from kv_offload.scheduler.load_mode import (
     ASSUMED_DECODE_SECONDS,
     BUSY_SECONDS,
     IDLE_SECONDS,
     WHOLE_SECONDS,
     LoadMode,
 )
-from kv_offload.rates import ASSUMED_BYTES_PER_SECOND, LoadRate, RecentMedian
+from kv_offload.scheduler.rates import ASSUMED_BYTES_PER_SECOND, LoadRate, RecentMedian
 
 SLOT_BYTES = 1_000_000
 

@@ -11,10 +11,11 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from kv_offload.prefix import CacheGroup
-from kv_offload.rates import MIN_MEASUREMENTS
-from tests.kv_offload.fakes import VOCABULARY, PlayedEngine, Tokens
-from transfer.engine import Direction
+from kv_swap.engine import Direction
+
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.scheduler.rates import MIN_MEASUREMENTS
+from tests.support.fakes import VOCABULARY, PlayedEngine, Tokens
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -149,7 +150,9 @@ class Timed:
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that the watch reads, in an only element."""
     clock = [1000.0]
-    monkeypatch.setattr("kv_offload.step_watch.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(
+        "kv_offload.scheduler.step_watch.time", SimpleNamespace(monotonic=lambda: clock[0])
+    )
     return clock
 
 

@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from kv_offload.cache_manager import CacheManager
-from kv_offload.load_planner import MAX_WAIT_SECONDS, OFFER_SECONDS, LoadPlanner
-from kv_offload.metadata import LoadJob
-from kv_offload.policies import make_policy
-from kv_offload.prefix import CacheGroup, PrefixMap
+from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.policies import make_policy
+from kv_offload.cache.prefix import CacheGroup, PrefixMap
+from kv_offload.messages import LoadJob
+from kv_offload.scheduler.loads import MAX_WAIT_SECONDS, OFFER_SECONDS, LoadPlanner
 
 NULL = 0
 FULL = CacheGroup(0, 4)
@@ -72,7 +72,7 @@ class Loads:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that the planner reads, in an only element."""
     now = [1000.0]
-    monkeypatch.setattr("kv_offload.load_planner.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kv_offload.scheduler.loads.time.monotonic", lambda: now[0])
     return now
 
 

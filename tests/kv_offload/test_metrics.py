@@ -17,8 +17,8 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 import vllm
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kv_offload.connector import KVOffloadConnector
-from kv_offload.metadata import (
+from kv_offload.engines.vllm.connector import KVOffloadConnector
+from kv_offload.messages import (
     JobResult,
     LoadJob,
     OffloadMetadata,
@@ -26,7 +26,7 @@ from kv_offload.metadata import (
     StoreJob,
 )
 from kv_offload.metrics import METRICS, PREFIX, OffloadPromMetrics, OffloadStats
-from kv_offload.store_planner import SKIP_REASONS
+from kv_offload.scheduler.stores import SKIP_REASONS
 
 COUNTERS = [metric.name for metric in METRICS if metric.kind == "counter"]
 GAUGES = [metric.name for metric in METRICS if metric.kind == "gauge"]

@@ -15,12 +15,12 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-import kv_offload.connector
-from kv_offload import engine_compat
+import kv_offload.engines.vllm.connector
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm import compat as engine_compat
+from kv_offload.engines.vllm.plugin import CONNECTOR
 from kv_offload.errors import UnsupportedError
-from kv_offload.plugin import CONNECTOR
-from kv_offload.prefix import CacheGroup
-from tests.kv_offload.fakes import (
+from tests.support.fakes import (
     OTHER,
     PROMPT,
     PlayedEngine,
@@ -30,7 +30,7 @@ from tests.kv_offload.fakes import (
     make_vllm_config,
     store,
 )
-from tests.kv_offload.remote_connector import RemoteConnector, multi_config
+from tests.support.remote_connector import RemoteConnector, multi_config
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -222,5 +222,5 @@ def test_a_member_given_by_the_path_of_its_module_is_found_by_name(
     """The MultiConnector rebuilds its stats by that name; the entry point may not be installed."""
     names = {n: cls for n, cls in KVConnectorFactory._registry.items() if n != CONNECTOR}
     monkeypatch.setattr(KVConnectorFactory, "_registry", names)
-    runpy.run_path(kv_offload.connector.__file__)
+    runpy.run_path(kv_offload.engines.vllm.connector.__file__)
     assert CONNECTOR in names

@@ -7,7 +7,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kv_offload.plugin import CONNECTOR, register
+from kv_offload.engines.vllm.plugin import CONNECTOR, register
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def test_the_connector_is_registered_under_the_name_of_its_class() -> None:
     register()
     found = KVConnectorFactory.get_connector_class_by_name(CONNECTOR)
     assert found.__name__ == CONNECTOR == "KVOffloadConnector"
-    assert found.__module__ == "kv_offload.connector"
+    assert found.__module__ == "kv_offload.engines.vllm.connector"
 
 
 def test_a_second_call_changes_nothing(registry: dict[str, object]) -> None:

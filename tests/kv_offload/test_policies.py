@@ -9,11 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_offload.cache.policies import (
+    POLICIES,
+    ARCPolicy,
+    EvictionPolicy,
+    LRUPolicy,
+    Slots,
+    make_policy,
+)
+from kv_offload.cache.policies.ghosts import GhostList
+from kv_offload.cache.policies.key_map import KeyMap
+from kv_offload.cache.policies.recency import RecencyList
 from kv_offload.errors import CapacityError, ConfigError
-from kv_offload.policies import POLICIES, ARCPolicy, EvictionPolicy, LRUPolicy, Slots, make_policy
-from kv_offload.policies.ghosts import GhostList
-from kv_offload.policies.key_map import KeyMap
-from kv_offload.policies.recency import RecencyList
 
 
 class PaperARC:

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kv_offload.errors import UnsupportedError
-from kv_offload.prefix import (
+from kv_offload.cache.prefix import (
     FIRST_LOOKUP_SLOTS,
     LOOKUP_GROWTH,
     CacheGroup,
     PrefixMap,
     Readable,
 )
+from kv_offload.errors import UnsupportedError
 
 
 def make_key(block_hash: bytes, group_id: int) -> bytes:

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from kv_offload.rates import (
+from kv_offload.scheduler.rates import (
     ASSUMED_BYTES_PER_SECOND,
     MIN_MEASUREMENTS,
     LoadQueue,

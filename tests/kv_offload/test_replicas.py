@@ -14,14 +14,14 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kv_offload import connector
-from kv_offload.connector import KVOffloadConnector
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm import connector
+from kv_offload.engines.vllm.connector import KVOffloadConnector
+from kv_offload.engines.vllm.plugin import register
+from kv_offload.engines.vllm.replicas import LocalReplicas, count_local_replicas
 from kv_offload.errors import CapacityError
 from kv_offload.host_memory import HostMemory, read_host_memory
-from kv_offload.plugin import register
-from kv_offload.prefix import CacheGroup
-from kv_offload.replicas import LocalReplicas, count_local_replicas
-from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config, make_vllm_config
+from tests.support.fakes import PAGE_WORDS, make_kv_cache_config, make_vllm_config
 
 REPLICAS = 8
 BLOCK_BYTES = PAGE_WORDS * 8
@@ -144,7 +144,8 @@ def test_a_rank_is_refused_what_is_not_available(
     config = start_replica(front_end, 0)
     build(config, KVConnectorRole.WORKER)
     monkeypatch.setattr(
-        "kv_offload.capacity.read_available_memory", lambda: HostMemory(1 << 20, "a played host")
+        "kv_offload.worker.capacity.read_available_memory",
+        lambda: HostMemory(1 << 20, "a played host"),
     )
     with pytest.raises(CapacityError, match=r"1 MiB .* are available now \(a played host\)"):
         build(config, KVConnectorRole.WORKER)

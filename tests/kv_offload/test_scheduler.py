@@ -20,29 +20,30 @@ from hypothesis.stateful import (
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
+from kv_swap.engine import Direction
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
-from kv_offload.engine_compat import reports_failed_requests, vllm_version
-from kv_offload.engine_hooks import drain_engine_core
-from kv_offload.load_mode import IDLE_SECONDS, WHOLE_SECONDS
-from kv_offload.metadata import (
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm.compat import reports_failed_requests, vllm_version
+from kv_offload.engines.vllm.engine_hooks import drain_engine_core
+from kv_offload.messages import (
     DrainAnswer,
     JobResult,
     LoadJob,
     StoreJob,
     WorkerCapacity,
 )
-from kv_offload.prefix import CacheGroup
-from kv_offload.scheduler import GAUGE_SECONDS
-from kv_offload.store_budget import (
+from kv_offload.scheduler.budget import (
     HORIZON_STEPS,
     MIN_HORIZON_SECONDS,
     SHARE_BESIDE_LOADS,
     StoreBudget,
 )
-from tests.kv_offload.fakes import (
+from kv_offload.scheduler.load_mode import IDLE_SECONDS, WHOLE_SECONDS
+from kv_offload.scheduler.scheduler import GAUGE_SECONDS
+from tests.support.fakes import (
     OTHER,
     PROMPT,
     ManualSwapEngine,
@@ -56,7 +57,6 @@ from tests.kv_offload.fakes import (
     store,
     tables,
 )
-from transfer.engine import Direction
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -573,7 +573,7 @@ def test_stores_on_their_way_keep_to_what_the_link_moves_and_the_rest_follows() 
 
 def test_stores_recover_from_a_link_that_was_slow_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """As while the process was stopped. A single slow store changes nothing."""
-    monkeypatch.setattr("kv_offload.worker.MEASURED_BYTES", blocks(2))
+    monkeypatch.setattr("kv_offload.worker.worker.MEASURED_BYTES", blocks(2))
     engine = PlayedEngine(max_num_batched_tokens=64)
     budget, copies = engine.offload.store_budget, engine.ranks[0].copies
     one_slot = 1.5 * blocks(1) / MIN_HORIZON_SECONDS
@@ -733,7 +733,7 @@ def test_what_was_loaded_is_not_looked_at_for_stores(
     if local_tokens:
         engine.add("local", PROMPT[: local_tokens + 1], max_tokens=1)
         engine.run()
-    monkeypatch.setattr("kv_offload.store_planner.MAX_SLOTS_PER_STEP", local_tokens // BLOCK + 1)
+    monkeypatch.setattr("kv_offload.scheduler.stores.MAX_SLOTS_PER_STEP", local_tokens // BLOCK + 1)
     engine.add("a", [*PROMPT, *OTHER[:4]], max_tokens=2)
     planned = 0
     while "a" not in engine.answers:
@@ -1244,7 +1244,9 @@ def test_gauges_are_reported_now_and_then_while_requests_run_and_at_their_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("kv_offload.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        "kv_offload.scheduler.scheduler.time", SimpleNamespace(monotonic=lambda: now[0])
+    )
     engine = PlayedEngine(slots=7)
     engine.offload.take_stats()
     engine.add("a", PROMPT, max_tokens=2)

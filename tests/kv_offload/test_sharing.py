@@ -15,19 +15,19 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 import torch
+from kv_swap.errors import PinnedMemoryError
+from kv_swap.host_copy import copy_runs
+from kv_swap.shared import SharedMemory
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
-from kv_offload import sharing
+from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
 from kv_offload.errors import CapacityError
-from kv_offload.metadata import JobResult, LoadJob, OffloadMetadata, StoreJob, WorkerCapacity
-from kv_offload.prefix import CacheGroup
-from kv_offload.sharing import Peers, arena_bytes, ranks_with_equal_bytes
-from kv_offload.worker import OffloadWorker
-from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config
-from transfer.errors import PinnedMemoryError
-from transfer.host_copy import copy_runs
-from transfer.shared import SharedMemory
+from kv_offload.messages import JobResult, LoadJob, OffloadMetadata, StoreJob, WorkerCapacity
+from kv_offload.worker import sharing
+from kv_offload.worker.sharing import Peers, arena_bytes, ranks_with_equal_bytes
+from kv_offload.worker.worker import OffloadWorker
+from tests.support.fakes import PAGE_WORDS, make_kv_cache_config
 
 BLOCKS = 8
 BLOCK_BYTES = PAGE_WORDS * 8
@@ -274,7 +274,7 @@ def test_a_part_that_fails_fails_the_job(ranks: Ranks, monkeypatch: pytest.Monke
             raise OSError("injected fault")
         copy_runs(runs)
 
-    monkeypatch.setattr("transfer.host._copy_runs", fail_on_rank_1)
+    monkeypatch.setattr("kv_swap.host._copy_runs", fail_on_rank_1)
     mine, others = ranks.store(0, (1, 4), (2, 5))
     assert (mine, others) == ({0: done(0)}, {0: done(1, ok=False)})
     assert mine[0].merge(others[0]) == JobResult(frozenset({0, 1}), ok=False)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_offload.step_clock import Step, StepClock
+from kv_offload.scheduler.step_clock import Step, StepClock
 
 
 def step(tokens: int = 1) -> Step:

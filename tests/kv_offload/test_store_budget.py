@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_offload.store_budget import (
+from kv_offload.scheduler.budget import (
     ASSUMED_BYTES_PER_SECOND,
     HORIZON_STEPS,
     MAX_STEP_SECONDS,

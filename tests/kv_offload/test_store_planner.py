@@ -11,14 +11,14 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request
 
-from kv_offload.cache_manager import CacheManager
-from kv_offload.metadata import JobResult, StoreJob
-from kv_offload.policies import make_policy
-from kv_offload.prefix import CacheGroup, PrefixMap
-from kv_offload.store_budget import StoreBudget
-from kv_offload.store_leftovers import StoreCursor
-from kv_offload.store_planner import SKIP_REASONS, StorePlanner, UseCounter
-from tests.kv_offload.fakes import make_request
+from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.policies import make_policy
+from kv_offload.cache.prefix import CacheGroup, PrefixMap
+from kv_offload.messages import JobResult, StoreJob
+from kv_offload.scheduler.budget import StoreBudget
+from kv_offload.scheduler.leftovers import StoreCursor
+from kv_offload.scheduler.stores import SKIP_REASONS, StorePlanner, UseCounter
+from tests.support.fakes import make_request
 
 FULL = CacheGroup(0, 4)
 RANK_0, RANK_1 = frozenset({0}), frozenset({1})
@@ -484,7 +484,7 @@ def test_a_slot_is_pinned_whole_or_not_at_all() -> None:
 
 def test_a_step_examines_a_bounded_number_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all requests and groups; the rest follows in the next steps."""
-    monkeypatch.setattr("kv_offload.store_planner.MAX_SLOTS_PER_STEP", 5)
+    monkeypatch.setattr("kv_offload.scheduler.stores.MAX_SLOTS_PER_STEP", 5)
     stores = Stores()
     request, ids = stores.compute(4)
     other, other_ids = stores.compute(4, first_token=9)
@@ -499,7 +499,7 @@ def test_a_step_examines_a_bounded_number_of_slots(monkeypatch: pytest.MonkeyPat
 
 
 def test_known_slots_count_against_the_budget_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_offload.store_planner.MAX_SLOTS_PER_STEP", 3)
+    monkeypatch.setattr("kv_offload.scheduler.stores.MAX_SLOTS_PER_STEP", 3)
     stores = Stores()
     request, ids = stores.compute(4)
     stores.end(stores.plan(request, ids[:3], end=12))
@@ -536,7 +536,7 @@ def test_what_an_ended_request_left_is_stored_when_there_is_a_budget() -> None:
 
 
 def test_leftovers_of_several_groups_are_counted_by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_offload.store_planner.MAX_SLOTS_PER_STEP", 2)
+    monkeypatch.setattr("kv_offload.scheduler.stores.MAX_SLOTS_PER_STEP", 2)
     stores = Stores(FULL, CacheGroup(1, 8))
     request, small = stores.compute(4)
     large = stores.allocate(2)
@@ -554,7 +554,7 @@ def test_leftovers_of_several_groups_are_counted_by_slot(monkeypatch: pytest.Mon
 def test_the_oldest_leftovers_are_dropped_when_too_many_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kv_offload.store_leftovers.MAX_LEFTOVER_SLOTS", 5)
+    monkeypatch.setattr("kv_offload.scheduler.leftovers.MAX_LEFTOVER_SLOTS", 5)
     stores = Stores()
     for first_token in (7, 8, 9):
         request, ids = stores.compute(2, first_token)

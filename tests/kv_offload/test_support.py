@@ -24,11 +24,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
-from kv_offload.engine_compat import vllm_version
-from kv_offload.errors import UnsupportedError
-from kv_offload.prefix import CacheGroup
-from kv_offload.support import (
+from kv_offload.engines.vllm.compat import vllm_version
+from kv_offload.engines.vllm.support import (
     CACHE_DTYPES,
     DRAFT_HEADS,
     SPECS,
@@ -37,7 +36,8 @@ from kv_offload.support import (
     consequences,
     has_draft_head,
 )
-from tests.kv_offload.fakes import make_kv_cache_config, make_spec, make_vllm_config
+from kv_offload.errors import UnsupportedError
+from tests.support.fakes import make_kv_cache_config, make_spec, make_vllm_config
 
 pytestmark = pytest.mark.filterwarnings("default")
 

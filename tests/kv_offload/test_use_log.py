@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kv_offload.policies import use_log
-from kv_offload.policies.base import Slots
-from kv_offload.policies.use_log import UseLog
+from kv_offload.cache.policies import use_log
+from kv_offload.cache.policies.base import Slots
+from kv_offload.cache.policies.use_log import UseLog
 
 NUM_SLOTS = 12
 slot_lists = st.lists(st.integers(0, NUM_SLOTS - 1), max_size=8)

@@ -14,15 +14,15 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-from kv_offload import weight_hooks
-from kv_offload.errors import UnsupportedError
-from kv_offload.weight_hooks import (
+from kv_offload.engines.vllm import weight_hooks
+from kv_offload.engines.vllm.weight_hooks import (
     check_keep_on_sleep,
     may_change_weights,
     watch_weights,
 )
-from tests.kv_offload.fakes import PlayedEngine, forget
+from kv_offload.errors import UnsupportedError
 from tests.kv_offload.test_hazards import OTHER, PROMPT
+from tests.support.fakes import PlayedEngine, forget
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -75,7 +75,7 @@ class OwnProcess(Played, EngineCoreProc):
 @pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The played engine has no engine core on its stack, so the check at start is left out."""
-    monkeypatch.setattr("kv_offload.connector.check_keep_on_sleep", lambda: None)
+    monkeypatch.setattr("kv_offload.engines.vllm.connector.check_keep_on_sleep", lambda: None)
 
 
 def make(kind: Callable[[PlayedEngine], Any], *, keep: bool, **arguments: Any) -> Any:

@@ -18,10 +18,15 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 import torch
+from kv_swap.engine import Completion, Direction, SwapJob
+from kv_swap.errors import CopyError, JobError
+from kv_swap.host import HostSwapEngine
+from kv_swap.host_copy import copy_runs
 
+from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
-from kv_offload.metadata import (
+from kv_offload.messages import (
     JobResult,
     LoadJob,
     OffloadMetadata,
@@ -29,13 +34,8 @@ from kv_offload.metadata import (
     StoreJob,
     WorkerCapacity,
 )
-from kv_offload.prefix import CacheGroup
-from kv_offload.worker import OffloadWorker
-from tests.kv_offload.fakes import PAGE_WORDS, make_kv_cache_config
-from transfer.engine import Completion, Direction, SwapJob
-from transfer.errors import CopyError, JobError
-from transfer.host import HostSwapEngine
-from transfer.host_copy import copy_runs
+from kv_offload.worker.worker import OffloadWorker
+from tests.support.fakes import PAGE_WORDS, make_kv_cache_config
 
 BLOCKS = 8
 BLOCK_BYTES = PAGE_WORDS * 8
@@ -134,7 +134,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made = Gate()
-    monkeypatch.setattr("transfer.host._copy_runs", made.copy_runs)
+    monkeypatch.setattr("kv_swap.host._copy_runs", made.copy_runs)
     yield made
     made.opened.set()
 
@@ -318,7 +318,7 @@ def test_the_speed_of_stores_is_reported_when_it_changes(
 ) -> None:
     """From stores that are large and ran alone; from others where they say that it is higher."""
     rank = Rank(rank=1, num_ranks=2).start()
-    monkeypatch.setattr("kv_offload.worker.MEASURED_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr("kv_offload.worker.worker.MEASURED_BYTES", 2 * BLOCK_BYTES)
     job_ids, seconds = itertools.count(), 1.0
 
     def poll() -> list[Completion]:
@@ -355,7 +355,7 @@ def test_the_speed_of_stores_is_reported_when_it_changes(
 
 def test_weights_that_a_rank_was_given_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loads = 0
-    monkeypatch.setattr("kv_offload.worker.count_weight_loads", lambda: lambda: loads)
+    monkeypatch.setattr("kv_offload.worker.worker.count_weight_loads", lambda: lambda: loads)
     rank = Rank(rank=1, num_ranks=2)
     assert rank.half.weight_loads == {}
     rank.start()
@@ -529,7 +529,7 @@ def test_a_drain_remembers_failures(rank: Rank, gate: Gate) -> None:
 
 
 def test_a_drain_is_bounded(rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_offload.worker.DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.1)
     gate.opened.clear()
     rank.step(store(0, (1, 2)))
     started = time.monotonic()
@@ -544,7 +544,7 @@ def test_a_drain_keeps_the_loads_that_ended_for_the_next_report(
     rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Failed ones end like the others: who drains takes their blocks back."""
-    monkeypatch.setattr("kv_offload.worker.DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.1)
     gate.opened.clear()
     rank.begin(plan(loads=[load(0, "a", (1, 2)), load(1, "b", (3, 1000))]))
     assert rank.half.drain([], []).loading == {"a"}
@@ -647,7 +647,7 @@ def test_nothing_is_taken_again_that_is_gone() -> None:
 def test_a_rank_whose_copies_do_not_end_keeps_the_kv_tensors(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_offload.worker.DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.1)
     rank = Rank().start()
     rank.step(store(0, (1, 2)))
     gate.opened.clear()
@@ -664,15 +664,17 @@ def test_a_rank_whose_copies_do_not_end_keeps_the_kv_tensors(
 @pytest.fixture
 def layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank, torch.Tensor]]:
     """A rank of two layers, whose calls have been learned, and its other layer's tensor."""
-    monkeypatch.setattr("kv_offload.worker.WAVES_FROM_BYTES", 0)
+    monkeypatch.setattr("kv_offload.worker.worker.WAVES_FROM_BYTES", 0)
     rank = Rank(slots=16)
     group = rank.half._kv_cache_config.kv_cache_groups[0]
     group.layer_names = ["layer.0", "layer.1"]
     other = rank.kv + 1_000_000
     rank.half.register_kv_caches({"layer.0": rank.kv, "layer.1": other})
     context = object()
-    monkeypatch.setattr("kv_offload.worker.forward_context", lambda: context)
-    monkeypatch.setattr("kv_offload.worker.forward_with_layer_calls", lambda: (context, "eager"))
+    monkeypatch.setattr("kv_offload.worker.worker.forward_context", lambda: context)
+    monkeypatch.setattr(
+        "kv_offload.worker.worker.forward_with_layer_calls", lambda: (context, "eager")
+    )
     rank.begin(plan([store(0, (1, 2))]))
     assert rank.half.on_layer is not None
     for name in group.layer_names:
@@ -746,7 +748,7 @@ def test_small_loads_and_asynchronous_ones_arrive_whole(
     rank, other = layers
     expected = other[1].clone()
     other[:] = -1
-    monkeypatch.setattr("kv_offload.worker.WAVES_FROM_BYTES", 2 * BLOCK_BYTES + 1)
+    monkeypatch.setattr("kv_offload.worker.worker.WAVES_FROM_BYTES", 2 * BLOCK_BYTES + 1)
     rank.begin(plan(loads=[synchronous(0, "a", (4, 2)), load(1, "b", (5, 2))]))
     assert torch.equal(other[4], expected)
     assert rank.half.on_layer is None
@@ -759,10 +761,12 @@ def test_small_loads_and_asynchronous_ones_arrive_whole(
 def test_without_a_way_to_write_the_table_loads_arrive_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kv_offload.worker.WAVES_FROM_BYTES", 0)
+    monkeypatch.setattr("kv_offload.worker.worker.WAVES_FROM_BYTES", 0)
     context = object()
-    monkeypatch.setattr("kv_offload.worker.forward_context", lambda: context)
-    monkeypatch.setattr("kv_offload.worker.forward_with_layer_calls", lambda: (context, "eager"))
+    monkeypatch.setattr("kv_offload.worker.worker.forward_context", lambda: context)
+    monkeypatch.setattr(
+        "kv_offload.worker.worker.forward_with_layer_calls", lambda: (context, "eager")
+    )
 
     def fail(engine: HostSwapEngine, waves: object) -> None:
         raise CopyError("no table")

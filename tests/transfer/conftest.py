@@ -10,4 +10,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def nothing_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine forwards this package's log to vLLM's, so that a test would see it twice."""
-    monkeypatch.setattr(logging.getLogger("transfer"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("kv_swap"), "handlers", [])

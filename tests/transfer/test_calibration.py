@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kv_swap import calibrate, calibration
+from kv_swap.calibration import Calibration, cache_file, read_cached, write_cached
+from kv_swap.path_rule import MeasuredRule, OnlyPath
 
 from tests.transfer.test_path_rule import KEY, make_calibration
-from transfer import calibrate, calibration
-from transfer.calibration import Calibration, cache_file, read_cached, write_cached
-from transfer.path_rule import MeasuredRule, OnlyPath
 
 DEVICE: Any = None
 """Stands for a device: what asks it for anything is replaced."""

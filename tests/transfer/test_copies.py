@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from transfer.copies import CopyPlan, cut_batches
-from transfer.engine import Direction
-from transfer.layout import KVLayout, Region
+from kv_swap.copies import CopyPlan, cut_batches
+from kv_swap.engine import Direction
+from kv_swap.layout import KVLayout, Region
 
 ARENA = 1 << 30
 """Address of the arena; the KV cache lies below it."""

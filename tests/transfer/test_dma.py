@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_swap import dma
+from kv_swap.copies import Copies, CopyPlan
+from kv_swap.dma import PIECE_BYTES, SLICE_BYTES, SLICE_COPIES, BatchCopier, DmaPath, SingleCopier
+from kv_swap.engine import Direction
+from kv_swap.layout import KVLayout, Region
 
-from tests.transfer.kv_memory import Storage, dense_strides
-from transfer import dma
-from transfer.copies import Copies, CopyPlan
-from transfer.dma import PIECE_BYTES, SLICE_BYTES, SLICE_COPIES, BatchCopier, DmaPath, SingleCopier
-from transfer.engine import Direction
-from transfer.layout import KVLayout, Region
+from tests.support.kv_memory import Storage, dense_strides
 
 KIB, MIB = 1 << 10, 1 << 20
 

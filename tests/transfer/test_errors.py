@@ -3,8 +3,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
-
-from transfer import errors
+from kv_swap import errors
 
 CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass)]
 

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_memory import Storage, region_bytes
+from kv_swap import host
+from kv_swap.engine import Completion, Direction, SwapJob
+from kv_swap.errors import CopyError, JobError, LayoutError
+from kv_swap.host import HostSwapEngine
+from kv_swap.host_copy import Run, copy_runs
+from kv_swap.layout import KVLayout
+from kv_swap.pinned import HostArena
 
-from transfer import host
-from transfer.engine import Completion, Direction, SwapJob
-from transfer.errors import CopyError, JobError, LayoutError
-from transfer.host import HostSwapEngine
-from transfer.host_copy import Run, copy_runs
-from transfer.layout import KVLayout
-from transfer.pinned import HostArena
+from tests.support.kv_memory import Storage, region_bytes
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 
@@ -481,7 +481,7 @@ def test_where_the_kernel_forbids_the_call_runs_are_copied_one_by_one(
         ctypes.set_errno(errno.EPERM)
         return -1
 
-    monkeypatch.setattr("transfer.host_copy._read_memory", forbidden)
+    monkeypatch.setattr("kv_swap.host_copy._read_memory", forbidden)
     source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
     copy_runs([(target.ctypes.data, source.ctypes.data, 64)])
     assert (target == source).all()

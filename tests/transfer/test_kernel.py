@@ -6,11 +6,10 @@ import ctypes
 
 import numpy as np
 import pytest
-
-from transfer import kernel
-from transfer.engine import Direction
-from transfer.kernel import KernelPath
-from transfer.swap import LIST_BYTES, MAX_PAIRS, Tiles
+from kv_swap import kernel
+from kv_swap.engine import Direction
+from kv_swap.kernel import KernelPath
+from kv_swap.swap import LIST_BYTES, MAX_PAIRS, Tiles
 
 
 class FakeKernel:

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from transfer.copy_path import CopyPath
-from transfer.engine import Completion, Direction, SwapJob
-from transfer.errors import CopyError
-from transfer.lane import Lane
+from kv_swap.copy_path import CopyPath
+from kv_swap.engine import Completion, Direction, SwapJob
+from kv_swap.errors import CopyError
+from kv_swap.lane import Lane
 
 SLOT_BYTES = 4 << 20
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_memory import Storage, check_exact, dense_strides, region_bytes
+from kv_swap.errors import LayoutError
+from kv_swap.layout import KVLayout, Region, TensorDescription
 
-from transfer.errors import LayoutError
-from transfer.layout import KVLayout, Region, TensorDescription
+from tests.support.kv_memory import Storage, check_exact, dense_strides, region_bytes
 
 LAYER, BLOCK, HEAD, TOKEN, CONTENT = range(5)
 NAMED_ORDERS = {

@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+from kv_swap import mapping
+from kv_swap.errors import PinnedMemoryError
+from kv_swap.mapping import Mapping
+from kv_swap.numa import device_node, prefer_node
 
 from bench.populate import GIB, AskedMapping, waits_beside
-from tests.transfer.registrars import PAGE, is_mapped, policy_of, resident_bytes
-from transfer import mapping
-from transfer.errors import PinnedMemoryError
-from transfer.mapping import Mapping
-from transfer.numa import device_node, prefer_node
+from tests.support.registrars import PAGE, is_mapped, policy_of, resident_bytes
 
 # -- mappings ----------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ def test_the_numbers_of_the_system_call_are_this_machine_s() -> None:
     headers = [*Path("/usr/include").glob("**/asm/unistd_64.h")]
     if not headers:
         pytest.skip("needs the headers of Linux")
-    from transfer.numa import _MBIND_NUMBERS
+    from kv_swap.numa import _MBIND_NUMBERS
 
     found = re.search(r"#define __NR_mbind (\d+)", headers[0].read_text())
     assert found is not None

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-
-from transfer.calibration import PAGE_BYTES, PAGES, Calibration, DeviceKey, Point
-from transfer.copy_path import PATHS, PathName
-from transfer.dma import SLICE_BYTES, SLICE_COPIES
-from transfer.engine import Direction
-from transfer.path_rule import MeasuredRule, OnlyPath
+from kv_swap.calibration import PAGE_BYTES, PAGES, Calibration, DeviceKey, Point
+from kv_swap.copy_path import PATHS, PathName
+from kv_swap.dma import SLICE_BYTES, SLICE_COPIES
+from kv_swap.engine import Direction
+from kv_swap.path_rule import MeasuredRule, OnlyPath
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 KIB, MIB = 1 << 10, 1 << 20

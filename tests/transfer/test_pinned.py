@@ -15,14 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kv_swap import registration
+from kv_swap.errors import PinnedMemoryError
+from kv_swap.mapping import Mapping
+from kv_swap.pinned import HostArena
+from kv_swap.registration import choose_piece_bytes
+from kv_swap.room import MemoryRoom
 
-from tests.transfer.registrars import PAGE, GatedRegistrar, Registrar, is_mapped, resident_bytes
-from transfer import registration
-from transfer.errors import PinnedMemoryError
-from transfer.mapping import Mapping
-from transfer.pinned import HostArena
-from transfer.registration import choose_piece_bytes
-from transfer.room import MemoryRoom
+from tests.support.registrars import PAGE, GatedRegistrar, Registrar, is_mapped, resident_bytes
 
 PIECE = 4 * PAGE
 
@@ -390,7 +390,7 @@ def test_memory_that_runs_out_is_a_failure_of_its_piece(
         if offset >= PIECE:
             raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("transfer.mapping.Mapping.populate", populate)
+    monkeypatch.setattr("kv_swap.mapping.Mapping.populate", populate)
     registrar = Registrar()
     arena = HostArena(40, PAGE, register=registrar, background=True)
     assert not arena.wait_ready(30)
@@ -449,8 +449,8 @@ def test_threads_that_cannot_start_are_an_error(
 
 SCRIPT = """
 import signal, sys, time
-from transfer import registration
-from transfer.pinned import HostArena
+from kv_swap import registration
+from kv_swap.pinned import HostArena
 
 # A shell's background jobs are started with it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -684,9 +684,9 @@ def test_a_start_that_waits_for_all_pieces_fails_without_room(host: Host) -> Non
 
 ENDING_SCRIPT = """
 import time
-from transfer import registration
-from transfer.pinned import HostArena
-from transfer.room import MemoryRoom
+from kv_swap import registration
+from kv_swap.pinned import HostArena
+from kv_swap.room import MemoryRoom
 
 class Registrar:
     def register(self, address, nbytes): pass

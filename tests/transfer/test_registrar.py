@@ -7,10 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from transfer import registrar
-from transfer.errors import DeviceError, PinnedMemoryError
-from transfer.registrar import CudaRegistrar
+from kv_swap import registrar
+from kv_swap.errors import DeviceError, PinnedMemoryError
+from kv_swap.registrar import CudaRegistrar
 
 torch = pytest.importorskip("torch")
 

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import pytest
-
-from transfer.room import MemoryRoom
+from kv_swap.room import MemoryRoom
 
 
 @pytest.mark.parametrize(("wanted", "spare"), [(500, 200), (700, 0), (701, -1)])

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kv_swap import registration, shared
+from kv_swap.errors import PinnedMemoryError
+from kv_swap.pinned import HostArena
+from kv_swap.shared import SharedMemory
 
-from tests.transfer.registrars import PAGE, GatedRegistrar, Registrar, policy_of
-from transfer import registration, shared
-from transfer.errors import PinnedMemoryError
-from transfer.pinned import HostArena
-from transfer.shared import SharedMemory
+from tests.support.registrars import PAGE, GatedRegistrar, Registrar, policy_of
 
 SLOTS, SLOT_BYTES = 6, PAGE + 16
 NBYTES = SLOTS * SLOT_BYTES
@@ -30,8 +30,8 @@ ROUNDED = -(-NBYTES // PAGE) * PAGE
 
 PRELUDE = f"""
 import sys, time
-from transfer.pinned import HostArena
-from transfer.shared import SharedMemory
+from kv_swap.pinned import HostArena
+from kv_swap.shared import SharedMemory
 name, nbytes = sys.argv[1], {NBYTES}
 def arena(memory, register=None):
     return HostArena({SLOTS}, {SLOT_BYTES}, register=register, shared=memory)

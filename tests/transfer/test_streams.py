@@ -12,11 +12,11 @@ import pytest
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
-from transfer import streams  # noqa: E402
-from transfer.engine import Direction, SwapJob  # noqa: E402
-from transfer.kernel import KernelPath  # noqa: E402
-from transfer.lane import Lane  # noqa: E402
-from transfer.streams import CopyStream  # noqa: E402
+from kv_swap import streams  # noqa: E402
+from kv_swap.engine import Direction, SwapJob  # noqa: E402
+from kv_swap.kernel import KernelPath  # noqa: E402
+from kv_swap.lane import Lane  # noqa: E402
+from kv_swap.streams import CopyStream  # noqa: E402
 
 COPIES, OUTPUT, COMPUTE = 100, 200, 300
 

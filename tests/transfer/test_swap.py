@@ -4,9 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from transfer import swap, swap_bulk, swap_vector
-from transfer.layout import KVLayout, Region
+from kv_swap import swap, swap_bulk, swap_vector
+from kv_swap.layout import KVLayout, Region
 
 FAMILIES = [swap_vector.FAMILY, swap_bulk.FAMILY]
 
@@ -79,9 +78,9 @@ def test_sources_are_found_in_a_checkout_and_once_installed(
 ) -> None:
     for family in FAMILIES:
         assert "swap_store" in (swap.source_directory() / family.source).read_text()
-    installed = tmp_path / "transfer" / "csrc"
+    installed = tmp_path / "transfer" / "kv_swap" / "csrc"
     installed.mkdir(parents=True)
-    monkeypatch.setattr(swap, "__file__", str(tmp_path / "transfer" / "swap.py"))
+    monkeypatch.setattr(swap, "__file__", str(tmp_path / "transfer" / "kv_swap" / "swap.py"))
     assert swap.source_directory() == installed
     installed.rmdir()
     assert swap.source_directory() == tmp_path / "csrc"

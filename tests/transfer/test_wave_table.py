@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from transfer import swap_bulk, swap_vector
-from transfer.engine import Direction
-from transfer.layout import KVLayout, Region
-from transfer.swap import cut_tiles
-from transfer.wave_table import cut_waves, most_segments
+from kv_swap import swap_bulk, swap_vector
+from kv_swap.engine import Direction
+from kv_swap.layout import KVLayout, Region
+from kv_swap.swap import cut_tiles
+from kv_swap.wave_table import cut_waves, most_segments
 
 SHAPES = [family.shapes[Direction.LOAD] for family in (swap_bulk.FAMILY, swap_vector.FAMILY)]
 

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from transfer import swap, zero
-from transfer.layout import KVLayout, Region, TensorDescription
+from kv_swap import swap, zero
+from kv_swap.layout import KVLayout, Region, TensorDescription
 
 
 def test_runs_cover_every_byte_of_a_block_once() -> None:

@@ -1,0 +1,22 @@
+"""Eviction policies of the host cache, one a file, by the name that the configuration uses."""
+
+from __future__ import annotations
+
+from kv_offload.cache.policies.arc import ARCPolicy
+from kv_offload.cache.policies.base import EvictionPolicy, Key, Slots
+from kv_offload.cache.policies.lru import LRUPolicy
+from kv_offload.errors import ConfigError
+
+__all__ = ["POLICIES", "ARCPolicy", "EvictionPolicy", "Key", "LRUPolicy", "Slots", "make_policy"]
+
+POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRUPolicy, "arc": ARCPolicy}
+
+
+def make_policy(name: str, capacity: int) -> EvictionPolicy:
+    """Make the policy `name` for a cache of `capacity` slots.
+
+    Raises `ConfigError` for an unknown name and `CapacityError` for a capacity below 1.
+    """
+    if name not in POLICIES:
+        raise ConfigError(f"unknown eviction policy {name!r}: choose from {', '.join(POLICIES)}")
+    return POLICIES[name](capacity)

@@ -1,0 +1,165 @@
+"""Evict by recency or by frequency, in a balance that follows the workload (ARC).
+
+N. Megiddo and D. S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003,
+figure 4. The names are the paper's: T1 has what was used once, T2 what was used more often; B1 and
+B2 remember as ghosts the keys that were evicted from them; L1 is T1 with B1, L2 is T2 with B2; c is
+the capacity; p is the size that T1 should have.
+
+Without holds the victims are those of the paper. What holds and discards add to it:
+- Where all slots of the list that REPLACE chooses are held, the other list gives the victim.
+- The cache may evict before c slots are resident (after a reset some are busy for a while), so the
+  paper's |B1| + |B2| <= c no longer follows from its other invariants and is enforced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kv_offload.cache.policies.base import EvictionPolicy, Key, Slots
+from kv_offload.cache.policies.ghosts import GhostList
+from kv_offload.cache.policies.recency import RecencyList
+
+
+class ARCPolicy(EvictionPolicy):
+    """Two lists by recency with a ghost list each. Keeps reused prefixes through scans of new ones.
+
+    `use` is the paper's hit, and so is `hold`; a held slot of T1 is therefore one that has not been
+    released since it was added.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.clear()
+
+    def clear(self) -> None:
+        """See `EvictionPolicy.clear`."""
+        self._t1 = RecencyList()
+        self._t2 = RecencyList()
+        self._b1 = GhostList()
+        self._b2 = GhostList()
+        self._target = 0.0  # p
+        self._key_of: list[Key] = []  # by slot; what is not resident does not matter
+
+    def add(self, slots: Slots, keys: Sequence[Key]) -> None:
+        """See `EvictionPolicy.add`."""
+        entered = slots.tolist()
+        for slot, key in zip(entered, keys, strict=True):
+            home, _ = self._enter(key)
+            self._insert(home, slot, key)
+        self._head_first(entered)
+
+    def replace(self, keys: Sequence[Key]) -> Slots:
+        """See `EvictionPolicy.replace`."""
+        slots = []
+        for key in keys:
+            if not self._t1.evictable and not self._t2.evictable:
+                break
+            home, from_b2 = self._enter(key)
+            # Case IV with L1 full of T1 alone is the only one in which the victim has no ghost.
+            with_ghost = home is self._t2 or self._t1.length < self.capacity
+            slot = self._evict(from_b2, with_ghost)
+            self._insert(home, slot, key)
+            slots.append(slot)
+        self._head_first(slots)
+        return np.array(slots, np.int32)
+
+    def _head_first(self, slots: Sequence[int]) -> None:
+        """Make the first of slots that have just come in the most recent of them."""
+        if len(slots) > 1:
+            for slot in reversed(slots):
+                self._list_of(slot).refresh(slot)
+
+    def _enter(self, key: Key) -> tuple[RecencyList, bool]:
+        """Do all of the paper's cases II to IV but REPLACE.
+
+        Returns the list that the key belongs to, and whether it was in B2.
+        """
+        t1, b1, b2 = self._t1, self._b1, self._b2
+        if key in b1:  # case II: T1 was too small
+            self._target = min(self._target + max(1.0, b2.length / b1.length), self.capacity)
+            b1.remove(key)
+            return self._t2, False
+        if key in b2:  # case III: T2 was too small
+            self._target = max(self._target - max(1.0, b1.length / b2.length), 0.0)
+            b2.remove(key)
+            return self._t2, True
+        l1 = t1.length + b1.length  # case IV: never seen, or forgotten
+        if l1 == self.capacity:
+            if b1.length:
+                b1.pop_oldest()
+        elif l1 + self._t2.length + b2.length == 2 * self.capacity:
+            b2.pop_oldest()
+        return t1, False
+
+    def _evict(self, from_b2: bool, with_ghost: bool) -> int:
+        """Run the paper's REPLACE for a key that was in B2 or not; return the slot it empties."""
+        t1, t2 = self._t1, self._t2
+        t1_first = t1.length > self._target or (from_b2 and t1.length == self._target)
+        if (t1_first and t1.evictable) or not t2.evictable:
+            slot, ghosts = t1.pop_oldest(), self._b1
+        else:
+            slot, ghosts = t2.pop_oldest(), self._b2
+        if with_ghost:
+            ghosts.append(self._key_of[slot])
+            if self._b1.length + self._b2.length > self.capacity:
+                (self._b2 if self._b2.length else self._b1).pop_oldest()
+        return slot
+
+    def _insert(self, home: RecencyList, slot: int, key: Key) -> None:
+        if slot >= len(self._key_of):
+            self._key_of.extend([key] * (slot + 1 - len(self._key_of)))
+        self._key_of[slot] = key
+        home.append(slot, held=True)
+
+    def use(self, slots: Slots) -> None:
+        """See `EvictionPolicy.use`; the paper's case I."""
+        for slot in slots.tolist():
+            self._hit(slot)
+
+    def hold(self, slots: Slots) -> None:
+        """See `EvictionPolicy.hold`; the paper's case I."""
+        for slot in slots.tolist():
+            self._hit(slot)
+            self._t2.hold(slot)
+
+    def _hit(self, slot: int) -> None:
+        if slot not in self._t1:
+            self._t2.refresh(slot)
+        elif self._t1.is_held(slot):
+            self._t1.refresh(slot)
+        else:
+            self._t1.remove(slot)
+            self._t2.append(slot, held=False)
+
+    def release(self, slots: Slots) -> None:
+        """See `EvictionPolicy.release`."""
+        for slot in slots.tolist():
+            self._list_of(slot).release(slot)
+
+    def discard(self, slots: Slots) -> None:
+        """See `EvictionPolicy.discard`; no ghost is left."""
+        for slot in slots.tolist():
+            self._list_of(slot).remove(slot)
+
+    def _list_of(self, slot: int) -> RecencyList:
+        return self._t1 if slot in self._t1 else self._t2
+
+    def resident(self) -> dict[int, bool]:
+        """See `EvictionPolicy.resident`."""
+        return self._t1.holds() | self._t2.holds()
+
+    def check_integrity(self) -> None:
+        """See `EvictionPolicy.check_integrity`."""
+        for part in (self._t1, self._t2, self._b1, self._b2):
+            part.check_integrity()
+        t1, t2, b1, b2 = (part.length for part in (self._t1, self._t2, self._b1, self._b2))
+        slots = self.resident()
+        assert len(slots) == t1 + t2, "a slot is in T1 and in T2"
+        keys = [*(self._key_of[slot] for slot in slots), *self._b1.keys(), *self._b2.keys()]
+        assert len(set(keys)) == len(keys), "a key is in two of T1, T2, B1 and B2"
+        assert t1 + t2 <= self.capacity, f"{t1 + t2} slots exceed capacity {self.capacity}"
+        assert t1 + b1 <= self.capacity, f"L1 has {t1 + b1} keys and exceeds {self.capacity}"
+        assert b1 + b2 <= self.capacity, f"{b1 + b2} ghosts exceed capacity {self.capacity}"
+        assert 0 <= self._target <= self.capacity, f"p is {self._target}, not 0..{self.capacity}"

@@ -1,0 +1,1 @@
+"""The command line, `kv-offload`: one module a subcommand."""

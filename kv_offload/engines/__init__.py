@@ -1,0 +1,1 @@
+"""One folder an engine: its hooks, and all that is known of it."""

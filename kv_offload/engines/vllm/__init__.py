@@ -1,0 +1,1 @@
+"""vLLM: the only folder that imports it."""

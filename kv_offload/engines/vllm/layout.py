@@ -1,0 +1,135 @@
+"""Turns the KV tensors that the engine registers into the regions that `transfer` copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kv_swap.errors import LayoutError
+from kv_swap.layout import KVLayout, TensorDescription
+
+from kv_offload.engines.vllm.compat import layer_specs
+from kv_offload.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def kv_tensors(kv_caches: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return every tensor that the engine registered: a layer with states may have several."""
+    found: list[torch.Tensor] = []
+    for cache in kv_caches.values():
+        found += cache if isinstance(cache, (list, tuple)) else [cache]
+    return found
+
+
+def layer_regions(kv_caches: Mapping[str, Any], layout: KVLayout) -> dict[str, frozenset[int]]:
+    """Return for each registered layer which regions of the layout hold what it reads.
+
+    `layout` describes these tensors. A layer that reads the cache of another has its regions.
+    """
+    found: dict[str, set[int]] = {}
+    for index, region in enumerate(layout.regions):
+        for name in region.tensors:
+            found.setdefault(name, set()).add(index)
+    for name, cache in kv_caches.items():
+        if name not in found:
+            owners = (other for other in list(found) if kv_caches[other] is cache)
+            found[name] = set().union(*(found[owner] for owner in owners))
+    return {name: frozenset(regions) for name, regions in found.items()}
+
+
+def describe_kv_caches(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig) -> KVLayout:
+    """Return the layout of the registered tensors: one per layer, or a list of a layer's states.
+
+    Raises `UnsupportedError`, naming the layer and its shape, for a layout that could not be copied
+    exactly.
+    """
+    num_blocks = kv_cache_config.num_blocks
+    specs = layer_specs(kv_cache_config)
+    tensors = []
+    for name, cache in kv_caches.items():
+        spec = specs.get(name)
+        if spec is None and any(cache is kv_caches[other] for other in specs if other in kv_caches):
+            continue  # a layer that reads the cache of another
+        if spec is not None and isinstance(cache, (list, tuple)) and len(cache) > 0:
+            tensors.append(_describe_states(name, cache, num_blocks, spec.page_size_bytes))
+        elif spec is not None and getattr(cache, "shape", None):
+            tensors.append(_describe_tensor(name, cache, num_blocks, spec.page_size_bytes))
+        else:
+            raise UnsupportedError(
+                f"layer {name}: its KV cache is a {type(cache).__name__} that kv-offload does not "
+                "know; run this model without kv-offload"
+            )
+    try:
+        return KVLayout.from_tensors(num_blocks, tensors)
+    except LayoutError as error:
+        raise UnsupportedError(f"{error}; run this model without kv-offload") from error
+
+
+def _describe_tensor(
+    name: str, tensor: torch.Tensor, num_blocks: int, page_bytes: int
+) -> TensorDescription:
+    shape, itemsize = tuple(tensor.shape), tensor.element_size()
+    return TensorDescription(
+        name=name,
+        address=tensor.data_ptr(),
+        shape=shape,
+        strides_bytes=tuple(stride * itemsize for stride in tensor.stride()),
+        itemsize=itemsize,
+        block_dim=_block_dim(name, shape, num_blocks),
+        page_bytes=page_bytes,
+    )
+
+
+def _describe_states(
+    name: str, states: Sequence[torch.Tensor], num_blocks: int, page_bytes: int
+) -> TensorDescription:
+    """Describe a layer with several states per block, each a view into the same pages.
+
+    Up to vLLM 0.31 the older model runner registers them so. The first begins where the page does,
+    the others lie behind it; the page may be padded. It is copied whole, as
+    `(num_blocks, page_bytes)` bytes.
+    """
+    address = states[0].data_ptr()
+    strides = {state.stride(0) * state.element_size() for state in states}
+    ends = [state.data_ptr() - address + _block_span_bytes(state) for state in states]
+    inside = all(state.data_ptr() >= address for state in states) and max(ends) <= page_bytes
+    if len(strides) > 1 or not inside or {state.shape[0] for state in states} != {num_blocks}:
+        shapes = [tuple(state.shape) for state in states]
+        raise UnsupportedError(
+            f"layer {name}: its states of shapes {shapes} do not lie in {num_blocks} pages of "
+            f"{page_bytes} bytes; run this model without kv-offload"
+        )
+    return TensorDescription(
+        name=name,
+        address=address,
+        shape=(num_blocks, page_bytes),
+        strides_bytes=(strides.pop(), 1),
+        itemsize=1,
+        block_dim=0,
+        page_bytes=page_bytes,
+    )
+
+
+def _block_span_bytes(state: torch.Tensor) -> int:
+    """Return the bytes from the first to behind the last of one block of a state."""
+    dims = zip(state.shape[1:], state.stride()[1:], strict=True)
+    last: int = sum((size - 1) * stride for size, stride in dims)
+    return (1 + last) * int(state.element_size())
+
+
+def _block_dim(name: str, shape: tuple[int, ...], num_blocks: int) -> int:
+    """Find the dimension that a block id indexes: the first, or the second behind one for K and V.
+
+    Backends whose kernels use smaller blocks than the manager multiply it.
+    """
+    for dim in (0, 1):
+        if num_blocks > 2 and dim < len(shape) and shape[dim] and shape[dim] % num_blocks == 0:
+            return dim
+    raise UnsupportedError(
+        f"layer {name}: neither of the first two dimensions of its KV cache of shape {shape} is a "
+        f"multiple of the {num_blocks} blocks of the cache (at least 3 are needed to tell); run "
+        "this model without kv-offload"
+    )

@@ -1,0 +1,68 @@
+"""What is learnt from the time of the engine's steps, and of loads."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kv_offload.scheduler.guard import Guard
+from kv_offload.scheduler.rates import LoadRate, PrefillRate, RecentMedian
+from kv_offload.scheduler.step_clock import Step, StepClock
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class StepWatch:
+    """Times every step, and hands it to whom it concerns. See `Guard` for `max_slowdown`."""
+
+    def __init__(self, max_slowdown: float | None) -> None:
+        self.load_rate = LoadRate()
+        self.prefill_rate = PrefillRate()
+        self.step_seconds = RecentMedian()
+        self.decode_seconds = RecentMedian()
+        """Of steps in which every request computed one token, and no load was under way."""
+        self.guard = Guard(max_slowdown)
+        self._clock = StepClock()
+        self._throttled_steps_taken = 0
+
+    def begin(self, output: SchedulerOutput, *, stores: bool, loads: bool, waits: bool) -> None:
+        """Take a step that is all planned: what planning takes is not the fault of copies.
+
+        See `Step` for the arguments.
+        """
+        context_tokens = sum(output.scheduled_cached_reqs.num_computed_tokens)
+        for new in output.scheduled_new_reqs:
+            context_tokens += new.num_computed_tokens
+        requests = len(output.num_scheduled_tokens)
+        step = Step(
+            output.total_num_scheduled_tokens, requests, context_tokens, stores, loads, waits
+        )
+        self._clock.begin(step, time.monotonic())
+
+    def end(self) -> None:
+        """Learn from the oldest step under way, which has ended. Called once a step."""
+        timed = self._clock.end(time.monotonic())
+        if timed is None:
+            return
+        step, seconds = timed
+        self.step_seconds.add(seconds)
+        if step.tokens == step.requests and not (step.loads or step.waits):
+            self.decode_seconds.add(seconds)
+        if not step.waits:
+            self.prefill_rate.learn(step.tokens, step.requests, seconds)
+        self.guard.observe(step, seconds)
+
+    def take_throttled_steps(self) -> int:
+        """Return how many steps the guard has throttled since the last call."""
+        steps = self.guard.throttled_steps - self._throttled_steps_taken
+        self._throttled_steps_taken = self.guard.throttled_steps
+        return steps
+
+    def gauges(self) -> dict[str, float]:
+        """Return what was measured, by the names of the metrics; 0 for what was not."""
+        return {
+            "store_share": self.guard.factor,
+            "load_bytes_per_second": self.load_rate.measured_bytes_per_second or 0.0,
+            "prefill_tokens_per_second": self.prefill_rate.tokens_per_second or 0.0,
+        }

@@ -1,0 +1,386 @@
+"""Plans stores: which blocks of a step to keep, and which GPU blocks are pinned for it."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+
+from kv_offload.cache.manager import NO_SLOTS, CacheManager
+from kv_offload.cache.prefix import CacheGroup, PrefixMap, SlotKey
+from kv_offload.messages import JobResult, StoreJob
+from kv_offload.scheduler.budget import StoreBudget
+from kv_offload.scheduler.leftovers import Leftover, Leftovers, StoreCursor
+from kv_offload.scheduler.store_jobs import StoreJobs
+
+MAX_SLOTS_PER_STEP = 1024
+"""Slots examined in one step over all requests; the rest follows in the next steps.
+
+It bounds the planner's time on the scheduler's thread whatever the length of a prompt."""
+
+TRACKED_PREFIXES = 1 << 20
+"""Keys whose uses are counted for `store_after_uses`; the least recently used are forgotten."""
+
+SkipReason = Literal["moved_on", "used_too_little", "no_budget", "pool_busy", "copy_failed"]
+"""Why a full slot was not stored.
+
+moved_on: the engine gave a block to somebody else before its store was planned, also where the
+    store had waited for a budget.
+used_too_little: `store_after_uses` is not reached.
+no_budget: it waited for a budget behind too many others, or none would ever have been left.
+pool_busy: every slot of the pool is being read or written.
+copy_failed: a rank reported an error.
+"""
+SKIP_REASONS: tuple[SkipReason, ...] = get_args(SkipReason)
+
+
+_Span: TypeAlias = tuple[StoreCursor, CacheGroup, int, Sequence[bytes], Sequence[int], int, int]
+"""Slots of one request to look at: cursor, cache group and its position, the request's hashes, its
+blocks in this group, first slot, last slot (exclusive)."""
+
+
+@dataclass(slots=True)
+class _Choice:
+    """New keys with their blocks, and slots of the same prefixes that are known."""
+
+    slots_left: int
+    new: dict[SlotKey, None] = field(default_factory=dict)
+    blocks: list[int] = field(default_factory=list)
+    along: list[int] = field(default_factory=list)
+
+
+class UseCounter:
+    """Counts how often a key was computed or reused, for a bounded number of keys."""
+
+    def __init__(self, capacity: int = TRACKED_PREFIXES) -> None:
+        self._capacity = capacity
+        self._uses: OrderedDict[SlotKey, int] = OrderedDict()
+
+    def count(self, key: SlotKey) -> int:
+        """Add one use and return the new number of uses."""
+        uses = self._uses.pop(key, 0) + 1
+        self._uses[key] = uses
+        if len(self._uses) > self._capacity:
+            self._uses.popitem(last=False)
+        return uses
+
+
+class StorePlanner:
+    """Chooses blocks to store.
+
+    A block is chosen only while the pool knows it under exactly the key it is expected to have, in
+    a step that schedules its request and at whose end its tokens are computed, or after its request
+    has ended with its tokens computed: hashes are set before the KV exists, and remembered ids go
+    stale when a window moves on or a request is preempted. From then on it is pinned (`StoreJobs`).
+    The block's own request does not write it either, since only full blocks of known tokens are
+    chosen.
+
+    What a step has is examined in one go, since a step of decodes has a block of each of many
+    requests: `plan` only notes what to look at and moves the cursor behind it, `pin_chosen` looks,
+    and moves the cursor back to where a budget ended.
+    """
+
+    def __init__(
+        self,
+        prefixes: PrefixMap,
+        manager: CacheManager,
+        pool: Any,
+        num_ranks: int,
+        budget: StoreBudget,
+        max_pinned_share: float,
+        store_after_uses: int,
+    ) -> None:
+        self._prefixes = prefixes
+        self._manager = manager
+        self._pool = pool
+        self._budget = budget
+        self._max_pinned_share = max_pinned_share
+        self._store_after_uses = store_after_uses
+        self._uses = UseCounter()
+        self.jobs = StoreJobs(manager, pool, num_ranks, prefixes.blocks_per_slot)
+        self.leftovers = Leftovers()
+        self._shapes = tuple(zip(prefixes.slot_tokens, prefixes.slot_hashes, strict=True))
+        self._places = tuple(
+            (position, group, *shape)
+            for position, (group, shape) in enumerate(
+                zip(prefixes.groups, self._shapes, strict=True)
+            )
+        )
+        self._per_slot = prefixes.blocks_per_slot
+        self._examinable = MAX_SLOTS_PER_STEP
+        self.behind: set[str] = set()
+        """Requests of this step that have more to store than was planned."""
+        self._spans: list[_Span] = []
+        self._keys: list[SlotKey] = []  # of all spans
+        self._leftovers_planned = 0
+        self._skipped: Counter[SkipReason] = Counter()
+
+    def begin_step(self) -> None:
+        """Give the planner a new budget of slots to examine; nobody is behind."""
+        self._examinable = MAX_SLOTS_PER_STEP
+        self.behind = set()
+
+    def new_cursor(self, request_id: str) -> StoreCursor:
+        """Return the cursor of a request of which nothing has been planned."""
+        return StoreCursor(request_id, [0] * len(self._prefixes.groups))
+
+    def plan(
+        self,
+        cursor: StoreCursor,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[Sequence[int]],
+        end_tokens: int,
+        known_tokens: int | None = None,
+    ) -> None:
+        """Have one request's blocks examined whose tokens end at or below `end_tokens`.
+
+        Only the first `known_tokens` are final, if that is given. `pin_chosen` must be called
+        before anybody can free the blocks. A request that does not get as far as `end_tokens`, for
+        whatever reason, is `behind`.
+        """
+        next_slot, known = cursor.next_slot, end_tokens
+        if known_tokens is not None and known_tokens < known:
+            known = known_tokens
+        if len(next_slot) > 1:
+            known = self._prefixes.named_tokens(known)
+        for position, group, tokens, slot_hashes in self._places:
+            at, last = next_slot[position], known // tokens
+            if at < last:
+                ids = block_ids[position]
+                last = self._end(last, slot_hashes, hashes, ids)
+                examinable = self._examinable
+                if last > at + examinable:
+                    last = at + examinable
+                if at < last:
+                    self._examinable = examinable - last + at
+                    if last - at == 1 and not group.group_id:
+                        self._keys.append(hashes[last * slot_hashes - 1])
+                    else:
+                        self._keys += self._prefixes.slot_keys(hashes, group, at, last)
+                    self._spans.append((cursor, group, position, hashes, ids, at, last))
+                    next_slot[position] = at = last
+            if end_tokens >= (at + 1) * tokens:
+                self.behind.add(cursor.request_id)
+
+    def _end(self, full: int, slot_hashes: int, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
+        """Return how many of the first `full` slots have blocks and names."""
+        if full * self._per_slot > len(ids):
+            full = len(ids) // self._per_slot
+        if full * slot_hashes > len(hashes):
+            full = len(hashes) // slot_hashes
+        return full
+
+    def skip(self, cursor: StoreCursor, end_tokens: int) -> None:
+        """Move a cursor to `end_tokens`: host memory has what lies before."""
+        cursor.next_slot = [
+            max(at, end_tokens // tokens)
+            for at, (tokens, _) in zip(cursor.next_slot, self._shapes, strict=True)
+        ]
+
+    def is_behind(self, cursor: StoreCursor, end_tokens: int) -> bool:
+        """Say whether `end_tokens` completes a slot beyond those that were planned or skipped."""
+        return any(
+            end_tokens >= (at + 1) * tokens
+            for at, (tokens, _) in zip(cursor.next_slot, self._shapes, strict=True)
+        )
+
+    # -- what ended requests left behind -------------------------------------------------------
+
+    def keep_leftovers(
+        self,
+        cursor: StoreCursor,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[Sequence[int]],
+        end_tokens: int,
+    ) -> int:
+        """Queue what no budget was left for of a request that has ended; return its slots.
+
+        Called after `pin_chosen`. The caller gives the lists away.
+        """
+        named = self._prefixes.named_tokens(end_tokens)
+        ends = [
+            self._end(named // tokens, slot_hashes, hashes, ids)
+            for (tokens, slot_hashes), ids in zip(self._shapes, block_ids, strict=True)
+        ]
+        leftover = Leftover(cursor, ends, end_tokens, hashes, block_ids)
+        self._skipped["no_budget"] += self.leftovers.add(leftover)
+        return leftover.slots_left
+
+    def plan_leftovers(self) -> None:
+        """Have leftovers examined, the oldest first, as many slots as can be stored now.
+
+        Called before the running requests' `plan`: those keep their blocks.
+        """
+        self._leftovers_planned = 0
+        if not self.leftovers:
+            return
+        examinable = self._examinable
+        self._examinable = room = max(0, min(examinable, self._slots_left()))
+        for leftover in self.leftovers:
+            if not self._examinable:
+                break
+            self._leftovers_planned += 1
+            end = leftover.end_tokens
+            self.plan(leftover.cursor, leftover.hashes, leftover.block_ids, end)
+        self._examinable += examinable - room
+
+    def settle_leftovers(self, *, idle: bool) -> None:
+        """Forget the leftovers that `pin_chosen` took care of.
+
+        `idle` says that this step computes nothing, and that no step or load is under way. If no
+        store is either, no GPU block will become free by itself. What could not be planned then
+        never will be: it is dropped and counted, so that the engine may rest.
+        """
+        if not self.leftovers:
+            return
+        if self.leftovers.settle(self._leftovers_planned) or not idle or self.jobs.pending:
+            return
+        self.drop_leftovers()
+
+    def drop_leftovers(self) -> None:
+        """Store nothing of what waits."""
+        self._skipped["no_budget"] += self.leftovers.clear()
+
+    # -- the choice ----------------------------------------------------------------------------
+
+    def _slots_left(self, soon_free_blocks: int = 0) -> int:
+        """Return how many more slots may be chosen.
+
+        `max_pinned_share` is of what would be free if no store held anything and the requests whose
+        blocks are pinned had ended. While nothing is pinned it is at least one slot, or a GPU cache
+        with few free blocks would never store anything.
+        """
+        pinned = self.jobs.pinned_blocks
+        free: int = self._pool.get_num_free_blocks() + soon_free_blocks
+        share = int(self._max_pinned_share * (free + pinned)) - pinned
+        if not pinned:
+            share = max(share, self._per_slot)
+        blocks = min(share, free - self._budget.reserved_blocks)
+        slots = self._budget.slots_left(self.jobs.slots_in_flight)
+        return min(blocks // self._per_slot, slots)
+
+    def pin_chosen(self, soon_free_blocks: int = 0) -> None:
+        """Choose among what `plan` noted, take slots for it and pin the blocks that got one.
+
+        `soon_free_blocks` counts blocks that the engine frees right after this call.
+
+        What is known of the same prefixes goes along: it is used again, and must not be evicted for
+        its own tail.
+        """
+        spans, keys = self._spans, self._keys
+        if not spans:
+            return
+        self._spans, self._keys = [], []
+        # Lists, not arrays: mostly decodes have filled a block each, and nothing is known of them.
+        slots = self._manager.slot_numbers(keys)
+        choice = _Choice(self._slots_left(soon_free_blocks))
+        new, pool_blocks = choice.new, self._pool.blocks
+        behind_key = self._prefixes.behind_slot_key
+        # A span of one slot is what decodes have; most of these are chosen without further ado.
+        single = self._per_slot == 1 and self._store_after_uses == 1
+        at = 0
+        for span in spans:
+            cursor, _, position, _, ids, first, last = span
+            if single and last - first == 1 and slots[at] < 0 < choice.slots_left:
+                key, block = keys[at], ids[first]
+                if key not in new and pool_blocks[block].block_hash == key + behind_key[position]:
+                    choice.slots_left -= 1
+                    new[key] = None
+                    choice.blocks.append(block)
+                    at += 1
+                    continue
+            end = at + last - first
+            passed = self._choose(choice, span, keys[at:end], slots[at:end])
+            if passed < end - at:
+                cursor.next_slot[position] = min(cursor.next_slot[position], first + passed)
+                self.behind.add(cursor.request_id)
+            at = end
+        if not choice.new and not choice.along:
+            return
+        along = np.array(choice.along, np.int32) if choice.along else NO_SLOTS
+        plan = self._manager.prepare_new(list(choice.new), along)
+        if plan.no_room:
+            self._skipped["pool_busy"] += plan.no_room
+        if plan.keys:
+            taken = len(plan.keys)
+            self._budget.plan(taken)
+            self.jobs.pin(plan.slots, choice.blocks[: taken * self._per_slot])
+
+    def _choose(
+        self, choice: _Choice, span: _Span, keys: Sequence[SlotKey], slots: Sequence[int]
+    ) -> int:
+        """Choose those of a span that are new, valid now and within the budget.
+
+        `slots` has what the cache manager says of `keys`. Returns how many slots were passed.
+        """
+        _, group, _, hashes, group_blocks, first, last = span
+        unknown: Sequence[int] = [index for index, slot in enumerate(slots) if slot < 0]
+        passed = len(keys)
+        if unknown:
+            per_slot = self._per_slot
+            start = (first + unknown[0]) * per_slot
+            expected = self._prefixes.pool_keys(hashes, group, start, last * per_slot)
+            blocks = group_blocks[start : last * per_slot]
+            pool_blocks = self._pool.blocks
+            # Null blocks have no hash, so they are caught here too.
+            found = [pool_blocks[block].block_hash for block in blocks]
+            all_valid = found == expected
+            new = keys[unknown[0] :]
+            if (
+                all_valid
+                and len(new) == len(unknown)
+                and self._store_after_uses == 1
+                and choice.new.keys().isdisjoint(new)
+            ):
+                # What is mostly met: of the rest of a prompt nothing is known, and all is valid.
+                taken = max(0, min(len(new), choice.slots_left))
+                choice.slots_left -= taken
+                choice.new.update(dict.fromkeys(new[:taken]))
+                choice.blocks += blocks[: taken * per_slot]
+                passed = unknown[0] + taken
+                unknown = ()
+        for index in unknown:
+            key = keys[index]
+            if key in choice.new:
+                continue  # another request of this step has the same prefix
+            at = (index - unknown[0]) * per_slot
+            end = at + per_slot
+            if not all_valid and found[at:end] != expected[at:end]:
+                # Of states, only those at the ends of prefill chunks and those that a decode
+                # passed were ever made: what is missing was not lost.
+                self._skipped["moved_on"] += not group.holds_state
+            elif not choice.slots_left > 0:
+                passed = index
+                break
+            elif self._store_after_uses > 1 and self._uses.count(key) < self._store_after_uses:
+                self._skipped["used_too_little"] += 1
+            else:
+                choice.slots_left -= 1
+                choice.new[key] = None
+                choice.blocks += blocks[at:end]
+        choice.along += [slot for slot in slots[:passed] if slot >= 0]
+        return passed
+
+    def take_planned(self) -> tuple[StoreJob, ...]:
+        """Pin what was chosen, and return what was pinned since the last call as one job."""
+        self.pin_chosen()
+        return self.jobs.take_planned()
+
+    def complete(self, results: Mapping[int, JobResult]) -> None:
+        """Take the ranks' reports of stores."""
+        failed_slots = self.jobs.complete(results)
+        if failed_slots:
+            self._skipped["copy_failed"] += failed_slots
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether `take_skipped` has something to tell."""
+        return bool(self._skipped)
+
+    def take_skipped(self) -> Counter[SkipReason]:
+        """Return how many slots were not stored since the last call, by reason."""
+        skipped, self._skipped = self._skipped, Counter()
+        return skipped

@@ -1,0 +1,1 @@
+"""Whether it has moved: one per rank, beside its model runner. Imports no engine."""

@@ -1,0 +1,111 @@
+"""Whether a replica's share of host memory is there when it starts.
+
+What *exists* is the same for all replicas of a host: their shares and a headroom must fit it, all
+together (`kv_offload.config`). What is *available now* is not. A replica that started sooner has
+taken some of its share, and nobody can see how much. So each replica checks its own share only. A
+configuration that fits is then never refused, whoever comes first: what the others have taken was
+theirs. The ranks of one replica do check together, before any of them takes memory.
+
+If the replicas of a host, or strangers, want more than there is all the same, their pools stop
+growing (`kv_swap.room`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kv_swap.room import MemoryRoom
+
+from kv_offload.config import TracedConfig, describe_bytes
+from kv_offload.engines.vllm.compat import logger
+from kv_offload.errors import CapacityError
+from kv_offload.host_memory import (
+    HostMemory,
+    headroom_bytes,
+    read_available_memory,
+    read_host_memory,
+)
+from kv_offload.sizes import format_size
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def check_available(
+    traced: TracedConfig,
+    gather: Callable[[Any], list[Any]],
+    *,
+    available: HostMemory | None = None,
+    boot: str | None = None,
+) -> None:
+    """Refuse a replica whose share is more than is available on this host now; log what it takes.
+
+    All ranks of the replica call it before any of them takes memory. `gather` returns what each
+    gives, and waits for all. Of a replica that spans hosts each has as much as it has ranks.
+    `available` and `boot` stand in for what this rank reads.
+
+    Raises:
+        CapacityError: it is more, with the headroom; the message has the figures and the remedy.
+    """
+    own = (boot or _read_boot(), available or read_available_memory())
+    told = gather(own)
+    here = [memory for host, memory in told if host == own[0]]
+    least = min(here, key=lambda memory: memory.size_bytes)
+    share_bytes = traced.config.cpu_bytes * len(here) // len(told)
+    headroom = headroom_bytes(traced.host)
+    if share_bytes + headroom > least.size_bytes:
+        part = f", {describe_bytes(share_bytes)} of it here" if len(here) < len(told) else ""
+        raise CapacityError(
+            f"{traced.describe_request()}{part}, but only {describe_bytes(least.size_bytes)} are "
+            f"available now ({least.source}), of which {format_size(headroom)} must stay free. "
+            f"Lower cpu_bytes, end what else takes memory, or give the process more."
+        )
+
+
+def describe_share(traced: TracedConfig) -> str:
+    """Return how much a replica takes, of what, and how many do so, for the log."""
+    share_bytes, total = traced.config.cpu_bytes, traced.host
+    percent = 100 * share_bytes / total.size_bytes
+    text = (
+        f"takes {format_size(share_bytes)} of host memory, {percent:.3g}% of the "
+        f"{format_size(total.size_bytes)} that {total.source} says"
+    )
+    if traced.replicas == 1:
+        return f"{text}; no other replica of this engine is seen on this host"
+    all_bytes = format_size(share_bytes * traced.replicas)
+    return f"{text}; the {traced.replicas} replicas on this host take {all_bytes} together"
+
+
+def warn_of_hidden_replicas(traced: TracedConfig) -> None:
+    """Say that a percentage was not divided, because nothing tells how many replicas there are."""
+    _, written = traced.given["cpu_bytes"]
+    if isinstance(written, str) and "%" in written:
+        logger.warning(
+            "kv-offload: this engine is a data-parallel replica, and how many of them run on this "
+            "host cannot be seen: cpu_bytes %s is taken for this one alone. If there are others, "
+            "divide it by their number, or give each a size such as 48GiB",
+            written,
+        )
+
+
+def growing_room() -> MemoryRoom:
+    """Return what tells a growing pool how much memory it may take. Reads the machine's size.
+
+    Raises:
+        CapacityError: that cannot be read.
+    """
+    return MemoryRoom(_read_room, headroom_bytes(read_host_memory()))
+
+
+def _read_room() -> tuple[int, str]:
+    memory = read_available_memory()
+    return memory.size_bytes, memory.source
+
+
+def _read_boot() -> str:
+    """Return what tells this host from others, also from inside a container."""
+    try:
+        return _BOOT.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,124 @@
+"""Host memory that ranks with equal KV bytes keep once: which ranks, how they agree, who stores.
+
+Every tensor-parallel rank of a model with latent attention computes the same latents, from weights
+that each has a copy of. So one arena serves the ranks of a pipeline stage: each maps and
+page-locks it, each stores a part of every job, each loads everything. Two things keep it exact:
+
+- A slot becomes readable, or free, when *all* ranks have reported, shared or not. So no rank loads
+  what another still writes, and none writes what another still loads.
+- Who has heard of a completion sees its bytes (`shared.py`); the report travels through
+  the scheduler, and so does the load that follows.
+
+That the bytes are equal is vLLM's doing: same kernels, same shapes, and reductions that give every
+rank the same sums. Where they differed in a last bit, a rank would read what its neighbour
+computed, as far off as that neighbour's tokens are.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kv_swap.errors import PinnedMemoryError
+from kv_swap.shared import SharedMemory
+
+from kv_offload.engines.vllm.compat import layer_specs, logger
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kv_offload.messages import Pairs, StoreJob
+
+LATENT_SPEC = "MLAAttentionSpec"
+
+ATTACH_SECONDS = 5.0
+"""The memory is offered before its name is told: this is for a machine that is very busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ranks that hold the same KV bytes, this one included, in one order on all of them."""
+
+    index: int
+    count: int
+    gather: Callable[[Any], list[Any]]
+    """Return what each of them gives, in order. All must call it, and each waits for the others."""
+
+    def own_part(self, job: StoreJob) -> Pairs:
+        """Return the pairs that this rank copies; every pair is one rank's, and parts are even.
+
+        Ranks take turns by job: most jobs of a decode have one pair.
+        """
+        turn = (self.index + job.job_id) % self.count
+        start, end = (len(job.pairs) * part // self.count for part in (turn, turn + 1))
+        return job.pairs[start:end]
+
+
+ALONE = Peers(0, 1, lambda value: [value])
+
+
+def ranks_with_equal_bytes(parallel: ParallelConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Return how many tensor-parallel ranks hold the same KV bytes: all of them, or 1.
+
+    `kv_cache_config` is that of a pipeline stage. With decode context parallelism each rank has
+    tokens of its own. From vLLM 0.32 a spec says over how many ranks it is split, if it knows.
+    """
+    ranks = int(parallel.tensor_parallel_size)
+    specs = layer_specs(kv_cache_config).values()
+    equal = parallel.decode_context_parallel_size == 1 and all(
+        type(spec).__name__ == LATENT_SPEC and getattr(spec, "max_tp_shards", 1) == 1
+        for spec in specs
+    )
+    return ranks if equal and specs else 1
+
+
+def arena_bytes(cpu_bytes: int, num_ranks: int, sharing_ranks: int) -> int:
+    """Return the bytes of one arena, of which every `sharing_ranks` of the ranks have one."""
+    return cpu_bytes * sharing_ranks // num_ranks
+
+
+def open_shared_memory(
+    peers: Peers, nbytes: int, layout: Any, numa_node: int | None
+) -> SharedMemory | None:
+    """Return memory that all peers can map, or None on all of them if one of them cannot.
+
+    `layout` says what is where in a slot; peers must say the same. The memory's pages come in equal
+    parts from the peers' NUMA nodes, where those are given: all devices read all of it. Waits for
+    the slowest peer. The caller closes the handle.
+    """
+    memory: SharedMemory | None = None
+    # Unique on the host: an engine's id may be the user's, and the same for several engines.
+    name, problem = secrets.token_hex(16), ""
+    if peers.index == 0:
+        try:
+            memory = SharedMemory.create(name, nbytes, peers.count - 1)
+        except (PinnedMemoryError, OSError) as error:
+            problem = str(error)
+    told = peers.gather((name, memory is not None, layout))
+    name, offered, first_layout = told[0]
+    if layout != first_layout:
+        problem = f"its slots hold {layout}, those of rank 0 hold {first_layout}"
+    elif peers.index > 0 and offered:
+        try:
+            memory = SharedMemory.attach(name, nbytes, ATTACH_SECONDS)
+        except (PinnedMemoryError, OSError) as error:
+            problem = str(error)
+    if memory is not None and numa_node is not None:
+        # Before any peer gives pages to any part, which none does before all have answered.
+        memory.prefer_node(numa_node, peers.index, peers.count)
+    problems = {rank: text for rank, text in enumerate(peers.gather(problem)) if text}
+    if not problems:
+        return memory
+    if memory is not None:
+        memory.close()
+    if peers.index == 0:
+        logger.warning(
+            "kv-offload: %d tensor-parallel ranks hold the same KV bytes, but cannot share host "
+            "memory: each keeps its own copy, in its part of cpu_bytes: %s",
+            peers.count,
+            "; ".join(f"rank {rank}: {text}" for rank, text in problems.items()),
+        )
+    return None

@@ -1,0 +1,159 @@
+"""Lets the forward begin while later layers of a load still arrive, where that is safe.
+
+A load that the forward waits for arrives in waves, each of the KV of some consecutive layers. The
+first is waited for before the forward, the others by the layers themselves: vLLM calls the
+connector before an attention layer touches its KV. Not before every layer, though: a full CUDA
+graph is replayed without calls, and state-space layers, indexers and others read their KV unasked.
+So nothing is assumed:
+
+- A layer's KV comes late only if the layer has called in an earlier forward of the same kind, that
+  of the target model itself and not of a draft head, which runs under a context of its own.
+- A page that any other layer shares or reads comes in the first wave.
+- Where the kind of forward is not known, or no graph breaks at the layers, loads are waited for
+  whole. So they are until a forward has been learned from.
+- A late layer that did not call is found at the end of the step: it may have read anything.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+WEIGHTS = (3, 6, 6, 3, 2)
+"""Shares of a load that its waves have. The first delays the forward, and what the last brings is
+computed after the load: both are small. Few waves: each slows the load (see `kernel.py`,
+which joins the first of them where all would cost too much)."""
+
+
+Forward = tuple[object, Hashable]
+"""A forward whose attention layers call the connector: the engine's context of it, and its kind."""
+
+
+@dataclass(frozen=True)
+class WavePlan:
+    """Which regions arrive in which wave, and which wave a late layer needs.
+
+    Layers that are not in `wave_of` need the first one, which everybody waits for.
+    """
+
+    waves: tuple[tuple[int, ...], ...]
+    wave_of: Mapping[str, int]
+
+
+def plan_waves(
+    order: Sequence[str], regions_of: Mapping[str, frozenset[int]], page_bytes: Sequence[int]
+) -> WavePlan | None:
+    """Cut the regions into waves for layers that call in this order; None if there is but one.
+
+    `regions_of` are the regions that each layer of the cache reads, `page_bytes` the size of each
+    region. A region comes with the first layer that reads it, or in the first wave if any layer
+    outside of `order` does.
+    """
+    owned = {region for layer in order for region in regions_of.get(layer, ())}
+    unasked = {region for layer in regions_of.keys() - set(order) for region in regions_of[layer]}
+    placed = unasked | (set(range(len(page_bytes))) - owned)
+    first = sorted(placed)
+    steps: list[list[int]] = []
+    for layer in order:
+        fresh = sorted(regions_of.get(layer, frozenset()) - placed)
+        if fresh:
+            placed.update(fresh)
+            steps.append(fresh)
+    sizes = [sum(page_bytes[region] for region in step) for step in steps]
+    bounds = [sum(sizes) * share / sum(WEIGHTS) for share in accumulate(WEIGHTS)]
+    by_share: dict[int, list[int]] = {}
+    for step, nbytes, end in zip(steps, sizes, accumulate(sizes), strict=True):
+        # Steps are few and whole: each goes where its middle lies.
+        by_share.setdefault(bisect_right(bounds, end - nbytes / 2), []).extend(step)
+    waves = list(by_share.values())
+    if len(waves) < 2:
+        return None
+    waves[0] = first + waves[0]
+    arrives = {region: index for index, wave in enumerate(waves) for region in wave}
+    needed = {
+        layer: max(map(arrives.__getitem__, regions)) for layer, regions in regions_of.items()
+    }
+    return WavePlan(
+        tuple(map(tuple, waves)), {layer: wave for layer, wave in needed.items() if wave}
+    )
+
+
+class LayerWaves:
+    """Learns which layers call, and follows those of the current forward.
+
+    One object a rank. `begin_step` comes before a forward, `learn` or `called` with every call of a
+    layer, `end_step` after the forward. `regions_of` and `page_bytes` are as for `plan_waves`; no
+    layer reads no region.
+    """
+
+    def __init__(self, regions_of: Mapping[str, frozenset[int]], page_bytes: Sequence[int]) -> None:
+        self.plan: WavePlan | None = None
+        self._regions_of = regions_of
+        self._page_bytes = page_bytes
+        self._learned: dict[Hashable, frozenset[str]] = {}
+        self._forward: Forward | None = None
+        self._order: dict[str, None] = {}
+        self._late: set[str] = set()
+        self._given_up = False
+
+    def begin_step(self, forward: Forward | None) -> None:
+        """Note what kind of forward follows; None if that is not known to have calls."""
+        self._forward = None if self._given_up else forward
+        self._order = {}
+        self._late = set()
+
+    @property
+    def learning(self) -> bool:
+        """Whether the calls of this step's forward are still to be learned."""
+        return self._forward is not None and self._forward[1] not in self._learned
+
+    @property
+    def possible(self) -> bool:
+        """Whether a load of this step may arrive in waves."""
+        if self.plan is None or self._forward is None:
+            return False
+        return self.plan.wave_of.keys() <= self._learned.get(self._forward[1], frozenset())
+
+    def learn(self, layer: str, context: object) -> None:
+        """Take in a call of `layer` under an engine's context, which may be another's."""
+        if self._forward is not None and context is self._forward[0]:
+            self._order[layer] = None
+
+    def expect(self) -> None:
+        """Expect every late layer of the plan to call in this step."""
+        assert self.plan is not None
+        self._late = set(self.plan.wave_of)
+
+    def called(self, layer: str) -> int:
+        """Take in a call; return the wave that the layer needs.
+
+        All waves if the layer is of a cache that nobody described.
+        """
+        assert self.plan is not None
+        self._late.discard(layer)
+        if layer not in self._regions_of:
+            return len(self.plan.waves) - 1
+        return self.plan.wave_of.get(layer, 0)
+
+    def end_step(self) -> bool:
+        """Learn from the forward that has ended; return whether that made the plan."""
+        forward, self._forward = self._forward, None
+        if forward is None or forward[1] in self._learned:
+            return False
+        self._learned[forward[1]] = frozenset(self._order)
+        if self.plan is not None:
+            return False
+        self.plan = plan_waves(list(self._order), self._regions_of, self._page_bytes)
+        return self.plan is not None
+
+    def missed(self) -> list[str]:
+        """Return the late layers that did not call, each once."""
+        missed, self._late = sorted(self._late), set()
+        return missed
+
+    def give_up(self) -> None:
+        """Never load in waves again."""
+        self.plan = None
+        self._given_up = True

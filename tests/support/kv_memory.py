@@ -1,0 +1,101 @@
+"""KV caches in NumPy memory for the tests: storages, strided tensors, and who owns each byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from kv_swap.layout import KVLayout, TensorDescription
+from numpy.typing import NDArray
+
+NOBODY = -1
+
+
+class Storage:
+    """`nbytes` zero bytes at an aligned address, and for each byte the block that it belongs to."""
+
+    def __init__(self, nbytes: int) -> None:
+        raw = np.zeros(nbytes + 4096, np.uint8)
+        start = -raw.ctypes.data % 4096
+        self.data: NDArray[np.uint8] = raw[start : start + nbytes]
+        self.owner: NDArray[np.int32] = np.full(nbytes, NOBODY, np.int32)
+
+    @property
+    def address(self) -> int:
+        return int(self.data.ctypes.data)
+
+    def describe(
+        self,
+        name: str,
+        num_blocks: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        *,
+        block_dim: int,
+        page_bytes: int | None = None,
+        itemsize: int = 1,
+        offset: int = 0,
+    ) -> TensorDescription:
+        """Describe a tensor at `offset` and mark its bytes as their block's."""
+        marks = np.ndarray(
+            (*shape, itemsize),
+            np.int32,
+            self.owner,
+            offset * 4,
+            tuple(4 * stride for stride in (*strides, 1)),
+        )
+        kernel_blocks = shape[block_dim] // num_blocks
+        blocks = np.arange(shape[block_dim]) // max(kernel_blocks, 1)
+        marks[...] = blocks.reshape([-1 if d == block_dim else 1 for d in range(marks.ndim)])
+        if page_bytes is None:
+            page_bytes = math.prod(shape) * itemsize // num_blocks
+        return TensorDescription(
+            name,
+            self.address + offset,
+            tuple(shape),
+            tuple(strides),
+            itemsize,
+            block_dim,
+            page_bytes,
+        )
+
+
+def dense_strides(sizes: Sequence[int], order: Sequence[int], itemsize: int) -> list[int]:
+    """Strides in bytes of axes with `sizes`, laid out in memory `order`, outermost first."""
+    strides = [0] * len(sizes)
+    step = itemsize
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= sizes[axis]
+    return strides
+
+
+def region_bytes(layout: KVLayout, storage: Storage, block: int) -> NDArray[np.int64]:
+    """Offsets in `storage` of all bytes of `block`, in the order of its slot."""
+    runs = []
+    expected_offset = 0
+    for region in layout.regions:
+        assert region.slot_offset_bytes == expected_offset
+        expected_offset += region.page_bytes
+        start = region.address - storage.address + block * region.block_stride_bytes
+        runs.append(np.arange(start, start + region.page_bytes))
+    assert expected_offset == layout.slot_bytes
+    return np.concatenate(runs)
+
+
+def check_exact(layout: KVLayout, storage: Storage, *, padding: bool = False) -> None:
+    """Assert that each block's regions hold its bytes, all of them, once, and nobody else's.
+
+    With `padding`, bytes that no tensor describes may travel too, each with one block only.
+    """
+    taken = np.full(len(storage.data), NOBODY, np.int32)
+    for block in range(layout.num_blocks):
+        offsets = region_bytes(layout, storage, block)
+        assert len(np.unique(offsets)) == len(offsets) == layout.slot_bytes
+        assert (taken[offsets] == NOBODY).all()
+        taken[offsets] = block
+    described = storage.owner != NOBODY
+    np.testing.assert_array_equal(taken[described], storage.owner[described])
+    if not padding:
+        assert (taken[~described] == NOBODY).all()

@@ -1,0 +1,70 @@
+"""Runs a module of the tests in a process of its own and brings back what it found."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_module(
+    module: str, *arguments: object, timeout_seconds: float = 500, **environment: str
+) -> Any:
+    """Run `python -m module`; return what it gave to `print_result`.
+
+    Arguments that are not text or paths are passed as JSON. The process sees this checkout before
+    any installed copy, and `environment` besides what this process has. One that takes longer than
+    `timeout_seconds` is ended, and the assertion says where each of its threads was.
+    """
+    words = [str(a) if isinstance(a, str | Path) else json.dumps(a) for a in arguments]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    process = subprocess.Popen(
+        [sys.executable, "-X", "faulthandler", "-m", module, *words],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            **environment,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that an engine core in a process of its own ends with it
+    )
+    ended = f"{module} {words}: "
+    try:
+        out, err = process.communicate(timeout=timeout_seconds)
+        ended += f"exit status {process.returncode}"
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # faulthandler writes the stacks
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        ended += f"ended after {timeout_seconds:.0f} s"
+        _kill(process)
+        out, err = process.communicate()
+    except BaseException:
+        _kill(process)
+        raise
+    lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
+    assert lines, f"{ended}\n{out[-4000:]}\n{err[-6000:]}"
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def print_result(result: object) -> None:
+    """Give `run_module` what was found; once a process."""
+    print("RESULT " + json.dumps(result), flush=True)

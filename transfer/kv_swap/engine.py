@@ -1,0 +1,237 @@
+"""The interface of a transfer engine: what a job is, what completes it, what may be relied upon."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_swap.errors import JobError, TransferError
+from kv_swap.layout import KVLayout
+
+
+class Direction(enum.Enum):
+    """Which way a job copies."""
+
+    LOAD = "load"
+    """Host memory to the engine's KV cache."""
+    STORE = "store"
+    """The engine's KV cache to host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapJob:
+    """Copy whole blocks, one direction.
+
+    `pairs` is int32 of shape `(n, 2)`, n >= 1: column 0 the block in the KV cache, column 1 the
+    slot in the arena. The engine does not keep `pairs` after `submit` returns. With
+    `before_compute`, for loads only, the copies do not queue behind other loads, and compute can be
+    made to wait for them, the host never: by `SwapEngine.await_loads`, or with `in_waves` besides
+    wave by wave in `SwapEngine.await_wave`.
+    """
+
+    job_id: int
+    direction: Direction
+    pairs: NDArray[np.int32]
+    before_compute: bool = False
+    in_waves: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A job that has ended. `seconds` runs from its submission to the end of its last copy.
+
+    On the host a load in waves counts only what its copies took: compute runs between them.
+    With `error` set the destination (slots of a store, blocks of a load) holds garbage.
+    """
+
+    job_id: int
+    direction: Direction
+    nbytes: int
+    seconds: float
+    error: TransferError | None = None
+
+
+class SwapEngine(ABC):
+    """Copies blocks between a KV cache and a host arena, asynchronously.
+
+    Ordering. A store reads its blocks after everything that was queued on the compute stream, and
+    on the output-copy stream where one was given, when `submit` was called. A load writes its
+    blocks after everything queued on the compute stream at that moment. Nothing else is ordered:
+    two jobs may run in any order or at once, so the caller must not have a block or slot written by
+    one job while another that uses it is in flight. Loads are never queued behind more than one
+    slice of a store.
+
+    `submit`, `poll` and `zero_blocks` neither block nor synchronise. One thread calls all methods.
+
+    A load `before_compute` is not allowed to fail behind the back of the forward that reads it. All
+    that can fail is queueing its copies, and having compute wait for them: both are known before
+    the forward is queued, `await_loads` and `await_wave` tell, and `load_now` makes up for it.
+    """
+
+    def __init__(self, layout: KVLayout, num_slots: int) -> None:
+        self.layout = layout
+        self.num_slots = num_slots
+        # For `check_pairs`: the rows of a job in order, and for each place the row that named it.
+        self._rows = np.arange(max(layout.num_blocks, num_slots), dtype=np.int32)
+        self._row_of = np.empty_like(self._rows)
+
+    @abstractmethod
+    def submit(self, job: SwapJob) -> None:
+        """Start a job. Raises `JobError` and copies nothing if `check_pairs` refuses it."""
+
+    @property
+    def can_load_before_compute(self) -> bool:
+        """Whether `submit` takes jobs with `before_compute`; it refuses them otherwise."""
+        return True
+
+    @property
+    def can_load_in_waves(self) -> bool:
+        """Whether `set_waves` and jobs with `in_waves` are taken."""
+        return False
+
+    @abstractmethod
+    def await_loads(self) -> None:
+        """Have compute queued from now on wait for all loads `before_compute` submitted so far.
+
+        That is compute on the stream that is current now, and whole loads, in waves or not. Raises
+        `CopyError` if the load submitted last has failed, or compute cannot be made to wait for it:
+        compute may go on only behind `load_now` then.
+        """
+
+    @abstractmethod
+    def load_now(self, pairs: NDArray[np.int32]) -> None:
+        """Load before any compute that is queued from now on, whatever it takes.
+
+        The last resort for a load `before_compute` that was refused or failed, whose `pairs` these
+        are; its own completion says nothing any more. Uses plain copies on the stream that is
+        current now, and neither the kernels, lists nor streams of jobs. Blocks the host until the
+        bytes are there, and nothing else copies to these blocks. Raises `JobError` or `CopyError`;
+        then nobody knows what the blocks hold.
+        """
+
+    def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
+        """Have loads with `in_waves` arrive wave by wave; once, before the first of them.
+
+        A wave is a list of indices of `layout.regions`; each region is in one of them. Neither
+        blocks nor synchronises. Raises `JobError`.
+        """
+        raise JobError("this engine does not load in waves")
+
+    def await_wave(self, wave: int) -> None:
+        """Have compute queued from now on wait for a wave of all loads in waves, and those before.
+
+        That is compute on the stream that is current now. Cheap where that has been asked before,
+        and where there is no such load. The caller awaits the last wave of a job before it submits
+        another job that uses its blocks or slots. Raises `CopyError` as `await_loads` does.
+        """
+        raise JobError("this engine does not load in waves")
+
+    @abstractmethod
+    def poll(self) -> list[Completion]:
+        """Return jobs that ended since the last call, each exactly once. Never blocks."""
+
+    @abstractmethod
+    def wait(self, timeout_seconds: float) -> bool:
+        """Block until every submitted copy has ended; False on timeout. Consumes no completion."""
+
+    @abstractmethod
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
+        """Zero every page of `blocks`, before any compute queued later reads them.
+
+        No job that uses one of them may be in flight. Raises `JobError` for a block out of range
+        and on a closed engine.
+        """
+
+    @abstractmethod
+    def close(self, timeout_seconds: float = 30.0) -> None:
+        """Wait for what is in flight, then drop every reference to KV tensors and the arena.
+
+        Idempotent. On timeout the memory stays alive until the last copy has ended.
+        """
+
+    @abstractmethod
+    def hold(self, objects: Sequence[object]) -> Sequence[object]:
+        """Keep these objects alive instead of those held until now; return the latter.
+
+        No copy may be in flight: it uses memory that the old objects own.
+        """
+
+    @property
+    @abstractmethod
+    def in_flight(self) -> int:
+        """Jobs submitted whose completion `poll` has not returned yet."""
+
+    @property
+    def ready_slots(self) -> int:
+        """Slots from 0 on that jobs may name by now. It only grows, at last to `num_slots`.
+
+        Unless memory cannot be page-locked: then it stays where it was.
+        """
+        return self.num_slots
+
+    def check_waves(self, waves: Sequence[Sequence[int]]) -> None:
+        """Raise `JobError` unless every region is in exactly one wave and no wave is empty."""
+        named = sorted(region for wave in waves for region in wave)
+        if named != list(range(len(self.layout.regions))) or not all(waves):
+            raise JobError(
+                f"waves must name each of {len(self.layout.regions)} regions once, and none may be "
+                f"empty, got {[list(wave) for wave in waves]}"
+            )
+
+    def check_blocks(self, blocks: Sequence[int]) -> None:
+        """Raise `JobError` if a block does not exist."""
+        for block in blocks:
+            if not 0 <= block < self.layout.num_blocks:
+                raise JobError(
+                    f"block {block} does not exist, valid are 0 to {self.layout.num_blocks - 1}"
+                )
+
+    def check_pairs(self, job: SwapJob) -> None:
+        """Refuse a job that would copy out of bounds or write one place twice.
+
+        Raises `JobError`, naming the job, the pair and the limit.
+        """
+        pairs = job.pairs
+        if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype != np.int32 or len(pairs) == 0:
+            raise JobError(
+                f"job {job.job_id}: pairs must be a non-empty int32 array of shape (n, 2), "
+                f"got {pairs.dtype} of shape {pairs.shape}"
+            )
+        limits = (self.layout.num_blocks, self.ready_slots)
+        # Few NumPy calls, on indices of NumPy's own type: every copy waits for this. As unsigned
+        # numbers negative ones are out of range as well.
+        unsigned = pairs.view(np.uint32)
+        written = 1 if job.direction is Direction.STORE else 0
+        places = unsigned[:, written].astype(np.intp)
+        others = unsigned[:, 1 - written].astype(np.intp)
+        rows = self._rows[: len(pairs)]
+        row_of = self._row_of[: limits[written]]
+        try:
+            self._row_of[: limits[1 - written]].take(others)
+            # Faster than sorting: a place written twice remembers only the last row that named it.
+            row_of[places] = rows
+            refused = row_of.take(places).tobytes() != rows.tobytes()
+        except (IndexError, ValueError):  # out of range; more pairs than places
+            refused = True
+        if refused:
+            raise self._refusal(job, limits)
+
+    def _refusal(self, job: SwapJob, limits: tuple[int, int]) -> JobError:
+        """Return the error that says what is wrong with the pairs of a job."""
+        pairs = job.pairs
+        outside = np.argwhere((pairs < 0) | (pairs >= limits))
+        if len(outside):
+            row, column = outside[0].tolist()
+            locking = f" until more of {self.num_slots} are page-locked"
+            return JobError(
+                f"job {job.job_id}: pair {row} names {('block', 'slot')[column]} "
+                f"{pairs[row, column]}, valid are 0 to {limits[column] - 1}"
+                f"{locking if column and limits[1] < self.num_slots else ''}"
+            )
+        what = "slot" if job.direction is Direction.STORE else "block"
+        return JobError(f"job {job.job_id}: a {job.direction.value} writes one {what} twice")

@@ -1,0 +1,62 @@
+"""Builds the engine and the arena that fit a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from kv_swap.engine import SwapEngine
+from kv_swap.host import HostSwapEngine
+from kv_swap.layout import KVLayout
+from kv_swap.numa import device_node
+from kv_swap.pinned import CudaRegistrar, HostArena
+from kv_swap.room import MemoryRoom
+from kv_swap.shared import SharedMemory
+
+if TYPE_CHECKING:
+    import torch
+
+EngineKind = Literal["host", "cuda"]
+
+
+def numa_node(kind: EngineKind, device: torch.device) -> int | None:
+    """Return the NUMA node next to `device`; None on the host, or where there is but one."""
+    return None if kind == "host" else device_node(CudaRegistrar(device).pci_bus_id)
+
+
+def create_engine(
+    kind: EngineKind,
+    layout: KVLayout,
+    num_slots: int,
+    *,
+    device: torch.device,
+    keep_alive: Sequence[object],
+    output_copy_stream: torch.cuda.Stream | None = None,
+    shared: SharedMemory | None = None,
+    room: MemoryRoom | None = None,
+) -> SwapEngine:
+    """Allocate an arena of `num_slots` and return the engine that copies to and from it.
+
+    `keep_alive` are the KV tensors behind `layout`. `host` is for KV caches in host memory; `cuda`
+    page-locks the arena, the most of it in the background (`SwapEngine.ready_slots`), and its
+    stores also wait for `output_copy_stream`. A `shared` arena is the same memory in every process
+    that passes a handle on it; the handle may be closed afterwards. Page-locking in the background
+    pauses while `room` has too little memory; the host's arena gets its pages as slots are stored.
+    """
+    if kind == "host":
+        arena = HostArena(num_slots, layout.slot_bytes, register=None, shared=shared)
+        return HostSwapEngine(layout, arena, keep_alive)
+    from kv_swap.cuda import CudaSwapEngine
+
+    registrar = CudaRegistrar(device)
+    arena = HostArena(
+        num_slots,
+        layout.slot_bytes,
+        register=registrar,
+        background=True,
+        # Who shares it has spread it over the nodes of all devices.
+        numa_node=None if shared is not None else device_node(registrar.pci_bus_id),
+        shared=shared,
+        room=room,
+    )
+    return CudaSwapEngine(layout, arena, device, keep_alive, output_copy_stream)

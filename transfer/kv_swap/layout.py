@@ -1,0 +1,256 @@
+"""Where the bytes of a KV block lie: regions (address, page, stride) and the slot that holds them.
+
+A block is all bytes that share one block id, over all regions. A slot is those bytes, contiguous,
+in the order of the regions. Integers only: nothing here touches memory or a device.
+
+Each tensor is cut into pieces, the runs of bytes that belong to its block 0; a piece repeats at the
+block stride. Pieces of all tensors that touch or overlap within one block stride become one region,
+so a layout that keeps all layers of a block together is copied as one page, and cache groups that
+share their bytes are copied once. What would make two block ids share a byte is refused: such a
+cache would be copied wrong without a sound.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kv_swap.errors import LayoutError
+
+PAGE_ALIGNMENT_BYTES = 16
+"""Bulk copies and 16-byte vector copies need addresses and sizes that are multiples of it."""
+
+_MAX_PIECES = 1 << 16
+"""Pieces of one tensor: far above what any model has, far below what would stall a start."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDescription:
+    """One KV tensor as its engine laid it out.
+
+    `address` is that of element 0; `shape` and `strides_bytes` have one entry per dimension;
+    `block_dim` is the dimension indexed by block (its size may be a multiple of the number of
+    manager blocks, when the kernel's blocks are smaller); `page_bytes` is what the engine says one
+    manager block of this tensor takes, padding and scales included.
+    """
+
+    name: str
+    address: int
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    itemsize: int
+    block_dim: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A run of pages: block `b` has `page_bytes` bytes at `address + b * block_stride_bytes`.
+
+    In a slot they start at `slot_offset_bytes`. `tensors` names those whose bytes lie in it.
+    """
+
+    address: int
+    page_bytes: int
+    block_stride_bytes: int
+    slot_offset_bytes: int
+    tensors: frozenset[str] = field(default=frozenset(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """All regions of a KV cache; `slot_bytes` is the sum of their pages."""
+
+    num_blocks: int
+    regions: tuple[Region, ...]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one block over all regions."""
+        return sum(region.page_bytes for region in self.regions)
+
+    @classmethod
+    def from_tensors(cls, num_blocks: int, tensors: Iterable[TensorDescription]) -> KVLayout:
+        """Derive the regions, in the order of the tensors; their slot offsets are consecutive.
+
+        So what is where in a slot does not depend on the addresses that an allocator chose: another
+        process that has the same tensors elsewhere can read it. The result holds addresses, not
+        tensors: the caller keeps the tensors alive.
+        Raises `LayoutError` for anything that cannot be copied exactly.
+        """
+        if num_blocks < 1:
+            raise LayoutError(f"num_blocks is {num_blocks}, at least 1 is needed")
+        pieces = [piece for tensor in tensors for piece in _pieces(num_blocks, tensor)]
+        if not pieces:
+            raise LayoutError("there are no KV tensors to describe")
+        merged = sorted(_merge(pieces), key=lambda piece: piece.address)
+        _refuse_shared_bytes(num_blocks, merged)
+        starts = [piece.address for piece in merged]
+        merged = list(dict.fromkeys(merged[bisect(starts, p.address) - 1] for p in pieces))
+        regions = []
+        slot_offset_bytes = 0
+        for piece in merged:
+            _refuse_misalignment(piece)
+            regions.append(
+                Region(piece.address, piece.nbytes, piece.stride, slot_offset_bytes, piece.names)
+            )
+            slot_offset_bytes += piece.nbytes
+        return cls(num_blocks, tuple(regions))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Bytes of block 0 that lie together; block `b` has its own `b * stride` further on."""
+
+    names: frozenset[str]
+    address: int
+    nbytes: int
+    stride: int
+
+    @property
+    def name(self) -> str:
+        """One of the tensors, for messages."""
+        return min(self.names)
+
+    @property
+    def end(self) -> int:
+        return self.address + self.nbytes
+
+
+def _pieces(num_blocks: int, tensor: TensorDescription) -> Iterator[_Piece]:
+    """Yield the pieces of one tensor; together they hold `page_bytes` bytes.
+
+    A dimension whose stride exceeds the block stride lies outside the blocks (K and V as two
+    halves, heads before blocks) and gives a piece per index. So does a dimension inside the block
+    stride whose gaps hold other tensors (layers inside heads): that is when the span from the first
+    to the last byte is more than `page_bytes`, because gaps that `page_bytes` covers are the
+    tensor's own (padding, scales) and travel with it.
+    """
+    name = tensor.name
+    block_stride, dims = _inner_dims(num_blocks, tensor)
+    split = [dim for dim in dims if dim[1] > block_stride]
+    inner = [dim for dim in dims if dim[1] <= block_stride]
+    while True:
+        count = math.prod(size for size, _ in split)
+        span = tensor.itemsize + sum((size - 1) * stride for size, stride in inner)
+        if count * span <= tensor.page_bytes:
+            break
+        if not inner:
+            raise LayoutError(
+                f"{name}: page_bytes is {tensor.page_bytes}, but the data of one block take "
+                f"{count * span} bytes"
+            )
+        split.append(inner.pop(0))
+    if count > _MAX_PIECES:
+        raise LayoutError(
+            f"{name}: one block lies in {count} pieces of {span} bytes, the limit is "
+            f"{_MAX_PIECES}; shape {tensor.shape}, strides {tensor.strides_bytes} bytes"
+        )
+    nbytes, remainder = divmod(tensor.page_bytes, count)
+    if remainder:
+        raise LayoutError(
+            f"{name}: page_bytes is {tensor.page_bytes}, which {count} pieces of {span} data bytes "
+            f"cannot share evenly"
+        )
+    if nbytes > block_stride:
+        raise LayoutError(
+            f"{name}: {nbytes} bytes of a page are more than the block stride of {block_stride} "
+            f"bytes, so neighbouring blocks would overlap"
+        )
+    for offset in _offsets(split):
+        yield _Piece(frozenset([name]), tensor.address + offset, nbytes, block_stride)
+
+
+def _inner_dims(num_blocks: int, tensor: TensorDescription) -> tuple[int, list[tuple[int, int]]]:
+    """Return the manager-block stride and the other (size, stride), largest stride first."""
+    name, shape, strides = tensor.name, tensor.shape, tensor.strides_bytes
+    if len(shape) != len(strides) or not 0 <= tensor.block_dim < len(shape):
+        raise LayoutError(
+            f"{name}: block_dim {tensor.block_dim}, shape {shape} and strides {strides} do not fit "
+            f"together"
+        )
+    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        if size < 1 or (size > 1 and stride < 1):
+            raise LayoutError(
+                f"{name}: dimension {dim} has size {size} and stride {stride} bytes; "
+                f"sizes must be at least 1 and strides positive"
+            )
+    kernel_blocks, remainder = divmod(shape[tensor.block_dim], num_blocks)
+    if remainder or kernel_blocks < 1:
+        raise LayoutError(
+            f"{name}: dimension {tensor.block_dim} has {shape[tensor.block_dim]} blocks, "
+            f"which is no multiple of the {num_blocks} blocks of the manager"
+        )
+    kernel_stride = strides[tensor.block_dim]
+    dims = [dim for i, dim in enumerate(zip(shape, strides, strict=True)) if i != tensor.block_dim]
+    # A manager block is `kernel_blocks` consecutive kernel blocks: one more dimension inside it.
+    dims.append((kernel_blocks, kernel_stride))
+    dims = [(size, stride) for size, stride in dims if size > 1]
+    return kernel_stride * kernel_blocks, sorted(dims, key=lambda dim: -dim[1])
+
+
+def _offsets(dims: Sequence[tuple[int, int]]) -> Iterator[int]:
+    if not dims:
+        yield 0
+        return
+    (size, stride), *rest = dims
+    for index in range(size):
+        for offset in _offsets(rest):
+            yield index * stride + offset
+
+
+def _merge(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
+    """Join pieces that touch or overlap, as long as the union fits into one block stride.
+
+    Beyond one stride the union would run into the next block. Pieces that only touch then stay
+    apart; pieces that overlap are left for `_refuse_shared_bytes` to refuse.
+    """
+    ordered = sorted(set(pieces), key=lambda piece: (piece.stride, piece.address))
+    current = ordered[0]
+    for piece in ordered[1:]:
+        end = max(current.end, piece.end)
+        joins = piece.stride == current.stride and piece.address <= current.end
+        if joins and end - current.address <= piece.stride:
+            names = current.names | piece.names
+            current = _Piece(names, current.address, end - current.address, piece.stride)
+        else:
+            yield current
+            current = piece
+    yield current
+
+
+def _refuse_shared_bytes(num_blocks: int, pieces: Sequence[_Piece]) -> None:
+    """Refuse two pieces, sorted by address, of which some blocks share a byte."""
+    for index, first in enumerate(pieces):
+        first_end = first.end + (num_blocks - 1) * first.stride
+        for second in pieces[index + 1 :]:
+            if second.address >= first_end:
+                break
+            if first.stride == second.stride:
+                # Block b of `second` meets block b + d of `first` for the d whose shift lies
+                # between these two; there is one if a multiple of the stride lies strictly between.
+                low = second.address - first.end
+                high = second.end - first.address
+                shift = (low // first.stride + 1) * first.stride
+                if shift >= high:
+                    continue
+            raise LayoutError(
+                f"{first.name} and {second.name} overlap where no copy could be exact: pages of "
+                f"{first.nbytes} and {second.nbytes} bytes, every {first.stride} and "
+                f"{second.stride} bytes, {second.address - first.address} bytes apart, "
+                f"{num_blocks} blocks"
+            )
+
+
+def _refuse_misalignment(piece: _Piece) -> None:
+    for what, value in (
+        ("address", piece.address),
+        ("page_bytes", piece.nbytes),
+        ("block stride", piece.stride),
+    ):
+        if value % PAGE_ALIGNMENT_BYTES:
+            raise LayoutError(
+                f"{piece.name}: {what} {value} is no multiple of {PAGE_ALIGNMENT_BYTES} bytes"
+            )
