@@ -120,7 +120,7 @@ class LoadPlanner:
         """
         self.settle(request_id)
         self._matched_from[request_id] = start_tokens
-        if start_tokens % self._prefixes.block_alignment_tokens:
+        if start_tokens % self._prefixes.alignment_tokens:
             # The local hit ends inside a block, which is then the target of a copy-on-write:
             # loading into it as well would race. The engine computes the rest of this prompt.
             return 0
@@ -135,7 +135,7 @@ class LoadPlanner:
         prefixes = self._prefixes
         limit = num_tokens if prefixes.serves_whole_requests else num_tokens - 1
         end = prefixes.longest_hit(hashes, self._manager.readable, start_tokens, limit)
-        if end == num_tokens and end - start_tokens <= prefixes.hit_alignment_tokens:
+        if end == num_tokens and end - start_tokens <= prefixes.alignment_tokens:
             end = start_tokens
         if end > start_tokens:
             now = time.monotonic()
@@ -212,34 +212,30 @@ class LoadPlanner:
         for less than `match` offered: then a window group can lack blocks, and the load is marked
         incomplete, which fails it and has it recomputed.
         """
-        per_slot = self._prefixes.blocks_per_slot
         keys: list[SlotKey] = []
-        parts: list[tuple[NDArray[np.int64], NDArray[np.int64], int]] = []
+        parts: list[NDArray[np.int64]] = []
         for group, group_blocks in zip(self._prefixes.groups, block_ids, strict=True):
             first, last = start_tokens // group.block_tokens, end_tokens // group.block_tokens
             blocks = np.array(group_blocks[first:last], np.int64)
             wanted = np.flatnonzero(blocks != null_block_id)
             if len(wanted):
                 # A window group has null blocks in front of the window, never behind.
-                first_slot = (first + int(wanted[0])) // per_slot
-                last_slot = -(-last // per_slot)
-                parts.append((blocks[wanted], first + wanted - first_slot * per_slot, len(keys)))
-                keys += self._prefixes.slot_keys(hashes, group, first_slot, last_slot)
+                blocks = blocks[wanted[0] :]
+                keys += self._prefixes.slot_keys(hashes, group, last - len(blocks), last)
+                parts.append(blocks)
         try:
             slots = self._manager.prepare_load(keys)
-            places = slots.astype(np.int64)
         except MissingKeyError:
-            slots = self._manager.prepare_load([])
-            places = np.zeros(len(keys), np.int64)
-        pairs = [
-            np.stack((blocks, places[at + index // per_slot] * per_slot + index % per_slot), axis=1)
-            for blocks, index, at in parts
-        ]
+            slots = NO_SLOTS
+        incomplete = len(slots) < len(keys)
+        places = np.zeros(len(keys), np.int32) if incomplete else slots
+        filled = np.concatenate(parts)
+        pairs = np.stack((filled, places), axis=1)[filled != null_block_id].astype(np.int32)
         job = LoadJob(
             self._next_job_id,
             request_id,
-            np.concatenate(pairs).astype(np.int32),
-            incomplete=len(slots) < len(keys),
+            pairs,
+            incomplete=incomplete,
             synchronous=synchronous,
             whole=whole,
         )

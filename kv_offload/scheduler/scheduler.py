@@ -82,7 +82,7 @@ class OffloadScheduler:
         # States are moved from block to block before the forward that waits for a load.
         self._may_wait = len(groups) == 1 and not groups[0].holds_state
         self._slot_bytes = slot_bytes
-        self.watch = StepWatch(config.max_slowdown)
+        self.watch = StepWatch()
         self.load_mode = LoadMode(slot_bytes, self.watch.load_rate, self.watch.decode_seconds)
         self.store_budget = StoreBudget(slot_bytes)
         self._matches: dict[str, _Match] = {}
@@ -130,9 +130,7 @@ class OffloadScheduler:
             self._num_slots, make_policy(self._config.eviction_policy, self._num_slots)
         )
         self.ranks_ready({})
-        self._prefixes = PrefixMap(
-            self._groups, pool.hash_block_size, self._config.blocks_per_slot, self._make_key
-        )
+        self._prefixes = PrefixMap(self._groups, pool.hash_block_size, self._make_key)
         self._loads = LoadPlanner(self._prefixes, self.manager, self._num_ranks)
         self._choice = LoadChoice(
             self._config.load_or_recompute,
@@ -190,7 +188,7 @@ class OffloadScheduler:
             if self.load_mode.brings_last_slot(slots, idle=idle):
                 tokens -= 1
             else:
-                end_tokens -= self._prefixes.hit_alignment_tokens
+                end_tokens -= self._prefixes.alignment_tokens
                 tokens = end_tokens - num_computed_tokens
         self._matches[request_id] = _Match(tokens, end_tokens, synchronous)
         return tokens, not synchronous
@@ -275,11 +273,7 @@ class OffloadScheduler:
         that it filled in an earlier step waits for the next one: nobody takes it from the request
         meanwhile, and most requests of a step of decodes are not touched at all.
         """
-        stores_in_flight = self._stores.jobs.running > 0
         scheduled = output.num_scheduled_tokens
-        self.watch.guard.begin_step()
-        # While nothing is computed there is nobody to harm, and what waits can be stored.
-        self.store_budget.throttle(self.watch.guard.share if scheduled else 1.0)
         self.load_mode.begin_step()
         self.store_budget.begin_step(
             load_seconds=self._choice.queued_seconds(), grown_blocks=self._grown_blocks
@@ -303,7 +297,6 @@ class OffloadScheduler:
         self._behind = self._stores.behind
         self.watch.begin(
             output,
-            stores=stores_in_flight,
             loads=self._loads.running > 0,
             waits=self._loads.plans_synchronous,
         )
@@ -608,7 +601,6 @@ class OffloadScheduler:
         if evictions != self._evictions_reported:
             self._stats.count("evictions", evictions - self._evictions_reported)
             self._evictions_reported = evictions
-        self._stats.count("throttled_steps", self.watch.take_throttled_steps())
         if self._stores.has_skipped:
             for reason, slots in self._stores.take_skipped().items():
                 self._stats.count(f"skipped_{reason}", slots)

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 class Step:
     """What a step does, as far as its time depends on it.
 
-    `tokens` are computed, of `requests` requests, which had `context_tokens` before. Stores or
-    loads are in flight while it runs. `waits` says that its forward comes after a load.
+    `tokens` are computed, of `requests` requests. `loads` says that loads are in flight while it
+    runs, `waits` that its forward comes after a load.
     """
 
     tokens: int
     requests: int
-    context_tokens: int
-    stores: bool
     loads: bool
     waits: bool
     begun: float = 0.0

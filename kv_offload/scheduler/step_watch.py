@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kv_offload.scheduler.guard import Guard
 from kv_offload.scheduler.rates import LoadRate, PrefillRate, RecentMedian
 from kv_offload.scheduler.step_clock import Step, StepClock
 
@@ -14,30 +13,23 @@ if TYPE_CHECKING:
 
 
 class StepWatch:
-    """Times every step, and hands it to whom it concerns. See `Guard` for `max_slowdown`."""
+    """Times every step, and learns from it."""
 
-    def __init__(self, max_slowdown: float | None) -> None:
+    def __init__(self) -> None:
         self.load_rate = LoadRate()
         self.prefill_rate = PrefillRate()
         self.step_seconds = RecentMedian()
         self.decode_seconds = RecentMedian()
         """Of steps in which every request computed one token, and no load was under way."""
-        self.guard = Guard(max_slowdown)
         self._clock = StepClock()
-        self._throttled_steps_taken = 0
 
-    def begin(self, output: SchedulerOutput, *, stores: bool, loads: bool, waits: bool) -> None:
+    def begin(self, output: SchedulerOutput, *, loads: bool, waits: bool) -> None:
         """Take a step that is all planned: what planning takes is not the fault of copies.
 
         See `Step` for the arguments.
         """
-        context_tokens = sum(output.scheduled_cached_reqs.num_computed_tokens)
-        for new in output.scheduled_new_reqs:
-            context_tokens += new.num_computed_tokens
         requests = len(output.num_scheduled_tokens)
-        step = Step(
-            output.total_num_scheduled_tokens, requests, context_tokens, stores, loads, waits
-        )
+        step = Step(output.total_num_scheduled_tokens, requests, loads, waits)
         self._clock.begin(step, time.monotonic())
 
     def end(self) -> None:
@@ -51,18 +43,10 @@ class StepWatch:
             self.decode_seconds.add(seconds)
         if not step.waits:
             self.prefill_rate.learn(step.tokens, step.requests, seconds)
-        self.guard.observe(step, seconds)
-
-    def take_throttled_steps(self) -> int:
-        """Return how many steps the guard has throttled since the last call."""
-        steps = self.guard.throttled_steps - self._throttled_steps_taken
-        self._throttled_steps_taken = self.guard.throttled_steps
-        return steps
 
     def gauges(self) -> dict[str, float]:
         """Return what was measured, by the names of the metrics; 0 for what was not."""
         return {
-            "store_share": self.guard.factor,
             "load_bytes_per_second": self.load_rate.measured_bytes_per_second or 0.0,
             "prefill_tokens_per_second": self.prefill_rate.tokens_per_second or 0.0,
         }

@@ -100,16 +100,21 @@ class StorePlanner:
         self._max_pinned_share = max_pinned_share
         self._store_after_uses = store_after_uses
         self._uses = UseCounter()
-        self.jobs = StoreJobs(manager, pool, num_ranks, prefixes.blocks_per_slot)
+        self.jobs = StoreJobs(manager, pool, num_ranks)
         self.leftovers = Leftovers()
-        self._shapes = tuple(zip(prefixes.slot_tokens, prefixes.slot_hashes, strict=True))
+        self._shapes = tuple(
+            zip(
+                (group.block_tokens for group in prefixes.groups),
+                prefixes.block_hashes,
+                strict=True,
+            )
+        )
         self._places = tuple(
             (position, group, *shape)
             for position, (group, shape) in enumerate(
                 zip(prefixes.groups, self._shapes, strict=True)
             )
         )
-        self._per_slot = prefixes.blocks_per_slot
         self._examinable = MAX_SLOTS_PER_STEP
         self.behind: set[str] = set()
         """Requests of this step that have more to store than was planned."""
@@ -167,11 +172,7 @@ class StorePlanner:
 
     def _end(self, full: int, slot_hashes: int, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
         """Return how many of the first `full` slots have blocks and names."""
-        if full * self._per_slot > len(ids):
-            full = len(ids) // self._per_slot
-        if full * slot_hashes > len(hashes):
-            full = len(hashes) // slot_hashes
-        return full
+        return min(full, len(ids), len(hashes) // slot_hashes)
 
     def skip(self, cursor: StoreCursor, end_tokens: int) -> None:
         """Move a cursor to `end_tokens`: host memory has what lies before."""
@@ -257,10 +258,10 @@ class StorePlanner:
         free: int = self._pool.get_num_free_blocks() + soon_free_blocks
         share = int(self._max_pinned_share * (free + pinned)) - pinned
         if not pinned:
-            share = max(share, self._per_slot)
+            share = max(share, 1)
         blocks = min(share, free - self._budget.reserved_blocks)
-        slots = self._budget.slots_left(self.jobs.slots_in_flight)
-        return min(blocks // self._per_slot, slots)
+        slots = self._budget.slots_left(pinned)
+        return min(blocks, slots)
 
     def pin_chosen(self, soon_free_blocks: int = 0) -> None:
         """Choose among what `plan` noted, take slots for it and pin the blocks that got one.
@@ -280,7 +281,7 @@ class StorePlanner:
         new, pool_blocks = choice.new, self._pool.blocks
         behind_key = self._prefixes.behind_slot_key
         # A span of one slot is what decodes have; most of these are chosen without further ado.
-        single = self._per_slot == 1 and self._store_after_uses == 1
+        single = self._store_after_uses == 1
         at = 0
         for span in spans:
             cursor, _, position, _, ids, first, last = span
@@ -307,7 +308,7 @@ class StorePlanner:
         if plan.keys:
             taken = len(plan.keys)
             self._budget.plan(taken)
-            self.jobs.pin(plan.slots, choice.blocks[: taken * self._per_slot])
+            self.jobs.pin(plan.slots, choice.blocks[:taken])
 
     def _choose(
         self, choice: _Choice, span: _Span, keys: Sequence[SlotKey], slots: Sequence[int]
@@ -320,10 +321,9 @@ class StorePlanner:
         unknown: Sequence[int] = [index for index, slot in enumerate(slots) if slot < 0]
         passed = len(keys)
         if unknown:
-            per_slot = self._per_slot
-            start = (first + unknown[0]) * per_slot
-            expected = self._prefixes.pool_keys(hashes, group, start, last * per_slot)
-            blocks = group_blocks[start : last * per_slot]
+            start = first + unknown[0]
+            expected = self._prefixes.pool_keys(hashes, group, start, last)
+            blocks = group_blocks[start:last]
             pool_blocks = self._pool.blocks
             # Null blocks have no hash, so they are caught here too.
             found = [pool_blocks[block].block_hash for block in blocks]
@@ -339,16 +339,15 @@ class StorePlanner:
                 taken = max(0, min(len(new), choice.slots_left))
                 choice.slots_left -= taken
                 choice.new.update(dict.fromkeys(new[:taken]))
-                choice.blocks += blocks[: taken * per_slot]
+                choice.blocks += blocks[:taken]
                 passed = unknown[0] + taken
                 unknown = ()
         for index in unknown:
             key = keys[index]
             if key in choice.new:
                 continue  # another request of this step has the same prefix
-            at = (index - unknown[0]) * per_slot
-            end = at + per_slot
-            if not all_valid and found[at:end] != expected[at:end]:
+            at = index - unknown[0]
+            if not all_valid and found[at] != expected[at]:
                 # Of states, only those at the ends of prefill chunks and those that a decode
                 # passed were ever made: what is missing was not lost.
                 self._skipped["moved_on"] += not group.holds_state
@@ -360,7 +359,7 @@ class StorePlanner:
             else:
                 choice.slots_left -= 1
                 choice.new[key] = None
-                choice.blocks += blocks[at:end]
+                choice.blocks.append(blocks[at])
         choice.along += [slot for slot in slots[:passed] if slot >= 0]
         return passed
 

@@ -128,7 +128,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         version: tuple[int, int],
     ) -> None:
         num_ranks = parallel.world_size
-        slot_bytes = engine_compat.bytes_per_block(kv_cache_config) * config.blocks_per_slot
+        slot_bytes = engine_compat.bytes_per_block(kv_cache_config)
         # At most: ranks that cannot share memory, or stages with larger blocks, report less.
         sharing_ranks = ranks_with_equal_bytes(parallel, kv_cache_config)
         self.offload_scheduler = OffloadScheduler(
