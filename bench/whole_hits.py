@@ -22,7 +22,7 @@ from bench.serving_sections import expect_loads
 from bench.serving_shapes import SHAPES
 from bench.serving_stats import spread
 from bench.swap_rows import machine, vllm_module
-from kv_offload.scheduler.load_mode import LoadMode
+from kv_offload.scheduler.loads import LoadMode
 
 WAYS = ("whole", "without the last slot", "in GPU cache")
 ROUNDS = 7

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_offload.scheduler.load_mode import (
+from kv_offload.scheduler.loads import (
     ASSUMED_DECODE_SECONDS,
     BUSY_SECONDS,
     IDLE_SECONDS,
@@ -36,11 +36,11 @@ def test_a_load_is_synchronous_up_to_its_limit(idle: bool, seconds: float) -> No
 def test_the_loads_of_a_step_share_the_limit() -> None:
     mode = make_mode()
     half = slots_in(BUSY_SECONDS) // 2
-    mode.plan(half)
+    mode.count(half)
     assert mode.is_synchronous(half, idle=False)
-    mode.plan(half)
+    mode.count(half)
     assert not mode.is_synchronous(half, idle=False)
-    mode.begin_step()
+    mode.next_step()
     assert mode.is_synchronous(half, idle=False)
 
 

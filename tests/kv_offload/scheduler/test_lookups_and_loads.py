@@ -1,18 +1,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.messages import LoadJob
-from kv_offload.scheduler.loads import MAX_WAIT_SECONDS, OFFER_SECONDS, LoadPlanner
+from kv_offload.scheduler.load_jobs import LoadJobs
+from kv_offload.scheduler.lookups import MAX_WAIT_SECONDS, OFFER_SECONDS, Lookups
+from kv_offload.scheduler.request import Phase, RequestTable, TrackedRequest
 
 NULL = 0
 FULL = CacheGroup(0, 4)
@@ -25,12 +26,14 @@ def make_key(block_hash: bytes, group_id: int) -> bytes:
 
 
 class Loads:
-    """A planner, with a host memory that is filled by hand."""
+    """Look-ups and the loads that follow, with a host memory that is filled by hand."""
 
-    def __init__(self, *groups: CacheGroup, blocks_per_slot: int = 1, num_slots: int = 24) -> None:
-        self.prefixes = PrefixMap(groups or (FULL,), 4, blocks_per_slot, make_key)
+    def __init__(self, *groups: CacheGroup, num_slots: int = 24) -> None:
+        self.prefixes = PrefixMap(groups or (FULL,), 4, make_key)
         self.manager = CacheManager(num_slots, make_policy("lru", num_slots))
-        self.planner = LoadPlanner(self.prefixes, self.manager)
+        self.requests = RequestTable()
+        self.lookups = Lookups(self.prefixes, self.manager)
+        self.jobs = LoadJobs(self.prefixes, self.manager)
 
     def keep(self, slots: Sequence[int], group: CacheGroup = FULL) -> dict[int, int]:
         """Store slots of the prefix; return where each of them is."""
@@ -39,24 +42,58 @@ class Loads:
         return dict(zip(slots, plan.slots.tolist(), strict=True))
 
     def key(self, slot: int, group: CacheGroup = FULL) -> bytes:
-        """Return the key of a slot: that of its last block."""
-        last_block = (slot + 1) * self.prefixes.blocks_per_slot - 1
-        block_hash = HASHES[(last_block + 1) * group.block_tokens // 4 - 1]
+        """Return the key of a slot."""
+        block_hash = HASHES[(slot + 1) * group.block_tokens // 4 - 1]
         return make_key(block_hash, group.group_id) if group.group_id else block_hash
 
     def match(self, request_id: str, start: int = 0, tokens: int = 25) -> int | None:
-        return self.planner.match(request_id, HASHES, start, tokens)
+        tracked = self.tracked(request_id)
+        tracked.request.num_tokens = tokens
+        return self.lookups.match(tracked, start)
+
+    def tracked(self, request_id: str) -> TrackedRequest:
+        request = SimpleNamespace(request_id=request_id, block_hashes=HASHES, num_tokens=0)
+        tracked = self.requests.track(request)
+        assert tracked is not None
+        return tracked
+
+    def add(self, request_id: str, start: int, end: int, *block_ids: Sequence[int]) -> None:
+        """Give a request its blocks and queue its load."""
+        tracked = self.tracked(request_id)
+        self.requests.admit(tracked, Phase.LOADING, [list(group) for group in block_ids])
+        self.lookups.expect(tracked, self.jobs.add(tracked, start, end, NULL))
 
     def plan(self, request_id: str, start: int, end: int, *block_ids: Sequence[int]) -> LoadJob:
-        self.planner.plan(request_id, HASHES, start, end, block_ids, NULL)
-        (job,) = self.planner.take_planned()
+        self.add(request_id, start, end, *block_ids)
+        (job,) = self.jobs.take_planned()
         self.manager.check_integrity()
+        self.lookups.check_integrity()
         return job
+
+    def settle(self, request_id: str) -> None:
+        """Schedule a request with its blocks."""
+        self.lookups.settle(self.tracked(request_id))
+
+    def forget(self, request_id: str) -> None:
+        """End a request."""
+        tracked = self.tracked(request_id)
+        self.lookups.settle(tracked)
+        self.requests.end(tracked)
+
+    def complete(self, request_id: str) -> None:
+        """End a load on all ranks."""
+        tracked = self.requests.of_report(request_id)
+        assert tracked is not None
+        self.jobs.complete(tracked)
+        self.requests.settle(tracked)
+
+    def is_loading(self, request_id: str) -> bool:
+        tracked = self.requests.of_report(request_id)
+        return tracked is not None and tracked.held is not None
 
     def load(self, request_id: str, start: int = 0, end: int = 8) -> LoadJob:
         """Match a request and plan its load, as the engine does when it allocates."""
         assert self.match(request_id, start, tokens=end + 1) == end - start
-        self.planner.take_matched_from(request_id)
         return self.plan(request_id, start, end, list(range(10, 10 + end // 4)))
 
     def is_held(self, slot: int) -> bool:
@@ -70,9 +107,9 @@ class Loads:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that the planner reads, in an only element."""
+    """The time that look-ups read, in an only element."""
     now = [1000.0]
-    monkeypatch.setattr("kv_offload.scheduler.loads.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kv_offload.scheduler.lookups.time.monotonic", lambda: now[0])
     return now
 
 
@@ -147,8 +184,8 @@ def test_asked_again_it_answers_the_same_and_changes_nothing() -> None:
     loads = Loads()
     loads.keep(range(4))
     assert [loads.match("a") for _ in range(3)] == [16, 16, 16]
-    assert loads.planner.running == 0
-    assert loads.planner.take_planned() == ()
+    assert loads.jobs.running == 0
+    assert loads.jobs.take_planned() == ()
     assert not loads.is_held(0)
 
 
@@ -159,15 +196,6 @@ def test_the_answer_follows_host_memory() -> None:
     assert loads.match("a") == 8
     loads.manager.reset()
     assert loads.match("a") == 0
-
-
-def test_the_last_local_hit_is_remembered_once() -> None:
-    loads = Loads()
-    assert loads.planner.take_matched_from("a") is None
-    loads.match("a", start=0)
-    loads.match("a", start=4)
-    assert loads.planner.take_matched_from("a") == 4
-    assert loads.planner.take_matched_from("a") is None
 
 
 # -- asked again in every step -----------------------------------------------------------------
@@ -258,18 +286,21 @@ def test_a_load_that_begins_meanwhile_is_waited_for(clock: list[float]) -> None:
     assert loads.match("second") == 8
     loads.load("first")
     assert loads.match("second") is None
-    loads.planner.settle("first")
+    loads.settle("first")
     assert loads.match("second") == 8
 
 
-@pytest.mark.parametrize("end", ["take_matched_from", "forget"])
-def test_an_answer_is_remembered_until_the_request_is_admitted_or_ends(
+@pytest.mark.parametrize("end", ["admit", "forget"])
+def test_an_offer_is_remembered_until_the_request_is_admitted_or_ends(
     end: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = Loads()
     loads.keep(range(2))
     assert loads.match("a") == 8
-    getattr(loads.planner, end)("a")
+    if end == "admit":
+        loads.requests.admit(loads.tracked("a"), Phase.READY, [[10, 11]])
+    else:
+        loads.forget("a")
     counts = count_lookups(loads, monkeypatch)
     assert loads.match("a") == 8
     assert counts
@@ -322,7 +353,7 @@ def test_a_wait_that_ended_starts_anew(clock: list[float]) -> None:
     loads.keep(range(2))
     loads.load("first")
     assert loads.match("second") is None
-    loads.planner.settle("first")
+    loads.settle("first")
     assert loads.match("second") == 8
     clock[0] += 2 * MAX_WAIT_SECONDS
     loads.load("fourth")
@@ -334,7 +365,7 @@ def test_a_wait_is_forgotten_with_its_request(clock: list[float]) -> None:
     loads.keep(range(2))
     loads.load("first")
     assert loads.match("second") is None
-    loads.planner.forget("second")
+    loads.forget("second")
     clock[0] += 2 * MAX_WAIT_SECONDS
     assert loads.match("second") is None
 
@@ -347,9 +378,9 @@ def test_a_load_that_nobody_waits_for_any_more_stops_nobody_else(clock: list[flo
     assert loads.match("second") is None
     clock[0] += 2 * MAX_WAIT_SECONDS
     loads.load("second")
-    loads.planner.settle("first")
+    loads.settle("first")
     assert loads.match("third") is None
-    loads.planner.settle("second")
+    loads.settle("second")
     assert loads.match("third") == 8
 
 
@@ -358,9 +389,9 @@ def test_others_wait_until_the_first_is_scheduled_or_gone(end: str) -> None:
     loads = Loads()
     loads.keep(range(2))
     loads.load("first")
-    assert loads.planner.complete(["first"]) == 1
+    loads.complete("first")
     assert loads.match("second") is None, "the engine does not know the blocks before it runs"
-    getattr(loads.planner, end)("first")
+    getattr(loads, end)("first")
     assert loads.match("second") == 8
 
 
@@ -371,13 +402,13 @@ def test_slots_are_held_until_the_load_is_complete() -> None:
     loads = Loads(num_slots=4)
     loads.keep(range(4))
     loads.load("a")
-    assert loads.planner.is_loading("a")
-    assert loads.planner.running == 1
+    assert loads.is_loading("a")
+    assert loads.jobs.running == 1
     assert loads.is_held(0)
     assert loads.is_held(1)
-    assert loads.planner.complete(["a"]) == 1
-    assert not loads.planner.is_loading("a")
-    assert loads.planner.running == 0
+    loads.complete("a")
+    assert not loads.is_loading("a")
+    assert loads.jobs.running == 0
     assert not loads.is_held(0)
 
 
@@ -386,10 +417,10 @@ def test_slots_stay_held_when_the_request_is_gone(end: str) -> None:
     loads = Loads(num_slots=4)
     loads.keep(range(4))
     loads.load("a")
-    getattr(loads.planner, end)("a")
-    assert loads.planner.is_loading("a")
+    getattr(loads, end)("a")
+    assert loads.is_loading("a")
     assert loads.is_held(0)
-    assert loads.planner.complete(["a"]) == 1
+    loads.complete("a")
     assert not loads.is_held(0)
 
 
@@ -397,22 +428,22 @@ def test_each_of_two_loads_holds_its_slots() -> None:
     loads = Loads(num_slots=4)
     loads.keep(range(4))
     loads.load("a")
-    loads.planner.settle("a")
+    loads.settle("a")
     loads.load("b")
-    assert loads.planner.running == 2
-    assert loads.planner.complete(["a"]) == 1
+    assert loads.jobs.running == 2
+    loads.complete("a")
     assert loads.is_held(0)
-    assert loads.planner.complete(["b"]) == 1
+    loads.complete("b")
     assert not loads.is_held(0)
 
 
-def test_the_end_of_an_unknown_load_is_ignored() -> None:
+def test_a_load_ends_once() -> None:
     loads = Loads()
     loads.keep(range(2))
     loads.load("a")
-    assert loads.planner.complete(["other"]) == 0
-    assert loads.planner.complete(["a", "a"]) == 1
-    assert loads.planner.complete(["a"]) == 0
+    loads.complete("a")
+    loads.complete("a")
+    assert loads.jobs.running == 0
 
 
 def test_a_load_survives_a_reset_of_host_memory() -> None:
@@ -421,7 +452,7 @@ def test_a_load_survives_a_reset_of_host_memory() -> None:
     loads.load("a")
     loads.manager.reset()
     assert loads.manager.slots_in_use == 2
-    loads.planner.complete(["a"])
+    loads.complete("a")
     loads.manager.check_integrity()
     assert loads.manager.slots_in_use == 0
 
@@ -446,11 +477,11 @@ def test_a_plan_pairs_blocks_with_the_slots_of_their_keys() -> None:
 def test_jobs_are_numbered_and_handed_out_once() -> None:
     loads = Loads()
     loads.keep(range(4))
-    loads.planner.plan("a", HASHES, 0, 4, [[10]], NULL)
-    loads.planner.plan("b", HASHES, 0, 8, [[11, 12]], NULL)
-    jobs = loads.planner.take_planned()
+    loads.add("a", 0, 4, [10])
+    loads.add("b", 0, 8, [11, 12])
+    jobs = loads.jobs.take_planned()
     assert [(job.job_id, job.request_id) for job in jobs] == [(0, "a"), (1, "b")]
-    assert loads.planner.take_planned() == ()
+    assert loads.jobs.take_planned() == ()
 
 
 def test_the_null_blocks_of_a_window_are_left_out() -> None:
@@ -467,30 +498,14 @@ def test_the_null_blocks_of_a_window_are_left_out() -> None:
     ]
 
 
-def test_blocks_of_one_slot_are_paired_with_their_places_in_it() -> None:
-    loads = Loads(blocks_per_slot=3)
-    slots = loads.keep([0, 1])
-    job = loads.plan("a", 0, 24, [10, 11, 12, 13, 14, 15, 16])
-    assert pairs(job) == [[10 + block, slots[block // 3] * 3 + block % 3] for block in range(6)]
-
-
-def test_a_start_inside_a_slot_loads_the_rest_of_it() -> None:
-    loads = Loads(blocks_per_slot=2, num_slots=3)
+def test_slots_in_front_of_the_start_are_not_held() -> None:
+    loads = Loads(num_slots=3)
     slots = loads.keep([0, 1, 2])
-    assert loads.match("a", start=12, tokens=25) == 12
-    job = loads.plan("a", 12, 24, [10, 11, 12, 13, 14, 15])
-    assert pairs(job) == [[13, slots[1] * 2 + 1], [14, slots[2] * 2], [15, slots[2] * 2 + 1]]
+    assert loads.match("a", start=4, tokens=13) == 8
+    job = loads.plan("a", 4, 12, [10, 11, 12])
+    assert pairs(job) == [[11, slots[1]], [12, slots[2]]]
     assert loads.manager.slots_in_use == 3
     assert not loads.is_held(0), "slot 0 is not read, so it is not held"
-
-
-def test_a_window_that_begins_inside_a_slot_loads_its_blocks_only() -> None:
-    group = CacheGroup(0, 4, 6)
-    loads = Loads(group, blocks_per_slot=4)
-    slots = loads.keep([0])
-    assert loads.match("a", tokens=17) == 16
-    job = loads.plan("a", 0, 16, [NULL, NULL, 12, 13, 14])
-    assert pairs(job) == [[12, slots[0] * 4 + 2], [13, slots[0] * 4 + 3]]
 
 
 def test_a_plan_for_fewer_tokens_than_offered_can_lack_a_window_block() -> None:
@@ -502,9 +517,9 @@ def test_a_plan_for_fewer_tokens_than_offered_can_lack_a_window_block() -> None:
     job = loads.plan("a", 0, 16, [10, 11, 12, 13], [NULL, NULL, 14, 15])
     assert job.incomplete
     assert {block for block, _ in pairs(job)} == {10, 11, 12, 13, 14, 15}, "all of them are zeroed"
-    assert loads.planner.is_loading("a"), "the ranks report it like any other load"
+    assert loads.is_loading("a"), "the ranks report it like any other load"
     assert not loads.is_held(0)
-    assert loads.planner.complete(["a"]) == 1
+    loads.complete("a")
     loads.manager.check_integrity()
 
 
@@ -515,7 +530,7 @@ def test_nobody_waits_for_an_incomplete_load_that_was_asked_again() -> None:
     loads.match("a", tokens=21)
     loads.plan("a", 0, 16, [10, 11, 12, 13], [NULL, NULL, 14, 15])
     assert loads.match("b", tokens=21) is None
-    loads.planner.complete(["a"])
+    loads.complete("a")
     loads.match("a", tokens=21)
     assert loads.match("b", tokens=21) == 20
 
@@ -529,14 +544,6 @@ def test_a_plan_for_fewer_tokens_than_offered_can_still_be_complete() -> None:
     assert pairs(job) == [[10, slots[0]], [11, slots[1]], [12, slots[2]]]
 
 
-def test_a_plan_may_end_inside_a_slot() -> None:
-    loads = Loads(blocks_per_slot=2)
-    slots = loads.keep([0, 1])
-    assert loads.match("a", tokens=17) == 16
-    job = loads.plan("a", 0, 12, [10, 11, 12])
-    assert pairs(job) == [[10, slots[0] * 2], [11, slots[0] * 2 + 1], [12, slots[1] * 2]]
-
-
 def test_a_key_that_was_evicted_since_the_match_makes_the_plan_incomplete() -> None:
     loads = Loads(num_slots=2)
     loads.keep(range(2))
@@ -545,5 +552,5 @@ def test_a_key_that_was_evicted_since_the_match_makes_the_plan_incomplete() -> N
     loads.manager.complete_store(plan.slots)
     job = loads.plan("a", 0, 8, [10, 11])
     assert job.incomplete
-    loads.planner.complete(["a"])
+    loads.complete("a")
     loads.manager.check_integrity()

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from kv_offload.scheduler.step_clock import Step, StepClock
+from kv_offload.scheduler.steps import Step, StepClock
 
 
 def step(tokens: int = 1) -> Step:
-    return Step(tokens, 1, 0, stores=False, loads=False, waits=False)
+    return Step(tokens, 1, loads=False, waits=False)
 
 
 def seconds(clock: StepClock, now: float) -> float | None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from kv_offload.scheduler.load_choice import LOAD_EVERY, MARGIN, MAX_COMPUTE_RATIO, LoadChoice
+from kv_offload.scheduler.loads import LOAD_EVERY, MARGIN, MAX_COMPUTE_RATIO, LoadChoice
 from kv_offload.scheduler.rates import MIN_MEASUREMENTS, LoadQueue
-from kv_offload.scheduler.step_watch import StepWatch
+from kv_offload.scheduler.request import Phase, TrackedRequest
+from kv_offload.scheduler.steps import StepWatch
 
 BLOCK = 16
 SLOT_BYTES = BLOCK * 131_072
@@ -28,7 +29,7 @@ class Chosen:
         mode: Any = "measured",
         longest: int = 8192,
     ) -> None:
-        self.watch = StepWatch(None)
+        self.watch = StepWatch()
         self.queue = LoadQueue()
         self.choice = LoadChoice(mode, SLOT_BYTES, self.watch, self.queue)
         self.link(bytes_per_second)
@@ -45,8 +46,9 @@ class Chosen:
         request = SimpleNamespace(
             request_id=request_id, num_tokens=tokens, num_computed_tokens=computed
         )
-        self.choice.admitted(request, 0)
-        return request
+        tracked = TrackedRequest(request)
+        self.choice.admitted(tracked, 0)
+        return tracked
 
     def loads(self, tokens: int = 4096, start: int = 0, synchronous: bool = True) -> bool:
         return self.choice.loads(start, tokens, tokens // BLOCK, synchronous=synchronous)
@@ -59,7 +61,7 @@ EVEN = SLOT_BYTES / BLOCK * 38_000
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr("kv_offload.scheduler.load_choice.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kv_offload.scheduler.loads.time.monotonic", lambda: now[0])
     return now
 
 
@@ -134,10 +136,9 @@ def test_prompts_that_are_being_computed_come_first() -> None:
     assert not chosen.loads()
     running = chosen.request("running", 8192)
     assert chosen.loads()
-    running.num_computed_tokens = 8191  # the rest is a decode
+    running.request.num_computed_tokens = 8191  # the rest is a decode
     assert not chosen.loads()
-    chosen.request("aborted", 8192)
-    chosen.choice.forget("aborted")
+    chosen.request("aborted", 8192).phase = Phase.ENDED
     assert not chosen.loads()
 
 
@@ -155,7 +156,7 @@ def test_now_and_then_a_load_measures_the_link_again() -> None:
         assert chosen.loads() == chosen.loads(), "asking changes nothing"
         decisions.append(chosen.loads())
         if decisions[-1]:
-            chosen.choice.planned()
+            chosen.choice.loaded()
         else:
             chosen.choice.declined()
     assert [i + 1 for i, loads in enumerate(decisions) if loads] == [LOAD_EVERY, 2 * LOAD_EVERY]

@@ -28,7 +28,7 @@ class Steps:
         self, seconds: float = 0.0, *, load_seconds: float = 0.0, grown_blocks: int = 0
     ) -> StoreBudget:
         self.now += seconds
-        self.budget.begin_step(load_seconds=load_seconds, grown_blocks=grown_blocks)
+        self.budget.next_step(load_seconds=load_seconds, grown_blocks=grown_blocks)
         return self.budget
 
     def settle(self, seconds: float) -> None:
@@ -82,7 +82,7 @@ def test_stores_get_a_share_of_the_link_beside_loads_that_take_all_of_it() -> No
     share = int(1000 * 0.08 * SHARE_BESIDE_LOADS)
     budget = steps.step(0.08, load_seconds=1.0)
     assert budget.slots_left(0) == pytest.approx(share, abs=1)
-    budget.plan(share)
+    budget.count_planned(share)
     assert budget.slots_left(share) == 0
     assert steps.step(0.08, load_seconds=1.0).slots_left(share) == pytest.approx(share, abs=1)
 
@@ -92,7 +92,7 @@ def test_stores_get_the_rest_of_a_step_that_its_loads_leave() -> None:
     steps.settle(0.08)
     budget = steps.step(0.08, load_seconds=0.03)
     assert budget.slots_left(0) == pytest.approx(50, abs=1)
-    budget.plan(20)
+    budget.count_planned(20)
     assert budget.slots_left(20) == pytest.approx(30, abs=1)
     share = int(1000 * 0.08 * SHARE_BESIDE_LOADS)
     assert steps.step(0.08, load_seconds=0.079).slots_left(0) == pytest.approx(share, abs=1)
@@ -110,23 +110,6 @@ def test_a_slot_larger_than_the_horizon_is_stored_alone() -> None:
     steps.budget.learn(1.0)
     assert steps.step().slots_left(0) == 1
     assert steps.budget.slots_left(1) == 0
-
-
-def test_a_guard_may_throttle() -> None:
-    steps = Steps()
-    slots = steps.step().slots_left(0)
-    steps.budget.throttle(0.5)
-    assert steps.budget.slots_left(0) == slots // 2
-    steps.budget.throttle(0)
-    assert steps.budget.slots_left(0) == 0
-    steps.budget.throttle(1)
-    assert steps.budget.slots_left(0) == slots
-
-
-@pytest.mark.parametrize("factor", [-0.1, 1.1, float("nan")])
-def test_a_factor_is_from_0_to_1(factor: float) -> None:
-    with pytest.raises(ValueError, match="from 0 to 1"):
-        StoreBudget(SLOT_BYTES).throttle(factor)
 
 
 def test_blocks_are_reserved_for_the_growth_of_running_requests() -> None:

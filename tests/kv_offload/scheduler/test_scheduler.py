@@ -41,8 +41,8 @@ from kv_offload.scheduler.budget import (
     SHARE_BESIDE_LOADS,
     StoreBudget,
 )
-from kv_offload.scheduler.load_mode import IDLE_SECONDS, WHOLE_SECONDS
-from kv_offload.scheduler.scheduler import GAUGE_SECONDS
+from kv_offload.scheduler.loads import IDLE_SECONDS, WHOLE_SECONDS
+from kv_offload.scheduler.statistics import GAUGE_SECONDS
 from tests.support.fakes import (
     OTHER,
     PROMPT,
@@ -93,13 +93,11 @@ def ends_of(engine: PlayedEngine, request: Request, ids: Sequence[int]) -> list[
     "groups",
     [(FULL,), (FULL, WINDOW), (CacheGroup(0, BLOCK, 10),), (FULL, CHUNKS)],
 )
-@pytest.mark.parametrize("blocks_per_slot", [1, 2])
 @pytest.mark.parametrize("synchronous_loads", [False, True])
 def test_a_prompt_is_stored_once_and_served_later(
     async_scheduling: bool,
     ranks: int,
     groups: tuple[CacheGroup, ...],
-    blocks_per_slot: int,
     synchronous_loads: bool,
 ) -> None:
     engine = PlayedEngine(
@@ -107,17 +105,16 @@ def test_a_prompt_is_stored_once_and_served_later(
         ranks=ranks,
         async_scheduling=async_scheduling,
         synchronous_loads=synchronous_loads,
-        plugin={"blocks_per_slot": blocks_per_slot, "max_pinned_share": 1.0},
+        plugin={"max_pinned_share": 1.0},
     )
     engine.add("first", PROMPT)
     engine.run()
-    whole_slots = 24 // (BLOCK * blocks_per_slot) * blocks_per_slot
-    assert engine.totals["stored_bytes"] == blocks(whole_slots * len(groups) * ranks)
+    assert engine.totals["stored_bytes"] == blocks(24 // BLOCK * len(groups) * ranks)
     assert engine.totals["hit_tokens"] == 0
     forget(engine)
     engine.add("second", PROMPT)
     engine.run()
-    assert engine.totals["hit_tokens"] == 20 // (BLOCK * blocks_per_slot) * BLOCK * blocks_per_slot
+    assert engine.totals["hit_tokens"] == 20
     assert engine.totals["loaded_bytes"] > 0
     assert engine.answers["second"] == engine.answers["first"] == answer(PROMPT)
     engine.check_rest()
@@ -538,7 +535,7 @@ def test_a_report_that_a_drain_has_delivered_may_arrive_again() -> None:
 
 def allow(engine: PlayedEngine, slots: int) -> None:
     """Have the link so slow that this many slots may be on their way."""
-    budget = engine.offload.store_budget
+    budget = engine.offload.budget
     budget._clock = lambda: 0.0
     budget.learn((slots + 0.5) * 64 / MIN_HORIZON_SECONDS)
 
@@ -575,7 +572,7 @@ def test_stores_recover_from_a_link_that_was_slow_for_long(monkeypatch: pytest.M
     """As while the process was stopped. A single slow store changes nothing."""
     monkeypatch.setattr("kv_offload.worker.worker.MEASURED_BYTES", blocks(2))
     engine = PlayedEngine(max_num_batched_tokens=64)
-    budget, copies = engine.offload.store_budget, engine.ranks[0].copies
+    budget, copies = engine.offload.budget, engine.ranks[0].copies
     one_slot = 1.5 * blocks(1) / MIN_HORIZON_SECONDS
     prompts = [[*map(int, f"{number:021b}"[::-1])] for number in range(1, 40)]
 
@@ -588,7 +585,7 @@ def test_stores_recover_from_a_link_that_was_slow_for_long(monkeypatch: pytest.M
             engine.step(copies=True)
             steps += 1
         assert steps <= 15
-        budget.begin_step(load_seconds=0.0, grown_blocks=0)
+        budget.next_step(load_seconds=0.0, grown_blocks=0)
         return int(budget.slots_left(0))
 
     assert store_next(one_slot) > 100
@@ -615,18 +612,6 @@ def test_what_was_deferred_and_is_gone_meanwhile_is_not_stored() -> None:
     stored = engine.totals["stored_bytes"] // blocks(1)
     assert stored + engine.totals["skipped_moved_on"] == 5 + 6
     assert engine.answers["other"] == answer(OTHER)
-    engine.check_rest()
-
-
-def test_a_throttled_engine_stores_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = PlayedEngine()
-    guard = engine.offload.watch.guard
-    monkeypatch.setattr(guard, "begin_step", lambda: None)
-    guard.share = 0.0
-    engine.add("a", PROMPT, max_tokens=3)
-    engine.run()
-    assert engine.totals["deferred_slots"] == 5, "none while it ran"
-    assert engine.totals["stored_bytes"] == blocks(5)
     engine.check_rest()
 
 
@@ -747,7 +732,7 @@ def test_what_was_loaded_is_not_looked_at_for_stores(
 def test_loads_come_before_stores() -> None:
     engine = PlayedEngine(blocks=60, max_num_batched_tokens=64)
     store(engine, PROMPT)
-    budget = engine.offload.store_budget
+    budget = engine.offload.budget
     now = iter(range(10_000))
     budget._clock = lambda: next(now) * 0.01
     budget._step_began, budget._step_seconds = None, 0.01
@@ -1163,8 +1148,8 @@ def test_a_request_that_waited_and_does_not_fit_starves_nobody() -> None:
     engine.add("other", OTHER)
     engine.add("third", third)
     engine.step()
-    assert engine.offload.loads.is_loading("first")
-    assert not engine.offload.loads.is_loading("long")
+    assert "first" in engine.offload.reports.running_loads()
+    assert "long" not in engine.offload.reports.running_loads()
     engine.run()
     assert len(engine.answers["long"]) == 4
     engine.check_rest()
@@ -1233,7 +1218,6 @@ def test_gauges_are_reported_when_they_change() -> None:
         "running_stores": 0,
         "pinned_blocks": 0,
         "waiting_slots": 0,
-        "store_share": 1.0,
         "load_bytes_per_second": 0.0,
         "prefill_tokens_per_second": 0.0,
     }
@@ -1245,7 +1229,7 @@ def test_gauges_are_reported_now_and_then_while_requests_run_and_at_their_end(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(
-        "kv_offload.scheduler.scheduler.time", SimpleNamespace(monotonic=lambda: now[0])
+        "kv_offload.scheduler.statistics.time", SimpleNamespace(monotonic=lambda: now[0])
     )
     engine = PlayedEngine(slots=7)
     engine.offload.take_stats()
@@ -1259,7 +1243,7 @@ def test_gauges_are_reported_now_and_then_while_requests_run_and_at_their_end(
         "pinned_blocks": 4,
     }
     engine.run()
-    reported = engine.offload._gauges_reported
+    reported = engine.offload.statistics._gauges_told
     assert reported["slots_in_use"] == 5
     assert reported["running_stores"] == reported["pinned_blocks"] == 0
 
@@ -1335,8 +1319,6 @@ def test_a_configuration_names_the_slots_of_all_ranks() -> None:
     assert make_kv_cache_config(groups, 40).num_blocks == 40
     engine = PlayedEngine(groups, ranks=2, plugin={"cpu_bytes": 2 * 64 * 3 * 5 + 100})
     assert engine.offload.manager.num_slots == 15
-    engine = PlayedEngine(groups, plugin={"cpu_bytes": 64 * 3 * 5, "blocks_per_slot": 3})
-    assert engine.offload.manager.num_slots == 5
 
 
 def test_a_drain_hands_out_what_was_not_sent_once() -> None:
@@ -1344,15 +1326,15 @@ def test_a_drain_hands_out_what_was_not_sent_once() -> None:
     engine.add("a", PROMPT, max_tokens=1)
     engine.step(2)
     engine.abort("a")
-    unsent, running = engine.offload.begin_drain()
+    unsent, running = engine.offload.reports.begin_drain()
     assert all(isinstance(job, StoreJob) for job in unsent)
     assert {job.job_id for job in unsent} <= set(running)
     assert Counter(running).most_common(1)[0][1] == 1
-    assert engine.offload.begin_drain() == ((), running)
+    assert engine.offload.reports.begin_drain() == ((), running)
     nothing = DrainAnswer({}, frozenset(), frozenset())
-    assert engine.offload.end_drain(nothing) is False
-    assert engine.offload.begin_drain() == ((), ())
-    assert engine.offload.end_drain(nothing) is True
+    assert engine.offload.reports.end_drain(nothing) is False
+    assert engine.offload.reports.begin_drain() == ((), ())
+    assert engine.offload.reports.end_drain(nothing) is True
 
 
 # -- anything in any order ---------------------------------------------------------------------
@@ -1374,7 +1356,6 @@ LINES = [(PROMPT * 3)[:MAX_TOKENS], [0, 1, 1, 0] * 15, [1] * MAX_TOKENS]
 
 plugins = st.fixed_dictionaries(
     {
-        "blocks_per_slot": st.sampled_from([1, 1, 2, 3]),
         "eviction_policy": st.sampled_from(["lru", "arc"]),
         "store_blocks": st.sampled_from(["all", "all", "prompt"]),
         "store_after_uses": st.sampled_from([1, 1, 2]),
@@ -1408,7 +1389,6 @@ class AnyOrder(RuleBasedStateMachine):
         **arguments: Any,
     ) -> None:
         if any(group.holds_state for group in groups):
-            plugin = {**plugin, "blocks_per_slot": 1}
             arguments["drafts"] = 0
         if fail_load and (NEWER or len(groups) == 1):
             plugin["on_load_failure"] = "fail"
@@ -1485,9 +1465,11 @@ class AnyOrder(RuleBasedStateMachine):
         """Have hits computed or loaded, as the times that were measured could."""
         self.engine.offload.load_choice.loads = lambda *_tokens, **_mode: not computes
 
-    @rule(factor=st.sampled_from([0.0, 1 / 512, 1.0]))
-    def throttle(self, factor: float) -> None:
-        self.engine.offload.watch.guard.factor = factor
+    @rule(slots=st.sampled_from([0, 2, 1000]))
+    def narrow(self, slots: int) -> None:
+        """Have the link so slow that this many slots may be on their way; one of them always."""
+        speed = (slots + 0.5) * 64 / MIN_HORIZON_SECONDS
+        self.engine.offload.budget.learn(speed)
 
     @rule()
     def evict_what_is_free(self) -> None:
@@ -1503,7 +1485,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.steps_under_way()
             or (stuck and engine.offload.loads.running)
             or any(
-                engine.offload.loads.is_loading(request_id)
+                request_id in engine.offload.reports.running_loads()
                 or (request.num_computed_tokens and request.status != RequestStatus.RUNNING)
                 for request_id, request in engine.scheduler.requests.items()
                 if not request.is_finished()

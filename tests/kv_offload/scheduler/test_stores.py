@@ -16,8 +16,10 @@ from kv_offload.cache.policies import make_policy
 from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.messages import JobResult, StoreJob
 from kv_offload.scheduler.budget import StoreBudget
-from kv_offload.scheduler.leftovers import StoreCursor
-from kv_offload.scheduler.stores import SKIP_REASONS, StorePlanner, UseCounter
+from kv_offload.scheduler.leftovers import Leftovers
+from kv_offload.scheduler.request import StoreCursor
+from kv_offload.scheduler.stores import SKIP_REASONS, StorePlanner
+from kv_offload.scheduler.uses import UseCounter
 from tests.support.fakes import make_request
 
 FULL = CacheGroup(0, 4)
@@ -35,10 +37,9 @@ class Stores:
         ranks: int = 1,
         share: float = 1.0,
         uses: int = 1,
-        blocks_per_slot: int = 1,
     ) -> None:
         self.groups = groups or (FULL,)
-        self.prefixes = PrefixMap(self.groups, 4, blocks_per_slot, make_block_hash_with_group_id)
+        self.prefixes = PrefixMap(self.groups, 4, make_block_hash_with_group_id)
         self.pool = BlockPool(blocks, enable_caching=True, hash_block_size=4)
         self.manager = CacheManager(slots, make_policy("lru", slots))
         self.budget = StoreBudget(64, lambda: 0.0)
@@ -46,6 +47,7 @@ class Stores:
             self.prefixes, self.manager, self.pool, ranks, self.budget, share, uses
         )
         self.jobs = self.planner.jobs
+        self.leftovers = Leftovers(self.planner)
 
     def new_request(self, blocks: int, first_token: int = 1) -> Request:
         """Return a request of full blocks; another `first_token` is another prefix."""
@@ -76,6 +78,10 @@ class Stores:
         """Let a request go, as the engine does: its last block is reused first."""
         self.pool.free_blocks([self.pool.blocks[block] for block in reversed(ids)])
 
+    def cursor(self, request: Request, *ids: Sequence[int]) -> StoreCursor:
+        """Return the cursor of a request of which nothing has been planned."""
+        return StoreCursor(request, [list(group) for group in ids], [0] * len(ids))
+
     def plan(
         self,
         request: Request,
@@ -85,8 +91,10 @@ class Stores:
         soon_free: int = 0,
     ) -> StoreJob | None:
         """Plan one step; return its job, if there is one."""
-        self.planner.begin_step()
-        self.planner.plan(cursor or self.planner.new_cursor("a"), request.block_hashes, ids, end)
+        self.planner.next_step()
+        cursor = cursor or self.cursor(request, *ids)
+        cursor.block_ids = [list(group) for group in ids]
+        self.planner.examine(cursor, end)
         self.planner.pin_chosen(soon_free)
         jobs = self.planner.take_planned()
         self.check()
@@ -95,10 +103,10 @@ class Stores:
 
     def leftovers_step(self, *, idle: bool = False) -> StoreJob | None:
         """Plan one step without requests."""
-        self.planner.begin_step()
-        self.planner.plan_leftovers()
+        self.planner.next_step()
+        self.leftovers.examine()
         jobs = self.planner.take_planned()
-        self.planner.settle_leftovers(idle=idle)
+        self.leftovers.settle(idle=idle)
         self.check()
         return jobs[0] if jobs else None
 
@@ -111,8 +119,7 @@ class Stores:
         assert self.jobs.pinned_blocks == len(list(self.jobs.pinned()))
 
     def keys(self, request: Request, group: int = 0) -> list[bytes]:
-        group_tokens = self.groups[group].block_tokens
-        step = group_tokens * self.prefixes.blocks_per_slot // 4
+        step = self.groups[group].block_tokens // 4
         hashes = request.block_hashes[step - 1 :: step]
         return [make_block_hash_with_group_id(h, group) if group else h for h in hashes]
 
@@ -146,7 +153,7 @@ def test_blocks_are_planned_up_to_the_last_that_is_full() -> None:
 def test_each_step_continues_where_the_last_one_ended() -> None:
     stores = Stores()
     request, ids = stores.compute(5)
-    cursor = stores.planner.new_cursor("a")
+    cursor = stores.cursor(request, ids)
     planned = [
         stores.plan(request, ids, end=end, cursor=cursor) for end in (3, 4, 11, 11, 12, 20, 20)
     ]
@@ -166,7 +173,7 @@ def test_a_block_whose_hash_does_not_exist_yet_waits() -> None:
     """Placeholders of asynchronous scheduling have no tokens, so their blocks have no hash."""
     stores = Stores()
     request, ids = stores.compute(2)
-    cursor = stores.planner.new_cursor("a")
+    cursor = stores.cursor(request, ids)
     ids += stores.allocate(1)
     assert blocks_of(stores.plan(request, ids, end=12, cursor=cursor)) == ids[:2]
     request.append_output_token_ids([1, 2, 3, 4])
@@ -187,26 +194,14 @@ def test_every_group_is_planned_in_one_job() -> None:
     assert all(stores.manager.lookup(key) for key in stores.keys(request, 1))
 
 
-def test_the_blocks_of_a_slot_are_paired_with_their_places_in_it() -> None:
-    stores = Stores(blocks_per_slot=3)
-    request, ids = stores.compute(8)
-    job = stores.plan(request, ids, end=32)
-    assert blocks_of(job) == ids[:6]
-    places = job.pairs[:, 1].tolist()
-    assert [place % 3 for place in places] == [0, 1, 2] * 2
-    assert places[0] // 3 == places[2] // 3 != places[3] // 3
-    stores.end(job)
-    assert stores.readable(request) == [True, True]
-
-
 def test_two_requests_of_a_step_share_a_job_and_store_a_prefix_once() -> None:
     stores = Stores()
     request, ids = stores.compute(3)
     twin, twin_ids = stores.compute(3)
     other, other_ids = stores.compute(3, first_token=9)
-    stores.planner.begin_step()
+    stores.planner.next_step()
     for asking, blocks in ((request, ids), (twin, twin_ids), (other, other_ids)):
-        stores.planner.plan(stores.planner.new_cursor("a"), asking.block_hashes, [blocks], 12)
+        stores.planner.examine(stores.cursor(asking, blocks), 12)
     (job,) = stores.planner.take_planned()
     assert blocks_of(job) == [*ids, *other_ids]
     assert stores.references(twin_ids) == [1, 1, 1]
@@ -270,23 +265,13 @@ def test_null_blocks_are_not_planned() -> None:
     assert stores.skipped() == {"moved_on": 2}
 
 
-@pytest.mark.parametrize("gone", [0, 1])
-def test_a_slot_is_stored_whole_or_not_at_all(gone: int) -> None:
-    stores = Stores(CacheGroup(0, 4, 30), blocks_per_slot=2)
-    request, ids = stores.compute(4)
-    changed = list(ids)
-    changed[gone] = stores.pool.null_block.block_id
-    assert blocks_of(stores.plan(request, changed, end=16)) == ids[2:]
-    assert stores.skipped() == {"moved_on": 1}
-
-
 # -- pins --------------------------------------------------------------------------------------
 
 
 def test_planned_blocks_are_referenced_until_the_store_has_ended() -> None:
     stores = Stores()
     request, ids = stores.compute(3)
-    stores.planner.plan(stores.planner.new_cursor("a"), request.block_hashes, [ids], 8)
+    stores.planner.examine(stores.cursor(request, ids), 8)
     stores.planner.pin_chosen()
     assert stores.references(ids) == [2, 2, 1]
     assert (stores.jobs.pending, stores.jobs.running) == (True, 0)
@@ -385,7 +370,7 @@ def test_an_idle_block_is_one_that_only_a_pin_keeps() -> None:
     stores = Stores(blocks=9)
     request, ids = stores.compute(2)
     assert not stores.jobs.holds_idle_blocks
-    stores.planner.plan(stores.planner.new_cursor("a"), request.block_hashes, [ids], 8)
+    stores.planner.examine(stores.cursor(request, ids), 8)
     stores.planner.pin_chosen()
     assert not stores.jobs.holds_idle_blocks, "the request would keep them anyway"
     stores.free(ids)
@@ -409,26 +394,24 @@ def test_pins_are_capped_at_a_share_of_the_free_blocks() -> None:
     assert blocks_of(stores.plan(request, ids, end=72)) == ids[:6]
 
 
-@pytest.mark.parametrize(("per_slot", "free", "planned"), [(1, 1, 1), (2, 2, 2), (2, 1, 0)])
-def test_one_slot_is_pinned_where_the_share_is_less(per_slot: int, free: int, planned: int) -> None:
+@pytest.mark.parametrize("free", [1, 0])
+def test_one_slot_is_pinned_where_the_share_is_less(free: int) -> None:
     """And another one when it has been stored; but never more blocks than there are."""
-    stores = Stores(blocks=8 + free + 1, share=0.1, blocks_per_slot=per_slot)
+    stores = Stores(blocks=8 + free + 1, share=0.1)
     request, ids = stores.compute(8)
-    cursor = stores.planner.new_cursor("a")
+    cursor = stores.cursor(request, ids)
     first = stores.plan(request, ids, end=32, cursor=cursor)
-    assert (blocks_of(first) if first else []) == ids[:planned]
+    assert (blocks_of(first) if first else []) == ids[:free]
     assert stores.plan(request, ids, end=32, cursor=cursor) is None, "it is still pinned"
     if first:
         stores.end(first)
-        assert (
-            blocks_of(stores.plan(request, ids, end=32, cursor=cursor)) == ids[per_slot:][:per_slot]
-        )
+        assert blocks_of(stores.plan(request, ids, end=32, cursor=cursor)) == ids[1:2]
 
 
 def test_no_slot_is_pinned_of_blocks_that_are_reserved() -> None:
     stores = Stores(blocks=10, share=0.1)
     request, ids = stores.compute(8)
-    stores.budget.begin_step(load_seconds=0.0, grown_blocks=1)
+    stores.budget.next_step(load_seconds=0.0, grown_blocks=1)
     assert stores.plan(request, ids, end=32) is None
     stores.budget.anybody_runs = False
     assert blocks_of(stores.plan(request, ids, end=32)) == ids[:1]
@@ -437,7 +420,7 @@ def test_no_slot_is_pinned_of_blocks_that_are_reserved() -> None:
 def test_what_the_cap_held_back_follows_when_pins_are_released() -> None:
     stores = Stores(blocks=31, share=0.5)
     request, ids = stores.compute(18)
-    cursor = stores.planner.new_cursor("a")
+    cursor = stores.cursor(request, ids)
     stored: list[int] = []
     for _ in range(18):
         job = stores.plan(request, ids, end=72, cursor=cursor)
@@ -454,7 +437,7 @@ def test_pins_never_exceed_their_share_however_often_it_is_asked(share: float) -
     """Even if the requests whose blocks are pinned end, that share of the free blocks is left."""
     stores = Stores(blocks=31, share=share)
     request, ids = stores.compute(18)
-    cursor = stores.planner.new_cursor("a")
+    cursor = stores.cursor(request, ids)
     for _ in range(18):
         stores.plan(request, ids, end=72, cursor=cursor)
         free = stores.pool.get_num_free_blocks()
@@ -475,25 +458,18 @@ def test_blocks_that_are_about_to_be_free_count_once_over_all_groups() -> None:
     assert len(blocks_of(stores.plan(request, ids, twins, end=40, soon_free=20))) == 10
 
 
-def test_a_slot_is_pinned_whole_or_not_at_all() -> None:
-    stores = Stores(blocks=26, share=0.5, blocks_per_slot=4)
-    request, ids = stores.compute(12)
-    assert stores.pool.get_num_free_blocks() == 13
-    assert blocks_of(stores.plan(request, ids, end=48)) == ids[:4]
-
-
 def test_a_step_examines_a_bounded_number_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all requests and groups; the rest follows in the next steps."""
     monkeypatch.setattr("kv_offload.scheduler.stores.MAX_SLOTS_PER_STEP", 5)
     stores = Stores()
     request, ids = stores.compute(4)
     other, other_ids = stores.compute(4, first_token=9)
-    cursors = [stores.planner.new_cursor("a"), stores.planner.new_cursor("a")]
+    cursors = [stores.cursor(request, ids), stores.cursor(other, other_ids)]
     planned = []
     for _ in range(3):
-        stores.planner.begin_step()
-        for cursor, asking, blocks in zip(cursors, (request, other), (ids, other_ids), strict=True):
-            stores.planner.plan(cursor, asking.block_hashes, [blocks], 16)
+        stores.planner.next_step()
+        for cursor in cursors:
+            stores.planner.examine(cursor, 16)
         planned.append([blocks_of(job) for job in stores.planner.take_planned()])
     assert planned == [[[*ids, other_ids[0]]], [other_ids[1:]], []]
 
@@ -503,7 +479,7 @@ def test_known_slots_count_against_the_budget_of_a_step(monkeypatch: pytest.Monk
     stores = Stores()
     request, ids = stores.compute(4)
     stores.end(stores.plan(request, ids[:3], end=12))
-    cursor = stores.planner.new_cursor("a")
+    cursor = stores.cursor(request, ids)
     assert stores.plan(request, ids, end=16, cursor=cursor) is None
     assert blocks_of(stores.plan(request, ids, end=16, cursor=cursor)) == ids[3:]
 
@@ -515,13 +491,13 @@ def test_what_an_ended_request_left_is_stored_when_there_is_a_budget() -> None:
     """As far as nobody took the blocks meanwhile."""
     stores = Stores(blocks=9, share=0.5)
     request, ids = stores.compute(8)
-    cursor = stores.planner.new_cursor("a")
+    cursor = stores.cursor(request, ids)
     first = stores.plan(request, ids, end=32, cursor=cursor, soon_free=8)
     assert blocks_of(first) == ids[:4]
-    assert stores.planner.keep_leftovers(cursor, request.block_hashes, [ids], 32) == 4
+    assert stores.leftovers.keep(cursor, 32) == 4
     stores.free(ids)
     assert stores.leftovers_step() is None, "all pins are taken"
-    assert stores.planner.leftovers.slots == 4
+    assert stores.leftovers.slots == 4
     (taken,) = stores.allocate(1)
     assert taken == ids[7]
     stores.end(first)
@@ -531,7 +507,7 @@ def test_what_an_ended_request_left_is_stored_when_there_is_a_budget() -> None:
     stores.end(second)
     assert stores.leftovers_step() is None
     assert stores.skipped() == {"moved_on": 1}
-    assert stores.planner.leftovers.slots == 0
+    assert stores.leftovers.slots == 0
     assert stores.readable(request) == [True] * 7 + [False]
 
 
@@ -541,13 +517,13 @@ def test_leftovers_of_several_groups_are_counted_by_slot(monkeypatch: pytest.Mon
     request, small = stores.compute(4)
     large = stores.allocate(2)
     stores.know(request, large, group=1)
-    cursor = stores.planner.new_cursor("a")
+    cursor = stores.cursor(request, small, large)
     stores.plan(request, small, large, end=16, cursor=cursor)
-    left = stores.planner.keep_leftovers(cursor, request.block_hashes, [small, large], 16)
-    assert (left, stores.planner.leftovers.slots) == (4, 4)
+    left = stores.leftovers.keep(cursor, 16)
+    assert (left, stores.leftovers.slots) == (4, 4)
     assert blocks_of(stores.leftovers_step()) == small[2:]
     assert blocks_of(stores.leftovers_step()) == large
-    assert stores.planner.leftovers.slots == 0
+    assert stores.leftovers.slots == 0
     assert stores.skipped() == {}
 
 
@@ -558,49 +534,49 @@ def test_the_oldest_leftovers_are_dropped_when_too_many_wait(
     stores = Stores()
     for first_token in (7, 8, 9):
         request, ids = stores.compute(2, first_token)
-        cursor = stores.planner.new_cursor("a")
-        stores.planner.keep_leftovers(cursor, request.block_hashes, [ids], 8)
+        cursor = stores.cursor(request, ids)
+        stores.leftovers.keep(cursor, 8)
     assert stores.skipped() == {"no_budget": 2}
-    assert stores.planner.leftovers.slots == 4
+    assert stores.leftovers.slots == 4
     assert len(blocks_of(stores.leftovers_step())) == 4
 
 
 def test_leftovers_that_nothing_is_ever_left_for_are_dropped_when_the_engine_is_idle() -> None:
-    stores = Stores()
-    stores.budget.throttle(0)
+    stores = Stores(blocks=33)
+    stores.budget.next_step(load_seconds=0.0, grown_blocks=32)
     request, ids = stores.compute(4)
-    cursor = stores.planner.new_cursor("a")
-    stores.planner.keep_leftovers(cursor, request.block_hashes, [ids], 16)
+    cursor = stores.cursor(request, ids)
+    stores.leftovers.keep(cursor, 16)
     stores.free(ids)
     assert stores.leftovers_step() is None
-    assert stores.planner.leftovers.slots == 4
+    assert stores.leftovers.slots == 4
     assert stores.leftovers_step(idle=True) is None
-    assert stores.planner.leftovers.slots == 0
+    assert stores.leftovers.slots == 0
     assert stores.skipped() == {"no_budget": 4}
 
 
 def test_leftovers_are_planned_before_what_a_running_request_keeps() -> None:
     stores = Stores(blocks=9, share=0.5)
     gone, gone_ids = stores.compute(2, first_token=9)
-    stores.planner.keep_leftovers(stores.planner.new_cursor("a"), gone.block_hashes, [gone_ids], 8)
+    stores.leftovers.keep(stores.cursor(gone, gone_ids), 8)
     stores.free(gone_ids)
     request, ids = stores.compute(2)
-    stores.planner.begin_step()
-    stores.planner.plan_leftovers()
-    stores.planner.plan(stores.planner.new_cursor("a"), request.block_hashes, [ids], 8)
+    stores.planner.next_step()
+    stores.leftovers.examine()
+    stores.planner.examine(stores.cursor(request, ids), 8)
     (job,) = stores.planner.take_planned()
-    stores.planner.settle_leftovers(idle=False)
+    stores.leftovers.settle(idle=False)
     assert blocks_of(job) == [*gone_ids, *ids][:3]
 
 
 def test_a_request_that_was_planned_in_full_leaves_nothing() -> None:
     stores = Stores()
     request, ids = stores.compute(5)
-    cursor = stores.planner.new_cursor("a")
+    cursor = stores.cursor(request, ids)
     stores.plan(request, ids, end=20, cursor=cursor)
-    assert stores.planner.keep_leftovers(cursor, request.block_hashes, [ids], 23) == 0
-    assert stores.planner.keep_leftovers(cursor, request.block_hashes, [ids], 8) == 0
-    assert len(stores.planner.leftovers) == 0
+    assert stores.leftovers.keep(cursor, 23) == 0
+    assert stores.leftovers.keep(cursor, 8) == 0
+    assert len(stores.leftovers) == 0
     assert stores.skipped() == {}
 
 
@@ -736,9 +712,9 @@ def test_every_reason_not_to_store_occurs() -> None:
     for _ in range(2):  # pool_busy
         stores.plan(third, third_ids, end=4)
     fourth, fourth_ids = stores.compute(4, first_token=7)
-    cursor = stores.planner.new_cursor("a")
-    stores.planner.keep_leftovers(cursor, fourth.block_hashes, [fourth_ids], 16)
-    stores.planner.drop_leftovers()  # no_budget
+    cursor = stores.cursor(fourth, fourth_ids)
+    stores.leftovers.keep(cursor, 16)
+    stores.leftovers.drop()  # no_budget
     counted |= stores.skipped().keys()
     assert counted == set(SKIP_REASONS)
 
