@@ -1,4 +1,4 @@
-"""Compute that runs beside copies: three kinds of work, and what copies and work do to each other."""
+"""Three kinds of compute to run beside copies, and what copies and compute do to each other."""
 
 from __future__ import annotations
 
