@@ -151,10 +151,10 @@ class Engine:
         self.generate([random_tokens(3, seed=0)], max_tokens=1)  # a step, for the last reports
         self.settle()
         assert not self.offload.has_pending_stores
-        assert self.offload._stores.jobs.pinned_blocks == 0
-        assert self.offload._loads.running == 0
-        assert not self.offload._loads._arriving
-        assert not self.offload._requests
+        assert self.offload.stores.jobs.pinned_blocks == 0
+        assert self.offload.loads.running == 0
+        assert not self.offload.loads._arriving
+        assert not self.offload.requests
         assert self.rank._engine.in_flight == 0
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         self.offload.manager.check_integrity()

@@ -352,7 +352,7 @@ def test_blocks_of_an_aborted_request_come_back_when_its_load_has_ended(
     free = engine.pool.get_num_free_blocks()
     engine.add("a", PROMPT)
     engine.step()
-    assert engine.offload._loads.running == 1
+    assert engine.offload.loads.running == 1
     engine.abort("a")
     engine.step(3)
     assert engine.pool.get_num_free_blocks() == free - 5
@@ -370,7 +370,7 @@ def abort_and_reuse(engine: PlayedEngine) -> None:
     store(engine, PROMPT)
     engine.add("gone", PROMPT)
     engine.step()
-    assert engine.offload._loads.running == 1
+    assert engine.offload.loads.running == 1
     engine.abort("gone")
     engine.add("other", [*OTHER, *OTHER[:12]], max_tokens=8)
     engine.step(2)
@@ -444,7 +444,7 @@ def load_while_others_store(engine: PlayedEngine) -> None:
     engine.step(4)
     engine.run_copies(Direction.STORE)
     engine.step(2)
-    assert engine.offload._loads.is_loading("loads")
+    assert engine.offload.loads.is_loading("loads")
     engine.run()
 
 
@@ -477,18 +477,18 @@ def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside: b
     engine.add("decodes", OTHER, max_tokens=12)
     engine.schedule()
     engine.execute()
-    stores = engine.offload._stores.jobs
+    stores = engine.offload.stores.jobs
     (first,) = stores.running_jobs()
     engine.add("loads", PROMPT)
     engine.schedule()
     engine.execute()
     engine.process()
-    assert engine.offload._loads.running == 1
+    assert engine.offload.loads.running == 1
     engine.run_copies()
     engine.schedule()
     engine.execute()
     engine.process()
-    assert (engine.offload._loads.running == 0) == beside
+    assert (engine.offload.loads.running == 0) == beside
     assert (first not in stores.running_jobs()) == beside
     assert ("loads" in engine.schedule().num_scheduled_tokens) == beside
     engine.run()
@@ -523,7 +523,7 @@ def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(
     engine.abort("a")
     assert engine.reset(reset_running_requests=True)
     assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
-    assert engine.offload._loads.running == 0
+    assert engine.offload.loads.running == 0
     engine.finish_steps()
     engine.add("b", PROMPT)
     engine.run()

@@ -554,7 +554,7 @@ def test_stores_on_their_way_keep_to_what_the_link_moves_and_the_rest_follows() 
             break
         engine.schedule()
         assert len(pinned(engine)) <= 3
-        assert engine.offload._stores.leftovers.slots <= 10
+        assert engine.offload.leftovers.slots <= 10
         engine.execute()
         if step % 3 == 2:
             engine.run_copies()
@@ -606,7 +606,7 @@ def test_what_was_deferred_and_is_gone_meanwhile_is_not_stored() -> None:
     engine.add("gone", PROMPT, max_tokens=1)
     while not engine.answers:
         engine.step()
-    assert engine.offload._stores.leftovers.slots == 4
+    assert engine.offload.leftovers.slots == 4
     engine.add("other", OTHER, max_tokens=4)
     while len(engine.answers.get("other", ())) < 4:
         engine.step()  # the one store does not end, and keeps its pin
@@ -656,7 +656,7 @@ def test_a_paused_engine_with_one_free_block_comes_to_rest(
     engine.add("other", OTHER, max_tokens)
     while len(engine.answers.get("other", ())) < length - 23:
         step()
-    assert engine.offload._stores.leftovers.slots == 4
+    assert engine.offload.leftovers.slots == 4
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     for _ in range(20):
         if not engine.scheduler.has_requests():
@@ -666,7 +666,7 @@ def test_a_paused_engine_with_one_free_block_comes_to_rest(
     assert not engine.scheduler.has_requests(), "the engine does not come to rest"
     engine.finish_steps()
     assert engine.pool.get_num_free_blocks() == 1
-    assert engine.offload._stores.leftovers.slots == 0
+    assert engine.offload.leftovers.slots == 0
     skipped = {"skipped_moved_on": 4} if not grows else {"skipped_no_budget": 4}
     assert {n: c for n, c in engine.totals.items() if n.startswith("skipped")} == skipped
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -691,7 +691,7 @@ def test_what_waits_is_kept_while_a_step_is_under_way(monkeypatch: pytest.Monkey
         if engine.executed and not output.num_scheduled_tokens:
             empty_steps += 1
             assert not engine.offload.has_pending_stores
-            assert engine.offload._stores.leftovers.slots > 0
+            assert engine.offload.leftovers.slots > 0
         engine.execute()
         if len(engine.executed) == 2:
             engine.process()
@@ -752,8 +752,8 @@ def test_loads_come_before_stores() -> None:
     budget._clock = lambda: next(now) * 0.01
     budget._step_began, budget._step_seconds = None, 0.01
     budget.learn(64 * 2.5 / 0.01 / SHARE_BESIDE_LOADS)  # two slots a step beside a long load
-    loads = engine.offload._loads
-    engine.offload._choice.queued_seconds = lambda: float(loads.running)
+    loads = engine.offload.loads
+    engine.offload.load_choice.queued_seconds = lambda: float(loads.running)
     engine.add("loads", PROMPT)
     engine.add("computes", OTHER * 3, max_tokens=12)
     planned = []
@@ -836,7 +836,7 @@ def test_a_load_ends_when_both_ranks_have_it(first_rank: int) -> None:
     engine.ranks[first_rank].copies.run()
     engine.step(3)
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert engine.offload._loads.running == 1
+    assert engine.offload.loads.running == 1
     engine.ranks[1 - first_rank].copies.run()
     engine.step(2)
     assert request.status == RequestStatus.RUNNING
@@ -909,7 +909,7 @@ def test_a_synchronous_load_keeps_its_slots_until_every_rank_has_reported() -> N
     forget(engine)
     engine.add("second", PROMPT, max_tokens=1)
     (load,) = engine.schedule().kv_connector_metadata.loads
-    loads, manager = engine.offload._loads, engine.offload.manager
+    loads, manager = engine.offload.loads, engine.offload.manager
     loads.complete_synchronous({load.job_id: JobResult(frozenset({1}), True)})
     assert manager._readers.sum() == len(load.pairs)
     loads.complete_synchronous({load.job_id: JobResult(frozenset({0}), True)})
@@ -1058,7 +1058,7 @@ def test_a_second_request_waits_for_the_load_of_its_prefix() -> None:
     engine.add("first", PROMPT)
     engine.add("second", [*PROMPT[:16], 0, 0, 0])
     engine.step(3)
-    assert engine.offload._loads.running == 1
+    assert engine.offload.loads.running == 1
     engine.run()
     assert engine.totals["loaded_bytes"] == blocks(5)
     assert engine.answers["first"] == answer(PROMPT)
@@ -1163,8 +1163,8 @@ def test_a_request_that_waited_and_does_not_fit_starves_nobody() -> None:
     engine.add("other", OTHER)
     engine.add("third", third)
     engine.step()
-    assert engine.offload._loads.is_loading("first")
-    assert not engine.offload._loads.is_loading("long")
+    assert engine.offload.loads.is_loading("first")
+    assert not engine.offload.loads.is_loading("long")
     engine.run()
     assert len(engine.answers["long"]) == 4
     engine.check_rest()
@@ -1483,7 +1483,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(computes=st.booleans())
     def prefer(self, computes: bool) -> None:
         """Have hits computed or loaded, as the times that were measured could."""
-        self.engine.offload._choice.loads = lambda *_tokens, **_mode: not computes
+        self.engine.offload.load_choice.loads = lambda *_tokens, **_mode: not computes
 
     @rule(factor=st.sampled_from([0.0, 1 / 512, 1.0]))
     def throttle(self, factor: float) -> None:
@@ -1501,9 +1501,9 @@ class AnyOrder(RuleBasedStateMachine):
         # vLLM cannot reset what waits with loaded KV, nor what a step under way will write.
         running = running and not (
             self.steps_under_way()
-            or (stuck and engine.offload._loads.running)
+            or (stuck and engine.offload.loads.running)
             or any(
-                engine.offload._loads.is_loading(request_id)
+                engine.offload.loads.is_loading(request_id)
                 or (request.num_computed_tokens and request.status != RequestStatus.RUNNING)
                 for request_id, request in engine.scheduler.requests.items()
                 if not request.is_finished()

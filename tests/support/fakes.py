@@ -65,10 +65,10 @@ _KINDS = {metric.name: metric.kind for metric in METRICS}
 
 HOOKS = {
     "offload_scheduler": (
-        "match",
-        "allocated",
+        "admissions.match",
+        "admissions.allocated",
         "build_metadata",
-        "read_reports",
+        "reports.read",
         "finished",
         "take_stats",
     ),
@@ -999,7 +999,7 @@ class PlayedEngine:
                     last = end // self.hash_block_tokens
                     if last > len(hashes):
                         break
-                    (key,) = self.offload._prefixes.slot_keys(
+                    (key,) = self.offload.prefixes.slot_keys(
                         hashes, group, end // tokens - 1, end // tokens
                     )
                     value = np.array(names[end - tokens : end], np.int64) + group.group_id
@@ -1009,7 +1009,7 @@ class PlayedEngine:
 
     def check_pins(self) -> None:
         """Check that every pin is a reference on a block that is not free."""
-        stores = self.offload._stores.jobs
+        stores = self.offload.stores.jobs
         pins = Counter(stores.pinned())
         assert stores.pinned_blocks == pins.total()
         for block, count in pins.items():
@@ -1019,26 +1019,14 @@ class PlayedEngine:
     def check_rest(self) -> None:
         """Check that an engine at rest holds nothing."""
         assert not self.scheduler.has_requests()
-        assert not self.offload.has_pending_stores
-        stores = self.offload._stores
-        assert stores.jobs.pinned_blocks == 0
-        assert not stores.jobs._running
-        assert not stores.jobs._abandoned
-        assert not stores._spans
-        assert not stores._keys
-        assert (len(stores.leftovers), stores.leftovers.slots) == (0, 0)
-        assert self.offload._loads.running == 0
-        assert self.offload._loads.queue._slots == 0
-        assert not self.offload._matches
-        assert not self.offload._declined_tokens
-        assert not self.offload._choice._prefilling
-        assert not self.offload._loads._arriving
-        assert not self.offload._loads._matched_from
-        assert not self.offload._loads._waiting
-        assert not self.offload._requests
-        assert not self.offload._behind
-        assert not self.offload._loaded_tokens
-        assert not self.offload._load_failed
+        offload = self.offload
+        offload.check_integrity()
+        assert not offload.has_pending_stores
+        assert not offload.has_pending_work
+        assert offload.stores.jobs.pinned_blocks == 0
+        assert (len(offload.leftovers), offload.leftovers.slots) == (0, 0)
+        assert offload.loads.running == 0
+        assert len(offload.requests) == 0
         assert all(rank.copies.in_flight == 0 for rank in self.ranks)
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
@@ -1076,7 +1064,7 @@ def answer(prompt: Sequence[int], max_tokens: int = 4) -> Tokens:
 
 def pinned(engine: PlayedEngine) -> set[int]:
     """Return the blocks that stores pin."""
-    return set(engine.offload._stores.jobs.pinned())
+    return set(engine.offload.stores.jobs.pinned())
 
 
 def tables(engine: PlayedEngine, request: Request) -> list[list[int]]:

@@ -213,11 +213,6 @@ def _state_problems(
             f"decode_context_parallel_size is {ranks}, and states are not split over its ranks: "
             "set it to 1"
         )
-    if config.blocks_per_slot > 1:
-        problems.append(
-            f"blocks_per_slot is {config.blocks_per_slot}, but of states only single blocks are "
-            "ever made: set it to 1"
-        )
     if vllm_config.speculative_config is not None:
         problems.append(
             f"speculative method {vllm_config.speculative_config.method!r} moves the blocks of "
