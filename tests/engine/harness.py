@@ -18,9 +18,9 @@ from kv_swap.host_copy import Run, copy_runs
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from bench.totals import counted_stats
 from kv_offload.engines.vllm.compat import halves
 from tests.support.small_models import VOCABULARY, write_draft_head, write_model
+from tests.support.totals import counted_stats
 
 BLOCK_TOKENS = 32
 Tokens = list[int]
