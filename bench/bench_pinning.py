@@ -21,10 +21,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kv_swap import registration
-from kv_swap.mapping import Mapping
-from kv_swap.numa import device_node
-from kv_swap.pinned import CudaRegistrar, HostArena
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.memory import registration
+from kv_swap.memory.arena import HostArena
+from kv_swap.memory.mapping import Mapping
+from kv_swap.memory.numa import device_node
 
 from bench.swap_rows import cuda_torch, machine
 

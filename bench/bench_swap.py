@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_swap.copy_path import PathName
+from kv_swap.cuda.copy_path import PathName
+from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.engine import Direction, SwapEngine, SwapJob
-from kv_swap.host import HostSwapEngine
+from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import KVLayout, TensorDescription
-from kv_swap.pinned import CudaRegistrar, HostArena
+from kv_swap.memory.arena import HostArena
 
 from bench.swap_rows import COPY_ENGINE, Row, cuda_torch, save, vllm_module
 
@@ -204,9 +205,9 @@ class Bed:
         layers: int = LAYERS,
         path: PathName = "kernel",
     ) -> None:
-        from kv_swap.cuda import CudaSwapEngine
+        from kv_swap.cuda.engine import CudaSwapEngine
+        from kv_swap.cuda.swap import choose_family
         from kv_swap.path_rule import OnlyPath
-        from kv_swap.swap import choose_family
 
         self.torch = cuda_torch()
         self.device = self.torch.device("cuda", 0)

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kv_swap.mapping import Mapping
-from kv_swap.registration import NUM_THREADS, PIECE_BYTES, Registration
+from kv_swap.memory.mapping import Mapping
+from kv_swap.memory.registration import NUM_THREADS, PIECE_BYTES, Registration
 
 from bench.swap_rows import machine
 

@@ -38,7 +38,7 @@ def ways() -> dict[str, Callable[..., Any]]:
     """Return what makes each way. `staged 4x8 c16 r4`: 4 chunks of 8 MiB, 16 CTAs, runs of 4 slots.
 
     With `d` the kernel finds its list in device memory, `p1` gives it a high priority; `turns` are
-    as in transfer/kv_swap/streams.py.
+    as in transfer/kv_swap/cuda/streams.py.
     """
     from bench.staging_paths import (
         ContiguousWay,

@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from cuda.bindings import driver
 from cupy.cuda import runtime
-from kv_swap.copies import CopyPlan, cut_batches
-from kv_swap.dma import make_copier
+from kv_swap.cuda.copies import CopyPlan, cut_batches
+from kv_swap.cuda.dma import make_copier
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.streams import StreamTurns
+from kv_swap.cuda.swap import LIST_BYTES, SwapKernel, write_list
+from kv_swap.cuda.swap_bulk import Ring, bulk_family
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout, Region
-from kv_swap.pinned import CudaRegistrar, HostArena
-from kv_swap.streams import StreamTurns
-from kv_swap.swap import LIST_BYTES, SwapKernel, write_list
-from kv_swap.swap_bulk import Ring, bulk_family
+from kv_swap.memory.arena import HostArena
 from numpy.typing import NDArray
 
 MIB = 1 << 20

@@ -32,10 +32,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.swap import LIST_BYTES, SwapKernel, write_list
+from kv_swap.cuda.swap_bulk import LOAD_RING, STORE_RING, Ring, bulk_family
 from kv_swap.engine import Direction, SwapJob
-from kv_swap.pinned import CudaRegistrar, HostArena
-from kv_swap.swap import LIST_BYTES, SwapKernel, write_list
-from kv_swap.swap_bulk import LOAD_RING, STORE_RING, Ring, bulk_family
+from kv_swap.memory.arena import HostArena
 
 from bench.bench_swap import KIB, MIB, Bed, scattered
 from bench.swap_rows import cuda_torch, machine

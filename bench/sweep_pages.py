@@ -18,8 +18,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from kv_swap.cuda.swap import LIST_BYTES, SwapKernel
 from kv_swap.engine import Direction
-from kv_swap.swap import LIST_BYTES, SwapKernel
 
 from bench.disturbance import beside, make_workloads
 from bench.sweep_swap import JOB_BYTES, LAYERS, PAGES, Bed, family_of

@@ -1,4 +1,4 @@
-"""The sweep that chose the rings of transfer/kv_swap/swap_bulk.py: bandwidth, disturbance, copy latency.
+"""The sweep that chose the rings of kv_swap/cuda/swap_bulk.py: bandwidth, disturbance, latency.
 
 `python bench/sweep_swap.py OUT.json [store|load [RING...]]` needs a CUDA device of sm_90 or newer.
 A ring is written as CTAs x stages x KiB of a tile / drains. Of each kind of work beside the copies
@@ -22,12 +22,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kv_swap import swap_vector
+from kv_swap.cuda import swap_vector
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.swap import LIST_BYTES, KernelFamily, SwapKernel, write_list
+from kv_swap.cuda.swap_bulk import Ring, bulk_family
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout, Region
-from kv_swap.pinned import CudaRegistrar, HostArena
-from kv_swap.swap import LIST_BYTES, KernelFamily, SwapKernel, write_list
-from kv_swap.swap_bulk import Ring, bulk_family
+from kv_swap.memory.arena import HostArena
 
 from bench.disturbance import beside, make_workloads
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 from kv_swap.calibration import PAGE_BYTES, PAGES, Calibration, write_cached
-from kv_swap.copy_path import PATHS, PathName
+from kv_swap.cuda.copy_path import PATHS, PathName
 from kv_swap.engine import Direction
 from kv_swap.errors import TransferError
 from kv_swap.path_rule import MARGINS, MeasuredRule

@@ -15,7 +15,7 @@ from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.errors import CopyError, TransferError
 from kv_swap.factory import EngineKind, create_engine, numa_node
 from kv_swap.layout import KVLayout
-from kv_swap.shared import SharedMemory
+from kv_swap.memory.shared import SharedMemory
 
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.compat import (

@@ -24,9 +24,9 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from kv_swap import host
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.factory import create_engine
+from kv_swap.host import transfers
 from numpy.typing import NDArray
 
 from kv_offload.engines.vllm.compat import bytes_per_block, reports_failed_requests, vllm_version
@@ -178,7 +178,7 @@ def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
         made[-1].expect_rewritten(metadata.loads)
         start(worker, metadata)
 
-    copy_runs = host._copy_runs
+    copy_runs = transfers.copy_runs
     slowness = random.Random(chance.random())  # of its own: the copies' thread draws from it
 
     def copy_slowly(runs: Any) -> None:
@@ -190,7 +190,7 @@ def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
         mock.patch("kv_offload.worker.worker.WAVES_FROM_BYTES", 0),
         mock.patch("kv_offload.worker.worker.create_engine", create),
         mock.patch.object(OffloadWorker, "start_copies", start_copies),
-        mock.patch("kv_swap.host._copy_runs", copy_slowly),
+        mock.patch("kv_swap.host.transfers.copy_runs", copy_slowly),
     ):
         yield made
 

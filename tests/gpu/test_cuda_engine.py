@@ -22,16 +22,20 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 
-from kv_swap import cuda, dma, kernel, registration, swap, swap_bulk, swap_vector  # noqa: E402
-from kv_swap.copy_path import PATHS, PathName  # noqa: E402
-from kv_swap.cuda import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda import dma, swap, swap_bulk, swap_vector  # noqa: E402
+from kv_swap.cuda import engine as cuda  # noqa: E402
+from kv_swap.cuda import kernel_path as kernel  # noqa: E402
+from kv_swap.cuda.copy_path import PATHS, PathName  # noqa: E402
+from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
+from kv_swap.cuda.streams import CopyStream, StreamTurns  # noqa: E402
+from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, KernelFamily, SwapKernel, write_list  # noqa: E402
 from kv_swap.engine import Completion, Direction, SwapJob  # noqa: E402
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError  # noqa: E402
 from kv_swap.layout import KVLayout, TensorDescription  # noqa: E402
+from kv_swap.memory import registration  # noqa: E402
+from kv_swap.memory.arena import HostArena  # noqa: E402
 from kv_swap.path_rule import OnlyPath  # noqa: E402
-from kv_swap.pinned import CudaRegistrar, HostArena  # noqa: E402
-from kv_swap.streams import CopyStream, StreamTurns  # noqa: E402
-from kv_swap.swap import LIST_BYTES, MAX_PAIRS, KernelFamily, SwapKernel, write_list  # noqa: E402
 
 from tests.gpu.gate import Gate  # noqa: E402
 
@@ -1018,11 +1022,12 @@ def test_turns_run_in_the_order_in_which_they_were_queued() -> None:
 
 SCRIPT = """
 import numpy as np, torch
-from kv_swap.cuda import CudaSwapEngine
+from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.engine import Direction, SwapJob
 from kv_swap.layout import KVLayout, TensorDescription
 from kv_swap.path_rule import OnlyPath
-from kv_swap.pinned import CudaRegistrar, HostArena
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.memory.arena import HostArena
 device = torch.device("cuda", 0)
 storage = torch.ones(400, 1 << 20, dtype=torch.uint8, device=device)
 address = ADDRESS
@@ -1047,7 +1052,7 @@ cupy.RawKernel(source, "harm")((1,), (1,), (np.uint64(1 << 46),))
 def run_script(script: str, **values: str) -> subprocess.CompletedProcess[str]:
     for name, value in values.items():
         script = script.replace(name, value)
-    root = str(Path(cuda.__file__).parents[1])
+    root = str(Path(cuda.__file__).parents[2])
     search = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return subprocess.run(
         [sys.executable, "-c", script],

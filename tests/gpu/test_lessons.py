@@ -26,11 +26,12 @@ with warnings.catch_warnings():
     from kv_offload.worker.worker import OffloadWorker
     from tests.gpu.engine_run import read_device
     from tests.support.fakes import PAGE_WORDS, make_kv_cache_config
-from kv_swap.cuda import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
+from kv_swap.cuda.streams import CopyStream  # noqa: E402
+from kv_swap.cuda.swap import LIST_BYTES, SwapKernel, write_list  # noqa: E402
 from kv_swap.engine import Direction, SwapJob  # noqa: E402
-from kv_swap.pinned import CudaRegistrar, HostArena  # noqa: E402
-from kv_swap.streams import CopyStream  # noqa: E402
-from kv_swap.swap import LIST_BYTES, SwapKernel, write_list  # noqa: E402
+from kv_swap.memory.arena import HostArena  # noqa: E402
 
 from tests.gpu.gate import Gate  # noqa: E402
 from tests.gpu.test_cuda_engine import KIB, ids, make_arena, make_cache, random_pairs  # noqa: E402

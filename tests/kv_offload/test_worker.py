@@ -20,8 +20,8 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 import torch
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError, JobError
-from kv_swap.host import HostSwapEngine
-from kv_swap.host_copy import copy_runs
+from kv_swap.host.engine import HostSwapEngine
+from kv_swap.host.runs import copy_runs
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
@@ -134,7 +134,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made = Gate()
-    monkeypatch.setattr("kv_swap.host._copy_runs", made.copy_runs)
+    monkeypatch.setattr("kv_swap.host.transfers.copy_runs", made.copy_runs)
     yield made
     made.opened.set()
 

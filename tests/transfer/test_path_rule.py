@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from kv_swap.calibration import PAGE_BYTES, PAGES, Calibration, DeviceKey, Point
-from kv_swap.copy_path import PATHS, PathName
-from kv_swap.dma import SLICE_BYTES, SLICE_COPIES
+from kv_swap.cuda.copy_path import PATHS, PathName
+from kv_swap.cuda.dma import SLICE_BYTES, SLICE_COPIES
 from kv_swap.engine import Direction
 from kv_swap.path_rule import MeasuredRule, OnlyPath
 

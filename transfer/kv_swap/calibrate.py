@@ -17,17 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.calibration import PAGE_BYTES, PAGES, Calibration, DeviceKey, Point, read_cached
-from kv_swap.copy_path import CopyPath
-from kv_swap.device import device_index, import_cupy
-from kv_swap.dma import make_dma_path
+from kv_swap.cuda.copy_path import CopyPath
+from kv_swap.cuda.device import device_index, import_cupy
+from kv_swap.cuda.dma import make_dma_path
+from kv_swap.cuda.kernel_path import KernelPath
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.streams import CopyStream
+from kv_swap.cuda.swap import SwapKernel, runs_kernels
 from kv_swap.engine import Direction
 from kv_swap.errors import DeviceError
-from kv_swap.kernel import KernelPath
 from kv_swap.layout import KVLayout, Region
+from kv_swap.memory.arena import HostArena
 from kv_swap.path_rule import MeasuredRule, OnlyPath, PathRule
-from kv_swap.pinned import CudaRegistrar, HostArena
-from kv_swap.streams import CopyStream
-from kv_swap.swap import SwapKernel, runs_kernels
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.copy_path import PATHS, PathName
+from kv_swap.cuda.copy_path import PATHS, PathName
 from kv_swap.engine import Direction
 
 logger = logging.getLogger(__name__)

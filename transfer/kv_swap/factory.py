@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.engine import SwapEngine
-from kv_swap.host import HostSwapEngine
+from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import KVLayout
-from kv_swap.numa import device_node
-from kv_swap.pinned import CudaRegistrar, HostArena
-from kv_swap.room import MemoryRoom
-from kv_swap.shared import SharedMemory
+from kv_swap.memory.arena import HostArena
+from kv_swap.memory.numa import device_node
+from kv_swap.memory.room import MemoryRoom
+from kv_swap.memory.shared import SharedMemory
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,7 @@ def create_engine(
     if kind == "host":
         arena = HostArena(num_slots, layout.slot_bytes, register=None, shared=shared)
         return HostSwapEngine(layout, arena, keep_alive)
-    from kv_swap.cuda import CudaSwapEngine
+    from kv_swap.cuda.engine import CudaSwapEngine
 
     registrar = CudaRegistrar(device)
     arena = HostArena(

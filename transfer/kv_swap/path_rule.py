@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.calibration import PAGE_BYTES, PAGES, Calibration
-from kv_swap.copy_path import PATHS, PathName
-from kv_swap.dma import SLICE_BYTES, SLICE_COPIES
+from kv_swap.cuda.copy_path import PATHS, PathName
+from kv_swap.cuda.dma import SLICE_BYTES, SLICE_COPIES
 from kv_swap.engine import Direction
 
 MARGINS = {Direction.LOAD: 0.05, Direction.STORE: 0.10}

@@ -1,0 +1,326 @@
+"""KV caches on a CUDA device: the swap engine of the swap kernels and the copy engine.
+
+Each direction has a lane, with a stream of its own, for every path that the rule may choose for
+this layout; a job runs on one of them. Loads that compute waits for have a lane besides, where they
+stand behind nothing but each other.
+
+Lifetime. Streams, lists, arena and KV tensors belong to an inner state, which outlives the engine
+until all streams are idle: dropping the engine in mid-copy synchronises them before anything is
+freed. The engine itself holds addresses and numbers only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_swap.calibrate import rule_for
+from kv_swap.cuda.copies import CopyPlan
+from kv_swap.cuda.copy_path import CopyPath, PathName
+from kv_swap.cuda.device import device_index
+from kv_swap.cuda.dma import SingleCopier, make_dma_path
+from kv_swap.cuda.kernel_path import KernelPath
+from kv_swap.cuda.lane import Lane
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.streams import CopyStream
+from kv_swap.cuda.swap import SwapKernel
+from kv_swap.cuda.wave_table import WaveTable
+from kv_swap.cuda.zero import BlockZeroer
+from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
+from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
+from kv_swap.layout import KVLayout
+from kv_swap.memory.arena import HostArena
+from kv_swap.path_rule import PathRule
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.0001
+
+
+@dataclass(slots=True)
+class _State:
+    """What copies in flight need. Loads are advanced first: somebody waits for them."""
+
+    lanes: dict[tuple[Direction, PathName | Literal["before_compute"]], Lane]
+    zeroer: BlockZeroer | None
+    arena: HostArena | None
+    keep_alive: Sequence[object]
+
+
+_LEAKED: list[_State] = []
+"""What copies used of which nobody knows whether they have ended; it is never freed."""
+
+
+class CudaSwapEngine(SwapEngine):
+    """Copies between KV tensors on `device` and a registered arena, a stream per direction.
+
+    `rule` chooses the path of each job; without one, what was measured on this device, and the
+    kernels where nothing was. `keep_alive` are the tensors behind `layout`. Stores wait for
+    `output_copy_stream` besides the compute stream, which is whatever stream is current on
+    `device` at each call. `seconds` of a completion are the device's: from when the compute stream
+    reached the point of submission.
+
+    The constructor compiles the kernels, allocates all it needs and synchronises; construct it
+    before any CUDA graph is captured.
+
+    Raises `LayoutError` if a slot of the arena does not fit the layout, `PinnedMemoryError` if the
+    arena is not registered, `DeviceError` if the kernels cannot be prepared.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        arena: HostArena,
+        device: torch.device,
+        keep_alive: Sequence[object],
+        output_copy_stream: torch.cuda.Stream | None = None,
+        rule: PathRule | None = None,
+    ) -> None:
+        if arena.slot_bytes != layout.slot_bytes:
+            raise LayoutError(
+                f"slots of the arena have {arena.slot_bytes} bytes, a block has {layout.slot_bytes}"
+            )
+        if not arena.registered:
+            raise PinnedMemoryError(
+                f"the arena of {arena.nbytes} bytes is not page-locked, so no kernel can reach it; "
+                f"make it with register=CudaRegistrar(device)"
+            )
+        super().__init__(layout, arena.num_slots)
+        import torch
+
+        self._cuda: Any = torch.cuda
+        self._device = torch.device("cuda", device_index(device))
+        self._rule = rule_for(self._device) if rule is None else rule
+        self._page_bytes = layout.slot_bytes // len(layout.regions)
+        registrar = CudaRegistrar(self._device)
+        zeroer = BlockZeroer(layout, self._device, registrar)
+        self._state = _State({}, zeroer, arena, tuple(keep_alive))
+        lanes = self._state.lanes
+        kernel: SwapKernel | None = None
+        for direction, awaited in ((Direction.LOAD, None), (Direction.STORE, output_copy_stream)):
+            for name in self._rule.paths(direction, self._page_bytes):
+                path: CopyPath
+                if name == "dma":
+                    path = make_dma_path(direction, layout, arena, self._device)
+                else:
+                    kernel = kernel or SwapKernel(layout, arena, self._device)
+                    path = KernelPath(direction, kernel, arena.slot_bytes, registrar)
+                lanes[direction, name] = self._make_lane(direction, path, awaited)
+        if kernel is not None:
+            shape = kernel.family.shapes[Direction.LOAD]
+            table = WaveTable(layout, shape, self._device, registrar)
+            path = KernelPath(Direction.LOAD, kernel, arena.slot_bytes, registrar, table)
+            lanes[Direction.LOAD, "before_compute"] = self._make_lane(Direction.LOAD, path)
+        # For `load_now`, which uses nothing that jobs use.
+        self._copier = SingleCopier(self._device)
+        self._plan = CopyPlan(layout, arena.address, arena.piece_bytes, arena.piece_bytes)
+        self._done: deque[Completion] = deque()
+        self._undelivered = 0
+        self._closed = False
+        self._num_waves = 0
+        self._release = weakref.finalize(self, _release, self._state)
+
+    def _make_lane(
+        self, direction: Direction, path: CopyPath, awaited: torch.cuda.Stream | None = None
+    ) -> Lane:
+        # As many events for jobs as for slices: a job has one of its own and at least a slice.
+        stream = CopyStream(self._device, 2 * path.max_in_flight, awaited)
+        path.warm_up(stream.stream)
+        stream.stream.synchronize()
+        return Lane(direction, path, stream)
+
+    @property
+    def can_load_before_compute(self) -> bool:
+        """Where kernels run: a launch takes a whole slice, the copy engine's slices are paced."""
+        return (Direction.LOAD, "before_compute") in self._state.lanes
+
+    def submit(self, job: SwapJob) -> None:
+        """Queue the job behind what is queued on the compute stream now; see `SwapEngine`.
+
+        Raises `JobError`; a failure of CUDA becomes the job's completion.
+        """
+        self.check_pairs(job)
+        if self._closed:
+            raise JobError(f"job {job.job_id} was submitted to an engine that is closed")
+        if self._capturing():
+            raise JobError(f"job {job.job_id} was submitted while a CUDA graph is captured")
+        nbytes = len(job.pairs) * self.layout.slot_bytes
+        if job.before_compute and not self.can_load_before_compute:
+            raise JobError(f"job {job.job_id}: compute cannot wait for copies of the copy engine")
+        if job.in_waves and not (job.before_compute and self._num_waves):
+            raise JobError(
+                f"job {job.job_id}: waves are of loads before compute, and to be set first"
+            )
+        self._undelivered += 1
+        if job.before_compute:
+            lane = self._state.lanes[Direction.LOAD, "before_compute"]
+            lane.submit(job, nbytes)
+            lane.fail_unqueued()  # nobody could be made to wait for the rest
+            return
+        pages = len(job.pairs) * len(self.layout.regions)
+        path = self._rule.choose(job.direction, self._page_bytes, pages)
+        self._state.lanes[job.direction, path].submit(job, nbytes)
+
+    @property
+    def can_load_in_waves(self) -> bool:
+        """Where compute can wait for loads at all."""
+        return self.can_load_before_compute
+
+    def await_loads(self) -> None:
+        """See `SwapEngine`."""
+        lane = self._state.lanes.get((Direction.LOAD, "before_compute"))
+        if lane is not None:
+            lane.hold()
+
+    def load_now(self, pairs: NDArray[np.int32]) -> None:
+        """See `SwapEngine`: by `cudaMemcpyAsync`, some microseconds of the host for every page."""
+        job = SwapJob(-1, Direction.LOAD, pairs)
+        self.check_pairs(job)
+        lane = self._state.lanes.get((Direction.LOAD, "before_compute"))
+        if self._closed or lane is None or self._capturing():
+            raise JobError(
+                f"a load of {len(pairs)} blocks before compute was asked of an engine that is "
+                f"closed, has no kernels, or captures a CUDA graph"
+            )
+        copies = np.ascontiguousarray(self._plan.copies(Direction.LOAD, pairs))
+        compute = self._cuda.current_stream(self._device)
+        try:
+            # What the failed job has queued writes the same bytes to the same blocks, but must not
+            # do so when the forward has gone on.
+            lane.stream.stream.synchronize()
+            with self._copier.device():
+                self._copier.copy(copies, 0, copies.shape[1], compute.cuda_stream)
+            compute.synchronize()
+        except RuntimeError as error:
+            raise CopyError(
+                f"{self._copier.call} failed with {error}: a load of {len(pairs)} blocks at once"
+            ) from error
+
+    def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
+        """Queue the writing of the table that waves need; see `SwapEngine`.
+
+        Raises `JobError`, or `CopyError` from CUDA.
+        """
+        self.check_waves(waves)
+        lane = self._state.lanes.get((Direction.LOAD, "before_compute"))
+        if lane is None or self._num_waves or self._capturing():
+            raise JobError("waves are set once, outside of a capture, on an engine that has them")
+        try:
+            lane.path.set_waves(waves, lane.stream.stream)
+        except RuntimeError as error:
+            raise CopyError(f"writing the table of {len(waves)} waves failed: {error}") from error
+        self._num_waves = len(waves)
+
+    def await_wave(self, wave: int) -> None:
+        """See `SwapEngine`."""
+        lane = self._state.lanes.get((Direction.LOAD, "before_compute"))
+        if lane is not None:
+            lane.hold_wave(wave)
+
+    def poll(self) -> list[Completion]:
+        """Return what has ended; queue slices that had to wait. Queries events only."""
+        if not self._undelivered and not self._closed:
+            return []
+        self._advance()
+        completions = list(self._done)
+        self._done.clear()
+        self._undelivered -= len(completions)
+        return completions
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Poll until every copy has ended; False on timeout."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self._advance():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
+        """Queue the zeroing on the compute stream; see `BlockZeroer`.
+
+        Raises `JobError`, or `CopyError` from CUDA.
+        """
+        self.check_blocks(blocks)
+        zeroer = self._state.zeroer
+        if self._closed or zeroer is None:
+            raise JobError(f"zeroing {len(blocks)} blocks was asked of an engine that is closed")
+        zeroer.zero(blocks)
+
+    def close(self, timeout_seconds: float = 30.0) -> None:
+        """Wait for what is in flight, then let go of everything; completions can still be polled.
+
+        On timeout the state stays until a later `close` or `poll` finds the copies ended, or until
+        the engine is dropped.
+        """
+        self._closed = True
+        self.wait(timeout_seconds)
+
+    def hold(self, objects: Sequence[object]) -> Sequence[object]:
+        """See `SwapEngine`."""
+        held, self._state.keep_alive = self._state.keep_alive, tuple(objects)
+        return held
+
+    @property
+    def ready_slots(self) -> int:
+        """Slots whose memory is registered."""
+        arena = self._state.arena
+        return self.num_slots if arena is None else arena.ready_slots
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs whose completion has not been polled."""
+        return self._undelivered
+
+    def _capturing(self) -> bool:
+        try:
+            return bool(self._cuda.is_current_stream_capturing())
+        except RuntimeError:
+            # The CUDA context is lost. The lanes meet the same error and report it with their jobs.
+            return False
+
+    def _advance(self) -> bool:
+        """Move the lanes on; True if they are idle.
+
+        Not within a capture: querying an event would invalidate it.
+        """
+        lanes = self._state.lanes.values()
+        if lanes and not self._capturing():
+            for lane in lanes:
+                if not lane.idle:
+                    self._done.extend(lane.advance())
+        idle = all(lane.idle for lane in lanes)
+        if idle and self._closed:
+            self._release()
+        return idle
+
+
+def _release(state: _State) -> None:
+    """Let the streams run out, then drop what their copies used. Runs once, on any thread.
+
+    Slices that were not queued are not queued any more: nobody is left to hear of their job.
+    """
+    for lane in state.lanes.values():
+        try:
+            lane.stream.stream.synchronize()
+            if state.zeroer is not None:
+                state.zeroer.synchronize()
+        except RuntimeError:
+            logger.exception("cannot synchronise a copy stream; what its copies use is not freed")
+            _LEAKED.append(state)
+            return
+    state.lanes.clear()
+    state.zeroer = None
+    state.arena = None
+    state.keep_alive = ()
