@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_swap.cuda.copy_path import PathName
 from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.engine import Direction, SwapEngine, SwapJob
 from kv_swap.host.engine import HostSwapEngine
@@ -203,15 +202,13 @@ class Bed:
         page_bytes: int,
         num_blocks: int,
         layers: int = LAYERS,
-        path: PathName = "kernel",
+        path: str = "kernel",
     ) -> None:
         from kv_swap.cuda.engine import CudaSwapEngine
         from kv_swap.cuda.swap import choose_family
-        from kv_swap.path_rule import OnlyPath
 
         self.torch = cuda_torch()
         self.device = self.torch.device("cuda", 0)
-        self.key = path
         self.path = choose_family(self.device).name if path == "kernel" else COPY_ENGINE
         nbytes = num_blocks * layers * page_bytes
         self.memory = self.torch.ones(nbytes, dtype=self.torch.uint8, device=self.device)
@@ -220,14 +217,18 @@ class Bed:
         self.arena = HostArena(num_blocks, self.layout.slot_bytes, register=registrar)
         self.host = self.torch.ones(nbytes, dtype=self.torch.uint8, pin_memory=True)
         self.engine = CudaSwapEngine(
-            self.layout, self.arena, self.device, [self.memory], rule=OnlyPath(path)
+            self.layout,
+            self.arena,
+            self.device,
+            [self.memory],
+            copy_engine_only=path == "dma",
         )
         self.streams = {way: self.torch.cuda.Stream() for way in Direction}
         self.torch.cuda.synchronize()
 
     def lane_stream(self, direction: Direction) -> Any:
         """The stream on which the engine's copies end."""
-        return self.engine._state.lanes[direction, self.key].stream.stream
+        return self.engine._state.lanes[direction].stream.stream
 
     def copy(self, direction: Direction, part: slice) -> Any:
         """Queue one contiguous copy; return its stream."""
@@ -285,9 +286,7 @@ def test_one_way_by_the_copy_engine(
 @needs_cuda
 @pytest.mark.parametrize("path", ["kernel", "dma"])
 @WAYS
-def test_one_slice(
-    benchmark: Any, results: list[Row], direction: Direction, path: PathName
-) -> None:
+def test_one_slice(benchmark: Any, results: list[Row], direction: Direction, path: str) -> None:
     """32 blocks of one region of 2 MiB: what the copy engine takes in one call."""
     bed = Bed(2 * MIB, 128, layers=1, path=path)
     case = bed.case(scattered(direction, 128, 32))

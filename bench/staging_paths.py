@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from cuda.bindings import driver
 from cupy.cuda import runtime
-from kv_swap.cuda.copies import CopyPlan, cut_batches
+from kv_swap.cuda.copies import CopyMaker, cut_batches
 from kv_swap.cuda.dma import make_copier
 from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.streams import StreamTurns
@@ -149,7 +149,7 @@ class DirectWay(Way):
     def __init__(self, bed: Bed, direction: Direction, piece_bytes: int, run: int = 1) -> None:
         super().__init__(bed, direction, run)
         self._piece_bytes = piece_bytes
-        self._plan = CopyPlan(bed.layout, bed.arena.address, 1 << 40, piece_bytes)
+        self._plan = CopyMaker(bed.layout, bed.arena.address, 1 << 40, piece_bytes)
         self._copier = make_copier(bed.device)
         self._turns = Turns(bed.device)
 

@@ -299,7 +299,6 @@ def host_parts(subject: Subject) -> Parts:
         add(f"SwapJob, {count}", lambda p=job.pairs: lambda: SwapJob(1, Direction.LOAD, p))
     engine = subject.small.engine
     add("ready_slots", lambda: lambda: engine.ready_slots)
-    add("rule.choose", lambda: lambda: engine._rule.choose(Direction.LOAD, 64 * KIB, 256))
     add("time.perf_counter", lambda: time.perf_counter)
 
     add("current_stream, torch", lambda: lambda: torch.cuda.current_stream(device))
@@ -356,7 +355,7 @@ def host_parts(subject: Subject) -> Parts:
     add("launch, cupy", lambda: launch().cupy)
 
     def submit_lane(bed: Bed, job: SwapJob) -> Call:
-        lane = bed.engine._state.lanes[job.direction, "kernel"]
+        lane = bed.engine._state.lanes[job.direction]
         nbytes = len(job.pairs) * bed.layout.slot_bytes
         bed.engine._undelivered += 10_000  # polls take completions of these off
         return lambda: lane.submit(job, nbytes)

@@ -160,7 +160,7 @@ def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
         import torch
 
         if chance.random() < 0.3:
-            lane = inner._state.lanes[direction, "kernel"]
+            lane = inner._state.lanes[direction]
             with torch.cuda.stream(lane.stream.stream):
                 torch.cuda._sleep(chance.randrange(20_000_000))  # up to 10 ms at 2 GHz
 

@@ -68,7 +68,7 @@ class Faults:
         for name in ("submit", "load_now"):
             self._replace(self._engine, name, getattr(self, f"_{name}"))
         for lane in self._engine._state.lanes.values():
-            self._replace(lane.path, "_queue", self._launch)
+            self._replace(lane.path, "queue", self._launch)
             self._replace(lane.stream, "make_wait", self._make_wait)
 
     @staticmethod

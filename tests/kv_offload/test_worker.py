@@ -170,6 +170,17 @@ def test_a_transfer_engine_for_another_device_is_refused() -> None:
     Rank(transfer_engine="host").start().half.shutdown()
 
 
+@pytest.mark.parametrize(("asked", "kind"), [("auto", "cuda"), ("cuda", "cuda"), ("dma", "dma")])
+def test_a_cuda_device_has_an_engine_without_kernels_where_asked(asked: str, kind: str) -> None:
+    rank = Rank(transfer_engine=asked)
+    assert rank.half._engine_kind(torch.device("cuda")) == kind
+
+
+def test_the_copy_engine_is_of_cuda_devices() -> None:
+    with pytest.raises(ConfigError, match=r"is 'dma', .* on cpu: use 'auto' or 'host'"):
+        Rank(transfer_engine="dma").start()
+
+
 def test_another_kind_of_device_is_refused() -> None:
     rank = Rank()
     rank.kv = torch.zeros(BLOCKS, 4, PAGE_WORDS // 4, dtype=torch.int64, device="meta")

@@ -17,7 +17,7 @@ from kv_swap.memory.shared import SharedMemory
 if TYPE_CHECKING:
     import torch
 
-EngineKind = Literal["host", "cuda"]
+EngineKind = Literal["host", "cuda", "dma"]
 
 
 def numa_node(kind: EngineKind, device: torch.device) -> int | None:
@@ -40,9 +40,10 @@ def create_engine(
 
     `keep_alive` are the KV tensors behind `layout`. `host` is for KV caches in host memory; `cuda`
     page-locks the arena, the most of it in the background (`SwapEngine.ready_slots`), and its
-    stores also wait for `output_copy_stream`. A `shared` arena is the same memory in every process
-    that passes a handle on it; the handle may be closed afterwards. Page-locking in the background
-    pauses while `room` has too little memory; the host's arena gets its pages as slots are stored.
+    stores also wait for `output_copy_stream`; `dma` is `cuda` with the copy engine only. A `shared`
+    arena is the same memory in every process that passes a handle on it; the handle may be closed
+    afterwards. Page-locking in the background pauses while `room` has too little memory; the host's
+    arena gets its pages as slots are stored.
     """
     if kind == "host":
         arena = HostArena(num_slots, layout.slot_bytes, register=None, shared=shared)
@@ -60,4 +61,6 @@ def create_engine(
         shared=shared,
         room=room,
     )
-    return CudaSwapEngine(layout, arena, device, keep_alive, output_copy_stream)
+    return CudaSwapEngine(
+        layout, arena, device, keep_alive, output_copy_stream, copy_engine_only=kind == "dma"
+    )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_swap.cuda.copies import CopyPlan, cut_batches
+from kv_swap.cuda.copies import CopyMaker, cut_batches
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout, Region
 
@@ -28,7 +28,7 @@ def make_layout(num_blocks: int, pages: list[tuple[int, int]], gap: int) -> KVLa
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[CopyPlan, np.ndarray]:
+def plans(draw: st.DrawFn) -> tuple[CopyMaker, np.ndarray]:
     sixteens = st.integers(1, 5).map(lambda n: 16 * n)
     num_blocks, num_slots = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     pages = draw(st.lists(st.tuples(sixteens, st.sampled_from([0, 0, 32])), min_size=1, max_size=4))
@@ -46,10 +46,10 @@ def plans(draw: st.DrawFn) -> tuple[CopyPlan, np.ndarray]:
     rows = draw(st.permutations(list(zip(*columns, strict=True))))
     boundary = 16 * draw(st.integers(1, 40))
     max_bytes = 16 * draw(st.integers(1, 40))
-    return CopyPlan(layout, ARENA, boundary, max_bytes), np.array(rows, np.int32)
+    return CopyMaker(layout, ARENA, boundary, max_bytes), np.array(rows, np.int32)
 
 
-def naive(plan: CopyPlan, pairs: np.ndarray) -> dict[int, int]:
+def naive(plan: CopyMaker, pairs: np.ndarray) -> dict[int, int]:
     """For every byte in host memory, the byte of the KV cache that belongs to it."""
     bytes_of = {}
     for block, slot in pairs.tolist():
@@ -74,7 +74,7 @@ def split(direction: Direction, copies: np.ndarray) -> list[tuple[int, int, int]
 @settings(max_examples=400, deadline=None)
 @given(plans(), st.sampled_from(list(Direction)))
 def test_copies_move_every_byte_once_within_the_limits(
-    case: tuple[CopyPlan, np.ndarray], direction: Direction
+    case: tuple[CopyMaker, np.ndarray], direction: Direction
 ) -> None:
     plan, pairs = case
     copies = plan.copies(direction, pairs)
@@ -92,10 +92,10 @@ def test_copies_move_every_byte_once_within_the_limits(
 @settings(max_examples=200, deadline=None)
 @given(plans(), st.sampled_from(list(Direction)))
 def test_nothing_that_could_be_one_copy_is_two(
-    case: tuple[CopyPlan, np.ndarray], direction: Direction
+    case: tuple[CopyMaker, np.ndarray], direction: Direction
 ) -> None:
     plan, pairs = case
-    plan = CopyPlan(plan.layout, plan.arena_address, 1 << 40, 1 << 40)
+    plan = CopyMaker(plan.layout, plan.arena_address, 1 << 40, 1 << 40)
     copies = split(direction, plan.copies(direction, pairs))
     assert copies == sorted(copies)
     for (host, device, nbytes), (next_host, next_device, _) in pairwise(copies):
@@ -103,7 +103,7 @@ def test_nothing_that_could_be_one_copy_is_two(
 
 
 def test_adjacent_blocks_in_adjacent_slots_are_one_copy() -> None:
-    plan = CopyPlan(make_layout(16, [(64, 0)], 0), ARENA, 1 << 20, 1 << 20)
+    plan = CopyMaker(make_layout(16, [(64, 0)], 0), ARENA, 1 << 20, 1 << 20)
     pairs = np.array([[6, 3], [4, 1], [5, 2], [9, 7]], np.int32)
     first = plan.layout.regions[0].address
     assert split(Direction.STORE, plan.copies(Direction.STORE, pairs)) == [
@@ -113,7 +113,7 @@ def test_adjacent_blocks_in_adjacent_slots_are_one_copy() -> None:
 
 
 def test_a_copy_ends_at_a_registration_and_at_the_largest_size() -> None:
-    plan = CopyPlan(make_layout(8, [(64, 0)], 0), ARENA, 96, 48)
+    plan = CopyMaker(make_layout(8, [(64, 0)], 0), ARENA, 96, 48)
     pairs = np.stack([np.arange(4)] * 2, 1).astype(np.int32)
     copies = split(Direction.LOAD, plan.copies(Direction.LOAD, pairs))
     assert [(host - ARENA, nbytes) for host, _, nbytes in copies] == [

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_swap.cuda import dma
-from kv_swap.cuda.copies import Copies, CopyPlan
+from kv_swap.cuda.copies import Copies, CopyMaker
 from kv_swap.cuda.dma import (
     PIECE_BYTES,
     SLICE_BYTES,
@@ -86,12 +86,12 @@ def make_path(
     direction: Direction, layout: KVLayout, arena_address: int, boundary_bytes: int
 ) -> tuple[DmaPath, FakeCopier, FakeTurns]:
     copier, turns = FakeCopier(), FakeTurns()
-    plan = CopyPlan(layout, arena_address, boundary_bytes, PIECE_BYTES)
-    return DmaPath(direction, plan, copier, turns), copier, turns  # type: ignore[arg-type]
+    maker = CopyMaker(layout, arena_address, boundary_bytes, PIECE_BYTES)
+    return DmaPath(direction, maker, copier, turns), copier, turns  # type: ignore[arg-type]
 
 
 def run(path: DmaPath, pairs: np.ndarray) -> int:
-    slices = list(path.slices(pairs))
+    slices = list(path.slices(pairs, in_waves=False))
     for part in slices:
         path.queue(part, FakeStream(1))  # type: ignore[arg-type]
     return len(slices)
@@ -142,7 +142,7 @@ def test_bytes_arrive_where_they_belong_and_nowhere_else(
     np.testing.assert_array_equal(arena, expected_arena)
 
 
-def plan_only(layout: KVLayout, direction: Direction = Direction.STORE) -> DmaPath:
+def unqueued(layout: KVLayout, direction: Direction = Direction.STORE) -> DmaPath:
     """A path whose slices are looked at and never queued."""
     return make_path(direction, layout, 1 << 40, 1 << 30)[0]
 
@@ -161,32 +161,33 @@ def shuffled(count: int) -> np.ndarray:
     [(16, SLICE_COPIES), (MIB, 64), (2 * MIB, 32), (9 * MIB, 21), (1 << 30, 16)],
 )
 def test_slices_are_bounded_in_copies_and_bytes(page_bytes: int, copies: int) -> None:
-    slices = list(plan_only(one_region(page_bytes)).slices(shuffled(100)))
+    path = unqueued(one_region(page_bytes))
+    slices = [part for _, part in path.slices(shuffled(100), in_waves=False)]
     assert len(slices[0][2]) == copies
     assert all(part.shape[1] <= SLICE_COPIES for part in slices)
     assert all(part[2].sum() <= SLICE_BYTES for part in slices)
     assert sum(int(part[2].sum()) for part in slices) == 100 * page_bytes
 
 
-def test_a_long_job_is_planned_as_it_goes() -> None:
+def test_a_long_job_is_cut_as_it_goes() -> None:
     regions = tuple(Region(i << 40, 4096, 4096, i * 4096) for i in range(1, 33))
-    path = plan_only(KVLayout(1 << 20, regions))
-    planned: list[int] = []
-    plan = path._plan
+    path = unqueued(KVLayout(1 << 20, regions))
+    cut: list[int] = []
+    maker = path._maker
 
     class Watching:
-        layout = plan.layout
+        layout = maker.layout
 
         def copies(self, direction: Direction, pairs: np.ndarray) -> Copies:
-            planned.append(len(pairs))
-            return plan.copies(direction, pairs)
+            cut.append(len(pairs))
+            return maker.copies(direction, pairs)
 
-    path._plan = Watching()  # type: ignore[assignment]
-    slices = path.slices(shuffled(10_000))
+    path._maker = Watching()  # type: ignore[assignment]
+    slices = path.slices(shuffled(10_000), in_waves=False)
     next(slices)
-    assert planned == [8]
+    assert cut == [8]
     assert 1 + sum(1 for _ in slices) == 10_000 * 32 // SLICE_COPIES
-    assert planned == [8] * 1250
+    assert cut == [8] * 1250
 
 
 def test_pieces_take_turns_and_are_joined() -> None:

@@ -60,7 +60,7 @@ def make_pairs(count: int) -> np.ndarray:
 )
 def test_slices_are_bounded_in_pairs_and_bytes(slot_bytes: int, pairs: int) -> None:
     path, _ = make_path(slot_bytes)
-    slices = list(path.slices(make_pairs(pairs + 1)))
+    slices = [part for _, part in path.slices(make_pairs(pairs + 1), in_waves=False)]
     assert [len(part) for part in slices] == [pairs, 1]
     np.testing.assert_array_equal(np.concatenate(slices), make_pairs(pairs + 1))
 
@@ -70,7 +70,7 @@ def test_lists_of_slices_in_flight_are_left_alone(monkeypatch: pytest.MonkeyPatc
     path, fake = make_path(16)
     stream = object()
     for count in range(1, 8):
-        path.queue(make_pairs(count), stream)  # type: ignore[arg-type]
+        path.queue((None, make_pairs(count)), stream)  # type: ignore[arg-type]
         for ago in range(min(count, path.max_in_flight)):
             assert fake.read(count - 1 - ago) == make_pairs(count - ago).tolist()
     assert len(set(fake.launched)) == 3
@@ -80,12 +80,12 @@ def test_a_failed_launch_takes_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "RING_ENTRIES", 2)
     path, fake = make_path(16)
     stream = object()
-    path.queue(make_pairs(1), stream)  # type: ignore[arg-type]
+    path.queue((None, make_pairs(1)), stream)  # type: ignore[arg-type]
     fake.failing = True
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
-        path.queue(make_pairs(2), stream)  # type: ignore[arg-type]
+        path.queue((None, make_pairs(2)), stream)  # type: ignore[arg-type]
     fake.failing = False
-    path.queue(make_pairs(3), stream)  # type: ignore[arg-type]
+    path.queue((None, make_pairs(3)), stream)  # type: ignore[arg-type]
     assert fake.read(0) == make_pairs(1).tolist()
     assert fake.read(1) == make_pairs(3).tolist()
 
@@ -100,21 +100,17 @@ def test_warm_up_launches_an_empty_list() -> None:
 
 
 class FakeTable:
-    """Four waves of 64 MiB, or as many bytes as said."""
+    """Waves of as many bytes each."""
 
-    def __init__(self, wave_bytes: int = 64 << 20) -> None:
-        self.set_bytes = wave_bytes
-        self.wave_bytes: list[int] = []
-
-    def write(self, waves: list[list[int]], stream: object) -> None:
-        self.wave_bytes = [self.set_bytes] * len(waves)
+    def __init__(self, wave_bytes: int, num_waves: int) -> None:
+        self.wave_bytes = [wave_bytes] * num_waves
 
     def tiles(self, waves: range) -> Tiles:
         return Tiles(1000 + waves.start, len(waves), 1)
 
 
 def make_wave_path(wave_bytes: int = 64 << 20, num_waves: int = 4) -> tuple[KernelPath, FakeKernel]:
-    fake, table = FakeKernel(), FakeTable(wave_bytes)
+    fake, table = FakeKernel(), FakeTable(wave_bytes, num_waves)
     path = KernelPath(
         Direction.STORE,
         fake,  # type: ignore[arg-type]
@@ -122,30 +118,29 @@ def make_wave_path(wave_bytes: int = 64 << 20, num_waves: int = 4) -> tuple[Kern
         NoRegistrar(),
         table,  # type: ignore[arg-type]
     )
-    path.set_waves([[wave] for wave in range(num_waves)], object())  # type: ignore[arg-type]
     return path, fake
 
 
 def test_waves_are_launched_with_their_tiles() -> None:
     path, fake = make_wave_path()
     stream = object()
-    slices = list(path.wave_slices(make_pairs(3)))
+    slices = list(path.slices(make_pairs(3), in_waves=True))
     assert [waves for waves, _ in slices] == [range(i, i + 1) for i in range(4)]
-    for waves, part in slices:
-        path.queue_waves(waves, part, stream)  # type: ignore[arg-type]
+    for part in slices:
+        path.queue(part, stream)  # type: ignore[arg-type]
     assert fake.tiles == [Tiles(1000 + wave, 1, 1) for wave in range(4)]
     for index in range(4):
         assert fake.read(index) == make_pairs(3).tolist()
-    path.queue(make_pairs(1), stream)  # type: ignore[arg-type]
+    path.queue((None, make_pairs(1)), stream)  # type: ignore[arg-type]
     assert fake.tiles[-1] is None
 
 
 def test_the_first_waves_of_a_large_load_are_joined() -> None:
     path, fake = make_wave_path()
-    slices = list(path.wave_slices(make_pairs(5)))
+    slices = list(path.slices(make_pairs(5), in_waves=True))
     expected = [(range(3), 1)] * 5 + [(range(3, 4), 4), (range(3, 4), 1)]
     assert [(waves, len(part)) for waves, part in slices] == expected
-    path.queue_waves(*slices[0], object())  # type: ignore[arg-type]
+    path.queue(slices[0], object())  # type: ignore[arg-type]
     assert fake.tiles == [Tiles(1000, 3, 1)]
 
 
@@ -155,7 +150,7 @@ def test_the_first_waves_of_a_large_load_are_joined() -> None:
 )
 def test_pieces_of_slots_are_not_too_small(slot_bytes: int, launches: int) -> None:
     path, _ = make_wave_path(slot_bytes // 4)
-    ranges = [waves for waves, _ in path.wave_slices(make_pairs(1))]
+    ranges = [waves for waves, _ in path.slices(make_pairs(1), in_waves=True)]
     assert len(ranges) == launches
     assert [wave for waves in ranges for wave in waves] == [0, 1, 2, 3]
     assert all(len(waves) == 1 for waves in ranges[1:])

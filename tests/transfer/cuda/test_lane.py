@@ -35,7 +35,6 @@ class FakeEvent:
 class FakePath(CopyPath):
     """Slices of four pairs; `copied` are those that have ended."""
 
-    name = "kernel"
     call = "launching swap_store"
 
     def __init__(self, max_in_flight: int, slices_per_call: int) -> None:
@@ -47,25 +46,20 @@ class FakePath(CopyPath):
         self.calls = 0
         self.waves: list[int] = []
 
-    def slices(self, pairs: Any) -> Iterator[Any]:
-        for first in range(0, len(pairs), 4):
-            yield pairs[first : first + 4]
+    def slices(self, pairs: Any, *, in_waves: bool) -> Iterator[Any]:
+        for waves in (range(1), range(1, 3), range(3, 4)) if in_waves else (None,):
+            for first in range(0, len(pairs), 4):
+                yield waves, pairs[first : first + 4]
 
     def queue(self, part: Any, stream: Any) -> None:
         assert stream is STREAM
+        waves, pairs = part
+        if waves is not None:
+            self.waves.append(waves.start)
         self.calls += 1
         if self.calls - 1 == self.failing:
             raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
-        self.queued.append((part.tolist(), None))
-
-    def wave_slices(self, pairs: Any) -> Iterator[tuple[range, Any]]:
-        for waves in (range(1), range(1, 3), range(3, 4)):
-            for part in self.slices(pairs):
-                yield waves, part
-
-    def queue_waves(self, waves: range, part: Any, stream: Any) -> None:
-        self.waves.append(waves.start)
-        self.queue(part, stream)
+        self.queued.append((pairs.tolist(), None))
 
     def warm_up(self, stream: Any) -> None:
         raise AssertionError("the engine warms a path up, not the lane")

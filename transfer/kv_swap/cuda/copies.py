@@ -15,7 +15,7 @@ Copies = NDArray[np.int64]
 """Of shape `(3, n)`: a row each of destinations, sources and bytes. No two copies overlap."""
 
 
-class CopyPlan:
+class CopyMaker:
     """Turns pairs of one layout and one arena into copies.
 
     A copy touches one page-locked registration only, since CUDA looks at where a host range begins

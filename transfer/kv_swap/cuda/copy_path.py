@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,14 +12,11 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch.cuda import Stream
 
-PathName = Literal["kernel", "dma"]
-PATHS: tuple[PathName, ...] = ("kernel", "dma")
-
-Slice = NDArray[Any]
-"""Part of a job, in the form that its path queues: pairs, or copies. Only the path looks inside."""
-
 WaveRange = range
 """Waves that follow one another and are copied together."""
+
+Slice = tuple[WaveRange | None, NDArray[Any]]
+"""Part of a job: its waves, `None` for whole slots, and its pairs or copies, as its path wants."""
 
 
 class CopyPath(ABC):
@@ -30,14 +27,16 @@ class CopyPath(ABC):
     most `slices_per_call` within one call of the engine. `call` names in errors what failed.
     """
 
-    name: PathName
     call: str
     max_in_flight: int
     slices_per_call: int
 
     @abstractmethod
-    def slices(self, pairs: NDArray[np.int32]) -> Iterator[Slice]:
-        """Cut a job's pairs, `(n, 2)`, n >= 1, lazily; the iterator keeps `pairs`."""
+    def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
+        """Cut a job's pairs, `(n, 2)`, n >= 1, lazily; the iterator keeps `pairs`.
+
+        With `in_waves` once for every range of waves; the ranges are in order.
+        """
 
     @abstractmethod
     def queue(self, part: Slice, stream: Stream) -> None:
@@ -46,18 +45,6 @@ class CopyPath(ABC):
         It begins only after all that was queued on `stream` before. Neither blocks nor allocates
         on the device. Raises `RuntimeError` from CUDA; part of the slice may then be queued.
         """
-
-    def set_waves(self, waves: Sequence[Sequence[int]], stream: Stream) -> None:
-        """See `SwapEngine.set_waves`; `stream` is the one on which waves will be queued."""
-        raise NotImplementedError(f"{self.name} does not copy in waves")
-
-    def wave_slices(self, pairs: NDArray[np.int32]) -> Iterator[tuple[WaveRange, Slice]]:
-        """Cut a job as `slices` does, once for every range of waves; the ranges are in order."""
-        raise NotImplementedError(f"{self.name} does not copy in waves")
-
-    def queue_waves(self, waves: WaveRange, part: Slice, stream: Stream) -> None:
-        """Queue what `part` has in the regions of these waves; otherwise as `queue`."""
-        raise NotImplementedError(f"{self.name} does not copy in waves")
 
     @abstractmethod
     def warm_up(self, stream: Stream) -> None:

@@ -1,16 +1,15 @@
 """The path of the copy engine: pages as plain copies, queued in batches.
 
-What it is good at: it takes no SM from compute, and moves 55.4 GB/s each way where kernels move 52
-(H200, PCIe Gen5 x16). What it costs:
+For devices that run no swap kernel, and for who asks for it: it takes no SM from compute. What it
+costs:
 
 - The host. `cuMemcpyBatchAsync` blocks its caller for 0.5 us a copy in small batches and 2.7 us in
   large ones, `cudaMemcpyAsync` for longer. So a call of the engine queues one slice, at most
   `SLICE_COPIES` copies of `SLICE_BYTES` in all, in pieces of `PIECE_BYTES`. The rest of a job
   follows with later polls. It does not come from a thread: every call of that thread gives the GIL
   up, and gets it back from an engine that steps in Python only after as much as 5 ms (see
-  `host_copy.py`), in which the link moves the bytes of 66 pieces. Between the polls of a
-  long step the link therefore idles, and `path_rule.py` gives this path only jobs of a
-  single slice wherever a kernel could run.
+  `kv_swap/host/runs.py`), in which the link moves the bytes of 66 pieces. Between the polls of a
+  long step the link therefore idles.
 - The copies of others. A copy engine serves a direction first come, first served, over all streams:
   a 2 KiB copy waited 3 to 4 ms behind 256 MiB, be it one batch or pieces on one stream. So pieces
   take turns on two streams, each waiting for the one before: whenever a piece has ended, others'
@@ -23,14 +22,15 @@ the call returns.
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.cuda.copies import Copies, CopyPlan, cut_batches
+from kv_swap.cuda.copies import Copies, CopyMaker, cut_batches
 from kv_swap.cuda.copy_path import CopyPath, Slice
 from kv_swap.cuda.device import device_index, import_cupy
 from kv_swap.cuda.streams import StreamTurns
@@ -56,19 +56,29 @@ _IN_FLIGHT = 8
 """Slices queued at once: 512 copies, with as many waits and events at most, far below the about
 1,000 operations of a stream after which CUDA makes the caller wait."""
 
-_PLANNED_COPIES = 256
+_PAGES_AT_A_TIME = 256
 """Pages that are turned into copies at a time: about 0.1 ms of NumPy."""
 
 
-class Copier(Protocol):
-    """Queues copies. The narrow seam to CUDA; tests put memory of the host behind it."""
+class Copier(ABC):
+    """Queues copies. The narrow seam to CUDA; tests put memory of the host behind it.
+
+    Raises `DeviceError` without CuPy.
+    """
 
     call: str
     """What it calls, for errors."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._cuda: Any = import_cupy().cuda
+        self._index = device_index(device)
+
     def device(self) -> AbstractContextManager[object]:
         """Make the device current while copies are queued."""
+        device: AbstractContextManager[object] = self._cuda.Device(self._index)
+        return device
 
+    @abstractmethod
     def copy(self, copies: Copies, first: int, end: int, stream: int) -> None:
         """Queue copies `first` to `end`, in any order, on a CUDA stream.
 
@@ -80,34 +90,35 @@ class Copier(Protocol):
 class DmaPath(CopyPath):
     """Copies of one direction, by the copy engine."""
 
-    name = "dma"
     max_in_flight = _IN_FLIGHT
     slices_per_call = 1
 
     def __init__(
-        self, direction: Direction, plan: CopyPlan, copier: Copier, turns: StreamTurns
+        self, direction: Direction, maker: CopyMaker, copier: Copier, turns: StreamTurns
     ) -> None:
         self.call = copier.call
         self._direction = direction
-        self._plan = plan
+        self._maker = maker
         self._copier = copier
         self._turns = turns
-        self._planned_pairs = max(1, _PLANNED_COPIES // len(plan.layout.regions))
+        self._pairs_at_a_time = max(1, _PAGES_AT_A_TIME // len(maker.layout.regions))
 
-    def slices(self, pairs: NDArray[np.int32]) -> Iterator[Slice]:
+    def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
         """Yield copies, `(3, n)` with n <= SLICE_COPIES; merged within 256 pages."""
-        for first in range(0, len(pairs), self._planned_pairs):
-            some = pairs[first : first + self._planned_pairs]
-            copies = self._plan.copies(self._direction, some)
+        assert not in_waves, "the copy engine does not copy in waves"
+        for first in range(0, len(pairs), self._pairs_at_a_time):
+            some = pairs[first : first + self._pairs_at_a_time]
+            copies = self._maker.copies(self._direction, some)
             for begin, end in cut_batches(copies, SLICE_COPIES, SLICE_BYTES):
-                yield np.ascontiguousarray(copies[:, begin:end])
+                yield None, np.ascontiguousarray(copies[:, begin:end])
 
     def queue(self, part: Slice, stream: Stream) -> None:
         """Queue the pieces of a slice, in turns on `stream` and on a stream of this path."""
-        pieces = cut_batches(part, SLICE_COPIES, PIECE_BYTES)
+        _, copies = part
+        pieces = cut_batches(copies, SLICE_COPIES, PIECE_BYTES)
         with self._copier.device(), closing(self._turns.take(stream)) as streams:
             for (first, end), turn in zip(pieces, streams, strict=False):
-                self._copier.copy(part, first, end, turn.cuda_stream)
+                self._copier.copy(copies, first, end, turn.cuda_stream)
 
     def warm_up(self, stream: Stream) -> None:
         """Do nothing: copies need no code on the device."""
@@ -117,8 +128,8 @@ def make_dma_path(
     direction: Direction, layout: KVLayout, arena: HostArena, device: torch.device
 ) -> DmaPath:
     """Return the path between a layout and a registered arena. Raises `DeviceError`."""
-    plan = CopyPlan(layout, arena.address, arena.piece_bytes, PIECE_BYTES)
-    return DmaPath(direction, plan, make_copier(device), StreamTurns(device))
+    maker = CopyMaker(layout, arena.address, arena.piece_bytes, PIECE_BYTES)
+    return DmaPath(direction, maker, make_copier(device), StreamTurns(device))
 
 
 def make_copier(device: torch.device) -> Copier:
@@ -164,7 +175,7 @@ _BatchFunction = ctypes.CFUNCTYPE(
 )
 
 
-class BatchCopier:
+class BatchCopier(Copier):
     """One `cuMemcpyBatchAsync` for all copies of a batch; needs a driver of CUDA 12.8 or newer.
 
     cuda-bindings finds the function; it is called past them, since they take a Python object for
@@ -189,19 +200,11 @@ class BatchCopier:
             raise LookupError(
                 f"the CUDA driver has no {self.call}: cuGetProcAddress returned {status}"
             )
-        cupy = import_cupy()
-        self._index = device_index(device)
-        self._device: Any = cupy.cuda.Device
-        self._error: Any = cupy.cuda.driver.CUDADriverError
+        super().__init__(device)
         self._function = _BatchFunction(int(address))
         self._attributes = _Attributes(_IN_STREAM_ORDER)
         self._first_copy = ctypes.c_size_t(0)
         self._failed = ctypes.c_size_t(_NO_COPY)
-
-    def device(self) -> AbstractContextManager[object]:
-        """See `Copier`."""
-        device: AbstractContextManager[object] = self._device(self._index)
-        return device
 
     def copy(self, copies: Copies, first: int, end: int, stream: int) -> None:
         """See `Copier`."""
@@ -221,26 +224,20 @@ class BatchCopier:
         if status:
             failed, self._failed.value = self._failed.value, _NO_COPY
             at = f"at copy {failed} of {end - first}" if failed < end - first else "for all copies"
-            raise RuntimeError(f"{self._error(status)} ({at}, {copies[2, first:end].sum()} bytes)")
+            error = self._cuda.driver.CUDADriverError(status)
+            raise RuntimeError(f"{error} ({at}, {copies[2, first:end].sum()} bytes)")
 
 
-class SingleCopier:
+class SingleCopier(Copier):
     """One `cudaMemcpyAsync` a copy, through CuPy."""
 
     call = "cudaMemcpyAsync"
 
     def __init__(self, device: torch.device) -> None:
-        cupy = import_cupy()
-        self._index = device_index(device)
-        self._device: Any = cupy.cuda.Device
-        runtime = cupy.cuda.runtime
+        super().__init__(device)
+        runtime = self._cuda.runtime
         self._copy: Any = runtime.memcpyAsync
         self._kind: int = runtime.memcpyDefault
-
-    def device(self) -> AbstractContextManager[object]:
-        """See `Copier`."""
-        device: AbstractContextManager[object] = self._device(self._index)
-        return device
 
     def copy(self, copies: Copies, first: int, end: int, stream: int) -> None:
         """See `Copier`."""

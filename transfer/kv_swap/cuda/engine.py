@@ -1,8 +1,8 @@
-"""KV caches on a CUDA device: the swap engine of the swap kernels and the copy engine.
+"""KV caches on a CUDA device.
 
-Each direction has a lane, with a stream of its own, for every path that the rule may choose for
-this layout; a job runs on one of them. Loads that compute waits for have a lane besides, where they
-stand behind nothing but each other.
+Each direction has a lane with a stream of its own. The swap kernels copy where the device runs
+them, else the copy engine. Loads that compute waits for have a third lane, where they stand behind
+nothing but each other; it needs the kernels.
 
 Lifetime. Streams, lists, arena and KV tensors belong to an inner state, which outlives the engine
 until all streams are idle: dropping the engine in mid-copy synchronises them before anything is
@@ -22,23 +22,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.calibrate import rule_for
-from kv_swap.cuda.copies import CopyPlan
-from kv_swap.cuda.copy_path import CopyPath, PathName
+from kv_swap.cuda.copies import CopyMaker
+from kv_swap.cuda.copy_path import CopyPath
 from kv_swap.cuda.device import device_index
 from kv_swap.cuda.dma import SingleCopier, make_dma_path
 from kv_swap.cuda.kernel_path import KernelPath
 from kv_swap.cuda.lane import Lane
 from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.streams import CopyStream
-from kv_swap.cuda.swap import SwapKernel
+from kv_swap.cuda.swap import SwapKernel, runs_kernels
 from kv_swap.cuda.wave_table import WaveTable
 from kv_swap.cuda.zero import BlockZeroer
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
-from kv_swap.path_rule import PathRule
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +50,8 @@ _POLL_SECONDS = 0.0001
 class _State:
     """What copies in flight need. Loads are advanced first: somebody waits for them."""
 
-    lanes: dict[tuple[Direction, PathName | Literal["before_compute"]], Lane]
+    lanes: dict[Direction | Literal["before_compute"], Lane]
+    wave_table: WaveTable | None
     zeroer: BlockZeroer | None
     arena: HostArena | None
     keep_alive: Sequence[object]
@@ -65,11 +64,10 @@ _LEAKED: list[_State] = []
 class CudaSwapEngine(SwapEngine):
     """Copies between KV tensors on `device` and a registered arena, a stream per direction.
 
-    `rule` chooses the path of each job; without one, what was measured on this device, and the
-    kernels where nothing was. `keep_alive` are the tensors behind `layout`. Stores wait for
-    `output_copy_stream` besides the compute stream, which is whatever stream is current on
-    `device` at each call. `seconds` of a completion are the device's: from when the compute stream
-    reached the point of submission.
+    `keep_alive` are the tensors behind `layout`. Stores wait for `output_copy_stream` besides the
+    compute stream, which is whatever stream is current on `device` at each call. With
+    `copy_engine_only` no kernel copies, though the device might run them. `seconds` of a completion
+    are the device's: from when the compute stream reached the point of submission.
 
     The constructor compiles the kernels, allocates all it needs and synchronises; construct it
     before any CUDA graph is captured.
@@ -85,7 +83,8 @@ class CudaSwapEngine(SwapEngine):
         device: torch.device,
         keep_alive: Sequence[object],
         output_copy_stream: torch.cuda.Stream | None = None,
-        rule: PathRule | None = None,
+        *,
+        copy_engine_only: bool = False,
     ) -> None:
         if arena.slot_bytes != layout.slot_bytes:
             raise LayoutError(
@@ -101,30 +100,29 @@ class CudaSwapEngine(SwapEngine):
 
         self._cuda: Any = torch.cuda
         self._device = torch.device("cuda", device_index(device))
-        self._rule = rule_for(self._device) if rule is None else rule
-        self._page_bytes = layout.slot_bytes // len(layout.regions)
         registrar = CudaRegistrar(self._device)
         zeroer = BlockZeroer(layout, self._device, registrar)
-        self._state = _State({}, zeroer, arena, tuple(keep_alive))
+        self._state = _State({}, None, zeroer, arena, tuple(keep_alive))
         lanes = self._state.lanes
         kernel: SwapKernel | None = None
+        if not copy_engine_only and runs_kernels(self._device):
+            kernel = SwapKernel(layout, arena, self._device)
         for direction, awaited in ((Direction.LOAD, None), (Direction.STORE, output_copy_stream)):
-            for name in self._rule.paths(direction, self._page_bytes):
-                path: CopyPath
-                if name == "dma":
-                    path = make_dma_path(direction, layout, arena, self._device)
-                else:
-                    kernel = kernel or SwapKernel(layout, arena, self._device)
-                    path = KernelPath(direction, kernel, arena.slot_bytes, registrar)
-                lanes[direction, name] = self._make_lane(direction, path, awaited)
+            path: CopyPath
+            if kernel is None:
+                path = make_dma_path(direction, layout, arena, self._device)
+            else:
+                path = KernelPath(direction, kernel, arena.slot_bytes, registrar)
+            lanes[direction] = self._make_lane(direction, path, awaited)
         if kernel is not None:
             shape = kernel.family.shapes[Direction.LOAD]
             table = WaveTable(layout, shape, self._device, registrar)
             path = KernelPath(Direction.LOAD, kernel, arena.slot_bytes, registrar, table)
-            lanes[Direction.LOAD, "before_compute"] = self._make_lane(Direction.LOAD, path)
+            lanes["before_compute"] = self._make_lane(Direction.LOAD, path)
+            self._state.wave_table = table
         # For `load_now`, which uses nothing that jobs use.
         self._copier = SingleCopier(self._device)
-        self._plan = CopyPlan(layout, arena.address, arena.piece_bytes, arena.piece_bytes)
+        self._copy_maker = CopyMaker(layout, arena.address, arena.piece_bytes, arena.piece_bytes)
         self._done: deque[Completion] = deque()
         self._undelivered = 0
         self._closed = False
@@ -143,7 +141,7 @@ class CudaSwapEngine(SwapEngine):
     @property
     def can_load_before_compute(self) -> bool:
         """Where kernels run: a launch takes a whole slice, the copy engine's slices are paced."""
-        return (Direction.LOAD, "before_compute") in self._state.lanes
+        return "before_compute" in self._state.lanes
 
     def submit(self, job: SwapJob) -> None:
         """Queue the job behind what is queued on the compute stream now; see `SwapEngine`.
@@ -163,14 +161,10 @@ class CudaSwapEngine(SwapEngine):
                 f"job {job.job_id}: waves are of loads before compute, and to be set first"
             )
         self._undelivered += 1
+        lane = self._state.lanes["before_compute" if job.before_compute else job.direction]
+        lane.submit(job, nbytes)
         if job.before_compute:
-            lane = self._state.lanes[Direction.LOAD, "before_compute"]
-            lane.submit(job, nbytes)
             lane.fail_unqueued()  # nobody could be made to wait for the rest
-            return
-        pages = len(job.pairs) * len(self.layout.regions)
-        path = self._rule.choose(job.direction, self._page_bytes, pages)
-        self._state.lanes[job.direction, path].submit(job, nbytes)
 
     @property
     def can_load_in_waves(self) -> bool:
@@ -179,7 +173,7 @@ class CudaSwapEngine(SwapEngine):
 
     def await_loads(self) -> None:
         """See `SwapEngine`."""
-        lane = self._state.lanes.get((Direction.LOAD, "before_compute"))
+        lane = self._state.lanes.get("before_compute")
         if lane is not None:
             lane.hold()
 
@@ -187,13 +181,13 @@ class CudaSwapEngine(SwapEngine):
         """See `SwapEngine`: by `cudaMemcpyAsync`, some microseconds of the host for every page."""
         job = SwapJob(-1, Direction.LOAD, pairs)
         self.check_pairs(job)
-        lane = self._state.lanes.get((Direction.LOAD, "before_compute"))
+        lane = self._state.lanes.get("before_compute")
         if self._closed or lane is None or self._capturing():
             raise JobError(
                 f"a load of {len(pairs)} blocks before compute was asked of an engine that is "
                 f"closed, has no kernels, or captures a CUDA graph"
             )
-        copies = np.ascontiguousarray(self._plan.copies(Direction.LOAD, pairs))
+        copies = np.ascontiguousarray(self._copy_maker.copies(Direction.LOAD, pairs))
         compute = self._cuda.current_stream(self._device)
         try:
             # What the failed job has queued writes the same bytes to the same blocks, but must not
@@ -213,18 +207,19 @@ class CudaSwapEngine(SwapEngine):
         Raises `JobError`, or `CopyError` from CUDA.
         """
         self.check_waves(waves)
-        lane = self._state.lanes.get((Direction.LOAD, "before_compute"))
-        if lane is None or self._num_waves or self._capturing():
+        lane = self._state.lanes.get("before_compute")
+        table = self._state.wave_table
+        if lane is None or table is None or self._num_waves or self._capturing():
             raise JobError("waves are set once, outside of a capture, on an engine that has them")
         try:
-            lane.path.set_waves(waves, lane.stream.stream)
+            table.write(waves, lane.stream.stream)
         except RuntimeError as error:
             raise CopyError(f"writing the table of {len(waves)} waves failed: {error}") from error
         self._num_waves = len(waves)
 
     def await_wave(self, wave: int) -> None:
         """See `SwapEngine`."""
-        lane = self._state.lanes.get((Direction.LOAD, "before_compute"))
+        lane = self._state.lanes.get("before_compute")
         if lane is not None:
             lane.hold_wave(wave)
 
@@ -321,6 +316,7 @@ def _release(state: _State) -> None:
             _LEAKED.append(state)
             return
     state.lanes.clear()
+    state.wave_table = None
     state.zeroer = None
     state.arena = None
     state.keep_alive = ()

@@ -7,14 +7,14 @@ destination pages; the host writes other entries, never this one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.cuda.copy_path import CopyPath, Slice, WaveRange
-from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, Tiles, write_list
+from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list
 from kv_swap.cuda.wave_table import WaveTable
 from kv_swap.engine import Direction
 from kv_swap.memory.arena import HostArena
@@ -49,8 +49,6 @@ class KernelPath(CopyPath):
     Copies in waves where it was given a table for them.
     """
 
-    name = "kernel"
-
     def __init__(
         self,
         direction: Direction,
@@ -64,53 +62,46 @@ class KernelPath(CopyPath):
         self._direction = direction
         self._kernel = kernel
         self._slot_bytes = slot_bytes
-        self._slice_pairs = min(MAX_PAIRS, max(1, SLICE_BYTES // slot_bytes))
         ring = HostArena(RING_ENTRIES, LIST_BYTES, register=registrar)
         self._ring = ring.view()
         self._ring_address = ring.address
         self._next_entry = 0
         self._wave_table = wave_table
 
-    def slices(self, pairs: NDArray[np.int32]) -> Iterator[Slice]:
-        """Yield views of at most MAX_PAIRS pairs and `SLICE_BYTES`, at least one pair."""
-        for first in range(0, len(pairs), self._slice_pairs):
-            yield pairs[first : first + self._slice_pairs]
+    def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
+        """Yield views of at most MAX_PAIRS pairs and `SLICE_BYTES`, at least one pair.
 
-    def queue(self, part: Slice, stream: Stream) -> None:
-        """Write the list and launch. Raises `RuntimeError`; nothing is queued then."""
-        self._queue(part, stream, None)
-
-    def set_waves(self, waves: Sequence[Sequence[int]], stream: Stream) -> None:
-        """See `CopyPath`."""
-        assert self._wave_table is not None, "waves were set on a path without a table for them"
-        self._wave_table.write(waves, stream)
-
-    def wave_slices(self, pairs: NDArray[np.int32]) -> Iterator[tuple[WaveRange, Slice]]:
-        """See `CopyPath`; all but the last waves are joined, where more launches would cost more.
-
-        Each launch has a list of its own, though those of other waves say the same.
+        All but the last waves are joined, where more launches would cost more. Each launch has a
+        list of its own, though those of other waves say the same.
         """
+        if not in_waves:
+            yield from self._cut(None, pairs, self._slot_bytes)
+            return
         assert self._wave_table is not None, "a path without a table was asked for waves"
-        num_waves = len(self._wave_table.wave_bytes)
+        wave_bytes = self._wave_table.wave_bytes
         launches = 1 + self._slot_bytes // PIECE_BYTES
         if len(pairs) * self._slot_bytes >= LARGE_LOAD_BYTES:
             launches = min(launches, 2)
-        joined = max(1, num_waves + 1 - launches)
-        for waves in (range(joined), *(range(i, i + 1) for i in range(joined, num_waves))):
-            nbytes = sum(self._wave_table.wave_bytes[wave] for wave in waves)
-            step = min(MAX_PAIRS, max(1, SLICE_BYTES // nbytes))
-            for first in range(0, len(pairs), step):
-                yield waves, pairs[first : first + step]
+        joined = max(1, len(wave_bytes) + 1 - launches)
+        for waves in (range(joined), *(range(i, i + 1) for i in range(joined, len(wave_bytes)))):
+            yield from self._cut(waves, pairs, sum(wave_bytes[wave] for wave in waves))
 
-    def queue_waves(self, waves: WaveRange, part: Slice, stream: Stream) -> None:
-        """See `CopyPath`."""
-        assert self._wave_table is not None, "a path without a table was asked for waves"
-        self._queue(part, stream, self._wave_table.tiles(waves))
+    @staticmethod
+    def _cut(waves: WaveRange | None, pairs: NDArray[np.int32], pair_bytes: int) -> Iterator[Slice]:
+        step = min(MAX_PAIRS, max(1, SLICE_BYTES // pair_bytes))
+        for first in range(0, len(pairs), step):
+            yield waves, pairs[first : first + step]
 
-    def _queue(self, part: Slice, stream: Stream, tiles: Tiles | None) -> None:
+    def queue(self, part: Slice, stream: Stream) -> None:
+        """Write the list and launch. Raises `RuntimeError`; nothing is queued then."""
+        waves, pairs = part
+        tiles = None
+        if waves is not None:
+            assert self._wave_table is not None, "a path without a table was given waves"
+            tiles = self._wave_table.tiles(waves)
         entry = self._next_entry
         # Free: slices end in order, and the one that used it last is `RING_ENTRIES` slices back.
-        write_list(self._ring[entry], part)
+        write_list(self._ring[entry], pairs)
         self._kernel.launch(self._direction, self._ring_address + entry * LIST_BYTES, stream, tiles)
         self._next_entry = (entry + 1) % len(self._ring)
 

@@ -13,9 +13,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kv_swap.cuda.copy_path import CopyPath
+from kv_swap.cuda.copy_path import CopyPath, Slice
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError
@@ -28,15 +28,14 @@ if TYPE_CHECKING:
 class _Running:
     """A job on its way: `following` is its next slice to queue, `in_flight` counts those queued.
 
-    `rest` has the slices after it; those of a job in waves come with their waves.
+    `rest` has the slices after it.
     """
 
     job_id: int
     nbytes: int
-    rest: Iterator[Any]
-    in_waves: bool
+    rest: Iterator[Slice]
     submitted: float
-    following: Any
+    following: Slice | None
     started: Event | None = None
     in_flight: int = 0
     seconds: float = 0.0
@@ -83,15 +82,10 @@ class Lane:
             started = self.stream.wait_for_compute()
         except RuntimeError as error:
             failure = error
-        pairs = job.pairs.copy()
-        rest: Iterator[Any] = (
-            self.path.wave_slices(pairs) if job.in_waves else self.path.slices(pairs)
-        )
+        rest = self.path.slices(job.pairs.copy(), in_waves=job.in_waves)
         self._waves.clear()
         self._awaited = None
-        running = _Running(
-            job.job_id, nbytes, rest, job.in_waves, time.perf_counter(), next(rest), started
-        )
+        running = _Running(job.job_id, nbytes, rest, time.perf_counter(), next(rest), started)
         if failure is not None:
             self._fail(running, "waiting for the compute stream", failure)
         self._jobs.append(running)
@@ -197,12 +191,11 @@ class Lane:
                 self._queue_slice(running)
 
     def _queue_slice(self, running: _Running) -> None:
-        waves, part = running.following if running.in_waves else (None, running.following)
+        part = running.following
+        assert part is not None, "a job without slices left was asked for one"
+        waves, _ = part
         try:
-            if waves is None:
-                self.path.queue(part, self.stream.stream)
-            else:
-                self.path.queue_waves(waves, part, self.stream.stream)
+            self.path.queue(part, self.stream.stream)
         except RuntimeError as error:
             self._fail(running, self.path.call, error)
         running.following = next(running.rest, None)

@@ -52,7 +52,7 @@ class LaunchShape:
 class KernelFamily:
     """One source of csrc with the functions `swap_store` and `swap_load`, and how to launch them.
 
-    `name` is what benches and calibration call it; `options` are for the compiler.
+    `name` is what benches call it; `options` are for the compiler.
     """
 
     name: str
