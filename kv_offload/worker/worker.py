@@ -247,13 +247,13 @@ class OffloadWorker:
         if not self._engine.wait(DRAIN_SECONDS):
             logger.error("kv-offload: rank %d: copies run while the engine sleeps", self._rank)
             return
-        self._released = [weakref.ref(tensor) for tensor in self._engine.hold(())]
+        self._released = [weakref.ref(tensor) for tensor in self._engine.keep_alive(())]
 
     def restore_kv_caches(self) -> None:
         """Hold the KV tensors again, which are back at their addresses."""
         if self._engine is not None and self._released:
             alive = [tensor for ref in self._released if (tensor := ref()) is not None]
-            self._engine.hold(alive)
+            self._engine.keep_alive(alive)
             self._released = []
 
     def shutdown(self) -> None:

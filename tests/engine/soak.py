@@ -134,8 +134,8 @@ class DigestingEngine(SwapEngine):
     def close(self, timeout_seconds: float = 30.0) -> None:
         self.inner.close(timeout_seconds)
 
-    def hold(self, objects: Sequence[object]) -> Sequence[object]:
-        return self.inner.hold(objects)
+    def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
+        return self.inner.keep_alive(objects)
 
     @property
     def in_flight(self) -> int:

@@ -234,7 +234,7 @@ def test_many_jobs_in_both_directions_at_once() -> None:
 
 
 def no_wait(stream: CopyStream) -> Any:
-    """What `wait_for_compute` must not be: it orders a copy after nothing."""
+    """What `wait_stream` must not be: it orders a copy after nothing."""
     return stream.record()
 
 
@@ -267,7 +267,7 @@ def test_store_waits_for_compute(own_stream: bool) -> None:
 def test_without_the_wait_a_store_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: it would notice."""
     engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
-    monkeypatch.setattr(CopyStream, "wait_for_compute", no_wait)
+    monkeypatch.setattr(CopyStream, "wait_stream", no_wait)
     with torch.cuda.stream(torch.cuda.Stream()):
         assert store_after_slow_write(engine, cache, slots, waits=False) == 1
     engine.close()
@@ -355,7 +355,7 @@ def test_a_load_before_compute_that_fails_is_copied_at_once(
             if fault == "full":
                 patch.setattr(lane.path, "max_in_flight", 1)
             if fault == "wait":
-                patch.setattr(lane.stream, "make_wait", failing_call)
+                patch.setattr(lane.stream, "make_compute_wait", failing_call)
             engine.submit(job)
             with pytest.raises(CopyError, match="in flight" if fault == "full" else "injected"):
                 engine.await_loads()
@@ -576,7 +576,7 @@ def test_load_waits_for_compute(ordered: bool, monkeypatch: pytest.MonkeyPatch) 
     """Fresh blocks are zeroed on the compute stream; a load must come after. With a control."""
     engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
     if not ordered:
-        monkeypatch.setattr(CopyStream, "wait_for_compute", no_wait)
+        monkeypatch.setattr(CopyStream, "wait_stream", no_wait)
     slots.fill_(7)
     gate = Gate()
     with torch.cuda.stream(torch.cuda.Stream()):

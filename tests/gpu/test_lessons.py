@@ -100,7 +100,7 @@ def wait_for_the_output_copy_alone(stream: CopyStream) -> Any:
 
 
 WAITS: dict[str, Callable[[CopyStream], Any]] = {
-    "as it is": CopyStream.wait_for_compute,
+    "as it is": CopyStream.wait_stream,
     "output copy alone": wait_for_the_output_copy_alone,
     "nothing": wait_for_nothing,
 }
@@ -125,7 +125,7 @@ def test_a_store_reads_the_block_after_a_slow_kernel_has_written_it(
 ) -> None:
     """The output-copy stream is fenced by the sampled tokens, not by what writes KV after them."""
     runner = Runner()
-    monkeypatch.setattr(CopyStream, "wait_for_compute", WAITS[waits_for])
+    monkeypatch.setattr(CopyStream, "wait_stream", WAITS[waits_for])
     metadata = plan(store=True)
     gate = Gate()
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -193,7 +193,7 @@ def test_the_arena_may_go_while_it_is_locked(small_pieces: int) -> None:
         gc.collect()
         assert work.wait(60)
         for thread in threading.enumerate():
-            if thread.name == "kv-offload-pin":
+            if thread.name == "kv-swap-pin":
                 thread.join(60)
         assert not is_mapped(address)
     torch.ones(8, device=DEVICE).sum().item()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ def test_a_cuda_engine_has_a_page_locked_arena(
     monkeypatch.setattr(cuda, "CudaSwapEngine", Made)
     monkeypatch.setattr(factory, "HostArena", Made)
     monkeypatch.setattr(factory, "CudaRegistrar", Made)
-    stream, tensors, device = object(), [object()], object()
+    stream, device = object(), object()
+    tensors: Any = [object()]
     made: Any = create_engine(
         kind,
         LAYOUT,
@@ -49,9 +51,24 @@ def test_a_cuda_engine_has_a_page_locked_arena(
 
 
 def test_a_host_engine_page_locks_nothing() -> None:
-    with_nothing: Any = None
-    engine = create_engine("host", LAYOUT, 3, device=with_nothing, keep_alive=[])
+    device: Any = object()
+    engine = create_engine("host", LAYOUT, 3, device=device, keep_alive=[])
     assert isinstance(engine, HostSwapEngine)
     assert engine._state.arena is not None
     assert not engine._state.arena.registered
     engine.close()
+
+
+def test_the_engine_fits_the_tensors_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "CudaSwapEngine", Made)
+    monkeypatch.setattr(factory, "HostArena", Made)
+    monkeypatch.setattr(factory, "CudaRegistrar", Made)
+    tensor: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    made: Any = create_engine("auto", LAYOUT, 3, keep_alive=[tensor])
+    assert made.arguments[2] is tensor.device
+    assert made.more == {"copy_engine_only": False}
+    monkeypatch.undo()
+    tensor.device.type = "cpu"
+    with create_engine("auto", LAYOUT, 3, keep_alive=[tensor]) as engine:
+        assert isinstance(engine, HostSwapEngine)
+    assert engine._state.stopping, "a context manager closes its engine"

@@ -80,7 +80,7 @@ class FakeDevice:
         self.failing_record = False
         self.waits = 0
         self.compute = 1
-        self.failing_hold = False
+        self.failing_await = False
         self.awaited: list[tuple[int, FakeEvent]] = []
 
     @property
@@ -104,7 +104,7 @@ class FakeDevice:
         self.out.add(event)
         return event
 
-    def wait_for_compute(self) -> FakeEvent:
+    def wait_stream(self) -> FakeEvent:
         if self.failing_wait:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self.waits += 1
@@ -115,8 +115,8 @@ class FakeDevice:
     def compute_stream(self) -> int:
         return self.compute
 
-    def make_wait(self, stream: int, event: FakeEvent) -> None:
-        if self.failing_hold:
+    def make_compute_wait(self, stream: int, event: FakeEvent) -> None:
+        if self.failing_await:
             raise RuntimeError("CUDA error: invalid resource handle")
         self.awaited.append((stream, event))
 
@@ -278,15 +278,15 @@ def test_a_call_queues_no_more_than_the_path_allows() -> None:
 def test_compute_waits_for_the_last_slice_of_what_is_in_flight() -> None:
     device = FakeDevice(max_in_flight=3)
     lane = make_lane(device)
-    lane.hold()
+    lane.await_all()
     assert device.awaited == []
     submit(lane, 1, 8)
-    lane.hold()
+    lane.await_all()
     assert device.awaited == [(1, events(device)[1])]
     submit(lane, 2, 8)  # of which one slice fits
     lane.fail_unqueued()
     with pytest.raises(CopyError, match="3 slices are in flight, no more fit"):
-        lane.hold()
+        lane.await_all()
     assert device.awaited[1:] == [(1, events(device)[2])]
     device.complete(3)
     fine, failed = lane.advance()
@@ -314,13 +314,13 @@ def test_compute_waits_for_the_last_slice_of_a_wave_once() -> None:
     assert device.path.waves == [0, 0, 1, 1, 3, 3]
     behind = events(device)
     for wave in (0, 2, 0, 1, 2):
-        lane.hold_wave(wave)
+        lane.await_wave(wave)
     assert device.awaited == [(1, behind[1]), (1, behind[3])]
     device.compute = 2
-    lane.hold_wave(0)
+    lane.await_wave(0)
     assert device.awaited[2:] == [(2, behind[1])], "another stream has waited for nothing yet"
     device.compute = 1
-    lane.hold_wave(9)
+    lane.await_wave(9)
     assert device.awaited[3:] == [(1, behind[5])]
     device.complete(6)
     (completion,) = lane.advance()
@@ -332,12 +332,12 @@ def test_a_new_load_is_waited_for_anew() -> None:
     device = FakeDevice(8, 8)
     lane = make_lane(device)
     submit_waves(lane, 1, 4)
-    lane.hold_wave(3)
+    lane.await_wave(3)
     submit_waves(lane, 2, 4)
-    lane.hold_wave(0)
+    lane.await_wave(0)
     assert device.awaited == [(1, events(device)[2]), (1, events(device)[3])]
     submit(lane, 3, 4)  # in one piece, and not waited for
-    lane.hold_wave(3)
+    lane.await_wave(3)
     assert len(device.awaited) == 2
 
 
@@ -349,7 +349,7 @@ def test_compute_cannot_wait_for_a_load_that_failed() -> None:
     assert device.path.waves == [0, 1]
     for wave in (0, 3):
         with pytest.raises(CopyError, match="store job 1"):
-            lane.hold_wave(wave)
+            lane.await_wave(wave)
     assert device.awaited == []
     device.complete(1)
     (failed,) = lane.advance()
@@ -362,7 +362,7 @@ def test_a_load_that_does_not_fit_at_once_fails() -> None:
     submit_waves(lane, 1, 4)
     lane.fail_unqueued()
     with pytest.raises(CopyError, match="2 slices are in flight, no more fit"):
-        lane.hold_wave(3)
+        lane.await_wave(3)
     device.complete(2)
     (failed,) = lane.advance()
     assert "2 slices are in flight, no more fit" in str(failed.error)
@@ -372,9 +372,9 @@ def test_a_wait_that_fails_fails_the_load() -> None:
     device = FakeDevice(8, 8)
     lane = make_lane(device)
     submit_waves(lane, 1, 4)
-    device.failing_hold = True
+    device.failing_await = True
     with pytest.raises(CopyError, match="having compute wait for it failed"):
-        lane.hold_wave(1)
+        lane.await_wave(1)
     device.complete(3)
     (failed,) = lane.advance()
     assert "having compute wait for it failed" in str(failed.error)

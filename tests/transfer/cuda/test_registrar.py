@@ -80,11 +80,12 @@ def test_a_driver_that_refuses_the_capture_mode(monkeypatch: pytest.MonkeyPatch)
         registrar._exchange_capture_mode(ctypes.c_int(2))
 
 
-def test_missing_cupy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cupy_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    for version, extra in (("12.8", "cu12"), ("13.0", "cu13"), (None, "cu13")):
+    twelve, thirteen = "cupy-cuda12x", "cupy-cuda13x"
+    for version, package in (("12.8", twelve), ("13.0", thirteen), (None, thirteen)):
         monkeypatch.setattr(torch.version, "cuda", version)
-        with pytest.raises(DeviceError, match=rf"pip install 'kv-offload\[{extra}\]'"):
+        with pytest.raises(DeviceError, match=rf"pip install {package}$"):
             CudaRegistrar(torch.device("cuda", 0))
 
 

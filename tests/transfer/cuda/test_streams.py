@@ -83,13 +83,13 @@ def test_copies_wait_for_the_compute_stream_of_the_moment(cuda: FakeCuda) -> Non
     stream = make_stream()
     for compute in (COMPUTE, 0, COMPUTE):
         cuda.compute = compute
-        event = stream.wait_for_compute().cuda_event
+        event = stream.wait_stream().cuda_event
         assert cuda.take() == [(0, "record", event, compute), (0, "wait", COPIES, event)]
 
 
 def test_they_wait_for_the_output_copy_stream_too(cuda: FakeCuda) -> None:
     stream = make_stream(output=True)
-    event = stream.wait_for_compute().cuda_event
+    event = stream.wait_stream().cuda_event
     calls = cuda.take()
     assert calls[:2] == [(0, "record", event, COMPUTE), (0, "wait", COPIES, event)]
     other = calls[2][2]
@@ -100,8 +100,8 @@ def test_they_wait_for_the_output_copy_stream_too(cuda: FakeCuda) -> None:
 def test_default_streams_are_those_of_the_device_of_the_copies(cuda: FakeCuda) -> None:
     cuda.compute = -1  # so that it is 0, the default stream, on device 1
     stream = make_stream(output=True, index=1)
-    event = stream.wait_for_compute()
-    stream.make_wait(0, event)
+    event = stream.wait_stream()
+    stream.make_compute_wait(0, event)
     assert [call[0] for call in cuda.take()] == [1] * 5
     assert cuda.device == 0
 
@@ -109,7 +109,7 @@ def test_default_streams_are_those_of_the_device_of_the_copies(cuda: FakeCuda) -
 def test_compute_waits_for_an_event(cuda: FakeCuda) -> None:
     stream = make_stream()
     event = stream.record()
-    stream.make_wait(stream.compute_stream(), event)
+    stream.make_compute_wait(stream.compute_stream(), event)
     handle = event.cuda_event
     assert cuda.take() == [(0, "record", handle, COPIES), (0, "wait", COMPUTE, handle)]
 
@@ -118,7 +118,7 @@ def test_events_are_made_once(cuda: FakeCuda) -> None:
     stream = make_stream(num_events=2, output=True)
     made = cuda.num_events
     for _ in range(3):
-        stream.recycle(stream.wait_for_compute(), stream.record())
+        stream.recycle(stream.wait_stream(), stream.record())
     assert cuda.num_events == made
     for _ in range(3):
         stream.record()

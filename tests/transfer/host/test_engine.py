@@ -27,7 +27,7 @@ LOAD, STORE = Direction.LOAD, Direction.STORE
 
 
 def copy_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "kv-offload-copy"]
+    return [thread for thread in threading.enumerate() if thread.name == "kv-swap-copy"]
 
 
 @pytest.fixture(autouse=True)

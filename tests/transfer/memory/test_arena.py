@@ -47,7 +47,7 @@ def wait_until(condition: object) -> None:
 
 
 def pinning_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "kv-offload-pin"]
+    return [thread for thread in threading.enumerate() if thread.name == "kv-swap-pin"]
 
 
 def hold_pages_of(piece: int, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -231,7 +231,7 @@ def test_partial_registration_is_undone(small_pieces: int) -> None:
     assert f"bytes {2 * PIECE} to {3 * PIECE}" in message
     assert "cudaErrorMemoryAllocation" in message
     assert "ulimit -l" in message
-    assert "smaller host cache" in message
+    assert "smaller pool" in message
     assert len(registrar.calls) == 2
     assert not registrar.live
     assert not registrar.unmapped_too_early
@@ -568,8 +568,7 @@ def test_the_pool_stops_growing_before_it_takes_the_headroom(
     assert warnings_of(caplog) == [
         f"host memory is short: the pool keeps {5 * PIECE} of {40 * PAGE} bytes, and grows when "
         f"memory is free: {HEADROOM + PIECE - PAGE} bytes are available (a played host), {PIECE} "
-        f"are wanted next, and {HEADROOM} must stay free; free memory, or configure a smaller host "
-        f"cache (cpu_bytes)"
+        f"are wanted next, and {HEADROOM} must stay free; free memory, or use a smaller pool"
     ]
 
 

@@ -227,14 +227,14 @@ def test_more_than_the_machine_has_is_refused_before_anything_is_touched(name: s
     with pytest.raises(PinnedMemoryError, match=f"cannot share {nbytes} bytes") as caught:
         SharedMemory.create(name, nbytes, 1)
     assert "ulimit -l" in str(caught.value)
-    assert "smaller host cache" in str(caught.value)
+    assert "smaller pool" in str(caught.value)
     assert traces(name) == []
 
 
 def test_a_name_that_is_taken(name: str) -> None:
     with (
         SharedMemory.create(name, NBYTES, 1),
-        pytest.raises(PinnedMemoryError, match="an id of its own") as caught,
+        pytest.raises(PinnedMemoryError, match="a name of its own") as caught,
     ):
         SharedMemory.create(name, NBYTES, 1)
     assert name in str(caught.value)
@@ -248,7 +248,7 @@ def test_a_name_that_is_taken(name: str) -> None:
 
 def test_another_size_is_refused(name: str) -> None:
     with SharedMemory.create(name, NBYTES, 1) as memory:
-        with pytest.raises(PinnedMemoryError, match=f"has {ROUNDED} bytes, this rank wants"):
+        with pytest.raises(PinnedMemoryError, match=f"has {ROUNDED} bytes, this process wants"):
             SharedMemory.attach(name, NBYTES + PAGE, 30)
         with pytest.raises(PinnedMemoryError, match=f"make it of {2 * SLOT_BYTES}"):
             HostArena(2, SLOT_BYTES, register=None, shared=memory)
@@ -269,7 +269,7 @@ def test_a_closed_handle_offers_no_longer(name: str) -> None:
     assert traces(name) == []
     with pytest.raises(PinnedMemoryError, match="within 0 s"):
         SharedMemory.attach(name, NBYTES, 0)
-    assert "kv-offload-share" not in [thread.name for thread in threading.enumerate()]
+    assert "kv-swap-share" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_without_peers_nothing_is_offered(name: str) -> None:

@@ -17,7 +17,7 @@ def import_cupy() -> Any:
     except ImportError as error:
         raise DeviceError(
             f"CuPy, which compiles and launches the copy kernels, cannot be imported: {error}; "
-            f"install it with pip install 'kv-offload[{_extra()}]'"
+            f"install it with pip install {_package()}"
         ) from error
     return cupy
 
@@ -32,9 +32,9 @@ def device_index(device: torch.device) -> int:
     return index
 
 
-def _extra() -> str:
-    """Name the extra whose CuPy matches the installed torch."""
+def _package() -> str:
+    """Name the CuPy that matches the installed torch."""
     import torch
 
     version: str | None = torch.version.cuda
-    return "cu12" if version is not None and version.startswith("12.") else "cu13"
+    return f"cupy-cuda{12 if version is not None and version.startswith('12.') else 13}x"

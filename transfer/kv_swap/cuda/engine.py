@@ -175,7 +175,7 @@ class CudaSwapEngine(SwapEngine):
         """See `SwapEngine`."""
         lane = self._state.lanes.get("before_compute")
         if lane is not None:
-            lane.hold()
+            lane.await_all()
 
     def load_now(self, pairs: NDArray[np.int32]) -> None:
         """See `SwapEngine`: by `cudaMemcpyAsync`, some microseconds of the host for every page."""
@@ -221,7 +221,7 @@ class CudaSwapEngine(SwapEngine):
         """See `SwapEngine`."""
         lane = self._state.lanes.get("before_compute")
         if lane is not None:
-            lane.hold_wave(wave)
+            lane.await_wave(wave)
 
     def poll(self) -> list[Completion]:
         """Return what has ended; queue slices that had to wait. Queries events only."""
@@ -262,7 +262,7 @@ class CudaSwapEngine(SwapEngine):
         self._closed = True
         self.wait(timeout_seconds)
 
-    def hold(self, objects: Sequence[object]) -> Sequence[object]:
+    def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
         """See `SwapEngine`."""
         held, self._state.keep_alive = self._state.keep_alive, tuple(objects)
         return held

@@ -79,7 +79,7 @@ class Lane:
         started = failure = None
         try:
             # First: what the device does about it goes on while the slice is made.
-            started = self.stream.wait_for_compute()
+            started = self.stream.wait_stream()
         except RuntimeError as error:
             failure = error
         rest = self.path.slices(job.pairs.copy(), in_waves=job.in_waves)
@@ -91,7 +91,7 @@ class Lane:
         self._jobs.append(running)
         self._queue()
 
-    def hold(self) -> None:
+    def await_all(self) -> None:
         """Make what the compute stream is given from now on wait for all slices queued so far.
 
         Raises `CopyError` if the job submitted last has failed, or cannot be waited for.
@@ -100,7 +100,7 @@ class Lane:
             self._make_wait(self.stream.compute_stream(), self._slices[-1][0])
         self._raise_failure()
 
-    def hold_wave(self, wave: int) -> None:
+    def await_wave(self, wave: int) -> None:
         """Make the compute stream wait for a wave of the job submitted last, and for all before it.
 
         Raises `CopyError` if that job has failed, or cannot be waited for.
@@ -132,7 +132,7 @@ class Lane:
 
     def _make_wait(self, stream: int, event: Event) -> None:
         try:
-            self.stream.make_wait(stream, event)
+            self.stream.make_compute_wait(stream, event)
         except RuntimeError as error:
             if self._jobs:
                 self._fail(self._jobs[-1], "having compute wait for it", error)

@@ -63,7 +63,7 @@ class CudaRegistrar:
 def _allowed_beside_captures() -> Iterator[None]:
     """Keep a registration on this thread from invalidating a CUDA graph captured on another.
 
-    Captures of torch and vLLM are of mode `global`: CUDA then refuses calls that might synchronise
+    Captures of torch are of mode `global`: CUDA then refuses calls that might synchronise
     on every thread, and ends the capture. A thread in relaxed mode is exempt, and nothing that is
     captured depends on memory that is not registered yet. Raises `RuntimeError` from CUDA.
     """

@@ -34,7 +34,7 @@ class CopyStream:
         self._device: Any = cupy.cuda.Device
         self._current_device: Any = runtime.getDevice
         self._record: Any = runtime.eventRecord
-        self._make_wait: Any = runtime.streamWaitEvent
+        self._wait_event: Any = runtime.streamWaitEvent
         self._current_stream: Any = torch._C._cuda_getCurrentRawStream
         self._index = device_index(device)
         self._make_event: Any = torch.cuda.Event
@@ -52,34 +52,34 @@ class CopyStream:
         handle: int = self._current_stream(self._index)
         return handle
 
-    def wait_for_compute(self) -> Event:
-        """Make copies queued from now on wait for all that is queued on the compute stream now.
+    def wait_stream(self) -> Event:
+        """Make this stream wait for all that is queued on the compute stream now.
 
-        The output-copy stream is waited for too, where there is one: a store then never delays the
-        sampled tokens on their way to the host.
+        And for the output-copy stream, where there is one: a store then never delays the copies on
+        it, which the caller is waiting for.
 
         Returns the event on the compute stream; give it back with `recycle`.
         """
         if self._current_device() != self._index:
             with self._device(self._index):  # each device has a default stream, of handle 0
-                return self.wait_for_compute()
+                return self.wait_stream()
         event = self._take()
         handle = event.cuda_event
         self._record(handle, self.compute_stream())
-        self._make_wait(self._handle, handle)
+        self._wait_event(self._handle, handle)
         if self._output_copy_stream is not None:
             handle = self._output_event.cuda_event
             self._record(handle, self._output_copy_stream.cuda_stream)
-            self._make_wait(self._handle, handle)
+            self._wait_event(self._handle, handle)
         return event
 
-    def make_wait(self, stream: int, event: Event) -> None:
+    def make_compute_wait(self, stream: int, event: Event) -> None:
         """Make what is queued from now on on `stream`, which compute runs on, wait for `event`."""
         if self._current_device() == self._index:
-            self._make_wait(stream, event.cuda_event)
+            self._wait_event(stream, event.cuda_event)
             return
         with self._device(self._index):
-            self._make_wait(stream, event.cuda_event)
+            self._wait_event(stream, event.cuda_event)
 
     def record(self) -> Event:
         """Return an event that completes with all copies queued so far."""
@@ -126,12 +126,12 @@ class StreamTurns:
         try:
             while True:
                 yield current
-                self._make_wait(following, current)
+                self._wait_stream(following, current)
                 current, following = following, current
         finally:
             if current is not own:
-                self._make_wait(own, current)
+                self._wait_stream(own, current)
 
-    def _make_wait(self, waiting: Stream, awaited: Stream) -> None:
+    def _wait_stream(self, waiting: Stream, awaited: Stream) -> None:
         self._event.record(awaited)
         waiting.wait_event(self._event)

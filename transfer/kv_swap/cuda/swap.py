@@ -81,8 +81,8 @@ def compile_options(family: KernelFamily) -> tuple[str, ...]:
     return (
         "-std=c++17",
         f"-I{include}",
-        f"-DKV_OFFLOAD_HEADERS={digest.hexdigest()[:16]}",
-        f"-DKV_OFFLOAD_MAX_PAIRS={MAX_PAIRS}",
+        f"-DKV_SWAP_HEADERS={digest.hexdigest()[:16]}",
+        f"-DKV_SWAP_MAX_PAIRS={MAX_PAIRS}",
         *family.options,
     )
 

@@ -34,7 +34,7 @@ def bulk_family(store: Ring, load: Ring) -> KernelFamily:
         "swap_bulk.cu",
         {Direction.STORE: store.shape, Direction.LOAD: load.shape},
         tuple(
-            f"-DKV_OFFLOAD_{name}_{what}={value}"
+            f"-DKV_SWAP_{name}_{what}={value}"
             for name, ring in (("STORE", store), ("LOAD", load))
             for what, value in (
                 ("STAGES", ring.stages),

@@ -65,7 +65,7 @@ class HostSwapEngine(SwapEngine):
         # Of the load before compute that was submitted last.
         self._failure: TransferError | None = None
         self._thread = threading.Thread(
-            target=work, args=(self._state,), name="kv-offload-copy", daemon=True
+            target=work, args=(self._state,), name="kv-swap-copy", daemon=True
         )
         self._thread.start()
         weakref.finalize(self, stop, self._state)
@@ -218,7 +218,7 @@ class HostSwapEngine(SwapEngine):
         stop(self._state)
         self._thread.join(timeout_seconds)
 
-    def hold(self, objects: Sequence[object]) -> Sequence[object]:
+    def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
         """See `SwapEngine`."""
         held, self._state.keep_alive = self._state.keep_alive, tuple(objects)
         return held

@@ -3,8 +3,7 @@
 The memory belongs to one owner object. Everything that may touch it holds the owner: the arena,
 every view it hands out, and the state of every engine until its last copy has ended. When the last
 of them lets go, the memory is first unregistered and then unmapped; nothing else frees it, and
-there is deliberately no `close`. (A view that did not hold its memory is how vLLM issue 45528
-overwrote weights.)
+there is deliberately no `close`.
 """
 
 from __future__ import annotations

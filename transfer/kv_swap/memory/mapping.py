@@ -49,7 +49,7 @@ class Mapping:
         except (OSError, OverflowError, ValueError) as error:
             raise PinnedMemoryError(
                 f"cannot map {self.nbytes} bytes of host memory: {error}; {describe_limits()}; "
-                f"configure a smaller host cache or free memory"
+                f"use a smaller pool or free memory"
             ) from error
         # Children must not inherit it: the kernel copies page-locked memory at fork.
         self._memory.madvise(mmap.MADV_DONTFORK)

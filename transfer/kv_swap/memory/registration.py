@@ -174,7 +174,7 @@ class Registration:
         # None claims a piece, or ends, before all are counted.
         with self._changed:
             for _ in range(count):
-                threading.Thread(target=self._work, name="kv-offload-pin", daemon=True).start()
+                threading.Thread(target=self._work, name="kv-swap-pin", daemon=True).start()
                 self._running_threads += 1
 
     def _work(self) -> None:
@@ -258,7 +258,7 @@ class Registration:
             if first:
                 logger.warning(
                     "host memory is short: the pool keeps %d of %d bytes, and grows when memory is "
-                    "free: %s; free memory, or configure a smaller host cache (cpu_bytes)",
+                    "free: %s; free memory, or use a smaller pool",
                     self.ready_bytes,
                     self._mapping.nbytes,
                     figures,
@@ -346,5 +346,5 @@ class Registration:
         return (
             f"cannot page-lock {self._mapping.nbytes} bytes of host memory: registering bytes "
             f"{start} to {end} failed with {self._first_failure()}; {kept}"
-            f"{describe_limits()}; configure a smaller host cache, raise the limit, or free memory"
+            f"{describe_limits()}; use a smaller pool, raise the limit, or free memory"
         )

@@ -1,4 +1,4 @@
-"""Memory that several processes of one host map: ranks that hold the same bytes keep them once.
+"""Memory that several processes of one host map: processes that want the same bytes keep them once.
 
 It is a memfd: no file names it, so `/dev/shm` and its size do not matter, and when the last process
 that has it ends, in whatever way, it is gone. Others get it from its creator, through a socket in
@@ -48,12 +48,12 @@ class SharedMemory:
     def create(cls, name: str, nbytes: int, num_peers: int) -> SharedMemory:
         """Make memory of exactly `nbytes`, zero, and offer it to `num_peers` other processes.
 
-        `name` is unique on the host, as an engine's instance id is. Takes no memory yet.
+        `name` is unique on the host. Takes no memory yet.
 
         Raises `PinnedMemoryError` if the machine does not have the memory, or the name is taken.
         """
         mapped_bytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        fd = os.memfd_create(f"kv-offload-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create(f"kv-swap-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # Linux promises shared memory of any size, and ends a process when it runs out. A
             # private mapping that could never be filled is refused: ask for one.
@@ -66,15 +66,15 @@ class SharedMemory:
             os.close(fd)
             raise PinnedMemoryError(
                 f"cannot share {mapped_bytes} bytes of host memory: {error}; {describe_limits()}; "
-                f"configure a smaller host cache or free memory"
+                f"use a smaller pool or free memory"
             ) from error
         try:
             offer = _Offer(name, os.dup(fd), num_peers) if num_peers else None
         except OSError as error:
             os.close(fd)
             raise PinnedMemoryError(
-                f"cannot offer shared memory as {name!r}: {error}; give every engine of the host "
-                f"an id of its own, of less than 90 letters"
+                f"cannot offer shared memory as {name!r}: {error}; give each shared memory of "
+                f"the host a name of its own, of less than 90 letters"
             ) from error
         return cls(fd, nbytes, offer)
 
@@ -89,7 +89,7 @@ class SharedMemory:
             if time.monotonic() >= deadline:
                 raise PinnedMemoryError(
                     f"no process of this user offered shared memory {name!r} of {nbytes} bytes "
-                    f"within {timeout_seconds:.0f} s: the rank that creates it did not start, or "
+                    f"within {timeout_seconds:.0f} s: the process that creates it did not start or "
                     f"runs on another host or in another network namespace; see its log"
                 )
             time.sleep(_RETRY_SECONDS)
@@ -97,8 +97,8 @@ class SharedMemory:
         if size != -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE:
             os.close(fd)
             raise PinnedMemoryError(
-                f"shared memory {name!r} has {size} bytes, this rank wants {nbytes}: start all "
-                f"ranks of an engine with the same configuration"
+                f"shared memory {name!r} has {size} bytes, this process wants {nbytes}: have "
+                f"all that share it ask for the same"
             )
         return cls(fd, nbytes, None)
 
@@ -159,7 +159,7 @@ class _Offer:
             self._listener.close()
             os.close(fd)
             raise
-        self._thread = threading.Thread(target=self._serve, name="kv-offload-share", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="kv-swap-share", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
@@ -202,7 +202,7 @@ def _ask(name: str) -> int | None:
 
 
 def _address(name: str) -> str:
-    return f"\0kv-offload/{name}"
+    return f"\0kv-swap/{name}"
 
 
 def _is_own_user(connection: socket.socket) -> bool:
