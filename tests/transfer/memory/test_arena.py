@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kv_swap.errors import PinnedMemoryError
-from kv_swap.memory import registration
+from kv_swap.memory import pieces, registration
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.mapping import Mapping
 from kv_swap.memory.registration import choose_piece_bytes
@@ -249,7 +249,7 @@ def test_memory_that_cannot_be_unregistered_stays_mapped(
         raise RuntimeError("cudaErrorIllegalAddress")
 
     monkeypatch.setattr(registrar, "unregister", refuse)
-    monkeypatch.setattr(registration, "_LEAKED", [])
+    monkeypatch.setattr(pieces, "_LEAKED", [])
     arena = HostArena(1, PAGE, register=registrar)
     address = arena.address
     del arena

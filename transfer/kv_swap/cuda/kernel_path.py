@@ -18,7 +18,7 @@ from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list
 from kv_swap.cuda.wave_table import WaveTable
 from kv_swap.engine import Direction
 from kv_swap.memory.arena import HostArena
-from kv_swap.memory.registration import PinnedRegistrar
+from kv_swap.memory.pieces import PinnedRegistrar
 
 if TYPE_CHECKING:
     from torch.cuda import Stream

@@ -14,7 +14,7 @@ from kv_swap.cuda.device import device_index, import_cupy
 from kv_swap.cuda.swap import LaunchShape, Tiles, cut_tiles
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
-from kv_swap.memory.registration import PinnedRegistrar
+from kv_swap.memory.pieces import PinnedRegistrar
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from kv_swap.cuda.swap import source_directory
 from kv_swap.errors import CopyError, DeviceError
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
-from kv_swap.memory.registration import PinnedRegistrar
+from kv_swap.memory.pieces import PinnedRegistrar
 
 if TYPE_CHECKING:
     import torch

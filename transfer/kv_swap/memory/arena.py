@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from kv_swap.errors import PinnedMemoryError
 from kv_swap.memory.mapping import Mapping
-from kv_swap.memory.registration import PinnedRegistrar, Registration, choose_piece_bytes
+from kv_swap.memory.pieces import PinnedRegistrar
+from kv_swap.memory.registration import Registration, choose_piece_bytes
 from kv_swap.memory.room import MemoryRoom
 from kv_swap.memory.shared import SharedMemory
 

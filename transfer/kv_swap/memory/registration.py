@@ -26,11 +26,11 @@ import os
 import sys
 import threading
 import time
-from typing import Protocol
 
 from kv_swap.errors import PinnedMemoryError
 from kv_swap.memory.limits import describe_limits
 from kv_swap.memory.mapping import Mapping
+from kv_swap.memory.pieces import Pieces, PinnedRegistrar
 from kv_swap.memory.room import MemoryRoom
 
 logger = logging.getLogger(__name__)
@@ -64,22 +64,6 @@ RETRY_SECONDS = 5.0
 _EXIT_SECONDS = 10.0
 """Bound of the wait, at the end of the process, for registrations that run."""
 
-_LEAKED: list[Mapping] = []
-"""Memory that could not be unregistered: it is never unmapped, the device might still write it."""
-
-
-class PinnedRegistrar(Protocol):
-    """Page-locks memory for a device. `RuntimeError` from either call means that it failed.
-
-    Both are called from several threads, one at a time for one arena.
-    """
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock `nbytes` from `address`; may take seconds."""
-
-    def unregister(self, address: int) -> None:
-        """Undo the `register` of the same address."""
-
 
 def choose_piece_bytes(slot_bytes: int, limit_bytes: int | None = None) -> int:
     """Return the bytes of a piece: whole pages, at most the limit, and whole slots if they fit.
@@ -106,21 +90,17 @@ class Registration:
         rest: float | None = None,
         room: MemoryRoom | None = None,
     ) -> None:
-        self.ready_bytes = 0
         self._mapping = mapping
-        self._registrar = registrar
-        self._piece_bytes = piece_bytes
+        self._pieces = Pieces(mapping, registrar, piece_bytes)
         self._num_threads = NUM_THREADS if num_threads is None else num_threads
         self._rest = REST if rest is None else rest
         self._room = room
-        self._num_pieces = -(-mapping.nbytes // piece_bytes)
         self._started = time.monotonic()
         self._background = False
         self._driver_turn = threading.Lock()
         # Guards all below. Its lock is reentrant: `release` runs as a finaliser, anywhere.
         self._changed = threading.Condition()
         self._next_piece = 0
-        self._registered: set[int] = set()
         self._failures: dict[int, Exception] = {}
         # Bytes without pages of the pieces that are taken, which no reading shows yet.
         self._missing: dict[int, int] = {}
@@ -128,6 +108,11 @@ class Registration:
         self._running_threads = 0
         self._stopping = False
         self._released = False
+
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes from the first on that are registered without a gap."""
+        return self._pieces.ready_bytes
 
     def start(self, *, background: bool) -> None:
         """Register the first piece on this thread and the others on threads of their own.
@@ -141,7 +126,7 @@ class Registration:
         assert first == 0, "a registration is started once"
         self._register(first)
         self._background = background  # from here on: the caller waits for the first piece
-        if not self._failures and self._num_pieces > 1:
+        if not self._failures and self._pieces.count > 1:
             self._start_threads()
             if not background:
                 self.wait(None)
@@ -163,12 +148,12 @@ class Registration:
             if self._running_threads:
                 self._changed.notify_all()  # those that wait for room
                 return
-        self._tear_down()
+        self._pieces.close()
 
     # -- threads -------------------------------------------------------------------------------
 
     def _start_threads(self) -> None:
-        count = min(self._num_threads, self._num_pieces - 1, len(os.sched_getaffinity(0)))
+        count = min(self._num_threads, self._pieces.count - 1, len(os.sched_getaffinity(0)))
         # A thread that the interpreter leaves behind in the driver at exit could end in a crash.
         atexit.register(self._stop)
         # None claims a piece, or ends, before all are counted.
@@ -190,15 +175,15 @@ class Registration:
             self._changed.notify_all()
             released = self._released
         if released:
-            self._tear_down()
+            self._pieces.close()
 
     def _claim(self) -> int | None:
         """Return the next piece; `None` if there is none, one has failed, or it is time to stop."""
         with self._changed:
-            if self._is_over() or self._next_piece == self._num_pieces:
+            if self._is_over() or self._next_piece == self._pieces.count:
                 return None
             piece = self._next_piece
-            start, end = self._range(piece)
+            start, end = self._pieces.range(piece)
             self._missing[piece] = end - start
             self._next_piece += 1
             return piece
@@ -208,7 +193,7 @@ class Registration:
         return self._stopping or bool(self._failures)
 
     def _register(self, piece: int) -> None:
-        start, end = self._range(piece)
+        start, end = self._pieces.range(piece)
         spare_bytes = 0
         try:
             for offset in range(start, end, POPULATE_BYTES):
@@ -272,18 +257,10 @@ class Registration:
 
     def _lock(self, piece: int) -> None:
         """Register a piece that has its pages, then rest. Call with the driver's turn."""
-        start, end = self._range(piece)
         began = time.monotonic()
-        self._registrar.register(self._mapping.address + start, end - start)
-        seconds = time.monotonic() - began
-        with self._changed:
-            self._registered.add(piece)
-            ready = self.ready_bytes // self._piece_bytes
-            while ready in self._registered:
-                self.ready_bytes = self._range(ready)[1]
-                ready += 1
+        self._pieces.lock(piece)
         if self._background:
-            time.sleep(self._rest * seconds)
+            time.sleep(self._rest * (time.monotonic() - began))
 
     def _stop(self) -> None:
         with self._changed:
@@ -297,9 +274,7 @@ class Registration:
         """End the background work, on its last thread: undo what no slot can use, and report."""
         atexit.unregister(self._stop)
         if self._failures:
-            usable = -(-self.ready_bytes // self._piece_bytes)
-            if self._unregister([piece for piece in self._registered if piece >= usable]):
-                self._mapping.discard(self.ready_bytes)
+            self._pieces.unlock_behind_gap()
             if self._background:
                 logger.error("%s", self._describe_failure())
         elif self._background and self.ready_bytes == self._mapping.nbytes:
@@ -310,36 +285,11 @@ class Registration:
                 time.monotonic() - self._started,
             )
 
-    def _tear_down(self) -> None:
-        if self._unregister(sorted(self._registered)):
-            self._mapping.close()
-        else:
-            _LEAKED.append(self._mapping)
-
-    def _unregister(self, pieces: list[int]) -> bool:
-        """Undo the registration of pieces; False if one is left."""
-        done = True
-        for piece in pieces:
-            address = self._mapping.address + self._range(piece)[0]
-            try:
-                self._registrar.unregister(address)
-            except RuntimeError:
-                logger.exception("cannot unregister host memory at %#x; it stays mapped", address)
-                done = False
-            else:
-                self._registered.discard(piece)
-        return done
-
-    def _range(self, piece: int) -> tuple[int, int]:
-        """Return the first byte of a piece and the one behind it."""
-        start = piece * self._piece_bytes
-        return start, min(start + self._piece_bytes, self._mapping.nbytes)
-
     def _first_failure(self) -> Exception:
         return self._failures[min(self._failures)]
 
     def _describe_failure(self) -> str:
-        start, end = self._range(min(self._failures))
+        start, end = self._pieces.range(min(self._failures))
         kept = ""
         if self._background and self.ready_bytes:
             kept = f"only the first {self.ready_bytes} are used; "
