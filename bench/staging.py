@@ -1,4 +1,4 @@
-"""What would copying through a ring in device memory bring? An experiment behind docs/transfer.md.
+"""What would copying through a ring in device memory bring? See docs/design/transfer.md.
 
 `python bench/staging.py --out FOLDER` compares, for 256 MiB scattered over 32 regions, the swap
 kernel, the copy engine straight between pages and slots, and the copy engine between slots and a

@@ -78,7 +78,7 @@ LOAD_RING = Ring(ctas=2, stages=8, tile_bytes=16 << 10, drains=2)
     copy engine, contiguous                       55.4            1.006     1.078     1.029
 
 Beside work that is bound by device memory the table of tiles has to be fetched far ahead
-(`SegmentCursor` in csrc/swap_bulk.cu, docs/transfer.md, 'Beside compute'). Since it is, a second
+(`SegmentCursor` in csrc/swap_bulk.cu, docs/design/transfer.md, 'Beside compute'). Since it is, a second
 tile on its way out helps there (sweep 6, GB/s alone and beside each kind of work, with its
 slowdown):
 
