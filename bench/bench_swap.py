@@ -209,7 +209,7 @@ class Bed:
 
         self.torch = cuda_torch()
         self.device = self.torch.device("cuda", 0)
-        self.path = choose_family(self.device).name if path == "kernel" else COPY_ENGINE
+        self.path = COPY_ENGINE if path == "dma" else choose_family(self.device).name
         nbytes = num_blocks * layers * page_bytes
         self.memory = self.torch.ones(nbytes, dtype=self.torch.uint8, device=self.device)
         self.layout = describe(self.memory.data_ptr(), num_blocks, layers, page_bytes)

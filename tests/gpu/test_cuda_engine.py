@@ -22,8 +22,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 
-from kv_swap.cuda import dma, swap, swap_bulk, swap_vector  # noqa: E402
-from kv_swap.cuda import engine as cuda  # noqa: E402
+from kv_swap.cuda import dma, state, swap_bulk, swap_vector  # noqa: E402
 from kv_swap.cuda import kernel_path as kernel  # noqa: E402
 from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
 from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
@@ -56,7 +55,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """The path of all engines of a test: every test runs over each, unless it says otherwise."""
     name: str = request.param
     if name == "dma":
-        monkeypatch.setattr(cuda, "runs_kernels", lambda device: False)
+        monkeypatch.setattr(state, "choose_family", lambda device: None)
     return name
 
 
@@ -427,7 +426,7 @@ def test_waves_move_exactly_the_bytes_of_the_pairs(
     """A launch for every wave, and two in all."""
     monkeypatch.setattr(kernel, "PIECE_BYTES", 16)
     monkeypatch.setattr(kernel, limit, 16)
-    monkeypatch.setattr(swap, "choose_family", lambda device: family)
+    monkeypatch.setattr(state, "choose_family", lambda device: family)
     engine, cache, slots = make_engine(num_blocks, pages, count)
     assert engine.can_load_in_waves
     engine.set_waves(waves)
@@ -1019,7 +1018,7 @@ cupy.RawKernel(source, "harm")((1,), (1,), (np.uint64(1 << 46),))
 def run_script(script: str, **values: str) -> subprocess.CompletedProcess[str]:
     for name, value in values.items():
         script = script.replace(name, value)
-    root = str(Path(cuda.__file__).parents[2])
+    root = str(Path(state.__file__).parents[2])
     search = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return subprocess.run(
         [sys.executable, "-c", script],

@@ -4,35 +4,24 @@ Each direction has a lane with a stream of its own. The swap kernels copy where 
 them, else the copy engine. Loads that compute waits for have a third lane, where they stand behind
 nothing but each other; it needs the kernels.
 
-Lifetime. Streams, lists, arena and KV tensors belong to an inner state, which outlives the engine
-until all streams are idle: dropping the engine in mid-copy synchronises them before anything is
-freed. The engine itself holds addresses and numbers only.
+The engine itself holds addresses and numbers only: what copies use is in its state (`state.py`).
 """
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.cuda.copies import CopyMaker
-from kv_swap.cuda.copy_path import CopyPath
 from kv_swap.cuda.device import device_index
-from kv_swap.cuda.dma import SingleCopier, make_dma_path
-from kv_swap.cuda.kernel_path import KernelPath
-from kv_swap.cuda.lane import Lane
-from kv_swap.cuda.registrar import CudaRegistrar
-from kv_swap.cuda.streams import CopyStream
-from kv_swap.cuda.swap import SwapKernel, runs_kernels
-from kv_swap.cuda.wave_table import WaveTable
-from kv_swap.cuda.zero import BlockZeroer
+from kv_swap.cuda.dma import SingleCopier
+from kv_swap.cuda.state import make_state, release
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
 from kv_swap.layout import KVLayout
@@ -41,24 +30,7 @@ from kv_swap.memory.arena import HostArena
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
-
 _POLL_SECONDS = 0.0001
-
-
-@dataclass(slots=True)
-class _State:
-    """What copies in flight need. Loads are advanced first: somebody waits for them."""
-
-    lanes: dict[Direction | Literal["before_compute"], Lane]
-    wave_table: WaveTable | None
-    zeroer: BlockZeroer | None
-    arena: HostArena | None
-    keep_alive: Sequence[object]
-
-
-_LEAKED: list[_State] = []
-"""What copies used of which nobody knows whether they have ended; it is never freed."""
 
 
 class CudaSwapEngine(SwapEngine):
@@ -100,26 +72,9 @@ class CudaSwapEngine(SwapEngine):
 
         self._cuda: Any = torch.cuda
         self._device = torch.device("cuda", device_index(device))
-        registrar = CudaRegistrar(self._device)
-        zeroer = BlockZeroer(layout, self._device, registrar)
-        self._state = _State({}, None, zeroer, arena, tuple(keep_alive))
-        lanes = self._state.lanes
-        kernel: SwapKernel | None = None
-        if not copy_engine_only and runs_kernels(self._device):
-            kernel = SwapKernel(layout, arena, self._device)
-        for direction, awaited in ((Direction.LOAD, None), (Direction.STORE, output_copy_stream)):
-            path: CopyPath
-            if kernel is None:
-                path = make_dma_path(direction, layout, arena, self._device)
-            else:
-                path = KernelPath(direction, kernel, arena.slot_bytes, registrar)
-            lanes[direction] = self._make_lane(direction, path, awaited)
-        if kernel is not None:
-            shape = kernel.family.shapes[Direction.LOAD]
-            table = WaveTable(layout, shape, self._device, registrar)
-            path = KernelPath(Direction.LOAD, kernel, arena.slot_bytes, registrar, table)
-            lanes["before_compute"] = self._make_lane(Direction.LOAD, path)
-            self._state.wave_table = table
+        self._state = make_state(
+            layout, arena, self._device, keep_alive, output_copy_stream, copy_engine_only
+        )
         # For `load_now`, which uses nothing that jobs use.
         self._copier = SingleCopier(self._device)
         self._copy_maker = CopyMaker(layout, arena.address, arena.piece_bytes, arena.piece_bytes)
@@ -127,16 +82,7 @@ class CudaSwapEngine(SwapEngine):
         self._undelivered = 0
         self._closed = False
         self._num_waves = 0
-        self._release = weakref.finalize(self, _release, self._state)
-
-    def _make_lane(
-        self, direction: Direction, path: CopyPath, awaited: torch.cuda.Stream | None = None
-    ) -> Lane:
-        # As many events for jobs as for slices: a job has one of its own and at least a slice.
-        stream = CopyStream(self._device, 2 * path.max_in_flight, awaited)
-        path.warm_up(stream.stream)
-        stream.stream.synchronize()
-        return Lane(direction, path, stream)
+        self._release = weakref.finalize(self, release, self._state)
 
     @property
     def can_load_before_compute(self) -> bool:
@@ -299,24 +245,3 @@ class CudaSwapEngine(SwapEngine):
         if idle and self._closed:
             self._release()
         return idle
-
-
-def _release(state: _State) -> None:
-    """Let the streams run out, then drop what their copies used. Runs once, on any thread.
-
-    Slices that were not queued are not queued any more: nobody is left to hear of their job.
-    """
-    for lane in state.lanes.values():
-        try:
-            lane.stream.stream.synchronize()
-            if state.zeroer is not None:
-                state.zeroer.synchronize()
-        except RuntimeError:
-            logger.exception("cannot synchronise a copy stream; what its copies use is not freed")
-            _LEAKED.append(state)
-            return
-    state.lanes.clear()
-    state.wave_table = None
-    state.zeroer = None
-    state.arena = None
-    state.keep_alive = ()

@@ -209,7 +209,12 @@ class SwapKernel:
         self._arena = arena
         self._runtime: Any = cupy.cuda.runtime
         self._device: Any = cupy.cuda.Device
-        self.family = choose_family(device) if family is None else family
+        chosen = family or choose_family(device)
+        if chosen is None:
+            raise DeviceError(
+                f"CUDA device {self._index} runs no copy kernels, use its copy engine"
+            )
+        self.family = chosen
         source = source_directory() / self.family.source
         try:
             with self._device(self._index):
@@ -253,31 +258,15 @@ class SwapKernel:
             launcher(list_address, stream.cuda_stream, tiles)
 
 
-def choose_family(device: torch.device) -> KernelFamily:
-    """Return the fastest family that `device` runs. Raises `DeviceError` if it runs none."""
-    from kv_swap.cuda import swap_bulk, swap_vector
-
-    capability = _capability(device)
-    if capability >= swap_bulk.MIN_CAPABILITY:
-        return swap_bulk.FAMILY
-    if capability >= swap_vector.MIN_CAPABILITY:
-        return swap_vector.FAMILY
-    raise DeviceError(
-        f"CUDA device {device_index(device)} has compute capability "
-        f"{capability[0]}.{capability[1]}, the copy kernels need at least "
-        f"{swap_vector.MIN_CAPABILITY[0]}.{swap_vector.MIN_CAPABILITY[1]}"
-    )
-
-
-def runs_kernels(device: torch.device) -> bool:
-    """Return whether `device` runs any family."""
-    from kv_swap.cuda import swap_vector
-
-    return _capability(device) >= swap_vector.MIN_CAPABILITY
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
+def choose_family(device: torch.device) -> KernelFamily | None:
+    """Return the fastest family that `device` runs; `None` if it runs none."""
     import torch
 
+    from kv_swap.cuda import swap_bulk, swap_vector
+
     capability: tuple[int, int] = torch.cuda.get_device_capability(device_index(device))
-    return capability
+    for module in (swap_bulk, swap_vector):
+        if capability >= module.MIN_CAPABILITY:
+            family: KernelFamily = module.FAMILY
+            return family
+    return None

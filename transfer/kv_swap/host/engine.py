@@ -134,9 +134,7 @@ class HostSwapEngine(SwapEngine):
 
     def await_loads(self) -> None:
         """Copy the waves that are left; all else was copied by `submit`."""
-        self._copy_waves(len(self._waves))
-        if self._failure is not None:
-            raise self._failure
+        self.await_wave(len(self._waves))
 
     def await_wave(self, wave: int) -> None:
         """Copy what is left of the waves up to this one. A failed copy ends the load."""
@@ -153,14 +151,15 @@ class HostSwapEngine(SwapEngine):
         arrival, self._arrival, self._failure = self._arrival, None, None
         if arrival is not None:
             # Its waves are not copied any more; its job has ended.
-            self._end_early(arrival, CopyError("a load in waves was given up for a load at once"))
+            given_up = CopyError("a load in waves was given up for a load at once")
+            self._end(arrival, Completion(arrival.waves[0].job_id, Direction.LOAD, 0, 0, given_up))
         error = run(self._transfer(job, self.layout)).error
         if error is not None:
             raise error
 
-    def _end_early(self, arrival: _Arrival, error: CopyError) -> None:
-        job = arrival.waves[0]
-        done = Completion(job.job_id, job.direction, arrival.nbytes, arrival.seconds, error)
+    def _end(self, arrival: _Arrival, last: Completion) -> None:
+        """Complete a load in waves, of which `last` was the last."""
+        done = replace(last, nbytes=arrival.nbytes, seconds=arrival.seconds)
         with self._state.condition:
             self._state.done.append(done)
 
@@ -174,9 +173,7 @@ class HostSwapEngine(SwapEngine):
             if done.error is not None or not arrival.waves:
                 self._arrival = None
                 self._failure = done.error
-                done = replace(done, nbytes=arrival.nbytes, seconds=arrival.seconds)
-                with self._state.condition:
-                    self._state.done.append(done)
+                self._end(arrival, done)
 
     def poll(self) -> list[Completion]:
         """Return what has ended, in the order of its end.
