@@ -46,7 +46,7 @@ def bulk_family(store: Ring, load: Ring) -> KernelFamily:
 
 
 STORE_RING = Ring(ctas=2, stages=4, tile_bytes=14 << 10, drains=2)
-"""From bench/sweep_swap.py and bench/sweep_pages.py (H200, PCIe Gen5 x16, driver 580, 21 Nov 2026; all
+"""From bench/sweep_swap.py and sweep_pages.py (H200, PCIe Gen5 x16, driver 580, 21 Nov 2026; all
 rows are in bench/results/h200/sweep.json): GB/s by page, and the slowdown of an 8192-cubed product.
 
     ring (CTAs x stages x KiB / drains)   4 KiB  64 KiB  2 MiB   product
