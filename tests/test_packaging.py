@@ -19,7 +19,9 @@ PLUGIN_GROUP = "vllm.general_plugins"
 
 # -- imports -----------------------------------------------------------------------------------
 
-LEAVES = frozenset({"", "config", "errors", "host_memory", "messages", "metrics", "sizes"})
+LEAVES = frozenset(
+    {"", "config", "engine", "errors", "host_memory", "messages", "metrics", "sizes"}
+)
 """Modules at the top of `kv_offload`, which every room may import; `""` is the package itself."""
 
 ALLOWED = {
@@ -30,6 +32,7 @@ ALLOWED = {
     "cli": LEAVES | {"engines"},
     # The leaves among themselves.
     "": frozenset[str](),
+    "engine": frozenset[str](),
     "errors": frozenset[str](),
     "sizes": frozenset({"errors"}),
     "host_memory": frozenset({"errors"}),
