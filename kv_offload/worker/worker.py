@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import weakref
 from collections import deque
@@ -18,15 +19,7 @@ from kv_swap.layout import KVLayout
 from kv_swap.shared import SharedMemory
 
 from kv_offload.config import OffloadConfig
-from kv_offload.engines.vllm.compat import (
-    count_weight_loads,
-    find_output_copy_stream,
-    forward_context,
-    forward_log,
-    forward_with_layer_calls,
-    logger,
-)
-from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors, layer_regions
+from kv_offload.engine import RankEngine
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.messages import (
     DrainAnswer,
@@ -46,7 +39,8 @@ from kv_offload.worker.waves import LayerWaves
 
 if TYPE_CHECKING:
     import torch
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 10.0
 """Bound of the wait for running stores before a reset or a sleep."""
@@ -89,13 +83,13 @@ class OffloadWorker:
     def __init__(
         self,
         config: OffloadConfig,
-        kv_cache_config: KVCacheConfig,
+        rank_engine: RankEngine,
         rank: int,
         num_ranks: int,
         peers: Peers = ALONE,
     ) -> None:
         self._config = config
-        self._kv_cache_config = kv_cache_config
+        self._rank_engine = rank_engine
         self._rank = rank
         self._num_ranks = num_ranks
         self._peers = peers
@@ -136,7 +130,6 @@ class OffloadWorker:
         self.on_layer: Callable[[str], None] | None = None
         """Takes the calls of attention layers in this step; None in most steps."""
         self._stats = OffloadStats()
-        forward_log("kv_swap")
         self._ready_slots_reported = 0
         self._count_weight_loads: Callable[[], int] | None = None
         self._weight_loads_reported: dict[int, int] = {}
@@ -151,13 +144,13 @@ class OffloadWorker:
         on whose call stack the model and the output-copy stream are found. Raises
         `UnsupportedError`, `CapacityError` or `ConfigError`, each with the remedy.
         """
-        self._count_weight_loads = count_weight_loads()
-        layout = describe_kv_caches(kv_caches, self._kv_cache_config)
+        self._count_weight_loads = self._rank_engine.count_weight_loads()
+        caches = self._rank_engine.describe_kv_caches(kv_caches)
+        layout, tensors = caches.layout, caches.tensors
         slot_bytes = layout.slot_bytes
-        tensors = kv_tensors(kv_caches)
         device = tensors[0].device
         kind = self._engine_kind(device)
-        stream = find_output_copy_stream() if kind == "cuda" else None
+        stream = self._rank_engine.find_output_copy_stream() if kind == "cuda" else None
         started = time.monotonic()
         shared = self._open_shared_memory(tuple(kv_caches), layout, kind, device)
         if shared is None:
@@ -176,7 +169,7 @@ class OffloadWorker:
             )
         if self._engine.can_load_in_waves:
             page_bytes = [region.page_bytes for region in layout.regions]
-            self._waves = LayerWaves(layer_regions(kv_caches, layout), page_bytes)
+            self._waves = LayerWaves(caches.regions_of_layer, page_bytes)
         logger.info(
             "kv-offload: rank %d holds %d slots, %d of them ready, of %d bytes (%.2f GiB%s) over "
             "%d regions, started in %.1f s; stores wait for %s",
@@ -301,7 +294,7 @@ class OffloadWorker:
         the others. What failed of them until now is made good now.
         """
         self.start_copies(metadata)
-        self._waves.begin_step(forward_with_layer_calls())
+        self._waves.begin_step(self._rank_engine.forward_with_layer_calls())
         self.on_layer = self._learn_layer if self._waves.learning else None
         awaited = self._awaited
         if awaited is None:
@@ -452,7 +445,7 @@ class OffloadWorker:
     # -- layers --------------------------------------------------------------------------------
 
     def _learn_layer(self, layer: str) -> None:
-        self._waves.learn(layer, forward_context())
+        self._waves.learn(layer, self._rank_engine.forward_context())
 
     def _await_layer(self, layer: str) -> None:
         assert self._engine is not None, "a load arrives in an engine that is gone"
@@ -732,7 +725,7 @@ class OffloadWorker:
                     "kv-offload: rank %d: copies still run after %.0f s", self._rank, DRAIN_SECONDS
                 )
             self.poll()
-        except Exception:  # noqa: BLE001 - it would end the engine
+        except Exception:
             logger.exception("kv-offload: rank %d: not all copies could be ended", self._rank)
         self._failed_loads.clear()
         asked = {*running, *(job.job_id for job in unsent)}
