@@ -6,28 +6,24 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
 from kv_swap.errors import PinnedMemoryError
 from kv_swap.host_copy import copy_runs
 from kv_swap.shared import SharedMemory
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
-from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
 from kv_offload.errors import CapacityError
 from kv_offload.messages import JobResult, LoadJob, OffloadMetadata, StoreJob, WorkerCapacity
-from kv_offload.worker import sharing
-from kv_offload.worker.sharing import Peers, arena_bytes, ranks_with_equal_bytes
+from kv_offload.worker.sharing import Peers, arena_bytes
 from kv_offload.worker.worker import OffloadWorker
-from tests.support.fakes import PAGE_WORDS, make_kv_cache_config
+from tests.support.plain_rank import PAGE_WORDS, PlainRank
 
 BLOCKS = 8
 BLOCK_BYTES = PAGE_WORDS * 8
@@ -67,7 +63,7 @@ class Ranks:
         self.halves = [
             OffloadWorker(
                 OffloadConfig(**config),
-                make_kv_cache_config([CacheGroup(0, 4)], BLOCKS),
+                PlainRank(),
                 rank,
                 2,
                 meeting.peers(rank),
@@ -122,50 +118,6 @@ def ranks() -> Iterator[Ranks]:
 
 def done(rank: int, *, ok: bool = True) -> JobResult:
     return JobResult(frozenset({rank}), ok)
-
-
-# -- which ranks -------------------------------------------------------------------------------
-
-
-def latent(**more: Any) -> MLAAttentionSpec:
-    if "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__:
-        more = {"max_tp_shards": 1, **more}
-    return MLAAttentionSpec(
-        block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, **more
-    )
-
-
-def dense() -> FullAttentionSpec:
-    return FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-
-
-def equal_ranks(*specs: Any, tensor: int = 4, decode_context: int = 1) -> int:
-    groups = [
-        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer.{i}"])
-        for i, spec in enumerate(specs)
-    ]
-    parallel = SimpleNamespace(
-        tensor_parallel_size=tensor, decode_context_parallel_size=decode_context
-    )
-    return ranks_with_equal_bytes(parallel, SimpleNamespace(kv_cache_groups=groups))
-
-
-def test_tensor_parallel_ranks_hold_the_same_latents() -> None:
-    assert equal_ranks(latent()) == 4
-    assert equal_ranks(latent(), latent()) == 4
-    group = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer.0": latent()})
-    assert equal_ranks(group) == 4
-    assert equal_ranks(latent(), tensor=1) == 1
-
-
-def test_ranks_that_may_differ_share_nothing() -> None:
-    assert equal_ranks(dense()) == 1, "even of one head: what is left of it is not said"
-    assert equal_ranks(latent(), dense()) == 1
-    assert equal_ranks(latent(), decode_context=2) == 1
-    assert equal_ranks() == 1
-    if "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__:
-        assert equal_ranks(latent(max_tp_shards=None)) == 1
-        assert equal_ranks(latent(), latent(max_tp_shards=2)) == 1
 
 
 def test_cpu_bytes_are_for_all_ranks_once() -> None:
@@ -226,8 +178,6 @@ def test_layers_lie_elsewhere_on_another_rank() -> None:
     """Allocators owe nobody an order: one rank's last layer may have the lowest address."""
     ranks = Ranks()
     ranks.kvs = [two_layers(reverse=False), two_layers(reverse=True)]
-    for half in ranks.halves:
-        half._kv_cache_config = make_kv_cache_config([CacheGroup(0, 4), CacheGroup(1, 4)], BLOCKS)
     ranks.start()
     assert {half._peers.count for half in ranks.halves} == {2}
     ranks.store(0, (1, 0), (2, 1))
@@ -244,8 +194,6 @@ def test_ranks_with_other_layers_share_nothing() -> None:
     ranks = Ranks()
     ranks.kvs = [two_layers(reverse=False), two_layers(reverse=False)]
     ranks.kvs[1] = dict(reversed(ranks.kvs[1].items()))
-    for half in ranks.halves:
-        half._kv_cache_config = make_kv_cache_config([CacheGroup(0, 4), CacheGroup(1, 4)], BLOCKS)
     ranks.start()
     assert {half._peers.count for half in ranks.halves} == {1}
     ranks.stop()
@@ -324,8 +272,6 @@ def test_where_one_rank_cannot_share_none_does(
     reason: str,
 ) -> None:
     monkeypatch.setattr(SharedMemory, method, refuse)
-    caplog.set_level("WARNING", "vllm.kv_offload")
-    monkeypatch.setattr(sharing.logger, "propagate", True)
     open_before = len(os.listdir("/proc/self/fd"))
     ranks = Ranks().start()
     assert len(os.listdir("/proc/self/fd")) == open_before

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
-import logging
 import threading
 import time
 import weakref
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
 from kv_swap.engine import Completion, Direction, SwapJob
@@ -23,7 +22,6 @@ from kv_swap.errors import CopyError, JobError
 from kv_swap.host import HostSwapEngine
 from kv_swap.host_copy import copy_runs
 
-from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.messages import (
@@ -35,7 +33,7 @@ from kv_offload.messages import (
     WorkerCapacity,
 )
 from kv_offload.worker.worker import OffloadWorker
-from tests.support.fakes import PAGE_WORDS, make_kv_cache_config
+from tests.support.plain_rank import PAGE_WORDS, PlainRank
 
 BLOCKS = 8
 BLOCK_BYTES = PAGE_WORDS * 8
@@ -66,9 +64,10 @@ class Rank:
 
     def __init__(self, *, rank: int = 0, num_ranks: int = 1, slots: int = 8, **config: Any) -> None:
         config.setdefault("cpu_bytes", slots * num_ranks * BLOCK_BYTES)
+        self.asked = PlainRank()
         self.half = OffloadWorker(
             OffloadConfig(**config),
-            make_kv_cache_config([CacheGroup(0, 4)], BLOCKS),
+            self.asked,
             rank,
             num_ranks,
         )
@@ -351,20 +350,18 @@ def test_the_speed_of_stores_is_reported_when_it_changes(
     rank.half.shutdown()
 
 
-def test_weights_that_a_rank_was_given_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads = 0
-    monkeypatch.setattr("kv_offload.worker.worker.count_weight_loads", lambda: lambda: loads)
+def test_weights_that_a_rank_was_given_are_reported_once() -> None:
     rank = Rank(rank=1, num_ranks=2)
     assert rank.half.weight_loads == {}
     rank.start()
     rank.half.take_report()  # of the slots that are ready
     assert rank.half.take_report() is None
-    loads = 3
+    rank.asked.weight_loads = 3
     report = rank.half.take_report()
     assert report is not None
     assert report.weight_loads == rank.half.weight_loads == {1: 3}
     assert rank.half.take_report() is None
-    loads = 4
+    rank.asked.weight_loads = 4
     assert (rank.half.take_report() or report).weight_loads == {1: 4}
     rank.half.shutdown()
 
@@ -456,9 +453,8 @@ def test_a_load_that_fails_leaves_zeros_and_is_reported_twice(
 
 
 def test_a_block_that_cannot_be_zeroed_does_not_end_the_engine(
-    rank: Rank, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    rank: Rank, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     rank.step(loads=[load(0, "a", (NO_BLOCK, 2))])
     assert rank.report()[1:][0] == {"a"}
     assert f"block {NO_BLOCK} does not exist" in caplog.text
@@ -664,18 +660,13 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank, torch.Tensor
     """A rank of two layers, whose calls have been learned, and its other layer's tensor."""
     monkeypatch.setattr("kv_offload.worker.worker.WAVES_FROM_BYTES", 0)
     rank = Rank(slots=16)
-    group = rank.half._kv_cache_config.kv_cache_groups[0]
-    group.layer_names = ["layer.0", "layer.1"]
     other = rank.kv + 1_000_000
     rank.half.register_kv_caches({"layer.0": rank.kv, "layer.1": other})
-    context = object()
-    monkeypatch.setattr("kv_offload.worker.worker.forward_context", lambda: context)
-    monkeypatch.setattr(
-        "kv_offload.worker.worker.forward_with_layer_calls", lambda: (context, "eager")
-    )
+    rank.asked.context = object()
+    rank.asked.forward = (rank.asked.context, "eager")
     rank.begin(plan([store(0, (1, 2))]))
     assert rank.half.on_layer is not None
-    for name in group.layer_names:
+    for name in ("layer.0", "layer.1"):
         rank.half.on_layer(name)
     rank.end(plan([store(0, (1, 2))]))
     rank.step()
@@ -760,18 +751,14 @@ def test_without_a_way_to_write_the_table_loads_arrive_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kv_offload.worker.worker.WAVES_FROM_BYTES", 0)
-    context = object()
-    monkeypatch.setattr("kv_offload.worker.worker.forward_context", lambda: context)
-    monkeypatch.setattr(
-        "kv_offload.worker.worker.forward_with_layer_calls", lambda: (context, "eager")
-    )
 
     def fail(engine: HostSwapEngine, waves: object) -> None:
         raise CopyError("no table")
 
     monkeypatch.setattr(HostSwapEngine, "set_waves", fail)
     rank = Rank(slots=16)
-    rank.half._kv_cache_config.kv_cache_groups[0].layer_names = ["layer.0", "layer.1"]
+    rank.asked.context = object()
+    rank.asked.forward = (rank.asked.context, "eager")
     rank.half.register_kv_caches({"layer.0": rank.kv, "layer.1": rank.kv + 1})
     for loads in ((), (synchronous(0, "a", (4, 2)),)):
         rank.begin(plan(loads=loads))

@@ -161,12 +161,12 @@ def _schedule(original: Method) -> Method:
 
 def _observe(original: Method) -> Method:
     @functools.wraps(original)
-    def observe(self: Any, transfer_stats_data: Any, engine_idx: int = 0) -> None:
+    def observe(self: Any, transfer_stats_data: Any, engine_idx: int = 0) -> Any:
         as_sent = {
             name: stats if isinstance(stats, dict) else {"data": stats.data}
             for name, stats in transfer_stats_data.items()
         }
-        original(self, as_sent, engine_idx)
+        return original(self, as_sent, engine_idx)
 
     return observe
 

@@ -7,17 +7,17 @@ import logging
 from kv_offload.engines.vllm.patches import install_in_process
 
 CONNECTOR = "KVOffloadConnector"
+VLLM_LOG = logging.getLogger("vllm.kv_offload")
+"""Only children of the logger `vllm` have a handler."""
 
 
 class _Forward(logging.Handler):
-    """Hands records to vLLM's log: only children of the logger `vllm` have a handler."""
-
-    target = logging.getLogger("vllm.kv_offload")
+    """Hands records to vLLM's log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record as if it were logged there."""
-        if self.target.isEnabledFor(record.levelno):
-            self.target.handle(record)
+        if VLLM_LOG.isEnabledFor(record.levelno):
+            VLLM_LOG.handle(record)
 
 
 def forward_log(name: str) -> None:

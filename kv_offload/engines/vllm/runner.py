@@ -109,4 +109,8 @@ def before_each_step(call: Callable[[Any], None]) -> None:
     """
     runner = find_runner()
     if runner is not None:
-        patches.tell(patches.EXECUTE_MODEL, runner, call)
+
+        def begin(scheduler_output: Any, *_args: Any, **_kwargs: Any) -> None:
+            call(scheduler_output)
+
+        patches.tell(patches.EXECUTE_MODEL, runner, begin)
