@@ -51,7 +51,7 @@ class OffloadMetadata:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """Which ranks have ended a job, and whether all of them copied it without an error.
+    """Which ranks have ended a store, and whether all of them copied it without an error.
 
     Ranks are named, not counted: a drain can deliver what a report on its way delivers again.
     """
@@ -72,8 +72,10 @@ class OffloadWorkerMetadata:
     """By job id."""
     failed_loads: frozenset[str] = frozenset()
     """Requests whose asynchronous loads failed. They are reported as received too."""
-    loads: dict[int, JobResult] = field(default_factory=dict)
-    """Synchronous loads, by job id; the others are reported to the engine, by request."""
+    loads: dict[int, frozenset[int]] = field(default_factory=dict)
+    """Synchronous loads that ended, well or not, by job id: on which ranks.
+
+    Asynchronous loads are reported to the engine, by request."""
     lost_loads: frozenset[int] = frozenset()
     """Synchronous loads that were not there when a forward read them, by job id: what was computed
     with them is wrong. Named in the report of that very step; in `loads` when the copies end."""
@@ -91,7 +93,10 @@ class OffloadWorkerMetadata:
         return type(self)(
             _merge(self.stores, other.stores),
             self.failed_loads | other.failed_loads,
-            _merge(self.loads, other.loads),
+            {
+                job_id: self.loads.get(job_id, frozenset()) | other.loads.get(job_id, frozenset())
+                for job_id in self.loads | other.loads
+            },
             self.lost_loads | other.lost_loads,
             _slower(self.load_bytes_per_second, other.load_bytes_per_second),
             self.ready_slots | other.ready_slots,

@@ -9,7 +9,8 @@ the wait is worth: next to nothing while others run, more while nobody does.
 
 from __future__ import annotations
 
-from kv_offload.scheduler.rates import LoadRate, RecentMedian
+from kv_offload.medians import RecentMedian
+from kv_offload.scheduler.rates import LoadRate
 
 BUSY_SECONDS = 0.0005
 """What the synchronous loads of one step may take from others that run: a tenth of a token.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kv_offload.cache.manager import NO_SLOTS, CacheManager, MissingKeyError
 from kv_offload.cache.policies import Slots
 from kv_offload.cache.prefix import PrefixMap, SlotKey
-from kv_offload.messages import JobResult, LoadJob
+from kv_offload.messages import LoadJob
 from kv_offload.scheduler.rates import LoadQueue
 
 MAX_WAIT_SECONDS = 5.0
@@ -289,13 +289,13 @@ class LoadPlanner:
                 ended += 1
         return ended
 
-    def complete_synchronous(self, results: Mapping[int, JobResult]) -> None:
-        """Take the ranks' reports of synchronous loads, failed ones included."""
-        for job_id, result in results.items():
+    def complete_synchronous(self, ended: Mapping[int, Set[int]]) -> None:
+        """Take the ranks on which synchronous loads ended, failed ones included."""
+        for job_id, ranks in ended.items():
             load = self._synchronous.get(job_id)
             if load is None:
                 continue  # read already, before an error
-            load.ranks_left.difference_update(result.ranks)
+            load.ranks_left.difference_update(ranks)
             if not load.ranks_left:
                 del self._synchronous[job_id]
                 self._let_go(load.slots)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from kv_offload.engine import StepOutput
-from kv_offload.scheduler.rates import LoadRate, PrefillRate, RecentMedian
+from kv_offload.medians import RecentMedian
+from kv_offload.scheduler.rates import LoadRate, PrefillRate
 from kv_offload.scheduler.step_clock import Step, StepClock
 
 

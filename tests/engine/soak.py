@@ -187,8 +187,8 @@ def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
         copy_runs(runs)
 
     with (
-        mock.patch("kv_offload.worker.worker.WAVES_FROM_BYTES", 0),
-        mock.patch("kv_offload.worker.worker.create_engine", create),
+        mock.patch("kv_offload.worker.synchronous_loads.WAVES_FROM_BYTES", 0),
+        mock.patch("kv_offload.worker.allocation.create_engine", create),
         mock.patch.object(OffloadWorker, "start_copies", start_copies),
         mock.patch("kv_swap.host._copy_runs", copy_slowly),
     ):

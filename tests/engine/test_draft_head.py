@@ -41,7 +41,7 @@ def kv_layers(running: Engine) -> list[Any]:
 
 def corrupt(running: Engine, layers: list[Any]) -> None:
     """Change signs in host memory, of these layers alone; no number becomes a NaN."""
-    regions = {region.address: region for region in running.rank._engine.layout.regions}
+    regions = {region.address: region for region in running.rank.transfer.layout.regions}
     for layer in layers:
         region = regions[layer.data_ptr()]
         start = region.slot_offset_bytes
@@ -71,7 +71,7 @@ def reload(running: Engine) -> None:
     running.settle()
     running.reset_gpu_cache()
     running.totals.clear()
-    for tensor in running.rank._engine._state.keep_alive:
+    for tensor in running.rank.transfer._state.keep_alive:
         tensor.fill_(1.5)
 
 

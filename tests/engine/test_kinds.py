@@ -85,6 +85,6 @@ def test_reloaded_prompts_give_the_same_tokens(model_folder: Path, kind: Kind) -
 def keep_alive(offloading: Engine) -> list[Any]:
     """Return every tensor that the engine registered; a layer with states has several."""
     tensors = []
-    for one in offloading.rank._engine._state.keep_alive:
+    for one in offloading.rank.transfer._state.keep_alive:
         tensors += one if isinstance(one, (list, tuple)) else [one]
     return tensors

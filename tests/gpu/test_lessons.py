@@ -63,7 +63,7 @@ class Runner:
 
     @property
     def engine(self) -> Any:
-        return self.half._engine
+        return self.half.transfer
 
     def slot(self) -> list[int]:
         """Return the words that are in `SLOT`, each once."""
@@ -184,7 +184,7 @@ def test_the_destination_of_a_failed_load_holds_no_nan(
     torch.cuda.synchronize()
     monkeypatch.setattr(SwapKernel, "launch", fail)
     if not zeroes:
-        monkeypatch.setattr(OffloadWorker, "_zero", lambda worker, job: None)
+        monkeypatch.setattr(CudaSwapEngine, "zero_blocks", lambda engine, blocks: None)
     runner.half.start_kv_transfers(plan(load=True))
     assert runner.engine.wait(30)
     runner.half.poll()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_offload.worker.waves import WEIGHTS, LayerWaves, plan_waves
+from kv_offload.worker.waves import WEIGHTS, LayerWaves, cut_waves
 
 EAGER = ("NONE", False)
 
@@ -23,7 +23,7 @@ def alone(count: int) -> dict[str, frozenset[int]]:
 
 def test_first_and_last_wave_are_small() -> None:
     layers = alone(32)
-    plan = plan_waves(list(layers), layers, [100] * 32)
+    plan = cut_waves(list(layers), layers, [100] * 32)
     assert plan is not None
     assert [len(wave) for wave in plan.waves] == [5, 9, 10, 5, 3]
     assert list(chain(*plan.waves)) == list(range(32))
@@ -37,7 +37,7 @@ def test_first_and_last_wave_are_small() -> None:
 
 def test_keys_and_values_apart_come_together() -> None:
     layers = {"a": frozenset([0, 2]), "b": frozenset([1, 3])}
-    plan = plan_waves(["b", "a"], layers, [16] * 4)
+    plan = cut_waves(["b", "a"], layers, [16] * 4)
     assert plan is not None
     assert plan.waves == ((1, 3), (0, 2))
     assert plan.wave_of == {"a": 1}
@@ -45,7 +45,7 @@ def test_keys_and_values_apart_come_together() -> None:
 
 def test_what_a_silent_layer_reads_comes_first() -> None:
     layers = alone(4) | {"state": frozenset([2, 4])}
-    plan = plan_waves([f"layer.{i}" for i in range(4)], layers, [16] * 6)
+    plan = cut_waves([f"layer.{i}" for i in range(4)], layers, [16] * 6)
     assert plan is not None
     assert plan.waves == ((2, 4, 5, 0), (1,), (3,)), "region 5 belongs to nobody"
     assert plan.wave_of == {"layer.1": 1, "layer.3": 2}
@@ -53,7 +53,7 @@ def test_what_a_silent_layer_reads_comes_first() -> None:
 
 def test_shared_regions_come_with_the_first_layer_that_reads_them() -> None:
     layers = alone(4) | {"layer.3": frozenset([1]), "layer.2": frozenset([0, 2])}
-    plan = plan_waves([f"layer.{i}" for i in range(4)], layers, [16] * 3)
+    plan = cut_waves([f"layer.{i}" for i in range(4)], layers, [16] * 3)
     assert plan is not None
     assert plan.waves == ((0,), (1,), (2,))
     assert plan.wave_of == {"layer.1": 1, "layer.2": 2, "layer.3": 1}
@@ -73,7 +73,7 @@ def test_shared_regions_come_with_the_first_layer_that_reads_them() -> None:
 def test_one_wave_is_no_plan(
     order: list[str], layers: dict[str, frozenset[int]], regions: int
 ) -> None:
-    assert plan_waves(order, layers, [16] * regions) is None
+    assert cut_waves(order, layers, [16] * regions) is None
 
 
 @given(st.data())
@@ -82,7 +82,7 @@ def test_no_layer_reads_what_a_later_wave_brings(data: st.DataObject) -> None:
     some = st.frozensets(st.integers(0, regions - 1), min_size=1)
     layers = {f"l{i}": data.draw(some) for i in range(data.draw(st.integers(1, 10)))}
     called = data.draw(st.lists(st.sampled_from([*layers, "nobody"]), unique=True))
-    plan = plan_waves(called, layers, data.draw(st.lists(st.integers(1, 99), min_size=regions)))
+    plan = cut_waves(called, layers, data.draw(st.lists(st.integers(1, 99), min_size=regions)))
     if plan is None:
         return
     assert 2 <= len(plan.waves) <= len(WEIGHTS)
@@ -104,11 +104,11 @@ def test_no_layer_reads_what_a_later_wave_brings(data: st.DataObject) -> None:
 def forward(waves: LayerWaves, *layers: str, kind: object = EAGER) -> bool:
     """Run a step in which these layers call."""
     context = object()
-    waves.begin_step((context, kind))  # type: ignore[arg-type]
+    waves.forward_follows((context, kind))  # type: ignore[arg-type]
     for layer in layers:
         if waves.learning:
             waves.learn(layer, context)
-    return waves.end_step()
+    return waves.forward_ended()
 
 
 @pytest.fixture
@@ -117,54 +117,54 @@ def waves() -> LayerWaves:
 
 
 def test_a_forward_teaches_its_kind_once(waves: LayerWaves) -> None:
-    waves.begin_step((object(), EAGER))
+    waves.forward_follows((object(), EAGER))
     assert waves.learning
     assert not waves.possible
     assert forward(waves, *alone(3))
-    assert waves.plan is not None
-    waves.begin_step((object(), EAGER))
+    assert waves.cut is not None
+    waves.forward_follows((object(), EAGER))
     assert waves.possible
     assert not waves.learning
     assert not forward(waves)
     for other in (("PIECEWISE", False), ("NONE", True)):
-        waves.begin_step((object(), other))
+        waves.forward_follows((object(), other))
         assert not waves.possible
         assert waves.learning
-    waves.begin_step(None)
+    waves.forward_follows(None)
     assert not waves.possible
     assert not waves.learning
 
 
 def test_another_kind_must_have_the_same_late_layers(waves: LayerWaves) -> None:
     forward(waves, *alone(3))
-    plan = waves.plan
+    plan = waves.cut
     assert not forward(waves, "layer.1", "layer.2", kind="without the first")
-    waves.begin_step((object(), "without the first"))
+    waves.forward_follows((object(), "without the first"))
     assert waves.possible, "the first layer is not late"
     assert not forward(waves, "layer.0", "layer.1", kind="without the last")
-    waves.begin_step((object(), "without the last"))
+    waves.forward_follows((object(), "without the last"))
     assert not waves.possible
-    assert waves.plan is plan
+    assert waves.cut is plan
 
 
 def test_a_kind_without_a_plan_leaves_it_to_others(waves: LayerWaves) -> None:
     assert not forward(waves, kind="silent")
-    assert waves.plan is None
+    assert waves.cut is None
     assert forward(waves, *alone(3))
-    waves.begin_step((object(), "silent"))
+    waves.forward_follows((object(), "silent"))
     assert not waves.possible
 
 
 def test_calls_under_another_context_are_a_draft_heads(waves: LayerWaves) -> None:
     context = object()
-    waves.begin_step((context, EAGER))
+    waves.forward_follows((context, EAGER))
     for layer in ("layer.0", "layer.1"):
         waves.learn(layer, context)
     waves.learn("layer.2", object())
     waves.learn("layer.2", None)
-    waves.end_step()
-    assert waves.plan is not None
-    assert waves.plan.waves == ((2, 0), (1,))
+    waves.forward_ended()
+    assert waves.cut is not None
+    assert waves.cut.waves == ((2, 0), (1,))
 
 
 # -- a step with a load ------------------------------------------------------------------------
@@ -172,17 +172,17 @@ def test_calls_under_another_context_are_a_draft_heads(waves: LayerWaves) -> Non
 
 def test_layers_that_do_not_call_are_found(waves: LayerWaves) -> None:
     forward(waves, *alone(3))
-    waves.begin_step((object(), EAGER))
+    waves.forward_follows((object(), EAGER))
     waves.expect()
     assert [waves.called(layer) for layer in ("layer.0", "layer.2")] == [0, 2]
-    waves.end_step()
+    waves.forward_ended()
     assert waves.missed() == ["layer.1"]
     assert waves.missed() == []
 
 
 def test_a_layer_that_nobody_described_needs_everything(waves: LayerWaves) -> None:
     forward(waves, *alone(3))
-    waves.begin_step((object(), EAGER))
+    waves.forward_follows((object(), EAGER))
     waves.expect()
     assert waves.called("reads.another") == 2
     assert waves.missed() == ["layer.1", "layer.2"]
@@ -190,9 +190,9 @@ def test_a_layer_that_nobody_described_needs_everything(waves: LayerWaves) -> No
 
 def test_nothing_is_expected_without_a_load(waves: LayerWaves) -> None:
     forward(waves, *alone(3))
-    waves.begin_step((object(), EAGER))
+    waves.forward_follows((object(), EAGER))
     waves.expect()
-    waves.begin_step((object(), EAGER))
+    waves.forward_follows((object(), EAGER))
     assert waves.missed() == []
 
 
@@ -200,8 +200,8 @@ def test_waves_that_were_given_up_do_not_come_back(waves: LayerWaves) -> None:
     forward(waves, *alone(3))
     waves.give_up()
     for kind in (EAGER, "new"):
-        waves.begin_step((object(), kind))
+        waves.forward_follows((object(), kind))
         assert not waves.possible
         assert not waves.learning
         assert not forward(waves, *alone(3), kind=kind)
-    assert waves.plan is None
+    assert waves.cut is None

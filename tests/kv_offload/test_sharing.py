@@ -89,7 +89,7 @@ class Ranks:
 
     def arena(self, rank: int) -> np.ndarray:
         """Return the first word of every slot."""
-        return self.halves[rank]._engine._state.arena.view().view(np.int64)[:, 0]
+        return self.halves[rank].transfer._state.arena.view().view(np.int64)[:, 0]
 
     def step(self, *stores: StoreJob, loads: Sequence[LoadJob] = ()) -> list[dict[int, JobResult]]:
         """Run a step's hooks on both ranks; return what each reports of stores."""
@@ -97,7 +97,7 @@ class Ranks:
         for half in self.halves:
             metadata = OffloadMetadata(stores, tuple(loads))
             half.start_kv_transfers(metadata)
-            assert half._engine.wait(10)
+            assert half.transfer.wait(10)
             half.prepare_store_kv(metadata)
             half.poll()
             report = half.take_report()
@@ -179,7 +179,7 @@ def test_layers_lie_elsewhere_on_another_rank() -> None:
     ranks = Ranks()
     ranks.kvs = [two_layers(reverse=False), two_layers(reverse=True)]
     ranks.start()
-    assert {half._peers.count for half in ranks.halves} == {2}
+    assert {half.sharing_ranks for half in ranks.halves} == {2}
     ranks.store(0, (1, 0), (2, 1))
     for rank, kv in enumerate(ranks.kvs):
         for layer in kv.values():
@@ -195,7 +195,7 @@ def test_ranks_with_other_layers_share_nothing() -> None:
     ranks.kvs = [two_layers(reverse=False), two_layers(reverse=False)]
     ranks.kvs[1] = dict(reversed(ranks.kvs[1].items()))
     ranks.start()
-    assert {half._peers.count for half in ranks.halves} == {1}
+    assert {half.sharing_ranks for half in ranks.halves} == {1}
     ranks.stop()
 
 
@@ -214,7 +214,7 @@ def test_a_rank_without_a_part_answers_a_drain(ranks: Ranks) -> None:
 
 
 def test_a_part_that_fails_fails_the_job(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = ranks.halves[1]._engine._state.arena
+    arena = ranks.halves[1].transfer._state.arena
 
     def fail_on_rank_1(runs: Any) -> None:
         if arena.address <= runs[0][0] < arena.address + arena.nbytes:

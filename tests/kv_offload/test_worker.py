@@ -80,7 +80,7 @@ class Rank:
 
     @property
     def engine(self) -> Any:
-        return self.half._engine
+        return self.half.transfer
 
     def begin(self, metadata: OffloadMetadata) -> None:
         self.half.start_kv_transfers(metadata)
@@ -315,7 +315,7 @@ def test_the_speed_of_stores_is_reported_when_it_changes(
 ) -> None:
     """From stores that are large and ran alone; from others where they say that it is higher."""
     rank = Rank(rank=1, num_ranks=2).start()
-    monkeypatch.setattr("kv_offload.worker.worker.MEASURED_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr("kv_offload.worker.rates.MEASURED_BYTES", 2 * BLOCK_BYTES)
     job_ids, seconds = itertools.count(), 1.0
 
     def poll() -> list[Completion]:
@@ -523,7 +523,7 @@ def test_a_drain_remembers_failures(rank: Rank, gate: Gate) -> None:
 
 
 def test_a_drain_is_bounded(rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr("kv_offload.worker.copies.DRAIN_SECONDS", 0.1)
     gate.opened.clear()
     rank.step(store(0, (1, 2)))
     started = time.monotonic()
@@ -538,7 +538,7 @@ def test_a_drain_keeps_the_loads_that_ended_for_the_next_report(
     rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Failed ones end like the others: who drains takes their blocks back."""
-    monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr("kv_offload.worker.copies.DRAIN_SECONDS", 0.1)
     gate.opened.clear()
     rank.begin(plan(loads=[load(0, "a", (1, 2)), load(1, "b", (3, 1000))]))
     assert rank.half.drain([], []).loading == {"a"}
@@ -641,7 +641,7 @@ def test_nothing_is_taken_again_that_is_gone() -> None:
 def test_a_rank_whose_copies_do_not_end_keeps_the_kv_tensors(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr("kv_offload.worker.copies.DRAIN_SECONDS", 0.1)
     rank = Rank().start()
     rank.step(store(0, (1, 2)))
     gate.opened.clear()
@@ -658,7 +658,7 @@ def test_a_rank_whose_copies_do_not_end_keeps_the_kv_tensors(
 @pytest.fixture
 def layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank, torch.Tensor]]:
     """A rank of two layers, whose calls have been learned, and its other layer's tensor."""
-    monkeypatch.setattr("kv_offload.worker.worker.WAVES_FROM_BYTES", 0)
+    monkeypatch.setattr("kv_offload.worker.synchronous_loads.WAVES_FROM_BYTES", 0)
     rank = Rank(slots=16)
     other = rank.kv + 1_000_000
     rank.half.register_kv_caches({"layer.0": rank.kv, "layer.1": other})
@@ -696,7 +696,7 @@ def test_a_layer_has_its_bytes_after_its_call(layers: tuple[Rank, torch.Tensor])
     assert rank.half.on_layer is None
     report = rank.half.take_report()
     assert report is not None
-    assert report.loads == {0: result()}
+    assert report.loads == {0: frozenset({0})}
     assert not report.lost_loads
 
 
@@ -722,13 +722,13 @@ def test_a_load_of_which_a_layer_did_not_call_is_lost_once(
     assert torch.equal(other[4], expected), "nothing may write the block once the step has ended"
     report = rank.half.take_report()
     assert report is not None
-    assert (report.loads, report.lost_loads) == ({0: result()}, {0})
+    assert (report.loads, report.lost_loads) == ({0: frozenset({0})}, {0})
     rank.step(loads=[synchronous(1, "b", (5, 2))])
     report = rank.half.take_report()
     assert report is not None
-    assert (report.loads, report.lost_loads) == ({1: result()}, set()), "loaded whole"
+    assert (report.loads, report.lost_loads) == ({1: frozenset({0})}, set()), "loaded whole"
     assert rank.half.on_layer is None
-    assert not rank.half._loading
+    assert rank.half.drain([], []).loading == set()
 
 
 def test_small_loads_and_asynchronous_ones_arrive_whole(
@@ -737,7 +737,7 @@ def test_small_loads_and_asynchronous_ones_arrive_whole(
     rank, other = layers
     expected = other[1].clone()
     other[:] = -1
-    monkeypatch.setattr("kv_offload.worker.worker.WAVES_FROM_BYTES", 2 * BLOCK_BYTES + 1)
+    monkeypatch.setattr("kv_offload.worker.synchronous_loads.WAVES_FROM_BYTES", 2 * BLOCK_BYTES + 1)
     rank.begin(plan(loads=[synchronous(0, "a", (4, 2)), load(1, "b", (5, 2))]))
     assert torch.equal(other[4], expected)
     assert rank.half.on_layer is None
@@ -750,7 +750,7 @@ def test_small_loads_and_asynchronous_ones_arrive_whole(
 def test_without_a_way_to_write_the_table_loads_arrive_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kv_offload.worker.worker.WAVES_FROM_BYTES", 0)
+    monkeypatch.setattr("kv_offload.worker.synchronous_loads.WAVES_FROM_BYTES", 0)
 
     def fail(engine: HostSwapEngine, waves: object) -> None:
         raise CopyError("no table")
@@ -769,7 +769,7 @@ def test_without_a_way_to_write_the_table_loads_arrive_whole(
     assert rank.half.on_layer is None
     report = rank.half.take_report()
     assert report is not None
-    assert report.loads == {0: result()}
+    assert report.loads == {0: frozenset({0})}
     rank.half.shutdown()
 
 

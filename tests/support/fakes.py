@@ -386,7 +386,7 @@ def manual_copies() -> Iterator[list[ManualSwapEngine]]:
         made.append(ManualSwapEngine(layout, num_slots))
         return made[-1]
 
-    with mock.patch("kv_offload.worker.worker.create_engine", create):
+    with mock.patch("kv_offload.worker.allocation.create_engine", create):
         yield made
 
 

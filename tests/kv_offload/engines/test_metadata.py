@@ -33,7 +33,7 @@ PAIRS = np.array([[1, 2]], np.int32)
 REPORT = OffloadWorkerMetadata(
     {1: JobResult(frozenset({0}), False)},
     frozenset({"a"}),
-    {2: JobResult(frozenset({0}), True)},
+    {2: frozenset({0})},
     frozenset({3}),
     4.0,
     {0: 5},
