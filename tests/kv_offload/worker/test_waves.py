@@ -1,4 +1,4 @@
-"""Which layers may wait for their waves: what is planned, learned, and found at the end."""
+"""Which layers may wait for their waves: how loads are cut, what is learned, what is missed."""
 
 from __future__ import annotations
 
@@ -18,45 +18,42 @@ def alone(count: int) -> dict[str, frozenset[int]]:
     return {f"layer.{i}": frozenset([i]) for i in range(count)}
 
 
-# -- plans -------------------------------------------------------------------------------------
+# -- cuts --------------------------------------------------------------------------------------
 
 
 def test_first_and_last_wave_are_small() -> None:
     layers = alone(32)
-    plan = cut_waves(list(layers), layers, [100] * 32)
-    assert plan is not None
-    assert [len(wave) for wave in plan.waves] == [5, 9, 10, 5, 3]
-    assert list(chain(*plan.waves)) == list(range(32))
-    assert plan.wave_of == {
-        f"layer.{region}": index
-        for index, wave in enumerate(plan.waves)
-        for region in wave
-        if index
+    cut = cut_waves(list(layers), layers, [100] * 32)
+    assert cut is not None
+    assert [len(wave) for wave in cut.waves] == [5, 9, 10, 5, 3]
+    assert list(chain(*cut.waves)) == list(range(32))
+    assert cut.wave_of == {
+        f"layer.{region}": index for index, wave in enumerate(cut.waves) for region in wave if index
     }
 
 
 def test_keys_and_values_apart_come_together() -> None:
     layers = {"a": frozenset([0, 2]), "b": frozenset([1, 3])}
-    plan = cut_waves(["b", "a"], layers, [16] * 4)
-    assert plan is not None
-    assert plan.waves == ((1, 3), (0, 2))
-    assert plan.wave_of == {"a": 1}
+    cut = cut_waves(["b", "a"], layers, [16] * 4)
+    assert cut is not None
+    assert cut.waves == ((1, 3), (0, 2))
+    assert cut.wave_of == {"a": 1}
 
 
 def test_what_a_silent_layer_reads_comes_first() -> None:
     layers = alone(4) | {"state": frozenset([2, 4])}
-    plan = cut_waves([f"layer.{i}" for i in range(4)], layers, [16] * 6)
-    assert plan is not None
-    assert plan.waves == ((2, 4, 5, 0), (1,), (3,)), "region 5 belongs to nobody"
-    assert plan.wave_of == {"layer.1": 1, "layer.3": 2}
+    cut = cut_waves([f"layer.{i}" for i in range(4)], layers, [16] * 6)
+    assert cut is not None
+    assert cut.waves == ((2, 4, 5, 0), (1,), (3,)), "region 5 belongs to nobody"
+    assert cut.wave_of == {"layer.1": 1, "layer.3": 2}
 
 
 def test_shared_regions_come_with_the_first_layer_that_reads_them() -> None:
     layers = alone(4) | {"layer.3": frozenset([1]), "layer.2": frozenset([0, 2])}
-    plan = cut_waves([f"layer.{i}" for i in range(4)], layers, [16] * 3)
-    assert plan is not None
-    assert plan.waves == ((0,), (1,), (2,))
-    assert plan.wave_of == {"layer.1": 1, "layer.2": 2, "layer.3": 1}
+    cut = cut_waves([f"layer.{i}" for i in range(4)], layers, [16] * 3)
+    assert cut is not None
+    assert cut.waves == ((0,), (1,), (2,))
+    assert cut.wave_of == {"layer.1": 1, "layer.2": 2, "layer.3": 1}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +67,7 @@ def test_shared_regions_come_with_the_first_layer_that_reads_them() -> None:
         (["unknown.0", "unknown.1"], {}, 2),
     ],
 )
-def test_one_wave_is_no_plan(
+def test_one_wave_is_no_cut(
     order: list[str], layers: dict[str, frozenset[int]], regions: int
 ) -> None:
     assert cut_waves(order, layers, [16] * regions) is None
@@ -82,18 +79,18 @@ def test_no_layer_reads_what_a_later_wave_brings(data: st.DataObject) -> None:
     some = st.frozensets(st.integers(0, regions - 1), min_size=1)
     layers = {f"l{i}": data.draw(some) for i in range(data.draw(st.integers(1, 10)))}
     called = data.draw(st.lists(st.sampled_from([*layers, "nobody"]), unique=True))
-    plan = cut_waves(called, layers, data.draw(st.lists(st.integers(1, 99), min_size=regions)))
-    if plan is None:
+    cut = cut_waves(called, layers, data.draw(st.lists(st.integers(1, 99), min_size=regions)))
+    if cut is None:
         return
-    assert 2 <= len(plan.waves) <= len(WEIGHTS)
-    assert all(plan.waves)
-    assert set(plan.wave_of) <= set(called)
+    assert 2 <= len(cut.waves) <= len(WEIGHTS)
+    assert all(cut.waves)
+    assert set(cut.wave_of) <= set(called)
     arrived: set[int] = set()
-    for index, wave in enumerate(plan.waves):
+    for index, wave in enumerate(cut.waves):
         assert not arrived & set(wave)
         arrived |= set(wave)
         for layer, read in layers.items():
-            if plan.wave_of.get(layer, 0) == index:
+            if cut.wave_of.get(layer, 0) == index:
                 assert read <= arrived
     assert set(range(regions)) <= arrived
 
@@ -137,17 +134,17 @@ def test_a_forward_teaches_its_kind_once(waves: LayerWaves) -> None:
 
 def test_another_kind_must_have_the_same_late_layers(waves: LayerWaves) -> None:
     forward(waves, *alone(3))
-    plan = waves.cut
+    cut = waves.cut
     assert not forward(waves, "layer.1", "layer.2", kind="without the first")
     waves.forward_follows((object(), "without the first"))
     assert waves.possible, "the first layer is not late"
     assert not forward(waves, "layer.0", "layer.1", kind="without the last")
     waves.forward_follows((object(), "without the last"))
     assert not waves.possible
-    assert waves.cut is plan
+    assert waves.cut is cut
 
 
-def test_a_kind_without_a_plan_leaves_it_to_others(waves: LayerWaves) -> None:
+def test_a_kind_without_late_layers_leaves_the_cut_to_others(waves: LayerWaves) -> None:
     assert not forward(waves, kind="silent")
     assert waves.cut is None
     assert forward(waves, *alone(3))

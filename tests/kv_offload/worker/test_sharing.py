@@ -18,15 +18,12 @@ from kv_swap.errors import PinnedMemoryError
 from kv_swap.host_copy import copy_runs
 from kv_swap.shared import SharedMemory
 
-from kv_offload.config import OffloadConfig
 from kv_offload.errors import CapacityError
 from kv_offload.messages import JobResult, LoadJob, OffloadMetadata, StoreJob, WorkerCapacity
 from kv_offload.worker.sharing import Peers, arena_bytes
-from kv_offload.worker.worker import OffloadWorker
-from tests.support.plain_rank import PAGE_WORDS, PlainRank
+from tests.support.plain_rank import PAGE_WORDS
+from tests.support.rank import BLOCK_BYTES, BLOCKS, make_half, result
 
-BLOCKS = 8
-BLOCK_BYTES = PAGE_WORDS * 8
 OTHER = 1000
 """What rank 1's words are above those of rank 0, to see who copied. Real ranks' are equal."""
 
@@ -53,30 +50,17 @@ class Meeting:
 class Ranks:
     """The two ranks of one engine, over KV caches of `BLOCKS` blocks."""
 
-    def __init__(self, slots: int = 8, **config: Any) -> None:
-        config.setdefault("cpu_bytes", slots * BLOCK_BYTES)
+    def __init__(self, kvs: Sequence[dict[str, torch.Tensor]] | None = None, **config: Any) -> None:
+        config.setdefault("cpu_bytes", 8 * BLOCK_BYTES)
         meeting = Meeting(2)
-        self.kvs: list[Any] = [
-            torch.arange(BLOCKS * PAGE_WORDS).view(BLOCKS, 4, PAGE_WORDS // 4) + OTHER * rank
-            for rank in range(2)
-        ]
-        self.halves = [
-            OffloadWorker(
-                OffloadConfig(**config),
-                PlainRank(),
-                rank,
-                2,
-                meeting.peers(rank),
-            )
-            for rank in range(2)
-        ]
+        words = torch.arange(BLOCKS * PAGE_WORDS).view(BLOCKS, 4, PAGE_WORDS // 4)
+        self.kvs = kvs or [{"layer.0": words + OTHER * rank} for rank in range(2)]
+        self.halves = [make_half(rank, 2, meeting.peers(rank), **config) for rank in range(2)]
 
     def start(self) -> Ranks:
         with ThreadPoolExecutor(2) as threads:
             started = [
-                threads.submit(
-                    half.register_kv_caches, kv if isinstance(kv, dict) else {"layer.0": kv}
-                )
+                threads.submit(half.register_kv_caches, kv)
                 for half, kv in zip(self.halves, self.kvs, strict=True)
             ]
         for rank in started:
@@ -116,10 +100,6 @@ def ranks() -> Iterator[Ranks]:
     made.stop()
 
 
-def done(rank: int, *, ok: bool = True) -> JobResult:
-    return JobResult(frozenset({rank}), ok)
-
-
 def test_cpu_bytes_are_for_all_ranks_once() -> None:
     assert arena_bytes(1000, num_ranks=4, sharing_ranks=1) == 250
     assert arena_bytes(1000, num_ranks=4, sharing_ranks=2) == 500, "two stages of two ranks"
@@ -152,17 +132,17 @@ def test_the_ranks_hold_all_of_cpu_bytes_once(ranks: Ranks) -> None:
 
 def test_each_rank_stores_its_part_and_loads_everything(ranks: Ranks) -> None:
     reports = ranks.store(0, (1, 4), (2, 5), (3, 6), (4, 7))
-    assert reports == [{0: done(0)}, {0: done(1)}]
+    assert reports == [{0: result(0)}, {0: result(1)}]
     firsts = [PAGE_WORDS * block for block in (1, 2, 3, 4)]
     expected = [*firsts[:2], *(first + OTHER for first in firsts[2:])]
     assert ranks.arena(0)[4:].tolist() == expected
     for kv in ranks.kvs:
-        kv.zero_()
+        kv["layer.0"].zero_()
     pairs = np.array([(5, 4), (6, 6), (7, 7)], np.int32)
     ranks.step(loads=[LoadJob(0, "request", pairs)])
     for half, kv in zip(ranks.halves, ranks.kvs, strict=True):
         assert half.take_received()[0] == {"request"}
-        assert kv[5:, 0, 0].tolist() == [expected[0], expected[2], expected[3]]
+        assert kv["layer.0"][5:, 0, 0].tolist() == [expected[0], expected[2], expected[3]]
 
 
 def two_layers(reverse: bool) -> dict[str, torch.Tensor]:
@@ -176,9 +156,7 @@ def two_layers(reverse: bool) -> dict[str, torch.Tensor]:
 
 def test_layers_lie_elsewhere_on_another_rank() -> None:
     """Allocators owe nobody an order: one rank's last layer may have the lowest address."""
-    ranks = Ranks()
-    ranks.kvs = [two_layers(reverse=False), two_layers(reverse=True)]
-    ranks.start()
+    ranks = Ranks([two_layers(reverse=False), two_layers(reverse=True)]).start()
     assert {half.sharing_ranks for half in ranks.halves} == {2}
     ranks.store(0, (1, 0), (2, 1))
     for rank, kv in enumerate(ranks.kvs):
@@ -191,17 +169,15 @@ def test_layers_lie_elsewhere_on_another_rank() -> None:
 
 
 def test_ranks_with_other_layers_share_nothing() -> None:
-    ranks = Ranks()
-    ranks.kvs = [two_layers(reverse=False), two_layers(reverse=False)]
-    ranks.kvs[1] = dict(reversed(ranks.kvs[1].items()))
-    ranks.start()
+    mine, others = two_layers(reverse=False), two_layers(reverse=False)
+    ranks = Ranks([mine, dict(reversed(others.items()))]).start()
     assert {half.sharing_ranks for half in ranks.halves} == {1}
     ranks.stop()
 
 
 def test_a_rank_without_a_part_reports_too_and_ranks_take_turns(ranks: Ranks) -> None:
     for job_id in range(4):
-        assert ranks.store(job_id, (1, job_id)) == [{job_id: done(0)}, {job_id: done(1)}]
+        assert ranks.store(job_id, (1, job_id)) == [{job_id: result(0)}, {job_id: result(1)}]
     copied_by = [1 if first >= OTHER else 0 for first in ranks.arena(0)[:4].tolist()]
     assert sorted(copied_by) == [0, 0, 1, 1]
 
@@ -209,7 +185,7 @@ def test_a_rank_without_a_part_reports_too_and_ranks_take_turns(ranks: Ranks) ->
 def test_a_rank_without_a_part_answers_a_drain(ranks: Ranks) -> None:
     job = StoreJob(3, np.array([(1, 2)], np.int32))
     answers = [half.drain([job], []).stores for half in ranks.halves]
-    assert answers == [{3: done(0)}, {3: done(1)}]
+    assert answers == [{3: result(0)}, {3: result(1)}]
     assert ranks.arena(0)[2] % OTHER == PAGE_WORDS
 
 
@@ -223,7 +199,7 @@ def test_a_part_that_fails_fails_the_job(ranks: Ranks, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("kv_swap.host._copy_runs", fail_on_rank_1)
     mine, others = ranks.store(0, (1, 4), (2, 5))
-    assert (mine, others) == ({0: done(0)}, {0: done(1, ok=False)})
+    assert (mine, others) == ({0: result(0)}, {0: result(1, ok=False)})
     assert mine[0].merge(others[0]) == JobResult(frozenset({0, 1}), ok=False)
 
 
@@ -279,7 +255,7 @@ def test_where_one_rank_cannot_share_none_does(
     assert "each keeps its own copy" in warning
     assert reason in warning
     assert [half.num_slots for half in ranks.halves] == [4, 4], "of cpu_bytes for 8"
-    assert ranks.store(0, (1, 3), (2, 2)) == [{0: done(0)}, {0: done(1)}]
+    assert ranks.store(0, (1, 3), (2, 2)) == [{0: result(0)}, {0: result(1)}]
     for rank in range(2):
         expected = [2 * PAGE_WORDS + OTHER * rank, PAGE_WORDS + OTHER * rank]
         assert ranks.arena(rank)[2:].tolist() == expected
