@@ -20,6 +20,7 @@ from kv_swap.cuda.swap import LIST_BYTES, SwapKernel, write_list
 from kv_swap.cuda.swap_bulk import Ring, bulk_family
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout, Region
+from kv_swap.memory import registration
 from kv_swap.memory.arena import HostArena
 from numpy.typing import NDArray
 
@@ -78,10 +79,9 @@ class Bed:
             ),
         )
         self.registrar = CudaRegistrar(self.device)
+        registration.PIECE_BYTES = 1 << 40
         # One registration, so that no copy of these ways crosses from one to the next.
-        self.arena = HostArena(
-            self.num_blocks, self.layout.slot_bytes, register=self.registrar, piece_bytes=1 << 40
-        )
+        self.arena = HostArena(self.num_blocks, self.layout.slot_bytes, register=self.registrar)
         self.host = torch.from_numpy(self.arena.view())
 
     def pairs(self, direction: Direction, run: int) -> NDArray[np.int32]:

@@ -28,6 +28,7 @@ from kv_swap.cuda.swap import LIST_BYTES, KernelFamily, SwapKernel, write_list
 from kv_swap.cuda.swap_bulk import Ring, bulk_family
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout, Region
+from kv_swap.memory import registration
 from kv_swap.memory.arena import HostArena
 
 from bench.disturbance import beside, make_workloads
@@ -62,9 +63,8 @@ class Bed:
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)
         self.memory = torch.randint(0, 256, (2 * JOB_BYTES,), dtype=torch.uint8, device="cuda")
-        self.arena = HostArena(
-            1, 2 * JOB_BYTES, register=CudaRegistrar(self.device), piece_bytes=1 << 40
-        )
+        registration.PIECE_BYTES = 1 << 40
+        self.arena = HostArena(1, 2 * JOB_BYTES, register=CudaRegistrar(self.device))
         self.host = torch.from_numpy(self.arena.view()[0])
         self.host.fill_(1)
         self.lists = HostArena(len(PAGES) + 1, LIST_BYTES, register=CudaRegistrar(self.device))
