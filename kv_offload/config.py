@@ -69,15 +69,6 @@ class OffloadConfig:
             extra={"allowed": "an integer of at least 1"},
         ),
     ] = 1
-    blocks_per_slot: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=64,
-            description="How many blocks share one slot of host memory.",
-            extra={"allowed": "an integer from 1 to 64"},
-        ),
-    ] = 1
     transfer_engine: Annotated[
         Literal["auto", "host", "cuda", "dma"],
         Meta(
@@ -98,13 +89,6 @@ class OffloadConfig:
         Literal["measured", "always_load"],
         Meta(description="Whether a hit is computed where that was measured to be sooner."),
     ] = "measured"
-    max_slowdown: Annotated[
-        Annotated[float, Meta(ge=1, le=10)] | None,
-        Meta(
-            description="How many times as long stores may make steps on average.",
-            extra={"allowed": "a number from 1 to 10, or null for no limit"},
-        ),
-    ] = 1.05
     keep_on_sleep: Annotated[
         bool,
         Meta(

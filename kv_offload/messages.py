@@ -1,8 +1,4 @@
-"""What the scheduler tells the workers in a step, and what they answer.
-
-A slot of the cache manager holds `blocks_per_slot` blocks. Here and in `transfer` every block has a
-place of its own in host memory, so a pair is `(block, slot * blocks_per_slot + position)`.
-"""
+"""What the scheduler tells the workers in a step, and what they answer."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 Pairs = NDArray[np.int32]
-"""Shape `(n, 2)`: block in the engine's KV cache, place in host memory."""
+"""Shape `(n, 2)`: block in the engine's KV cache, slot in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +29,7 @@ class StoreJob:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Copy places of host memory into blocks that were allocated to one waiting request.
+    """Copy slots of host memory into blocks that were allocated to one waiting request.
 
     `incomplete` says that the plan found a block with nothing in host memory to fill it: nothing is
     copied and the load counts as failed. A `synchronous` load belongs to a request of this very

@@ -94,11 +94,9 @@ class PrefixMap:
         self,
         groups: Sequence[CacheGroup],
         hash_block_tokens: int,
-        blocks_per_slot: int,
         make_key: KeyMaker,
     ) -> None:
         self.groups = tuple(groups)
-        self.blocks_per_slot = blocks_per_slot
         self._hash_block_tokens = hash_block_tokens
         self._behind_hash = {
             group.group_id: _behind_hash(make_key, group.group_id) for group in self.groups
@@ -106,11 +104,11 @@ class PrefixMap:
         self.behind_slot_key = tuple(
             b"" if group.group_id else self._behind_hash[0] for group in self.groups
         )
-        """By group: what follows a slot's key in the engine's key of the slot's last block."""
-        self.slot_tokens = tuple(group.block_tokens * blocks_per_slot for group in self.groups)
-        self.slot_hashes = tuple(tokens // hash_block_tokens for tokens in self.slot_tokens)
-        self.block_alignment_tokens = math.lcm(*(group.block_tokens for group in self.groups))
-        self.hit_alignment_tokens = math.lcm(*self.slot_tokens)
+        """By group: what follows a slot's key in the engine's key of its block."""
+        self.block_hashes = tuple(group.block_tokens // hash_block_tokens for group in self.groups)
+        """By group: how many of a request's hashes one block spans."""
+        self.alignment_tokens = math.lcm(*(group.block_tokens for group in self.groups))
+        """Hits end at multiples of this, where every group has a whole block."""
         self.serves_whole_requests = all(
             group.reads_all and not group.sees_next_token for group in self.groups
         )
@@ -125,7 +123,7 @@ class PrefixMap:
         With several groups it names their blocks up to a boundary that all groups share; what lies
         behind gets its hash in a later step, or never.
         """
-        return end_tokens - end_tokens % self.block_alignment_tokens
+        return end_tokens - end_tokens % self.alignment_tokens
 
     def pool_keys(
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
@@ -140,7 +138,7 @@ class PrefixMap:
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
     ) -> list[SlotKey]:
         """Return the keys of slots `first` to `last` (exclusive), as far as hashes exist."""
-        step = group.block_tokens // self._hash_block_tokens * self.blocks_per_slot
+        step = group.block_tokens // self._hash_block_tokens
         ends = hashes[(first + 1) * step - 1 : last * step : step]
         if group.group_id == 0:
             # The request's own objects, whose hash Python remembers, and of other length than keys
@@ -151,9 +149,9 @@ class PrefixMap:
 
     def needed_slots(self, position: int, start_tokens: int, end_tokens: int) -> range:
         """Return the slots that group `position` must load to extend a prefix to `end_tokens`."""
-        group, slot_tokens = self.groups[position], self.slot_tokens[position]
+        group = self.groups[position]
         first = max(start_tokens, group.first_needed_token(end_tokens))
-        return range(first // slot_tokens, end_tokens // slot_tokens)
+        return range(first // group.block_tokens, end_tokens // group.block_tokens)
 
     def count_slots(self, start_tokens: int, end_tokens: int) -> int:
         """Return how many slots extend a prefix from `start_tokens` to `end_tokens`."""
@@ -200,7 +198,7 @@ class PrefixMap:
         return max(end, start_tokens)
 
     def _align(self, tokens: int) -> int:
-        return tokens - tokens % self.hit_alignment_tokens
+        return tokens - tokens % self.alignment_tokens
 
     def _covered_end(
         self,
@@ -211,17 +209,20 @@ class PrefixMap:
         end_tokens: int,
     ) -> int:
         """Return the largest aligned end, at most `end_tokens`, that this group can serve."""
-        group, slot_tokens = self.groups[position], self.slot_tokens[position]
+        group = self.groups[position]
         # A proof lies behind the end: what is missing moves the end in front of the slot before it.
         ahead = int(group.sees_next_token)
         if group.reads_all:
-            first, last = start_tokens // slot_tokens, end_tokens // slot_tokens + ahead
+            first, last = (
+                start_tokens // group.block_tokens,
+                end_tokens // group.block_tokens + ahead,
+            )
             count = FIRST_LOOKUP_SLOTS
             while first < last:
                 slots = range(first, min(first + count, last))
                 present = self._present(group, hashes, readable, slots)
                 if not present.all():
-                    return self._align((first + int(present.argmin()) - ahead) * slot_tokens)
+                    return self._align((first + int(present.argmin()) - ahead) * group.block_tokens)
                 first, count = slots.stop, count * LOOKUP_GROWTH
             return end_tokens
         end = end_tokens
@@ -233,7 +234,7 @@ class PrefixMap:
             if present.all():
                 return end
             missing = int(np.flatnonzero(~present)[-1])
-            end = self._align((slots.start + missing - ahead) * slot_tokens)
+            end = self._align((slots.start + missing - ahead) * group.block_tokens)
         return end
 
     def _present(

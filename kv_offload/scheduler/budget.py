@@ -52,7 +52,6 @@ class StoreBudget:
         self._clock = clock
         self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
         self._of_ranks: dict[int, float] = {}
-        self._factor = 1.0
         self._step_began: float | None = None
         self._step_seconds = 0.0
         self._load_seconds = 0.0
@@ -68,16 +67,7 @@ class StoreBudget:
         self._of_ranks[rank] = bytes_per_second
         self._bytes_per_second = min(self._of_ranks.values())
 
-    def throttle(self, factor: float) -> None:
-        """Plan only `factor` times as much from now on: 1 for all, 0 for nothing.
-
-        Raises `ValueError` for a factor below 0 or above 1.
-        """
-        if not 0 <= factor <= 1:
-            raise ValueError(f"a factor of {factor} for stores: give one from 0 to 1")
-        self._factor = factor
-
-    def begin_step(self, *, load_seconds: float, grown_blocks: int) -> None:
+    def next_step(self, *, load_seconds: float, grown_blocks: int) -> None:
         """Begin a step, in which requests that ran before got `grown_blocks` more blocks.
 
         The loads under way take `load_seconds` more, as far as one can tell.
@@ -105,18 +95,16 @@ class StoreBudget:
         """
         return math.ceil(self._reserved_blocks) if self.anybody_runs else 0
 
-    def plan(self, num_slots: int) -> None:
+    def count_planned(self, num_slots: int) -> None:
         """Count slots whose stores were planned in this step."""
         self._planned_slots += num_slots
 
     def slots_left(self, slots_in_flight: int) -> int:
         """Return how many more slots may be planned beside those planned before and not ended.
 
-        While nothing is in flight it is at least 1, unless throttled to 0: the engine goes on.
+        While nothing is in flight it is at least 1: the engine goes on.
         """
-        if not self._factor:
-            return 0
-        slots_per_second = self._factor * self._bytes_per_second / self._slot_bytes
+        slots_per_second = self._bytes_per_second / self._slot_bytes
         horizon_seconds = max(HORIZON_STEPS * self._step_seconds, MIN_HORIZON_SECONDS)
         left = slots_per_second * horizon_seconds - slots_in_flight
         if self._load_seconds:

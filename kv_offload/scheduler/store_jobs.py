@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import Slots
+from kv_offload.engine import BlockPool
 from kv_offload.messages import JobResult, StoreJob
 
 
@@ -28,13 +28,10 @@ class StoreJobs:
     it.
     """
 
-    def __init__(
-        self, manager: CacheManager, pool: Any, num_ranks: int, blocks_per_slot: int
-    ) -> None:
+    def __init__(self, manager: CacheManager, pool: BlockPool, num_ranks: int) -> None:
         self._manager = manager
         self._pool = pool
         self._ranks = frozenset(range(num_ranks))
-        self._blocks_per_slot = blocks_per_slot
         self._next_job_id = 0
         # Pinned and not sent yet, in the same order.
         self._planned_slots: list[Slots] = []
@@ -55,11 +52,6 @@ class StoreJobs:
         return bool(self._planned_slots or self._running)
 
     @property
-    def slots_in_flight(self) -> int:
-        """Slots whose store is planned or running."""
-        return self.pinned_blocks // self._blocks_per_slot
-
-    @property
     def holds_idle_blocks(self) -> bool:
         """Whether a pin alone keeps some block from being free."""
         blocks = self._pool.blocks
@@ -72,7 +64,7 @@ class StoreJobs:
             yield from store.blocks
 
     def pin(self, slots: Slots, blocks: list[int]) -> None:
-        """Pin the `blocks_per_slot` blocks of each slot for the next job."""
+        """Pin the block of each slot for the next job."""
         self._planned_slots.append(slots)
         self._planned_blocks += blocks
         pool_blocks = self._pool.blocks
@@ -85,14 +77,9 @@ class StoreJobs:
             return ()
         parts, blocks = self._planned_slots, self._planned_blocks
         slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        per_slot = self._blocks_per_slot
         pairs = np.empty((len(blocks), 2), np.int32)
         pairs[:, 0] = blocks
-        if per_slot == 1:
-            pairs[:, 1] = slots
-        else:
-            places = slots[:, None] * per_slot + np.arange(per_slot, dtype=np.int32)
-            pairs[:, 1] = places.reshape(-1)
+        pairs[:, 1] = slots
         job = StoreJob(self._next_job_id, pairs)
         self._next_job_id += 1
         self._running[job.job_id] = _Store(slots, blocks, set(self._ranks), self._trusted)

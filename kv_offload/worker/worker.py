@@ -153,7 +153,7 @@ class OffloadWorker:
         """
         self._count_weight_loads = count_weight_loads()
         layout = describe_kv_caches(kv_caches, self._kv_cache_config)
-        slot_bytes = layout.slot_bytes * self._config.blocks_per_slot
+        slot_bytes = layout.slot_bytes
         tensors = kv_tensors(kv_caches)
         device = tensors[0].device
         kind = self._engine_kind(device)
@@ -167,7 +167,7 @@ class OffloadWorker:
             self._engine = create_engine(
                 kind,
                 layout,
-                self.num_slots * self._config.blocks_per_slot,
+                self.num_slots,
                 device=device,
                 keep_alive=tensors,
                 output_copy_stream=stream,
@@ -200,7 +200,7 @@ class OffloadWorker:
         """
         if self._peers.count == 1:
             return None
-        slot_bytes = layout.slot_bytes * self._config.blocks_per_slot
+        slot_bytes = layout.slot_bytes
         places = [(region.slot_offset_bytes, region.page_bytes) for region in layout.regions]
         return open_shared_memory(
             self._peers,
@@ -216,9 +216,8 @@ class OffloadWorker:
         if share_bytes < slot_bytes:
             num_arenas = self._num_ranks // sharing
             raise CapacityError(
-                f"cpu_bytes gives each of {num_arenas} ranks {share_bytes} bytes, and one slot of "
-                f"{self._config.blocks_per_slot} blocks takes {slot_bytes}: set cpu_bytes to "
-                f"{slot_bytes * num_arenas} or more"
+                f"cpu_bytes gives each of {num_arenas} ranks {share_bytes} bytes, and one slot "
+                f"takes {slot_bytes}: set cpu_bytes to {slot_bytes * num_arenas} or more"
             )
         return share_bytes // slot_bytes
 
@@ -696,9 +695,7 @@ class OffloadWorker:
         return WorkerCapacity(self._rank, self.num_slots, self._ready_slots(), synchronous)
 
     def _ready_slots(self) -> int:
-        return (
-            0 if self._engine is None else self._engine.ready_slots // self._config.blocks_per_slot
-        )
+        return 0 if self._engine is None else self._engine.ready_slots
 
     def _take_ready_slots(self) -> dict[int, int]:
         if self._ready_slots_reported == self.num_slots:

@@ -1,6 +1,6 @@
 """Run by `test_engine.py` in a process of its own: one vLLM engine on a GPU, with and without us.
 
-usage: python -m tests.gpu.engine_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON PLUGIN_AS_JSON
+usage: python -m tests.gpu.engine_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
 Prints one line of JSON. Prompts are answered one at a time: on a GPU the rounding of a token
 depends on what else is in its batch, and one flipped bit of bfloat16 can flip a token of a random
@@ -24,7 +24,7 @@ import torch
 from kv_swap.engine import Direction, SwapJob
 
 from kv_offload.messages import OffloadMetadata
-from kv_offload.scheduler import load_mode
+from kv_offload.scheduler import loads as planning
 from kv_offload.worker import worker
 from tests.engine.harness import (
     BLOCK_TOKENS,
@@ -132,7 +132,7 @@ def still_alive(watched: dict[str, weakref.ref[Any]]) -> list[str]:
     return [name for name, reference in watched.items() if reference() is not None]
 
 
-def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, Any]) -> None:
+def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     settings = {
         "dtype": "bfloat16",
         "kv_cache_memory_bytes": 512 << 20,
@@ -140,11 +140,12 @@ def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, An
         **arguments,
     }
     synchronous_loads = settings.pop("synchronous_loads", False)
+    plugin = {"transfer_engine": settings.pop("transfer_engine", "auto")}
     if settings.pop("draft_head", False):
         settings["speculative_config"] = draft_head(Path(models))
     result: dict[str, Any] = {}
     worker.WAVES_FROM_BYTES = 0  # all of these loads are small
-    load_mode.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
+    planning.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
     with engine(Path(models), kind, **settings) as plain:
         drafts = Drafts(plain)
         computed = one_by_one(plain)
@@ -217,4 +218,4 @@ def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, An
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

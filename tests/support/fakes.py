@@ -63,24 +63,20 @@ VOCABULARY = 2
 GARBAGE = 0xA5
 _KINDS = {metric.name: metric.kind for metric in METRICS}
 
-HOOKS = {
-    "offload_scheduler": (
-        "match",
-        "allocated",
-        "build_metadata",
-        "read_reports",
-        "finished",
-        "take_stats",
-    ),
-    "offload_worker": (
-        "submit_stores",
-        "start_copies",
-        "start_kv_transfers",
-        "prepare_store_kv",
-        "poll",
-        "take_report",
-    ),
-}
+HOOKS = (
+    "offload_scheduler.admissions.match",
+    "offload_scheduler.admissions.allocated",
+    "offload_scheduler.build_metadata",
+    "offload_scheduler.reports.read",
+    "offload_scheduler.finished",
+    "offload_scheduler.take_stats",
+    "offload_worker.submit_stores",
+    "offload_worker.start_copies",
+    "offload_worker.start_kv_transfers",
+    "offload_worker.prepare_store_kv",
+    "offload_worker.poll",
+    "offload_worker.take_report",
+)
 """What the connector's hooks call, on both halves."""
 
 Tokens = list[int]
@@ -761,8 +757,7 @@ class PlayedEngine:
         locked_slots: int | None = None,
         **arguments: Any,
     ) -> None:
-        plugin = {"blocks_per_slot": 1, **(plugin or {})}
-        plugin.setdefault("cpu_bytes", slots * ranks * PAGE_WORDS * 8 * plugin["blocks_per_slot"])
+        plugin = {"cpu_bytes": slots * ranks * PAGE_WORDS * 8, **(plugin or {})}
         config = make_vllm_config(
             plugin,
             drafts=drafts,
@@ -824,7 +819,7 @@ class PlayedEngine:
         """Why requests ended, as their clients hear it."""
         self.totals: Counter[str] = Counter()
         self.known: dict[bytes, NDArray[np.int64]] = {}
-        """What every slot key stands for, by group: `(blocks_per_slot, block_tokens)` names."""
+        """What every slot key stands for: a name of each token of the block; of states, one."""
         self._requests: list[tuple[Request, int]] = []
 
     # -- parts ---------------------------------------------------------------------------------
@@ -973,20 +968,18 @@ class PlayedEngine:
     def check_host_memory(self) -> None:
         """Check that every readable slot holds, on every rank, what its key stands for."""
         self._learn_keys()
-        manager, per_slot = self.offload.manager, self.offload._config.blocks_per_slot
+        manager = self.offload.manager
         manager.check_integrity()
         for key, slot in manager._slot_of.items():
             if not manager.lookup(key):
                 continue
             expected = self.known[key]
             for rank, played in enumerate(self.ranks):
-                own = expected[:, self.model.is_own(rank, np.arange(expected.shape[1]))]
-                found = played.copies.arena[slot * per_slot : (slot + 1) * per_slot].view(np.int64)
-                found = found.reshape(*own.shape, -1)
-                assert (found == own[..., None]).all(), f"slot {slot} holds another prefix"
+                own = expected[self.model.is_own(rank, np.arange(len(expected)))]
+                found = played.copies.arena[slot].view(np.int64).reshape(len(own), -1)
+                assert (found == own[:, None]).all(), f"slot {slot} holds another prefix"
 
     def _learn_keys(self) -> None:
-        per_slot = self.offload._config.blocks_per_slot
         for index, (request, learnt) in enumerate(self._requests):
             hashes = request.block_hashes
             if len(hashes) == learnt:
@@ -994,22 +987,20 @@ class PlayedEngine:
             self._requests[index] = (request, len(hashes))
             names = name_prefixes(request.all_token_ids, self.model.weights)
             for group in self.groups:
-                tokens = group.block_tokens * per_slot
+                tokens = group.block_tokens
                 for end in range(tokens, len(names) + 1, tokens):
                     last = end // self.hash_block_tokens
                     if last > len(hashes):
                         break
-                    (key,) = self.offload._prefixes.slot_keys(
+                    (key,) = self.offload.prefixes.slot_keys(
                         hashes, group, end // tokens - 1, end // tokens
                     )
                     value = np.array(names[end - tokens : end], np.int64) + group.group_id
-                    if group.holds_state:
-                        value = value[-1:]
-                    self.known[key] = value.reshape(per_slot, -1)
+                    self.known[key] = value[-1:] if group.holds_state else value
 
     def check_pins(self) -> None:
         """Check that every pin is a reference on a block that is not free."""
-        stores = self.offload._stores.jobs
+        stores = self.offload.stores.jobs
         pins = Counter(stores.pinned())
         assert stores.pinned_blocks == pins.total()
         for block, count in pins.items():
@@ -1019,31 +1010,31 @@ class PlayedEngine:
     def check_rest(self) -> None:
         """Check that an engine at rest holds nothing."""
         assert not self.scheduler.has_requests()
-        assert not self.offload.has_pending_stores
-        stores = self.offload._stores
-        assert stores.jobs.pinned_blocks == 0
-        assert not stores.jobs._running
-        assert not stores.jobs._abandoned
-        assert not stores._spans
-        assert not stores._keys
-        assert (len(stores.leftovers), stores.leftovers.slots) == (0, 0)
-        assert self.offload._loads.running == 0
-        assert self.offload._loads.queue._slots == 0
-        assert not self.offload._matches
-        assert not self.offload._declined_tokens
-        assert not self.offload._choice._prefilling
-        assert not self.offload._loads._arriving
-        assert not self.offload._loads._matched_from
-        assert not self.offload._loads._waiting
-        assert not self.offload._requests
-        assert not self.offload._behind
-        assert not self.offload._loaded_tokens
-        assert not self.offload._load_failed
+        offload = self.offload
+        offload.check_integrity()
+        assert not offload.has_pending_stores
+        assert not offload.has_pending_work
+        assert offload.stores.jobs.pinned_blocks == 0
+        assert (len(offload.leftovers), offload.leftovers.slots) == (0, 0)
+        assert offload.loads.running == 0
+        assert len(offload.requests) == 0
         assert all(rank.copies.in_flight == 0 for rank in self.ranks)
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
         self.check_host_memory()
         assert self.scheduler.reset_prefix_cache() is True
+
+
+def wrap_hook(
+    connector: Any, hook: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replace one of `HOOKS` of a connector by what `wrap` makes of it, if it has that half."""
+    half, *path, name = hook.split(".")
+    part = getattr(connector, half)
+    if part is not None:
+        for step in path:
+            part = getattr(part, step)
+        setattr(part, name, wrap(getattr(part, name)))
 
 
 # -- what tests of the played engine share -----------------------------------------------------
@@ -1076,7 +1067,7 @@ def answer(prompt: Sequence[int], max_tokens: int = 4) -> Tokens:
 
 def pinned(engine: PlayedEngine) -> set[int]:
     """Return the blocks that stores pin."""
-    return set(engine.offload._stores.jobs.pinned())
+    return set(engine.offload.stores.jobs.pinned())
 
 
 def tables(engine: PlayedEngine, request: Request) -> list[list[int]]:

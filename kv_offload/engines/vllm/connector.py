@@ -128,17 +128,13 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         version: tuple[int, int],
     ) -> None:
         num_ranks = parallel.world_size
-        slot_bytes = engine_compat.bytes_per_block(kv_cache_config) * config.blocks_per_slot
+        slot_bytes = engine_compat.bytes_per_block(kv_cache_config)
         # At most: ranks that cannot share memory, or stages with larger blocks, report less.
         sharing_ranks = ranks_with_equal_bytes(parallel, kv_cache_config)
-        self.offload_scheduler = OffloadScheduler(
-            config,
-            groups,
-            max(1, arena_bytes(config.cpu_bytes, num_ranks, sharing_ranks) // slot_bytes),
-            slot_bytes,
-            num_ranks,
-            make_block_hash_with_group_id,
+        self._num_slots = max(
+            1, arena_bytes(config.cpu_bytes, num_ranks, sharing_ranks) // slot_bytes
         )
+        self._scheduler_arguments = (config, groups, slot_bytes, num_ranks)
         if config.keep_on_sleep:
             check_keep_on_sleep()
         engine_compat.drain_before_reset(drain_engine_core)
@@ -296,31 +292,46 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             answers = engine_compat.ask_ranks(rank_capacities)
             capacities = [capacity for answer in answers for capacity in answer]
         if capacities:
-            self.offload_scheduler.set_num_slots(min(rank.num_slots for rank in capacities))
+            num_slots = min(rank.num_slots for rank in capacities)
+            if num_slots < self._num_slots:
+                self._num_slots = num_slots
+                self.bind_gpu_block_pool(self._pool)
             self.offload_scheduler.ranks_ready({c.rank: c.ready_slots for c in capacities})
             if not all(rank.synchronous_loads for rank in capacities):
                 self.offload_scheduler.load_mode.allowed = False
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """See `OffloadScheduler.bind_pool`."""
-        self.offload_scheduler.bind_pool(gpu_block_pool)
+        """Build the scheduler's half: the block sizes are final now."""
+        self._pool = gpu_block_pool
+        config, groups, slot_bytes, num_ranks = self._scheduler_arguments
+        self.offload_scheduler = OffloadScheduler(
+            config,
+            groups,
+            gpu_block_pool,
+            self._num_slots,
+            slot_bytes,
+            num_ranks,
+            make_block_hash_with_group_id,
+        )
 
-    @survives(lambda self, request, _: self._go_on_without(request.request_id))
+    @survives(lambda self, request, _: self._go_on_without(request))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `OffloadScheduler.match`; the only rank may tell of new weights just before."""
+        """See `Admissions.match`; the only rank may tell of new weights just before."""
         rank = self._rank_beside()
         if rank is not None:
-            self.offload_scheduler.weights_were_loaded(rank.weight_loads)
-        return self.offload_scheduler.match(request, num_computed_tokens)
+            self.offload_scheduler.contents.weights_were_loaded(rank.weight_loads)
+        return self.offload_scheduler.admissions.match(request, num_computed_tokens)
 
-    @survives(lambda self, *arguments: self.offload_scheduler.allocation_failed(*arguments))
+    @survives(
+        lambda self, *arguments: self.offload_scheduler.admissions.allocation_failed(*arguments)
+    )
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """See `OffloadScheduler.allocated`."""
-        self.offload_scheduler.allocated(request, blocks, num_external_tokens)
+        """See `Admissions.allocated`."""
+        self.offload_scheduler.admissions.allocated(request, blocks, num_external_tokens)
 
     @survives(lambda self, _: self.offload_scheduler.metadata_without_new_stores())
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMetadata:
@@ -337,11 +348,17 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if self._is_member and connector_output.invalid_block_ids:
             self.offload_scheduler.others_load_failed()
         ended, reported = self._take_ended_loads()
-        self.offload_scheduler.update(connector_output, ended, reported)
+        report = connector_output.kv_connector_worker_meta
+        received = connector_output.finished_recving or set()
+        news = self.offload_scheduler.reports.take(
+            report if isinstance(report, OffloadWorkerMetadata) else None, received, ended, reported
+        )
+        if news != received:
+            connector_output.finished_recving = news
 
     @survives(lambda self: (set(), set()))  # a report will tell
     def _take_ended_loads(self) -> tuple[set[str], set[str]]:
-        rank = self._rank_beside() if self.offload_scheduler.hears_of_loads else None
+        rank = self._rank_beside() if self.offload_scheduler.reports.may_come_early else None
         return (set(), set()) if rank is None else rank.take_ended_loads()
 
     def request_finished(
@@ -364,8 +381,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self.offload_worker.end_step_anyhow(self._get_connector_metadata())
         return None, None
 
-    def _go_on_without(self, request_id: str) -> tuple[int, bool]:
-        self.offload_scheduler.go_on_without(request_id)
+    def _go_on_without(self, request: Request) -> tuple[int, bool]:
+        self.offload_scheduler.admissions.go_on_without(request)
         return 0, False
 
     def _end_unseen(self, request_id: str) -> tuple[bool, None]:
@@ -378,11 +395,11 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Let the engine wait for a store rather than preempt a request. From vLLM 0.32."""
-        return self.offload_scheduler.holds_idle_blocks
+        return self.offload_scheduler.stores.jobs.holds_idle_blocks
 
     def reset_cache(self) -> bool:
         """Forget what is in host memory, for instance after the weights changed."""
-        self.offload_scheduler.reset()
+        self.offload_scheduler.contents.reset()
         return True
 
     def _rank_beside(self) -> OffloadWorker | None:
@@ -407,13 +424,16 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         Of the scheduler's hooks it is the only one that vLLM calls at the end of every step.
         """
         if self.hook_errors.new:
-            half = self.offload_worker if self.offload_scheduler is None else self.offload_scheduler
-            half.count_hook_errors(self.hook_errors.take())
+            errors = self.hook_errors.take()
+            if self.offload_scheduler is None:
+                self.offload_worker.count_hook_errors(errors)
+            else:
+                self.offload_scheduler.statistics.count("hook_errors", errors)
         if self.offload_scheduler is not None:
-            self.offload_scheduler.read_reports()
+            self.offload_scheduler.reports.read()
             rank = self._rank_beside()
             if rank is not None and self.offload_scheduler.has_pending_stores:
-                self.offload_scheduler.stores_ended(rank.take_ended_stores())
+                self.offload_scheduler.reports.stores_ended(rank.take_ended_stores())
             self.offload_scheduler.watch.end()
             stats = self.offload_scheduler.take_stats()
             moved = None if rank is None else rank.take_stats()

@@ -68,7 +68,7 @@ def check_supported(
         *_engine_problems(config, vllm_config, kv_cache_config, version),
         *_member_problems(config, vllm_config, enclosing),
         *_model_problems(kv_cache_config),
-        *_state_problems(config, vllm_config, kv_cache_config),
+        *_state_problems(vllm_config, kv_cache_config),
         *_draft_problems(vllm_config),
     ]
     if problems:
@@ -197,9 +197,7 @@ def _model_problems(kv_cache_config: KVCacheConfig) -> list[str]:
     return problems
 
 
-def _state_problems(
-    config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
-) -> list[str]:
+def _state_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
     """Say which settings leave states (Mamba, gated delta nets) without final blocks."""
     states = [
         spec for spec in layer_specs(kv_cache_config).values() if type(spec).__name__ == STATE_SPEC
@@ -212,11 +210,6 @@ def _state_problems(
         problems.append(
             f"decode_context_parallel_size is {ranks}, and states are not split over its ranks: "
             "set it to 1"
-        )
-    if config.blocks_per_slot > 1:
-        problems.append(
-            f"blocks_per_slot is {config.blocks_per_slot}, but of states only single blocks are "
-            "ever made: set it to 1"
         )
     if vllm_config.speculative_config is not None:
         problems.append(

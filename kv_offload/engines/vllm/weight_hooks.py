@@ -118,7 +118,7 @@ def _watched_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         if may_change_weights(method):
             for scheduler in _schedulers(self):
-                if scheduler.weights_change():
+                if scheduler.contents.weights_change():
                     logger.info("kv-offload: host memory emptied: %r may change weights", method)
         return original(self, method, *args, **kwargs)
 
@@ -133,11 +133,11 @@ def _watched_reset(original: Callable[..., Any]) -> Callable[..., Any]:
             # A report may come later than the reset, and is not to empty what follows it.
             for weight_loads in self.model_executor.collective_rpc(weight_loads_of_rank):
                 for scheduler in schedulers:
-                    scheduler.weights_were_loaded(weight_loads)
+                    scheduler.contents.weights_were_loaded(weight_loads)
         done = original(self, *args, **kwargs)
         if done:
             for scheduler in schedulers:
-                scheduler.engine_was_reset()
+                scheduler.contents.engine_was_reset()
         return done
 
     return reset_prefix_cache
@@ -146,7 +146,9 @@ def _watched_reset(original: Callable[..., Any]) -> Callable[..., Any]:
 def _watched_sleep(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-        keeping = [scheduler for scheduler in _schedulers(self) if scheduler.keeps_on_sleep]
+        keeping = [
+            scheduler for scheduler in _schedulers(self) if scheduler.contents.keeps_on_sleep
+        ]
         if level != 1 or not keeping:
             return original(self, level, *args, **kwargs)
         # Where requests must end first, the engine core resets later, in a callback that it adds.
@@ -170,9 +172,9 @@ def _call_kept(schedulers: Sequence[Any], callback: Callable[..., Any], *args: A
 @contextlib.contextmanager
 def _kept(schedulers: Sequence[Any]) -> Iterator[None]:
     for scheduler in schedulers:
-        scheduler.falling_asleep = True
+        scheduler.contents.falling_asleep = True
     try:
         yield
     finally:
         for scheduler in schedulers:
-            scheduler.falling_asleep = False
+            scheduler.contents.falling_asleep = False

@@ -1,0 +1,136 @@
+"""What the plugin needs of the engine, in the plugin's own words.
+
+`scheduler` and `worker` import no engine. The connector of an engine (`kv_offload.engines`) hands
+them the engine's objects, of which they use what stands here, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from kv_swap.layout import KVLayout
+
+# -- what the scheduler reads ------------------------------------------------------------------
+
+
+class Request(Protocol):
+    """A request as it is now: the engine goes on changing it."""
+
+    request_id: str
+    block_hashes: Sequence[bytes]
+    """One for each full block of `num_tokens`; it grows with them."""
+    num_tokens: int
+    """Prompt and sampled tokens, without drafts and placeholders."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_in_flight_tokens: int
+    """Tokens of steps that have been launched and whose output has not been read."""
+    skip_reading_prefix_cache: bool
+
+
+class Block(Protocol):
+    """A block of the engine's KV cache."""
+
+    block_id: int
+    ref_cnt: int
+    block_hash: bytes | None
+    """The key under which the pool knows it; None where it does not."""
+
+
+class BlockPool(Protocol):
+    """The engine's KV blocks. A reference keeps a block from being given to somebody else."""
+
+    blocks: Sequence[Block]
+    """By block id."""
+    null_block: Block
+    """Stands in a request's table where no block is needed."""
+    hash_block_size: int
+    """Tokens that one block hash covers."""
+
+    def get_num_free_blocks(self) -> int:
+        """Return how many blocks nobody references."""
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """Reference each block once more."""
+
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
+        """Drop one reference of each; the last of those that become free is reused last."""
+
+
+class AllocatedBlocks(Protocol):
+    """The blocks that the engine gave a request."""
+
+    def get_block_ids(self) -> Sequence[Sequence[int]]:
+        """Return the ids by cache group."""
+
+
+class NewRequest(Protocol):
+    """A request that a step runs for the first time, or again with another list of blocks."""
+
+    req_id: str
+    block_ids: Sequence[Sequence[int]]
+    """All of its blocks, by cache group: they replace what was known."""
+    num_computed_tokens: int
+
+
+class RunningRequests(Protocol):
+    """The requests of a step that ran before; one position in every list is one request."""
+
+    req_ids: Sequence[str]
+    new_block_ids: Sequence[Sequence[Sequence[int]] | None]
+    """By cache group; None for a request that got no block."""
+    num_computed_tokens: Sequence[int]
+    resumed_req_ids: set[str]
+    """Requests whose `new_block_ids` replace what was known."""
+
+
+class StepOutput(Protocol):
+    """What the engine's scheduler put into one step."""
+
+    num_scheduled_tokens: Mapping[str, int]
+    """By request id."""
+    total_num_scheduled_tokens: int
+    scheduled_new_reqs: Sequence[NewRequest]
+    scheduled_cached_reqs: RunningRequests
+
+
+# -- what a rank asks --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KVCaches:
+    """The KV tensors that the engine registered on a rank."""
+
+    layout: KVLayout
+    tensors: Sequence[torch.Tensor]
+    regions_of_layer: Mapping[str, frozenset[int]]
+    """By layer, in the order in which the engine registered them: regions that it reads."""
+
+
+class RankEngine(Protocol):
+    """The engine on one rank. `register_kv_caches` of the worker asks the first three methods.
+
+    The engine's model runner is on the call stack then.
+    """
+
+    def describe_kv_caches(self, kv_caches: Mapping[str, Any]) -> KVCaches:
+        """Return what the engine registered; raises `UnsupportedError` if it cannot be copied."""
+
+    def find_output_copy_stream(self) -> Any | None:
+        """Return the stream that copies sampled tokens to the host; None where there is none."""
+
+    def count_weight_loads(self) -> Callable[[], int]:
+        """Return what tells how often the model has been given weights from now on."""
+
+    def forward_context(self) -> object | None:
+        """Return what identifies the forward that runs or is about to; None without one."""
+
+    def forward_with_layer_calls(self) -> tuple[object, Hashable] | None:
+        """Return the forward about to run, and of which kind it is; None if layers do not call.
+
+        Forwards of a kind run the same code. Layers that call do so just before they read KV.
+        """
