@@ -38,7 +38,8 @@ class Pool:
         for _ in range(0, num_slots, BATCH_KEYS):
             self.store(self.new_prefix())
         for prefix in self.random.sample(self.prefixes, len(self.prefixes) // 2):
-            self.touch(prefix)
+            if self.manager.readable(prefix).all():
+                self.load(prefix)
         for _ in range(0, num_slots // 10, BATCH_KEYS):
             self.store(self.new_prefix())
 
@@ -50,26 +51,21 @@ class Pool:
 
     def readable_prefixes(self) -> Callable[[], list[bytes]]:
         """Return a function that draws a readable prefix at random, while nothing is stored."""
-        readable = [keys for keys in self.prefixes if all(map(self.manager.lookup, keys))]
+        readable = [keys for keys in self.prefixes if self.manager.readable(keys).all()]
         return lambda: self.random.choice(readable)
 
     def lookup(self, keys: list[bytes]) -> None:
         self.manager.readable(keys)
 
-    def touch(self, keys: list[bytes]) -> None:
-        self.manager.touch(keys)
-
     def load(self, keys: list[bytes]) -> None:
         self.manager.complete_load(self.manager.prepare_load(keys))
 
     def store(self, keys: list[bytes]) -> None:
-        plan = self.manager.prepare_store(keys)
-        self.manager.complete_store(plan.slots)
+        self.manager.complete_store(self.manager.prepare_store(keys).slots)
 
 
 OPERATIONS: dict[str, Callable[[Pool, list[bytes]], None]] = {
     "lookup": Pool.lookup,
-    "touch": Pool.touch,
     "prepare_load+complete_load": Pool.load,
     "prepare_store+complete_store": Pool.store,
 }
