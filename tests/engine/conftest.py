@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.engine.harness import Copies, engine
+from tests.support import imports
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,21 +27,19 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def frozen_imports(model_folder: Path) -> Iterator[None]:
-    """Keep imported modules out of garbage collections: else an engine's life takes 3 s, not 0.3 s.
-
-    vLLM collects several times as an engine starts and ends, and has half a million objects of
-    modules. It freezes the heap meanwhile, and thaws all of it in the end: neither happens here. A
-    first engine imports what vLLM imports late.
-    """
+    """Keep modules out of garbage collections; a first engine imports what vLLM imports late."""
     with engine(model_folder):
         pass
-    freeze, unfreeze = gc.freeze, gc.unfreeze
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "freeze", lambda: None)
-        patch.setattr(gc, "unfreeze", lambda: None)
-        freeze()
+    with imports.frozen():
         yield
-    unfreeze()
+
+
+@pytest.fixture(
+    params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["forked", "spawned"]
+)
+def forks(request: pytest.FixtureRequest) -> bool:
+    """How an engine starts its processes: spawned ones import vLLM for themselves."""
+    return bool(request.param)
 
 
 @pytest.fixture
