@@ -133,7 +133,9 @@ class HostSwapEngine(SwapEngine):
 
     def await_loads(self) -> None:
         """Copy the waves that are left; all else was copied by `submit`."""
-        self.await_wave(len(self._waves))
+        self._copy_waves(len(self._waves))
+        if self._failure is not None:
+            raise self._failure
 
     def await_wave(self, wave: int) -> None:
         """Copy what is left of the waves up to this one. A failed copy ends the load."""
