@@ -1,4 +1,4 @@
-"""What `docs/lessons.md` tells, where no device and no engine is needed: with and without."""
+"""What `docs/design/lessons.md` tells, where no device and no engine is needed: with and without."""
 
 from __future__ import annotations
 
