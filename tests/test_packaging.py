@@ -40,7 +40,6 @@ ALLOWED = {
 """Which room of `kv_offload` may import which, `TYPE_CHECKING` imports aside."""
 
 STILL = {
-    "kv_offload.scheduler.guard imports engines",
     "kv_offload.scheduler.scheduler imports engines",
     "kv_offload.worker.capacity imports engines",
     "kv_offload.worker.sharing imports engines",

@@ -216,8 +216,8 @@ class OffloadWorker:
         if share_bytes < slot_bytes:
             num_arenas = self._num_ranks // sharing
             raise CapacityError(
-                f"cpu_bytes gives each of {num_arenas} ranks {share_bytes} bytes, and one slot takes "
-                f"{slot_bytes}: set cpu_bytes to {slot_bytes * num_arenas} or more"
+                f"cpu_bytes gives each of {num_arenas} ranks {share_bytes} bytes, and one slot "
+                f"takes {slot_bytes}: set cpu_bytes to {slot_bytes * num_arenas} or more"
             )
         return share_bytes // slot_bytes
 

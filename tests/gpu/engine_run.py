@@ -1,6 +1,6 @@
 """Run by `test_engine.py` in a process of its own: one vLLM engine on a GPU, with and without us.
 
-usage: python -m tests.gpu.engine_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON PLUGIN_AS_JSON
+usage: python -m tests.gpu.engine_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
 Prints one line of JSON. Prompts are answered one at a time: on a GPU the rounding of a token
 depends on what else is in its batch, and one flipped bit of bfloat16 can flip a token of a random
@@ -132,7 +132,7 @@ def still_alive(watched: dict[str, weakref.ref[Any]]) -> list[str]:
     return [name for name, reference in watched.items() if reference() is not None]
 
 
-def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, Any]) -> None:
+def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     settings = {
         "dtype": "bfloat16",
         "kv_cache_memory_bytes": 512 << 20,
@@ -153,9 +153,7 @@ def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, An
         result["expected_drafts"] = drafts.take()
         watched = plain.watch_kv_tensors()
     result["kept_without_us"] = still_alive(watched)
-    with engine(
-        Path(models), kind, plugin, synchronous_loads=synchronous_loads, **settings
-    ) as ours:
+    with engine(Path(models), kind, {}, synchronous_loads=synchronous_loads, **settings) as ours:
         result["regions"] = len(ours.rank._engine.layout.regions)
         groups = ours.scheduler.kv_cache_config.kv_cache_groups
         result["layers"] = sum(len(group.layer_names) for group in groups)
@@ -217,4 +215,4 @@ def main(models: str, kind: str, arguments: dict[str, Any], plugin: dict[str, An
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

@@ -14,12 +14,12 @@ BLOCK_TOKENS = 32
 
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "dense": ("qwen3", {}, {}),
-    "graphs": ("qwen3", {"enforce_eager": False}, {}),
-    "synchronous": ("qwen3", {"async_scheduling": False}, {"blocks_per_slot": 4}),
-    "before_compute": ("qwen3", {"synchronous_loads": True, "enforce_eager": False}, {}),
-    "before_compute, eager": ("qwen3", {"synchronous_loads": True}, {}),
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {}),
+    "graphs": ("qwen3", {"enforce_eager": False}),
+    "synchronous": ("qwen3", {"async_scheduling": False}),
+    "before_compute": ("qwen3", {"synchronous_loads": True, "enforce_eager": False}),
+    "before_compute, eager": ("qwen3", {"synchronous_loads": True}),
     "before_compute, full graphs": (
         "qwen3",
         {
@@ -27,39 +27,29 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "enforce_eager": False,
             "compilation_config": {"cudagraph_mode": "FULL"},
         },
-        {},
     ),
-    "chunked": ("qwen3", {"max_num_batched_tokens": 256, "max_num_seqs": 8}, {}),
-    "windows": ("gemma3", {}, {}),
-    "mla": ("deepseek_v2", {"block_size": 64}, {}),
-    "fp8": ("qwen3", {"kv_cache_dtype": "fp8"}, {}),
-    "fp8 scale per token and head": ("qwen3", {"kv_cache_dtype": "fp8_per_token_head"}, {}),
-    "int8 scale per token and head": ("qwen3", {"kv_cache_dtype": "int8_per_token_head"}, {}),
-    "blocks of 16": ("qwen3", {"block_size": 16}, {}),
-    "blocks of 64": ("qwen3", {"block_size": 64}, {}),
-    "blocks of 128": ("gemma3", {"block_size": 128}, {}),
-    "chunks": ("llama4", {}, {}),
+    "chunked": ("qwen3", {"max_num_batched_tokens": 256, "max_num_seqs": 8}),
+    "windows": ("gemma3", {}),
+    "mla": ("deepseek_v2", {"block_size": 64}),
+    "fp8": ("qwen3", {"kv_cache_dtype": "fp8"}),
+    "fp8 scale per token and head": ("qwen3", {"kv_cache_dtype": "fp8_per_token_head"}),
+    "int8 scale per token and head": ("qwen3", {"kv_cache_dtype": "int8_per_token_head"}),
+    "blocks of 16": ("qwen3", {"block_size": 16}),
+    "blocks of 64": ("qwen3", {"block_size": 64}),
+    "blocks of 128": ("gemma3", {"block_size": 128}),
+    "chunks": ("llama4", {}),
     # Its default mode makes blocks of 2,048 tokens, more than these prompts have.
-    "Mamba 1": ("jamba", {"enable_prefix_caching": True, "mamba_cache_mode": "align"}, {}),
-    "Mamba 2": ("falcon_h1", {"enable_prefix_caching": True}, {}),
-    "Mamba 2, aligned": (
-        "falcon_h1",
-        {"enable_prefix_caching": True, "mamba_cache_mode": "align"},
-        {},
-    ),
-    "Mamba 2, fp8": (
-        "falcon_h1",
-        {"enable_prefix_caching": True, "kv_cache_dtype": "fp8"},
-        {},
-    ),
+    "Mamba 1": ("jamba", {"enable_prefix_caching": True, "mamba_cache_mode": "align"}),
+    "Mamba 2": ("falcon_h1", {"enable_prefix_caching": True}),
+    "Mamba 2, aligned": ("falcon_h1", {"enable_prefix_caching": True, "mamba_cache_mode": "align"}),
+    "Mamba 2, fp8": ("falcon_h1", {"enable_prefix_caching": True, "kv_cache_dtype": "fp8"}),
     "gated delta nets": (
         "qwen3_next",
         {"enable_prefix_caching": True, "gdn_prefill_backend": "triton"},
-        {},
     ),
-    "draft head": ("llama", {"draft_head": True}, {}),
-    "draft head, graphs": ("llama", {"draft_head": True, "enforce_eager": False}, {}),
-    "sleep": ("qwen3", {"enable_sleep_mode": True}, {}),
+    "draft head": ("llama", {"draft_head": True}),
+    "draft head, graphs": ("llama", {"draft_head": True, "enforce_eager": False}),
+    "sleep": ("qwen3", {"enable_sleep_mode": True}),
 }
 
 
@@ -69,13 +59,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
     if case == "before_compute, full graphs" and runner == "v2":
         pytest.skip("runner V2 of vLLM 0.26 cannot capture these in a second engine of a process")
-    kind, arguments, plugin = CASES[case]
+    kind, arguments = CASES[case]
     result = run_module(
         "tests.gpu.engine_run",
         tmp_path,
         kind,
         arguments,
-        plugin,
         timeout_seconds=550,
         VLLM_USE_V2_MODEL_RUNNER="1" if runner == "v2" else "0",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -95,9 +84,8 @@ def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
         assert result["loads_in_waves"] >= max(1, result["loads"] - result["whole_loads"] - 1)
     else:
         assert result["loads_in_waves"] <= int(waits) < result["loads"]
-    # The last prompt, where more of it than a slot is missing on the device, which is 64 tokens.
-    slot_tokens = arguments.get("block_size", BLOCK_TOKENS) * plugin.get("blocks_per_slot", 1)
-    whole = kind == "qwen3" and slot_tokens < 64
+    # The last prompt, where more of it than a block is missing on the device, which is 64 tokens.
+    whole = kind == "qwen3" and arguments.get("block_size", BLOCK_TOKENS) < 64
     assert result["whole_loads"] == whole
     # vLLM itself may keep some; not one more with us.
     assert set(result["kept"]) <= set(result["kept_without_us"])

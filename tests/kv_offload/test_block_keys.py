@@ -20,7 +20,7 @@ from tests.support.fakes import block_hasher
 pytestmark = pytest.mark.filterwarnings("default")
 
 GROUP = CacheGroup(0, 4)
-PREFIXES = PrefixMap([GROUP], 4, 1, make_block_hash_with_group_id)
+PREFIXES = PrefixMap([GROUP], 4, make_block_hash_with_group_id)
 
 
 def image(identifier: str, offset: int = 4) -> MultiModalFeatureSpec:
@@ -72,7 +72,7 @@ def test_another_image_changes_its_block_and_all_behind_it() -> None:
 
 def test_cache_groups_share_no_block() -> None:
     request_keys = keys()
-    other = PrefixMap([CacheGroup(1, 4)], 4, 1, make_block_hash_with_group_id)
+    other = PrefixMap([CacheGroup(1, 4)], 4, make_block_hash_with_group_id)
     hashes = request_keys  # a key of group 0 is the hash itself
     assert set(other.slot_keys(hashes, other.groups[0], 0, 3)).isdisjoint(request_keys)
     assert PREFIXES.slot_keys(hashes, GROUP, 0, 3) == request_keys

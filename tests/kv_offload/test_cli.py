@@ -63,11 +63,11 @@ def test_without_a_file_it_shows_the_defaults(capsys):
 
 
 def test_without_a_file_it_takes_the_one_of_the_environment(tmp_path, capsys, monkeypatch):
-    (tmp_path / "kv.yaml").write_text("blocks_per_slot: 2")
+    (tmp_path / "kv.yaml").write_text("store_after_uses: 2")
     monkeypatch.setenv("KV_OFFLOAD_CONFIG_FILE", "kv.yaml")
     assert main(["config"]) == 0
     output = capsys.readouterr().out
-    assert "blocks_per_slot: 2  # file" in output
+    assert "store_after_uses: 2  # file" in output
     extra_config = transfer_config(output)["kv_connector_extra_config"]
     assert extra_config == {"config_file": str(tmp_path / "kv.yaml")}
 
@@ -101,7 +101,7 @@ def test_awkward_paths_survive_the_shell(tmp_path, capsys, name):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("blocks_per_slot: 65", "blocks_per_slot: 65: Expected `int` <= 64"),
+        ("max_pinned_share: 1.5", "max_pinned_share: 1.5: Expected `float` <= 1"),
         ("evict_policy: arc", "Did you mean eviction_policy?"),
         ("cpu_bytes: 101%", "cpu_bytes: '101%': asks for"),
         ("cpu_bytes: 100%", "cpu_bytes: '100%': asks for"),

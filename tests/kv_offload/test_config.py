@@ -24,11 +24,9 @@ DEFAULTS = OffloadConfig(
     eviction_policy="lru",
     store_blocks="all",
     store_after_uses=1,
-    blocks_per_slot=1,
     transfer_engine="auto",
     max_pinned_share=0.8,
     load_or_recompute="measured",
-    max_slowdown=1.05,
     keep_on_sleep=False,
     on_load_failure="recompute",
 )
@@ -74,15 +72,11 @@ def test_defaults():
         ("store_blocks", "prompt", "prompt"),
         ("store_after_uses", 1, 1),
         ("store_after_uses", 1000, 1000),
-        ("blocks_per_slot", 64, 64),
         ("transfer_engine", "host", "host"),
         ("transfer_engine", "cuda", "cuda"),
         ("max_pinned_share", 0.01, 0.01),
         ("max_pinned_share", 1, 1.0),
         ("load_or_recompute", "always_load", "always_load"),
-        ("max_slowdown", 1, 1.0),
-        ("max_slowdown", 1.2, 1.2),
-        ("max_slowdown", None, None),
         ("keep_on_sleep", True, True),
         ("on_load_failure", "fail", "fail"),
     ],
@@ -115,11 +109,8 @@ BAD_VALUES = [
     ("store_after_uses", 0, ">= 1"),
     ("store_after_uses", 1.0, "got `float`"),
     ("store_after_uses", 2**70, "<= 9223372036854775807"),
-    ("blocks_per_slot", 0, ">= 1"),
-    ("blocks_per_slot", 65, "<= 64"),
-    ("blocks_per_slot", "4", "got `str`"),
-    ("blocks_per_slot", True, "got `bool`"),
-    ("blocks_per_slot", 1.0, "got `float`"),
+    ("store_after_uses", "4", "got `str`"),
+    ("store_after_uses", True, "got `bool`"),
     ("transfer_engine", "dma", "Invalid enum value"),
     ("max_pinned_share", 0, "> 0"),
     ("max_pinned_share", -0.5, "> 0"),
@@ -127,10 +118,6 @@ BAD_VALUES = [
     ("max_pinned_share", "50%", "got `str`"),
     ("max_pinned_share", True, "got `bool`"),
     ("load_or_recompute", "always", "Invalid enum value"),
-    ("max_slowdown", 0.9, ">= 1"),
-    ("max_slowdown", 11, "<= 10"),
-    ("max_slowdown", "5%", "got `str`"),
-    ("max_slowdown", False, "got `bool`"),
     ("keep_on_sleep", 1, "got `int`"),
     ("keep_on_sleep", "yes", "got `str`"),
     ("on_load_failure", "retry", "Invalid enum value"),
@@ -154,18 +141,17 @@ def test_bad_values_are_refused_with_source_path_value_and_remedy(write, key, va
 
 @pytest.mark.parametrize("text", [".nan", ".inf", "-.inf"])
 def test_numbers_that_are_not_finite_are_refused(write, text):
-    for key in ("max_pinned_share", "max_slowdown"):
-        assert key in refusal({"config_file": write(f"{key}: {text}")})
+    assert "max_pinned_share" in refusal({"config_file": write(f"max_pinned_share: {text}")})
 
 
 def test_a_bad_value_is_refused_also_where_another_source_overrides_it(write):
-    file = write("blocks_per_slot: 65")
-    message = refusal({"config_file": file, "blocks_per_slot": 2})
-    assert message.startswith(f"{file}: blocks_per_slot: 65")
+    file = write("max_pinned_share: 1.5")
+    message = refusal({"config_file": file, "max_pinned_share": 0.5})
+    assert message.startswith(f"{file}: max_pinned_share: 1.5")
 
 
 def test_long_and_nested_values_are_cut(write):
-    assert len(refusal({"blocks_per_slot": "x" * 100_000})) < 1000
+    assert len(refusal({"store_after_uses": "x" * 100_000})) < 1000
     lists = "".join(f"- &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]\n" for n in range(30))
     assert len(refusal({"config_file": write(f"- &a0 [x]\n{lists}")})) < 10_000
 
@@ -261,34 +247,34 @@ def test_keys_that_are_not_strings_are_unknown(write, key):
 
 
 def test_inline_wins_over_the_file_which_wins_over_the_default(write):
-    file = write("blocks_per_slot: 2\nstore_after_uses: 3\n")
-    config = load({"config_file": file, "blocks_per_slot": 4})
-    assert (config.blocks_per_slot, config.store_after_uses, config.eviction_policy) == (
+    file = write("store_after_uses: 2\nstore_blocks: prompt\n")
+    config = load({"config_file": file, "store_after_uses": 4})
+    assert (config.store_after_uses, config.store_blocks, config.eviction_policy) == (
         4,
-        3,
+        "prompt",
         "lru",
     )
 
 
 def test_the_named_file_wins_over_the_environment(write):
-    named, other = write("blocks_per_slot: 2"), write("blocks_per_slot: 3", name="other.yaml")
+    named, other = write("store_after_uses: 2"), write("store_after_uses: 3", name="other.yaml")
     environ = {"KV_OFFLOAD_CONFIG_FILE": other}
-    assert load({"config_file": named}, environ).blocks_per_slot == 2
-    assert load({}, environ).blocks_per_slot == 3
-    assert load({"blocks_per_slot": 4}, environ).blocks_per_slot == 4
+    assert load({"config_file": named}, environ).store_after_uses == 2
+    assert load({}, environ).store_after_uses == 3
+    assert load({"store_after_uses": 4}, environ).store_after_uses == 4
 
 
 def test_the_environment_of_the_process_is_the_default(write, monkeypatch):
-    monkeypatch.setenv("KV_OFFLOAD_CONFIG_FILE", write("blocks_per_slot: 2"))
-    assert load_config({}).blocks_per_slot == 2
+    monkeypatch.setenv("KV_OFFLOAD_CONFIG_FILE", write("store_after_uses: 2"))
+    assert load_config({}).store_after_uses == 2
 
 
 def test_the_trace_says_where_every_value_came_from(write):
-    file = write("blocks_per_slot: 2\ncpu_bytes: 1GiB")
-    traced = trace_config({"config_file": file, "blocks_per_slot": 4}, {}, host=HOST)
+    file = write("store_after_uses: 2\ncpu_bytes: 1GiB")
+    traced = trace_config({"config_file": file, "store_after_uses": 4}, {}, host=HOST)
     assert traced.file == Path(file)
     assert set(traced.given) == set(SCHEMA)
-    assert traced.given["blocks_per_slot"] == ("kv_connector_extra_config", 4)
+    assert traced.given["store_after_uses"] == ("kv_connector_extra_config", 4)
     assert traced.given["cpu_bytes"] == (file, "1GiB")
     assert traced.given["eviction_policy"] == (DEFAULT, "lru")
     assert trace_config({}, {}, host=HOST).file is None
@@ -300,17 +286,17 @@ def test_an_empty_file_is_the_defaults(write, content):
 
 
 def test_paths_may_be_relative_links_or_start_at_home(write, tmp_path, monkeypatch):
-    write("blocks_per_slot: 2")
+    write("store_after_uses: 2")
     (tmp_path / "link.yaml").symlink_to("kv.yaml")
     (tmp_path / "deep/below").mkdir(parents=True)
     (tmp_path / "away").symlink_to("deep/below")
-    (tmp_path / "deep/kv.yaml").write_text("blocks_per_slot: 3")
+    (tmp_path / "deep/kv.yaml").write_text("store_after_uses: 3")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert load({"config_file": "kv.yaml"}).blocks_per_slot == 2
-    assert load({"config_file": "link.yaml"}).blocks_per_slot == 2
-    assert load({"config_file": "~/kv.yaml"}).blocks_per_slot == 2
-    assert load({"config_file": "away/../kv.yaml"}).blocks_per_slot == 3
+    assert load({"config_file": "kv.yaml"}).store_after_uses == 2
+    assert load({"config_file": "link.yaml"}).store_after_uses == 2
+    assert load({"config_file": "~/kv.yaml"}).store_after_uses == 2
+    assert load({"config_file": "away/../kv.yaml"}).store_after_uses == 3
     assert trace_config({"config_file": "kv.yaml"}, {}, host=HOST).file == tmp_path / "kv.yaml"
 
 
@@ -396,10 +382,10 @@ def test_a_file_without_permission(write, monkeypatch):
         ("- a\n- b", 1, 1, "the top level is ['a', 'b'], but it must be a mapping"),
         ("lru", 1, 1, "the top level is 'lru', but it must be a mapping of keys to values"),
         (
-            "blocks_per_slot: 1\nblocks_per_slot: 2",
+            "store_after_uses: 1\nstore_after_uses: 2",
             2,
             1,
-            "blocks_per_slot: '2': this key was given",
+            "store_after_uses: '2': this key was given",
         ),
         ("{store_blocks: all, 'store_blocks': all}", 1, 21, "was given before, in line 1"),
     ],
@@ -413,8 +399,8 @@ def test_malformed_files_are_refused_with_line_and_column(write, content, line, 
 
 
 def test_utf8_and_a_byte_order_mark_are_fine(write):
-    content = "\ufeff# größer\nblocks_per_slot: 2"
-    assert load({"config_file": write(content)}).blocks_per_slot == 2
+    content = "\ufeff# größer\nstore_after_uses: 2"
+    assert load({"config_file": write(content)}).store_after_uses == 2
 
 
 TAGS = ["!!int ", "!!bool ", "!!map ", "&a ", "*a", "<<: "]
@@ -502,7 +488,7 @@ def test_the_documented_inline_keys_are_accepted():
 
 def test_the_documented_errors_are_real(write, tmp_path):
     errors = re.findall(r"^kv-offload: (.*)$", DOCS.read_text(), re.MULTILINE)
-    contents = ["blocks_per_slot: 65", "evict_policy: arc", "cpu_bytes: 8GiB\ncpu_bytes: 16GiB"]
+    contents = ["max_pinned_share: 1.5", "evict_policy: arc", "cpu_bytes: 8GiB\ncpu_bytes: 16GiB"]
     assert len(errors) == len(contents)
     for error, content in zip(errors, contents, strict=True):
         message = refusal({"config_file": write(content, name="kv-offload.yaml")})

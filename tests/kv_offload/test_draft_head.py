@@ -129,7 +129,7 @@ class HeadEngine(HarshEngine):
     def check_host_memory(self) -> None:
         """Check every readable slot; of the last token's KV in the head, that it was written."""
         self._learn_keys()
-        manager, per_slot = self.offload.manager, self.offload._config.blocks_per_slot
+        manager = self.offload.manager
         manager.check_integrity()
         group_of = {
             key: group
@@ -143,10 +143,10 @@ class HeadEngine(HarshEngine):
             if not manager.lookup(key):
                 continue
             group_id = group_of[key].group_id
-            names = self.known[key].reshape(-1) - group_id
+            names = self.known[key] - group_id
             for rank in self.ranks:
-                slots = rank.copies.arena[slot * per_slot : (slot + 1) * per_slot].view(np.int64)
-                found = slots.reshape(len(names), -1) - group_id
+                words = rank.copies.arena[slot].view(np.int64)
+                found = words.reshape(len(names), -1) - group_id
                 last = int(found[-1, -1])
                 right = (found[:, :-1] == names[:, None]).all()
                 head_right = (found[:-1, -1] == names[1:]).all()

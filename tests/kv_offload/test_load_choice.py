@@ -28,7 +28,7 @@ class Chosen:
         mode: Any = "measured",
         longest: int = 8192,
     ) -> None:
-        self.watch = StepWatch(None)
+        self.watch = StepWatch()
         self.queue = LoadQueue()
         self.choice = LoadChoice(mode, SLOT_BYTES, self.watch, self.queue)
         self.link(bytes_per_second)

@@ -1,4 +1,4 @@
-"""Load or recompute, loads side by side, and the guard, under vLLM's own scheduler."""
+"""Load or recompute, and loads side by side, under vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
-from kv_swap.engine import Direction
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.scheduler.rates import MIN_MEASUREMENTS
@@ -130,18 +128,16 @@ def test_a_request_that_goes_away_while_it_waits_leaves_nothing() -> None:
 
 
 class Timed:
-    """An engine whose steps take the time that the test says, by output and stores in flight."""
+    """An engine whose steps take the time that the test says."""
 
     def __init__(self, engine: PlayedEngine, now: list[float]) -> None:
         self.engine = engine
         self._now = now
 
-    def step(self, seconds: float, seconds_with_stores: float | None = None) -> None:
+    def step(self, seconds: float) -> None:
         self.engine.schedule()
         self.engine.execute()
-        copies = self.engine.ranks[0].copies
-        stores = any(job.direction is Direction.STORE for job in copies.submitted)
-        self._now[0] += seconds_with_stores if stores and seconds_with_stores else seconds
+        self._now[0] += seconds
         self.engine.run_copies()
         self.engine.process()
 
@@ -206,55 +202,6 @@ def test_a_step_that_waits_for_its_load_says_nothing_about_computing(now: list[f
         engine.run()
     assert engine.totals["synchronous_loads"] == 4
     assert not engine.offload.watch.prefill_rate._recent
-
-
-# -- the guard ---------------------------------------------------------------------------------
-
-
-def serve(engine: PlayedEngine, now: list[float], slower: float, requests: range) -> int:
-    """Serve prompts; steps with stores in flight take `slower` times as long; count the stored.
-
-    Every prompt has ten blocks, which are stored beside the first of five decodes.
-    """
-    before = engine.totals["stored_bytes"]
-    timed = Timed(engine, now)
-    for index in requests:
-        engine.add(f"r{index}", prompt(index, 41), max_tokens=6)
-        while engine.scheduler.has_unfinished_requests():
-            timed.step(0.005, 0.005 * slower)
-    return int(engine.totals["stored_bytes"] - before) // 64
-
-
-@pytest.mark.parametrize(("bound", "throttles"), [(1.05, True), (None, False), (3.0, False)])
-def test_stores_that_slow_the_engine_are_throttled(
-    now: list[float], bound: float | None, throttles: bool
-) -> None:
-    engine = PlayedEngine(slots=16, max_num_batched_tokens=64, plugin={"max_slowdown": bound})
-    serve(engine, now, 2.0, range(250))
-    stored = serve(engine, now, 2.0, range(250, 270))
-    factor = engine.offload.watch.guard.factor
-    assert (factor < 1 / 16) == throttles
-    assert (engine.totals["throttled_steps"] > 100) == throttles
-    # A few steps are given so much that their prompt is stored, most are given nothing.
-    assert (stored < 20 * 7) == throttles
-    assert engine.offload._gauges_reported["store_share"] == factor
-    engine.run()
-    engine.check_rest()
-
-
-def test_stores_that_do_not_slow_the_engine_all_take_place(now: list[float]) -> None:
-    """Also in the few steps that plan none, so that steps without stores are seen."""
-    stored = []
-    for bound in (1.05, None):
-        engine = PlayedEngine(slots=16, max_num_batched_tokens=64, plugin={"max_slowdown": bound})
-        stored.append(serve(engine, now, 1.0, range(250)))
-        if bound is not None:
-            kinds = engine.offload.watch.guard._kinds
-            assert len(kinds[(1, 1, 40)].calm) >= 8
-        assert engine.totals["throttled_steps"] == 0
-        engine.run()
-        engine.check_rest()
-    assert stored[0] == stored[1] > 250 * 8
 
 
 # -- how many loads run side by side -----------------------------------------------------------

@@ -27,8 +27,8 @@ def make_key(block_hash: bytes, group_id: int) -> bytes:
 class Loads:
     """A planner, with a host memory that is filled by hand."""
 
-    def __init__(self, *groups: CacheGroup, blocks_per_slot: int = 1, num_slots: int = 24) -> None:
-        self.prefixes = PrefixMap(groups or (FULL,), 4, blocks_per_slot, make_key)
+    def __init__(self, *groups: CacheGroup, num_slots: int = 24) -> None:
+        self.prefixes = PrefixMap(groups or (FULL,), 4, make_key)
         self.manager = CacheManager(num_slots, make_policy("lru", num_slots))
         self.planner = LoadPlanner(self.prefixes, self.manager)
 
@@ -39,9 +39,8 @@ class Loads:
         return dict(zip(slots, plan.slots.tolist(), strict=True))
 
     def key(self, slot: int, group: CacheGroup = FULL) -> bytes:
-        """Return the key of a slot: that of its last block."""
-        last_block = (slot + 1) * self.prefixes.blocks_per_slot - 1
-        block_hash = HASHES[(last_block + 1) * group.block_tokens // 4 - 1]
+        """Return the key of a slot."""
+        block_hash = HASHES[(slot + 1) * group.block_tokens // 4 - 1]
         return make_key(block_hash, group.group_id) if group.group_id else block_hash
 
     def match(self, request_id: str, start: int = 0, tokens: int = 25) -> int | None:
@@ -467,30 +466,14 @@ def test_the_null_blocks_of_a_window_are_left_out() -> None:
     ]
 
 
-def test_blocks_of_one_slot_are_paired_with_their_places_in_it() -> None:
-    loads = Loads(blocks_per_slot=3)
-    slots = loads.keep([0, 1])
-    job = loads.plan("a", 0, 24, [10, 11, 12, 13, 14, 15, 16])
-    assert pairs(job) == [[10 + block, slots[block // 3] * 3 + block % 3] for block in range(6)]
-
-
-def test_a_start_inside_a_slot_loads_the_rest_of_it() -> None:
-    loads = Loads(blocks_per_slot=2, num_slots=3)
+def test_slots_in_front_of_the_start_are_not_held() -> None:
+    loads = Loads(num_slots=3)
     slots = loads.keep([0, 1, 2])
-    assert loads.match("a", start=12, tokens=25) == 12
-    job = loads.plan("a", 12, 24, [10, 11, 12, 13, 14, 15])
-    assert pairs(job) == [[13, slots[1] * 2 + 1], [14, slots[2] * 2], [15, slots[2] * 2 + 1]]
+    assert loads.match("a", start=4, tokens=13) == 8
+    job = loads.plan("a", 4, 12, [10, 11, 12])
+    assert pairs(job) == [[11, slots[1]], [12, slots[2]]]
     assert loads.manager.slots_in_use == 3
     assert not loads.is_held(0), "slot 0 is not read, so it is not held"
-
-
-def test_a_window_that_begins_inside_a_slot_loads_its_blocks_only() -> None:
-    group = CacheGroup(0, 4, 6)
-    loads = Loads(group, blocks_per_slot=4)
-    slots = loads.keep([0])
-    assert loads.match("a", tokens=17) == 16
-    job = loads.plan("a", 0, 16, [NULL, NULL, 12, 13, 14])
-    assert pairs(job) == [[12, slots[0] * 4 + 2], [13, slots[0] * 4 + 3]]
 
 
 def test_a_plan_for_fewer_tokens_than_offered_can_lack_a_window_block() -> None:
@@ -527,14 +510,6 @@ def test_a_plan_for_fewer_tokens_than_offered_can_still_be_complete() -> None:
     job = loads.plan("a", 0, 12, [10, 11, 12])
     assert not job.incomplete
     assert pairs(job) == [[10, slots[0]], [11, slots[1]], [12, slots[2]]]
-
-
-def test_a_plan_may_end_inside_a_slot() -> None:
-    loads = Loads(blocks_per_slot=2)
-    slots = loads.keep([0, 1])
-    assert loads.match("a", tokens=17) == 16
-    job = loads.plan("a", 0, 12, [10, 11, 12])
-    assert pairs(job) == [[10, slots[0] * 2], [11, slots[0] * 2 + 1], [12, slots[1] * 2]]
 
 
 def test_a_key_that_was_evicted_since_the_match_makes_the_plan_incomplete() -> None:

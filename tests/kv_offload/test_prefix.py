@@ -40,11 +40,9 @@ def make_hashes(count: int) -> list[bytes]:
     return [b"hash %d" % i for i in range(count)]
 
 
-def make_map(
-    *groups: CacheGroup, hash_block_tokens: int | None = None, blocks_per_slot: int = 1
-) -> PrefixMap:
+def make_map(*groups: CacheGroup, hash_block_tokens: int | None = None) -> PrefixMap:
     tokens = hash_block_tokens or math.gcd(*(group.block_tokens for group in groups))
-    return PrefixMap(groups, tokens, blocks_per_slot, make_key)
+    return PrefixMap(groups, tokens, make_key)
 
 
 # -- brute force -------------------------------------------------------------------------------
@@ -68,10 +66,10 @@ class Case:
     @property
     def readable_keys(self) -> set[bytes]:
         keys = set()
-        for group, slot_tokens in zip(self.prefixes.groups, self.prefixes.slot_tokens, strict=True):
-            for slot in range(len(self.hashes) * self.hash_block_tokens // slot_tokens):
+        for group in self.prefixes.groups:
+            for slot in range(len(self.hashes) * self.hash_block_tokens // group.block_tokens):
                 if (group.group_id, slot) not in self.missing:
-                    last_hash = (slot + 1) * slot_tokens // self.hash_block_tokens - 1
+                    last_hash = (slot + 1) * group.block_tokens // self.hash_block_tokens - 1
                     keys.add(slot_key(self.hashes[last_hash], group.group_id))
         return keys
 
@@ -92,24 +90,20 @@ class Case:
         }
 
     def is_served(self, end: int) -> bool:
-        per_slot = self.prefixes.blocks_per_slot
         hashed_tokens = len(self.hashes) * self.hash_block_tokens
         for group in self.prefixes.groups:
-            for block in self.blocks_read(group, end):
-                slot = block // per_slot
-                exists = (slot + 1) * per_slot * group.block_tokens <= hashed_tokens
-                if not exists or (group.group_id, slot) in self.missing:
+            needed = self.blocks_read(group, end)
+            if group.sees_next_token:
+                needed.add(end // group.block_tokens)
+            for block in needed:
+                exists = (block + 1) * group.block_tokens <= hashed_tokens
+                if not exists or (group.group_id, block) in self.missing:
                     return False
-            slot = end // (per_slot * group.block_tokens)
-            behind_exists = (slot + 1) * per_slot * group.block_tokens <= hashed_tokens
-            behind_missing = not behind_exists or (group.group_id, slot) in self.missing
-            if group.sees_next_token and behind_missing:
-                return False
         return True
 
     def longest_hit(self) -> int:
         """Try every aligned end, from the limit downwards."""
-        alignment = math.lcm(*self.prefixes.slot_tokens)
+        alignment = math.lcm(*(group.block_tokens for group in self.prefixes.groups))
         for end in range(self.limit, self.start, -1):
             if end % alignment == 0 and self.is_served(end):
                 return end
@@ -132,24 +126,22 @@ def cases(draw: st.DrawFn) -> Case:
     ]
     divisors = [d for d in range(1, math.gcd(*sizes) + 1) if math.gcd(*sizes) % d == 0]
     hash_block_tokens = draw(st.sampled_from(divisors))
-    prefixes = PrefixMap(
-        groups, hash_block_tokens, draw(st.sampled_from([1, 1, 2, 3, 4])), make_key
-    )
-    num_tokens = draw(st.integers(0, min(6 * prefixes.hit_alignment_tokens, 100)))
+    prefixes = PrefixMap(groups, hash_block_tokens, make_key)
+    num_tokens = draw(st.integers(0, min(6 * prefixes.alignment_tokens, 100)))
     slots = [
         (group.group_id, slot)
-        for group, slot_tokens in zip(groups, prefixes.slot_tokens, strict=True)
-        for slot in range(num_tokens // slot_tokens)
+        for group in groups
+        for slot in range(num_tokens // group.block_tokens)
     ]
     some = draw(st.sets(st.sampled_from(slots), max_size=6)) if slots else set()
     missing = some if draw(st.integers(0, 3)) else set(slots) - some
-    start = draw(st.integers(0, num_tokens // prefixes.block_alignment_tokens))
+    start = draw(st.integers(0, num_tokens // prefixes.alignment_tokens))
     return Case(
         prefixes,
         make_hashes(num_tokens // hash_block_tokens),
         hash_block_tokens,
         frozenset(missing),
-        draw(st.sampled_from([0, start])) * prefixes.block_alignment_tokens,
+        draw(st.sampled_from([0, start])) * prefixes.alignment_tokens,
         draw(st.sampled_from([num_tokens, max(0, num_tokens - 1), num_tokens // 2])),
     )
 
@@ -163,11 +155,11 @@ def test_the_longest_hit_is_what_brute_force_finds(case: Case) -> None:
 
 @given(cases())
 def test_needed_slots_hold_exactly_the_blocks_that_are_read(case: Case) -> None:
-    alignment = case.prefixes.hit_alignment_tokens
+    alignment = case.prefixes.alignment_tokens
     for end in range(alignment * (case.start // alignment + 1), case.limit + 1, alignment):
         for position, group in enumerate(case.prefixes.groups):
-            slots = {b // case.prefixes.blocks_per_slot for b in case.blocks_read(group, end)}
-            assert set(case.prefixes.needed_slots(position, case.start, end)) == slots
+            needed = case.prefixes.needed_slots(position, case.start, end)
+            assert set(needed) == case.blocks_read(group, end)
 
 
 @given(cases())
@@ -292,8 +284,8 @@ def test_a_window_and_a_chunk_need_the_proof_as_well() -> None:
 
 
 def test_a_proof_is_a_slot_of_the_group_that_needs_it() -> None:
-    """With two blocks to a slot, four tokens behind the end prove nothing yet."""
-    prefixes = make_map(AHEAD, blocks_per_slot=2)
+    """Of a block of eight tokens, four behind the end prove nothing yet."""
+    prefixes = make_map(CacheGroup(0, 8, sees_next_token=True), hash_block_tokens=4)
     assert hit(prefixes, everything, 0, 31) == 24
     assert prefixes.longest_hit(HASHES[:7], everything, 0, 31) == 16
 
@@ -336,19 +328,19 @@ def test_groups_agree_on_an_end_that_all_their_slots_share() -> None:
     small, large = CacheGroup(0, 4), CacheGroup(1, 8)
     prefixes = make_map(small, large, hash_block_tokens=4)
     readable = keys_of(small, 0, 1, 2, 3, 4) | keys_of(large, 1, 3, 5)
-    assert prefixes.block_alignment_tokens == 8
+    assert prefixes.alignment_tokens == 8
     assert hit(prefixes, among(readable), 0, 23) == 16
 
 
-@pytest.mark.parametrize("blocks_per_slot", [1, 2, 4])
-def test_a_slot_is_named_by_its_last_block(blocks_per_slot: int) -> None:
-    prefixes = make_map(FULL, blocks_per_slot=blocks_per_slot)
-    assert prefixes.slot_tokens == (4 * blocks_per_slot,)
-    slots = 8 // blocks_per_slot
-    assert prefixes.pool_keys(HASHES, FULL, 0, 8) == [make_key(h, 0) for h in HASHES]
+@pytest.mark.parametrize("hashes", [1, 2, 4])
+def test_a_slot_is_named_by_the_last_hash_of_its_block(hashes: int) -> None:
+    group = CacheGroup(0, 4 * hashes)
+    prefixes = make_map(group, hash_block_tokens=4)
+    last_hashes = HASHES[hashes - 1 :: hashes]
+    slots = len(last_hashes)
+    assert prefixes.pool_keys(HASHES, group, 0, slots) == [make_key(h, 0) for h in last_hashes]
     for first in range(slots):
-        keys = prefixes.slot_keys(HASHES, FULL, first, slots)
-        assert keys == HASHES[first * blocks_per_slot :][blocks_per_slot - 1 :: blocks_per_slot]
+        assert prefixes.slot_keys(HASHES, group, first, slots) == last_hashes[first:]
 
 
 def test_keys_of_all_groups_but_the_first_name_the_group() -> None:
@@ -360,7 +352,7 @@ def test_keys_of_all_groups_but_the_first_name_the_group() -> None:
 
 def test_keys_that_do_not_begin_with_the_hash_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="makes the keys of its blocks in an unknown way"):
-        PrefixMap([FULL], 4, 1, lambda block_hash, group_id: b"%d " % group_id + block_hash)
+        PrefixMap([FULL], 4, lambda block_hash, group_id: b"%d " % group_id + block_hash)
 
 
 @pytest.mark.parametrize("missing", [0, 7, 8, 39, 40, 41, 99])
@@ -386,13 +378,13 @@ def test_the_hash_of_a_block_is_that_of_its_last_hash_block() -> None:
 
 def test_a_block_without_a_hash_has_no_key() -> None:
     group = CacheGroup(0, 8)
-    prefixes = make_map(group, hash_block_tokens=2, blocks_per_slot=2)
-    assert len(prefixes.pool_keys(HASHES, group, 0, 2)) == 2
-    assert len(prefixes.slot_keys(HASHES, group, 0, 1)) == 1
-    assert len(prefixes.pool_keys(HASHES[:7], group, 0, 2)) == 1
-    assert prefixes.pool_keys(HASHES[:7], group, 1, 2) == []
-    assert prefixes.slot_keys(HASHES[:7], group, 0, 1) == []
-    assert prefixes.needed_keys(HASHES[:7], 0, 16) == []
+    prefixes = make_map(group, hash_block_tokens=2)
+    for keys in (prefixes.pool_keys, prefixes.slot_keys):
+        assert len(keys(HASHES, group, 0, 2)) == 2
+        assert len(keys(HASHES[:7], group, 0, 2)) == 1
+        assert keys(HASHES[:7], group, 1, 2) == []
+    assert len(prefixes.needed_keys(HASHES[:7], 0, 16)) == 1
+    assert prefixes.needed_keys(HASHES[:3], 0, 16) == []
 
 
 def test_blocks_have_names_up_to_a_boundary_of_all_groups() -> None:
@@ -410,11 +402,6 @@ def test_needed_keys_are_in_prefix_order_group_by_group() -> None:
     assert make_map(FULL, window).needed_keys(HASHES, 4, 20) == expected
 
 
-def test_a_start_inside_a_slot_needs_that_slot() -> None:
-    prefixes = make_map(FULL, blocks_per_slot=2)
-    assert list(prefixes.needed_slots(0, 12, 24)) == [1, 2]
-
-
 def test_nothing_is_found_where_the_limit_is_below_a_slot() -> None:
     assert hit(make_map(FULL), everything, 0, 3) == 0
-    assert hit(make_map(FULL, blocks_per_slot=2), everything, 0, 7) == 0
+    assert hit(make_map(CacheGroup(0, 8), hash_block_tokens=4), everything, 0, 7) == 0

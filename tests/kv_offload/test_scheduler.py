@@ -93,13 +93,11 @@ def ends_of(engine: PlayedEngine, request: Request, ids: Sequence[int]) -> list[
     "groups",
     [(FULL,), (FULL, WINDOW), (CacheGroup(0, BLOCK, 10),), (FULL, CHUNKS)],
 )
-@pytest.mark.parametrize("blocks_per_slot", [1, 2])
 @pytest.mark.parametrize("synchronous_loads", [False, True])
 def test_a_prompt_is_stored_once_and_served_later(
     async_scheduling: bool,
     ranks: int,
     groups: tuple[CacheGroup, ...],
-    blocks_per_slot: int,
     synchronous_loads: bool,
 ) -> None:
     engine = PlayedEngine(
@@ -107,17 +105,16 @@ def test_a_prompt_is_stored_once_and_served_later(
         ranks=ranks,
         async_scheduling=async_scheduling,
         synchronous_loads=synchronous_loads,
-        plugin={"blocks_per_slot": blocks_per_slot, "max_pinned_share": 1.0},
+        plugin={"max_pinned_share": 1.0},
     )
     engine.add("first", PROMPT)
     engine.run()
-    whole_slots = 24 // (BLOCK * blocks_per_slot) * blocks_per_slot
-    assert engine.totals["stored_bytes"] == blocks(whole_slots * len(groups) * ranks)
+    assert engine.totals["stored_bytes"] == blocks(24 // BLOCK * len(groups) * ranks)
     assert engine.totals["hit_tokens"] == 0
     forget(engine)
     engine.add("second", PROMPT)
     engine.run()
-    assert engine.totals["hit_tokens"] == 20 // (BLOCK * blocks_per_slot) * BLOCK * blocks_per_slot
+    assert engine.totals["hit_tokens"] == 20
     assert engine.totals["loaded_bytes"] > 0
     assert engine.answers["second"] == engine.answers["first"] == answer(PROMPT)
     engine.check_rest()
@@ -615,18 +612,6 @@ def test_what_was_deferred_and_is_gone_meanwhile_is_not_stored() -> None:
     stored = engine.totals["stored_bytes"] // blocks(1)
     assert stored + engine.totals["skipped_moved_on"] == 5 + 6
     assert engine.answers["other"] == answer(OTHER)
-    engine.check_rest()
-
-
-def test_a_throttled_engine_stores_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = PlayedEngine()
-    guard = engine.offload.watch.guard
-    monkeypatch.setattr(guard, "begin_step", lambda: None)
-    guard.share = 0.0
-    engine.add("a", PROMPT, max_tokens=3)
-    engine.run()
-    assert engine.totals["deferred_slots"] == 5, "none while it ran"
-    assert engine.totals["stored_bytes"] == blocks(5)
     engine.check_rest()
 
 
@@ -1233,7 +1218,6 @@ def test_gauges_are_reported_when_they_change() -> None:
         "running_stores": 0,
         "pinned_blocks": 0,
         "waiting_slots": 0,
-        "store_share": 1.0,
         "load_bytes_per_second": 0.0,
         "prefill_tokens_per_second": 0.0,
     }
@@ -1335,8 +1319,6 @@ def test_a_configuration_names_the_slots_of_all_ranks() -> None:
     assert make_kv_cache_config(groups, 40).num_blocks == 40
     engine = PlayedEngine(groups, ranks=2, plugin={"cpu_bytes": 2 * 64 * 3 * 5 + 100})
     assert engine.offload.manager.num_slots == 15
-    engine = PlayedEngine(groups, plugin={"cpu_bytes": 64 * 3 * 5, "blocks_per_slot": 3})
-    assert engine.offload.manager.num_slots == 5
 
 
 def test_a_drain_hands_out_what_was_not_sent_once() -> None:
@@ -1374,7 +1356,6 @@ LINES = [(PROMPT * 3)[:MAX_TOKENS], [0, 1, 1, 0] * 15, [1] * MAX_TOKENS]
 
 plugins = st.fixed_dictionaries(
     {
-        "blocks_per_slot": st.sampled_from([1, 1, 2, 3]),
         "eviction_policy": st.sampled_from(["lru", "arc"]),
         "store_blocks": st.sampled_from(["all", "all", "prompt"]),
         "store_after_uses": st.sampled_from([1, 1, 2]),
@@ -1408,7 +1389,6 @@ class AnyOrder(RuleBasedStateMachine):
         **arguments: Any,
     ) -> None:
         if any(group.holds_state for group in groups):
-            plugin = {**plugin, "blocks_per_slot": 1}
             arguments["drafts"] = 0
         if fail_load and (NEWER or len(groups) == 1):
             plugin["on_load_failure"] = "fail"
@@ -1485,9 +1465,11 @@ class AnyOrder(RuleBasedStateMachine):
         """Have hits computed or loaded, as the times that were measured could."""
         self.engine.offload.load_choice.loads = lambda *_tokens, **_mode: not computes
 
-    @rule(factor=st.sampled_from([0.0, 1 / 512, 1.0]))
-    def throttle(self, factor: float) -> None:
-        self.engine.offload.watch.guard.factor = factor
+    @rule(slots=st.sampled_from([0, 2, 1000]))
+    def narrow(self, slots: int) -> None:
+        """Have the link so slow that this many slots may be on their way; one of them always."""
+        speed = (slots + 0.5) * 64 / MIN_HORIZON_SECONDS
+        self.engine.offload.store_budget.learn(speed)
 
     @rule()
     def evict_what_is_free(self) -> None:

@@ -58,8 +58,7 @@ class Ranks:
     """The two ranks of one engine, over KV caches of `BLOCKS` blocks."""
 
     def __init__(self, slots: int = 8, **config: Any) -> None:
-        per_slot = config.get("blocks_per_slot", 1)
-        config.setdefault("cpu_bytes", slots * per_slot * BLOCK_BYTES)
+        config.setdefault("cpu_bytes", slots * BLOCK_BYTES)
         meeting = Meeting(2)
         self.kvs: list[Any] = [
             torch.arange(BLOCKS * PAGE_WORDS).view(BLOCKS, 4, PAGE_WORDS // 4) + OTHER * rank
@@ -278,14 +277,6 @@ def test_a_part_that_fails_fails_the_job(ranks: Ranks, monkeypatch: pytest.Monke
     mine, others = ranks.store(0, (1, 4), (2, 5))
     assert (mine, others) == ({0: done(0)}, {0: done(1, ok=False)})
     assert mine[0].merge(others[0]) == JobResult(frozenset({0, 1}), ok=False)
-
-
-def test_slots_of_several_blocks() -> None:
-    ranks = Ranks(slots=3, blocks_per_slot=2).start()
-    assert [half.num_slots for half in ranks.halves] == [3, 3]
-    ranks.store(0, (1, 4), (2, 5))
-    assert (ranks.arena(1)[4:] % OTHER).tolist() == [PAGE_WORDS, 2 * PAGE_WORDS]
-    ranks.stop()
 
 
 def test_too_little_for_a_slot_is_refused_by_all() -> None:

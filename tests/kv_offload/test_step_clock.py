@@ -6,7 +6,7 @@ from kv_offload.scheduler.step_clock import Step, StepClock
 
 
 def step(tokens: int = 1) -> Step:
-    return Step(tokens, 1, 0, stores=False, loads=False, waits=False)
+    return Step(tokens, 1, loads=False, waits=False)
 
 
 def seconds(clock: StepClock, now: float) -> float | None:

@@ -112,23 +112,6 @@ def test_a_slot_larger_than_the_horizon_is_stored_alone() -> None:
     assert steps.budget.slots_left(1) == 0
 
 
-def test_a_guard_may_throttle() -> None:
-    steps = Steps()
-    slots = steps.step().slots_left(0)
-    steps.budget.throttle(0.5)
-    assert steps.budget.slots_left(0) == slots // 2
-    steps.budget.throttle(0)
-    assert steps.budget.slots_left(0) == 0
-    steps.budget.throttle(1)
-    assert steps.budget.slots_left(0) == slots
-
-
-@pytest.mark.parametrize("factor", [-0.1, 1.1, float("nan")])
-def test_a_factor_is_from_0_to_1(factor: float) -> None:
-    with pytest.raises(ValueError, match="from 0 to 1"):
-        StoreBudget(SLOT_BYTES).throttle(factor)
-
-
 def test_blocks_are_reserved_for_the_growth_of_running_requests() -> None:
     steps = Steps()
     assert steps.budget.reserved_blocks == 0

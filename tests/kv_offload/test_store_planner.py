@@ -35,10 +35,9 @@ class Stores:
         ranks: int = 1,
         share: float = 1.0,
         uses: int = 1,
-        blocks_per_slot: int = 1,
     ) -> None:
         self.groups = groups or (FULL,)
-        self.prefixes = PrefixMap(self.groups, 4, blocks_per_slot, make_block_hash_with_group_id)
+        self.prefixes = PrefixMap(self.groups, 4, make_block_hash_with_group_id)
         self.pool = BlockPool(blocks, enable_caching=True, hash_block_size=4)
         self.manager = CacheManager(slots, make_policy("lru", slots))
         self.budget = StoreBudget(64, lambda: 0.0)
@@ -111,8 +110,7 @@ class Stores:
         assert self.jobs.pinned_blocks == len(list(self.jobs.pinned()))
 
     def keys(self, request: Request, group: int = 0) -> list[bytes]:
-        group_tokens = self.groups[group].block_tokens
-        step = group_tokens * self.prefixes.blocks_per_slot // 4
+        step = self.groups[group].block_tokens // 4
         hashes = request.block_hashes[step - 1 :: step]
         return [make_block_hash_with_group_id(h, group) if group else h for h in hashes]
 
@@ -187,18 +185,6 @@ def test_every_group_is_planned_in_one_job() -> None:
     assert all(stores.manager.lookup(key) for key in stores.keys(request, 1))
 
 
-def test_the_blocks_of_a_slot_are_paired_with_their_places_in_it() -> None:
-    stores = Stores(blocks_per_slot=3)
-    request, ids = stores.compute(8)
-    job = stores.plan(request, ids, end=32)
-    assert blocks_of(job) == ids[:6]
-    places = job.pairs[:, 1].tolist()
-    assert [place % 3 for place in places] == [0, 1, 2] * 2
-    assert places[0] // 3 == places[2] // 3 != places[3] // 3
-    stores.end(job)
-    assert stores.readable(request) == [True, True]
-
-
 def test_two_requests_of_a_step_share_a_job_and_store_a_prefix_once() -> None:
     stores = Stores()
     request, ids = stores.compute(3)
@@ -268,16 +254,6 @@ def test_null_blocks_are_not_planned() -> None:
     assert blocks_of(job) == ids[2:]
     assert null.ref_cnt == references
     assert stores.skipped() == {"moved_on": 2}
-
-
-@pytest.mark.parametrize("gone", [0, 1])
-def test_a_slot_is_stored_whole_or_not_at_all(gone: int) -> None:
-    stores = Stores(CacheGroup(0, 4, 30), blocks_per_slot=2)
-    request, ids = stores.compute(4)
-    changed = list(ids)
-    changed[gone] = stores.pool.null_block.block_id
-    assert blocks_of(stores.plan(request, changed, end=16)) == ids[2:]
-    assert stores.skipped() == {"moved_on": 1}
 
 
 # -- pins --------------------------------------------------------------------------------------
@@ -409,20 +385,18 @@ def test_pins_are_capped_at_a_share_of_the_free_blocks() -> None:
     assert blocks_of(stores.plan(request, ids, end=72)) == ids[:6]
 
 
-@pytest.mark.parametrize(("per_slot", "free", "planned"), [(1, 1, 1), (2, 2, 2), (2, 1, 0)])
-def test_one_slot_is_pinned_where_the_share_is_less(per_slot: int, free: int, planned: int) -> None:
+@pytest.mark.parametrize("free", [1, 0])
+def test_one_slot_is_pinned_where_the_share_is_less(free: int) -> None:
     """And another one when it has been stored; but never more blocks than there are."""
-    stores = Stores(blocks=8 + free + 1, share=0.1, blocks_per_slot=per_slot)
+    stores = Stores(blocks=8 + free + 1, share=0.1)
     request, ids = stores.compute(8)
     cursor = stores.planner.new_cursor("a")
     first = stores.plan(request, ids, end=32, cursor=cursor)
-    assert (blocks_of(first) if first else []) == ids[:planned]
+    assert (blocks_of(first) if first else []) == ids[:free]
     assert stores.plan(request, ids, end=32, cursor=cursor) is None, "it is still pinned"
     if first:
         stores.end(first)
-        assert (
-            blocks_of(stores.plan(request, ids, end=32, cursor=cursor)) == ids[per_slot:][:per_slot]
-        )
+        assert blocks_of(stores.plan(request, ids, end=32, cursor=cursor)) == ids[1:2]
 
 
 def test_no_slot_is_pinned_of_blocks_that_are_reserved() -> None:
@@ -473,13 +447,6 @@ def test_blocks_that_are_about_to_be_free_count_once_over_all_groups() -> None:
     twins = stores.allocate(10)
     stores.know(request, twins, group=1)
     assert len(blocks_of(stores.plan(request, ids, twins, end=40, soon_free=20))) == 10
-
-
-def test_a_slot_is_pinned_whole_or_not_at_all() -> None:
-    stores = Stores(blocks=26, share=0.5, blocks_per_slot=4)
-    request, ids = stores.compute(12)
-    assert stores.pool.get_num_free_blocks() == 13
-    assert blocks_of(stores.plan(request, ids, end=48)) == ids[:4]
 
 
 def test_a_step_examines_a_bounded_number_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -566,8 +533,8 @@ def test_the_oldest_leftovers_are_dropped_when_too_many_wait(
 
 
 def test_leftovers_that_nothing_is_ever_left_for_are_dropped_when_the_engine_is_idle() -> None:
-    stores = Stores()
-    stores.budget.throttle(0)
+    stores = Stores(blocks=33)
+    stores.budget.begin_step(load_seconds=0.0, grown_blocks=32)
     request, ids = stores.compute(4)
     cursor = stores.planner.new_cursor("a")
     stores.planner.keep_leftovers(cursor, request.block_hashes, [ids], 16)

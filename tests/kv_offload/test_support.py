@@ -303,12 +303,6 @@ def test_states_with_blocks_of_their_own() -> None:
     assert message.startswith("mamba_block_size is 8 and block_size 4: leave mamba_block_size")
 
 
-def test_states_in_slots_of_several_blocks() -> None:
-    engine = Engine(FULL, STATE)
-    engine.config = dataclasses.replace(engine.config, blocks_per_slot=2)
-    assert engine.refusal().startswith("blocks_per_slot is 2, but of states only single blocks")
-
-
 def test_states_beside_split_attention() -> None:
     engine = Engine(FULL, STATE)
     engine.vllm.parallel_config.decode_context_parallel_size = 2

@@ -65,8 +65,7 @@ class Rank:
     """A worker half and the KV cache of its rank, `BLOCKS` blocks of distinct words."""
 
     def __init__(self, *, rank: int = 0, num_ranks: int = 1, slots: int = 8, **config: Any) -> None:
-        per_slot = config.get("blocks_per_slot", 1)
-        config.setdefault("cpu_bytes", slots * per_slot * num_ranks * BLOCK_BYTES)
+        config.setdefault("cpu_bytes", slots * num_ranks * BLOCK_BYTES)
         self.half = OffloadWorker(
             OffloadConfig(**config),
             make_kv_cache_config([CacheGroup(0, 4)], BLOCKS),
@@ -147,21 +146,21 @@ def result(rank: int = 0, *, ok: bool = True) -> JobResult:
 
 
 def test_a_rank_holds_its_share_of_host_memory() -> None:
-    rank = Rank(num_ranks=2, blocks_per_slot=3, cpu_bytes=2 * 3 * BLOCK_BYTES * 5 + 100).start()
+    rank = Rank(num_ranks=2, cpu_bytes=2 * BLOCK_BYTES * 5 + 100).start()
     assert rank.half.num_slots == 5
-    assert rank.engine.num_slots == 15
+    assert rank.engine.num_slots == 5
     rank.half.shutdown()
 
 
 def test_a_share_below_one_slot_is_refused_with_the_size_that_is_needed() -> None:
-    rank = Rank(num_ranks=2, blocks_per_slot=3, cpu_bytes=300)
+    rank = Rank(num_ranks=2, cpu_bytes=100)
     with pytest.raises(CapacityError) as caught:
         rank.start()
     message = str(caught.value)
-    assert "each of 2 ranks 150 bytes" in message
-    assert "one slot of 3 blocks takes 192" in message
-    assert "set cpu_bytes to 384 or more" in message
-    Rank(num_ranks=2, blocks_per_slot=3, cpu_bytes=384).start().half.shutdown()
+    assert "each of 2 ranks 50 bytes" in message
+    assert "one slot takes 64" in message
+    assert "set cpu_bytes to 128 or more" in message
+    Rank(num_ranks=2, cpu_bytes=128).start().half.shutdown()
 
 
 def test_a_transfer_engine_for_another_device_is_refused() -> None:
@@ -189,16 +188,15 @@ def test_a_cache_that_cannot_be_described_is_refused() -> None:
 def test_a_rank_reports_its_ready_slots_when_they_have_grown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ready = 7
+    ready = 2
     monkeypatch.setattr(HostSwapEngine, "ready_slots", property(lambda _: ready))
-    rank = Rank(rank=1, num_ranks=2, slots=8, blocks_per_slot=3).start()
+    rank = Rank(rank=1, num_ranks=2, slots=8).start()
     assert rank.half.capacity() == WorkerCapacity(1, num_slots=8, ready_slots=2)
     assert rank.half.take_report() == OffloadWorkerMetadata(ready_slots={1: 2})
-    ready = 8
-    assert rank.half.take_report() is None, "not a whole slot more"
-    rank.step(store(0, (1, 2)))
+    assert rank.half.take_report() is None, "not a slot more"
+    rank.step(store(0, (1, 1)))
     rank.step()
-    ready = 24
+    ready = 8
     expected = OffloadWorkerMetadata(stores={0: result(1)}, ready_slots={1: 8})
     assert rank.half.take_report() == expected
     assert rank.half.take_report() is None

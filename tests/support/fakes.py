@@ -761,8 +761,7 @@ class PlayedEngine:
         locked_slots: int | None = None,
         **arguments: Any,
     ) -> None:
-        plugin = {"blocks_per_slot": 1, **(plugin or {})}
-        plugin.setdefault("cpu_bytes", slots * ranks * PAGE_WORDS * 8 * plugin["blocks_per_slot"])
+        plugin = {"cpu_bytes": slots * ranks * PAGE_WORDS * 8, **(plugin or {})}
         config = make_vllm_config(
             plugin,
             drafts=drafts,
@@ -824,7 +823,7 @@ class PlayedEngine:
         """Why requests ended, as their clients hear it."""
         self.totals: Counter[str] = Counter()
         self.known: dict[bytes, NDArray[np.int64]] = {}
-        """What every slot key stands for, by group: `(blocks_per_slot, block_tokens)` names."""
+        """What every slot key stands for: a name of each token of the block; of states, one."""
         self._requests: list[tuple[Request, int]] = []
 
     # -- parts ---------------------------------------------------------------------------------
@@ -973,20 +972,18 @@ class PlayedEngine:
     def check_host_memory(self) -> None:
         """Check that every readable slot holds, on every rank, what its key stands for."""
         self._learn_keys()
-        manager, per_slot = self.offload.manager, self.offload._config.blocks_per_slot
+        manager = self.offload.manager
         manager.check_integrity()
         for key, slot in manager._slot_of.items():
             if not manager.lookup(key):
                 continue
             expected = self.known[key]
             for rank, played in enumerate(self.ranks):
-                own = expected[:, self.model.is_own(rank, np.arange(expected.shape[1]))]
-                found = played.copies.arena[slot * per_slot : (slot + 1) * per_slot].view(np.int64)
-                found = found.reshape(*own.shape, -1)
-                assert (found == own[..., None]).all(), f"slot {slot} holds another prefix"
+                own = expected[self.model.is_own(rank, np.arange(len(expected)))]
+                found = played.copies.arena[slot].view(np.int64).reshape(len(own), -1)
+                assert (found == own[:, None]).all(), f"slot {slot} holds another prefix"
 
     def _learn_keys(self) -> None:
-        per_slot = self.offload._config.blocks_per_slot
         for index, (request, learnt) in enumerate(self._requests):
             hashes = request.block_hashes
             if len(hashes) == learnt:
@@ -994,7 +991,7 @@ class PlayedEngine:
             self._requests[index] = (request, len(hashes))
             names = name_prefixes(request.all_token_ids, self.model.weights)
             for group in self.groups:
-                tokens = group.block_tokens * per_slot
+                tokens = group.block_tokens
                 for end in range(tokens, len(names) + 1, tokens):
                     last = end // self.hash_block_tokens
                     if last > len(hashes):
@@ -1003,9 +1000,7 @@ class PlayedEngine:
                         hashes, group, end // tokens - 1, end // tokens
                     )
                     value = np.array(names[end - tokens : end], np.int64) + group.group_id
-                    if group.holds_state:
-                        value = value[-1:]
-                    self.known[key] = value.reshape(per_slot, -1)
+                    self.known[key] = value[-1:] if group.holds_state else value
 
     def check_pins(self) -> None:
         """Check that every pin is a reference on a block that is not free."""

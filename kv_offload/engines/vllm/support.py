@@ -68,7 +68,7 @@ def check_supported(
         *_engine_problems(config, vllm_config, kv_cache_config, version),
         *_member_problems(config, vllm_config, enclosing),
         *_model_problems(kv_cache_config),
-        *_state_problems(config, vllm_config, kv_cache_config),
+        *_state_problems(vllm_config, kv_cache_config),
         *_draft_problems(vllm_config),
     ]
     if problems:
@@ -197,9 +197,7 @@ def _model_problems(kv_cache_config: KVCacheConfig) -> list[str]:
     return problems
 
 
-def _state_problems(
-    config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
-) -> list[str]:
+def _state_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
     """Say which settings leave states (Mamba, gated delta nets) without final blocks."""
     states = [
         spec for spec in layer_specs(kv_cache_config).values() if type(spec).__name__ == STATE_SPEC
