@@ -63,24 +63,20 @@ VOCABULARY = 2
 GARBAGE = 0xA5
 _KINDS = {metric.name: metric.kind for metric in METRICS}
 
-HOOKS = {
-    "offload_scheduler": (
-        "admissions.match",
-        "admissions.allocated",
-        "build_metadata",
-        "reports.read",
-        "finished",
-        "take_stats",
-    ),
-    "offload_worker": (
-        "submit_stores",
-        "start_copies",
-        "start_kv_transfers",
-        "prepare_store_kv",
-        "poll",
-        "take_report",
-    ),
-}
+HOOKS = (
+    "offload_scheduler.admissions.match",
+    "offload_scheduler.admissions.allocated",
+    "offload_scheduler.build_metadata",
+    "offload_scheduler.reports.read",
+    "offload_scheduler.finished",
+    "offload_scheduler.take_stats",
+    "offload_worker.submit_stores",
+    "offload_worker.start_copies",
+    "offload_worker.start_kv_transfers",
+    "offload_worker.prepare_store_kv",
+    "offload_worker.poll",
+    "offload_worker.take_report",
+)
 """What the connector's hooks call, on both halves."""
 
 Tokens = list[int]
@@ -1027,6 +1023,18 @@ class PlayedEngine:
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
         self.check_host_memory()
         assert self.scheduler.reset_prefix_cache() is True
+
+
+def wrap_hook(
+    connector: Any, hook: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replace one of `HOOKS` of a connector by what `wrap` makes of it, if it has that half."""
+    half, *path, name = hook.split(".")
+    part = getattr(connector, half)
+    if part is not None:
+        for step in path:
+            part = getattr(part, step)
+        setattr(part, name, wrap(getattr(part, name)))
 
 
 # -- what tests of the played engine share -----------------------------------------------------
