@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kv_swap.errors import PinnedMemoryError
-from kv_swap.shared import SharedMemory
+from kv_swap.memory.shared import SharedMemory
 
 from kv_offload.engines.vllm.compat import layer_specs, logger
 

@@ -15,7 +15,7 @@ from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.errors import CopyError, TransferError
 from kv_swap.factory import EngineKind, create_engine, numa_node
 from kv_swap.layout import KVLayout
-from kv_swap.shared import SharedMemory
+from kv_swap.memory.shared import SharedMemory
 
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.compat import (
@@ -157,7 +157,7 @@ class OffloadWorker:
         tensors = kv_tensors(kv_caches)
         device = tensors[0].device
         kind = self._engine_kind(device)
-        stream = find_output_copy_stream() if kind == "cuda" else None
+        stream = None if kind == "host" else find_output_copy_stream()
         started = time.monotonic()
         shared = self._open_shared_memory(tuple(kv_caches), layout, kind, device)
         if shared is None:
@@ -222,18 +222,19 @@ class OffloadWorker:
         return share_bytes // slot_bytes
 
     def _engine_kind(self, device: torch.device) -> EngineKind:
-        kinds: dict[str, EngineKind] = {"cpu": "host", "cuda": "cuda"}
+        kinds: dict[str, tuple[EngineKind, ...]] = {"cpu": ("host",), "cuda": ("cuda", "dma")}
         if device.type not in kinds:
             raise UnsupportedError(
                 f"the KV cache is on {device}: supported are CUDA devices and CPU"
             )
-        kind = kinds[device.type]
-        if self._config.transfer_engine not in ("auto", kind):
-            raise ConfigError(
-                f"transfer_engine is {self._config.transfer_engine!r}, but the KV cache of this "
-                f"engine is on {device}: use 'auto' or {kind!r}"
-            )
-        return kind
+        fitting = kinds[device.type]
+        for kind in fitting:
+            if self._config.transfer_engine in ("auto", kind):
+                return kind
+        raise ConfigError(
+            f"transfer_engine is {self._config.transfer_engine!r}, but the KV cache of this "
+            f"engine is on {device}: use 'auto' or {' or '.join(map(repr, fitting))}"
+        )
 
     def unregister_kv_caches(self) -> None:
         """Let go of the KV tensors, which a sleeping engine unmaps; waits, bounded, for copies.
@@ -245,13 +246,13 @@ class OffloadWorker:
         if not self._engine.wait(DRAIN_SECONDS):
             logger.error("kv-offload: rank %d: copies run while the engine sleeps", self._rank)
             return
-        self._released = [weakref.ref(tensor) for tensor in self._engine.hold(())]
+        self._released = [weakref.ref(tensor) for tensor in self._engine.keep_alive(())]
 
     def restore_kv_caches(self) -> None:
         """Hold the KV tensors again, which are back at their addresses."""
         if self._engine is not None and self._released:
             alive = [tensor for ref in self._released if (tensor := ref()) is not None]
-            self._engine.hold(alive)
+            self._engine.keep_alive(alive)
             self._released = []
 
     def shutdown(self) -> None:

@@ -613,8 +613,8 @@ def test_the_log_of_transfer_goes_there_too(
     for _ in range(2):
         forward_log("kv_swap")
     chosen_level(logging.INFO)
-    logging.getLogger("kv_swap.registration").info("page-locked %d bytes", 5)
-    logging.getLogger("kv_swap.registration").debug("not asked for")
+    logging.getLogger("kv_swap.memory.registration").info("page-locked %d bytes", 5)
+    logging.getLogger("kv_swap.memory.registration").debug("not asked for")
     assert shown == ["page-locked 5 bytes"]
     chosen_level(logging.ERROR)
     logging.getLogger("kv_swap").info("not of interest to this user")

@@ -20,8 +20,8 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 import torch
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError, JobError
-from kv_swap.host import HostSwapEngine
-from kv_swap.host_copy import copy_runs
+from kv_swap.host.engine import HostSwapEngine
+from kv_swap.host.runs import copy_runs
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
@@ -133,7 +133,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made = Gate()
-    monkeypatch.setattr("kv_swap.host._copy_runs", made.copy_runs)
+    monkeypatch.setattr("kv_swap.host.transfers.copy_runs", made.copy_runs)
     yield made
     made.opened.set()
 
@@ -167,6 +167,17 @@ def test_a_transfer_engine_for_another_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="use 'auto' or 'host'"):
         Rank(transfer_engine="cuda").start()
     Rank(transfer_engine="host").start().half.shutdown()
+
+
+@pytest.mark.parametrize(("asked", "kind"), [("auto", "cuda"), ("cuda", "cuda"), ("dma", "dma")])
+def test_a_cuda_device_has_an_engine_without_kernels_where_asked(asked: str, kind: str) -> None:
+    rank = Rank(transfer_engine=asked)
+    assert rank.half._engine_kind(torch.device("cuda")) == kind
+
+
+def test_the_copy_engine_is_of_cuda_devices() -> None:
+    with pytest.raises(ConfigError, match=r"is 'dma', .* on cpu: use 'auto' or 'host'"):
+        Rank(transfer_engine="dma").start()
 
 
 def test_another_kind_of_device_is_refused() -> None:
