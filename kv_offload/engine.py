@@ -22,7 +22,7 @@ class Request(Protocol):
 
     request_id: str
     block_hashes: Sequence[bytes]
-    """One for each full block of `num_tokens`; it grows with them."""
+    """One for every full `hash_block_size` tokens; it grows with them."""
     num_tokens: int
     """Prompt and sampled tokens, without drafts and placeholders."""
     num_prompt_tokens: int

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
 
 Pairs = NDArray[np.int32]
 """Shape `(n, 2)`: block in the engine's KV cache, slot in host memory."""
@@ -46,7 +42,7 @@ class LoadJob:
 
 
 @dataclass(frozen=True)
-class OffloadMetadata(KVConnectorMetadata):
+class OffloadMetadata:
     """One step's plan, from the scheduler to every worker."""
 
     stores: tuple[StoreJob, ...] = ()
@@ -55,7 +51,7 @@ class OffloadMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """Which ranks have ended a job, and whether all of them copied it without an error.
+    """Which ranks have ended a store, and whether all of them copied it without an error.
 
     Ranks are named, not counted: a drain can deliver what a report on its way delivers again.
     """
@@ -69,15 +65,17 @@ class JobResult:
 
 
 @dataclass(frozen=True)
-class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
-    """What ended since the last report; the engine merges the ranks' reports with `aggregate`."""
+class OffloadWorkerMetadata:
+    """What ended on a rank since its last report; or on several, merged."""
 
     stores: dict[int, JobResult] = field(default_factory=dict)
     """By job id."""
     failed_loads: frozenset[str] = frozenset()
     """Requests whose asynchronous loads failed. They are reported as received too."""
-    loads: dict[int, JobResult] = field(default_factory=dict)
-    """Synchronous loads, by job id; the others are reported to the engine, by request."""
+    loads: dict[int, frozenset[int]] = field(default_factory=dict)
+    """Synchronous loads that ended, well or not, by job id: on which ranks.
+
+    Asynchronous loads are reported to the engine, by request."""
     lost_loads: frozenset[int] = frozenset()
     """Synchronous loads that were not there when a forward read them, by job id: what was computed
     with them is wrong. Named in the report of that very step; in `loads` when the copies end."""
@@ -90,13 +88,15 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
     weight_loads: dict[int, int] = field(default_factory=dict)
     """By rank, where it has grown: how often its model has been given weights since the start."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> OffloadWorkerMetadata:
+    def merge(self, other: OffloadWorkerMetadata) -> Self:
         """Return what two ranks report together."""
-        assert isinstance(other, OffloadWorkerMetadata)
-        return OffloadWorkerMetadata(
+        return type(self)(
             _merge(self.stores, other.stores),
             self.failed_loads | other.failed_loads,
-            _merge(self.loads, other.loads),
+            {
+                job_id: self.loads.get(job_id, frozenset()) | other.loads.get(job_id, frozenset())
+                for job_id in self.loads | other.loads
+            },
             self.lost_loads | other.lost_loads,
             _slower(self.load_bytes_per_second, other.load_bytes_per_second),
             self.ready_slots | other.ready_slots,
@@ -138,7 +138,7 @@ class DrainAnswer:
 
 
 @dataclass(frozen=True)
-class WorkerCapacity(KVConnectorHandshakeMetadata):
+class WorkerCapacity:
     """What one rank's arena holds; the scheduler plans with the smallest."""
 
     rank: int

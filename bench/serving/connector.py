@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kv_offload.engines.vllm.compat import bytes_per_block
 from kv_offload.engines.vllm.connector import KVOffloadConnector
+from kv_offload.engines.vllm.versions import bytes_per_block
 from kv_offload.metrics import METRICS
 
 TOTALS_VARIABLE = "KV_OFFLOAD_BENCH_TOTALS"

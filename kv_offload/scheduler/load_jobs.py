@@ -6,16 +6,17 @@ A load runs until every rank has ended it, whatever becomes of the request that 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache.manager import NO_SLOTS, CacheManager, MissingKeyError
-from kv_offload.cache.policies import Slots
+from kv_offload.cache.errors import MissingKeyError
+from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
-from kv_offload.messages import JobResult, LoadJob
+from kv_offload.cache.slots import NO_SLOTS, Slots
+from kv_offload.messages import LoadJob
 from kv_offload.scheduler.rates import LoadQueue
 from kv_offload.scheduler.request import TrackedRequest
 
@@ -154,13 +155,13 @@ class LoadJobs:
             self.running_asynchronous -= 1
             self._let_go(slots)
 
-    def complete_synchronous(self, results: Mapping[int, JobResult]) -> None:
-        """Take the ranks' reports of synchronous loads, failed ones included."""
-        for job_id, result in results.items():
+    def complete_synchronous(self, ended: Mapping[int, Set[int]]) -> None:
+        """Take the ranks on which synchronous loads ended, failed ones included."""
+        for job_id, ranks in ended.items():
             load = self._synchronous.get(job_id)
             if load is None:
                 continue  # read already, before an error
-            load.ranks_left.difference_update(result.ranks)
+            load.ranks_left.difference_update(ranks)
             if not load.ranks_left:
                 del self._synchronous[job_id]
                 self._let_go(load.slots)

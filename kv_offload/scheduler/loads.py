@@ -13,7 +13,8 @@ from __future__ import annotations
 import time
 from typing import Literal
 
-from kv_offload.scheduler.rates import LoadQueue, LoadRate, RecentMedian
+from kv_offload.medians import RecentMedian
+from kv_offload.scheduler.rates import LoadQueue, LoadRate
 from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.scheduler.steps import StepWatch
 

@@ -5,47 +5,13 @@ All estimates are medians of recent measurements: one that a hiccup spoiled chan
 
 from __future__ import annotations
 
-from collections import deque
-
-ASSUMED_BYTES_PER_SECOND = 12e9
-"""The speed of copies until it was measured: that of PCIe Gen4 x8, so that none is too long."""
-
-MIN_MEASUREMENTS = 3
-"""Fewer are no evidence."""
-
-REMEMBERED_STORES = 7
-"""A rate of stores that has become wrong is corrected by four measurements in a row.
-
-While the rate is far too low only a slot is stored at a time, so these take a dozen steps."""
+from kv_offload.medians import ASSUMED_BYTES_PER_SECOND, MIN_MEASUREMENTS, RecentMedian
 
 MIN_PREFILL_TOKENS = 64
 """A step of fewer tokens says how long a step takes at least, not how long tokens take."""
 
 MIN_TOKENS_PER_REQUEST = 10
 """A step with fewer is one of decodes, or of drafts: most of its tokens are not of prompts."""
-
-
-class RecentMedian:
-    """The lower median of the last `size` values."""
-
-    def __init__(self, size: int = 15) -> None:
-        self._values: deque[float] = deque(maxlen=size)
-        self._median: float | None = None
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def add(self, value: float) -> None:
-        """Take one more value."""
-        self._values.append(value)
-        self._median = None
-
-    @property
-    def value(self) -> float:
-        """The median; there must be a value."""
-        if self._median is None:
-            self._median = sorted(self._values)[(len(self._values) - 1) // 2]
-        return self._median
 
 
 class LoadRate:
@@ -66,39 +32,6 @@ class LoadRate:
     def seconds(self, nbytes: int) -> float:
         """Return how long a load takes that stands behind no other."""
         return nbytes / (self._recent.value if self._recent else ASSUMED_BYTES_PER_SECOND)
-
-
-class StoreRate:
-    """Bytes per second of the stores of one rank.
-
-    The time of a small store is mostly its start, and one beside other copies shares the link with
-    them. Its speed is a lower bound of the link's, so it counts where it is above what is believed.
-    Without it, a rate that is far too low would never be corrected: it allows small stores only.
-    """
-
-    def __init__(self) -> None:
-        self._recent = RecentMedian(REMEMBERED_STORES)
-        self._told = ASSUMED_BYTES_PER_SECOND
-
-    @property
-    def bytes_per_second(self) -> float:
-        """The speed as far as one can tell."""
-        if len(self._recent) < MIN_MEASUREMENTS:
-            return ASSUMED_BYTES_PER_SECOND
-        return self._recent.value
-
-    def learn(self, bytes_per_second: float, *, exact: bool) -> None:
-        """Take the speed of a store; if it is not `exact`, the link may be faster."""
-        if exact or bytes_per_second > self.bytes_per_second:
-            self._recent.add(bytes_per_second)
-
-    def take_change(self) -> float | None:
-        """Return the speed if it is another one than at the last call."""
-        speed = self.bytes_per_second
-        if speed == self._told:
-            return None
-        self._told = speed
-        return speed
 
 
 class LoadQueue:

@@ -7,7 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from kv_offload.engine import StepOutput
-from kv_offload.scheduler.rates import LoadRate, PrefillRate, RecentMedian
+from kv_offload.medians import RecentMedian
+from kv_offload.scheduler.rates import LoadRate, PrefillRate
 
 
 @dataclass(slots=True)

@@ -6,14 +6,16 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import numpy as np
 
-from kv_offload.cache.manager import NO_SLOTS, CacheManager
+from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import CacheGroup, PrefixMap, SlotKey
+from kv_offload.cache.slots import NO_SLOTS
 from kv_offload.engine import BlockPool
 from kv_offload.messages import JobResult, StoreJob
+from kv_offload.metrics import SkipReason
 from kv_offload.scheduler.budget import StoreBudget
 from kv_offload.scheduler.request import StoreCursor
 from kv_offload.scheduler.store_jobs import StoreJobs
@@ -23,18 +25,6 @@ MAX_SLOTS_PER_STEP = 1024
 """Slots examined in one step over all requests; the rest follows in the next steps.
 
 It bounds the planner's time on the scheduler's thread whatever the length of a prompt."""
-
-SkipReason = Literal["moved_on", "used_too_little", "no_budget", "pool_busy", "copy_failed"]
-"""Why a full slot was not stored.
-
-moved_on: the engine gave a block to somebody else before its store was planned, also where the
-    store had waited for a budget.
-used_too_little: `store_after_uses` is not reached.
-no_budget: it waited for a budget behind too many others, or none would ever have been left.
-pool_busy: every slot of the pool is being read or written.
-copy_failed: a rank reported an error.
-"""
-SKIP_REASONS: tuple[SkipReason, ...] = get_args(SkipReason)
 
 
 _Span: TypeAlias = tuple[StoreCursor, CacheGroup, int, Sequence[bytes], Sequence[int], int, int]

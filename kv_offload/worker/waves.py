@@ -1,16 +1,16 @@
 """Lets the forward begin while later layers of a load still arrive, where that is safe.
 
-A load that the forward waits for arrives in waves, each of the KV of some consecutive layers. The
-first is waited for before the forward, the others by the layers themselves: vLLM calls the
-connector before an attention layer touches its KV. Not before every layer, though: a full CUDA
-graph is replayed without calls, and state-space layers, indexers and others read their KV unasked.
-So nothing is assumed:
+A load that the forward waits for arrives in waves. Each wave is the KV of some consecutive layers.
+The compute stream waits for the first wave before the forward. It waits for the others as the
+layers come to them: vLLM calls the connector before an attention layer touches its KV. But not
+before every layer. A full CUDA graph is replayed without calls, and state-space layers, indexers
+and others read their KV without a call. So nothing is assumed:
 
-- A layer's KV comes late only if the layer has called in an earlier forward of the same kind, that
-  of the target model itself and not of a draft head, which runs under a context of its own.
+- A layer's KV comes late only if the layer has called in an earlier forward of the same kind. Only
+  forwards of the target model count. A draft head runs under a context of its own.
 - A page that any other layer shares or reads comes in the first wave.
-- Where the kind of forward is not known, or no graph breaks at the layers, loads are waited for
-  whole. So they are until a forward has been learned from.
+- Where the kind of forward is not known, or no graph breaks at the layers, the forward waits for
+  the whole load. So does every forward until one has been learned from.
 - A late layer that did not call is found at the end of the step: it may have read anything.
 """
 
@@ -22,34 +22,34 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 WEIGHTS = (3, 6, 6, 3, 2)
-"""Shares of a load that its waves have. The first delays the forward, and what the last brings is
-computed after the load: both are small. Few waves: each slows the load (see `kernel.py`,
-which joins the first of them where all would cost too much)."""
+"""How a load is shared out among its waves. The first and the last wave are small: the first delays
+the forward, and the layers of the last are computed after the load. The waves are few because each
+slows the load (see `kernel.py`, which joins the first of them where all would cost too much)."""
 
 
 Forward = tuple[object, Hashable]
-"""A forward whose attention layers call the connector: the engine's context of it, and its kind."""
+"""A forward whose attention layers call the connector: its context in vLLM, and its kind."""
 
 
 @dataclass(frozen=True)
-class WavePlan:
+class WaveCut:
     """Which regions arrive in which wave, and which wave a late layer needs.
 
-    Layers that are not in `wave_of` need the first one, which everybody waits for.
+    Layers that are not in `wave_of` need the first wave only, and the whole forward waits for that.
     """
 
     waves: tuple[tuple[int, ...], ...]
     wave_of: Mapping[str, int]
 
 
-def plan_waves(
+def cut_waves(
     order: Sequence[str], regions_of: Mapping[str, frozenset[int]], page_bytes: Sequence[int]
-) -> WavePlan | None:
-    """Cut the regions into waves for layers that call in this order; None if there is but one.
+) -> WaveCut | None:
+    """Cut the regions into waves for layers that call in this order; None if it is one wave only.
 
-    `regions_of` are the regions that each layer of the cache reads, `page_bytes` the size of each
-    region. A region comes with the first layer that reads it, or in the first wave if any layer
-    outside of `order` does.
+    `regions_of` has the regions that each layer of the cache reads, `page_bytes` the size of each
+    region. A region comes with the first layer that reads it. It comes in the first wave if a layer
+    outside of `order` reads it.
     """
     owned = {region for layer in order for region in regions_of.get(layer, ())}
     unasked = {region for layer in regions_of.keys() - set(order) for region in regions_of[layer]}
@@ -75,21 +75,22 @@ def plan_waves(
     needed = {
         layer: max(map(arrives.__getitem__, regions)) for layer, regions in regions_of.items()
     }
-    return WavePlan(
+    return WaveCut(
         tuple(map(tuple, waves)), {layer: wave for layer, wave in needed.items() if wave}
     )
 
 
 class LayerWaves:
-    """Learns which layers call, and follows those of the current forward.
+    """Learns which layers call, and notes the calls of the current forward.
 
-    One object a rank. `begin_step` comes before a forward, `learn` or `called` with every call of a
-    layer, `end_step` after the forward. `regions_of` and `page_bytes` are as for `plan_waves`; no
-    layer reads no region.
+    One object a rank. Call `forward_follows` before a forward, `learn` or `called` with every call
+    of a layer, and `forward_ended` after the forward. `regions_of` and `page_bytes` are as for
+    `cut_waves`; every layer reads at least one region.
     """
 
     def __init__(self, regions_of: Mapping[str, frozenset[int]], page_bytes: Sequence[int]) -> None:
-        self.plan: WavePlan | None = None
+        self.cut: WaveCut | None = None
+        """How loads are cut into waves; None until that was learned, or if it is not possible."""
         self._regions_of = regions_of
         self._page_bytes = page_bytes
         self._learned: dict[Hashable, frozenset[str]] = {}
@@ -98,8 +99,8 @@ class LayerWaves:
         self._late: set[str] = set()
         self._given_up = False
 
-    def begin_step(self, forward: Forward | None) -> None:
-        """Note what kind of forward follows; None if that is not known to have calls."""
+    def forward_follows(self, forward: Forward | None) -> None:
+        """Note which forward follows; None if its layers are not known to call."""
         self._forward = None if self._given_up else forward
         self._order = {}
         self._late = set()
@@ -112,41 +113,41 @@ class LayerWaves:
     @property
     def possible(self) -> bool:
         """Whether a load of this step may arrive in waves."""
-        if self.plan is None or self._forward is None:
+        if self.cut is None or self._forward is None:
             return False
-        return self.plan.wave_of.keys() <= self._learned.get(self._forward[1], frozenset())
+        return self.cut.wave_of.keys() <= self._learned.get(self._forward[1], frozenset())
 
     def learn(self, layer: str, context: object) -> None:
-        """Take in a call of `layer` under an engine's context, which may be another's."""
+        """Take in a call of `layer` under a context, which may be a draft head's."""
         if self._forward is not None and context is self._forward[0]:
             self._order[layer] = None
 
     def expect(self) -> None:
-        """Expect every late layer of the plan to call in this step."""
-        assert self.plan is not None
-        self._late = set(self.plan.wave_of)
+        """Expect every late layer to call in this step."""
+        assert self.cut is not None
+        self._late = set(self.cut.wave_of)
 
     def called(self, layer: str) -> int:
         """Take in a call; return the wave that the layer needs.
 
-        All waves if the layer is of a cache that nobody described.
+        A layer of a cache that was not described needs all waves.
         """
-        assert self.plan is not None
+        assert self.cut is not None
         self._late.discard(layer)
         if layer not in self._regions_of:
-            return len(self.plan.waves) - 1
-        return self.plan.wave_of.get(layer, 0)
+            return len(self.cut.waves) - 1
+        return self.cut.wave_of.get(layer, 0)
 
-    def end_step(self) -> bool:
-        """Learn from the forward that has ended; return whether that made the plan."""
+    def forward_ended(self) -> bool:
+        """Learn from the forward that has ended; return whether waves are possible from now on."""
         forward, self._forward = self._forward, None
         if forward is None or forward[1] in self._learned:
             return False
         self._learned[forward[1]] = frozenset(self._order)
-        if self.plan is not None:
+        if self.cut is not None:
             return False
-        self.plan = plan_waves(list(self._order), self._regions_of, self._page_bytes)
-        return self.plan is not None
+        self.cut = cut_waves(list(self._order), self._regions_of, self._page_bytes)
+        return self.cut is not None
 
     def missed(self) -> list[str]:
         """Return the late layers that did not call, each once."""
@@ -155,5 +156,5 @@ class LayerWaves:
 
     def give_up(self) -> None:
         """Never load in waves again."""
-        self.plan = None
+        self.cut = None
         self._given_up = True

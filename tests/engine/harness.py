@@ -18,7 +18,7 @@ from kv_swap.host.runs import Run, copy_runs
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from kv_offload.engines.vllm.compat import halves
+from kv_offload.engines.vllm.halves import halves
 from tests.support.small_models import VOCABULARY, write_draft_head, write_model
 from tests.support.totals import counted_stats
 
@@ -115,7 +115,7 @@ class Engine:
     @property
     def slots(self) -> np.ndarray:
         """The arena as `(slots, bytes)`."""
-        return self.rank._engine._state.arena.view()
+        return self.rank.transfer._state.arena.view()
 
     def watch_kv_tensors(self) -> dict[str, weakref.ref[Any]]:
         """Return weak references to the KV tensors that the model's layers hold, by layer."""
@@ -131,7 +131,7 @@ class Engine:
 
     @property
     def block_bytes(self) -> int:
-        return int(self.rank._engine.layout.slot_bytes)
+        return int(self.rank.transfer.layout.slot_bytes)
 
     def blocks_loaded(self) -> int:
         return int(self.totals["loaded_bytes"]) // self.block_bytes
@@ -147,7 +147,7 @@ class Engine:
 
     def assert_nothing_left(self) -> None:
         """No pin, job, reader or writer is left once the engine rests."""
-        assert self.rank._engine.wait(30)
+        assert self.rank.transfer.wait(30)
         self.generate([random_tokens(3, seed=0)], max_tokens=1)  # a step, for the last reports
         self.settle()
         assert not self.offload.has_pending_stores
@@ -155,7 +155,7 @@ class Engine:
         assert self.offload.loads.running == 0
         self.offload.check_integrity()
         assert len(self.offload.requests) == 0
-        assert self.rank._engine.in_flight == 0
+        assert self.rank.transfer.in_flight == 0
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         self.offload.manager.check_integrity()
         self.offload.manager.reset()
@@ -294,6 +294,6 @@ class Copies:
         return self._direction(runs[0][0]) is Direction.LOAD
 
     def _direction(self, dst_address: int) -> Direction:
-        arena = next(halves(get_kv_transfer_group(), "offload_worker"))._engine._state.arena
+        arena = next(halves(get_kv_transfer_group(), "offload_worker")).transfer._state.arena
         inside = arena.address <= dst_address < arena.address + arena.nbytes
         return Direction.STORE if inside else Direction.LOAD

@@ -27,7 +27,12 @@ LOGPROB_TOLERANCE = 1e-3
 
 
 def run_engine(
-    models: Path, kind: str, arguments: dict[str, Any], **environment: str
+    models: Path,
+    kind: str,
+    arguments: dict[str, Any],
+    *,
+    forks: bool = False,
+    **environment: str,
 ) -> dict[str, Any]:
     """Run `main` in a process of its own; return what it found.
 
@@ -35,7 +40,7 @@ def run_engine(
     members of a MultiConnector.
     """
     result: dict[str, Any] = run_module(
-        "tests.engine.multiprocess_run", models, kind, arguments, **environment
+        "tests.engine.multiprocess_run", models, kind, arguments, forks=forks, **environment
     )
     return result
 
@@ -104,7 +109,7 @@ def assert_same(answers: dict[str, Any], expected: dict[str, Any]) -> None:
 def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     from vllm import LLM
 
-    from kv_offload.engines.vllm.compat import vllm_version
+    from kv_offload.engines.vllm.versions import vllm_version
     from tests.engine import rank_calls
     from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
     from tests.support.remote_connector import multi_config

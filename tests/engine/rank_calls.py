@@ -14,8 +14,9 @@ import torch
 from kv_swap.engine import Direction, SwapJob
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kv_offload.engines.vllm import weight_hooks
-from kv_offload.engines.vllm.compat import gather_over_ranks, halves
+from kv_offload.engines.vllm import weights
+from kv_offload.engines.vllm.halves import halves
+from kv_offload.engines.vllm.start.ranks import gather_over_ranks
 
 
 def our_half() -> Any:
@@ -27,13 +28,21 @@ def watch(_worker: Any) -> dict[str, Any]:
     """Note from now on what is stored and loaded; return what this rank is like."""
     half = our_half()
     half.noted = {"stored": {}, "loaded": {}, "copied": 0}
-    if not hasattr(half, "queue_unwatched"):
-        half.queue_unwatched, half.submit_unwatched = half._queue, half._engine.submit
+    if not hasattr(half, "submit_unwatched"):
+        prepare_store_kv, drain = half.prepare_store_kv, half.drain
+        half.submit_unwatched = half.transfer.submit
 
-        def queue(stores: Any) -> None:
+        def note(stores: Any) -> None:
             for job in stores:
                 half.noted["stored"].update((int(slot), int(block)) for block, slot in job.pairs)
-            half.queue_unwatched(stores)
+
+        def watched_prepare_store_kv(metadata: Any) -> None:
+            note(metadata.stores)
+            prepare_store_kv(metadata)
+
+        def watched_drain(unsent: Any, running: Any) -> Any:
+            note(unsent)
+            return drain(unsent, running)
 
         def submit(job: SwapJob) -> None:
             if job.direction is Direction.LOAD:
@@ -42,20 +51,21 @@ def watch(_worker: Any) -> dict[str, Any]:
                 half.noted["copied"] += len(job.pairs)
             half.submit_unwatched(job)
 
-        half._queue, half._engine.submit = queue, submit
+        half.prepare_store_kv, half.drain = watched_prepare_store_kv, watched_drain
+        half.transfer.submit = submit
     return {
-        "rank": half._rank,
+        "rank": half.rank,
         "slots": half.num_slots,
-        "slot_bytes": half._engine.layout.slot_bytes,
-        "sharing": half._peers.count,
-        "replica": gather_over_ranks(half._rank),
+        "slot_bytes": half.transfer.layout.slot_bytes,
+        "sharing": half.sharing_ranks,
+        "replica": gather_over_ranks(half.rank),
     }
 
 
 def digests(_worker: Any, kind: str) -> dict[str, Any]:
     """Return the digest of every block that was `stored` or `loaded`, as it is now, by its slot."""
     half = our_half()
-    assert half._engine.wait(10)
+    assert half.transfer.wait(10)
     storages = [
         (storage.data_ptr(), as_bytes(storage, tensor.device).cpu().numpy())
         for storage, tensor in kv_storages(half)
@@ -63,18 +73,18 @@ def digests(_worker: Any, kind: str) -> dict[str, Any]:
     found = {}
     for slot, block in half.noted[kind].items():
         digest = hashlib.sha256()
-        for region in half._engine.layout.regions:
+        for region in half.transfer.layout.regions:
             address = region.address + block * region.block_stride_bytes
             start, memory = next((s, m) for s, m in storages if 0 <= address - s < len(m))
             digest.update(memory[address - start :][: region.page_bytes].tobytes())
         found[slot] = digest.hexdigest()[:16]
-    return {"rank": half._rank, "blocks": found, "copied": half.noted["copied"]}
+    return {"rank": half.rank, "blocks": found, "copied": half.noted["copied"]}
 
 
 def poison(_worker: Any) -> None:
     """Overwrite the whole KV cache of this rank."""
     half = our_half()
-    assert half._engine.wait(10)
+    assert half.transfer.wait(10)
     for storage, tensor in kv_storages(half):
         as_bytes(storage, tensor.device).fill_(0x7F)
     if torch.cuda.is_available():
@@ -84,15 +94,15 @@ def poison(_worker: Any) -> None:
 def roll(_worker: Any, ranks: list[int]) -> None:
     """Put every stored block where another one was, in the host memory of these ranks."""
     half = our_half()
-    if half._rank in ranks:
-        slots = half._engine._state.arena.view()
+    if half.rank in ranks:
+        slots = half.transfer._state.arena.view()
         used = sorted(half.noted["stored"])
         slots[used] = slots[np.roll(used, 7)]
 
 
 def kv_storages(half: Any) -> list[tuple[Any, torch.Tensor]]:
     """Return every storage of the KV cache once, with a tensor in it."""
-    tensors = half._engine._state.keep_alive
+    tensors = half.transfer._state.keep_alive
     found = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
     return [(tensor.untyped_storage(), tensor) for tensor in found.values()]
 
@@ -102,7 +112,7 @@ def as_bytes(storage: Any, device: torch.device) -> torch.Tensor:
 
 
 # The engine core imports this module before it makes the call.
-_may_change_weights = weight_hooks.may_change_weights
-weight_hooks.may_change_weights = lambda method: (
+_may_change_weights = weights.may_change_weights
+weights.may_change_weights = lambda method: (
     method not in (watch, digests, poison, roll) and _may_change_weights(method)
 )

@@ -29,7 +29,7 @@ from kv_swap.factory import create_engine
 from kv_swap.host import transfers
 from numpy.typing import NDArray
 
-from kv_offload.engines.vllm.compat import bytes_per_block, reports_failed_requests, vllm_version
+from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
 from kv_offload.messages import LoadJob, OffloadMetadata
 from kv_offload.worker.worker import OffloadWorker
 from tests.engine.harness import BLOCK_TOKENS, Engine, Tokens, engine, greedy, random_tokens
@@ -187,8 +187,8 @@ def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
         copy_runs(runs)
 
     with (
-        mock.patch("kv_offload.worker.worker.WAVES_FROM_BYTES", 0),
-        mock.patch("kv_offload.worker.worker.create_engine", create),
+        mock.patch("kv_offload.worker.synchronous_loads.WAVES_FROM_BYTES", 0),
+        mock.patch("kv_offload.worker.allocation.create_engine", create),
         mock.patch.object(OffloadWorker, "start_copies", start_copies),
         mock.patch("kv_swap.host.transfers.copy_runs", copy_slowly),
     ):

@@ -41,7 +41,7 @@ def kv_layers(running: Engine) -> list[Any]:
 
 def corrupt(running: Engine, layers: list[Any]) -> None:
     """Change signs in host memory, of these layers alone; no number becomes a NaN."""
-    regions = {region.address: region for region in running.rank._engine.layout.regions}
+    regions = {region.address: region for region in running.rank.transfer.layout.regions}
     for layer in layers:
         region = regions[layer.data_ptr()]
         start = region.slot_offset_bytes
@@ -71,7 +71,7 @@ def reload(running: Engine) -> None:
     running.settle()
     running.reset_gpu_cache()
     running.totals.clear()
-    for tensor in running.rank._engine._state.keep_alive:
+    for tensor in running.rank.transfer._state.keep_alive:
         tensor.fill_(1.5)
 
 
@@ -140,7 +140,7 @@ def test_the_last_block_of_a_hit_is_computed_for_the_token_that_follows(
     """Two prompts part behind a block, whose KV in the head depends on how they go on."""
     if not drops:
         monkeypatch.setattr(
-            "kv_offload.engines.vllm.connector.has_draft_head", lambda _config: False
+            "kv_offload.engines.vllm.start.build.has_draft_head", lambda _config: False
         )
     shared = PROMPT[: 4 * BLOCK_TOKENS]
     first, second = ([*shared, *random_tokens(70, seed=seed)] for seed in (42, 43))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from kv_swap.engine import Direction
 
-from kv_offload.engines.vllm.compat import reports_failed_requests, vllm_version
+from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Copies,
@@ -75,19 +75,19 @@ def test_the_destination_of_a_failed_load_is_zeroed(model_folder: Path, copies: 
     with engine(model_folder, "qwen3", {}) as offloading:
         offloading.generate([prompt])
         offloading.reset_gpu_cache()
-        for tensor in offloading.rank._engine._state.keep_alive:
+        for tensor in offloading.rank.transfer._state.keep_alive:
             tensor.fill_(float("nan"))
         copies.fail(Direction.LOAD)
         zeroed: list[int] = []
-        zero = offloading.rank._engine.zero_blocks
+        zero = offloading.rank.transfer.zero_blocks
 
         def watch(blocks: list[int]) -> None:
             zero(blocks)
             zeroed.extend(blocks)
-            for tensor in offloading.rank._engine._state.keep_alive:
+            for tensor in offloading.rank.transfer._state.keep_alive:
                 assert not tensor[blocks].any()
 
-        offloading.rank._engine.zero_blocks = watch
+        offloading.rank.transfer.zero_blocks = watch
         offloading.generate([prompt])
         assert len(zeroed) == (len(prompt) - 1) // 32
 
@@ -174,9 +174,9 @@ def test_failing_is_refused_where_the_engine_cannot(model_folder: Path) -> None:
 def test_a_refused_job_is_a_failed_store(model_folder: Path) -> None:
     """A job that the transfer engine refuses before copying is reported like a failed copy."""
     with engine(model_folder, "qwen3", {}) as offloading:
-        offloading.rank._engine.num_slots = 0
+        offloading.rank.transfer.num_slots = 0
         offloading.generate(PROMPTS[:1])
         offloading.settle()
         assert offloading.totals["skipped_copy_failed"] > 0
-        offloading.rank._engine.num_slots = offloading.rank.num_slots
+        offloading.rank.transfer.num_slots = offloading.rank.num_slots
         offloading.assert_nothing_left()

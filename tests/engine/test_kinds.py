@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kv_offload.engines.vllm.compat import reports_failed_requests, vllm_version
+from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 from tests.engine.harness import Engine, Tokens, engine, prompts_with_shared_prefix
 
 PROMPTS = prompts_with_shared_prefix(shared=500, tails=(21, 25, 40, 85), seed=3)
@@ -85,6 +85,6 @@ def test_reloaded_prompts_give_the_same_tokens(model_folder: Path, kind: Kind) -
 def keep_alive(offloading: Engine) -> list[Any]:
     """Return every tensor that the engine registered; a layer with states has several."""
     tensors = []
-    for one in offloading.rank._engine._state.keep_alive:
+    for one in offloading.rank.transfer._state.keep_alive:
         tensors += one if isinstance(one, (list, tuple)) else [one]
     return tensors

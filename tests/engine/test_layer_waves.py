@@ -32,7 +32,7 @@ def deep_model(monkeypatch: pytest.MonkeyPatch) -> None:
         return config
 
     monkeypatch.setitem(small_models.MODELS, "deep", deep)
-    monkeypatch.setattr("kv_offload.worker.worker.WAVES_FROM_BYTES", 0)
+    monkeypatch.setattr("kv_offload.worker.synchronous_loads.WAVES_FROM_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def forget(running: Engine) -> None:
     running.settle()
     running.reset_gpu_cache()
     running.totals.clear()
-    for tensor in running.rank._engine._state.keep_alive:
+    for tensor in running.rank.transfer._state.keep_alive:
         tensor.fill_(50.0)
 
 
@@ -70,7 +70,7 @@ def watch(running: Engine) -> tuple[list[SwapJob], list[int]]:
     """Return lists that will hold all load jobs, and the waves that are awaited."""
     jobs: list[SwapJob] = []
     awaited: list[int] = []
-    submit, await_wave = running.rank._engine.submit, running.rank._engine.await_wave
+    submit, await_wave = running.rank.transfer.submit, running.rank.transfer.await_wave
 
     def submitted(job: SwapJob) -> None:
         if job.direction is Direction.LOAD:
@@ -81,8 +81,8 @@ def watch(running: Engine) -> tuple[list[SwapJob], list[int]]:
         awaited.append(wave)
         await_wave(wave)
 
-    running.rank._engine.submit = submitted
-    running.rank._engine.await_wave = waited
+    running.rank.transfer.submit = submitted
+    running.rank.transfer.await_wave = waited
     return jobs, awaited
 
 
@@ -104,9 +104,9 @@ def test_layers_wait_for_their_waves(
     answers = plain_answers(model_folder, expected)
     with offloading(model_folder, async_scheduling=async_scheduling) as ours:
         assert ask(ours) == answers
-        plan = ours.rank._waves.plan
-        assert len(plan.waves) == LAYERS
-        assert sorted(plan.wave_of.values()) == [1, 2, 3]
+        cut = ours.rank.waves.cut
+        assert len(cut.waves) == LAYERS
+        assert sorted(cut.wave_of.values()) == [1, 2, 3]
         jobs, awaited = watch(ours)
         for _ in range(2):
             forget(ours)
@@ -151,16 +151,14 @@ def test_a_layer_that_does_not_wait_gives_other_tokens(
     with offloading(model_folder) as ours:
         assert ask(ours) == answers
         forget(ours)
-        await_layer = ours.rank._await_layer
+        await_wave, skipped = ours.rank.transfer.await_wave, ours.rank.waves.cut.wave_of[SKIPPED]
 
-        def careless(layer: str) -> None:
-            if layer == SKIPPED:
-                ours.rank._waves.called(layer)
-            else:
-                await_layer(layer)
+        def careless(wave: int) -> None:
+            if wave != skipped:
+                await_wave(wave)
 
         # The last wave brings the third with it, but only after the third layer.
-        ours.rank._await_layer = careless
+        ours.rank.transfer.await_wave = careless
         wrong = ask(ours)
         assert ours.blocks_loaded() > 0
         assert wrong[0] != answers[0], "the first prompt loads what all of them share"
@@ -204,10 +202,10 @@ def test_what_layers_without_calls_read_comes_first(
     skip_calls(monkeypatch, SKIPPED)
     with offloading(model_folder) as ours:
         assert ask(ours) == answers
-        plan, layout = ours.rank._waves.plan, ours.rank._engine.layout
-        assert SKIPPED not in plan.wave_of
-        assert len(plan.wave_of) == LAYERS - 2
-        first = set().union(*(layout.regions[region].tensors for region in plan.waves[0]))
+        cut, layout = ours.rank.waves.cut, ours.rank.transfer.layout
+        assert SKIPPED not in cut.wave_of
+        assert len(cut.wave_of) == LAYERS - 2
+        first = set().union(*(layout.regions[region].tensors for region in cut.waves[0]))
         assert first == {"model.layers.0.self_attn.attn", SKIPPED}
         forget(ours)
         jobs, _ = watch(ours)
@@ -226,19 +224,19 @@ def test_a_wave_that_fails_is_made_good_before_its_layer(
     with offloading(model_folder) as ours:
         assert ask(ours) == answers
         forget(ours)
-        await_wave = ours.rank._engine.await_wave
+        await_wave = ours.rank.transfer.await_wave
 
         def failing(wave: int) -> None:
             if wave == 2:
                 copies.fail(Direction.LOAD, every=1000)
             await_wave(wave)
 
-        ours.rank._engine.await_wave = failing
+        ours.rank.transfer.await_wave = failing
         assert ask(ours) == answers
         assert ours.blocks_loaded() > 0
         assert ours.totals["repaired_loads"] == len(PROMPTS)
         copies.release()
-        ours.rank._engine.await_wave = await_wave
+        ours.rank.transfer.await_wave = await_wave
         forget(ours)
         assert ask(ours) == answers
         assert ours.blocks_loaded() > 0

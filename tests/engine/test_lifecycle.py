@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kv_swap.engine import Direction
 
-from kv_offload.engines.vllm import compat as engine_compat
+from kv_offload.engines.vllm.hooks import worker as worker_hooks
 from kv_offload.messages import OffloadMetadata
 from tests.engine.harness import (
     BLOCK_TOKENS,
@@ -95,7 +95,7 @@ def test_copies_start_before_the_step_is_prepared_unless_that_changes_blocks(
     monkeypatch.setattr(rank, "start_copies", started)
     monkeypatch.setattr(runner, "_update_states", prepared)
     if changes_blocks:
-        monkeypatch.setattr(engine_compat, "changes_blocks", lambda output: True)
+        monkeypatch.setattr(worker_hooks, "changes_blocks", lambda output: True)
     assert offloading.generate([LONG]) == [plain(LONG)]
     assert offloading.blocks_loaded() == 10
     before = told[: told.index("loads")]
@@ -108,15 +108,7 @@ def test_ended_copies_are_heard_of_before_their_report(
 ) -> None:
     """One rank lives beside the scheduler; here its reports say nothing of what has ended."""
     rank, prompt = offloading.rank, LONG
-    take_report = rank.take_report
-
-    def without_stores() -> object:
-        kept, rank._store_results = rank._store_results, {}
-        report = take_report()
-        rank._store_results = kept
-        return report
-
-    monkeypatch.setattr(rank, "take_report", without_stores)
+    monkeypatch.setattr(rank, "take_report", lambda: None)
     monkeypatch.setattr(rank, "take_received", lambda: (set(), {}))
     assert offloading.generate([prompt]) == [plain(prompt)]
     offloading.settle()
@@ -228,7 +220,7 @@ def test_abort_while_a_copy_runs(
     for _ in range(3):
         offloading.step()
     assert offloading.pool.get_num_free_blocks() <= free
-    assert offloading.rank._engine.in_flight > 0
+    assert offloading.rank.transfer.in_flight > 0
     copies.release()
     assert answers(offloading.run()) == {"other": plain(other)}
     offloading.settle()
@@ -265,7 +257,7 @@ def test_reset_gives_up_a_store_that_does_not_end(
     offloading: Engine, copies: Copies, plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What such a store copies is never served, and its slots stay taken until it ends."""
-    monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.2)
+    monkeypatch.setattr("kv_offload.worker.copies.DRAIN_SECONDS", 0.2)
     copies.hold(Direction.STORE)
     offloading.generate([LONG], max_tokens=1)
     assert offloading.llm.reset_prefix_cache() is True
@@ -309,10 +301,9 @@ def test_stores_are_submitted_one_step_late(offloading: Engine, copies: Copies) 
     copies.hold(Direction.STORE)
     offloading.add("only", LONG[: 3 * BLOCK_TOKENS + 1], max_tokens=4)
     offloading.step()
-    assert len(offloading.rank._queued) == 1
-    assert offloading.rank._engine.in_flight == 0
+    assert offloading.offload.has_pending_stores
+    assert offloading.rank.transfer.in_flight == 0
     offloading.step()
-    assert len(offloading.rank._queued) == 0
-    assert offloading.rank._engine.in_flight == 1
+    assert offloading.rank.transfer.in_flight == 1
     copies.release()
     offloading.run()

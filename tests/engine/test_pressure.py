@@ -72,7 +72,7 @@ def test_shutdown_with_work_in_flight(model_folder: Path, copies: Copies) -> Non
         copies.hold(Direction.STORE)
         offloading.add("only", LONG, max_tokens=2)
         offloading.run()
-        engine_thread = offloading.rank._engine._thread
+        engine_thread = offloading.rank.transfer._thread
         assert engine_thread.is_alive()
         copies.release()
     engine_thread.join(10)

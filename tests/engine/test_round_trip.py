@@ -138,7 +138,7 @@ def test_the_loaded_bytes_are_the_stored_bytes(model_folder: Path) -> None:
         computed = _blocks_of(offloading, prompt)
         offloading.run()
         offloading.reset_gpu_cache()
-        for tensor in offloading.rank._engine._state.keep_alive:
+        for tensor in offloading.rank.transfer._state.keep_alive:
             tensor.fill_(float("nan"))
         offloading.add("second", prompt, max_tokens=1)
         offloading.run()
@@ -152,6 +152,6 @@ def _blocks_of(offloading: object, prompt: list[int]) -> list[bytes]:
     by_key = {block.block_hash: block.block_id for block in pool.blocks if block.block_hash}
     ids = sorted(by_key.values())
     assert len(ids) == len(prompt) // BLOCK_TOKENS
-    tensors = rank._engine._state.keep_alive
+    tensors = rank.transfer._state.keep_alive
     contents = [b"".join(tensor[i].numpy().tobytes() for tensor in tensors) for i in ids]
     return sorted(contents)

@@ -24,8 +24,8 @@ import torch
 from kv_swap.engine import Direction, SwapJob
 
 from kv_offload.messages import OffloadMetadata
-from kv_offload.scheduler import loads
-from kv_offload.worker import worker
+from kv_offload.scheduler import loads as scheduler_loads
+from kv_offload.worker import synchronous_loads as worker_loads
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Drafts,
@@ -52,10 +52,10 @@ class Loads:
         self.blocks: set[int] = set()
         self.in_waves: list[bool] = []
         self.whole = 0
-        self._submit = running.rank._engine.submit
+        self._submit = running.rank.transfer.submit
         self._start = running.rank.start_copies
         self._started_for: OffloadMetadata | None = None
-        running.rank._engine.submit = self._note
+        running.rank.transfer.submit = self._note
         running.rank.start_copies = self._note_jobs
 
     def _note_jobs(self, metadata: OffloadMetadata) -> None:
@@ -82,7 +82,7 @@ def digests(running: Engine, blocks: set[int] | None = None) -> dict[str, set[st
     copies, over all layers. A key has several blocks where a prefix was computed more than once.
     """
     torch.cuda.synchronize()
-    layout = running.rank._engine.layout
+    layout = running.rank.transfer.layout
     found: dict[str, set[str]] = {}
     for block in running.pool.blocks:
         if block.block_hash is not None and (blocks is None or block.block_id in blocks):
@@ -112,7 +112,7 @@ def memoryview_address(buffer: bytearray) -> int:
 
 def poison(running: Engine) -> None:
     """Overwrite the whole KV cache on the GPU, padding included."""
-    for tensor in running.rank._engine._state.keep_alive:
+    for tensor in running.rank.transfer._state.keep_alive:
         storage = tensor.untyped_storage()
         torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(storage).fill_(0x7F)
     torch.cuda.synchronize()
@@ -144,8 +144,8 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     if settings.pop("draft_head", False):
         settings["speculative_config"] = draft_head(Path(models))
     result: dict[str, Any] = {}
-    worker.WAVES_FROM_BYTES = 0  # all of these loads are small
-    loads.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
+    worker_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
+    scheduler_loads.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
     with engine(Path(models), kind, **settings) as plain:
         drafts = Drafts(plain)
         computed = one_by_one(plain)
@@ -157,10 +157,10 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     with engine(
         Path(models), kind, plugin, synchronous_loads=synchronous_loads, **settings
     ) as ours:
-        result["regions"] = len(ours.rank._engine.layout.regions)
+        result["regions"] = len(ours.rank.transfer.layout.regions)
         groups = ours.scheduler.kv_cache_config.kv_cache_groups
         result["layers"] = sum(len(group.layer_names) for group in groups)
-        lanes = ours.rank._engine._state.lanes.values()
+        lanes = ours.rank.transfer._state.lanes.values()
         result["output_copy_stream"] = any(
             lane.stream._output_copy_stream is not None for lane in lanes
         )
@@ -207,7 +207,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
             result["loaded_after_sleep"] = ours.blocks_loaded()
 
         ours.reset_gpu_cache()
-        assert ours.rank._engine.wait(10)
+        assert ours.rank.transfer.wait(10)
         corrupt(ours.slots, kind)
         result["corrupted"] = one_by_one(ours)
         ours.assert_nothing_left()

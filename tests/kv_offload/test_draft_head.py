@@ -139,9 +139,7 @@ class HeadEngine(HarshEngine):
                 request.block_hashes, group, 0, len(request.block_hashes)
             )
         }
-        for key, slot in manager._slot_of.items():
-            if not manager.lookup(key):
-                continue
+        for key, slot in manager.readable_slots().items():
             group_id = group_of[key].group_id
             names = self.known[key] - group_id
             for rank in self.ranks:
@@ -248,7 +246,7 @@ def test_without_the_drop_the_head_reads_kv_that_another_token_followed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The control."""
-    monkeypatch.setattr("kv_offload.engines.vllm.connector.has_draft_head", lambda _config: False)
+    monkeypatch.setattr("kv_offload.engines.vllm.start.build.has_draft_head", lambda _config: False)
     engine = HeadEngine()
     store(engine, PROMPT)
     engine.add("branch", BRANCH)

@@ -53,8 +53,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.compat import halves, reports_failed_requests, vllm_version
+from kv_offload.engines.vllm.halves import halves
 from kv_offload.engines.vllm.plugin import CONNECTOR
+from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 from kv_offload.metrics import METRICS
 
 PAGE_WORDS = 8
@@ -381,7 +382,7 @@ def manual_copies() -> Iterator[list[ManualSwapEngine]]:
         made.append(ManualSwapEngine(layout, num_slots))
         return made[-1]
 
-    with mock.patch("kv_offload.worker.worker.create_engine", create):
+    with mock.patch("kv_offload.worker.allocation.create_engine", create):
         yield made
 
 
@@ -970,9 +971,7 @@ class PlayedEngine:
         self._learn_keys()
         manager = self.offload.manager
         manager.check_integrity()
-        for key, slot in manager._slot_of.items():
-            if not manager.lookup(key):
-                continue
+        for key, slot in manager.readable_slots().items():
             expected = self.known[key]
             for rank, played in enumerate(self.ranks):
                 own = expected[self.model.is_own(rank, np.arange(len(expected)))]

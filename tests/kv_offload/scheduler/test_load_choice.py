@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from kv_offload.medians import MIN_MEASUREMENTS
 from kv_offload.scheduler.loads import LOAD_EVERY, MARGIN, MAX_COMPUTE_RATIO, LoadChoice
-from kv_offload.scheduler.rates import MIN_MEASUREMENTS, LoadQueue
+from kv_offload.scheduler.rates import LoadQueue
 from kv_offload.scheduler.request import Phase, TrackedRequest
 from kv_offload.scheduler.steps import StepWatch
 

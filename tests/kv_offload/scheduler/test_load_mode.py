@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from kv_offload.medians import ASSUMED_BYTES_PER_SECOND, RecentMedian
 from kv_offload.scheduler.loads import (
     ASSUMED_DECODE_SECONDS,
     BUSY_SECONDS,
@@ -9,7 +10,7 @@ from kv_offload.scheduler.loads import (
     WHOLE_SECONDS,
     LoadMode,
 )
-from kv_offload.scheduler.rates import ASSUMED_BYTES_PER_SECOND, LoadRate, RecentMedian
+from kv_offload.scheduler.rates import LoadRate
 
 SLOT_BYTES = 1_000_000
 

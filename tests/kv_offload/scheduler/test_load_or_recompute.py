@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.scheduler.rates import MIN_MEASUREMENTS
+from kv_offload.medians import MIN_MEASUREMENTS
 from tests.support.fakes import VOCABULARY, PlayedEngine, Tokens
 
 pytestmark = pytest.mark.filterwarnings("default")

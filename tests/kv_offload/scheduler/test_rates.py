@@ -4,27 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from kv_offload.scheduler.rates import (
-    ASSUMED_BYTES_PER_SECOND,
-    MIN_MEASUREMENTS,
-    LoadQueue,
-    LoadRate,
-    PrefillRate,
-    RecentMedian,
-    StoreRate,
-)
-
-
-def test_the_lower_median_of_the_last_values() -> None:
-    median = RecentMedian(size=4)
-    assert not median
-    seen = []
-    for value in (5.0, 1.0, 9.0, 7.0, 8.0, 8.0):
-        median.add(value)
-        seen.append(median.value)
-    assert seen == [5.0, 1.0, 5.0, 5.0, 7.0, 8.0]
-    assert len(median) == 4
-
+from kv_offload.medians import ASSUMED_BYTES_PER_SECOND, MIN_MEASUREMENTS
+from kv_offload.scheduler.rates import LoadQueue, LoadRate, PrefillRate
 
 # -- loads -------------------------------------------------------------------------------------
 
@@ -46,53 +27,6 @@ def test_one_load_that_hung_changes_nothing() -> None:
     for speed in (50e9, 50e9, 1e3, 50e9):
         rate.learn(speed)
     assert rate.measured_bytes_per_second == 50e9
-
-
-# -- stores ------------------------------------------------------------------------------------
-
-SLOW, FAST = 84e6, 50e9
-
-
-def stored(*speeds: float, exact: bool = True, rate: StoreRate | None = None) -> StoreRate:
-    rate = rate or StoreRate()
-    for speed in speeds:
-        rate.learn(speed, exact=exact)
-    return rate
-
-
-def test_the_speed_of_stores_is_assumed_until_there_is_evidence() -> None:
-    assert stored(SLOW, SLOW).bytes_per_second == ASSUMED_BYTES_PER_SECOND
-    assert stored(SLOW, SLOW, SLOW).bytes_per_second == SLOW
-
-
-def test_one_slow_store_changes_nothing() -> None:
-    assert stored(SLOW, FAST, FAST).bytes_per_second == FAST
-    assert stored(FAST, FAST, FAST, SLOW, FAST).bytes_per_second == FAST
-
-
-def test_a_small_store_says_how_fast_the_link_is_at_least() -> None:
-    rate = stored(*[2e9] * 3)
-    stored(*[1e9] * 20, exact=False, rate=rate)
-    assert rate.bytes_per_second == 2e9, "its start took its time"
-    stored(*[3e9] * 4, exact=False, rate=rate)
-    assert rate.bytes_per_second == 3e9
-    assert stored(*[1e9] * 20, exact=False).bytes_per_second == ASSUMED_BYTES_PER_SECOND
-
-
-def test_small_stores_correct_a_rate_that_was_slow_for_long() -> None:
-    rate = stored(*[SLOW] * 1000)
-    stored(*[2e9] * 4, exact=False, rate=rate)
-    assert rate.bytes_per_second == 2e9
-
-
-def test_a_speed_of_stores_is_told_when_it_changes() -> None:
-    rate = stored(FAST, FAST)
-    assert rate.take_change() is None
-    stored(FAST, rate=rate)
-    assert rate.take_change() == FAST
-    assert rate.take_change() is None
-    stored(FAST, FAST, rate=rate)
-    assert rate.take_change() is None
 
 
 # -- loads under way ---------------------------------------------------------------------------

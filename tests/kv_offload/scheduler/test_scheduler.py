@@ -26,11 +26,10 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.compat import reports_failed_requests, vllm_version
-from kv_offload.engines.vllm.engine_hooks import drain_engine_core
+from kv_offload.engines.vllm.drain import drain_engine_core
+from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 from kv_offload.messages import (
     DrainAnswer,
-    JobResult,
     LoadJob,
     StoreJob,
     WorkerCapacity,
@@ -570,7 +569,7 @@ def test_stores_on_their_way_keep_to_what_the_link_moves_and_the_rest_follows() 
 
 def test_stores_recover_from_a_link_that_was_slow_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """As while the process was stopped. A single slow store changes nothing."""
-    monkeypatch.setattr("kv_offload.worker.worker.MEASURED_BYTES", blocks(2))
+    monkeypatch.setattr("kv_offload.worker.rates.MEASURED_BYTES", blocks(2))
     engine = PlayedEngine(max_num_batched_tokens=64)
     budget, copies = engine.offload.budget, engine.ranks[0].copies
     one_slot = 1.5 * blocks(1) / MIN_HORIZON_SECONDS
@@ -895,10 +894,11 @@ def test_a_synchronous_load_keeps_its_slots_until_every_rank_has_reported() -> N
     engine.add("second", PROMPT, max_tokens=1)
     (load,) = engine.schedule().kv_connector_metadata.loads
     loads, manager = engine.offload.loads, engine.offload.manager
-    loads.complete_synchronous({load.job_id: JobResult(frozenset({1}), True)})
-    assert manager._readers.sum() == len(load.pairs)
-    loads.complete_synchronous({load.job_id: JobResult(frozenset({0}), True)})
-    assert manager._readers.sum() == 0
+    loads.complete_synchronous({load.job_id: frozenset({1})})
+    manager.reset()
+    assert manager.slots_in_use == len(load.pairs), "a reset frees all slots but those of loads"
+    loads.complete_synchronous({load.job_id: frozenset({0})})
+    assert manager.slots_in_use == 0
 
 
 def test_two_requests_of_one_step_share_what_was_loaded_for_the_first() -> None:

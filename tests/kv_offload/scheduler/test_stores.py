@@ -15,10 +15,11 @@ from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.messages import JobResult, StoreJob
+from kv_offload.metrics import SKIP_REASONS
 from kv_offload.scheduler.budget import StoreBudget
 from kv_offload.scheduler.leftovers import Leftovers
 from kv_offload.scheduler.request import StoreCursor
-from kv_offload.scheduler.stores import SKIP_REASONS, StorePlanner
+from kv_offload.scheduler.stores import StorePlanner
 from kv_offload.scheduler.uses import UseCounter
 from tests.support.fakes import make_request
 

@@ -1,0 +1,59 @@
+"""What happens when one of the plugin's own hooks raises: the engine goes on, and says so once."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+class HookErrors:
+    """Counts the exceptions of hooks; logs the first of each hook with its traceback."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self.new = 0
+        """How many there were since the last `take`."""
+
+    def caught(self, hook: str) -> None:
+        """Take note of the exception that is being handled."""
+        self.new += 1
+        if hook not in self._seen:
+            self._seen.add(hook)
+            logger.exception(
+                "kv-offload: an error in its hook %s. The engine goes on without host memory for "
+                "what the hook was asked; further errors of this hook are only counted "
+                "(hook_errors). Please report this",
+                hook,
+            )
+
+    def take(self) -> int:
+        """Return how many there were since the last call."""
+        new, self.new = self.new, 0
+        return new
+
+
+def survives(instead: Callable[..., Any]) -> Callable[[Hook], Hook]:
+    """Decorate a connector's hook: where it raises, return `instead(self, *arguments)`.
+
+    `instead` leaves both halves of the plugin and the engine in agreement: no request waits for
+    what nobody will report, nothing is read that was not loaded.
+    """
+
+    def decorate(hook: Hook) -> Hook:
+        @functools.wraps(hook)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception:  # noqa: BLE001 - it would end the engine
+                self.hook_errors.caught(hook.__name__)
+                return instead(self, *args, **kwargs)
+
+        return guarded  # type: ignore[return-value]
+
+    return decorate

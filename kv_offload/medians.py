@@ -1,0 +1,34 @@
+"""Medians of recent measurements: one that a hiccup spoiled changes nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+
+ASSUMED_BYTES_PER_SECOND = 12e9
+"""The speed of copies until it was measured: that of PCIe Gen4 x8, so that none is too long."""
+
+MIN_MEASUREMENTS = 3
+"""Fewer are no evidence."""
+
+
+class RecentMedian:
+    """The lower median of the last `size` values."""
+
+    def __init__(self, size: int = 15) -> None:
+        self._values: deque[float] = deque(maxlen=size)
+        self._median: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float) -> None:
+        """Take one more value."""
+        self._values.append(value)
+        self._median = None
+
+    @property
+    def value(self) -> float:
+        """The median; there must be a value."""
+        if self._median is None:
+            self._median = sorted(self._values)[(len(self._values) - 1) // 2]
+        return self._median

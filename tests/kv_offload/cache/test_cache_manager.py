@@ -1,0 +1,622 @@
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kv_offload.cache.errors import MissingKeyError, MisuseError
+from kv_offload.cache.index import RUN_SLOTS
+from kv_offload.cache.manager import CacheManager, PreparedStore
+from kv_offload.cache.policies import POLICIES, make_policy
+from kv_offload.errors import CapacityError, KVOffloadError
+
+A, B, C, D, E = (bytes([letter]) * 32 for letter in b"abcde")
+
+
+@pytest.fixture(params=POLICIES)
+def make_manager(request: pytest.FixtureRequest) -> Callable[[int], CacheManager]:
+    return lambda num_slots: CacheManager(num_slots, make_policy(request.param, num_slots))
+
+
+@pytest.fixture
+def manager(make_manager: Callable[[int], CacheManager]) -> CacheManager:
+    """A manager of 4 slots."""
+    return make_manager(4)
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def slots_of(prepared: PreparedStore) -> list[int]:
+    return prepared.slots.tolist()
+
+
+def decided(prepared: PreparedStore) -> tuple[object, ...]:
+    return [*prepared.keys], slots_of(prepared), *prepared[2:]
+
+
+def is_known(manager: CacheManager, *keys: bytes) -> bool:
+    """Say whether any of the keys is readable or being stored."""
+    return max(manager.slot_numbers(keys)) >= 0
+
+
+def store(manager: CacheManager, *keys: bytes) -> list[int]:
+    prepared = manager.prepare_store(keys)
+    assert [*prepared.keys] == list(keys)
+    manager.complete_store(prepared.slots)
+    manager.check_integrity()
+    return slots_of(prepared)
+
+
+def use(manager: CacheManager, *keys: bytes) -> None:
+    manager.complete_load(manager.prepare_load(keys))
+
+
+def eviction_order(manager: CacheManager, keys: Sequence[bytes]) -> list[bytes]:
+    """Store newcomers one by one, until all of `keys` are gone."""
+    order: list[bytes] = []
+    left = list(keys)
+    for i in range(manager.num_slots):
+        prepared = manager.prepare_store([b"newcomer %d" % i])
+        assert len(prepared.keys) == 1
+        gone = [key for key in left if not manager.lookup(key)]
+        left = [key for key in left if manager.lookup(key)]
+        assert len(gone) <= 1
+        order += gone
+        manager.check_integrity()
+    assert not left
+    return order
+
+
+# -- construction ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_slots", [0, -3])
+def test_a_manager_needs_a_slot(num_slots: int) -> None:
+    with pytest.raises(CapacityError, match=f"{num_slots} slots: give it memory for 1 or more"):
+        CacheManager(num_slots, make_policy("lru", 1))
+
+
+def test_a_manager_refuses_a_policy_of_another_size() -> None:
+    with pytest.raises(MisuseError, match="for 4 slots and ranks 0: give a manager of 3 slots"):
+        CacheManager(3, make_policy("arc", 4))
+
+
+def test_a_manager_refuses_the_policy_of_another_manager() -> None:
+    policy = make_policy("lru", 3)
+    store(CacheManager(3, policy), A)
+    with pytest.raises(MisuseError, match="for 3 slots and ranks 1: give a manager of 3 slots"):
+        CacheManager(3, policy)
+
+
+def test_a_new_manager_is_empty(manager: CacheManager) -> None:
+    assert (manager.num_slots, manager.slots_in_use, manager.evictions) == (4, 0, 0)
+    assert not manager.lookup(A)
+    assert not is_known(manager, A)
+    manager.check_integrity()
+
+
+def test_nothing_is_built_for_slots_that_were_never_used(
+    make_manager: Callable[[int], CacheManager],
+) -> None:
+    """A hundred million slots would take gigabytes."""
+    before_bytes = resident_bytes()
+    manager = make_manager(10**8)
+    prepared = manager.prepare_store([A, B])
+    manager.complete_store(prepared.slots)
+    manager.complete_load(manager.prepare_load([A, B]))
+    manager.reset()
+    assert slots_of(manager.prepare_store([A])) == [0]
+    assert resident_bytes() - before_bytes < 100e6
+
+
+# -- storing -----------------------------------------------------------------------------------
+
+
+def test_a_stored_key_is_readable_once_its_store_is_completed(manager: CacheManager) -> None:
+    prepared = manager.prepare_store([A, B])
+    assert decided(prepared) == ([A, B], [0, 1], 0, 0, 0)
+    assert manager.slots_in_use == 2
+    assert is_known(manager, A)
+    assert not manager.lookup(A)
+    assert manager.readable_slots() == {}
+    manager.complete_store([0])
+    assert manager.lookup(A)
+    assert is_known(manager, A)
+    assert not manager.lookup(B)
+    assert manager.readable_slots() == {A: 0}
+    manager.check_integrity()
+
+
+def test_prepare_store_skips_and_counts_known_and_repeated_keys(manager: CacheManager) -> None:
+    store(manager, A)
+    manager.prepare_store([B])
+    prepared = manager.prepare_store([A, B, C, D, C, A])
+    assert decided(prepared) == ([C, D], [2, 3], 4, 0, 0)
+    manager.check_integrity()
+
+
+def test_prepare_store_of_nothing(manager: CacheManager) -> None:
+    assert decided(manager.prepare_store([])) == ([], [], 0, 0, 0)
+    manager.complete_store([])
+    manager.complete_load([])
+    assert manager.prepare_load([]).tolist() == []
+
+
+def test_prepare_store_accepts_the_head_of_what_has_no_room(manager: CacheManager) -> None:
+    manager.prepare_load([A] if store(manager, A) else [])
+    prepared = manager.prepare_store([B, C, D, E, b"f"])
+    assert decided(prepared) == ([B, C, D], [1, 2, 3], 0, 2, 0)
+    assert not is_known(manager, E)
+    assert decided(manager.prepare_store([E])) == ([], [], 0, 1, 0)
+    assert manager.slots_in_use == 4
+    manager.check_integrity()
+
+
+def test_prepare_store_evicts_and_counts(manager: CacheManager) -> None:
+    slots = dict(zip((A, B, C, D), store(manager, A, B, C, D), strict=True))
+    prepared = manager.prepare_store([E, b"f"])
+    assert (prepared.evicted, manager.evictions, manager.slots_in_use) == (2, 2, 4)
+    assert sorted(slots_of(prepared)) == [slots[C], slots[D]]
+    assert [manager.lookup(key) for key in (A, B, C, D)] == [True, True, False, False]
+    assert not is_known(manager, D)
+    manager.complete_store(prepared.slots)
+    assert manager.prepare_store([C]).evicted == 1
+    assert manager.evictions == 3
+
+
+def test_prepare_store_never_evicts_a_key_of_its_own(manager: CacheManager) -> None:
+    store(manager, A)
+    store(manager, B, C, D)
+    prepared = manager.prepare_store([A, b"1", b"2", b"3", b"4", B])
+    assert decided(prepared) == ([b"1", b"2"], slots_of(prepared), 2, 2, 2)
+    assert manager.lookup(A)
+    assert manager.lookup(B)
+    manager.check_integrity()
+    manager.complete_store(prepared.slots)
+    manager.prepare_store([b"5", b"6", b"7", b"8"])
+    assert not manager.lookup(A), "the guard must not outlast the call"
+
+
+def test_prepare_store_with_an_unhashable_key_changes_nothing(manager: CacheManager) -> None:
+    store(manager, A)
+    with pytest.raises(TypeError):
+        manager.prepare_store([A, B, []])  # type: ignore[list-item]
+    assert manager.slots_in_use == 1
+    assert not is_known(manager, B)
+    manager.check_integrity()
+
+
+def test_a_failed_store_frees_its_slot_and_leaves_its_key_unknown(manager: CacheManager) -> None:
+    prepared = manager.prepare_store([A, B])
+    manager.complete_store(slots_of(prepared)[:1], ok=False)
+    manager.complete_store(slots_of(prepared)[1:])
+    assert not is_known(manager, A)
+    assert manager.lookup(B)
+    assert manager.slots_in_use == 1
+    manager.check_integrity()
+    assert manager.prepare_store([A, C, D]).evicted == 0
+    assert manager.evictions == 0
+
+
+def test_a_key_whose_store_failed_can_be_stored_again(manager: CacheManager) -> None:
+    manager.complete_store(slots_of(manager.prepare_store([A])), ok=False)
+    store(manager, A)
+    assert manager.lookup(A)
+
+
+def test_a_slot_that_is_being_written_is_not_given_out(manager: CacheManager) -> None:
+    writing = slots_of(manager.prepare_store([A, B]))
+    for key in (C, D, E, b"f"):
+        assert store(manager, key)[0] not in writing
+    assert is_known(manager, A)
+
+
+# -- loading -----------------------------------------------------------------------------------
+
+
+def test_prepare_load_returns_slots_in_order(manager: CacheManager) -> None:
+    a, b, c = store(manager, A, B, C)
+    assert manager.prepare_load([C, A, B]).tolist() == [c, a, b]
+    manager.check_integrity()
+
+
+def test_prepare_load_is_all_or_nothing(manager: CacheManager) -> None:
+    store(manager, A)
+    manager.prepare_store([B])
+    for keys in ([A, B], [A, C]):
+        with pytest.raises(MissingKeyError, match="is not readable") as caught:
+            manager.prepare_load(keys)
+        assert isinstance(caught.value, KVOffloadError)
+        assert isinstance(caught.value, KeyError)
+    manager.check_integrity()
+    assert manager.prepare_store([C, D, E]).evicted == 1, "A must not be held"
+
+
+def test_a_key_is_not_evicted_while_any_reader_is_left(manager: CacheManager) -> None:
+    (slot,) = store(manager, A)
+    assert [*manager.prepare_load([A]), *manager.prepare_load([A])] == [slot, slot]
+    store(manager, B, C, D)
+    for readers_left in (2, 1):
+        prepared = manager.prepare_store([b"%d%d" % (readers_left, i) for i in range(4)])
+        assert (len(prepared.keys), prepared.no_room) == (3, 1)
+        assert slot not in slots_of(prepared)
+        assert manager.lookup(A)
+        manager.complete_store(prepared.slots)
+        manager.complete_load([slot])
+        manager.check_integrity()
+    assert manager.prepare_store([b"%d" % i for i in range(4)]).evicted == 4
+    assert not manager.lookup(A)
+
+
+def test_a_key_repeated_in_one_load_is_held_once_for_each(manager: CacheManager) -> None:
+    (slot,) = store(manager, A)
+    assert manager.prepare_load([A, A]).tolist() == [slot, slot]
+    manager.complete_load([slot])
+    manager.check_integrity()
+    assert manager.prepare_store([b"1", b"2", b"3", b"4"]).no_room == 1
+    manager.complete_load([slot])
+    assert manager.prepare_store([b"4"]).no_room == 0
+
+
+def test_both_readers_of_a_slot_can_be_completed_in_one_call(manager: CacheManager) -> None:
+    (slot,) = store(manager, A)
+    manager.prepare_load([A])
+    manager.prepare_load([A])
+    manager.complete_load([slot, slot])
+    with pytest.raises(MisuseError):
+        manager.complete_load([slot])
+    manager.check_integrity()
+
+
+# -- recency -----------------------------------------------------------------------------------
+
+
+def test_lookups_do_not_change_recency(manager: CacheManager) -> None:
+    for key in (A, B, C, D):
+        store(manager, key)
+    manager.lookup(A)
+    manager.slot_numbers([A])
+    manager.find([A])
+    manager.readable_slots()
+    assert eviction_order(manager, [A, B, C, D]) == [A, B, C, D]
+
+
+@pytest.mark.parametrize("by", ["load", "store"])
+def test_known_keys_used_together_are_evicted_tail_first(manager: CacheManager, by: str) -> None:
+    store(manager, D, C, B, A)
+    if by == "load":
+        use(manager, A, B, C, D)
+    else:
+        assert decided(manager.prepare_store([A, B, C, D])) == ([], [], 4, 0, 0)
+    assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
+
+
+def test_used_keys_outlive_others(manager: CacheManager) -> None:
+    for key in (A, B, C, D):
+        store(manager, key)
+    use(manager, A, B)
+    assert eviction_order(manager, [A, B, C, D]) == [C, D, B, A]
+
+
+def test_a_key_can_be_used_while_it_is_being_stored(manager: CacheManager) -> None:
+    a, b, c, d = slots_of(manager.prepare_store([A, B, C, D]))
+    assert manager.prepare_store([C]).known == 1
+    manager.complete_store([c, b, a, d])
+    assert eviction_order(manager, [A, B, C, D]) == [D, B, A, C]
+
+
+@pytest.mark.parametrize("slices", [[4], [1, 3], [2, 1, 1]])
+@pytest.mark.parametrize("head_first", [True, False])
+def test_keys_stored_together_are_evicted_tail_first(
+    manager: CacheManager, slices: list[int], head_first: bool
+) -> None:
+    slots = slots_of(manager.prepare_store([A, B, C, D]))
+    pieces = [[slots.pop(0) for _ in range(size)] for size in slices]
+    for piece in pieces if head_first else reversed(pieces):
+        manager.complete_store(piece)
+    assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
+
+
+@pytest.mark.parametrize("slices", [[3], [1, 2], [1, 1, 1]])
+@pytest.mark.parametrize("head_first", [True, False])
+def test_keys_loaded_together_are_evicted_tail_first(
+    manager: CacheManager, slices: list[int], head_first: bool
+) -> None:
+    for key in (A, B, C, D):
+        store(manager, key)
+    use(manager, D)
+    slots = manager.prepare_load([A, B, C]).tolist()
+    pieces = [[slots.pop(0) for _ in range(size)] for size in slices]
+    for piece in pieces if head_first else reversed(pieces):
+        manager.complete_load(piece)
+    assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
+
+
+def test_a_second_load_makes_a_key_recent_again(manager: CacheManager) -> None:
+    for key in (A, B, C, D):
+        store(manager, key)
+    slots = [manager.prepare_load(keys) for keys in ([A], [B, C, D], [A])]
+    manager.complete_load(np.concatenate(slots))
+    assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
+
+
+def test_a_tail_stored_later_is_evicted_before_its_known_head(manager: CacheManager) -> None:
+    store(manager, A)
+    store(manager, D)
+    prepared = manager.prepare_store([A, B, C])
+    manager.complete_store(prepared.slots)
+    assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
+
+
+def test_a_prefix_that_was_held_for_long_is_still_evicted_tail_first(
+    make_manager: Callable[[int], CacheManager],
+) -> None:
+    manager = make_manager(4)
+    store(manager, A, B, C)
+    slots = manager.prepare_load([A, B, C])
+    for i in range(6):  # each evicts the one before, past the older prefix
+        store(manager, b"%d" % i)
+    manager.complete_load(slots)
+    assert eviction_order(manager, [A, B, C])[-3:] == [C, B, A]
+
+
+# -- misuse ------------------------------------------------------------------------------------
+
+
+def test_complete_store_refuses_slots_without_a_store_and_changes_nothing(
+    manager: CacheManager,
+) -> None:
+    a, b = slots_of(manager.prepare_store([A, B]))
+    (c,) = store(manager, C)
+    manager.prepare_load([C])
+    for slots in ([a, 3], [a, c], [a, a], [a, -1], [a, 99]):
+        with pytest.raises(MisuseError, match="complete every prepared store once"):
+            manager.complete_store(slots)
+        assert not manager.lookup(A)
+        manager.check_integrity()
+    manager.complete_store([a, b])
+    with pytest.raises(MisuseError, match=f"1 stores to slot {a} completed, but 0 is running"):
+        manager.complete_store([a], ok=False)
+    assert manager.lookup(A)
+
+
+def test_complete_load_refuses_slots_without_a_load_and_changes_nothing(
+    manager: CacheManager,
+) -> None:
+    a, b = store(manager, A, B)
+    (c,) = slots_of(manager.prepare_store([C]))
+    manager.prepare_load([A])
+    for slots in ([a, b], [a, c], [a, a], [a, -1], [a, 99]):
+        with pytest.raises(MisuseError, match="complete every prepared load once"):
+            manager.complete_load(slots)
+        manager.check_integrity()
+    manager.complete_load([a])
+    with pytest.raises(MisuseError, match=f"1 loads of slot {a} completed, but 0 are running"):
+        manager.complete_load([a])
+
+
+# -- reset -------------------------------------------------------------------------------------
+
+
+def test_reset_forgets_idle_keys_and_frees_their_slots(manager: CacheManager) -> None:
+    store(manager, A, B, C, D)
+    manager.reset()
+    assert manager.slots_in_use == 0
+    assert not is_known(manager, A, B, C, D)
+    manager.check_integrity()
+    assert sorted(store(manager, A, B, C, D)) == [0, 1, 2, 3]
+    assert manager.evictions == 0
+
+
+def test_reset_keeps_the_slots_of_running_operations_until_they_complete(
+    manager: CacheManager,
+) -> None:
+    (loading,) = store(manager, A)
+    manager.prepare_load([A])
+    manager.prepare_load([A])
+    ok, failed = slots_of(manager.prepare_store([B, C]))
+    manager.reset()
+    manager.check_integrity()
+    assert manager.slots_in_use == 3
+    assert not is_known(manager, A, B, C)
+
+    prepared = manager.prepare_store([A, B])  # the same names, with new contents
+    assert (slots_of(prepared), prepared.no_room) == ([3], 1)
+    manager.complete_store([3])
+
+    manager.complete_load([loading])
+    assert manager.slots_in_use == 4
+    manager.complete_load([loading])
+    assert manager.slots_in_use == 3
+    manager.complete_store([ok])
+    manager.complete_store([failed], ok=False)
+    manager.check_integrity()
+    assert manager.slots_in_use == 1
+    assert manager.lookup(A)
+    assert not is_known(manager, B, C)
+    assert sorted(store(manager, B, C, D)) == sorted([loading, ok, failed])
+
+
+def test_an_orphan_and_the_new_slot_of_its_key_do_not_mix(manager: CacheManager) -> None:
+    (old,) = slots_of(manager.prepare_store([A]))
+    manager.reset()
+    (new,) = slots_of(manager.prepare_store([A]))
+    assert new != old
+    manager.complete_store([old])
+    assert not manager.lookup(A)
+    assert is_known(manager, A)
+    manager.complete_store([new])
+    assert manager.prepare_load([A]).tolist() == [new]
+    manager.check_integrity()
+
+
+def test_orphans_survive_a_second_reset(manager: CacheManager) -> None:
+    (first,) = slots_of(manager.prepare_store([A]))
+    manager.reset()
+    (second,) = slots_of(manager.prepare_store([A]))
+    manager.reset()
+    manager.check_integrity()
+    assert manager.slots_in_use == 2
+    manager.complete_store([first, second])
+    manager.check_integrity()
+    assert manager.slots_in_use == 0
+    assert sorted(store(manager, A, B, C, D)) == [0, 1, 2, 3]
+
+
+def test_an_orphan_is_completed_as_what_it_was(manager: CacheManager) -> None:
+    (loading,) = store(manager, A)
+    manager.prepare_load([A])
+    (storing,) = slots_of(manager.prepare_store([B]))
+    manager.reset()
+    with pytest.raises(MisuseError):
+        manager.complete_store([loading])
+    with pytest.raises(MisuseError):
+        manager.complete_load([storing])
+    with pytest.raises(MisuseError):
+        manager.complete_load([loading, loading])
+    assert manager.slots_in_use == 2
+    manager.check_integrity()
+
+
+# -- slots that may not be used yet ------------------------------------------------------------
+
+
+def test_only_slots_below_the_limit_are_given_out(manager: CacheManager) -> None:
+    assert manager.usable_slots == 4
+    manager.limit_slots(2)
+    assert (manager.num_slots, manager.usable_slots) == (4, 2)
+    prepared = manager.prepare_store([A, B, C])
+    assert slots_of(prepared) == [0, 1]
+    assert (prepared.no_room, prepared.evicted) == (1, 0)
+    manager.complete_store([0, 1])
+    assert slots_of(manager.prepare_store([C])) in ([0], [1])
+    assert manager.evictions == 1
+    manager.limit_slots(4)
+    prepared = manager.prepare_store([D, E])
+    assert slots_of(prepared) == [2, 3]
+    assert prepared.evicted == 0
+    manager.check_integrity()
+
+
+def test_the_limit_outlives_a_reset(manager: CacheManager) -> None:
+    manager.limit_slots(1)
+    store(manager, A)
+    manager.reset()
+    assert slots_of(manager.prepare_store([A, B])) == [0]
+    manager.check_integrity()
+
+
+def test_without_a_usable_slot_nothing_is_stored(manager: CacheManager) -> None:
+    manager.limit_slots(0)
+    assert decided(manager.prepare_store([A, B])) == ([], [], 0, 2, 0)
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("usable_slots", [-1, 1, 5])
+def test_a_limit_that_cannot_be_is_refused(manager: CacheManager, usable_slots: int) -> None:
+    store(manager, A, B)
+    with pytest.raises(MisuseError, match=f"limit of {usable_slots} slots: 2 of 4 were given out"):
+        manager.limit_slots(usable_slots)
+    assert manager.usable_slots == 4
+    manager.limit_slots(2)
+
+
+# -- runs of slots -----------------------------------------------------------------------------
+
+LONG = [b"%3d" % i for i in range(5 * RUN_SLOTS + 3)]
+
+
+def test_a_prefix_in_slots_that_follow_each_other_is_found_whole() -> None:
+    manager = CacheManager(200, make_policy("lru", 200))
+    slots = store(manager, *LONG)
+    for first in (0, 1, RUN_SLOTS - 1, RUN_SLOTS):
+        assert manager.slot_numbers(LONG[first:]) == slots[first:]
+    mixed = [*LONG[:20], b"unknown", *LONG[40:20:-1], *LONG[41:]]
+    assert manager.slot_numbers(mixed) == [*slots[:20], -1, *slots[40:20:-1], *slots[41:]]
+
+
+def test_slots_are_found_in_whatever_order_keys_were_given_them() -> None:
+    manager = CacheManager(200, make_policy("arc", 200))
+    shuffled = random.Random(0).sample(LONG, len(LONG))
+    slot_of = dict(zip(shuffled, store(manager, *shuffled), strict=True))
+    assert manager.slot_numbers(LONG) == [slot_of[key] for key in LONG]
+
+
+def test_a_key_whose_store_failed_is_not_found_by_way_of_its_neighbours() -> None:
+    manager = CacheManager(4, make_policy("lru", 4))
+    slots = slots_of(manager.prepare_store([A, B, C]))
+    manager.complete_store([slots[1]], ok=False)
+    manager.complete_store([slots[0], slots[2]])
+    assert manager.slot_numbers([A, B, C]) == [slots[0], -1, slots[2]]
+    assert manager.readable([A, B, C]).tolist() == [True, False, True]
+    manager.check_integrity()
+
+
+def test_a_forgotten_key_is_not_found_by_way_of_its_neighbours() -> None:
+    manager = CacheManager(4, make_policy("lru", 4))
+    written = manager.prepare_store([A, B])
+    manager.reset()
+    assert store(manager, C, D) == [2, 3]
+    manager.complete_store(written.slots)
+    assert manager.slot_numbers([C, D, A, B]) == [2, 3, -1, -1]
+    assert manager.slot_numbers([B, C, D]) == [-1, 2, 3]
+    manager.check_integrity()
+
+
+def test_evicted_slots_are_given_in_order() -> None:
+    """So a prefix stays in slots that follow each other however often they are given anew."""
+    manager = CacheManager(64, make_policy("lru", 64))
+    for round_ in range(6):
+        for prefix in range(4):
+            slots = store(manager, *(b"%d %d %d" % (round_, prefix, i) for i in range(16)))
+            assert slots == [*range(16 * prefix, 16 * prefix + 16)]
+
+
+def test_new_keys_are_stored_as_if_they_had_been_looked_up(manager: CacheManager) -> None:
+    store(manager, A, B, C)
+    prepared = manager.prepare_new([D, E], manager.find([A]))
+    assert [*prepared.keys] == [D, E]
+    assert (prepared.known, prepared.no_room, prepared.evicted) == (0, 0, 1)
+    assert manager.lookup(A), "what goes along is not evicted"
+    manager.complete_store(prepared.slots)
+    manager.check_integrity()
+
+
+# -- check_integrity ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("breakage", "message"),
+    [
+        ("running.end_stores(slots(2))", "what the policy ranks or holds is wrong"),
+        ("running.start_loads(slots(2))", "a slot is read while it is written"),
+        ("running._readers[1] = -1", "a slot has fewer than no readers"),
+        ("running.start_loads(slots(3))", "a busy slot has no key and is no orphan"),
+        ("running.start_stores(slots(3))", "a busy slot has no key and is no orphan"),
+        ("index.clear(np.array([0, 1, 0], bool))", "an orphan has no running operation"),
+        ("index.forget(slots(1))", "what the policy ranks or holds is wrong"),
+        ("index.usable_slots = 2", "a slot does not exist"),
+        ("policy.release(slots(2))", "what the policy ranks or holds is wrong"),
+        ("policy.release(slots(0))", "what the policy ranks or holds is wrong"),
+        ("policy.hold(slots(1))", "what the policy ranks or holds is wrong"),
+        ("policy.capacity = 2", "3 slots exceed capacity 2"),
+    ],
+)
+def test_check_integrity_names_what_contradicts(breakage: str, message: str) -> None:
+    policy = make_policy("lru", 4)
+    manager = CacheManager(4, policy)
+    store(manager, A, B)
+    manager.prepare_load([A])
+    manager.prepare_store([C])
+    manager.check_integrity()
+    parts = {"policy": policy, "index": manager._index, "running": manager._running}
+    exec(breakage, parts | {"np": np, "slots": lambda slot: np.array([slot], np.int32)})
+    with pytest.raises(AssertionError, match=message):
+        manager.check_integrity()

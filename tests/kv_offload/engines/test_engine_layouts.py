@@ -1,0 +1,306 @@
+"""KV caches as vLLM's own functions plan and allocate them, stored and loaded by the host engine.
+
+Which layouts exist depends on the vLLM that is installed: up to 0.31 a tensor per layer or one
+packed allocation, from 0.32 on one allocation under a `KVCacheLayout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+import torch
+from kv_swap.engine import Direction, SwapJob
+from kv_swap.factory import create_engine
+from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors
+from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
+from kv_offload.errors import UnsupportedError
+from tests.support.fakes import make_vllm_config
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+NEWER = reports_failed_requests(vllm_version())
+LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"] if NEWER else ["a layer each"]
+NUM_BLOCKS = 7
+POISON = 0x55
+
+
+def attention(tokens: int, kind: type = FullAttentionSpec, **more: Any) -> Any:
+    shape = {"block_size": tokens, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
+    spec = kind(**{**shape, **more})
+    customize = getattr(TritonAttentionBackend, "customize_spec", None)
+    return spec if customize is None else customize(spec)
+
+
+def group(name: str, layers: int, spec: Any) -> KVCacheGroupSpec:
+    return KVCacheGroupSpec([f"{name}.{i}" for i in range(layers)], spec)
+
+
+def dense(tokens: int) -> list[KVCacheGroupSpec]:
+    return [group("full", 3, attention(tokens))]
+
+
+def windows(tokens: int) -> list[KVCacheGroupSpec]:
+    window = attention(tokens, SlidingWindowSpec, sliding_window=96)
+    return [group("full", 2, attention(tokens)), group("window", 2, window)]
+
+
+def latent(tokens: int) -> list[KVCacheGroupSpec]:
+    spec = MLAAttentionSpec(block_size=tokens, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    return [group("latent", 2, spec)]
+
+
+def states(tokens: int) -> list[KVCacheGroupSpec]:
+    full = attention(tokens)
+    state = MambaSpec(
+        block_size=tokens,
+        shapes=((3, 24), (2, 8, 8)),
+        dtypes=(torch.bfloat16, torch.float32),
+        page_size_padded=full.page_size_bytes,
+        mamba_cache_mode="align",
+    )
+    return [group("full", 2, full), group("state", 2, state)]
+
+
+def two_pages(tokens: int) -> list[KVCacheGroupSpec]:
+    specs = {"small": attention(tokens), "large": attention(tokens, head_size=64)}
+    spec = UniformTypeKVCacheSpecs(block_size=tokens, kv_cache_specs=specs)
+    return [KVCacheGroupSpec(list(specs), spec)]
+
+
+def padded(tokens: int) -> list[KVCacheGroupSpec]:
+    spec = attention(tokens)
+    return [group("padded", 2, replace(spec, page_size_padded=spec.page_size_bytes + 256))]
+
+
+def scaled(tokens: int, mode: KVQuantMode, dtype: torch.dtype) -> list[KVCacheGroupSpec]:
+    return [group("scaled", 2, attention(tokens, kv_quant_mode=mode, dtype=dtype))]
+
+
+@dataclass
+class Built:
+    """A KV cache as an engine registers it."""
+
+    config: Any
+    caches: dict[str, Any]
+
+    def block(self, tensor: torch.Tensor, block: int) -> bytes:
+        """Return what a layer reads of a manager's block, over its kernel blocks."""
+        ratio = tensor.shape[0] // NUM_BLOCKS
+        rows = tensor[block * ratio : (block + 1) * ratio]
+        return rows.contiguous().view(torch.uint8).numpy().tobytes()
+
+    def contents(self, block: int) -> list[bytes]:
+        return [self.block(tensor, block) for tensor in kv_tensors(self.caches)]
+
+    def storages(self) -> Iterator[torch.Tensor]:
+        """Yield every allocation once, as bytes."""
+        seen = set()
+        for tensor in kv_tensors(self.caches):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                yield torch.tensor([], dtype=torch.uint8).set_(storage)
+
+
+def build(
+    groups: list[KVCacheGroupSpec],
+    layout: str,
+    kernel_tokens: int | None = None,
+    dtype: str = "auto",
+) -> Built:
+    """Plan and allocate a KV cache with vLLM's own functions."""
+    vllm_config = make_vllm_config({})
+    vllm_config.cache_config.num_gpu_blocks_override = NUM_BLOCKS
+    if NEWER:
+        vllm_config.cache_config.kv_cache_layout = layout
+    config = get_kv_cache_config_from_groups(vllm_config, groups, 1 << 24)
+    assert config.num_blocks == NUM_BLOCKS
+    kernel_sizes = [kernel_tokens or g.kv_cache_spec.block_size for g in groups]
+    if NEWER:
+        from vllm.v1.worker.utils import allocate_kv_cache
+
+        resolved = vllm_config.cache_config.get_resolved_kv_cache_layout()
+        return Built(config, allocate_kv_cache(config, torch.device("cpu"), resolved, kernel_sizes))
+    from vllm.v1.worker.gpu.attn_utils import _allocate_kv_cache, _reshape_kv_cache
+
+    raw = _allocate_kv_cache(config, {}, torch.device("cpu"))
+    attention_groups = [
+        SimpleNamespace(
+            kv_cache_group_id=group_id,
+            kv_cache_spec=getattr(g.kv_cache_spec, "kv_cache_specs", {}).get(name, g.kv_cache_spec),
+            backend=LatentBackend if "latent" in name else TritonAttentionBackend,
+            layer_names=[name],
+        )
+        for group_id, g in enumerate(groups)
+        for name in g.layer_names
+    ]
+    with set_current_vllm_config(vllm_config):
+        caches = _reshape_kv_cache(attention_groups, raw, dtype, kernel_sizes, {}, config)
+    return Built(config, caches)
+
+
+class LatentBackend:
+    """The shape that vLLM's backends of latent attention share; they need a GPU to be imported."""
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str
+    ) -> tuple[int, ...]:
+        return num_blocks, block_size, head_size
+
+    @staticmethod
+    def get_kv_cache_block_dim(*_shape: Any, **_more: Any) -> int:
+        return 0
+
+
+def round_trip(built: Built, moves: Sequence[tuple[int, int]] = ((1, 5), (3, 2))) -> None:
+    """Store blocks, poison the cache, load them into other blocks; nothing else may change."""
+    layout = describe_kv_caches(built.caches, built.config)
+    assert layout.slot_bytes == bytes_per_block(built.config)
+    generator = torch.Generator().manual_seed(7)
+    for storage in built.storages():
+        storage.copy_(torch.randint(0, 256, storage.shape, generator=generator, dtype=torch.uint8))
+    stored = {source: built.contents(source) for source, _ in moves}
+    engine = create_engine(
+        "host", layout, 4, device=torch.device("cpu"), keep_alive=kv_tensors(built.caches)
+    )
+    try:
+        pairs = np.array([(source, slot) for slot, (source, _) in enumerate(moves)], np.int32)
+        engine.submit(SwapJob(0, Direction.STORE, pairs))
+        assert engine.wait(10)
+        for storage in built.storages():
+            storage.fill_(POISON)
+        pairs = np.array([(target, slot) for slot, (_, target) in enumerate(moves)], np.int32)
+        engine.submit(SwapJob(1, Direction.LOAD, pairs))
+        assert engine.wait(10)
+        assert [done.error for done in engine.poll()] == [None, None]
+    finally:
+        engine.close()
+    for source, target in moves:
+        assert built.contents(target) == stored[source]
+        assert len(set(b"".join(stored[source]))) > 100, "the content is random"
+    untouched = set(range(NUM_BLOCKS)) - {target for _, target in moves}
+    for block in untouched:
+        assert set(b"".join(built.contents(block))) == {POISON}
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 64, 128])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dense(layout: str, tokens: int) -> None:
+    round_trip(build(dense(tokens), layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("groups", [windows, latent])
+def test_groups_and_kinds(layout: str, groups: Any) -> None:
+    round_trip(build(groups(32), layout))
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "LHBNC"])
+def test_states_overlay_attention(layout: str) -> None:
+    round_trip(build(states(32), layout))
+
+
+@pytest.mark.skipif(not NEWER, reason="this vLLM has no layout with heads outermost")
+def test_states_over_attention_with_heads_outermost_are_refused() -> None:
+    """A block's state would lie over the keys and values of two other blocks."""
+    built = build(states(32), "LHBNC")
+    with pytest.raises(UnsupportedError, match="overlap where no copy could be exact"):
+        describe_kv_caches(built.caches, built.config)
+
+
+@pytest.mark.parametrize("kernel_tokens", [16, 32])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name[0] != "B" and name[1] != "H"])
+def test_kernel_blocks_that_are_smaller_than_the_managers(layout: str, kernel_tokens: int) -> None:
+    built = build(dense(64), layout, kernel_tokens)
+    assert {t.shape[0] for t in kv_tensors(built.caches)} == {NUM_BLOCKS * 64 // kernel_tokens}
+    round_trip(built)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("LHBNC", "BHLNC")])
+@pytest.mark.parametrize("groups", [two_pages, padded])
+def test_pages_of_two_sizes_and_padded_pages(layout: str, groups: Any) -> None:
+    round_trip(build(groups(32), layout))
+
+
+@pytest.mark.skipif(not NEWER, reason="this vLLM has no layout with blocks outermost")
+@pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
+def test_blocks_outermost_are_one_region_over_all_layers(layout: str) -> None:
+    built = build(dense(32), layout)
+    (region,) = describe_kv_caches(built.caches, built.config).regions
+    assert region.page_bytes == region.block_stride_bytes == bytes_per_block(built.config)
+
+
+MODES = {
+    "int8_per_token_head": (KVQuantMode.INT8_PER_TOKEN_HEAD, torch.int8),
+    "fp8_per_token_head": (KVQuantMode.FP8_PER_TOKEN_HEAD, torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODES)
+def test_scales_per_token_and_head_travel_in_the_page(layout: str, name: str) -> None:
+    """The views of the scales are vLLM's own; they lie between the keys and the values."""
+    mode, dtype = MODES[name]
+    built = build(scaled(32, mode, dtype), layout, dtype=name)
+    for cache in built.caches.values():
+        implementation = SimpleNamespace(_k_scale_cache=None)
+        TritonAttentionImpl._ensure_scale_caches(implementation, cache)
+        scales = implementation._k_scale_cache, implementation._v_scale_cache
+        assert [tuple(s.shape) for s in scales] == [(NUM_BLOCKS, 32, 2)] * 2
+        inside = {cache.data_ptr() <= s.data_ptr() for s in scales}
+        assert inside == {True}
+        assert all((s == 1.0).all() for s in scales)
+        one = cache[3].contiguous().view(torch.uint8)
+        assert (one == np.float32(1.0).view(np.uint32) >> 24).sum() >= 2 * 32 * 2
+    round_trip(built)
+
+
+@pytest.mark.skipif(NEWER, reason="this vLLM has layouts instead")
+def test_packed_layers_have_strides_beyond_their_pages() -> None:
+    """As vLLM packs models of several page sizes: all layers of a block lie together."""
+    built = build(dense(32), "")
+    page_bytes = built.config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+    stride = 3 * page_bytes + 512
+    backing = torch.zeros(NUM_BLOCKS * stride, dtype=torch.int8)
+    from vllm.v1.worker.gpu.attn_utils import _reshape_attention_kv_cache
+
+    shape = TritonAttentionBackend.get_kv_cache_shape(NUM_BLOCKS, 32, 2, 32)
+    spec = built.config.kv_cache_groups[0].kv_cache_spec
+    for index, name in enumerate(built.caches):
+        built.caches[name] = _reshape_attention_kv_cache(
+            backing, spec, shape, (0, 1, 2, 3), NUM_BLOCKS, (index * page_bytes, stride)
+        )
+    layout = describe_kv_caches(built.caches, built.config)
+    (region,) = layout.regions
+    assert (region.page_bytes, region.block_stride_bytes) == (3 * page_bytes, stride)
+    round_trip(built)
+
+
+def test_a_layout_that_puts_two_blocks_on_the_same_bytes_is_refused() -> None:
+    built = build(dense(32), LAYOUTS[0])
+    name, cache = next(iter(built.caches.items()))
+    overlapping = cache.as_strided(cache.shape, (cache.stride(0) // 2, *cache.stride()[1:]))
+    with pytest.raises(UnsupportedError, match="neighbouring blocks would overlap"):
+        describe_kv_caches({**built.caches, name: overlapping}, built.config)

@@ -1,0 +1,224 @@
+"""Inside vLLM's MultiConnector: what reaches ours, and what ours keeps from the other members."""
+
+from __future__ import annotations
+
+import functools
+import random
+import runpy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+import kv_offload.engines.vllm.connector
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm.plugin import CONNECTOR
+from kv_offload.engines.vllm.start import build as start
+from kv_offload.engines.vllm.start.ranks import ask_ranks
+from kv_offload.errors import UnsupportedError
+from tests.support.fakes import (
+    OTHER,
+    PROMPT,
+    PlayedEngine,
+    answer,
+    forget,
+    make_kv_cache_config,
+    make_vllm_config,
+    store,
+)
+from tests.support.remote_connector import RemoteConnector, multi_config
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+ORDERS = pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+FULL, WINDOW = CacheGroup(0, 4), CacheGroup(1, 4, 6)
+
+
+def beside(first: bool = True, **more: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return what puts ours first or last among two members."""
+    return functools.partial(multi_config, first=first, **more)
+
+
+def ask(engine: PlayedEngine, request_id: str, prompt: list[int], **params: Any) -> None:
+    engine.add(request_id, prompt, extra_args={"kv_transfer_params": params})
+
+
+# -- serving -----------------------------------------------------------------------------------
+
+
+@ORDERS
+@pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["one group", "two groups"])
+def test_requests_of_many_prefixes(
+    first: bool, role: str, asynchronous: bool, groups: tuple[CacheGroup, ...]
+) -> None:
+    """Requests come, are preempted and aborted while steps are under way; KV is always right.
+
+    With `kv_producer` vLLM keeps no freed blocks back for steps in flight, so a load may be given
+    blocks that such a step still writes.
+    """
+    engine = PlayedEngine(
+        groups,
+        blocks=16,
+        async_scheduling=asynchronous,
+        transfer_config=beside(first, role=role),
+        max_num_seqs=3,
+    )
+    assert engine.scheduler.defer_block_free == (asynchronous and role == "kv_both")
+    chance = random.Random(f"{first} {role} {asynchronous}")
+    prompts = [[*PROMPT[:length], *OTHER[: 20 - length]] for length in (4, 8, 12, 16, 20)]
+    alive: list[str] = []
+    for turn in range(300):
+        if turn % 4 == 0:
+            alive.append(f"request {turn}")
+            engine.add(alive[-1], chance.choice(prompts), max_tokens=chance.randint(1, 6))
+        if chance.random() < 0.1 and alive:
+            engine.abort(alive.pop(chance.randrange(len(alive))))
+        if len(engine.scheduled) + len(engine.executed) < engine.max_steps_under_way:
+            engine.schedule()
+        if engine.scheduled and chance.random() < 0.7:
+            engine.execute()
+        if chance.random() < 0.6:
+            engine.run_copies()
+        if engine.executed and chance.random() < 0.6:
+            engine.process()
+        if turn % 50 == 0:
+            engine.finish_steps()
+            engine.scheduler.reset_prefix_cache()
+        engine.check_pins()
+    engine.run()
+    assert engine.totals["hit_tokens"] > 100
+    engine.check_rest()
+
+
+@ORDERS
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_the_other_member_brings_is_stored(first: bool, asynchronous: bool) -> None:
+    """Both know the prompt: the first that does is asked to load it, and the other loads nothing.
+
+    The remote one brings all of it, ours what ends with a block.
+    """
+    engine = PlayedEngine(async_scheduling=asynchronous, transfer_config=beside(first))
+    ask(engine, "sends", PROMPT, do_remote_decode=True)
+    engine.run()
+    forget(engine)
+    params = {"do_remote_prefill": True, "remote_id": "sends"}
+    ask(engine, "receives", PROMPT, **params)
+    engine.run()
+    assert engine.totals["hit_tokens"] == (20 if first else 0)
+    assert engine.answers["receives"] == engine.answers["sends"] == answer(PROMPT)
+    forget(engine)
+    engine.offload.manager.reset()
+    ask(engine, "receives again", PROMPT, **params)
+    engine.run()
+    assert engine.totals["hit_tokens"] == 0
+    forget(engine)
+    engine.add("from host memory", PROMPT)
+    engine.run()
+    assert engine.totals["hit_tokens"] == 20
+    assert engine.answers["from host memory"] == engine.answers["sends"]
+    engine.check_rest()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_are_asked_what_they_hold(ranks: int) -> None:
+    engine = PlayedEngine(ranks=ranks, slots=24, transfer_config=beside())
+    assert engine.offload.manager.usable_slots == 24
+    (remote,) = [c for c in engine.connector._connectors if isinstance(c, RemoteConnector)]
+    assert len(remote.handshake) == ranks
+    store(engine, PROMPT)
+    assert engine.offload.manager.slots_in_use > 0
+
+
+def test_ranks_that_nobody_can_ask() -> None:
+    with pytest.raises(UnsupportedError, match="use KVOffloadConnector without MultiConnector"):
+        ask_ranks(lambda _worker: None)
+
+
+# -- configurations ----------------------------------------------------------------------------
+
+
+def build(transfer_config: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Build the scheduler's role as the engine does; return the engine's configuration."""
+    config = make_vllm_config({}, transfer_config=transfer_config)
+    config.cache_config.block_size = 4
+    KVConnectorFactory.create_connector(
+        config, KVConnectorRole.SCHEDULER, make_kv_cache_config((FULL,), 40)
+    )
+    return config.kv_transfer_config
+
+
+def nested(plugin: dict[str, Any]) -> dict[str, Any]:
+    inner = multi_config(plugin)
+    extra_config = {"connectors": [inner]}
+    return {**inner, "kv_connector_extra_config": extra_config}
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the plugin warns of."""
+    messages: list[str] = []
+    monkeypatch.setattr(start.logger, "warning", lambda text, *args: messages.append(text % args))
+    return messages
+
+
+@pytest.mark.parametrize("make", [multi_config, nested])
+def test_the_policy_for_failed_loads_is_set_where_the_engine_reads_it(
+    make: Callable[..., dict[str, Any]], warned: list[str]
+) -> None:
+    assert build(make).kv_load_failure_policy == "recompute"
+    (message,) = warned
+    assert message.startswith("kv-offload: on_load_failure is 'recompute', so what any member")
+    assert message.endswith("though its kv_load_failure_policy is 'fail': set both to the same")
+
+
+def test_policies_that_agree_need_no_word(warned: list[str]) -> None:
+    agreed = functools.partial(multi_config, kv_load_failure_policy="recompute")
+    assert build(agreed).kv_load_failure_policy == "recompute"
+    failing = {"on_load_failure": "fail"}
+    policy = build(lambda plugin: multi_config({**plugin, **failing})).kv_load_failure_policy
+    assert policy == "fail"
+    assert warned == []
+
+
+def test_policies_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="'recompute': set both to the same"):
+        build(
+            lambda plugin: multi_config(
+                {**plugin, "on_load_failure": "fail"}, kv_load_failure_policy="recompute"
+            )
+        )
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_ours_twice_is_refused(deep: bool) -> None:
+    def twice(plugin: dict[str, Any]) -> dict[str, Any]:
+        config = multi_config(plugin)
+        members = config["kv_connector_extra_config"]["connectors"]
+        members.append(multi_config(plugin) if deep else members[0])
+        return config
+
+    with pytest.raises(UnsupportedError, match=f"has 2 members {CONNECTOR}, which would keep"):
+        build(twice)
+
+
+def test_an_engine_with_one_connector_keeps_its_own_configuration(warned: list[str]) -> None:
+    assert start.enclosing_configs() == ()
+    assert PlayedEngine().connector._is_member is False
+    assert warned == []
+
+
+def test_a_member_given_by_the_path_of_its_module_is_found_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The MultiConnector rebuilds its stats by that name; the entry point may not be installed."""
+    names = {n: cls for n, cls in KVConnectorFactory._registry.items() if n != CONNECTOR}
+    monkeypatch.setattr(KVConnectorFactory, "_registry", names)
+    runpy.run_path(kv_offload.engines.vllm.connector.__file__)
+    assert CONNECTOR in names

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from kv_offload.engines.vllm.plugin import CONNECTOR, VLLM_LOG, register
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """A copy of vLLM's registry without our connector."""
+    names = {name: cls for name, cls in KVConnectorFactory._registry.items() if name != CONNECTOR}
+    monkeypatch.setattr(KVConnectorFactory, "_registry", names)
+    return names
+
+
+def test_the_connector_is_registered_under_the_name_of_its_class() -> None:
+    register()
+    found = KVConnectorFactory.get_connector_class_by_name(CONNECTOR)
+    assert found.__name__ == CONNECTOR == "KVOffloadConnector"
+    assert found.__module__ == "kv_offload.engines.vllm.connector"
+
+
+def test_a_second_call_changes_nothing(registry: dict[str, object]) -> None:
+    """vLLM calls the entry point in each of its processes, and may do so more than once."""
+    register()
+    loader = registry[CONNECTOR]
+    register()
+    assert registry[CONNECTOR] is loader
+
+
+def test_nothing_else_is_touched(registry: dict[str, object]) -> None:
+    before = dict(registry)
+    register()
+    assert {name: cls for name, cls in registry.items() if name != CONNECTOR} == before
+
+
+def test_a_users_configuration_finds_it() -> None:
+    register()
+    config = KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both")
+    assert KVConnectorFactory.get_connector_class(config).__name__ == CONNECTOR
+
+
+# -- the log ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chosen_level() -> Iterator[Callable[[int], None]]:
+    before = VLLM_LOG.level
+    yield VLLM_LOG.setLevel
+    VLLM_LOG.setLevel(before)
+
+
+@pytest.mark.parametrize("name", ["kv_offload", "kv_swap"])
+def test_both_logs_go_to_vllms(
+    monkeypatch: pytest.MonkeyPatch, chosen_level: Callable[[int], None], name: str
+) -> None:
+    assert VLLM_LOG.name.startswith("vllm.")
+    shown: list[str] = []
+    monkeypatch.setattr(VLLM_LOG, "handle", lambda r: shown.append(r.getMessage()))
+    monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+    for _ in range(2):
+        register()
+    chosen_level(logging.INFO)
+    logging.getLogger(f"{name}.some.module").info("page-locked %d bytes", 5)
+    logging.getLogger(f"{name}.some.module").debug("not asked for")
+    assert shown == ["page-locked 5 bytes"]
+    chosen_level(logging.ERROR)
+    logging.getLogger(name).info("not of interest to this user")
+    logging.getLogger(name).error("of interest")
+    assert shown == ["page-locked 5 bytes", "of interest"]

@@ -1,0 +1,163 @@
+"""How many replicas a process of a replica sees, in configurations that vLLM makes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm.connector import KVOffloadConnector
+from kv_offload.engines.vllm.plugin import register
+from kv_offload.engines.vllm.start import build as start
+from kv_offload.engines.vllm.start.ranks import LocalReplicas, count_local_replicas
+from kv_offload.errors import CapacityError
+from kv_offload.host_memory import HostMemory, read_host_memory
+from tests.support.fakes import PAGE_WORDS, make_kv_cache_config, make_vllm_config
+
+REPLICAS = 8
+BLOCK_BYTES = PAGE_WORDS * 8
+
+
+@pytest.fixture(scope="module")
+def front_end() -> Any:
+    """What the front end of 8 replicas on this host has made of its arguments."""
+    register()
+    return make_vllm_config({"cpu_bytes": "25%"}, replicas=REPLICAS)
+
+
+def start_replica(front_end: Any, rank: int, *, dense: bool = True) -> Any:
+    """Return what a replica's process has: what `EngineCoreProc.run_engine_core` makes of it."""
+    config = pickle.loads(pickle.dumps(front_end))
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    transfer.engine_id = f"{transfer.engine_id}_dp{rank}"
+    parallel.data_parallel_rank_local = parallel.data_parallel_index = rank
+    if not dense:
+        parallel.data_parallel_rank = rank
+    elif hasattr(parallel, "reconfigure_for_independent_dp_rank"):
+        parallel.reconfigure_for_independent_dp_rank()
+    else:
+        parallel.data_parallel_size = parallel.data_parallel_size_local = 1
+        parallel.data_parallel_rank = 0
+    return config
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_every_replica_sees_all_of_its_host(front_end: Any, dense: bool) -> None:
+    for rank in range(REPLICAS):
+        config = start_replica(front_end, rank, dense=dense)
+        assert (config.parallel_config.data_parallel_size_local == 1) == dense
+        assert count_local_replicas(config, {}) == LocalReplicas(REPLICAS)
+
+
+def test_an_engine_without_replicas_is_alone() -> None:
+    register()
+    config = make_vllm_config({})
+    assert count_local_replicas(config, {}) == LocalReplicas(1)
+    assert count_local_replicas(pickle.loads(pickle.dumps(config)), {}) == LocalReplicas(1)
+
+
+def test_a_dense_replica_whose_front_end_noted_nothing_says_so(front_end: Any) -> None:
+    """The plugin was not loaded there, for instance."""
+    bare = copy.deepcopy(front_end)
+    del bare.parallel_config._kv_offload_local_replicas
+    found = count_local_replicas(start_replica(bare, 3), {})
+    assert found == LocalReplicas(1, hidden=True)
+
+
+def with_experts(**parallel: Any) -> Any:
+    defaults = {
+        "data_parallel_size": 8,
+        "data_parallel_size_local": 1,
+        "data_parallel_master_ip": "10.0.0.7",
+        "data_parallel_external_lb": False,
+    }
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**defaults | parallel),
+        kv_transfer_config=SimpleNamespace(engine_id="x_dp0"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("parallel", "environ", "found"),
+    [
+        # Load balancing by vLLM, over hosts that have four replicas each, or one each.
+        ({"data_parallel_size_local": 4}, {}, LocalReplicas(4)),
+        ({}, {}, LocalReplicas(1)),
+        # Each process is started by itself, with load balancing by others or without any.
+        ({"data_parallel_external_lb": True}, {}, LocalReplicas(1, hidden=True)),
+        ({}, {"VLLM_DP_SIZE": "8"}, LocalReplicas(1, hidden=True)),
+        # All of them meet where nobody from another host can.
+        (
+            {"data_parallel_external_lb": True, "data_parallel_master_ip": "127.0.0.1"},
+            {},
+            LocalReplicas(8),
+        ),
+        ({"data_parallel_master_ip": "localhost"}, {"VLLM_DP_SIZE": "8"}, LocalReplicas(8)),
+        ({"data_parallel_master_ip": "::1"}, {"VLLM_DP_SIZE": "8"}, LocalReplicas(8)),
+    ],
+)
+def test_replicas_of_a_mixture_of_experts(
+    parallel: Any, environ: dict[str, str], found: LocalReplicas
+) -> None:
+    assert count_local_replicas(with_experts(**parallel), environ) == found
+
+
+# -- the connector -----------------------------------------------------------------------------
+
+
+def build(config: Any, role: KVConnectorRole) -> KVOffloadConnector:
+    return KVOffloadConnector(config, role, make_kv_cache_config([CacheGroup(0, 4)], 8))
+
+
+def test_the_connectors_of_eight_replicas_divide_a_quarter_of_the_host(front_end: Any) -> None:
+    share_bytes = read_host_memory().size_bytes // REPLICAS // 4
+    made = [
+        build(start_replica(front_end, rank), KVConnectorRole.WORKER) for rank in range(REPLICAS)
+    ]
+    for replica in made:
+        replica.register_kv_caches({"layer.0": torch.zeros(8, 4, PAGE_WORDS // 4).long()})
+        assert replica.get_handshake_metadata().num_slots == share_bytes // BLOCK_BYTES
+    for replica in made:
+        replica.shutdown()
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_all_of_the_host_is_refused(front_end: Any, role: KVConnectorRole) -> None:
+    config = start_replica(front_end, 0)
+    config.kv_transfer_config.kv_connector_extra_config["cpu_bytes"] = "100%"
+    with pytest.raises(CapacityError, match="for each of 8 replicas on this host"):
+        build(config, role)
+
+
+def test_a_rank_is_refused_what_is_not_available(
+    front_end: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = start_replica(front_end, 0)
+    build(config, KVConnectorRole.WORKER)
+    monkeypatch.setattr(
+        "kv_offload.worker.capacity.read_available_memory",
+        lambda: HostMemory(1 << 20, "a played host"),
+    )
+    with pytest.raises(CapacityError, match=r"1 MiB .* are available now \(a played host\)"):
+        build(config, KVConnectorRole.WORKER)
+
+
+def test_the_start_is_logged_once_a_replica(
+    front_end: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(start.logger, "info", lambda text, *a: lines.append(text % a))
+    for role in KVConnectorRole:
+        build(start_replica(front_end, 0), role)
+    (line,) = [line for line in lines if "of host memory" in line]
+    assert "3.12% of the" in line
+    assert "the 8 replicas on this host take" in line

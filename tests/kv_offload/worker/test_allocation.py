@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch, which is not installed")
+
+import torch
+
+from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
+from kv_offload.messages import WorkerCapacity
+from tests.support.rank import BLOCK_BYTES, Rank
+
+
+def test_a_rank_holds_its_share_of_host_memory() -> None:
+    rank = Rank(num_ranks=2, cpu_bytes=2 * BLOCK_BYTES * 5 + 100).start()
+    assert rank.half.num_slots == rank.transfer.num_slots == 5
+    assert rank.half.capacity() == WorkerCapacity(0, num_slots=5, ready_slots=5)
+    rank.half.shutdown()
+
+
+def test_a_rank_that_has_not_started_has_nothing() -> None:
+    assert Rank().half.capacity() == WorkerCapacity(0, 0, 0, synchronous_loads=False)
+
+
+def test_a_share_below_one_slot_is_refused_with_the_size_that_is_needed() -> None:
+    with pytest.raises(CapacityError) as caught:
+        Rank(num_ranks=2, cpu_bytes=100).start()
+    message = str(caught.value)
+    assert "each of 2 ranks 50 bytes" in message
+    assert "one slot takes 64" in message
+    assert "set cpu_bytes to 128 or more" in message
+    Rank(num_ranks=2, cpu_bytes=128).start().half.shutdown()
+
+
+def test_a_transfer_engine_for_another_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use 'auto' or 'host'"):
+        Rank(transfer_engine="cuda").start()
+    Rank(transfer_engine="host").start().half.shutdown()
+
+
+def test_another_kind_of_device_is_refused() -> None:
+    rank = Rank()
+    rank.layers["layer.0"] = torch.empty_like(rank.kv, device="meta")
+    with pytest.raises(UnsupportedError, match="on meta: supported are CUDA devices and CPU"):
+        rank.start()
+
+
+def test_a_cache_that_cannot_be_described_is_refused() -> None:
+    rank = Rank()
+    with pytest.raises(UnsupportedError, match="layer nobody"):
+        rank.half.register_kv_caches({"nobody": rank.kv})

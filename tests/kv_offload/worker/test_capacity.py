@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kv_offload.config import TracedConfig, trace_config
+from kv_offload.errors import CapacityError
+from kv_offload.host_memory import HostMemory, headroom_bytes, read_host_memory
+from kv_offload.worker.capacity import (
+    check_available,
+    describe_share,
+    growing_room,
+    warn_of_hidden_replicas,
+)
+
+GIB = 1 << 30
+HOST = HostMemory(256 * GIB, "/proc/meminfo")
+HEADROOM = headroom_bytes(HOST)
+
+
+def asking(cpu_bytes: Any, replicas: int = 1) -> TracedConfig:
+    return trace_config({"cpu_bytes": cpu_bytes}, {}, host=HOST, replicas=replicas)
+
+
+def available(size_bytes: int) -> HostMemory:
+    return HostMemory(size_bytes, "MemAvailable in /proc/meminfo")
+
+
+def check(traced: TracedConfig, size_bytes: int) -> None:
+    """Check the only rank of a replica."""
+    check_available(traced, lambda own: [own], available=available(size_bytes))
+
+
+def test_what_is_available_is_enough_to_the_byte() -> None:
+    check(asking("100GiB"), 100 * GIB + HEADROOM)
+    with pytest.raises(CapacityError) as caught:
+        check(asking("100GiB"), 100 * GIB + HEADROOM - 1)
+    assert str(caught.value) == (
+        "kv_connector_extra_config: cpu_bytes: '100GiB': asks for 100 GiB (107374182400 bytes), "
+        "but only 102 GiB (109521666047 bytes) are available now (MemAvailable in /proc/meminfo), "
+        "of which 2 GiB must stay free. Lower cpu_bytes, end what else takes memory, or give the "
+        "process more."
+    )
+
+
+@pytest.mark.parametrize("cpu_bytes", ["80%", 80 * HOST.size_bytes // 100])
+def test_what_exists_but_is_not_available_is_refused(cpu_bytes: Any) -> None:
+    with pytest.raises(CapacityError, match="but only 128 GiB"):
+        check(asking(cpu_bytes), 128 * GIB)
+
+
+def test_a_replica_needs_its_share_only_whatever_the_others_have_taken() -> None:
+    """Eight replicas take 80 % of a host of which all is available; each starts after another."""
+    left = HOST.size_bytes - 16 * GIB
+    for _ in range(8):
+        traced = asking("80%", replicas=8)
+        check(traced, left)
+        left -= traced.config.cpu_bytes
+    with pytest.raises(CapacityError, match=r"for each of 8 replicas on this host, 204\.8 GiB"):
+        check(asking("80%", replicas=8), 25 * GIB)
+
+
+class Ranks:
+    """The ranks of one replica: each tells its host and what is available there."""
+
+    def __init__(self, *told: tuple[str, int]) -> None:
+        self._told = [(host, available(size_bytes)) for host, size_bytes in told]
+        self.calls = 0
+
+    def check(self, rank: int, traced: TracedConfig) -> None:
+        host, memory = self._told[rank]
+        check_available(traced, self._gather, available=memory, boot=host)
+
+    def _gather(self, own: Any) -> list[Any]:
+        self.calls += 1
+        assert own in self._told
+        return self._told
+
+
+def test_all_ranks_decide_by_the_least_that_one_of_them_saw() -> None:
+    ranks = Ranks(("a", 200 * GIB), ("a", 101 * GIB), ("a", 200 * GIB))
+    for rank in range(3):
+        ranks.check(rank, asking("99GiB"))
+        with pytest.raises(CapacityError, match="but only 101 GiB"):
+            ranks.check(rank, asking("100GiB"))
+    assert ranks.calls == 6, "a rank that refuses has told the others before"
+
+
+def test_a_replica_that_spans_hosts_needs_the_part_of_each() -> None:
+    ranks = Ranks(("a", 200 * GIB), ("a", 200 * GIB), ("b", 60 * GIB), ("a", 200 * GIB))
+    traced = asking("200GiB")
+    ranks.check(0, traced)
+    ranks.check(2, traced)
+    ranks = Ranks(("a", 200 * GIB), ("a", 200 * GIB), ("b", 50 * GIB), ("a", 200 * GIB))
+    ranks.check(0, traced)
+    with pytest.raises(CapacityError, match=r"asks for 200 GiB .*, 50 GiB .* of it here, but only"):
+        ranks.check(2, traced)
+
+
+def test_the_start_says_how_much_of_what_for_how_many() -> None:
+    assert describe_share(asking("25%", replicas=8)) == (
+        "takes 8 GiB of host memory, 3.12% of the 256 GiB that /proc/meminfo says; the 8 replicas "
+        "on this host take 64 GiB together"
+    )
+    assert describe_share(asking("64GiB")) == (
+        "takes 64 GiB of host memory, 25% of the 256 GiB that /proc/meminfo says; no other replica "
+        "of this engine is seen on this host"
+    )
+
+
+@pytest.mark.parametrize(("cpu_bytes", "warned"), [("25 %", True), ("8GiB", False), (GIB, False)])
+def test_only_a_percentage_needs_to_know_the_replicas(
+    cpu_bytes: Any,
+    warned: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn_of_hidden_replicas(asking(cpu_bytes))
+    assert ("cannot be seen: cpu_bytes 25 % is taken" in caplog.text) == warned
+    assert bool(caplog.records) == warned
+
+
+def test_a_growing_pool_looks_at_this_machine() -> None:
+    room = growing_room()
+    whole = read_host_memory()
+    assert room.headroom_bytes == headroom_bytes(whole)
+    spare_bytes, figures = room.spare_bytes(1 << 20)
+    assert 0 < spare_bytes < whole.size_bytes
+    assert "bytes are available (" in figures
+    assert room.spare_bytes(whole.size_bytes)[0] < 0

@@ -1,0 +1,270 @@
+"""Ranks that keep their bytes once. Here each is a thread; tests/engine has real processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs torch, which is not installed")
+
+import torch
+from kv_swap.errors import PinnedMemoryError
+from kv_swap.host.runs import copy_runs
+from kv_swap.memory.shared import SharedMemory
+
+from kv_offload.errors import CapacityError
+from kv_offload.messages import JobResult, LoadJob, OffloadMetadata, StoreJob, WorkerCapacity
+from kv_offload.worker.sharing import Peers, arena_bytes
+from tests.support.plain_rank import PAGE_WORDS
+from tests.support.rank import BLOCK_BYTES, BLOCKS, make_half, result
+
+OTHER = 1000
+"""What rank 1's words are above those of rank 0, to see who copied. Real ranks' are equal."""
+
+
+class Meeting:
+    """Where `count` threads tell each other something."""
+
+    def __init__(self, count: int) -> None:
+        self._barrier = threading.Barrier(count, timeout=30)
+        self._told: dict[int, Any] = {}
+        self.count = count
+
+    def peers(self, index: int) -> Peers:
+        def gather(value: Any) -> list[Any]:
+            self._told[index] = value
+            self._barrier.wait()
+            values = [self._told[rank] for rank in range(self.count)]
+            self._barrier.wait()
+            return values
+
+        return Peers(index, self.count, gather)
+
+
+class Ranks:
+    """The two ranks of one engine, over KV caches of `BLOCKS` blocks."""
+
+    def __init__(self, kvs: Sequence[dict[str, torch.Tensor]] | None = None, **config: Any) -> None:
+        config.setdefault("cpu_bytes", 8 * BLOCK_BYTES)
+        meeting = Meeting(2)
+        words = torch.arange(BLOCKS * PAGE_WORDS).view(BLOCKS, 4, PAGE_WORDS // 4)
+        self.kvs = kvs or [{"layer.0": words + OTHER * rank} for rank in range(2)]
+        self.halves = [make_half(rank, 2, meeting.peers(rank), **config) for rank in range(2)]
+
+    def start(self) -> Ranks:
+        with ThreadPoolExecutor(2) as threads:
+            started = [
+                threads.submit(half.register_kv_caches, kv)
+                for half, kv in zip(self.halves, self.kvs, strict=True)
+            ]
+        for rank in started:
+            rank.result()
+        return self
+
+    def stop(self) -> None:
+        for half in self.halves:
+            half.shutdown()
+
+    def arena(self, rank: int) -> np.ndarray:
+        """Return the first word of every slot."""
+        return self.halves[rank].transfer._state.arena.view().view(np.int64)[:, 0]
+
+    def step(self, *stores: StoreJob, loads: Sequence[LoadJob] = ()) -> list[dict[int, JobResult]]:
+        """Run a step's hooks on both ranks; return what each reports of stores."""
+        reports = []
+        for half in self.halves:
+            metadata = OffloadMetadata(stores, tuple(loads))
+            half.start_kv_transfers(metadata)
+            assert half.transfer.wait(10)
+            half.prepare_store_kv(metadata)
+            half.poll()
+            report = half.take_report()
+            reports.append({} if report is None else report.stores)
+        return reports
+
+    def store(self, job_id: int, *pairs: tuple[int, int]) -> list[dict[int, JobResult]]:
+        self.step(StoreJob(job_id, np.array(pairs, np.int32)))
+        return self.step()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made = Ranks().start()
+    yield made
+    made.stop()
+
+
+def test_cpu_bytes_are_for_all_ranks_once() -> None:
+    assert arena_bytes(1000, num_ranks=4, sharing_ranks=1) == 250
+    assert arena_bytes(1000, num_ranks=4, sharing_ranks=2) == 500, "two stages of two ranks"
+    assert arena_bytes(1000, num_ranks=4, sharing_ranks=4) == 1000
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_pairs", [1, 2, 7, 64])
+def test_every_pair_is_one_ranks_and_parts_are_even(count: int, num_pairs: int) -> None:
+    pairs = np.arange(2 * num_pairs, dtype=np.int32).reshape(-1, 2)
+    meeting = Meeting(count)
+    copied = np.zeros(count, int)
+    for job_id in range(count):
+        parts = [meeting.peers(rank).own_part(StoreJob(job_id, pairs)) for rank in range(count)]
+        assert sorted(np.concatenate(parts).tolist()) == pairs.tolist()
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        copied += [len(part) for part in parts]
+    assert set(copied) == {num_pairs}, "ranks take turns"
+
+
+# -- one memory --------------------------------------------------------------------------------
+
+
+def test_the_ranks_hold_all_of_cpu_bytes_once(ranks: Ranks) -> None:
+    for rank, half in enumerate(ranks.halves):
+        assert half.capacity() == WorkerCapacity(rank, num_slots=8, ready_slots=8)
+    ranks.arena(0)[3] = 77
+    assert ranks.arena(1)[3] == 77
+
+
+def test_each_rank_stores_its_part_and_loads_everything(ranks: Ranks) -> None:
+    reports = ranks.store(0, (1, 4), (2, 5), (3, 6), (4, 7))
+    assert reports == [{0: result(0)}, {0: result(1)}]
+    firsts = [PAGE_WORDS * block for block in (1, 2, 3, 4)]
+    expected = [*firsts[:2], *(first + OTHER for first in firsts[2:])]
+    assert ranks.arena(0)[4:].tolist() == expected
+    for kv in ranks.kvs:
+        kv["layer.0"].zero_()
+    pairs = np.array([(5, 4), (6, 6), (7, 7)], np.int32)
+    ranks.step(loads=[LoadJob(0, "request", pairs)])
+    for half, kv in zip(ranks.halves, ranks.kvs, strict=True):
+        assert half.take_received()[0] == {"request"}
+        assert kv["layer.0"][5:, 0, 0].tolist() == [expected[0], expected[2], expected[3]]
+
+
+def two_layers(reverse: bool) -> dict[str, torch.Tensor]:
+    """Return two layers of one allocation, the first at its start or at its end."""
+    words = torch.empty(2, BLOCKS, 4, PAGE_WORDS // 4, dtype=torch.int64)
+    layers = {f"layer.{i}": words[1 - i if reverse else i] for i in range(2)}
+    for i, layer in enumerate(layers.values()):
+        layer.fill_(i + 1)
+    return layers
+
+
+def test_layers_lie_elsewhere_on_another_rank() -> None:
+    """Allocators owe nobody an order: one rank's last layer may have the lowest address."""
+    ranks = Ranks([two_layers(reverse=False), two_layers(reverse=True)]).start()
+    assert {half.sharing_ranks for half in ranks.halves} == {2}
+    ranks.store(0, (1, 0), (2, 1))
+    for rank, kv in enumerate(ranks.kvs):
+        for layer in kv.values():
+            layer.zero_()
+        pairs = np.array([(5, 0), (6, 1)], np.int32)
+        ranks.step(loads=[LoadJob(rank, "request", pairs)])
+        assert [set(layer[5:7].unique().tolist()) for layer in kv.values()] == [{1}, {2}]
+    ranks.stop()
+
+
+def test_ranks_with_other_layers_share_nothing() -> None:
+    mine, others = two_layers(reverse=False), two_layers(reverse=False)
+    ranks = Ranks([mine, dict(reversed(others.items()))]).start()
+    assert {half.sharing_ranks for half in ranks.halves} == {1}
+    ranks.stop()
+
+
+def test_a_rank_without_a_part_reports_too_and_ranks_take_turns(ranks: Ranks) -> None:
+    for job_id in range(4):
+        assert ranks.store(job_id, (1, job_id)) == [{job_id: result(0)}, {job_id: result(1)}]
+    copied_by = [1 if first >= OTHER else 0 for first in ranks.arena(0)[:4].tolist()]
+    assert sorted(copied_by) == [0, 0, 1, 1]
+
+
+def test_a_rank_without_a_part_answers_a_drain(ranks: Ranks) -> None:
+    job = StoreJob(3, np.array([(1, 2)], np.int32))
+    answers = [half.drain([job], []).stores for half in ranks.halves]
+    assert answers == [{3: result(0)}, {3: result(1)}]
+    assert ranks.arena(0)[2] % OTHER == PAGE_WORDS
+
+
+def test_a_part_that_fails_fails_the_job(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = ranks.halves[1].transfer._state.arena
+
+    def fail_on_rank_1(runs: Any) -> None:
+        if arena.address <= runs[0][0] < arena.address + arena.nbytes:
+            raise OSError("injected fault")
+        copy_runs(runs)
+
+    monkeypatch.setattr("kv_swap.host.transfers.copy_runs", fail_on_rank_1)
+    mine, others = ranks.store(0, (1, 4), (2, 5))
+    assert (mine, others) == ({0: result(0)}, {0: result(1, ok=False)})
+    assert mine[0].merge(others[0]) == JobResult(frozenset({0, 1}), ok=False)
+
+
+def test_too_little_for_a_slot_is_refused_by_all() -> None:
+    ranks = Ranks(cpu_bytes=BLOCK_BYTES - 1)
+    with pytest.raises(CapacityError, match=f"set cpu_bytes to {BLOCK_BYTES} or more"):
+        ranks.start()
+
+
+def test_engines_side_by_side_share_nothing() -> None:
+    """Whatever id their user gave them: replicas of data parallelism, say."""
+    engines = [Ranks(), Ranks()]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(Ranks.start, engines))
+    engines[0].arena(0)[:] = 1
+    engines[1].arena(1)[:] = 2
+    assert set(engines[0].arena(1)) == {1}
+    assert set(engines[1].arena(0)) == {2}
+    for engine in engines:
+        engine.stop()
+
+
+# -- where they cannot -------------------------------------------------------------------------
+
+
+def refuse_to_create(*_: Any) -> Any:
+    raise PinnedMemoryError("cannot share 8 bytes of host memory")
+
+
+def refuse_to_attach(*_: Any) -> Any:
+    raise OSError("no file descriptors left")
+
+
+@pytest.mark.parametrize(
+    ("method", "refuse", "reason"),
+    [
+        ("create", refuse_to_create, "rank 0: cannot share 8 bytes"),
+        ("attach", refuse_to_attach, "rank 1: no file descriptors left"),
+    ],
+)
+def test_where_one_rank_cannot_share_none_does(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+    refuse: Any,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(SharedMemory, method, refuse)
+    open_before = len(os.listdir("/proc/self/fd"))
+    ranks = Ranks().start()
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    (warning,) = [r.getMessage() for r in caplog.records if "cannot share" in r.getMessage()]
+    assert "each keeps its own copy" in warning
+    assert reason in warning
+    assert [half.num_slots for half in ranks.halves] == [4, 4], "of cpu_bytes for 8"
+    assert ranks.store(0, (1, 3), (2, 2)) == [{0: result(0)}, {0: result(1)}]
+    for rank in range(2):
+        expected = [2 * PAGE_WORDS + OTHER * rank, PAGE_WORDS + OTHER * rank]
+        assert ranks.arena(rank)[2:].tolist() == expected
+    ranks.stop()
+
+
+def test_nothing_stays_open(ranks: Ranks) -> None:
+    ranks.stop()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        Ranks().start().stop()
+    assert len(os.listdir("/proc/self/fd")) <= before

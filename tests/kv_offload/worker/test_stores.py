@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch, which is not installed")
+
+import torch
+from kv_swap.engine import Direction, SwapJob
+from kv_swap.errors import JobError
+from kv_swap.host.engine import HostSwapEngine
+
+from tests.support.rank import NO_BLOCK, Gate, Rank, load, metadata_of, pairs, result, store
+
+
+@pytest.mark.parametrize("submit", ["start_kv_transfers", "submit_stores"])
+def test_stores_start_with_the_next_step(rank: Rank, submit: str) -> None:
+    rank.end(rank.begin(store(0, (1, 2))))
+    assert rank.transfer.in_flight == 0
+    assert rank.report().stores == {}
+    if submit == "submit_stores":
+        rank.half.submit_stores()
+    else:
+        rank.begin()
+    assert rank.transfer.in_flight == 1
+
+
+def test_a_store_copies_what_is_there_when_it_is_submitted(rank: Rank) -> None:
+    """The forward of the step that planned it runs between planning and submitting."""
+    metadata = rank.begin(store(0, (1, 2)))
+    rank.kv[1] = 77
+    rank.end(metadata)
+    rank.step()
+    rank.kv[1] = 0
+    rank.step(loads=[load(0, "a", (5, 2))])
+    assert (rank.kv[5] == 77).all()
+
+
+def test_both_hooks_that_end_a_step_queue_its_stores_once(rank: Rank) -> None:
+    metadata = rank.begin(store(0, (1, 2)))
+    for _ in range(3):
+        rank.half.prepare_store_kv(metadata)
+    rank.half.submit_stores()
+    assert rank.transfer.in_flight == 1
+
+
+def test_each_step_queues_its_own_stores(rank: Rank) -> None:
+    for job_id in (0, 1):
+        rank.half.prepare_store_kv(metadata_of([store(job_id, (job_id, job_id))]))
+    rank.half.prepare_store_kv(metadata_of())
+    rank.half.submit_stores()
+    rank.half.submit_stores()
+    assert rank.transfer.in_flight == 2
+
+
+def test_a_store_is_reported_once_when_it_has_ended(rank: Rank, gate: Gate) -> None:
+    gate.opened.clear()
+    rank.end(rank.begin(store(0, (1, 2)), store(1, (3, 4))))
+    assert rank.half.take_report() is None
+    rank.end(rank.begin())
+    assert rank.half.take_report() is None, "it runs"
+    gate.opened.set()
+    rank.step()
+    assert rank.report().stores == {0: result(), 1: result()}
+    rank.step()
+    assert rank.half.take_report() is None
+
+
+def test_results_carry_the_rank() -> None:
+    rank = Rank(rank=3, num_ranks=4).start()
+    rank.step(store(0, (1, 2)))
+    rank.step()
+    assert rank.report().stores == {0: result(3)}
+    rank.half.shutdown()
+
+
+def test_a_store_that_fails_is_reported_as_such(rank: Rank, gate: Gate) -> None:
+    rank.step(store(0, (1, 2)), store(1, (3, 4)))
+    gate.failing = True
+    rank.step()
+    assert rank.report().stores == {0: result(ok=False), 1: result(ok=False)}
+    assert rank.half.take_stats() is None
+
+
+def test_a_store_that_is_refused_is_reported_as_such(
+    monkeypatch: pytest.MonkeyPatch, rank: Rank
+) -> None:
+    """Because its block does not exist, or its slot is not ready."""
+    monkeypatch.setattr(HostSwapEngine, "ready_slots", property(lambda _: 4))
+    rank.step(store(0, (NO_BLOCK, 2)), store(1, (3, 3)), store(2, (1, 4)))
+    rank.step()
+    assert rank.report().stores == {0: result(ok=False), 1: result(), 2: result(ok=False)}
+    with pytest.raises(JobError, match="slot 4, valid are 0 to 3 until more of 8 are page-locked"):
+        rank.transfer.submit(SwapJob(9, Direction.LOAD, pairs((1, 4))))
+
+
+# -- drains ------------------------------------------------------------------------------------
+
+
+def test_a_drain_ends_stores_that_are_queued_or_not_sent(rank: Rank) -> None:
+    before = rank.kv.clone()
+    rank.step(store(0, (1, 2)))
+    assert rank.half.drain([store(1, (3, 4))], [0, 1]).stores == {0: result(), 1: result()}
+    assert rank.transfer.in_flight == 0
+    rank.kv[:] = -1
+    rank.step(loads=[load(0, "a", (1, 2), (3, 4))])
+    assert torch.equal(rank.kv[[1, 3]], before[[1, 3]])
+
+
+def test_a_drain_reports_again_what_is_on_its_way(rank: Rank) -> None:
+    """The scheduler asks for what it has no report of; it takes both answers."""
+    rank.step(store(0, (1, 2)))
+    rank.step()
+    assert rank.half.drain([], [0]).stores == {0: result()}
+    assert rank.report().stores == {0: result()}
+    assert rank.half.drain([], [0]).stores == {0: result()}
+
+
+def test_a_drain_does_not_answer_for_a_store_that_never_came(rank: Rank) -> None:
+    rank.step(store(0, (1, 2)))
+    assert rank.half.drain([], [0, 1, 7]).stores == {0: result()}
+    assert rank.half.drain([], []).stores == {}
+
+
+def test_a_drain_remembers_failures(rank: Rank, gate: Gate) -> None:
+    rank.store(store(0, (1, 2)), store(1, (NO_BLOCK, 3)))
+    gate.failing = True
+    answers = rank.half.drain([store(2, (3, 4))], [0, 1, 2]).stores
+    assert answers == {0: result(), 1: result(ok=False), 2: result(ok=False)}
+
+
+def test_a_drain_does_not_answer_for_a_store_that_an_error_kept_from_starting(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot would become readable without a copy."""
+
+    def fail() -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(rank.half, "submit_stores", fail)
+    assert rank.half.drain([store(0, (1, 2))], [0]).stores == {}
+    monkeypatch.undo()
+    assert rank.half.drain([], [0]).stores == {0: result()}

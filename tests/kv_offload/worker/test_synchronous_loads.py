@@ -1,0 +1,241 @@
+"""Loads that the forward of their step reads: arriving whole or in waves, made good, lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch, which is not installed")
+
+import torch
+from kv_swap.errors import CopyError
+from kv_swap.host.engine import HostSwapEngine
+
+from tests.support.rank import BLOCK_BYTES, NO_BLOCK, Rank, load, result, store, synchronous
+
+ENDED = frozenset({0})
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    """A rank of two layers whose calls have been learned; block 1 of both is in slot 2."""
+    monkeypatch.setattr("kv_offload.worker.synchronous_loads.WAVES_FROM_BYTES", 0)
+    rank = Rank(layers=2).start()
+    rank.layers_call()
+    learn(rank, store(0, (1, 2)))
+    rank.step()
+    rank.report()
+    yield rank
+    rank.half.shutdown()
+
+
+def learn(rank: Rank, *jobs: Any) -> None:
+    """Run a step in which both layers call."""
+    metadata = rank.begin(*jobs)
+    rank.call("layer.0", "layer.1")
+    rank.end(metadata)
+
+
+@pytest.fixture
+def stored(rank: Rank) -> Rank:
+    """A rank of one layer; block 1 is in slot 2."""
+    rank.store(store(0, (1, 2)))
+    return rank
+
+
+def poison(rank: Rank) -> list[torch.Tensor]:
+    """Overwrite the KV cache; return what block 1 of every layer was."""
+    before = [kv[1].clone() for kv in rank.layers.values()]
+    for kv in rank.layers.values():
+        kv[:] = -1
+    return before
+
+
+def holds(rank: Rank, block: int, expected: list[torch.Tensor]) -> list[bool]:
+    """Tell for every layer whether a block has its bytes; otherwise nothing was written to it."""
+    found = []
+    for kv, one in zip(rank.layers.values(), expected, strict=True):
+        found.append(torch.equal(kv[block], one))
+        assert found[-1] or (kv[block] == -1).all()
+    return found
+
+
+# -- waves -------------------------------------------------------------------------------------
+
+
+def test_a_layer_has_its_bytes_after_its_call(layers: Rank) -> None:
+    expected = poison(layers)
+    metadata = layers.begin(loads=[synchronous(0, "a", (4, 2))])
+    assert holds(layers, 4, expected) == [True, False]
+    layers.call("layer.0")
+    assert holds(layers, 4, expected) == [True, False]
+    layers.call("layer.1")
+    assert holds(layers, 4, expected) == [True, True]
+    layers.end(metadata)
+    assert layers.half.on_layer is None
+    report = layers.report()
+    assert (report.loads, report.lost_loads) == ({0: ENDED}, set())
+
+
+@pytest.mark.parametrize("cut_short", [False, True])
+@pytest.mark.parametrize("polled", [False, True])
+def test_a_load_of_which_a_layer_did_not_call_is_lost_once(
+    layers: Rank, cut_short: bool, polled: bool
+) -> None:
+    """Also if the copies were found to have ended before the end of the forward."""
+    expected = poison(layers)
+    metadata = layers.begin(loads=[synchronous(0, "a", (4, 2))])
+    layers.call("layer.0")
+    if polled:
+        assert layers.transfer.wait(10)
+        layers.half.poll()
+    if cut_short:
+        metadata = layers.begin()
+    layers.end(metadata)
+    assert all(holds(layers, 4, expected)), "nothing may write the block once the step has ended"
+    report = layers.report()
+    assert (report.loads, report.lost_loads) == ({0: ENDED}, {0})
+    layers.step(loads=[synchronous(1, "b", (5, 2))])
+    report = layers.report()
+    assert (report.loads, report.lost_loads) == ({1: ENDED}, set()), "loaded whole"
+    assert layers.half.on_layer is None
+    assert layers.half.drain([], []).loading == set()
+
+
+@pytest.mark.parametrize("kind", ["small", "whole", "asynchronous"])
+def test_other_loads_arrive_whole(layers: Rank, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    expected = poison(layers)
+    job = synchronous(0, "a", (4, 2), whole=kind == "whole")
+    if kind == "small":
+        monkeypatch.setattr(
+            "kv_offload.worker.synchronous_loads.WAVES_FROM_BYTES", 2 * BLOCK_BYTES + 1
+        )
+    if kind == "asynchronous":
+        job = load(0, "a", (4, 2))
+    metadata = layers.begin(loads=[job])
+    if kind == "asynchronous":
+        assert layers.transfer.wait(10)
+    assert all(holds(layers, 4, expected))
+    assert layers.half.on_layer is None
+    layers.end(metadata)
+    assert not layers.report().lost_loads
+
+
+def test_without_a_way_to_write_the_table_loads_arrive_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kv_offload.worker.synchronous_loads.WAVES_FROM_BYTES", 0)
+
+    def fail(engine: HostSwapEngine, waves: object) -> None:
+        raise CopyError("no table")
+
+    monkeypatch.setattr(HostSwapEngine, "set_waves", fail)
+    rank = Rank(layers=2).start()
+    rank.layers_call()
+    learn(rank)
+    metadata = rank.begin(loads=[synchronous(0, "a", (4, 2))])
+    assert rank.half.on_layer is None
+    rank.end(metadata)
+    assert rank.report().loads == {0: ENDED}
+    rank.half.shutdown()
+
+
+# -- failures ----------------------------------------------------------------------------------
+
+
+def fail_once(rank: Rank, monkeypatch: pytest.MonkeyPatch, method: str, **when: int) -> None:
+    """Have a method of the transfer engine raise at its next call, or that with this argument."""
+    original = getattr(rank.transfer, method)
+
+    def failing(*arguments: int) -> None:
+        if not when or arguments == tuple(when.values()):
+            monkeypatch.setattr(rank.transfer, method, original)
+            raise CopyError(f"injected into {method}")
+        original(*arguments)
+
+    monkeypatch.setattr(rank.transfer, method, failing)
+
+
+@pytest.mark.parametrize("method", ["submit", "await_loads"])
+def test_a_load_that_fails_before_the_forward_is_made_good(
+    stored: Rank, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    expected = poison(stored)
+    fail_once(stored, monkeypatch, method)
+    stored.half.take_stats()
+    metadata = stored.begin(loads=[synchronous(0, "a", (4, 2)), synchronous(1, "b", (5, 2))])
+    assert holds(stored, 4, expected) == holds(stored, 5, expected) == [True]
+    assert stored.half.drain([], []).loading == set()
+    stored.end(metadata)
+    report = stored.report()
+    assert (report.loads, report.lost_loads) == ({0: ENDED, 1: ENDED}, set())
+    stats = stored.half.take_stats()
+    assert stats is not None
+    assert stats.data["repaired_loads"] == 2
+
+
+@pytest.mark.parametrize("wave", [0, 1])
+def test_a_wave_that_fails_is_made_good_before_its_layer(
+    layers: Rank, monkeypatch: pytest.MonkeyPatch, wave: int
+) -> None:
+    expected = poison(layers)
+    fail_once(layers, monkeypatch, "await_wave", wave=wave)
+    metadata = layers.begin(loads=[synchronous(0, "a", (4, 2))])
+    layers.call("layer.0", "layer.1")
+    assert all(holds(layers, 4, expected))
+    assert layers.half.on_layer is None, "no layer waits any more"
+    layers.end(metadata)
+    report = layers.report()
+    assert (report.loads, report.lost_loads) == ({0: ENDED}, set())
+
+
+def test_what_cannot_be_made_good_is_lost(stored: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_once(stored, monkeypatch, "await_loads")
+    fail_once(stored, monkeypatch, "load_now")
+    stored.step(loads=[synchronous(0, "a", (4, 2))])
+    report = stored.report()
+    assert (report.loads, report.lost_loads) == ({0: ENDED}, {0})
+
+
+def test_what_host_memory_lacks_is_lost_and_the_rest_made_good(stored: Rank) -> None:
+    expected = poison(stored)
+    stored.step(loads=[synchronous(0, "a", (4, 2)), synchronous(1, "b", (5, 2), incomplete=True)])
+    assert holds(stored, 4, expected) == [True]
+    report = stored.report()
+    assert (report.loads, report.lost_loads) == ({0: ENDED, 1: ENDED}, {1})
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_step_that_an_error_interrupted_copies_at_once(stored: Rank, started: bool) -> None:
+    expected = poison(stored)
+    metadata = stored.begin()
+    metadata = type(metadata)((), (synchronous(0, "a", (4, 2)), load(1, "b", (5, 2))))
+    if started:
+        stored.half.start_copies(metadata)
+    stored.half.rescue(metadata)
+    assert holds(stored, 4, expected) == [True]
+    assert stored.transfer.wait(10)
+    stored.end(metadata)
+    assert stored.report().loads == {0: ENDED}
+    received, failed = stored.half.take_received()
+    assert (received, failed.keys()) == ({"b"}, set() if started else {"b"})
+
+
+def test_a_lost_load_that_was_refused_ends_too(layers: Rank) -> None:
+    """Its step is cut short before the forward; nobody may wait for its slots forever."""
+    layers.half.start_copies(type(layers.begin())((), (synchronous(0, "a", (NO_BLOCK, 2)),)))
+    layers.end(layers.begin())
+    report = layers.report()
+    assert (report.loads, report.lost_loads) == ({0: ENDED}, {0})
+
+
+def test_stores_are_not_told_before_a_loss_that_a_poll_finds(stored: Rank) -> None:
+    stored.step(store(1, (1, 5)))
+    metadata = stored.begin(loads=[synchronous(0, "a", (5, 2), incomplete=True)])
+    assert stored.transfer.wait(10)
+    assert stored.half.take_ended_stores() == {}
+    stored.end(metadata)
+    report = stored.report()
+    assert (report.stores, report.lost_loads) == ({1: result()}, {0})

@@ -1,0 +1,142 @@
+"""A rank's half of the plugin over CPU tensors; its transfer engine copies in host memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from kv_swap.host.runs import copy_runs
+
+from kv_offload.config import OffloadConfig
+from kv_offload.messages import (
+    JobResult,
+    LoadJob,
+    OffloadMetadata,
+    OffloadWorkerMetadata,
+    StoreJob,
+)
+from kv_offload.worker.sharing import ALONE, Peers
+from kv_offload.worker.worker import OffloadWorker
+from tests.support.plain_rank import PAGE_WORDS, PlainRank
+
+BLOCKS = 8
+BLOCK_BYTES = PAGE_WORDS * 8
+NO_BLOCK = 99
+"""A block that does not exist: the transfer engine refuses a job that names it."""
+
+
+def pairs(*values: tuple[int, int]) -> np.ndarray:
+    return np.array(values, np.int32).reshape(-1, 2)
+
+
+def store(job_id: int, *values: tuple[int, int]) -> StoreJob:
+    return StoreJob(job_id, pairs(*values))
+
+
+def load(job_id: int, request_id: str, *values: tuple[int, int], **more: bool) -> LoadJob:
+    return LoadJob(job_id, request_id, pairs(*values), **more)
+
+
+def synchronous(job_id: int, request_id: str, *values: tuple[int, int], **more: bool) -> LoadJob:
+    return load(job_id, request_id, *values, synchronous=True, **more)
+
+
+def result(rank: int = 0, *, ok: bool = True) -> JobResult:
+    return JobResult(frozenset({rank}), ok)
+
+
+def metadata_of(stores: Sequence[StoreJob] = (), loads: Sequence[LoadJob] = ()) -> OffloadMetadata:
+    return OffloadMetadata(tuple(stores), tuple(loads))
+
+
+def make_half(
+    rank: int = 0,
+    num_ranks: int = 1,
+    peers: Peers = ALONE,
+    engine: PlainRank | None = None,
+    **config: Any,
+) -> OffloadWorker:
+    """Return a rank's half."""
+    return OffloadWorker(OffloadConfig(**config), engine or PlainRank(), rank, num_ranks, peers)
+
+
+class Rank:
+    """A rank's half and the KV cache of its rank: for each layer `BLOCKS` blocks of own words."""
+
+    def __init__(
+        self, *, rank: int = 0, num_ranks: int = 1, slots: int = 8, layers: int = 1, **config: Any
+    ) -> None:
+        names = [f"layer.{index}" for index in range(layers)]
+        config.setdefault("cpu_bytes", slots * num_ranks * layers * BLOCK_BYTES)
+        self.engine = PlainRank()
+        self.half = make_half(rank, num_ranks, engine=self.engine, **config)
+        words = torch.arange(layers * BLOCKS * PAGE_WORDS, dtype=torch.int64)
+        self.layers = dict(zip(names, words.view(layers, BLOCKS, 4, -1), strict=True))
+
+    @property
+    def kv(self) -> torch.Tensor:
+        """The tensor of the first layer."""
+        return self.layers["layer.0"]
+
+    @property
+    def transfer(self) -> Any:
+        return self.half.transfer
+
+    def start(self) -> Rank:
+        self.half.register_kv_caches(self.layers)
+        return self
+
+    def layers_call(self) -> None:
+        """Have every forward from now on run layers that call the connector."""
+        self.engine.context = object()
+        self.engine.forward = (self.engine.context, "eager")
+
+    def begin(self, *stores: StoreJob, loads: Sequence[LoadJob] = ()) -> OffloadMetadata:
+        """Run the hooks at the start of a step; return its metadata."""
+        metadata = metadata_of(stores, loads)
+        self.half.start_kv_transfers(metadata)
+        return metadata
+
+    def call(self, *layers: str) -> None:
+        """Run attention layers, as far as somebody listens to their calls."""
+        for layer in layers:
+            if self.half.on_layer is not None:
+                self.half.on_layer(layer)
+
+    def end(self, metadata: OffloadMetadata) -> None:
+        self.half.prepare_store_kv(metadata)
+        self.half.poll()
+
+    def step(self, *stores: StoreJob, loads: Sequence[LoadJob] = ()) -> None:
+        """Run a step's hooks; its loads end within it, its stores within the next one."""
+        metadata = self.begin(*stores, loads=loads)
+        assert self.transfer.wait(10)
+        self.end(metadata)
+
+    def store(self, *jobs: StoreJob) -> None:
+        """Store, and take the reports of it."""
+        self.step(*jobs)
+        self.step()
+        self.report()
+
+    def report(self) -> OffloadWorkerMetadata:
+        """Return what the ended step reports; empty where it reports nothing."""
+        return self.half.take_report() or OffloadWorkerMetadata()
+
+
+class Gate:
+    """Stands in front of the copies: holds them, or makes them fail."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.opened.set()
+        self.failing = False
+
+    def copy_runs(self, runs: Any) -> None:
+        assert self.opened.wait(30)
+        if self.failing:
+            raise OSError("injected fault")
+        copy_runs(runs)
