@@ -26,7 +26,7 @@ from bench.serving_engine import Prompt, ServingEngine
 from bench.serving_report import table
 from bench.serving_shapes import CONNECTORS, SHAPES
 from bench.swap_rows import machine, vllm_module
-from kv_offload.engines.vllm.compat import halves
+from kv_offload.engines.vllm.halves import halves
 
 Span = tuple[str, float, float]
 """Name, start and end; unix seconds."""

@@ -108,8 +108,7 @@ class SchedulerBed:
         self.scheduler = make_scheduler(
             blocks,
             longest,
-            # Nobody computes here, so the guard has nothing to guard: every step stores.
-            {"cpu_bytes": slots * BLOCK_BYTES, "max_slowdown": None},
+            {"cpu_bytes": slots * BLOCK_BYTES},
             max_num_batched_tokens=running * max(prompt_tokens, PROMPT_CHUNK_TOKENS),
             max_num_seqs=running + 1,
         )

@@ -11,9 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kv_offload.config import load_config
-from kv_offload.engines.vllm.compat import bytes_per_block
 from kv_offload.engines.vllm.connector import KVOffloadConnector
+from kv_offload.engines.vllm.versions import bytes_per_block
 from kv_offload.metrics import METRICS
 
 TOTALS_VARIABLE = "KV_OFFLOAD_BENCH_TOTALS"
@@ -57,9 +56,8 @@ class CountedConnector(KVOffloadConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._totals = SharedTotals(Path(os.environ[TOTALS_VARIABLE]))
-        options = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._ready_slots = 0
-        self._slot_bytes = bytes_per_block(kv_cache_config) * options.blocks_per_slot
+        self._slot_bytes = bytes_per_block(kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Count the slots that this rank got."""

@@ -22,7 +22,7 @@ class Request(Protocol):
 
     request_id: str
     block_hashes: Sequence[bytes]
-    """One for each full block of `num_tokens`; it grows with them."""
+    """One for every full `hash_block_size` tokens; it grows with them."""
     num_tokens: int
     """Prompt and sampled tokens, without drafts and placeholders."""
     num_prompt_tokens: int
@@ -96,6 +96,15 @@ class StepOutput(Protocol):
     total_num_scheduled_tokens: int
     scheduled_new_reqs: Sequence[NewRequest]
     scheduled_cached_reqs: RunningRequests
+
+
+class StepReports(Protocol):
+    """What all ranks reported at the end of a step, merged."""
+
+    finished_recving: set[str] | None
+    """Requests whose asynchronous loads ended; the engine reads what the scheduler leaves here."""
+    kv_connector_worker_meta: object
+    """An `OffloadWorkerMetadata`, or something of somebody else."""
 
 
 # -- what a rank asks --------------------------------------------------------------------------

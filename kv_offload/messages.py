@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
 
 Pairs = NDArray[np.int32]
 """Shape `(n, 2)`: block in the engine's KV cache, slot in host memory."""
@@ -46,7 +42,7 @@ class LoadJob:
 
 
 @dataclass(frozen=True)
-class OffloadMetadata(KVConnectorMetadata):
+class OffloadMetadata:
     """One step's plan, from the scheduler to every worker."""
 
     stores: tuple[StoreJob, ...] = ()
@@ -69,8 +65,8 @@ class JobResult:
 
 
 @dataclass(frozen=True)
-class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
-    """What ended since the last report; the engine merges the ranks' reports with `aggregate`."""
+class OffloadWorkerMetadata:
+    """What ended on a rank since its last report; or on several, merged."""
 
     stores: dict[int, JobResult] = field(default_factory=dict)
     """By job id."""
@@ -92,10 +88,9 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
     weight_loads: dict[int, int] = field(default_factory=dict)
     """By rank, where it has grown: how often its model has been given weights since the start."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> OffloadWorkerMetadata:
+    def merge(self, other: OffloadWorkerMetadata) -> Self:
         """Return what two ranks report together."""
-        assert isinstance(other, OffloadWorkerMetadata)
-        return OffloadWorkerMetadata(
+        return type(self)(
             _merge(self.stores, other.stores),
             self.failed_loads | other.failed_loads,
             {
@@ -143,7 +138,7 @@ class DrainAnswer:
 
 
 @dataclass(frozen=True)
-class WorkerCapacity(KVConnectorHandshakeMetadata):
+class WorkerCapacity:
     """What one rank's arena holds; the scheduler plans with the smallest."""
 
     rank: int

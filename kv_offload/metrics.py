@@ -1,21 +1,25 @@
-"""Counters and gauges, from both halves of the connector to vLLM's log line and `/metrics`.
+"""The name, kind and help of every metric, and the figures that scheduler and worker count.
 
-Names start with `vllm:host_kv_cache_`: vLLM clears what carries its prefix when a second engine is
-built in a process, and the prefixes of its own offloading connectors are taken.
+In Prometheus names start with `PREFIX`: vLLM clears what carries its own prefix when a second
+engine is built in a process, and the prefixes of its own offloading connectors are taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+SkipReason = Literal["moved_on", "used_too_little", "no_budget", "pool_busy", "copy_failed"]
+"""Why a full slot was not stored.
 
-from kv_offload.scheduler.stores import SKIP_REASONS
+moved_on: the engine gave a block to somebody else before its store was planned, also where the
+    store had waited for a budget.
+used_too_little: `store_after_uses` is not reached.
+no_budget: it waited for a budget behind too many others, or none would ever have been left.
+pool_busy: every slot of the pool is being read or written.
+copy_failed: a rank reported an error.
+"""
+SKIP_REASONS: tuple[SkipReason, ...] = get_args(SkipReason)
 
 PREFIX = "vllm:host_kv_cache_"
 
@@ -85,13 +89,14 @@ METRICS = (
         "Speed of computing prompts in large steps; 0 until it was measured.",
     ),
 )
-_KINDS = {metric.name: metric.kind for metric in METRICS}
+KINDS = {metric.name: metric.kind for metric in METRICS}
 
 
-class OffloadStats(KVConnectorStats):
-    """A flat dictionary by metric name: counters add up, of a gauge the last value stays."""
+@dataclass
+class OffloadStats:
+    """Figures by metric name, in a flat dictionary: counters add up, a gauge has its last value."""
 
-    data: dict[str, float]
+    data: dict[str, float] = field(default_factory=dict)
 
     def count(self, name: str, amount: float) -> None:
         """Add to a counter."""
@@ -102,54 +107,6 @@ class OffloadStats(KVConnectorStats):
         """Set a gauge."""
         self.data[name] = value
 
-    def reset(self) -> None:
-        """Forget everything."""
-        self.data = {}
-
-    def aggregate(self, other: KVConnectorStats) -> OffloadStats:
-        """Add another rank's, or a later, set of figures."""
-        for name, value in other.data.items():
-            if _KINDS[name] == "counter":
-                self.count(name, value)
-            else:
-                self.gauge(name, value)
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """Return the figures for vLLM's periodic log line."""
-        return {name: round(value, 4) for name, value in self.data.items()}
-
     def is_empty(self) -> bool:
         """Tell whether there is nothing to report."""
         return not self.data
-
-
-class OffloadPromMetrics(KVConnectorPromMetrics):
-    """Registers the metrics with the engine's labels and feeds them."""
-
-    def __init__(self, vllm_config: Any, metric_types: Any, labels: Any, per_engine: Any) -> None:
-        super().__init__(vllm_config, metric_types, labels, per_engine)
-        classes = {"counter": self._counter_cls, "gauge": self._gauge_cls}
-        # One child per engine and metric now, so that each reads 0 before its first event.
-        self._metrics = {
-            metric.name: {
-                engine: family.labels(*labelvalues) for engine, labelvalues in per_engine.items()
-            }
-            for metric in METRICS
-            for family in [
-                classes[metric.kind](
-                    name=PREFIX + metric.name,
-                    documentation=metric.documentation,
-                    labelnames=labels,
-                )
-            ]
-        }
-
-    def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
-        """Feed one engine's figures."""
-        for name, value in transfer_stats_data.items():
-            metric = self._metrics[name][engine_idx]
-            if _KINDS[name] == "counter":
-                metric.inc(value)
-            else:
-                metric.set(value)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from kv_offload.engine import Request
 from kv_offload.scheduler.rates import LoadQueue
 from kv_offload.scheduler.step_watch import StepWatch
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 MARGIN = 1.2
 """Computing must be sooner by this factor: its estimate is optimistic for long prompts."""

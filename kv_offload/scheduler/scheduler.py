@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, compress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 from kv_offload.cache.prefix import CacheGroup, KeyMaker, PrefixMap
 from kv_offload.config import OffloadConfig
-from kv_offload.engines.vllm.compat import logger
+from kv_offload.engine import (
+    AllocatedBlocks,
+    Request,
+    RunningRequests,
+    StepOutput,
+    StepReports,
+)
 from kv_offload.messages import (
     DrainAnswer,
     JobResult,
@@ -30,12 +37,7 @@ from kv_offload.scheduler.loads import LoadPlanner
 from kv_offload.scheduler.step_watch import StepWatch
 from kv_offload.scheduler.stores import StorePlanner
 
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
-
+logger = logging.getLogger(__name__)
 
 GAUGE_SECONDS = 0.1
 """While requests run gauges are reported no more often."""
@@ -193,7 +195,9 @@ class OffloadScheduler:
         self._matches[request_id] = _Match(tokens, end_tokens, synchronous)
         return tokens, not synchronous
 
-    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def allocated(
+        self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
+    ) -> None:
         """Take the blocks that the engine gave a waiting request, and plan its load if it has one.
 
         Called again, with no external tokens, when a loaded request is scheduled; then the step's
@@ -248,7 +252,7 @@ class OffloadScheduler:
         self._matches.pop(request_id, None)
 
     def allocation_failed(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+        self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
         """Let the load that the engine counts on fail, since `allocated` has."""
         request_id = request.request_id
@@ -266,7 +270,7 @@ class OffloadScheduler:
                 request_id, block_ids[0][first:], synchronous=match.synchronous
             )
 
-    def build_metadata(self, output: SchedulerOutput) -> OffloadMetadata:
+    def build_metadata(self, output: StepOutput) -> OffloadMetadata:
         """Plan the stores of this step's requests; return them with the loads planned before.
 
         A running request is looked at when it gets a block, and as long as it is behind. So a block
@@ -313,7 +317,7 @@ class OffloadScheduler:
         states = self._requests.values()
         return not self._loads.running and not any(s.request.num_in_flight_tokens for s in states)
 
-    def _follow_running(self, cached: CachedRequestData, scheduled: Mapping[str, int]) -> int:
+    def _follow_running(self, cached: RunningRequests, scheduled: Mapping[str, int]) -> int:
         """Plan the stores of requests that ran before; return how many blocks they have got."""
         request_ids, new_block_ids = cached.req_ids, cached.new_block_ids
         computed, resumed = cached.num_computed_tokens, cached.resumed_req_ids
@@ -399,7 +403,7 @@ class OffloadScheduler:
 
     def update(
         self,
-        output: KVConnectorOutput,
+        output: StepReports,
         ended_loads: Set[str] = frozenset(),
         reported_loads: Set[str] = frozenset(),
     ) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
+from kv_offload.engine import StepOutput
 from kv_offload.medians import RecentMedian
 from kv_offload.scheduler.rates import LoadRate, PrefillRate
 from kv_offload.scheduler.step_clock import Step, StepClock
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class StepWatch:
@@ -24,7 +21,7 @@ class StepWatch:
         """Of steps in which every request computed one token, and no load was under way."""
         self._clock = StepClock()
 
-    def begin(self, output: SchedulerOutput, *, loads: bool, waits: bool) -> None:
+    def begin(self, output: StepOutput, *, loads: bool, waits: bool) -> None:
         """Take a step that is all planned: what planning takes is not the fault of copies.
 
         See `Step` for the arguments.

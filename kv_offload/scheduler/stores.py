@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kv_offload.cache.manager import NO_SLOTS, CacheManager
 from kv_offload.cache.prefix import CacheGroup, PrefixMap, SlotKey
 from kv_offload.messages import JobResult, StoreJob
+from kv_offload.metrics import SkipReason
 from kv_offload.scheduler.budget import StoreBudget
 from kv_offload.scheduler.leftovers import Leftover, Leftovers, StoreCursor
 from kv_offload.scheduler.store_jobs import StoreJobs
@@ -23,18 +24,6 @@ It bounds the planner's time on the scheduler's thread whatever the length of a 
 
 TRACKED_PREFIXES = 1 << 20
 """Keys whose uses are counted for `store_after_uses`; the least recently used are forgotten."""
-
-SkipReason = Literal["moved_on", "used_too_little", "no_budget", "pool_busy", "copy_failed"]
-"""Why a full slot was not stored.
-
-moved_on: the engine gave a block to somebody else before its store was planned, also where the
-    store had waited for a budget.
-used_too_little: `store_after_uses` is not reached.
-no_budget: it waited for a budget behind too many others, or none would ever have been left.
-pool_busy: every slot of the pool is being read or written.
-copy_failed: a rank reported an error.
-"""
-SKIP_REASONS: tuple[SkipReason, ...] = get_args(SkipReason)
 
 
 _Span: TypeAlias = tuple[StoreCursor, CacheGroup, int, Sequence[bytes], Sequence[int], int, int]

@@ -12,6 +12,7 @@ growing (`kv_swap.room`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 from kv_swap.room import MemoryRoom
 
 from kv_offload.config import TracedConfig, describe_bytes
-from kv_offload.engines.vllm.compat import logger
 from kv_offload.errors import CapacityError
 from kv_offload.host_memory import (
     HostMemory,
@@ -28,6 +28,8 @@ from kv_offload.host_memory import (
     read_host_memory,
 )
 from kv_offload.sizes import format_size
+
+logger = logging.getLogger(__name__)
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 

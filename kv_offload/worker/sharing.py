@@ -16,6 +16,7 @@ computed, as far off as that neighbour's tokens are.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,15 +25,10 @@ from typing import TYPE_CHECKING, Any
 from kv_swap.errors import PinnedMemoryError
 from kv_swap.shared import SharedMemory
 
-from kv_offload.engines.vllm.compat import layer_specs, logger
-
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
     from kv_offload.messages import Pairs, StoreJob
 
-LATENT_SPEC = "MLAAttentionSpec"
+logger = logging.getLogger(__name__)
 
 ATTACH_SECONDS = 5.0
 """The memory is offered before its name is told: this is for a machine that is very busy."""
@@ -58,21 +54,6 @@ class Peers:
 
 
 ALONE = Peers(0, 1, lambda value: [value])
-
-
-def ranks_with_equal_bytes(parallel: ParallelConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Return how many tensor-parallel ranks hold the same KV bytes: all of them, or 1.
-
-    `kv_cache_config` is that of a pipeline stage. With decode context parallelism each rank has
-    tokens of its own. From vLLM 0.32 a spec says over how many ranks it is split, if it knows.
-    """
-    ranks = int(parallel.tensor_parallel_size)
-    specs = layer_specs(kv_cache_config).values()
-    equal = parallel.decode_context_parallel_size == 1 and all(
-        type(spec).__name__ == LATENT_SPEC and getattr(spec, "max_tp_shards", 1) == 1
-        for spec in specs
-    )
-    return ranks if equal and specs else 1
 
 
 def arena_bytes(cpu_bytes: int, num_ranks: int, sharing_ranks: int) -> int:

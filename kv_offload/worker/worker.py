@@ -6,22 +6,15 @@ What a step moves, and what is told of it, is in the modules beside this one: `s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kv_swap.engine import Direction, SwapEngine
 from kv_swap.errors import CopyError
 
 from kv_offload.config import OffloadConfig
-from kv_offload.engines.vllm.compat import (
-    count_weight_loads,
-    find_output_copy_stream,
-    forward_context,
-    forward_log,
-    forward_with_layer_calls,
-    logger,
-)
-from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors, layer_regions
+from kv_offload.engine import RankEngine
 from kv_offload.messages import (
     DrainAnswer,
     JobResult,
@@ -42,8 +35,7 @@ from kv_offload.worker.stores import Stores
 from kv_offload.worker.synchronous_loads import SynchronousLoads
 from kv_offload.worker.waves import LayerWaves
 
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+logger = logging.getLogger(__name__)
 
 
 class OffloadWorker:
@@ -57,7 +49,7 @@ class OffloadWorker:
     def __init__(
         self,
         config: OffloadConfig,
-        kv_cache_config: KVCacheConfig,
+        rank_engine: RankEngine,
         rank: int,
         num_ranks: int,
         peers: Peers = ALONE,
@@ -65,21 +57,20 @@ class OffloadWorker:
         self.rank = rank
         self.num_slots = 0
         self._config = config
-        self._kv_cache_config = kv_cache_config
+        self._rank_engine = rank_engine
         self._num_ranks = num_ranks
         self._log = RankLog(logger, rank)
         self._reports = Reports(rank)
         self._copies = Copies(self._reports, self._log)
         self._stores = Stores(self._copies, self._reports, peers)
         self._synchronous = SynchronousLoads(
-            self._copies, self._reports, self._log, lambda: forward_context()
+            self._copies, self._reports, self._log, rank_engine.forward_context
         )
         self._asynchronous = AsynchronousLoads(self._copies, self._reports, self._log)
         # The steps whose loads were taken in, and whose stores were queued.
         self._started_for: OffloadMetadata | None = None
         self._ended_for: OffloadMetadata | None = None
         self._count_weight_loads: Callable[[], int] | None = None
-        forward_log("kv_swap")
 
     # -- start and end -------------------------------------------------------------------------
 
@@ -90,27 +81,25 @@ class OffloadWorker:
         on whose call stack the model and the output-copy stream are found. Raises
         `UnsupportedError`, `CapacityError` or `ConfigError`, each with the remedy.
         """
-        self._count_weight_loads = count_weight_loads()
-        layout = describe_kv_caches(kv_caches, self._kv_cache_config)
-        tensors = kv_tensors(kv_caches)
-        kind = transfer_kind(self._config, tensors[0].device)
-        stream = find_output_copy_stream() if kind == "cuda" else None
+        self._count_weight_loads = self._rank_engine.count_weight_loads()
+        caches = self._rank_engine.describe_kv_caches(kv_caches)
+        kind = transfer_kind(self._config, caches.tensors[0].device)
+        stream = self._rank_engine.find_output_copy_stream() if kind == "cuda" else None
         mine = allocate(
             self._config,
             self._num_ranks,
             self._stores.peers,
             kind,
-            layout,
+            caches,
             tuple(kv_caches),
-            tensors,
             stream,
         )
         self._copies.transfer = mine.transfer
         self._stores.peers = mine.peers
         self.num_slots = mine.num_slots
         if mine.transfer.can_load_in_waves:
-            page_bytes = [region.page_bytes for region in layout.regions]
-            self._synchronous.waves = LayerWaves(layer_regions(kv_caches, layout), page_bytes)
+            page_bytes = [region.page_bytes for region in caches.layout.regions]
+            self._synchronous.waves = LayerWaves(caches.regions_of_layer, page_bytes)
         logger.info(
             "kv-offload: rank %d holds %s; stores wait for %s",
             self.rank,
@@ -190,7 +179,7 @@ class OffloadWorker:
         others. What failed of them until now is made good now.
         """
         self.start_copies(metadata)
-        self._synchronous.make_forward_wait(forward_with_layer_calls())
+        self._synchronous.make_forward_wait(self._rank_engine.forward_with_layer_calls())
 
     def rescue(self, metadata: OffloadMetadata) -> None:
         """Account for the loads of a step in which an error kept `start_kv_transfers` from its end.

@@ -19,7 +19,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from bench.totals import counted_stats
-from kv_offload.engines.vllm.compat import halves
+from kv_offload.engines.vllm.halves import halves
 from tests.support.small_models import VOCABULARY, write_draft_head, write_model
 
 BLOCK_TOKENS = 32

@@ -104,7 +104,7 @@ def assert_same(answers: dict[str, Any], expected: dict[str, Any]) -> None:
 def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     from vllm import LLM
 
-    from kv_offload.engines.vllm.compat import vllm_version
+    from kv_offload.engines.vllm.versions import vllm_version
     from tests.engine import rank_calls
     from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
     from tests.support.remote_connector import multi_config

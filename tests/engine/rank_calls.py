@@ -14,8 +14,9 @@ import torch
 from kv_swap.engine import Direction, SwapJob
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kv_offload.engines.vllm import weight_hooks
-from kv_offload.engines.vllm.compat import gather_over_ranks, halves
+from kv_offload.engines.vllm import weights
+from kv_offload.engines.vllm.halves import halves
+from kv_offload.engines.vllm.start.ranks import gather_over_ranks
 
 
 def our_half() -> Any:
@@ -111,7 +112,7 @@ def as_bytes(storage: Any, device: torch.device) -> torch.Tensor:
 
 
 # The engine core imports this module before it makes the call.
-_may_change_weights = weight_hooks.may_change_weights
-weight_hooks.may_change_weights = lambda method: (
+_may_change_weights = weights.may_change_weights
+weights.may_change_weights = lambda method: (
     method not in (watch, digests, poison, roll) and _may_change_weights(method)
 )

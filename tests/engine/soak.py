@@ -29,7 +29,7 @@ from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.factory import create_engine
 from numpy.typing import NDArray
 
-from kv_offload.engines.vllm.compat import bytes_per_block, reports_failed_requests, vllm_version
+from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
 from kv_offload.messages import LoadJob, OffloadMetadata
 from kv_offload.worker.worker import OffloadWorker
 from tests.engine.harness import BLOCK_TOKENS, Engine, Tokens, engine, greedy, random_tokens

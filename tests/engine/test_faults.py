@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from kv_swap.engine import Direction
 
-from kv_offload.engines.vllm.compat import reports_failed_requests, vllm_version
+from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Copies,

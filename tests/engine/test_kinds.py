@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kv_offload.engines.vllm.compat import reports_failed_requests, vllm_version
+from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 from tests.engine.harness import Engine, Tokens, engine, prompts_with_shared_prefix
 
 PROMPTS = prompts_with_shared_prefix(shared=500, tails=(21, 25, 40, 85), seed=3)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kv_swap.engine import Direction
 
-from kv_offload.engines.vllm import compat as engine_compat
+from kv_offload.engines.vllm.hooks import worker as worker_hooks
 from kv_offload.messages import OffloadMetadata
 from tests.engine.harness import (
     BLOCK_TOKENS,
@@ -95,7 +95,7 @@ def test_copies_start_before_the_step_is_prepared_unless_that_changes_blocks(
     monkeypatch.setattr(rank, "start_copies", started)
     monkeypatch.setattr(runner, "_update_states", prepared)
     if changes_blocks:
-        monkeypatch.setattr(engine_compat, "changes_blocks", lambda output: True)
+        monkeypatch.setattr(worker_hooks, "changes_blocks", lambda output: True)
     assert offloading.generate([LONG]) == [plain(LONG)]
     assert offloading.blocks_loaded() == 10
     before = told[: told.index("loads")]

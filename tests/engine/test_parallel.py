@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_offload.engines.vllm.compat import vllm_version
+from kv_offload.engines.vllm.versions import vllm_version
 from tests.engine import replica_run
 from tests.engine.multiprocess_run import check, run_engine
 from tests.support.processes import run_module

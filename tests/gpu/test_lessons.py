@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM and torch say about themselves when imported
     from kv_offload.cache.prefix import CacheGroup
     from kv_offload.config import OffloadConfig
+    from kv_offload.engines.vllm.runner import VLLMRank
     from kv_offload.messages import LoadJob, OffloadMetadata, StoreJob
     from kv_offload.worker.worker import OffloadWorker
     from tests.gpu.engine_run import read_device
@@ -53,7 +54,7 @@ class Runner:
         self.kv = torch.full((BLOCKS, 4, PAGE_WORDS // 4), OLD, dtype=torch.int64, device="cuda")
         self.half = OffloadWorker(
             OffloadConfig(cpu_bytes=BLOCKS * PAGE_WORDS * 8),
-            make_kv_cache_config([CacheGroup(0, 4)], BLOCKS),
+            VLLMRank(make_kv_cache_config([CacheGroup(0, 4)], BLOCKS)),
             0,
             1,
         )

@@ -23,7 +23,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm import engine_hooks
+from kv_offload.engines.vllm import drain
 from kv_offload.scheduler import loads as load_planner
 from kv_offload.scheduler.store_jobs import StoreJobs
 from kv_offload.worker.worker import OffloadWorker
@@ -394,7 +394,7 @@ def test_if_an_abort_freed_the_blocks_its_load_would_hit_the_next_owner(
 
     def finish_and_free(request_ids: Any, status: Any) -> Any:
         finished = finish(request_ids, status)
-        engine_hooks._deliver_loads(engine.scheduler, engine.offload.abandoned_loads())
+        drain._deliver_loads(engine.scheduler, engine.offload.abandoned_loads())
         return finished
 
     monkeypatch.setattr(engine.scheduler, "finish_requests", finish_and_free)

@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -341,12 +341,18 @@ def _variants() -> list[type[Interleavings]]:
     ]
 
 
+@pytest.fixture
+def silent() -> Iterator[None]:
+    """Pytest would keep every record, with its traceback."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
 @pytest.mark.timeout(SECONDS + 600)
 @pytest.mark.parametrize("variant", _variants(), ids=lambda variant: variant.__name__)
-def test_nothing_is_wrong_whatever_happens(
-    variant: type[Interleavings], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm.kv_offload"), "disabled", True)
+@pytest.mark.usefixtures("silent")
+def test_nothing_is_wrong_whatever_happens(variant: type[Interleavings]) -> None:
     until = time.monotonic() + SECONDS / len(_variants())
     begun = HAPPENED.copy()
     number = int(os.environ.get("INTERLEAVINGS_SEED", "0"))

@@ -26,8 +26,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.compat import reports_failed_requests, vllm_version
-from kv_offload.engines.vllm.engine_hooks import drain_engine_core
+from kv_offload.engines.vllm.drain import drain_engine_core
+from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 from kv_offload.messages import (
     DrainAnswer,
     LoadJob,

@@ -15,9 +15,10 @@ from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.messages import JobResult, StoreJob
+from kv_offload.metrics import SKIP_REASONS
 from kv_offload.scheduler.budget import StoreBudget
 from kv_offload.scheduler.leftovers import StoreCursor
-from kv_offload.scheduler.stores import SKIP_REASONS, StorePlanner, UseCounter
+from kv_offload.scheduler.stores import StorePlanner, UseCounter
 from tests.support.fakes import make_request
 
 FULL = CacheGroup(0, 4)

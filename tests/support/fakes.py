@@ -53,8 +53,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.compat import halves, reports_failed_requests, vllm_version
+from kv_offload.engines.vllm.halves import halves
 from kv_offload.engines.vllm.plugin import CONNECTOR
+from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 from kv_offload.metrics import METRICS
 
 PAGE_WORDS = 8

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from kv_swap.host_copy import copy_runs
 
-from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
 from kv_offload.messages import (
     JobResult,
@@ -22,7 +20,7 @@ from kv_offload.messages import (
 )
 from kv_offload.worker.sharing import ALONE, Peers
 from kv_offload.worker.worker import OffloadWorker
-from tests.support.fakes import PAGE_WORDS, make_kv_cache_config
+from tests.support.plain_rank import PAGE_WORDS, PlainRank
 
 BLOCKS = 8
 BLOCK_BYTES = PAGE_WORDS * 8
@@ -58,13 +56,10 @@ def make_half(
     rank: int = 0,
     num_ranks: int = 1,
     peers: Peers = ALONE,
-    layers: Sequence[str] = ("layer.0",),
+    engine: PlainRank | None = None,
     **config: Any,
 ) -> OffloadWorker:
-    """Return a rank's half for a KV cache of `BLOCKS` blocks of these layers."""
-    kv_cache_config = make_kv_cache_config([CacheGroup(0, 4)], BLOCKS)
-    kv_cache_config.kv_cache_groups[0].layer_names = list(layers)
-    return OffloadWorker(OffloadConfig(**config), kv_cache_config, rank, num_ranks, peers)
+    return OffloadWorker(OffloadConfig(**config), engine or PlainRank(), rank, num_ranks, peers)
 
 
 class Rank:
@@ -75,7 +70,8 @@ class Rank:
     ) -> None:
         names = [f"layer.{index}" for index in range(layers)]
         config.setdefault("cpu_bytes", slots * num_ranks * layers * BLOCK_BYTES)
-        self.half = make_half(rank, num_ranks, layers=names, **config)
+        self.engine = PlainRank()
+        self.half = make_half(rank, num_ranks, engine=self.engine, **config)
         words = torch.arange(layers * BLOCKS * PAGE_WORDS, dtype=torch.int64)
         self.layers = dict(zip(names, words.view(layers, BLOCKS, 4, -1), strict=True))
 
@@ -92,12 +88,10 @@ class Rank:
         self.half.register_kv_caches(self.layers)
         return self
 
-    def layers_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def layers_call(self) -> None:
         """Have every forward from now on run layers that call the connector."""
-        context = object()
-        worker = "kv_offload.worker.worker"
-        monkeypatch.setattr(f"{worker}.forward_context", lambda: context)
-        monkeypatch.setattr(f"{worker}.forward_with_layer_calls", lambda: (context, "eager"))
+        self.engine.context = object()
+        self.engine.forward = (self.engine.context, "eager")
 
     def begin(self, *stores: StoreJob, loads: Sequence[LoadJob] = ()) -> OffloadMetadata:
         """Run the hooks at the start of a step; return its metadata."""

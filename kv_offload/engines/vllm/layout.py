@@ -1,4 +1,4 @@
-"""Turns the KV tensors that the engine registers into the regions that `transfer` copies."""
+"""Turns the KV tensors that the engine registers into the regions that `kv_swap` copies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kv_swap.errors import LayoutError
 from kv_swap.layout import KVLayout, TensorDescription
 
-from kv_offload.engines.vllm.compat import layer_specs
+from kv_offload.engines.vllm.versions import layer_specs
 from kv_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from kv_offload.engines.vllm.compat import note_replicas
+import logging
+
+from kv_offload.engines.vllm.patches import install_in_process
 
 CONNECTOR = "KVOffloadConnector"
+VLLM_LOG = logging.getLogger("vllm.kv_offload")
+"""Only children of the logger `vllm` have a handler."""
+
+
+class _Forward(logging.Handler):
+    """Hands records to vLLM's log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record as if it were logged there."""
+        if VLLM_LOG.isEnabledFor(record.levelno):
+            VLLM_LOG.handle(record)
+
+
+def forward_log(name: str) -> None:
+    """Show in vLLM's log what is logged under `name`. A second call changes nothing."""
+    source = logging.getLogger(name)
+    if not any(isinstance(handler, _Forward) for handler in source.handlers):
+        source.addHandler(_Forward())
+        source.setLevel(logging.INFO)
 
 
 def register() -> None:
     """Make `KVOffloadConnector` known to vLLM's connector factory; a second call does nothing.
 
-    Also has configurations say how many replicas of the engine run on this host. The module of the
-    connector is named, not imported: the factory loads it where it is configured.
+    Also shows our log in vLLM's, and patches what every process needs. The module of the connector
+    is named, not imported: the factory loads it where it is configured.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    # The front end is the only process that knows it, and loads nothing else of ours.
-    note_replicas()
+    for name in ("kv_offload", "kv_swap"):
+        forward_log(name)
+    install_in_process()
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             CONNECTOR, "kv_offload.engines.vllm.connector", CONNECTOR

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -115,10 +114,7 @@ def test_only_a_percentage_needs_to_know_the_replicas(
     cpu_bytes: Any,
     warned: bool,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level("WARNING", "vllm.kv_offload")
     warn_of_hidden_replicas(asking(cpu_bytes))
     assert ("cannot be seen: cpu_bytes 25 % is taken" in caplog.text) == warned
     assert bool(caplog.records) == warned

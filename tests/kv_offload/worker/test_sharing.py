@@ -6,25 +6,22 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
 from kv_swap.errors import PinnedMemoryError
 from kv_swap.host_copy import copy_runs
 from kv_swap.shared import SharedMemory
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from kv_offload.errors import CapacityError
 from kv_offload.messages import JobResult, LoadJob, OffloadMetadata, StoreJob, WorkerCapacity
-from kv_offload.worker import sharing
-from kv_offload.worker.sharing import Peers, arena_bytes, ranks_with_equal_bytes
-from tests.support.fakes import PAGE_WORDS
+from kv_offload.worker.sharing import Peers, arena_bytes
+from tests.support.plain_rank import PAGE_WORDS
 from tests.support.rank import BLOCK_BYTES, BLOCKS, make_half, result
 
 OTHER = 1000
@@ -58,10 +55,7 @@ class Ranks:
         meeting = Meeting(2)
         words = torch.arange(BLOCKS * PAGE_WORDS).view(BLOCKS, 4, PAGE_WORDS // 4)
         self.kvs = kvs or [{"layer.0": words + OTHER * rank} for rank in range(2)]
-        self.halves = [
-            make_half(rank, 2, meeting.peers(rank), list(self.kvs[rank]), **config)
-            for rank in range(2)
-        ]
+        self.halves = [make_half(rank, 2, meeting.peers(rank), **config) for rank in range(2)]
 
     def start(self) -> Ranks:
         with ThreadPoolExecutor(2) as threads:
@@ -104,50 +98,6 @@ def ranks() -> Iterator[Ranks]:
     made = Ranks().start()
     yield made
     made.stop()
-
-
-# -- which ranks -------------------------------------------------------------------------------
-
-
-def latent(**more: Any) -> MLAAttentionSpec:
-    if "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__:
-        more = {"max_tp_shards": 1, **more}
-    return MLAAttentionSpec(
-        block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, **more
-    )
-
-
-def dense() -> FullAttentionSpec:
-    return FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-
-
-def equal_ranks(*specs: Any, tensor: int = 4, decode_context: int = 1) -> int:
-    groups = [
-        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer.{i}"])
-        for i, spec in enumerate(specs)
-    ]
-    parallel = SimpleNamespace(
-        tensor_parallel_size=tensor, decode_context_parallel_size=decode_context
-    )
-    return ranks_with_equal_bytes(parallel, SimpleNamespace(kv_cache_groups=groups))
-
-
-def test_tensor_parallel_ranks_hold_the_same_latents() -> None:
-    assert equal_ranks(latent()) == 4
-    assert equal_ranks(latent(), latent()) == 4
-    group = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer.0": latent()})
-    assert equal_ranks(group) == 4
-    assert equal_ranks(latent(), tensor=1) == 1
-
-
-def test_ranks_that_may_differ_share_nothing() -> None:
-    assert equal_ranks(dense()) == 1, "even of one head: what is left of it is not said"
-    assert equal_ranks(latent(), dense()) == 1
-    assert equal_ranks(latent(), decode_context=2) == 1
-    assert equal_ranks() == 1
-    if "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__:
-        assert equal_ranks(latent(max_tp_shards=None)) == 1
-        assert equal_ranks(latent(), latent(max_tp_shards=2)) == 1
 
 
 def test_cpu_bytes_are_for_all_ranks_once() -> None:
@@ -298,8 +248,6 @@ def test_where_one_rank_cannot_share_none_does(
     reason: str,
 ) -> None:
     monkeypatch.setattr(SharedMemory, method, refuse)
-    caplog.set_level("WARNING", "vllm.kv_offload")
-    monkeypatch.setattr(sharing.logger, "propagate", True)
     open_before = len(os.listdir("/proc/self/fd"))
     ranks = Ranks().start()
     assert len(os.listdir("/proc/self/fd")) == open_before

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
 from kv_swap.errors import CopyError
@@ -23,7 +23,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     """A rank of two layers whose calls have been learned; block 1 of both is in slot 2."""
     monkeypatch.setattr("kv_offload.worker.synchronous_loads.WAVES_FROM_BYTES", 0)
     rank = Rank(layers=2).start()
-    rank.layers_call(monkeypatch)
+    rank.layers_call()
     learn(rank, store(0, (1, 2)))
     rank.step()
     rank.report()
@@ -133,7 +133,7 @@ def test_without_a_way_to_write_the_table_loads_arrive_whole(
 
     monkeypatch.setattr(HostSwapEngine, "set_waves", fail)
     rank = Rank(layers=2).start()
-    rank.layers_call(monkeypatch)
+    rank.layers_call()
     learn(rank)
     metadata = rank.begin(loads=[synchronous(0, "a", (4, 2))])
     assert rank.half.on_layer is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,16 +25,14 @@ from vllm.v1.kv_cache_interface import (
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
-from kv_offload.engines.vllm.compat import vllm_version
-from kv_offload.engines.vllm.support import (
+from kv_offload.engines.vllm.start.groups import SPECS, cache_groups, has_draft_head
+from kv_offload.engines.vllm.start.support import (
     CACHE_DTYPES,
     DRAFT_HEADS,
-    SPECS,
-    cache_groups,
     check_supported,
     consequences,
-    has_draft_head,
 )
+from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import UnsupportedError
 from tests.support.fakes import make_kv_cache_config, make_spec, make_vllm_config
 
@@ -423,77 +420,3 @@ def test_embeddings_that_the_user_asked_for_are_not_the_roles(engine: Engine) ->
 def test_a_model_that_takes_text_only_opens_nothing(engine: Engine) -> None:
     assert engine.vllm.model_config.multimodal_config is None
     assert consequences(engine.config, engine.vllm, ()) == []
-
-
-# -- groups ------------------------------------------------------------------------------------
-
-
-def test_groups_keep_the_order_of_the_block_tables() -> None:
-    groups = (
-        CacheGroup(0, 8),
-        CacheGroup(1, 4, 6),
-        CacheGroup(2, 4, 13),
-        CacheGroup(3, 4, chunk_tokens=8),
-        CacheGroup(4, 4, holds_state=True),
-    )
-    assert cache_groups(make_kv_cache_config(groups, 40)) == groups
-
-
-def test_blocks_hold_the_tokens_of_all_context_parallel_ranks() -> None:
-    groups = (CacheGroup(0, 8), CacheGroup(1, 4))
-    expected = (CacheGroup(0, 16), CacheGroup(1, 8))
-    config = make_kv_cache_config(groups, 40)
-    assert cache_groups(config, 2) == expected
-    whole = SimpleNamespace(block_size=4, dcp_sharded=False)
-    config.kv_cache_groups[1] = SimpleNamespace(layer_names=["layer.1"], kv_cache_spec=whole)
-    assert cache_groups(config, 2) == (CacheGroup(0, 16), CacheGroup(1, 4))
-
-
-def test_all_groups_count_as_those_of_a_draft_head() -> None:
-    """vLLM names the groups of a head's layers only where it can tell them from the model's."""
-    config = make_kv_cache_config((FULL, WINDOW), 40)
-    groups = cache_groups(config, draft_head=True)
-    assert all(group.sees_next_token for group in groups)
-    assert [dataclasses.replace(group, sees_next_token=False) for group in groups] == [FULL, WINDOW]
-
-
-def uniform(*windows: int | None, chunks: Sequence[int] = ()) -> tuple[CacheGroup, ...]:
-    """Return the groups of a model whose layers, of all these rules, are in one group."""
-    config = make_kv_cache_config([FULL], 40)
-    members = [make_spec(4, window) for window in windows]
-    members += [make_spec(4, chunk_tokens=chunk) for chunk in chunks]
-    specs = {f"layer.{i}": spec for i, spec in enumerate(members)}
-    (group,) = config.kv_cache_groups
-    group.layer_names = list(specs)
-    group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs)
-    return cache_groups(config)
-
-
-def test_the_largest_window_of_a_group_covers_the_others() -> None:
-    assert uniform(6, 30, 13) == (CacheGroup(0, 4, 30),)
-
-
-def test_a_layer_with_full_attention_needs_all_blocks_of_its_group() -> None:
-    assert uniform(6, None, 30) == (CacheGroup(0, 4, None),)
-
-
-def test_chunks_of_one_size_stay_chunks() -> None:
-    assert uniform(chunks=(8, 8)) == (CacheGroup(0, 4, chunk_tokens=8),)
-
-
-def test_layers_that_read_by_different_rules_need_all_blocks() -> None:
-    assert uniform(chunks=(8, 12)) == (FULL,)
-    assert uniform(6, chunks=(8,)) == (FULL,)
-
-
-def test_a_full_attention_spec_that_notes_a_rule_keeps_all_blocks() -> None:
-    """So vLLM describes windows and chunks where its hybrid manager is off: nothing is freed."""
-    config = make_kv_cache_config([FULL], 40)
-    config.kv_cache_groups[0].kv_cache_spec = FullAttentionSpec(
-        block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32, sliding_window=6
-    )
-    assert cache_groups(config) == (FULL,)
-    config.kv_cache_groups[0].kv_cache_spec = FullAttentionSpec(
-        block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32, attention_chunk_size=8
-    )
-    assert cache_groups(config) == (FULL,)

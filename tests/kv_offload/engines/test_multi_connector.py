@@ -17,8 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import kv_offload.engines.vllm.connector
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm import compat as engine_compat
 from kv_offload.engines.vllm.plugin import CONNECTOR
+from kv_offload.engines.vllm.start import build as start
+from kv_offload.engines.vllm.start.ranks import ask_ranks
 from kv_offload.errors import UnsupportedError
 from tests.support.fakes import (
     OTHER,
@@ -138,7 +139,7 @@ def test_ranks_are_asked_what_they_hold(ranks: int) -> None:
 
 def test_ranks_that_nobody_can_ask() -> None:
     with pytest.raises(UnsupportedError, match="use KVOffloadConnector without MultiConnector"):
-        engine_compat.ask_ranks(lambda _worker: None)
+        ask_ranks(lambda _worker: None)
 
 
 # -- configurations ----------------------------------------------------------------------------
@@ -164,9 +165,7 @@ def nested(plugin: dict[str, Any]) -> dict[str, Any]:
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the plugin warns of."""
     messages: list[str] = []
-    monkeypatch.setattr(
-        engine_compat.logger, "warning", lambda text, *args: messages.append(text % args)
-    )
+    monkeypatch.setattr(start.logger, "warning", lambda text, *args: messages.append(text % args))
     return messages
 
 
@@ -211,7 +210,7 @@ def test_ours_twice_is_refused(deep: bool) -> None:
 
 
 def test_an_engine_with_one_connector_keeps_its_own_configuration(warned: list[str]) -> None:
-    assert engine_compat.enclosing_configs() == ()
+    assert start.enclosing_configs() == ()
     assert PlayedEngine().connector._is_member is False
     assert warned == []
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
+
 import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
@@ -7,7 +10,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kv_offload.engines.vllm.plugin import CONNECTOR, register
+from kv_offload.engines.vllm.plugin import CONNECTOR, VLLM_LOG, register
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +46,33 @@ def test_a_users_configuration_finds_it() -> None:
     register()
     config = KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both")
     assert KVConnectorFactory.get_connector_class(config).__name__ == CONNECTOR
+
+
+# -- the log ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chosen_level() -> Iterator[Callable[[int], None]]:
+    before = VLLM_LOG.level
+    yield VLLM_LOG.setLevel
+    VLLM_LOG.setLevel(before)
+
+
+@pytest.mark.parametrize("name", ["kv_offload", "kv_swap"])
+def test_both_logs_go_to_vllms(
+    monkeypatch: pytest.MonkeyPatch, chosen_level: Callable[[int], None], name: str
+) -> None:
+    assert VLLM_LOG.name.startswith("vllm.")
+    shown: list[str] = []
+    monkeypatch.setattr(VLLM_LOG, "handle", lambda r: shown.append(r.getMessage()))
+    monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+    for _ in range(2):
+        register()
+    chosen_level(logging.INFO)
+    logging.getLogger(f"{name}.some.module").info("page-locked %d bytes", 5)
+    logging.getLogger(f"{name}.some.module").debug("not asked for")
+    assert shown == ["page-locked 5 bytes"]
+    chosen_level(logging.ERROR)
+    logging.getLogger(name).info("not of interest to this user")
+    logging.getLogger(name).error("of interest")
+    assert shown == ["page-locked 5 bytes", "of interest"]

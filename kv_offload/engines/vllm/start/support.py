@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
-from kv_offload.engines.vllm.compat import layer_specs, role_accepts_embeddings
+from kv_offload.engines.vllm.runner import callers
+from kv_offload.engines.vllm.start.groups import SPECS, STATE_SPEC, has_draft_head
+from kv_offload.engines.vllm.versions import layer_specs, role_accepts_embeddings
 from kv_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-FULL_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-WINDOW_SPEC = "SlidingWindowSpec"
-CHUNK_SPEC = "ChunkedLocalAttentionSpec"
-STATE_SPEC = "MambaSpec"
-SPECS = FULL_SPECS | {WINDOW_SPEC, CHUNK_SPEC, STATE_SPEC}
-"""Names of vLLM's KV-cache specs whose blocks, once the pool knows them by hash, are written no
-more. Subclasses with other rules have names of their own and are refused."""
 
 CACHE_DTYPES = frozenset(
     {
@@ -68,7 +62,7 @@ def check_supported(
         *_engine_problems(config, vllm_config, kv_cache_config, version),
         *_member_problems(config, vllm_config, enclosing),
         *_model_problems(kv_cache_config),
-        *_state_problems(config, vllm_config, kv_cache_config),
+        *_state_problems(vllm_config, kv_cache_config),
         *_draft_problems(vllm_config),
     ]
     if problems:
@@ -197,9 +191,7 @@ def _model_problems(kv_cache_config: KVCacheConfig) -> list[str]:
     return problems
 
 
-def _state_problems(
-    config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
-) -> list[str]:
+def _state_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
     """Say which settings leave states (Mamba, gated delta nets) without final blocks."""
     states = [
         spec for spec in layer_specs(kv_cache_config).values() if type(spec).__name__ == STATE_SPEC
@@ -274,50 +266,26 @@ def _draft_modules(speculative: Any) -> int:
     return min(int(modules), int(speculative.num_speculative_tokens))
 
 
-def has_draft_head(vllm_config: VllmConfig) -> bool:
-    """Whether layers of a draft head, fed with the model's states, share its cache groups."""
-    speculative = vllm_config.speculative_config
-    return speculative is not None and speculative.use_eagle()
+def check_keep_on_sleep() -> None:
+    """Raise `UnsupportedError` where a change of weights could pass unseen.
 
-
-def cache_groups(
-    kv_cache_config: KVCacheConfig,
-    decode_context_parallel_size: int = 1,
-    *,
-    draft_head: bool = False,
-) -> tuple[CacheGroup, ...]:
-    """Return the groups of a supported model in the order in which block tables list them.
-
-    With decode context parallelism a block holds the tokens of all its ranks' blocks; with prefill
-    context parallelism alone every rank holds them all. vLLM marks the groups that hold the layers
-    of a draft head where it can tell, and not in all versions, so here all of them count as such.
+    Must be called while the engine core builds its scheduler: it is looked for on the call stack.
     """
-    specs = layer_specs(kv_cache_config)
-    groups = []
-    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
-        members = [specs[name] for name in group.layer_names]
-        # From vLLM 0.32 a spec says whether its tokens are split; before, all attention is.
-        split = all(getattr(spec, "dcp_sharded", True) for spec in members)
-        block_tokens = group.kv_cache_spec.block_size
-        if split:
-            block_tokens *= decode_context_parallel_size
-        rule = _reading_rule(members)
-        groups.append(CacheGroup(group_id, block_tokens, **rule, sees_next_token=draft_head))
-    return tuple(groups)
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-
-def _reading_rule(specs: Sequence[Any]) -> dict[str, Any]:
-    """Return the rule of `CacheGroup` under which every layer of a group finds what it reads.
-
-    Layers of different rules, or chunks of different sizes, keep all blocks. The largest window
-    covers the others.
-    """
-    kinds = {type(spec).__name__ for spec in specs}
-    if kinds == {WINDOW_SPEC}:
-        return {"window_tokens": max(spec.sliding_window for spec in specs)}
-    if kinds == {STATE_SPEC}:
-        return {"holds_state": True}
-    chunks = {getattr(spec, "attention_chunk_size", None) for spec in specs}
-    if kinds == {CHUNK_SPEC} and len(chunks) == 1:
-        return {"chunk_tokens": chunks.pop()}
-    return {}
+    problem = None
+    if "level" not in inspect.signature(EngineCore.sleep).parameters:
+        problem = "this vLLM does not tell the level of a sleep"
+    elif "method" not in inspect.signature(EngineCore.collective_rpc).parameters:
+        problem = "this vLLM does not tell which method is called on the workers"
+    else:
+        core = next((caller for caller in callers() if isinstance(caller, EngineCore)), None)
+        if not isinstance(core, EngineCoreProc):
+            problem = (
+                "the engine core runs in the process of its user, who can change weights without a "
+                "call that the plugin sees; set VLLM_ENABLE_V1_MULTIPROCESSING=1"
+            )
+    if problem is not None:
+        raise UnsupportedError(
+            f"keep_on_sleep is true, but {problem}, or leave keep_on_sleep at false"
+        )

@@ -15,10 +15,10 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm import connector
 from kv_offload.engines.vllm.connector import KVOffloadConnector
 from kv_offload.engines.vllm.plugin import register
-from kv_offload.engines.vllm.replicas import LocalReplicas, count_local_replicas
+from kv_offload.engines.vllm.start import build as start
+from kv_offload.engines.vllm.start.ranks import LocalReplicas, count_local_replicas
 from kv_offload.errors import CapacityError
 from kv_offload.host_memory import HostMemory, read_host_memory
 from tests.support.fakes import PAGE_WORDS, make_kv_cache_config, make_vllm_config
@@ -155,7 +155,7 @@ def test_the_start_is_logged_once_a_replica(
     front_end: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(connector.logger, "info", lambda text, *a: lines.append(text % a))
+    monkeypatch.setattr(start.logger, "info", lambda text, *a: lines.append(text % a))
     for role in KVConnectorRole:
         build(start_replica(front_end, 0), role)
     (line,) = [line for line in lines if "of host memory" in line]

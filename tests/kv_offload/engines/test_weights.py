@@ -14,12 +14,12 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-from kv_offload.engines.vllm import weight_hooks
-from kv_offload.engines.vllm.weight_hooks import (
-    check_keep_on_sleep,
-    may_change_weights,
-    watch_weights,
-)
+from kv_offload.config import OffloadConfig
+from kv_offload.engines.vllm import patches
+from kv_offload.engines.vllm.start import support
+from kv_offload.engines.vllm.start.support import check_keep_on_sleep
+from kv_offload.engines.vllm.versions import vllm_version
+from kv_offload.engines.vllm.weights import may_change_weights
 from kv_offload.errors import UnsupportedError
 from tests.kv_offload.test_hazards import OTHER, PROMPT
 from tests.support.fakes import PlayedEngine, forget
@@ -75,7 +75,7 @@ class OwnProcess(Played, EngineCoreProc):
 @pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The played engine has no engine core on its stack, so the check at start is left out."""
-    monkeypatch.setattr("kv_offload.engines.vllm.connector.check_keep_on_sleep", lambda: None)
+    monkeypatch.setattr("kv_offload.engines.vllm.start.build.check_keep_on_sleep", lambda: None)
 
 
 def make(kind: Callable[[PlayedEngine], Any], *, keep: bool, **arguments: Any) -> Any:
@@ -255,9 +255,16 @@ def test_which_calls_may_change_weights(method: Any, expected: bool) -> None:
     assert may_change_weights(method) is expected
 
 
+def watch() -> None:
+    config = OffloadConfig(cpu_bytes=1, keep_on_sleep=True)
+    patches.install_for_scheduler(
+        patches.Setup(vllm_version(), config, holds_state=False, is_member=False)
+    )
+
+
 def test_a_core_that_is_being_built_may_call_its_workers() -> None:
     """Before it has a scheduler, where another engine of the process is watched already."""
-    watch_weights()
+    watch()
     core = object.__new__(EngineCore)
     core.model_executor = SimpleNamespace(collective_rpc=lambda *arguments: [arguments[0]])
     assert core.collective_rpc("update_max_model_len") == ["update_max_model_len"]
@@ -333,18 +340,11 @@ def test_a_report_under_way_during_a_reset_is_not_heard_twice() -> None:
     engine.check_rest()
 
 
-def test_watching_twice_changes_nothing() -> None:
-    watch_weights()
-    before = (EngineCore.sleep, EngineCore.collective_rpc, EngineCore.reset_prefix_cache)
-    watch_weights()
-    assert before == (EngineCore.sleep, EngineCore.collective_rpc, EngineCore.reset_prefix_cache)
-
-
 def test_the_watched_methods_keep_their_signatures() -> None:
     """vLLM converts what comes from its front end by them."""
     import inspect
 
-    watch_weights()
+    watch()
     assert "level" in inspect.signature(EngineCore.sleep).parameters
     assert "method" in inspect.signature(EngineCore.collective_rpc).parameters
 
@@ -379,7 +379,7 @@ def test_keeping_is_refused_where_the_user_can_reach_the_model() -> None:
 
 @contextlib.contextmanager
 def replaced(name: str, method: Any) -> Iterator[None]:
-    original = weight_hooks.inspect.signature
+    original = support.inspect.signature
 
     class Inspect:
         @staticmethod
@@ -387,7 +387,7 @@ def replaced(name: str, method: Any) -> Iterator[None]:
             return original(method if function is getattr(EngineCore, name) else function)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_hooks, "inspect", Inspect)
+        patch.setattr(support, "inspect", Inspect)
         yield
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kv_offload.engines.vllm.compat import logger
+logger = logging.getLogger(__name__)
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 

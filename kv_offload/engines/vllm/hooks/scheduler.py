@@ -1,0 +1,149 @@
+"""The hooks that vLLM calls on its scheduler's thread; `OffloadScheduler` does the work."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+from kv_offload.engines.vllm.halves import local_rank
+from kv_offload.engines.vllm.hooks.errors import HookErrors, survives
+from kv_offload.engines.vllm.metadata import ConnectorMetadata
+from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacities
+from kv_offload.messages import WorkerCapacity
+from kv_offload.scheduler.scheduler import OffloadScheduler
+from kv_offload.worker.worker import OffloadWorker
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
+    """The half of `KVOffloadConnector` that lives with vLLM's scheduler."""
+
+    engine_id: str | None
+    hook_errors: HookErrors
+    offload_scheduler: OffloadScheduler
+    _is_member: bool
+    _alone: bool
+    """Whether the only rank may live in this process."""
+    _rank: weakref.ref[OffloadWorker] | None
+    """That rank, once it was found."""
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a store that is dropped is a later miss, nothing more."""
+        return False
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
+        """Take the ranks' capacities. Inside a MultiConnector the metadata is another's: ask them.
+
+        Raises `UnsupportedError` where they cannot be asked.
+        """
+        capacities = [rank for rank in metadata.values() if isinstance(rank, WorkerCapacity)]
+        if self._is_member:
+            answers = ask_ranks(rank_capacities)
+            capacities = [capacity for answer in answers for capacity in answer]
+        if capacities:
+            self.offload_scheduler.set_num_slots(min(rank.num_slots for rank in capacities))
+            self.offload_scheduler.ranks_ready({c.rank: c.ready_slots for c in capacities})
+            if not all(rank.synchronous_loads for rank in capacities):
+                self.offload_scheduler.load_mode.allowed = False
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """See `OffloadScheduler.bind_pool`."""
+        self.offload_scheduler.bind_pool(gpu_block_pool)
+
+    @survives(lambda self, request, _: self._go_on_without(request.request_id))
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See `OffloadScheduler.match`; the only rank may tell of new weights just before."""
+        rank = self._rank_beside()
+        if rank is not None:
+            self.offload_scheduler.weights_were_loaded(rank.weight_loads)
+        return self.offload_scheduler.match(request, num_computed_tokens)
+
+    @survives(lambda self, *arguments: self.offload_scheduler.allocation_failed(*arguments))
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """See `OffloadScheduler.allocated`."""
+        self.offload_scheduler.allocated(request, blocks, num_external_tokens)
+
+    @survives(
+        lambda self, _: ConnectorMetadata.of(self.offload_scheduler.metadata_without_new_stores())
+    )
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
+        """See `OffloadScheduler.build_metadata`."""
+        return ConnectorMetadata.of(self.offload_scheduler.build_metadata(scheduler_output))
+
+    @survives(lambda self, _: None)  # what was not read of the report is read with the next
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take the ranks' reports, with what has ended since, where that is known already.
+
+        A report is as old as the launch of its step; under asynchronous scheduling its copies may
+        have ended one or two steps before anybody hears of it.
+        """
+        if self._is_member and connector_output.invalid_block_ids:
+            self.offload_scheduler.others_load_failed()
+        ended, reported = self._take_ended_loads()
+        self.offload_scheduler.update(connector_output, ended, reported)
+
+    @survives(lambda self: (set(), set()))  # a report will tell
+    def _take_ended_loads(self) -> tuple[set[str], set[str]]:
+        rank = self._rank_beside() if self.offload_scheduler.hears_of_loads else None
+        return (set(), set()) if rank is None else rank.take_ended_loads()
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Let the engine free the blocks at once: what is being stored is pinned."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @survives(lambda self, request, _: self._end_unseen(request.request_id))
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Let the engine free the blocks at once: what is being stored is pinned."""
+        self.offload_scheduler.finished(request, block_ids)
+        return False, None
+
+    def _go_on_without(self, request_id: str) -> tuple[int, bool]:
+        self.offload_scheduler.go_on_without(request_id)
+        return 0, False
+
+    def _end_unseen(self, request_id: str) -> tuple[bool, None]:
+        self.offload_scheduler.forget(request_id)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Keep an idle engine stepping until the last store is reported."""
+        return self.offload_scheduler.has_pending_work
+
+    def has_pending_block_frees(self) -> bool:
+        """Let the engine wait for a store rather than preempt a request. From vLLM 0.32."""
+        return self.offload_scheduler.holds_idle_blocks
+
+    def reset_cache(self) -> bool:
+        """Forget what is in host memory, for instance after the weights changed."""
+        self.offload_scheduler.reset()
+        return True
+
+    def _rank_beside(self) -> OffloadWorker | None:
+        """Return the only rank, if it lives in this process, on the scheduler's thread.
+
+        Found once: it begins before the first step, and ends with the engine.
+        """
+        if self._rank is None and self._alone:
+            rank = local_rank(self.engine_id)
+            if rank is None:
+                self._alone = False
+            else:
+                self._rank = weakref.ref(rank)
+        return None if self._rank is None else self._rank()

@@ -1,0 +1,168 @@
+"""The hooks that vLLM calls on a rank; `OffloadWorker` does the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from kv_offload.engines.vllm import patches
+from kv_offload.engines.vllm.hooks.errors import HookErrors, survives
+from kv_offload.engines.vllm.metadata import ConnectorWorkerMetadata, HandshakeMetadata
+from kv_offload.engines.vllm.runner import before_each_step
+from kv_offload.engines.vllm.versions import changes_blocks
+from kv_offload.messages import LoadJob, OffloadMetadata
+from kv_offload.worker.worker import OffloadWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class WorkerHooks(KVConnectorBase_V1):
+    """The half of `KVOffloadConnector` that lives on a rank."""
+
+    hook_errors: HookErrors
+    offload_worker: OffloadWorker
+    _is_member: bool
+    _by_block: bool
+    """Whether failed loads are reported by block."""
+    _failed_loads: dict[str, LoadJob]
+
+    # -- the start of a step -------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See `OffloadWorker.register_kv_caches`."""
+        self.offload_worker.register_kv_caches(kv_caches)
+        before_each_step(self.begin_step)
+        patches.log_new()
+
+    def unregister_kv_caches(self) -> None:
+        """See `OffloadWorker.unregister_kv_caches`. From vLLM 0.33, before a sleep."""
+        self.offload_worker.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """See `OffloadWorker.restore_kv_caches`. From vLLM 0.33, after waking up."""
+        self.offload_worker.restore_kv_caches()
+
+    def get_handshake_metadata(self) -> HandshakeMetadata | None:
+        """Tell the scheduler how many slots this rank holds, and how many are ready.
+
+        None inside a MultiConnector: it hands on the metadata of the first member that has some,
+        and to all of them, most of which fail on another's.
+        """
+        return None if self._is_member else HandshakeMetadata.of(self.offload_worker.capacity())
+
+    @survives(lambda self, scheduler_output: None)  # the later hooks start what was not
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Submit this step's copies before the engine prepares it, unless that touches KV blocks.
+
+        Preparing takes the host some milliseconds, in which the link need not idle. Below a
+        MultiConnector the metadata is that one's, and copies start with the later hooks.
+        """
+        metadata = scheduler_output.kv_connector_metadata
+        if isinstance(metadata, OffloadMetadata) and not changes_blocks(scheduler_output):
+            self.offload_worker.start_copies(metadata)
+
+    @survives(lambda self, metadata: None)  # what is queued stays so
+    def handle_preemptions(self, kv_connector_metadata: OffloadMetadata) -> None:
+        """Submit the last step's stores, if they were not: this is the first hook of every step.
+
+        Runner V1 zeroes and copies blocks after it, runner V2 before it. Neither touches the pinned
+        sources of a store.
+        """
+        self.offload_worker.submit_stores()
+
+    def bind_connector_metadata(self, connector_metadata: OffloadMetadata) -> None:
+        """Have the forward wait for its loads: this hook comes after zeroing and just before it.
+
+        `start_load_kv` would not do: from vLLM 0.32 it is called after the forward was launched.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        self.start_kv_transfers(connector_metadata)
+
+    @survives(lambda self, metadata: self.offload_worker.rescue(metadata))
+    def start_kv_transfers(self, metadata: OffloadMetadata) -> None:
+        """See `OffloadWorker.start_kv_transfers`."""
+        self.offload_worker.start_kv_transfers(metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Do nothing: the loads of this step run already."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Have compute wait for what this layer reads, where a load still arrives.
+
+        Called by attention layers, on the host, just before they are queued. Costs next to nothing
+        in every other step.
+        """
+        on_layer = self.offload_worker.on_layer
+        if on_layer is not None:
+            self._call_on_layer(on_layer, layer_name)
+
+    @survives(lambda self, on_layer, layer_name: None)  # such a layer counts as one without a call
+    def _call_on_layer(self, on_layer: Callable[[str], None], layer_name: str) -> None:
+        on_layer(layer_name)
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Do nothing: blocks are stored whole, over all layers."""
+
+    # -- the end of a step ---------------------------------------------------------------------
+
+    def prepare_store_kv(self, metadata: OffloadMetadata) -> None:
+        """See `OffloadWorker.prepare_store_kv`."""
+        self.offload_worker.prepare_store_kv(metadata)
+
+    @survives(lambda self: None)  # `get_finished` queues them
+    def wait_for_save(self) -> None:
+        """Queue this step's stores. Nothing is waited for: their sources are pinned."""
+        self.prepare_store_kv(self._get_connector_metadata())
+
+    @survives(lambda self, _: self._end_step_anyhow())
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Queue this step's stores where `wait_for_save` was skipped; report the loads that ended.
+
+        vLLM 0.26 and 0.28 do not call `wait_for_save` in a step without a forward.
+        """
+        if self.has_connector_metadata():
+            self.prepare_store_kv(self._get_connector_metadata())
+        self.offload_worker.poll()
+        received, self._failed_loads = self.offload_worker.take_received()
+        return None, received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Report the loads that ended and those that failed. From vLLM 0.32."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = set(self._failed_loads)
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Name the blocks of failed loads where a request can be ended in no other way.
+
+        Of asynchronous loads only: nothing has read these blocks.
+        """
+        if not self._by_block:
+            return set()
+        return {int(block) for job in self._failed_loads.values() for block in job.pairs[:, 0]}
+
+    @survives(lambda self: ConnectorWorkerMetadata.of(self.offload_worker.take_losses()))
+    def build_connector_worker_meta(self) -> ConnectorWorkerMetadata | None:
+        """Report the stores that ended, and again the loads that failed.
+
+        After an error the next step reports what need not be told in this one.
+        """
+        return ConnectorWorkerMetadata.of(self.offload_worker.take_report())
+
+    def _end_step_anyhow(self) -> tuple[None, None]:
+        """Let nothing of this step be left; what ended is reported by the next one."""
+        if self.has_connector_metadata():
+            self.offload_worker.end_step_anyhow(self._get_connector_metadata())
+        return None, None

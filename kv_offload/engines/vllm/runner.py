@@ -1,0 +1,116 @@
+"""What a rank asks of vLLM: its model runner, found on the call stack, and the forward's context.
+
+vLLM hands a connector no runner. But the runner calls `register_kv_caches`, so it is the `self` of
+a frame above. A MultiConnector and the engine core are found the same way while they build us.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kv_offload.engine import KVCaches
+from kv_offload.engines.vllm import patches
+from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors, layer_regions
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def callers() -> Iterator[Any]:
+    """Yield what is called `self` in the caller and in its callers, the nearest first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_locals.get("self")
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def find_runner() -> Any | None:
+    """Return the model runner on the call stack, the nearest if there are several."""
+    return next((caller for caller in callers() if hasattr(caller, "execute_model")), None)
+
+
+class VLLMRank:
+    """Implements `kv_offload.engine.RankEngine`."""
+
+    def __init__(self, kv_cache_config: KVCacheConfig) -> None:
+        self._kv_cache_config = kv_cache_config
+
+    def describe_kv_caches(self, kv_caches: Mapping[str, Any]) -> KVCaches:
+        """Return the layout, the tensors, and which regions each layer reads."""
+        layout = describe_kv_caches(kv_caches, self._kv_cache_config)
+        return KVCaches(layout, kv_tensors(kv_caches), layer_regions(kv_caches, layout))
+
+    def find_output_copy_stream(self) -> Any | None:
+        """Return the stream on which the model runner copies sampled tokens to the host, if any.
+
+        Runner V2 owns the stream from its construction on. Runner V1 makes it at first use, which
+        this brings forward where asynchronous scheduling will use it. The stream lives as long as
+        the runner.
+        """
+        for runner in callers():
+            stream = getattr(runner, "output_copy_stream", None)
+            if stream is not None:
+                return stream
+            make = getattr(runner, "_get_or_create_async_output_copy_stream", None)
+            if make is not None:
+                return make() if getattr(runner, "use_async_scheduling", False) else None
+        return None
+
+    def count_weight_loads(self) -> Callable[[], int]:
+        """Have the runner's model count its `load_weights`; return what tells the count, from 0.
+
+        Trainers in the engine's process call that method, past everything that the engine core
+        sees. Without a runner the count stays 0. What tells the count keeps nothing of the model
+        alive, nor does the model keep anything of ours.
+        """
+        loads = 0
+
+        def count(*_args: Any, **_kwargs: Any) -> None:
+            nonlocal loads
+            loads += 1
+
+        get_model = getattr(find_runner(), "get_model", None)
+        model = None if get_model is None else get_model()
+        if hasattr(type(model), "load_weights"):
+            patches.tell(patches.LOAD_WEIGHTS, model, count)
+        return lambda: loads
+
+    def forward_context(self) -> object | None:
+        """Return vLLM's context of the forward that runs or is about to; None without one."""
+        from vllm import forward_context as contexts
+
+        return contexts.get_forward_context() if contexts.is_forward_context_available() else None
+
+    def forward_with_layer_calls(self) -> tuple[object, Hashable] | None:
+        """Return the forward about to run if its attention layers call `wait_for_layer_load`.
+
+        Asked where the connector's metadata is bound. There runner V1 has set the forward's
+        context, and runner V2 has unless it replays a full graph. None for a full graph, for
+        micro-batches, which run under contexts of their own on several threads, for steps without
+        attention, and wherever a version does not say which of these it is.
+        """
+        context = self.forward_context()
+        mode = getattr(getattr(context, "cudagraph_runtime_mode", None), "name", None)
+        metadata = getattr(context, "attn_metadata", None)
+        if mode not in ("NONE", "PIECEWISE") or not isinstance(metadata, dict) or not metadata:
+            return None
+        if getattr(context, "ubatch_slices", context) is not None:
+            return None
+        return context, (mode, getattr(context, "skip_compiled", None))
+
+
+def before_each_step(call: Callable[[Any], None]) -> None:
+    """Have the model runner call `call(scheduler_output)` before it does anything for a step.
+
+    The connector's own first hook comes later: just before the forward in runner V2, in V1 not
+    before some preparations. Without a runner on the call stack nothing changes.
+    """
+    runner = find_runner()
+    if runner is not None:
+
+        def begin(scheduler_output: Any, *_args: Any, **_kwargs: Any) -> None:
+            call(scheduler_output)
+
+        patches.tell(patches.EXECUTE_MODEL, runner, begin)

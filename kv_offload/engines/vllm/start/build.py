@@ -1,0 +1,139 @@
+"""Builds the connector's half for its role, from vLLM's configuration."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+from kv_offload.config import OffloadConfig, TracedConfig, trace_config
+from kv_offload.engines.vllm import patches
+from kv_offload.engines.vllm.runner import VLLMRank, callers
+from kv_offload.engines.vllm.start.groups import (
+    cache_groups,
+    has_draft_head,
+    ranks_with_equal_bytes,
+)
+from kv_offload.engines.vllm.start.ranks import (
+    count_local_replicas,
+    gather_over_ranks,
+    tensor_parallel_ranks,
+)
+from kv_offload.engines.vllm.start.support import (
+    check_keep_on_sleep,
+    check_supported,
+    consequences,
+)
+from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
+from kv_offload.scheduler.scheduler import OffloadScheduler
+from kv_offload.worker.capacity import check_available, describe_share, warn_of_hidden_replicas
+from kv_offload.worker.sharing import ALONE, Peers, arena_bytes
+from kv_offload.worker.worker import OffloadWorker
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a connector is built from: vLLM's configuration, and what was read of it."""
+
+    vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig
+    version: tuple[int, int]
+    traced: TracedConfig
+    hidden_replicas: bool
+    enclosing: tuple[KVTransferConfig, ...]
+    """The transfer configurations of the MultiConnectors around this connector, inner first."""
+
+    @property
+    def config(self) -> OffloadConfig:
+        """The user's options."""
+        return self.traced.config
+
+
+def read_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engine:
+    """Read the user's options and check that the engine can be served.
+
+    Called while the connector is built. Raises `ConfigError`, `CapacityError`, `UnsupportedError`.
+    """
+    version = vllm_version()
+    replicas = count_local_replicas(vllm_config)
+    options = vllm_config.kv_transfer_config.kv_connector_extra_config
+    traced = trace_config(options, replicas=replicas.count)
+    enclosing = enclosing_configs()
+    check_supported(traced.config, vllm_config, kv_cache_config, version, enclosing)
+    return Engine(vllm_config, kv_cache_config, version, traced, replicas.hidden, enclosing)
+
+
+def enclosing_configs() -> tuple[KVTransferConfig, ...]:
+    """Return the transfer configurations of the MultiConnectors that build the caller, inner first.
+
+    A member is given a copy of the engine's configuration that has its own in this place, and no
+    way to theirs, of which the engine reads the outermost. They are looked for on the call stack,
+    so this must be called while the connector is built. Empty for the engine's own connector.
+    """
+    return tuple(
+        caller._vllm_config.kv_transfer_config
+        for caller in callers()
+        if isinstance(caller, MultiConnector)
+    )
+
+
+def build_scheduler(engine: Engine) -> OffloadScheduler:
+    """Build the scheduler's half, and patch vLLM for it."""
+    config, vllm_config, enclosing = engine.config, engine.vllm_config, engine.enclosing
+    for consequence in consequences(config, vllm_config, enclosing):
+        logger.warning("kv-offload: %s", consequence)
+    # Read by the engine's scheduler after it has built its connector.
+    engine_config = enclosing[-1] if enclosing else vllm_config.kv_transfer_config
+    engine_config.kv_load_failure_policy = config.on_load_failure
+    parallel = vllm_config.parallel_config
+    groups = cache_groups(
+        engine.kv_cache_config,
+        parallel.decode_context_parallel_size,
+        draft_head=has_draft_head(vllm_config),
+    )
+    slot_bytes = bytes_per_block(engine.kv_cache_config)
+    # At most: ranks that cannot share memory, or stages with larger blocks, report less.
+    sharing_ranks = ranks_with_equal_bytes(parallel, engine.kv_cache_config)
+    rank_bytes = arena_bytes(config.cpu_bytes, parallel.world_size, sharing_ranks)
+    scheduler = OffloadScheduler(
+        config,
+        groups,
+        max(1, rank_bytes // slot_bytes),
+        slot_bytes,
+        parallel.world_size,
+        make_block_hash_with_group_id,
+    )
+    if config.keep_on_sleep:
+        check_keep_on_sleep()
+    holds_state = any(group.holds_state for group in groups)
+    patches.install_for_scheduler(
+        patches.Setup(engine.version, config, holds_state, is_member=bool(enclosing))
+    )
+    logger.info("kv-offload: %s", config.describe())
+    logger.info("kv-offload: %s", describe_share(engine.traced))
+    if engine.hidden_replicas:
+        warn_of_hidden_replicas(engine.traced)
+    return scheduler
+
+
+def build_worker(engine: Engine) -> OffloadWorker:
+    """Build a rank's half. No rank takes memory before all have looked how much there is."""
+    check_available(engine.traced, gather_over_ranks)
+    parallel = engine.vllm_config.parallel_config
+    shares = ranks_with_equal_bytes(parallel, engine.kv_cache_config) > 1
+    return OffloadWorker(
+        engine.config,
+        VLLMRank(engine.kv_cache_config),
+        parallel.rank,
+        parallel.world_size,
+        Peers(*tensor_parallel_ranks()) if shares else ALONE,
+    )

@@ -1,0 +1,86 @@
+"""The model's cache groups, and which ranks hold the same bytes, as vLLM's specs say it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm.versions import layer_specs
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+LATENT_SPEC = "MLAAttentionSpec"
+FULL_SPECS = frozenset({"FullAttentionSpec", LATENT_SPEC})
+WINDOW_SPEC = "SlidingWindowSpec"
+CHUNK_SPEC = "ChunkedLocalAttentionSpec"
+STATE_SPEC = "MambaSpec"
+SPECS = FULL_SPECS | {WINDOW_SPEC, CHUNK_SPEC, STATE_SPEC}
+"""Names of vLLM's KV-cache specs whose blocks, once the pool knows them by hash, are written no
+more. Subclasses with other rules have names of their own and are refused."""
+
+
+def has_draft_head(vllm_config: VllmConfig) -> bool:
+    """Whether layers of a draft head, fed with the model's states, share its cache groups."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.use_eagle()
+
+
+def cache_groups(
+    kv_cache_config: KVCacheConfig,
+    decode_context_parallel_size: int = 1,
+    *,
+    draft_head: bool = False,
+) -> tuple[CacheGroup, ...]:
+    """Return the groups of a supported model in the order in which block tables list them.
+
+    With decode context parallelism a block holds the tokens of all its ranks' blocks; with prefill
+    context parallelism alone every rank holds them all. vLLM marks the groups that hold the layers
+    of a draft head where it can tell, and not in all versions, so here all of them count as such.
+    """
+    specs = layer_specs(kv_cache_config)
+    groups = []
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        members = [specs[name] for name in group.layer_names]
+        # From vLLM 0.32 a spec says whether its tokens are split; before, all attention is.
+        split = all(getattr(spec, "dcp_sharded", True) for spec in members)
+        block_tokens = group.kv_cache_spec.block_size
+        if split:
+            block_tokens *= decode_context_parallel_size
+        rule = _reading_rule(members)
+        groups.append(CacheGroup(group_id, block_tokens, **rule, sees_next_token=draft_head))
+    return tuple(groups)
+
+
+def _reading_rule(specs: Sequence[Any]) -> dict[str, Any]:
+    """Return the rule of `CacheGroup` under which every layer of a group finds what it reads.
+
+    Layers of different rules, or chunks of different sizes, keep all blocks. The largest window
+    covers the others.
+    """
+    kinds = {type(spec).__name__ for spec in specs}
+    if kinds == {WINDOW_SPEC}:
+        return {"window_tokens": max(spec.sliding_window for spec in specs)}
+    if kinds == {STATE_SPEC}:
+        return {"holds_state": True}
+    chunks = {getattr(spec, "attention_chunk_size", None) for spec in specs}
+    if kinds == {CHUNK_SPEC} and len(chunks) == 1:
+        return {"chunk_tokens": chunks.pop()}
+    return {}
+
+
+def ranks_with_equal_bytes(parallel: ParallelConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Return how many tensor-parallel ranks hold the same KV bytes: all of them, or 1.
+
+    `kv_cache_config` is that of a pipeline stage. With decode context parallelism each rank has
+    tokens of its own. From vLLM 0.32 a spec says over how many ranks it is split, if it knows.
+    """
+    ranks = int(parallel.tensor_parallel_size)
+    specs = layer_specs(kv_cache_config).values()
+    equal = parallel.decode_context_parallel_size == 1 and all(
+        type(spec).__name__ == LATENT_SPEC and getattr(spec, "max_tp_shards", 1) == 1
+        for spec in specs
+    )
+    return ranks if equal and specs else 1

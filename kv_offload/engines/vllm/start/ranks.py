@@ -1,0 +1,132 @@
+"""What ranks tell each other and the scheduler at start, and how many replicas share this host.
+
+vLLM builds the connector in the processes of a replica, and there the configuration may no longer
+say it. Of a dense model each replica is made an engine of its own, whose data-parallel sizes are 1.
+With external load balancing, and where a user starts the replicas (`VLLM_DP_SIZE`), every process
+says that it has one. So the front end notes the number while it is known, and what remains is
+inferred from the address at which replicas meet.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kv_offload.engines.vllm.halves import workers_of_process
+from kv_offload.engines.vllm.patches import NOTED_REPLICAS
+from kv_offload.engines.vllm.runner import callers
+from kv_offload.errors import UnsupportedError
+from kv_offload.messages import WorkerCapacity
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# -- ranks -------------------------------------------------------------------------------------
+
+
+def ask_ranks(method: Callable[[Any], Any]) -> list[Any]:
+    """Have every rank call `method(worker)` and return the answers, in the order of the ranks.
+
+    Blocks. For a hook that the engine core calls while it is built: it is looked for on the call
+    stack. Raises `UnsupportedError` where there is none.
+    """
+    for core in callers():
+        if hasattr(core, "model_executor"):
+            answers: list[Any] = core.model_executor.collective_rpc(method)
+            return answers
+    raise UnsupportedError(
+        "inside a MultiConnector kv-offload asks its ranks through vLLM's engine core, which is "
+        "not on the call stack in this vLLM: use KVOffloadConnector without MultiConnector"
+    )
+
+
+def rank_capacities(_worker: Any) -> list[WorkerCapacity]:
+    """Return what this process's rank holds. Runs in the worker, once its KV cache is there."""
+    return [worker.capacity() for worker in workers_of_process()]
+
+
+def tensor_parallel_ranks() -> tuple[int, int, Callable[[Any], list[Any]]]:
+    """Return this rank's index in its tensor-parallel group, their number, and how they agree.
+
+    The last returns what each rank of the group gives, in order; all must call it. It goes through
+    the group's CPU side, and blocks.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    return group.rank_in_group, group.world_size, lambda value: _gather(value, group)
+
+
+def gather_over_ranks(value: Any) -> list[Any]:
+    """Return what each rank of this replica gives, this one's first where it is alone.
+
+    All ranks of the replica must call it; blocks. Where no engine has formed groups the caller is
+    alone. It goes through the groups of tensor, pipeline and prefill context parallelism, in turn:
+    vLLM's group of all ranks has the other replicas' too in a mixture of experts.
+    """
+    import torch
+    from vllm.distributed import parallel_state
+
+    gathered = [value]
+    if torch.distributed.is_initialized():
+        for name in ("get_tp_group", "get_pp_group", "get_pcp_group"):
+            group = getattr(parallel_state, name)()
+            if group.world_size > 1:
+                gathered = [item for part in _gather(gathered, group) for item in part]
+    return gathered
+
+
+def _gather(value: Any, group: Any) -> list[Any]:
+    import torch
+
+    gathered: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(gathered, value, group=group.cpu_group)
+    return gathered
+
+
+# -- replicas ----------------------------------------------------------------------------------
+
+_REPLICA_ID = re.compile(r"_dp[0-9]+$")
+"""What vLLM appends to the engine id of each replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalReplicas:
+    """The replicas of one engine on this host, the asking one included."""
+
+    count: int
+    hidden: bool = False
+    """Whether there may be more, which cannot be seen from here."""
+
+
+def count_local_replicas(
+    vllm_config: VllmConfig, environ: Mapping[str, str] = os.environ
+) -> LocalReplicas:
+    """Return how many replicas of this engine run on this host, as far as it can be seen.
+
+    Equal in all processes of a replica. Engines that only happen to run beside it are not counted.
+    """
+    parallel = vllm_config.parallel_config
+    noted = int(getattr(parallel, NOTED_REPLICAS, 1))
+    local = max(noted, int(parallel.data_parallel_size_local))
+    if local > 1:
+        return LocalReplicas(local)
+    if parallel.data_parallel_size == 1:
+        transfer = vllm_config.kv_transfer_config
+        return LocalReplicas(1, hidden=bool(_REPLICA_ID.search(transfer.engine_id or "")))
+    if _is_this_host(parallel.data_parallel_master_ip):
+        return LocalReplicas(int(parallel.data_parallel_size))
+    apart = parallel.data_parallel_external_lb or int(environ.get("VLLM_DP_SIZE", "1")) > 1
+    return LocalReplicas(1, hidden=bool(apart))
+
+
+def _is_this_host(address: str) -> bool:
+    """Whether nobody outside this host can meet at an address."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"

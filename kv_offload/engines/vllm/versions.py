@@ -1,0 +1,105 @@
+"""Which versions of vLLM are supported, and what is named or counted otherwise in each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kv_offload.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+OLDEST, NEWEST = (0, 26), (0, 33)
+"""Minor versions whose connector interface this plugin was written against and tested with."""
+
+
+def check_version(version: str) -> tuple[int, int]:
+    """Return vLLM's (major, minor). Raises `UnsupportedError` outside the supported range."""
+    try:
+        major, minor = (int(part) for part in version.split(".")[:2])
+    except ValueError:
+        major, minor = -1, -1
+    if not OLDEST <= (major, minor) <= NEWEST:
+        raise UnsupportedError(
+            f"kv-offload works with vLLM {dotted(OLDEST)} to {dotted(NEWEST)}, this is "
+            f"{version!r}; install a vLLM in that range or a kv-offload that supports yours"
+        )
+    return major, minor
+
+
+def dotted(version: tuple[int, int]) -> str:
+    """Return a version as it is written."""
+    return ".".join(map(str, version))
+
+
+def vllm_version() -> tuple[int, int]:
+    """Return the running vLLM's (major, minor), checked."""
+    import vllm
+
+    return check_version(vllm.__version__)
+
+
+def reports_failed_requests(version: tuple[int, int]) -> bool:
+    """Whether a failed load is reported by request (0.32 and newer), not by block."""
+    return version >= (0, 32)
+
+
+def layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, Any]:
+    """Return the KV-cache spec of every layer; uniform groups keep one per layer."""
+    specs = {}
+    for group in kv_cache_config.kv_cache_groups:
+        per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None) or {}
+        for name in group.layer_names:
+            specs[name] = per_layer.get(name, group.kv_cache_spec)
+    return specs
+
+
+def bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
+    """Return the bytes of one block over all tensors of this rank.
+
+    Up to 0.31 every `KVCacheTensor` is an allocation of its own unless it is packed; from 0.32 all
+    of them describe places in one allocation of `size` bytes.
+    """
+    tensors = kv_cache_config.kv_cache_tensors
+    shared = hasattr(tensors[0], "layers") or getattr(tensors[0], "block_stride", 0) > 0
+    total = tensors[0].size if shared else sum(tensor.size for tensor in tensors)
+    return int(total) // int(kv_cache_config.num_blocks)
+
+
+def host_hit_source() -> Any:
+    """Return the engine's label for hits in host memory; None before vLLM had such labels."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return getattr(CacheHitSource, "HOST", None)
+
+
+def changes_blocks(scheduler_output: Any) -> bool:
+    """Whether the runner zeroes or copies KV blocks for this step, before its forward.
+
+    Not counted are copies of states between the blocks of a request that runs.
+    """
+    return bool(
+        scheduler_output.new_block_ids_to_zero
+        or getattr(scheduler_output, "kv_cache_block_copies", None)
+    )
+
+
+def role_accepts_embeddings(vllm_config: Any, transfer_config: Any) -> bool:
+    """Whether vLLM accepts embeddings in place of images because of `kv_role`, as 0.32 does.
+
+    It then turns `enable_mm_embeds` on, and keeps no note of whether it was on before. 0.28 only
+    allows that embeddings which the user has enabled come without their data, 0.26 nothing.
+    """
+    from vllm.config import VllmConfig
+
+    inputs = getattr(vllm_config.model_config, "multimodal_config", None)
+    encoders = getattr(vllm_config, "ec_transfer_config", None)
+    return (
+        not hasattr(VllmConfig, "_resolve_allow_missing_mm_embeddings")
+        and transfer_config.is_kv_consumer
+        and getattr(inputs, "enable_mm_embeds", False)
+        and getattr(inputs, "allow_missing_mm_embeddings", False)
+        and not (encoders is not None and encoders.is_ec_consumer)
+    )

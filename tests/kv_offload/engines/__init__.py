@@ -1,0 +1,1 @@
+"""What knows vLLM: `kv_offload.engines.vllm`."""

@@ -1,0 +1,137 @@
+"""The figures as vLLM takes them: its log line, and Prometheus."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+import vllm
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kv_offload.engines.vllm.connector import KVOffloadConnector
+from kv_offload.engines.vllm.metrics import ConnectorPromMetrics, ConnectorStats
+from kv_offload.metrics import METRICS, PREFIX
+
+COUNTERS = [metric.name for metric in METRICS if metric.kind == "counter"]
+GAUGES = [metric.name for metric in METRICS if metric.kind == "gauge"]
+
+
+def stats(**figures: float) -> ConnectorStats:
+    return ConnectorStats(data=dict(figures))
+
+
+# -- stats -------------------------------------------------------------------------------------
+
+
+def test_counters_add_up_and_gauges_are_replaced() -> None:
+    total = stats(stored_bytes=10, slots_in_use=3, evictions=1)
+    result = total.aggregate(stats(stored_bytes=5, slots_in_use=7, failed_loads=2))
+    assert result is total
+    assert total.data == {
+        "stored_bytes": 15,
+        "slots_in_use": 7,
+        "evictions": 1,
+        "failed_loads": 2,
+    }
+
+
+def test_aggregating_leaves_the_other_alone() -> None:
+    other = stats(stored_bytes=5)
+    stats(stored_bytes=1).aggregate(other)
+    assert other.data == {"stored_bytes": 5}
+
+
+def test_reset_forgets_everything_and_shares_nothing() -> None:
+    figures = stats(evictions=1)
+    data = figures.data
+    figures.reset()
+    assert figures.is_empty()
+    assert data == {"evictions": 1}
+    assert ConnectorStats().data is not ConnectorStats().data
+
+
+def test_the_log_line_has_figures_of_a_readable_length() -> None:
+    assert stats(stored_seconds=0.123456789, slots=3).reduce() == {
+        "stored_seconds": 0.1235,
+        "slots": 3,
+    }
+
+
+def test_stats_cross_a_process_boundary() -> None:
+    figures = stats(stored_bytes=5, slots=2)
+    assert pickle.loads(pickle.dumps(figures)).data == figures.data
+    rebuilt = KVOffloadConnector.build_kv_connector_stats(data=figures.data)
+    assert isinstance(rebuilt, ConnectorStats)
+    assert rebuilt.data == figures.data
+    assert KVOffloadConnector.build_kv_connector_stats().is_empty()
+
+
+# -- names -------------------------------------------------------------------------------------
+
+
+def test_names_are_not_vllms() -> None:
+    """Two collectors of one name end the API server; some prefixes belong to its connectors."""
+    assert PREFIX.startswith("vllm:"), "vLLM unregisters its metrics by name for a second engine"
+    assert not PREFIX.startswith(("vllm:kv_offload_", "vllm:simple_kv_offload_"))
+    package = Path(vllm.__file__).parent
+    sources = [*(package / "v1/metrics").rglob("*.py"), *(package / "distributed").rglob("*.py")]
+    assert len(sources) > 20
+    assert not [source for source in sources if PREFIX in source.read_text()]
+
+
+# -- Prometheus --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+def build(registry: CollectorRegistry, engines: int = 1) -> ConnectorPromMetrics:
+    """Build the metrics as vLLM's front end does, in a registry of our own."""
+    types: dict[Any, Any] = {
+        kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
+    }
+    labels = ["model_name", "engine"]
+    per_engine: dict[int, list[object]] = {engine: ["m", str(engine)] for engine in range(engines)}
+    return KVOffloadConnector.build_prom_metrics(
+        SimpleNamespace(kv_transfer_config=None), types, labels, per_engine
+    )
+
+
+def value(registry: CollectorRegistry, name: str, engine: int = 0) -> float | None:
+    suffix = "_total" if name in COUNTERS else ""
+    labels = {"model_name": "m", "engine": str(engine)}
+    return registry.get_sample_value(f"{PREFIX}{name}{suffix}", labels)
+
+
+def test_every_metric_reads_zero_before_its_first_event(registry: CollectorRegistry) -> None:
+    build(registry, engines=2)
+    for engine in (0, 1):
+        assert {value(registry, metric.name, engine) for metric in METRICS} == {0.0}
+
+
+def test_counters_grow_and_gauges_are_set(registry: CollectorRegistry) -> None:
+    metrics = build(registry, engines=2)
+    metrics.observe({"stored_bytes": 5, "slots": 9}, engine_idx=1)
+    metrics.observe({"stored_bytes": 6, "slots": 4}, engine_idx=1)
+    assert value(registry, "stored_bytes", 1) == 11
+    assert value(registry, "slots", 1) == 4
+    assert value(registry, "stored_bytes", 0) == 0
+    metrics.observe({"stored_bytes": 3})
+    assert value(registry, "stored_bytes", 0) == 3
+
+
+@pytest.mark.parametrize("name", [*COUNTERS, *GAUGES])
+def test_what_the_stats_hold_can_be_observed(registry: CollectorRegistry, name: str) -> None:
+    figures = ConnectorStats()
+    (figures.count if name in COUNTERS else figures.gauge)(name, 2)
+    build(registry).observe(figures.data)
+    assert value(registry, name) == 2

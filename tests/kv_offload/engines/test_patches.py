@@ -1,0 +1,341 @@
+"""The list of patches, how they are installed, and what the smaller ones do."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
+
+from kv_offload.config import OffloadConfig
+from kv_offload.engines.vllm import drain, patches
+from kv_offload.engines.vllm.patches import MARK, PATCHES, Patch, Setup
+from kv_offload.engines.vllm.versions import NEWEST, OLDEST, dotted, vllm_version
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+CLASSES = [patch for patch in PATCHES if patch.where != "rank"]
+
+
+def named(method: str) -> Patch:
+    (found,) = [patch for patch in PATCHES if patch.target.rpartition(".")[2] == method]
+    return found
+
+
+def owner_of(patch: Patch) -> Any:
+    module, _, path = patch.target.partition(":")
+    return getattr(importlib.import_module(module), path.partition(".")[0])
+
+
+def setup(**more: Any) -> Setup:
+    options = {
+        "version": vllm_version(),
+        "config": OffloadConfig(cpu_bytes=1),
+        "holds_state": False,
+        "is_member": False,
+    }
+    return Setup(**{**options, **more})
+
+
+def wrap(monkeypatch: pytest.MonkeyPatch, method: str, original: Callable[..., Any]) -> Any:
+    """Put the wrapper of a patch around `original`; return the class of vLLM that has it."""
+    owner = owner_of(named(method))
+    monkeypatch.setattr(owner, method, named(method).make(original))
+    return owner
+
+
+# -- the list ----------------------------------------------------------------------------------
+
+
+def row(patch: Patch) -> str:
+    target = patch.target.rpartition(":")[2]
+    versions = "all"
+    if patch.versions != (OLDEST, NEWEST):
+        versions = " to ".join(map(dotted, patch.versions))
+    versions += f"; {patch.when}" if patch.when else ""
+    return f"| `{target}` | {versions} | {patch.why} | {patch.without} | {patch.until} |"
+
+
+def test_every_patch_is_documented() -> None:
+    page = (Path(__file__).parents[3] / "docs/design/patches.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert rows == [row(patch) for patch in PATCHES]
+
+
+@pytest.mark.parametrize("patch", CLASSES, ids=lambda patch: patch.target)
+def test_every_patched_method_is_vllms_own(patch: Patch) -> None:
+    """A renamed method must fail here, not at a reset."""
+    assert callable(vars(owner_of(patch))[patch.target.rpartition(".")[2]])
+
+
+def test_no_method_is_patched_twice() -> None:
+    assert len({patch.target for patch in PATCHES}) == len(PATCHES)
+
+
+ALWAYS = {"reset_prefix_cache", "collective_rpc", "update_from_output"}
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        ({"version": (0, 33)}, set()),
+        ({"version": (0, 33), "is_member": True, "holds_state": True}, set()),
+        ({"version": (0, 31), "is_member": True}, {"_update_from_kv_xfer_finished", "observe"}),
+        ({"version": (0, 28), "holds_state": True}, {"_update_from_kv_xfer_finished"}),
+        ({"version": (0, 27), "holds_state": True}, {"_update_from_kv_xfer_finished", "schedule"}),
+        (
+            {
+                "version": (0, 31),
+                "config": OffloadConfig(cpu_bytes=1, on_load_failure="fail", keep_on_sleep=True),
+            },
+            {"sleep"},
+        ),
+    ],
+)
+def test_only_what_is_needed_is_patched(
+    more: dict[str, Any], found: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapped: list[Patch] = []
+    monkeypatch.setattr(patches, "_wrap_class", wrapped.append)
+    patches.install_for_scheduler(setup(**more))
+    assert {patch.target.rpartition(".")[2] for patch in wrapped} == ALWAYS | found
+
+
+# -- installing --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's classes have no patch; what a test installs is taken back."""
+    for patch in CLASSES:
+        name = patch.target.rpartition(".")[2]
+        method = getattr(owner_of(patch), name)
+        while hasattr(method, MARK):
+            method = method.__wrapped__
+        monkeypatch.setattr(owner_of(patch), name, method)
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_second_call_replaces_nothing_and_logs_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patches, "_unlogged", [])
+    caplog.set_level(logging.INFO, "kv_offload")
+    before = EngineCore.reset_prefix_cache
+    patches.install_for_scheduler(setup())
+    patches.log_new()
+    installed = EngineCore.reset_prefix_cache
+    assert installed is not before
+    (line,) = caplog.messages
+    assert "EngineCore.reset_prefix_cache, EngineCore.collective_rpc" in line
+    patches.install_for_scheduler(setup())
+    patches.log_new()
+    assert EngineCore.reset_prefix_cache is installed
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_wrappers_of_other_plugins_stay(ours_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(Scheduler, "schedule", lambda self: told.append("vLLM"))
+
+    def other() -> None:
+        original = Scheduler.schedule
+
+        @functools.wraps(original)
+        def schedule(self: Any) -> Any:
+            told.append("other")
+            return original(self)
+
+        monkeypatch.setattr(Scheduler, "schedule", schedule)
+
+    def ours() -> None:
+        patches.install_for_scheduler(setup(version=OLDEST, holds_state=True))
+
+    for install in (ours, other) if ours_first else (other, ours):
+        install()
+    with_both = Scheduler.schedule
+    ours()
+    assert Scheduler.schedule is with_both, "ours is found below another that names what it wraps"
+    scheduler = object.__new__(Scheduler)
+    scheduler.has_mamba_layers = True
+    scheduler.schedule()
+    assert told == ["other", "vLLM"]
+    assert scheduler.has_mamba_layers is False
+
+
+class Core:
+    def execute_model(self, output: object) -> object:
+        return output
+
+
+def test_one_wrapper_tells_all_listeners_of_an_object() -> None:
+    core, told = Core(), []
+    for name in ("first", "second"):
+        patches.tell(patches.EXECUTE_MODEL, core, lambda output, name=name: told.append(name))
+        wrapper = core.execute_model
+    assert core.execute_model is wrapper
+    assert core.execute_model(7) == 7
+    assert told == ["first", "second"]
+    assert Core().execute_model(7) == 7
+    assert told == ["first", "second"]
+
+
+# -- a reset -----------------------------------------------------------------------------------
+
+
+def core_of(scheduler: Any) -> EngineCore:
+    core = object.__new__(EngineCore)
+    core.scheduler = scheduler
+    return core
+
+
+def scheduler_with(connector: Any) -> Any:
+    """One that holds back blocks while steps 4 and 5 are in flight."""
+    scheduler = SimpleNamespace(
+        defer_block_free=True,
+        processed_step_seq=3,
+        sched_step_seq=5,
+        deferred_frees=[4, 5],
+        running=[],
+    )
+
+    def free() -> None:
+        fences = scheduler.deferred_frees
+        scheduler.deferred_frees = [f for f in fences if f > scheduler.processed_step_seq]
+
+    scheduler._drain_deferred_frees = free
+    scheduler.get_kv_connector = lambda: connector
+    return scheduler
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What happens in a reset, in order."""
+    found: list[Any] = []
+    monkeypatch.setattr(
+        drain, "hear_of_weight_loads", lambda core, schedulers: found.append("weights")
+    )
+    monkeypatch.setattr(
+        drain, "drain_engine_core", lambda core, requeue: found.append(("drain", requeue))
+    )
+    return found
+
+
+def connector_of(events: list[Any]) -> Any:
+    ours = SimpleNamespace(engine_was_reset=lambda: events.append("told"))
+    return SimpleNamespace(offload_scheduler=ours)
+
+
+def test_a_reset_holds_back_no_block_of_steps_in_flight(
+    events: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def reset_prefix_cache(self: Any, running: bool) -> None:
+        seen.append((self.scheduler.defer_block_free, self.scheduler.deferred_frees))
+        raise RuntimeError("reset failed")
+
+    wrap(monkeypatch, "reset_prefix_cache", reset_prefix_cache)
+    ours = connector_of(events)
+    for connector, expected in (
+        (ours, (False, [])),
+        (SimpleNamespace(_connectors=[ours, SimpleNamespace()]), (True, [4, 5])),
+        (None, (True, [4, 5])),
+    ):
+        scheduler = scheduler_with(connector)
+        with pytest.raises(RuntimeError, match="reset failed"):
+            core_of(scheduler).reset_prefix_cache()
+        assert seen.pop() == expected
+        assert (scheduler.defer_block_free, scheduler.processed_step_seq) == (True, 3)
+    assert "told" not in events
+
+
+def test_a_reset_hears_of_weights_drains_and_tells(
+    events: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reset_prefix_cache(self: Any, running: bool = False, connector: bool = False) -> str:
+        events.append(("reset", running, connector))
+        return "done"
+
+    wrap(monkeypatch, "reset_prefix_cache", reset_prefix_cache)
+    core = core_of(scheduler_with(connector_of(events)))
+    assert core.reset_prefix_cache(True, connector=True) == "done"
+    assert events == ["weights", ("drain", True), ("reset", True, True), "told"]
+    events.clear()
+    core.reset_prefix_cache()
+    core.scheduler.running.append("a request, so that the reset fails anyway")
+    core.reset_prefix_cache()
+    assert [event for event in events if event[0] == "drain"] == [("drain", True), ("drain", False)]
+
+
+def test_an_engine_without_the_plugin_is_left_alone(
+    events: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrap(monkeypatch, "reset_prefix_cache", lambda self, running: "done")
+    assert core_of(scheduler_with(None)).reset_prefix_cache() == "done"
+    assert events == []
+
+
+# -- recomputing requests whose load failed ----------------------------------------------------
+
+
+def test_a_waiting_request_whose_load_failed_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def find(connector: Any, output: Any) -> set[str]:
+        asked.append((connector, output))
+        return {"failed", "aborted", "gone"}
+
+    monkeypatch.setattr(drain, "failed_loads", find)
+    wrap(monkeypatch, "_update_from_kv_xfer_finished", lambda self, output: asked.append(output))
+    states = {
+        "failed": RequestStatus.WAITING_FOR_REMOTE_KVS,
+        "loaded": RequestStatus.WAITING_FOR_REMOTE_KVS,
+        "aborted": RequestStatus.FINISHED_ABORTED,
+    }
+    scheduler = SimpleNamespace(
+        connector="the connector",
+        failed_recving_kv_req_ids=set(),
+        requests={
+            name: SimpleNamespace(request_id=name, status=status, num_computed_tokens=7)
+            for name, status in states.items()
+        },
+    )
+    Scheduler._update_from_kv_xfer_finished(scheduler, "output")
+    assert asked == ["output", ("the connector", "output")], "vLLM's own update comes first"
+    assert scheduler.failed_recving_kv_req_ids == {"failed"}
+    computed = {name: r.num_computed_tokens for name, r in scheduler.requests.items()}
+    assert computed == {"failed": 0, "loaded": 7, "aborted": 7}
+
+
+# -- the others --------------------------------------------------------------------------------
+
+
+def test_local_hits_are_those_of_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.has_mamba_layers, args, kwargs
+
+    wrap(monkeypatch, "schedule", schedule)
+    scheduler = object.__new__(Scheduler)
+    scheduler.has_mamba_layers = True
+    assert scheduler.schedule(True, more=1) == (False, (True,), {"more": 1})
+
+
+def test_figures_of_members_arrive_as_dictionaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    observe = named("observe").make(lambda self, figures, engine_idx: (figures, engine_idx))
+    sent = {"a": KVConnectorStats(data={"x": 1}), "b": {"data": {"y": 2}}}
+    assert observe(None, sent, 3) == ({"a": {"data": {"x": 1}}, "b": {"data": {"y": 2}}}, 3)
