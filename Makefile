@@ -33,7 +33,7 @@ test:
 	@set -e; for engine in $(wordlist 2,9,$(ENGINES)); do \
 	  SOAK_SECONDS=30 INTERLEAVINGS_SECONDS=20 $(environment) run --dev --engine $$engine -- -m pytest $(TESTS) -m engine; \
 	done
-	@$(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest bench/bench_*.py
+	@$(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest bench/*/bench_*.py
 
 # With the CUDA, vLLM and pytest that PYTHON has.
 gpu-test:

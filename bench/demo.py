@@ -253,7 +253,7 @@ class Engine:
 
 def run(model: Path, dtype: str, prompts: list[Prompt]) -> tuple[list[Phase], list[Phase]]:
     """Answer the prompts twice with each engine."""
-    from bench.totals import counted_stats
+    from tests.support.totals import counted_stats
 
     phases = []
     for plugin, again in ((False, "prefix cache"), (True, "host memory")):
@@ -330,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"({computed / loaded:.1f} times)"
     )
     if cuda:
-        print("(a GPU computes this small model too fast; bench/bench_serving.py has real sizes)")
+        print("(a GPU computes this small model too fast; python -m bench.serving has real sizes)")
     status, line = verdict(base, plugin)
     print(line)
     return status

@@ -66,7 +66,16 @@ class Installer:
         self._log = venv / "install.log"
 
     def create(self) -> None:
-        """Make an empty environment with pip, also where Debian's python3-venv is missing."""
+        """Make an empty environment with pip, also where Debian's python3-venv is missing.
+
+        Raises `InstallError` where the environment is a link: venv would empty the folder that it
+        leads to, which belongs to another checkout.
+        """
+        if self.venv.is_symlink():
+            raise InstallError(
+                f"{self.venv} is a link to {self.venv.resolve()}, the environment of another "
+                "checkout; remove the link to have an environment made here"
+            )
         say(f"creating {self.venv.relative_to(ROOT)} with Python {sys.version.split()[0]}")
         command = [sys.executable, "-m", "venv", "--clear", str(self.venv)]
         if importlib.util.find_spec("ensurepip"):

@@ -98,15 +98,6 @@ class StepOutput(Protocol):
     scheduled_cached_reqs: RunningRequests
 
 
-class StepReports(Protocol):
-    """What all ranks reported at the end of a step, merged."""
-
-    finished_recving: set[str] | None
-    """Requests whose asynchronous loads ended; the engine reads what the scheduler leaves here."""
-    kv_connector_worker_meta: object
-    """An `OffloadWorkerMetadata`, or something of somebody else."""
-
-
 # -- what a rank asks --------------------------------------------------------------------------
 
 

@@ -67,7 +67,7 @@ class StoreBudget:
         self._of_ranks[rank] = bytes_per_second
         self._bytes_per_second = min(self._of_ranks.values())
 
-    def begin_step(self, *, load_seconds: float, grown_blocks: int) -> None:
+    def next_step(self, *, load_seconds: float, grown_blocks: int) -> None:
         """Begin a step, in which requests that ran before got `grown_blocks` more blocks.
 
         The loads under way take `load_seconds` more, as far as one can tell.
@@ -95,7 +95,7 @@ class StoreBudget:
         """
         return math.ceil(self._reserved_blocks) if self.anybody_runs else 0
 
-    def plan(self, num_slots: int) -> None:
+    def count_planned(self, num_slots: int) -> None:
         """Count slots whose stores were planned in this step."""
         self._planned_slots += num_slots
 

@@ -3,89 +3,100 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from kv_offload.scheduler.request import StoreCursor
+from kv_offload.scheduler.stores import StorePlanner
 
 MAX_LEFTOVER_SLOTS = 1 << 16
 """Slots that wait at most; then the oldest are dropped, whose blocks the engine reuses first."""
 
 
 @dataclass(slots=True)
-class StoreCursor:
-    """How far the stores of one request have been planned: one slot index per group."""
-
-    request_id: str
-    next_slot: list[int]
-
-
-@dataclass(slots=True)
 class Leftover:
-    """The blocks of an ended request from `cursor` on, up to `end_slot` in each group.
+    """The blocks of an ended request from its cursor on, up to `end_slot` in each group.
 
-    Nobody holds them: each is stored only if the engine's pool still knows it under its key.
+    Nothing keeps these blocks: each is stored only if the engine's pool still knows it under its
+    key. `slots` of them were left when the queue last counted.
     """
 
     cursor: StoreCursor
-    end_slot: Sequence[int]
+    end_slot: list[int]
     end_tokens: int
-    hashes: Sequence[bytes]
-    block_ids: Sequence[Sequence[int]]
+    slots: int = 0
 
-    @property
-    def slots_left(self) -> int:
-        """Slots that have been neither planned nor skipped."""
-        return sum(
-            max(0, end - at) for end, at in zip(self.end_slot, self.cursor.next_slot, strict=True)
-        )
+    def count(self) -> int:
+        """Return how many slots have been neither planned nor skipped, and remember it."""
+        pairs = zip(self.end_slot, self.cursor.next_slot, strict=True)
+        self.slots = sum(max(0, end - at) for end, at in pairs)
+        return self.slots
 
 
 class Leftovers:
     """Leftovers from the oldest to the newest."""
 
-    def __init__(self) -> None:
+    def __init__(self, planner: StorePlanner) -> None:
+        self._planner = planner
         self._queue: deque[Leftover] = deque()
-        self._slots_left: deque[int] = deque()
+        self._examined = 0
         self.slots = 0
         """Slots that wait, over all."""
 
-    def add(self, leftover: Leftover) -> int:
-        """Queue one; return how many slots of the oldest were dropped to make room."""
-        slots = leftover.slots_left
-        if not slots:
-            return 0
-        self._queue.append(leftover)
-        self._slots_left.append(slots)
-        self.slots += slots
-        dropped = 0
+    def keep(self, cursor: StoreCursor, end_tokens: int) -> int:
+        """Queue what no budget was left for of a request that has ended; return its slots.
+
+        Called after `StorePlanner.pin_chosen`. The caller gives the cursor away.
+        """
+        leftover = Leftover(cursor, self._planner.end_slots(cursor, end_tokens), end_tokens)
+        if leftover.count():
+            self._queue.append(leftover)
+            self.slots += leftover.slots
         while self.slots > MAX_LEFTOVER_SLOTS:
-            self._queue.popleft()
-            oldest = self._slots_left.popleft()
+            oldest = self._queue.popleft().slots
             self.slots -= oldest
-            dropped += oldest
-        return dropped
+            self._planner.skipped["no_budget"] += oldest
+        return leftover.slots
 
-    def settle(self, planned: int) -> bool:
-        """Update the first `planned` after their cursors moved; say whether any did."""
-        counted = [self._slots_left.popleft() for _ in range(planned)]
-        entries = [self._queue.popleft() for _ in range(planned)]
+    def examine(self) -> None:
+        """Have leftovers examined, the oldest first, as many slots as can be stored now.
+
+        Called before the running requests are examined: those keep their blocks.
+        """
+        self._examined = 0
+        if not self._queue:
+            return
+        planner = self._planner
+        with planner.examining_at_most(planner.slots_left()):
+            for leftover in self._queue:
+                if not planner.examinable:
+                    break
+                self._examined += 1
+                planner.examine(leftover.cursor, leftover.end_tokens)
+
+    def settle(self, *, idle: bool) -> None:
+        """Forget the leftovers that `StorePlanner.pin_chosen` took care of.
+
+        `idle` says that this step computes nothing, and that no step or load is under way. If no
+        store is either, no GPU block will become free by itself. What could not be planned then
+        never will be: it is dropped and counted, so that the engine may rest.
+        """
+        if not self._queue:
+            return
         before = self.slots
-        for leftover, slots in zip(reversed(entries), reversed(counted), strict=True):
-            left = leftover.slots_left
-            self.slots += left - slots
-            if left:
+        entries = [self._queue.popleft() for _ in range(self._examined)]
+        for leftover in reversed(entries):
+            counted = leftover.slots
+            self.slots += leftover.count() - counted
+            if leftover.slots:
                 self._queue.appendleft(leftover)
-                self._slots_left.appendleft(left)
-        return self.slots < before
+        if self.slots == before and idle and not self._planner.jobs.pending:
+            self.drop()
 
-    def clear(self) -> int:
-        """Drop all; return how many slots they had."""
-        dropped, self.slots = self.slots, 0
+    def drop(self) -> None:
+        """Store nothing of what waits."""
+        self._planner.skipped["no_budget"] += self.slots
+        self.slots = 0
         self._queue.clear()
-        self._slots_left.clear()
-        return dropped
-
-    def __iter__(self) -> Iterator[Leftover]:
-        return iter(self._queue)
 
     def __len__(self) -> int:
         return len(self._queue)

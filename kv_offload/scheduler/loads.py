@@ -1,332 +1,175 @@
-"""Plans loads: which prefix a waiting request gets from host memory, and who waits for whom."""
+"""How a request gets a prefix that host memory has: computed, or loaded, and if so when.
+
+Computed where that was measured to be sooner. Loaded otherwise, in one of two ways. An asynchronous
+load runs while others are computed, but its request joins a step only after the scheduler has heard
+of its end: at least one step late, and while others decode a step is longer than a small load.
+The GPU waits for a synchronous load, not the host, in the very step that admits its request; all
+requests of that step wait with it. So a load is synchronous if it takes less time than the wait
+is worth: next to nothing while others run, more while none does.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
+from kv_offload.medians import RecentMedian
+from kv_offload.scheduler.rates import LoadQueue, LoadRate
+from kv_offload.scheduler.request import TrackedRequest
+from kv_offload.scheduler.steps import StepWatch
 
-from kv_offload.cache.manager import NO_SLOTS, CacheManager, MissingKeyError
-from kv_offload.cache.policies import Slots
-from kv_offload.cache.prefix import PrefixMap, SlotKey
-from kv_offload.messages import LoadJob
-from kv_offload.scheduler.rates import LoadQueue
+MARGIN = 1.2
+"""Computing must be sooner by this factor: its estimate is optimistic for long prompts."""
 
-MAX_WAIT_SECONDS = 5.0
-"""How long a request waits for another's load of its prefix before it is served on its own.
+MAX_COMPUTE_RATIO = 2.0
+"""Computing may take this many times as long as the load itself, without those before it.
 
-A load takes milliseconds; the bound only keeps one stuck load from holding up its followers."""
+A queue of loads can make computing sooner on any link. But it takes the device from everybody, and
+of a link that is this much faster it would relieve a third at most."""
 
+MAX_LENGTH_RATIO = 2
+"""Prefixes longer than this many times the longest prompt that was computed are loaded."""
 
-OFFER_SECONDS = 0.5
-"""How long a request that the engine cannot admit yet is answered as before, if that still holds.
-
-It is asked in every step, and to look at all blocks of a prompt of 32,768 tokens takes 0.3 ms. So
-what is stored of its prefix meanwhile is noticed this much later, at most."""
+LOAD_EVERY = 32
+"""Of the hits that are to be computed every so many is loaded, to measure the link again."""
 
 
-class _Waiting(NamedTuple):
-    """For whose load a request waits, and since when, on the monotonic clock in seconds."""
+BUSY_SECONDS = 0.0005
+"""What the synchronous loads of one step may take from others that run: a tenth of a token.
 
-    owner: str
-    since: float
+With 0.003 the tokens of 16 decodes came 8.8 ms apart at p99 beside synchronous loads of 1.3 ms,
+where 5.9 ms was seen of a connector that loads asynchronously (32 layers with one KV head, on an
+H200, 22 Nov 2026)."""
+
+IDLE_SECONDS = 0.1
+"""The same where nobody runs: bounds how long a request that comes meanwhile waits."""
+
+WHOLE_SECONDS = 0.009
+"""Up to this, load and step of a decode together, a load brings all tokens of a lone request.
+
+Then one token is computed, as in a step of decodes: one CUDA graph, after the load. Without the
+last slot its tokens are computed, and the host starts their layers one by one while the load still
+arrives in waves. That hides the forward behind a load that is long enough; but up to here (9 to 10
+ms from the start of a load on, on an H200's host with 32 layers) it is the host that takes longest.
+Time to first token with and without the last slot, ms: 9.2 and 10.5 where load and decode took 7.8,
+16.6 and 21.8 where 7.7, but 12.3 and 10.4 where 10.5 (bench/results/h200/whole-*.json)."""
+
+ASSUMED_DECODE_SECONDS = 0.005
+"""A step of a decode until one was timed."""
 
 
-@dataclass(slots=True)
-class _Offer:
-    """What a request was told: `keys` bring its tokens from `start` to `end`; it has `num` in all.
+class LoadChoice:
+    """Says whether to load a hit. Without evidence, and where it is close, the answer is to load.
 
-    `forgotten` and `arrivals` are the counts at which the keys were last seen to be readable and
-    not to be on their way for another request; `since` is on the monotonic clock, in seconds.
+    `slot_bytes` are those of a slot on one rank. Asked again, it answers by what is then known;
+    only `loaded` and `declined` are remembered.
     """
 
-    start_tokens: int
-    num_tokens: int
-    end_tokens: int
-    keys: list[SlotKey]
-    forgotten: int
-    arrivals: int
-    since: float
-    slots: Slots | None = None
-    """Those of `keys`, once host memory has forgotten others."""
-
-
-class _SynchronousLoad(NamedTuple):
-    request_id: str
-    slots: Slots
-    ranks_left: set[int]
-    blocks: Sequence[int] | NDArray[np.int32]
-
-
-class LoadPlanner:
-    """Matches prefixes and holds the slots of running loads against eviction.
-
-    Two lifetimes are kept apart. A load runs until every rank has copied it: its slots are held
-    that long, also when the request is gone. Its keys count as *arriving* until the request that
-    asked for them is scheduled with them (only then does the engine's own prefix cache know the
-    blocks), is asked again after a failure, or ends: until then other requests for them wait.
-    `queue` counts the slots of running loads.
-    """
-
-    def __init__(self, prefixes: PrefixMap, manager: CacheManager, num_ranks: int = 1) -> None:
-        self._prefixes = prefixes
-        self._manager = manager
-        self._num_ranks = num_ranks
-        self.queue = LoadQueue()
-        self._next_job_id = 0
-        self._planned: list[LoadJob] = []
-        self._running: dict[str, Slots] = {}
-        self._synchronous: dict[int, _SynchronousLoad] = {}
-        self._arriving: dict[str, list[SlotKey]] = {}
-        # Of every arriving key, who loads it; not of those whom nobody has been compared with yet.
-        self._owner_of: dict[SlotKey, str] = {}
-        self._not_indexed: set[str] = set()
-        self._arrivals = 0
-        self._offers: dict[str, _Offer] = {}
-        self._waiting: dict[str, _Waiting] = {}
-        self._matched_from: dict[str, int] = {}
-
-    @property
-    def running(self) -> int:
-        """Loads that some rank has not completed."""
-        return len(self._running) + len(self._synchronous)
-
-    @property
-    def awaits_report(self) -> bool:
-        """Whether some rank has not reported a synchronous load, as only a step can."""
-        return bool(self._synchronous)
-
-    def running_requests(self) -> Set[str]:
-        """Return the requests whose loads some rank has not completed, also those that ended."""
-        return self._running.keys()
-
-    def is_loading(self, request_id: str) -> bool:
-        """Tell whether this request's load has been planned and not completed by every rank."""
-        return request_id in self._running
-
-    def match(
-        self, request_id: str, hashes: Sequence[bytes], start_tokens: int, num_tokens: int
-    ) -> int | None:
-        """Return how many tokens beyond `start_tokens` can be loaded; None to be asked again later.
-
-        That may be all that are left of the request: the engine has to compute the last one again
-        then, to have something to sample from. Where nothing but the last slot is missing it is
-        computed. Asked again for the same request it answers the same, unless host memory changed;
-        then without another look at every block, for `OFFER_SECONDS`.
-        """
-        self.settle(request_id)
-        self._matched_from[request_id] = start_tokens
-        if start_tokens % self._prefixes.alignment_tokens:
-            # The local hit ends inside a block, which is then the target of a copy-on-write:
-            # loading into it as well would race. The engine computes the rest of this prompt.
-            return 0
-        waiting = self._waiting.get(request_id)
-        patient = waiting is None or time.monotonic() - waiting.since <= MAX_WAIT_SECONDS
-        if waiting is not None and patient and waiting.owner in self._arriving:
-            return None  # asked in every step: not worth another look at every block
-        offer = self._offers.get(request_id)
-        if offer is not None and self._still_holds(offer, start_tokens, num_tokens):
-            return offer.end_tokens - start_tokens
-        self._offers.pop(request_id, None)
-        prefixes = self._prefixes
-        limit = num_tokens if prefixes.serves_whole_requests else num_tokens - 1
-        end = prefixes.longest_hit(hashes, self._manager.readable, start_tokens, limit)
-        if end == num_tokens and end - start_tokens <= prefixes.alignment_tokens:
-            end = start_tokens
-        if end > start_tokens:
-            now = time.monotonic()
-            keys = prefixes.needed_keys(hashes, start_tokens, end)
-            owner = self._owner(keys) if self._arriving and patient else None
-            if owner is not None:
-                self._waiting[request_id] = _Waiting(
-                    owner, now if waiting is None else waiting.since
-                )
-                return None
-            self._offers[request_id] = _Offer(
-                start_tokens, num_tokens, end, keys, self._manager.forgotten, self._arrivals, now
-            )
-        self._waiting.pop(request_id, None)
-        return end - start_tokens
-
-    def _still_holds(self, offer: _Offer, start_tokens: int, num_tokens: int) -> bool:
-        """Whether a request may be told the same again; what did not change is not looked at."""
-        if (start_tokens, num_tokens) != (offer.start_tokens, offer.num_tokens):
-            return False
-        if time.monotonic() - offer.since > OFFER_SECONDS:
-            return False
-        if self._manager.forgotten != offer.forgotten and not self._still_readable(offer):
-            return False
-        if self._arrivals != offer.arrivals:
-            offer.arrivals = self._arrivals
-            return self._owner(offer.keys) is None
-        return True
-
-    def _still_readable(self, offer: _Offer) -> bool:
-        """Whether the keys are still readable although some keys have been forgotten."""
-        manager = self._manager
-        if any(group.sees_next_token for group in self._prefixes.groups):
-            return False  # the proof behind the end may be gone
-        if offer.slots is None:
-            if not manager.readable(offer.keys).all():
-                return False
-            offer.slots = manager.find(offer.keys)
-        elif not manager.keep_their_keys(offer.slots, offer.forgotten):
-            return False
-        offer.forgotten = manager.forgotten
-        return True
-
-    def _owner(self, needed: Sequence[SlotKey]) -> str | None:
-        """Return the request whose load brings the first of these keys that arrives; or None."""
-        owner_of = self._owner_of
-        for request_id in self._not_indexed:
-            owner_of.update(dict.fromkeys(self._arriving[request_id], request_id))
-        self._not_indexed.clear()
-        if owner_of.keys().isdisjoint(needed):
-            return None
-        return next(owner_of[key] for key in needed if key in owner_of)
-
-    def take_matched_from(self, request_id: str) -> int | None:
-        """Return the local hit that `match` was last asked with; None if it was not asked since."""
-        self._offers.pop(request_id, None)
-        return self._matched_from.pop(request_id, None)
-
-    def plan(
+    def __init__(
         self,
-        request_id: str,
-        hashes: Sequence[bytes],
-        start_tokens: int,
-        end_tokens: int,
-        block_ids: Sequence[Sequence[int]],
-        null_block_id: int,
-        *,
-        synchronous: bool = False,
-        whole: bool = False,
+        mode: Literal["measured", "always_load"],
+        slot_bytes: int,
+        watch: StepWatch,
+        queue: LoadQueue,
     ) -> None:
-        """Queue the load that fills a request's blocks from `start_tokens` to `end_tokens`.
+        self._measured = mode == "measured"
+        self._slot_bytes = slot_bytes
+        self._load_rate = watch.load_rate
+        self._prefill_rate = watch.prefill_rate
+        self._step_seconds = watch.step_seconds
+        self._queue = queue
+        self._prefilling: list[TrackedRequest] = []
+        self._longest_tokens = 0
+        self._computes = False
+        self._declined = 0
 
-        `block_ids` has one list per group, from the request's first block on. The engine may ask
-        for less than `match` offered: then a window group can lack blocks, and the load is marked
-        incomplete, which fails it and has it recomputed.
+    def admitted(self, tracked: TrackedRequest, computed_tokens: int) -> None:
+        """Take a request that the engine computes from `computed_tokens` on."""
+        self._prefilling.append(tracked)
+        tokens = tracked.request.num_tokens - computed_tokens
+        self._longest_tokens = max(self._longest_tokens, tokens)
+
+    def loaded(self) -> None:
+        """Take note that a hit is loaded."""
+        self._declined = 0
+
+    def declined(self) -> None:
+        """Take note that a hit is computed."""
+        self._declined += 1
+
+    def loads(self, start_tokens: int, tokens: int, slots: int, *, synchronous: bool) -> bool:
+        """Say whether to load `tokens` in `slots` that follow `start_tokens` on the device."""
+        if not self._measured or self._load_rate.measured_bytes_per_second is None:
+            return True
+        own_compute = self._prefill_rate.seconds(tokens)
+        own_load = self._load_rate.seconds(slots * self._slot_bytes)
+        if (
+            own_compute is None
+            or own_compute > MAX_COMPUTE_RATIO * own_load
+            or start_tokens + tokens > MAX_LENGTH_RATIO * self._longest_tokens
+        ):
+            return True
+        loaded = self.queued_seconds() + own_load
+        if not synchronous and self._step_seconds:
+            loaded += self._step_seconds.value
+        ahead_tokens = self._tokens_ahead()
+        computed = own_compute
+        if ahead_tokens:
+            computed += self._prefill_rate.seconds(ahead_tokens) or 0.0
+        # Without the margin for the way back: an estimate near the border moves nothing.
+        self._computes = computed * (1.0 if self._computes else MARGIN) < loaded
+        return not self._computes or self._declined + 1 >= LOAD_EVERY
+
+    def queued_seconds(self) -> float:
+        """Return for how long the loads under way will yet take the link; 0 without any."""
+        per_slot = self._load_rate.seconds(self._slot_bytes)
+        return self._queue.seconds_ahead(per_slot, time.monotonic())
+
+    def _tokens_ahead(self) -> int:
+        """Return how many tokens of admitted prompts are not computed; they come first."""
+        self._prefilling = [r for r in self._prefilling if r.prompt_tokens_left > 1]
+        return sum(tracked.prompt_tokens_left for tracked in self._prefilling)
+
+
+class LoadMode:
+    """Decides by the time that loads take.
+
+    `slot_bytes` are those of a slot on one rank. Where some rank cannot have compute wait for a
+    load on its device, `allowed` is set to False.
+    """
+
+    def __init__(self, slot_bytes: int, load_rate: LoadRate, decode_seconds: RecentMedian) -> None:
+        self.allowed = True
+        self._slot_bytes = slot_bytes
+        self._load_rate = load_rate
+        self._decode_seconds = decode_seconds
+        self._seconds = 0.0
+
+    def next_step(self) -> None:
+        """Forget the loads of the step before."""
+        self._seconds = 0.0
+
+    def is_synchronous(self, num_slots: int, *, idle: bool) -> bool:
+        """Say whether one more load, of `num_slots`, fits before this step's forward.
+
+        `idle` says that no other request runs or is loaded.
         """
-        keys: list[SlotKey] = []
-        parts: list[NDArray[np.int64]] = []
-        for group, group_blocks in zip(self._prefixes.groups, block_ids, strict=True):
-            first, last = start_tokens // group.block_tokens, end_tokens // group.block_tokens
-            blocks = np.array(group_blocks[first:last], np.int64)
-            wanted = np.flatnonzero(blocks != null_block_id)
-            if len(wanted):
-                # A window group has null blocks in front of the window, never behind.
-                blocks = blocks[wanted[0] :]
-                keys += self._prefixes.slot_keys(hashes, group, last - len(blocks), last)
-                parts.append(blocks)
-        try:
-            slots = self._manager.prepare_load(keys)
-        except MissingKeyError:
-            slots = NO_SLOTS
-        incomplete = len(slots) < len(keys)
-        places = np.zeros(len(keys), np.int32) if incomplete else slots
-        filled = np.concatenate(parts)
-        pairs = np.stack((filled, places), axis=1)[filled != null_block_id].astype(np.int32)
-        job = LoadJob(
-            self._next_job_id,
-            request_id,
-            pairs,
-            incomplete=incomplete,
-            synchronous=synchronous,
-            whole=whole,
-        )
-        self._queue(job, slots, job.pairs[:, 0])
-        if not synchronous:
-            self._arriving[request_id] = keys
-            self._not_indexed.add(request_id)
-            self._arrivals += 1
+        limit = IDLE_SECONDS if idle else BUSY_SECONDS
+        return self.allowed and self._seconds + self._load_seconds(num_slots) <= limit
 
-    def plan_failure(self, request_id: str, block_ids: Sequence[int], *, synchronous: bool) -> None:
-        """Queue a load that brings nothing, for a request whose load could not be planned.
+    def brings_last_slot(self, num_slots: int, *, idle: bool) -> bool:
+        """Say whether a synchronous load of all tokens is better than one without the last slot.
 
-        The engine counts on a load into `block_ids`, so the ranks report one that failed.
+        Beside others it is: a step in which everybody computes one token is the shortest there is.
         """
-        if not any(job.request_id == request_id for job in self._planned):
-            nothing = np.empty((0, 2), np.int32)
-            job = LoadJob(
-                self._next_job_id, request_id, nothing, incomplete=True, synchronous=synchronous
-            )
-            self._queue(job, NO_SLOTS, block_ids)
+        if not idle:
+            return True
+        decode = self._decode_seconds.value if self._decode_seconds else ASSUMED_DECODE_SECONDS
+        return self._load_seconds(num_slots) + decode <= WHOLE_SECONDS
 
-    def _queue(self, job: LoadJob, slots: Slots, blocks: Sequence[int] | NDArray[np.int32]) -> None:
-        self._next_job_id += 1
-        self._planned.append(job)
-        self.queue.add(len(slots), time.monotonic())
-        if job.synchronous:
-            # The engine's own prefix cache knows its blocks from this step on: nobody waits.
-            ranks = set(range(self._num_ranks))
-            self._synchronous[job.job_id] = _SynchronousLoad(job.request_id, slots, ranks, blocks)
-        else:
-            self._running[job.request_id] = slots
+    def count(self, num_slots: int) -> None:
+        """Count a load that is synchronous."""
+        self._seconds += self._load_seconds(num_slots)
 
-    @property
-    def plans_synchronous(self) -> bool:
-        """Whether `take_planned` has a synchronous load to return."""
-        return any(job.synchronous for job in self._planned)
-
-    def take_planned(self) -> tuple[LoadJob, ...]:
-        """Return the loads planned since the last call, for this step's metadata."""
-        planned = tuple(self._planned)
-        self._planned.clear()
-        return planned
-
-    def complete(self, request_ids: Iterable[str]) -> int:
-        """Let go of the slots of loads that every rank has ended; return how many there were."""
-        ended = 0
-        for request_id in request_ids:
-            slots = self._running.pop(request_id, None)
-            if slots is not None:
-                self._let_go(slots)
-                ended += 1
-        return ended
-
-    def complete_synchronous(self, ended: Mapping[int, Set[int]]) -> None:
-        """Take the ranks on which synchronous loads ended, failed ones included."""
-        for job_id, ranks in ended.items():
-            load = self._synchronous.get(job_id)
-            if load is None:
-                continue  # read already, before an error
-            load.ranks_left.difference_update(ranks)
-            if not load.ranks_left:
-                del self._synchronous[job_id]
-                self._let_go(load.slots)
-
-    def filled_by(self, job_ids: Iterable[int]) -> tuple[set[str], set[int]]:
-        """Return whose synchronous loads these are, and the GPU blocks that they fill.
-
-        Of those only that some rank has not reported.
-        """
-        loads = [load for job in job_ids if (load := self._synchronous.get(job)) is not None]
-        blocks = {int(block) for load in loads for block in load.blocks}
-        return {load.request_id for load in loads}, blocks
-
-    def _let_go(self, slots: Slots) -> None:
-        self._manager.complete_load(slots)
-        self.queue.remove(len(slots), time.monotonic())
-
-    def settle(self, request_id: str) -> None:
-        """Stop others from waiting for this request's load."""
-        keys, owner_of = self._arriving.pop(request_id, ()), self._owner_of
-        if request_id in self._not_indexed:
-            self._not_indexed.discard(request_id)
-            return
-        for key in keys:
-            # Where the wait for a load was given up, the key may arrive for another request too.
-            if owner_of.get(key) == request_id:
-                del owner_of[key]
-
-    def forget(self, request_id: str) -> None:
-        """Drop a request that ended. Its load, if one runs, is still completed by the ranks."""
-        self.settle(request_id)
-        self._waiting.pop(request_id, None)
-        self._offers.pop(request_id, None)
-        self._matched_from.pop(request_id, None)
+    def _load_seconds(self, num_slots: int) -> float:
+        return self._load_rate.seconds(num_slots * self._slot_bytes)

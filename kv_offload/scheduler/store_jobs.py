@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import Slots
+from kv_offload.engine import BlockPool
 from kv_offload.messages import JobResult, StoreJob
 
 
@@ -28,7 +28,7 @@ class StoreJobs:
     it.
     """
 
-    def __init__(self, manager: CacheManager, pool: Any, num_ranks: int) -> None:
+    def __init__(self, manager: CacheManager, pool: BlockPool, num_ranks: int) -> None:
         self._manager = manager
         self._pool = pool
         self._ranks = frozenset(range(num_ranks))

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from kv_offload.cache.manager import NO_SLOTS, CacheManager
 from kv_offload.cache.prefix import CacheGroup, PrefixMap, SlotKey
+from kv_offload.engine import BlockPool
 from kv_offload.messages import JobResult, StoreJob
 from kv_offload.metrics import SkipReason
 from kv_offload.scheduler.budget import StoreBudget
-from kv_offload.scheduler.leftovers import Leftover, Leftovers, StoreCursor
+from kv_offload.scheduler.request import StoreCursor
 from kv_offload.scheduler.store_jobs import StoreJobs
+from kv_offload.scheduler.uses import UseCounter
 
 MAX_SLOTS_PER_STEP = 1024
 """Slots examined in one step over all requests; the rest follows in the next steps.
 
 It bounds the planner's time on the scheduler's thread whatever the length of a prompt."""
-
-TRACKED_PREFIXES = 1 << 20
-"""Keys whose uses are counted for `store_after_uses`; the least recently used are forgotten."""
 
 
 _Span: TypeAlias = tuple[StoreCursor, CacheGroup, int, Sequence[bytes], Sequence[int], int, int]
@@ -41,22 +41,6 @@ class _Choice:
     along: list[int] = field(default_factory=list)
 
 
-class UseCounter:
-    """Counts how often a key was computed or reused, for a bounded number of keys."""
-
-    def __init__(self, capacity: int = TRACKED_PREFIXES) -> None:
-        self._capacity = capacity
-        self._uses: OrderedDict[SlotKey, int] = OrderedDict()
-
-    def count(self, key: SlotKey) -> int:
-        """Add one use and return the new number of uses."""
-        uses = self._uses.pop(key, 0) + 1
-        self._uses[key] = uses
-        if len(self._uses) > self._capacity:
-            self._uses.popitem(last=False)
-        return uses
-
-
 class StorePlanner:
     """Chooses blocks to store.
 
@@ -68,15 +52,15 @@ class StorePlanner:
     chosen.
 
     What a step has is examined in one go, since a step of decodes has a block of each of many
-    requests: `plan` only notes what to look at and moves the cursor behind it, `pin_chosen` looks,
-    and moves the cursor back to where a budget ended.
+    requests: `examine` only notes what to look at and moves the cursor behind it, `pin_chosen`
+    looks, and moves the cursor back to where a budget ended.
     """
 
     def __init__(
         self,
         prefixes: PrefixMap,
         manager: CacheManager,
-        pool: Any,
+        pool: BlockPool,
         num_ranks: int,
         budget: StoreBudget,
         max_pinned_share: float,
@@ -90,51 +74,34 @@ class StorePlanner:
         self._store_after_uses = store_after_uses
         self._uses = UseCounter()
         self.jobs = StoreJobs(manager, pool, num_ranks)
-        self.leftovers = Leftovers()
-        self._shapes = tuple(
-            zip(
-                (group.block_tokens for group in prefixes.groups),
-                prefixes.block_hashes,
-                strict=True,
-            )
-        )
         self._places = tuple(
-            (position, group, *shape)
-            for position, (group, shape) in enumerate(
-                zip(prefixes.groups, self._shapes, strict=True)
-            )
+            (position, group, group.block_tokens, prefixes.block_hashes[position])
+            for position, group in enumerate(prefixes.groups)
         )
-        self._examinable = MAX_SLOTS_PER_STEP
+        self.examinable = MAX_SLOTS_PER_STEP
+        """Slots that may still be examined in this step."""
         self.behind: set[str] = set()
         """Requests of this step that have more to store than was planned."""
         self._spans: list[_Span] = []
         self._keys: list[SlotKey] = []  # of all spans
-        self._leftovers_planned = 0
-        self._skipped: Counter[SkipReason] = Counter()
+        self.skipped: Counter[SkipReason] = Counter()
+        """Slots not stored since `take_skipped`, by reason."""
 
-    def begin_step(self) -> None:
-        """Give the planner a new budget of slots to examine; nobody is behind."""
-        self._examinable = MAX_SLOTS_PER_STEP
+    def next_step(self) -> None:
+        """Give the planner a new budget of slots to examine; no request is behind."""
+        self.examinable = MAX_SLOTS_PER_STEP
         self.behind = set()
 
-    def new_cursor(self, request_id: str) -> StoreCursor:
-        """Return the cursor of a request of which nothing has been planned."""
-        return StoreCursor(request_id, [0] * len(self._prefixes.groups))
-
-    def plan(
-        self,
-        cursor: StoreCursor,
-        hashes: Sequence[bytes],
-        block_ids: Sequence[Sequence[int]],
-        end_tokens: int,
-        known_tokens: int | None = None,
+    def examine(
+        self, cursor: StoreCursor, end_tokens: int, known_tokens: int | None = None
     ) -> None:
         """Have one request's blocks examined whose tokens end at or below `end_tokens`.
 
         Only the first `known_tokens` are final, if that is given. `pin_chosen` must be called
-        before anybody can free the blocks. A request that does not get as far as `end_tokens`, for
+        before the blocks can be freed. A request that does not get as far as `end_tokens`, for
         whatever reason, is `behind`.
         """
+        hashes, block_ids = cursor.request.block_hashes, cursor.block_ids
         next_slot, known = cursor.next_slot, end_tokens
         if known_tokens is not None and known_tokens < known:
             known = known_tokens
@@ -145,11 +112,11 @@ class StorePlanner:
             if at < last:
                 ids = block_ids[position]
                 last = self._end(last, slot_hashes, hashes, ids)
-                examinable = self._examinable
+                examinable = self.examinable
                 if last > at + examinable:
                     last = at + examinable
                 if at < last:
-                    self._examinable = examinable - last + at
+                    self.examinable = examinable - last + at
                     if last - at == 1 and not group.group_id:
                         self._keys.append(hashes[last * slot_hashes - 1])
                     else:
@@ -157,7 +124,7 @@ class StorePlanner:
                     self._spans.append((cursor, group, position, hashes, ids, at, last))
                     next_slot[position] = at = last
             if end_tokens >= (at + 1) * tokens:
-                self.behind.add(cursor.request_id)
+                self.behind.add(cursor.request.request_id)
 
     def _end(self, full: int, slot_hashes: int, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
         """Return how many of the first `full` slots have blocks and names."""
@@ -167,76 +134,36 @@ class StorePlanner:
         """Move a cursor to `end_tokens`: host memory has what lies before."""
         cursor.next_slot = [
             max(at, end_tokens // tokens)
-            for at, (tokens, _) in zip(cursor.next_slot, self._shapes, strict=True)
+            for at, (_, _, tokens, _) in zip(cursor.next_slot, self._places, strict=True)
         ]
 
     def is_behind(self, cursor: StoreCursor, end_tokens: int) -> bool:
         """Say whether `end_tokens` completes a slot beyond those that were planned or skipped."""
         return any(
             end_tokens >= (at + 1) * tokens
-            for at, (tokens, _) in zip(cursor.next_slot, self._shapes, strict=True)
+            for at, (_, _, tokens, _) in zip(cursor.next_slot, self._places, strict=True)
         )
 
-    # -- what ended requests left behind -------------------------------------------------------
-
-    def keep_leftovers(
-        self,
-        cursor: StoreCursor,
-        hashes: Sequence[bytes],
-        block_ids: Sequence[Sequence[int]],
-        end_tokens: int,
-    ) -> int:
-        """Queue what no budget was left for of a request that has ended; return its slots.
-
-        Called after `pin_chosen`. The caller gives the lists away.
-        """
+    def end_slots(self, cursor: StoreCursor, end_tokens: int) -> list[int]:
+        """Return by cache group how many slots have blocks and names by `end_tokens`."""
+        hashes = cursor.request.block_hashes
         named = self._prefixes.named_tokens(end_tokens)
-        ends = [
-            self._end(named // tokens, slot_hashes, hashes, ids)
-            for (tokens, slot_hashes), ids in zip(self._shapes, block_ids, strict=True)
+        return [
+            self._end(named // tokens, spanned, hashes, ids)
+            for (_, _, tokens, spanned), ids in zip(self._places, cursor.block_ids, strict=True)
         ]
-        leftover = Leftover(cursor, ends, end_tokens, hashes, block_ids)
-        self._skipped["no_budget"] += self.leftovers.add(leftover)
-        return leftover.slots_left
 
-    def plan_leftovers(self) -> None:
-        """Have leftovers examined, the oldest first, as many slots as can be stored now.
-
-        Called before the running requests' `plan`: those keep their blocks.
-        """
-        self._leftovers_planned = 0
-        if not self.leftovers:
-            return
-        examinable = self._examinable
-        self._examinable = room = max(0, min(examinable, self._slots_left()))
-        for leftover in self.leftovers:
-            if not self._examinable:
-                break
-            self._leftovers_planned += 1
-            end = leftover.end_tokens
-            self.plan(leftover.cursor, leftover.hashes, leftover.block_ids, end)
-        self._examinable += examinable - room
-
-    def settle_leftovers(self, *, idle: bool) -> None:
-        """Forget the leftovers that `pin_chosen` took care of.
-
-        `idle` says that this step computes nothing, and that no step or load is under way. If no
-        store is either, no GPU block will become free by itself. What could not be planned then
-        never will be: it is dropped and counted, so that the engine may rest.
-        """
-        if not self.leftovers:
-            return
-        if self.leftovers.settle(self._leftovers_planned) or not idle or self.jobs.pending:
-            return
-        self.drop_leftovers()
-
-    def drop_leftovers(self) -> None:
-        """Store nothing of what waits."""
-        self._skipped["no_budget"] += self.leftovers.clear()
+    @contextlib.contextmanager
+    def examining_at_most(self, slots: int) -> Iterator[None]:
+        """Examine no more than so many slots within, of those that this step may examine."""
+        left = self.examinable
+        self.examinable = room = max(0, min(left, slots))
+        yield
+        self.examinable += left - room
 
     # -- the choice ----------------------------------------------------------------------------
 
-    def _slots_left(self, soon_free_blocks: int = 0) -> int:
+    def slots_left(self, soon_free_blocks: int = 0) -> int:
         """Return how many more slots may be chosen.
 
         `max_pinned_share` is of what would be free if no store held anything and the requests whose
@@ -253,7 +180,7 @@ class StorePlanner:
         return min(blocks, slots)
 
     def pin_chosen(self, soon_free_blocks: int = 0) -> None:
-        """Choose among what `plan` noted, take slots for it and pin the blocks that got one.
+        """Choose among what `examine` noted, take slots for it and pin the blocks that got one.
 
         `soon_free_blocks` counts blocks that the engine frees right after this call.
 
@@ -266,7 +193,7 @@ class StorePlanner:
         self._spans, self._keys = [], []
         # Lists, not arrays: mostly decodes have filled a block each, and nothing is known of them.
         slots = self._manager.slot_numbers(keys)
-        choice = _Choice(self._slots_left(soon_free_blocks))
+        choice = _Choice(self.slots_left(soon_free_blocks))
         new, pool_blocks = choice.new, self._pool.blocks
         behind_key = self._prefixes.behind_slot_key
         # A span of one slot is what decodes have; most of these are chosen without further ado.
@@ -286,18 +213,18 @@ class StorePlanner:
             passed = self._choose(choice, span, keys[at:end], slots[at:end])
             if passed < end - at:
                 cursor.next_slot[position] = min(cursor.next_slot[position], first + passed)
-                self.behind.add(cursor.request_id)
+                self.behind.add(cursor.request.request_id)
             at = end
         if not choice.new and not choice.along:
             return
         along = np.array(choice.along, np.int32) if choice.along else NO_SLOTS
-        plan = self._manager.prepare_new(list(choice.new), along)
-        if plan.no_room:
-            self._skipped["pool_busy"] += plan.no_room
-        if plan.keys:
-            taken = len(plan.keys)
-            self._budget.plan(taken)
-            self.jobs.pin(plan.slots, choice.blocks[:taken])
+        prepared = self._manager.prepare_new(list(choice.new), along)
+        if prepared.no_room:
+            self.skipped["pool_busy"] += prepared.no_room
+        if prepared.keys:
+            taken = len(prepared.keys)
+            self._budget.count_planned(taken)
+            self.jobs.pin(prepared.slots, choice.blocks[:taken])
 
     def _choose(
         self, choice: _Choice, span: _Span, keys: Sequence[SlotKey], slots: Sequence[int]
@@ -339,12 +266,12 @@ class StorePlanner:
             if not all_valid and found[at] != expected[at]:
                 # Of states, only those at the ends of prefill chunks and those that a decode
                 # passed were ever made: what is missing was not lost.
-                self._skipped["moved_on"] += not group.holds_state
+                self.skipped["moved_on"] += not group.holds_state
             elif not choice.slots_left > 0:
                 passed = index
                 break
             elif self._store_after_uses > 1 and self._uses.count(key) < self._store_after_uses:
-                self._skipped["used_too_little"] += 1
+                self.skipped["used_too_little"] += 1
             else:
                 choice.slots_left -= 1
                 choice.new[key] = None
@@ -361,14 +288,9 @@ class StorePlanner:
         """Take the ranks' reports of stores."""
         failed_slots = self.jobs.complete(results)
         if failed_slots:
-            self._skipped["copy_failed"] += failed_slots
-
-    @property
-    def has_skipped(self) -> bool:
-        """Whether `take_skipped` has something to tell."""
-        return bool(self._skipped)
+            self.skipped["copy_failed"] += failed_slots
 
     def take_skipped(self) -> Counter[SkipReason]:
         """Return how many slots were not stored since the last call, by reason."""
-        skipped, self._skipped = self._skipped, Counter()
+        skipped, self.skipped = self.skipped, Counter()
         return skipped

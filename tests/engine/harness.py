@@ -18,9 +18,9 @@ from kv_swap.host_copy import Run, copy_runs
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from bench.totals import counted_stats
 from kv_offload.engines.vllm.halves import halves
 from tests.support.small_models import VOCABULARY, write_draft_head, write_model
+from tests.support.totals import counted_stats
 
 BLOCK_TOKENS = 32
 Tokens = list[int]
@@ -151,10 +151,10 @@ class Engine:
         self.generate([random_tokens(3, seed=0)], max_tokens=1)  # a step, for the last reports
         self.settle()
         assert not self.offload.has_pending_stores
-        assert self.offload._stores.jobs.pinned_blocks == 0
-        assert self.offload._loads.running == 0
-        assert not self.offload._loads._arriving
-        assert not self.offload._requests
+        assert self.offload.stores.jobs.pinned_blocks == 0
+        assert self.offload.loads.running == 0
+        self.offload.check_integrity()
+        assert len(self.offload.requests) == 0
         assert self.rank.transfer.in_flight == 0
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         self.offload.manager.check_integrity()

@@ -168,7 +168,7 @@ def test_a_second_request_waits_for_the_first_ones_load(
     offloading.add("second", LONG)
     for _ in range(20):
         assert not offloading.step()
-    assert offloading.offload._loads.running == 1
+    assert offloading.offload.loads.running == 1
     copies.release()
     assert answers(offloading.run()) == {"first": plain(LONG), "second": plain(LONG)}
     assert offloading.blocks_loaded() == 10

@@ -51,7 +51,7 @@ def test_sleep_right_after_a_load_was_aborted(
         for _ in range(3):
             offloading.step()
         offloading.abort("gone")
-        assert offloading.offload.abandoned_loads()
+        assert offloading.offload.reports.abandoned_loads()
         copies.release()
         offloading.llm.sleep(level=level)
         offloading.llm.wake_up()

@@ -135,7 +135,7 @@ class HeadEngine(HarshEngine):
             key: group
             for request, _ in self._requests
             for group in self.groups
-            for key in self.offload._prefixes.slot_keys(
+            for key in self.offload.prefixes.slot_keys(
                 request.block_hashes, group, 0, len(request.block_hashes)
             )
         }

@@ -24,7 +24,6 @@ from vllm.v1.request import RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm import drain
-from kv_offload.scheduler import loads as load_planner
 from kv_offload.scheduler.store_jobs import StoreJobs
 from kv_offload.worker.worker import OffloadWorker
 from tests.support.fakes import (
@@ -352,7 +351,7 @@ def test_blocks_of_an_aborted_request_come_back_when_its_load_has_ended(
     free = engine.pool.get_num_free_blocks()
     engine.add("a", PROMPT)
     engine.step()
-    assert engine.offload._loads.running == 1
+    assert engine.offload.loads.running == 1
     engine.abort("a")
     engine.step(3)
     assert engine.pool.get_num_free_blocks() == free - 5
@@ -370,7 +369,7 @@ def abort_and_reuse(engine: PlayedEngine) -> None:
     store(engine, PROMPT)
     engine.add("gone", PROMPT)
     engine.step()
-    assert engine.offload._loads.running == 1
+    assert engine.offload.loads.running == 1
     engine.abort("gone")
     engine.add("other", [*OTHER, *OTHER[:12]], max_tokens=8)
     engine.step(2)
@@ -394,7 +393,7 @@ def test_if_an_abort_freed_the_blocks_its_load_would_hit_the_next_owner(
 
     def finish_and_free(request_ids: Any, status: Any) -> Any:
         finished = finish(request_ids, status)
-        drain._deliver_loads(engine.scheduler, engine.offload.abandoned_loads())
+        drain._deliver_loads(engine.scheduler, engine.offload.reports.abandoned_loads())
         return finished
 
     monkeypatch.setattr(engine.scheduler, "finish_requests", finish_and_free)
@@ -411,7 +410,7 @@ def test_overlapping_prefixes_may_be_loaded_side_by_side(
     monkeypatch: pytest.MonkeyPatch, async_scheduling: bool, order: tuple[int, int]
 ) -> None:
     """One that has waited too long loads for itself: the same slots, other blocks, any order."""
-    monkeypatch.setattr(load_planner, "MAX_WAIT_SECONDS", -1.0)
+    monkeypatch.setattr("kv_offload.scheduler.lookups.MAX_WAIT_SECONDS", -1.0)
     longer = [*PROMPT[:16], 0, 0, 1, 0, 1]
     engine = HarshEngine(async_scheduling=async_scheduling)
     store(engine, PROMPT)
@@ -444,7 +443,7 @@ def load_while_others_store(engine: PlayedEngine) -> None:
     engine.step(4)
     engine.run_copies(Direction.STORE)
     engine.step(2)
-    assert engine.offload._loads.is_loading("loads")
+    assert "loads" in engine.offload.reports.running_loads()
     engine.run()
 
 
@@ -477,24 +476,24 @@ def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside: b
     engine.add("decodes", OTHER, max_tokens=12)
     engine.schedule()
     engine.execute()
-    stores = engine.offload._stores.jobs
+    stores = engine.offload.stores.jobs
     (first,) = stores.running_jobs()
     engine.add("loads", PROMPT)
     engine.schedule()
     engine.execute()
     engine.process()
-    assert engine.offload._loads.running == 1
+    assert engine.offload.loads.running == 1
     engine.run_copies()
     engine.schedule()
     engine.execute()
     engine.process()
-    assert (engine.offload._loads.running == 0) == beside
+    assert (engine.offload.loads.running == 0) == beside
     assert (first not in stores.running_jobs()) == beside
     assert ("loads" in engine.schedule().num_scheduled_tokens) == beside
     engine.run()
     assert engine.answers["loads"] == answer(PROMPT)
     assert engine.answers["decodes"] == answer(OTHER, 12)
-    assert not engine.offload._delivered_loads
+    assert len(engine.offload.requests) == 0
     engine.check_rest()
 
 
@@ -523,13 +522,13 @@ def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(
     engine.abort("a")
     assert engine.reset(reset_running_requests=True)
     assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
-    assert engine.offload._loads.running == 0
+    assert engine.offload.loads.running == 0
     engine.finish_steps()
     engine.add("b", PROMPT)
     engine.run()
     assert engine.answers["b"] == answer(PROMPT)
     assert engine.totals["hit_tokens"] >= 20
-    assert not engine.offload._delivered_loads
+    assert len(engine.offload.requests) == 0
     engine.check_rest()
 
 

@@ -12,6 +12,7 @@ it found.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -36,7 +37,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from tests.support.fakes import HOOKS, PlayedEngine, name_prefixes, next_token
+from tests.support.fakes import HOOKS, PlayedEngine, name_prefixes, next_token, wrap_hook
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
@@ -101,11 +102,9 @@ class Interleavings(RuleBasedStateMachine):
         for text in TEXTS:
             self.add(text, len(text), [], 1)
             self.engine.run()
-        for half, hooks in HOOKS.items():
+        for hook in HOOKS:
             for connector in (self.engine.connector, *(r.connector for r in self.engine.ranks)):
-                part = getattr(connector, half)
-                for name in hooks if part is not None else ():
-                    setattr(part, name, self._armed(f"{half}.{name}", getattr(part, name)))
+                wrap_hook(connector, hook, functools.partial(self._armed, hook))
 
     def _armed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -275,10 +274,10 @@ class Interleavings(RuleBasedStateMachine):
         if site == "load_now":
             self.may_end = self.engine.model.may_lose_kv = True
 
-    @rule(hook=st.sampled_from([f"{half}.{name}" for half in HOOKS for name in HOOKS[half]]))
+    @rule(hook=st.sampled_from(HOOKS))
     def break_hook(self, hook: str) -> None:
         self.armed[hook] = 1
-        if hook == "offload_scheduler.allocated":
+        if hook == "offload_scheduler.admissions.allocated":
             self.may_end = self.engine.model.may_lose_kv = True
 
     # -- what must hold ------------------------------------------------------------------------
@@ -288,6 +287,7 @@ class Interleavings(RuleBasedStateMachine):
         engine = self.engine
         engine.check_host_memory()
         engine.check_pins()
+        engine.offload.check_integrity()
         blocks = [block for block in engine.pool.blocks if not block.is_null]
         assert engine.pool.get_num_free_blocks() == sum(not block.ref_cnt for block in blocks)
         for request_id, answer in engine.answers.items():

@@ -64,24 +64,20 @@ VOCABULARY = 2
 GARBAGE = 0xA5
 _KINDS = {metric.name: metric.kind for metric in METRICS}
 
-HOOKS = {
-    "offload_scheduler": (
-        "match",
-        "allocated",
-        "build_metadata",
-        "read_reports",
-        "finished",
-        "take_stats",
-    ),
-    "offload_worker": (
-        "submit_stores",
-        "start_copies",
-        "start_kv_transfers",
-        "prepare_store_kv",
-        "poll",
-        "take_report",
-    ),
-}
+HOOKS = (
+    "offload_scheduler.admissions.match",
+    "offload_scheduler.admissions.allocated",
+    "offload_scheduler.build_metadata",
+    "offload_scheduler.reports.read",
+    "offload_scheduler.finished",
+    "offload_scheduler.take_stats",
+    "offload_worker.submit_stores",
+    "offload_worker.start_copies",
+    "offload_worker.start_kv_transfers",
+    "offload_worker.prepare_store_kv",
+    "offload_worker.poll",
+    "offload_worker.take_report",
+)
 """What the connector's hooks call, on both halves."""
 
 Tokens = list[int]
@@ -997,7 +993,7 @@ class PlayedEngine:
                     last = end // self.hash_block_tokens
                     if last > len(hashes):
                         break
-                    (key,) = self.offload._prefixes.slot_keys(
+                    (key,) = self.offload.prefixes.slot_keys(
                         hashes, group, end // tokens - 1, end // tokens
                     )
                     value = np.array(names[end - tokens : end], np.int64) + group.group_id
@@ -1005,7 +1001,7 @@ class PlayedEngine:
 
     def check_pins(self) -> None:
         """Check that every pin is a reference on a block that is not free."""
-        stores = self.offload._stores.jobs
+        stores = self.offload.stores.jobs
         pins = Counter(stores.pinned())
         assert stores.pinned_blocks == pins.total()
         for block, count in pins.items():
@@ -1015,31 +1011,31 @@ class PlayedEngine:
     def check_rest(self) -> None:
         """Check that an engine at rest holds nothing."""
         assert not self.scheduler.has_requests()
-        assert not self.offload.has_pending_stores
-        stores = self.offload._stores
-        assert stores.jobs.pinned_blocks == 0
-        assert not stores.jobs._running
-        assert not stores.jobs._abandoned
-        assert not stores._spans
-        assert not stores._keys
-        assert (len(stores.leftovers), stores.leftovers.slots) == (0, 0)
-        assert self.offload._loads.running == 0
-        assert self.offload._loads.queue._slots == 0
-        assert not self.offload._matches
-        assert not self.offload._declined_tokens
-        assert not self.offload._choice._prefilling
-        assert not self.offload._loads._arriving
-        assert not self.offload._loads._matched_from
-        assert not self.offload._loads._waiting
-        assert not self.offload._requests
-        assert not self.offload._behind
-        assert not self.offload._loaded_tokens
-        assert not self.offload._load_failed
+        offload = self.offload
+        offload.check_integrity()
+        assert not offload.has_pending_stores
+        assert not offload.has_pending_work
+        assert offload.stores.jobs.pinned_blocks == 0
+        assert (len(offload.leftovers), offload.leftovers.slots) == (0, 0)
+        assert offload.loads.running == 0
+        assert len(offload.requests) == 0
         assert all(rank.copies.in_flight == 0 for rank in self.ranks)
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
         self.check_host_memory()
         assert self.scheduler.reset_prefix_cache() is True
+
+
+def wrap_hook(
+    connector: Any, hook: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replace one of `HOOKS` of a connector by what `wrap` makes of it, if it has that half."""
+    half, *path, name = hook.split(".")
+    part = getattr(connector, half)
+    if part is not None:
+        for step in path:
+            part = getattr(part, step)
+        setattr(part, name, wrap(getattr(part, name)))
 
 
 # -- what tests of the played engine share -----------------------------------------------------
@@ -1072,7 +1068,7 @@ def answer(prompt: Sequence[int], max_tokens: int = 4) -> Tokens:
 
 def pinned(engine: PlayedEngine) -> set[int]:
     """Return the blocks that stores pin."""
-    return set(engine.offload._stores.jobs.pinned())
+    return set(engine.offload.stores.jobs.pinned())
 
 
 def tables(engine: PlayedEngine, request: Request) -> list[list[int]]:

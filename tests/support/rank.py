@@ -59,6 +59,7 @@ def make_half(
     engine: PlainRank | None = None,
     **config: Any,
 ) -> OffloadWorker:
+    """Return a rank's half."""
     return OffloadWorker(OffloadConfig(**config), engine or PlainRank(), rank, num_ranks, peers)
 
 

@@ -12,7 +12,7 @@ from kv_offload.engines.vllm.hooks.scheduler import SchedulerHooks
 from kv_offload.engines.vllm.hooks.worker import WorkerHooks
 from kv_offload.engines.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from kv_offload.engines.vllm.plugin import register
-from kv_offload.engines.vllm.start.build import build_scheduler, build_worker, read_engine
+from kv_offload.engines.vllm.start.build import build_worker, prepare_scheduler, read_engine
 from kv_offload.engines.vllm.versions import host_hit_source, reports_failed_requests
 
 if TYPE_CHECKING:
@@ -47,11 +47,12 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self._alone = vllm_config.parallel_config.world_size == 1
         self._rank = None
-        # One of the two stays None; a hook is only called on the half that it belongs to.
+        # One of the two stays None; a hook is only called on the half that it belongs to. The
+        # scheduler's is built when the blocks are known.
         self.offload_scheduler = None  # type: ignore[assignment]
         self.offload_worker = None  # type: ignore[assignment]
         if role == KVConnectorRole.SCHEDULER:
-            self.offload_scheduler = build_scheduler(engine)
+            self._plan = prepare_scheduler(engine)
             patches.log_new()
         else:
             self.offload_worker = build_worker(engine)
@@ -63,17 +64,18 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         Of the scheduler's hooks it is the only one that vLLM calls at the end of every step.
         """
         scheduler = self.offload_scheduler
-        half = self.offload_worker if scheduler is None else scheduler
+        if scheduler is None:
+            if self.hook_errors.new:
+                self.offload_worker.count_hook_errors(self.hook_errors.take())
+            return ConnectorStats.of(self.offload_worker.take_stats())
         if self.hook_errors.new:
-            half.count_hook_errors(self.hook_errors.take())
-        rank = None
-        if scheduler is not None:
-            scheduler.read_reports()
-            rank = self._rank_beside()
-            if rank is not None and scheduler.has_pending_stores:
-                scheduler.stores_ended(rank.take_ended_stores())
-            scheduler.watch.end()
-        counted = half.take_stats()
+            scheduler.statistics.count("hook_errors", self.hook_errors.take())
+        scheduler.reports.read()
+        rank = self._rank_beside()
+        if rank is not None and scheduler.has_pending_stores:
+            scheduler.reports.stores_ended(rank.take_ended_stores())
+        scheduler.watch.end()
+        counted = scheduler.take_stats()
         # No step may follow that would report what was polled just now.
         moved = None if rank is None else rank.take_stats()
         if counted is None or moved is None:

@@ -43,7 +43,7 @@ def resetting_after_drain(original: Callable[..., Any]) -> Callable[..., Any]:
             done = original(self, reset_running_requests, *args, **kwargs)
         if done:
             for scheduler in schedulers:
-                scheduler.engine_was_reset()
+                scheduler.contents.engine_was_reset()
         return done
 
     return reset_prefix_cache
@@ -62,25 +62,22 @@ def drain_engine_core(core: Any, *, requeue: bool = True) -> None:
     before are executed first, so every store of theirs is known to the ranks.
     """
     for scheduler in schedulers_of(core):
-        abandoned = scheduler.abandoned_loads()
+        reports = scheduler.reports
+        abandoned = reports.abandoned_loads()
         waiting = set()
         if requeue:
-            waiting = _waiting_for_loads(core.scheduler, scheduler.waiting_loads())
+            waiting = _waiting_for_loads(core.scheduler, reports.waiting_loads())
         if not (scheduler.has_pending_stores or abandoned or waiting):
             continue
-        answers = core.model_executor.collective_rpc(drain_rank, args=scheduler.begin_drain())
+        answers = core.model_executor.collective_rpc(drain_rank, args=reports.begin_drain())
         answer: DrainAnswer = functools.reduce(DrainAnswer.merge, answers)
-        if not scheduler.end_drain(answer):
+        if not reports.end_drain(answer):
             logger.error("kv-offload: gave up stores that did not end; their prefixes are not kept")
-        ended = scheduler.running_loads() - answer.loading
+        ended = reports.running_loads() - answer.loading
         if not requeue:
             ended &= abandoned
-        scheduler.draining = True
-        try:
-            _deliver_loads(core.scheduler, ended)
-        finally:
-            scheduler.draining = False
-        scheduler.expect_again(ended)
+        if ended:
+            reports.deliver(ended, functools.partial(_deliver_loads, core.scheduler))
         _give_blocks_back(core.scheduler, waiting - answer.loading)
 
 

@@ -50,7 +50,7 @@ def watched_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         if may_change_weights(method):
             for scheduler in schedulers_of(self):
-                if scheduler.weights_change():
+                if scheduler.contents.weights_change():
                     logger.info("kv-offload: host memory emptied: %r may change weights", method)
         return original(self, method, *args, **kwargs)
 
@@ -62,7 +62,8 @@ def watched_sleep(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-        keeping = [scheduler for scheduler in schedulers_of(self) if scheduler.keeps_on_sleep]
+        contents = [scheduler.contents for scheduler in schedulers_of(self)]
+        keeping = [content for content in contents if content.keeps_on_sleep]
         if level != 1 or not keeping:
             return original(self, level, *args, **kwargs)
         # Where requests must end first, the engine core resets later, in a callback that it adds.
@@ -77,8 +78,8 @@ def watched_sleep(original: Callable[..., Any]) -> Callable[..., Any]:
     return sleep
 
 
-def _call_kept(schedulers: Sequence[Any], callback: Callable[..., Any], *args: Any) -> Any:
-    with _kept(schedulers):
+def _call_kept(kept_contents: Sequence[Any], callback: Callable[..., Any], *args: Any) -> Any:
+    with _kept(kept_contents):
         return callback(*args)
 
 
@@ -89,7 +90,7 @@ def hear_of_weight_loads(core: Any, schedulers: Sequence[Any]) -> None:
     """
     for weight_loads in core.model_executor.collective_rpc(weight_loads_of_rank):
         for scheduler in schedulers:
-            scheduler.weights_were_loaded(weight_loads)
+            scheduler.contents.weights_were_loaded(weight_loads)
 
 
 def weight_loads_of_rank(_worker: Any) -> dict[int, int]:
@@ -101,12 +102,12 @@ def weight_loads_of_rank(_worker: Any) -> dict[int, int]:
 
 
 @contextlib.contextmanager
-def _kept(schedulers: Sequence[Any]) -> Iterator[None]:
+def _kept(kept_contents: Sequence[Any]) -> Iterator[None]:
     """Have host memory outlive the resets of a sleep that happen meanwhile."""
-    for scheduler in schedulers:
-        scheduler.falling_asleep = True
+    for contents in kept_contents:
+        contents.falling_asleep = True
     try:
         yield
     finally:
-        for scheduler in schedulers:
-            scheduler.falling_asleep = False
+        for contents in kept_contents:
+            contents.falling_asleep = False

@@ -236,7 +236,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def connector_of(events: list[Any]) -> Any:
-    ours = SimpleNamespace(engine_was_reset=lambda: events.append("told"))
+    contents = SimpleNamespace(engine_was_reset=lambda: events.append("told"))
+    ours = SimpleNamespace(contents=contents)
     return SimpleNamespace(offload_scheduler=ours)
 
 

@@ -333,10 +333,11 @@ def test_a_report_under_way_during_a_reset_is_not_heard_twice() -> None:
     assert core.reset_prefix_cache(reset_running_requests=True)
     assert slots(core) == 0
     heard = []
-    engine.offload.weights_change, change = lambda: heard.append(0), engine.offload.weights_change
+    contents = engine.offload.contents
+    contents.weights_change, change = lambda: heard.append(0), contents.weights_change
     engine.run()
     assert not heard
-    engine.offload.weights_change = change
+    contents.weights_change = change
     engine.check_rest()
 
 

@@ -10,8 +10,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kv_offload.engines.vllm.halves import local_rank
 from kv_offload.engines.vllm.hooks.errors import HookErrors, survives
 from kv_offload.engines.vllm.metadata import ConnectorMetadata
+from kv_offload.engines.vllm.start.build import SchedulerPlan
 from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacities
-from kv_offload.messages import WorkerCapacity
+from kv_offload.messages import OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.worker.worker import OffloadWorker
 
@@ -30,6 +31,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     hook_errors: HookErrors
     offload_scheduler: OffloadScheduler
     _is_member: bool
+    _plan: SchedulerPlan
+    _pool: BlockPool
     _alone: bool
     """Whether the only rank may live in this process."""
     _rank: weakref.ref[OffloadWorker] | None
@@ -50,31 +53,37 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
             answers = ask_ranks(rank_capacities)
             capacities = [capacity for answer in answers for capacity in answer]
         if capacities:
-            self.offload_scheduler.set_num_slots(min(rank.num_slots for rank in capacities))
+            num_slots = min(rank.num_slots for rank in capacities)
+            if num_slots < self._plan.num_slots:
+                self._plan.num_slots = num_slots
+                self.bind_gpu_block_pool(self._pool)
             self.offload_scheduler.ranks_ready({c.rank: c.ready_slots for c in capacities})
             if not all(rank.synchronous_loads for rank in capacities):
                 self.offload_scheduler.load_mode.allowed = False
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """See `OffloadScheduler.bind_pool`."""
-        self.offload_scheduler.bind_pool(gpu_block_pool)
+        """Build the scheduler's half: the block sizes are final now."""
+        self._pool = gpu_block_pool
+        self.offload_scheduler = self._plan.build(gpu_block_pool)
 
-    @survives(lambda self, request, _: self._go_on_without(request.request_id))
+    @survives(lambda self, request, _: self._go_on_without(request))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `OffloadScheduler.match`; the only rank may tell of new weights just before."""
+        """See `Admissions.match`; the only rank may tell of new weights just before."""
         rank = self._rank_beside()
         if rank is not None:
-            self.offload_scheduler.weights_were_loaded(rank.weight_loads)
-        return self.offload_scheduler.match(request, num_computed_tokens)
+            self.offload_scheduler.contents.weights_were_loaded(rank.weight_loads)
+        return self.offload_scheduler.admissions.match(request, num_computed_tokens)
 
-    @survives(lambda self, *arguments: self.offload_scheduler.allocation_failed(*arguments))
+    @survives(
+        lambda self, *arguments: self.offload_scheduler.admissions.allocation_failed(*arguments)
+    )
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """See `OffloadScheduler.allocated`."""
-        self.offload_scheduler.allocated(request, blocks, num_external_tokens)
+        """See `Admissions.allocated`."""
+        self.offload_scheduler.admissions.allocated(request, blocks, num_external_tokens)
 
     @survives(
         lambda self, _: ConnectorMetadata.of(self.offload_scheduler.metadata_without_new_stores())
@@ -93,11 +102,17 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         if self._is_member and connector_output.invalid_block_ids:
             self.offload_scheduler.others_load_failed()
         ended, reported = self._take_ended_loads()
-        self.offload_scheduler.update(connector_output, ended, reported)
+        report = connector_output.kv_connector_worker_meta
+        received = connector_output.finished_recving or set()
+        news = self.offload_scheduler.reports.take(
+            report if isinstance(report, OffloadWorkerMetadata) else None, received, ended, reported
+        )
+        if news != received:
+            connector_output.finished_recving = news
 
     @survives(lambda self: (set(), set()))  # a report will tell
     def _take_ended_loads(self) -> tuple[set[str], set[str]]:
-        rank = self._rank_beside() if self.offload_scheduler.hears_of_loads else None
+        rank = self._rank_beside() if self.offload_scheduler.reports.may_come_early else None
         return (set(), set()) if rank is None else rank.take_ended_loads()
 
     def request_finished(
@@ -114,8 +129,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         self.offload_scheduler.finished(request, block_ids)
         return False, None
 
-    def _go_on_without(self, request_id: str) -> tuple[int, bool]:
-        self.offload_scheduler.go_on_without(request_id)
+    def _go_on_without(self, request: Request) -> tuple[int, bool]:
+        self.offload_scheduler.admissions.go_on_without(request)
         return 0, False
 
     def _end_unseen(self, request_id: str) -> tuple[bool, None]:
@@ -128,11 +143,11 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Let the engine wait for a store rather than preempt a request. From vLLM 0.32."""
-        return self.offload_scheduler.holds_idle_blocks
+        return self.offload_scheduler.stores.jobs.holds_idle_blocks
 
     def reset_cache(self) -> bool:
         """Forget what is in host memory, for instance after the weights changed."""
-        self.offload_scheduler.reset()
+        self.offload_scheduler.contents.reset()
         return True
 
     def _rank_beside(self) -> OffloadWorker | None:

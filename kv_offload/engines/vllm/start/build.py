@@ -34,8 +34,13 @@ from kv_offload.worker.sharing import ALONE, Peers, arena_bytes
 from kv_offload.worker.worker import OffloadWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kv_offload.cache.prefix import CacheGroup
+    from kv_offload.engine import BlockPool
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +91,32 @@ def enclosing_configs() -> tuple[KVTransferConfig, ...]:
     )
 
 
-def build_scheduler(engine: Engine) -> OffloadScheduler:
-    """Build the scheduler's half, and patch vLLM for it."""
+@dataclass(slots=True)
+class SchedulerPlan:
+    """What the scheduler's half is built from, when the engine's blocks are known."""
+
+    config: OffloadConfig
+    groups: Sequence[CacheGroup]
+    num_slots: int
+    """At most; ranks that cannot share memory, or stages with larger blocks, hold less."""
+    slot_bytes: int
+    num_ranks: int
+
+    def build(self, pool: BlockPool) -> OffloadScheduler:
+        """Build it. The sizes of the blocks are final now."""
+        return OffloadScheduler(
+            self.config,
+            self.groups,
+            pool,
+            self.num_slots,
+            self.slot_bytes,
+            self.num_ranks,
+            make_block_hash_with_group_id,
+        )
+
+
+def prepare_scheduler(engine: Engine) -> SchedulerPlan:
+    """Patch vLLM for the scheduler's half, and say what it will be built from."""
     config, vllm_config, enclosing = engine.config, engine.vllm_config, engine.enclosing
     for consequence in consequences(config, vllm_config, enclosing):
         logger.warning("kv-offload: %s", consequence)
@@ -101,17 +130,8 @@ def build_scheduler(engine: Engine) -> OffloadScheduler:
         draft_head=has_draft_head(vllm_config),
     )
     slot_bytes = bytes_per_block(engine.kv_cache_config)
-    # At most: ranks that cannot share memory, or stages with larger blocks, report less.
     sharing_ranks = ranks_with_equal_bytes(parallel, engine.kv_cache_config)
     rank_bytes = arena_bytes(config.cpu_bytes, parallel.world_size, sharing_ranks)
-    scheduler = OffloadScheduler(
-        config,
-        groups,
-        max(1, rank_bytes // slot_bytes),
-        slot_bytes,
-        parallel.world_size,
-        make_block_hash_with_group_id,
-    )
     if config.keep_on_sleep:
         check_keep_on_sleep()
     holds_state = any(group.holds_state for group in groups)
@@ -122,7 +142,8 @@ def build_scheduler(engine: Engine) -> OffloadScheduler:
     logger.info("kv-offload: %s", describe_share(engine.traced))
     if engine.hidden_replicas:
         warn_of_hidden_replicas(engine.traced)
-    return scheduler
+    num_slots = max(1, rank_bytes // slot_bytes)
+    return SchedulerPlan(config, groups, num_slots, slot_bytes, parallel.world_size)
 
 
 def build_worker(engine: Engine) -> OffloadWorker:

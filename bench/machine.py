@@ -1,0 +1,95 @@
+"""What figures are measured on, and where they are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RESULTS_VARIABLE = "KV_OFFLOAD_BENCH_RESULTS"
+"""The folder where pytest benches keep their results; without it they keep none."""
+
+COMMIT_VARIABLE = "KV_OFFLOAD_BENCH_COMMIT"
+"""The commit, where the checkout has no git to ask."""
+
+
+def machine() -> dict[str, Any]:
+    """Describe this machine: CPU, GPU, driver and versions."""
+    facts: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpus": os.cpu_count(),
+        # Above the number of cores that a bench uses, others took part of its time.
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "vllm": getattr(vllm_module(), "__version__", None),
+        "commit": os.environ.get(COMMIT_VARIABLE) or _output("git", "rev-parse", "--short", "HEAD"),
+    }
+    torch = cuda_torch()
+    if torch is not None:
+        import cupy
+
+        query = "--query-gpu=driver_version,pcie.link.gen.current,pcie.link.width.current"
+        facts["gpu"] = torch.cuda.get_device_name(0)
+        facts["driver"] = _output("nvidia-smi", query, "--format=csv,noheader", "--id=0")
+        facts["torch"] = torch.__version__
+        facts["cupy"] = cupy.__version__
+        facts["cuda_driver"] = cupy.cuda.runtime.driverGetVersion()
+    return facts
+
+
+def write_result(path: Path, document: dict[str, Any]) -> None:
+    """Write a result as JSON, and make the folder that it goes to."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def keep_rows(name: str, rows: list[Any], **facts: Any) -> None:
+    """Write rows to `name` in the folder that `RESULTS_VARIABLE` names; nothing without one."""
+    folder = os.environ.get(RESULTS_VARIABLE)
+    if folder and rows:
+        write_result(Path(folder) / name, {"machine": machine(), **facts, "rows": rows})
+
+
+def cuda_torch() -> Any:
+    """Return torch if it has a CUDA device and CuPy is there, else None."""
+    try:
+        import cupy  # noqa: F401
+        import torch
+    except ImportError:
+        return None
+    return torch if torch.cuda.is_available() else None
+
+
+def vllm_module() -> Any:
+    """Return vllm, or None. Its import warns of much that is not ours to mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            import vllm
+            import vllm._custom_ops
+        except ImportError:
+            return None
+    return vllm
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown")
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,5 @@
+"""Host time that the plugin's hooks take of a scheduler's step. Needs vLLM, and no GPU.
+
+bench_scheduler.py  steps of decodes, new prompts, and a hit that waits: pytest-benchmark
+bed.py              vLLM's own scheduler with our connector, without a model
+"""

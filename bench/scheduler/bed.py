@@ -1,0 +1,253 @@
+"""vLLM's own scheduler with our connector and thousands of blocks, without a model or copies.
+
+Requests, scheduler, block pool and connector are real. Tokens are all the same and hashes are made
+up, since nobody computes; copies end one step after they were submitted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from bench.hook_clock import ConnectorClock
+from kv_offload.messages import JobResult, OffloadMetadata, OffloadWorkerMetadata
+from tests.support.fakes import make_tensor, make_vllm_config
+
+BLOCK_TOKENS = 16
+BLOCK_BYTES = 2 * BLOCK_TOKENS * 4
+PROMPT_CHUNK_TOKENS = 8192
+"""Tokens of prompts in a step beside the decodes: vLLM's default on an H200 is of this order."""
+SPARE_BLOCKS = 65536
+"""GPU blocks beyond those of the running requests, for new requests and pinned stores."""
+TOKEN = 7
+
+
+def block_name(prefix: int, index: int) -> bytes:
+    """Return a made-up hash of a block, as long as vLLM's."""
+    return prefix.to_bytes(24, "big") + index.to_bytes(8, "big")
+
+
+def make_scheduler(
+    blocks: int, longest_request: int, plugin: dict[str, Any], **limits: int
+) -> Scheduler:
+    """Return vLLM's scheduler with our connector, full attention and so many GPU blocks."""
+    config = make_vllm_config(plugin, max_model_len=4096, **limits)
+    # Beyond what the small model's configuration allows; nobody computes positions here.
+    config.model_config.max_model_len = longest_request
+    config.cache_config.block_size = BLOCK_TOKENS
+    config.cache_config.num_gpu_blocks = blocks
+    spec = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    kv_cache_config = KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[make_tensor(blocks * BLOCK_BYTES, ["layer.0"], BLOCK_BYTES)],
+        kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)],
+    )
+    return Scheduler(
+        vllm_config=config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_TOKENS,
+        hash_block_size=BLOCK_TOKENS,
+        log_stats=True,
+    )
+
+
+def make_request(request_id: str, prefix: int, prompt_tokens: int, max_tokens: int) -> Request:
+    """Return a request whose blocks are those of `prefix`."""
+
+    def name_blocks(request: Request) -> list[Any]:
+        known, full = len(request.block_hashes), request.num_tokens // BLOCK_TOKENS
+        return [block_name(prefix, index) for index in range(known, full)]
+
+    return Request(
+        request_id,
+        [TOKEN] * prompt_tokens,
+        SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+        pooling_params=None,
+        block_hasher=name_blocks,
+    )
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds inside the connector's hooks in one step."""
+
+    by_hook: Counter[str]
+    scheduled_tokens: int
+    stored_blocks: int
+    loaded_blocks: int
+
+    @property
+    def seconds(self) -> float:
+        return self.by_hook.total()
+
+
+class SchedulerBed:
+    """`running` requests of `prompt_tokens` that decode, beside a full host cache of `slots`."""
+
+    def __init__(self, running: int, prompt_tokens: int, slots: int, longest_prompt: int) -> None:
+        self.decode_tokens = 64 + 16384 * running // 256
+        """At least as many as one request samples while the bed is prepared and measured."""
+        longest = max(longest_prompt, prompt_tokens + self.decode_tokens) + BLOCK_TOKENS
+        blocks_each = (prompt_tokens + self.decode_tokens) // BLOCK_TOKENS + 1
+        blocks = running * blocks_each + SPARE_BLOCKS
+        self.scheduler = make_scheduler(
+            blocks,
+            longest,
+            {"cpu_bytes": slots * BLOCK_BYTES},
+            max_num_batched_tokens=running * max(prompt_tokens, PROMPT_CHUNK_TOKENS),
+            max_num_seqs=running + 1,
+        )
+        self.connector.offload_scheduler.ranks_ready({0: slots})
+        self.clock = ConnectorClock()
+        self.clock.put_on(self.connector)
+        self._prefixes = 0
+        self._requests: dict[str, Request] = {}
+        self._submitted: OffloadMetadata | None = None
+        self._start_running(running, prompt_tokens)
+        self._fill(slots, longest_prompt)
+
+    @property
+    def connector(self) -> Any:
+        return self.scheduler.connector
+
+    @property
+    def manager(self) -> Any:
+        return self.connector.offload_scheduler.manager
+
+    # -- preparation ---------------------------------------------------------------------------
+
+    def _start_running(self, running: int, prompt_tokens: int) -> None:
+        """Compute all prompts in one step, and decode until their blocks were stored.
+
+        Prompts differ by a token or more, so that every step completes about as many blocks.
+        """
+        for index in range(running):
+            shorter = index % BLOCK_TOKENS
+            self.add(f"running-{index}", self.new_prefix(), prompt_tokens - shorter, 1 << 30)
+        self.step()
+        assert len(self.scheduler.running) == running
+        self.scheduler.max_num_scheduled_tokens = PROMPT_CHUNK_TOKENS + running
+        slots_left = running * (prompt_tokens // BLOCK_TOKENS)
+        while slots_left > 0:  # what one round stores beyond its own new blocks is of the prompts
+            stored = [self.step().stored_blocks for _ in range(BLOCK_TOKENS)]
+            if sum(stored) <= running + BLOCK_TOKENS:
+                break
+            slots_left -= sum(stored) - running
+        for _ in range(2 * BLOCK_TOKENS):
+            self.step()
+
+    def _fill(self, slots: int, longest_prompt: int) -> None:
+        """Fill the host cache with prefixes that nobody runs."""
+        self._stored_prefixes: list[int] = []
+        for _ in range(0, slots, longest_prompt // BLOCK_TOKENS):
+            prefix = self.new_prefix()
+            # A key of the first cache group is the block's hash.
+            keys = [block_name(prefix, index) for index in range(longest_prompt // BLOCK_TOKENS)]
+            self.manager.complete_store(self.manager.prepare_store(keys).slots)
+            self._stored_prefixes.append(prefix)
+        assert self.manager.slots_in_use == slots
+
+    def take_stored_prefix(self) -> int:
+        """Return a prefix that host memory has and the engine never had: the most recent left."""
+        return self._stored_prefixes.pop()
+
+    def new_prefix(self) -> int:
+        self._prefixes += 1
+        return self._prefixes
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def add(self, request_id: str, prefix: int, prompt_tokens: int, max_tokens: int) -> None:
+        """Queue a request whose blocks are those of `prefix`."""
+        request = make_request(request_id, prefix, prompt_tokens, max_tokens)
+        self._requests[request_id] = request
+        self.scheduler.add_request(request)
+
+    def serve(self, request_id: str, prefix: int, prompt_tokens: int) -> list[StepCost]:
+        """Step until a new request has its one token; return what each step cost."""
+        self.add(request_id, prefix, prompt_tokens, 1)
+        costs = []
+        while request_id in self.scheduler.requests:
+            costs.append(self.step())
+        del self._requests[request_id]
+        return costs
+
+    @contextmanager
+    def waiting_hit(self, request_id: str, prompt_tokens: int) -> Iterator[Callable[[], None]]:
+        """Queue a prompt that host memory has, while somebody holds one block too many for it.
+
+        The function that this gives makes up for the blocks that decodes took; call it before every
+        step.
+        """
+        pool = self.scheduler.kv_cache_manager.block_pool
+        running = len(self.scheduler.running)
+        left = prompt_tokens // BLOCK_TOKENS - 1
+        held = pool.get_new_blocks(pool.get_num_free_blocks() - left)
+
+        def make_up() -> None:
+            for _ in range(left - pool.get_num_free_blocks()):
+                pool.free_blocks([held.pop()])
+
+        self.add(request_id, self.take_stored_prefix(), prompt_tokens, 1)
+        try:
+            yield make_up
+        finally:
+            self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+            del self._requests[request_id]
+            pool.free_blocks(held)
+            assert len(self.scheduler.running) == running, "a decode was preempted"
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def step(self) -> StepCost:
+        """Schedule, pretend to compute, and deliver."""
+        self.clock.take()
+        output = self.scheduler.schedule()
+        metadata = output.kv_connector_metadata
+        ids = list(output.num_scheduled_tokens)
+        result = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=[self._sample(request_id) for request_id in ids],
+            kv_connector_output=self._copies_ended(),
+        )
+        self._submitted = metadata
+        self.scheduler.update_from_output(output, result)
+        return StepCost(
+            self.clock.take(),
+            output.total_num_scheduled_tokens,
+            sum(len(job.pairs) for job in metadata.stores),
+            sum(len(job.pairs) for job in metadata.loads),
+        )
+
+    def _sample(self, request_id: str) -> list[int]:
+        # `schedule` has counted this step's tokens as computed.
+        request = self._requests[request_id]
+        return [TOKEN] if request.num_computed_tokens >= request.num_tokens else []
+
+    def _copies_ended(self) -> KVConnectorOutput:
+        """Report the copies of the last step, as one rank would."""
+        ended = KVConnectorOutput(finished_recving=set())
+        ok = JobResult(frozenset((0,)), ok=True)
+        if (metadata := self._submitted) is None:
+            return ended
+        stores = {job.job_id: ok for job in metadata.stores}
+        loads = {job.job_id: ok for job in metadata.loads if job.synchronous}
+        ended.finished_recving |= {job.request_id for job in metadata.loads if not job.synchronous}
+        if stores or loads:
+            ended.kv_connector_worker_meta = OffloadWorkerMetadata(stores, loads=loads)
+        return ended

@@ -1,0 +1,92 @@
+"""A real engine without offloading, with this project, and with vLLM's own connectors.
+
+usage: python -m bench.serving [--shape small|gqa8|mqa] [--out FOLDER]
+                               [--connectors off,kv-offload,vllm,vllm-simple]
+                               [--sections ttft,throughput,latency,pairs,start]
+                               [--separate-core] [--options JSON]
+
+Every connector gets an engine in a process of its own: the same shape with random weights, the same
+prompts, the same GPU cache, as much host memory. docs/benchmarks/serving.md explains every figure.
+
+    ttft        time to first token of prompts that are computed, and of the same prompts repeated
+    throughput  many prompts at once at 0, 50 and 100 % hits
+    latency     time from token to token of running decodes: alone, while others' prompts are
+                computed and stored, and while they are loaded
+    pairs       throughput at 0 % hits of `off` and `kv-offload`, by turns, with its 95 % interval
+    start       engines started five times more, by turns, now that all is compiled; only if named
+
+The exit status is 1 if this project or the engine without offloading failed, or if this project
+did not load exactly the bytes that it had to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench.serving.process import progress
+from bench.serving.report import save, tables, unproven
+from bench.serving.runs import SECTIONS, Bench
+from bench.serving.shapes import CONNECTORS, SHAPES
+
+
+def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a parser of a list with commas, each of whose words is one of `allowed`."""
+
+    def split(text: str) -> list[str]:
+        chosen = text.split(",")
+        if unknown := set(chosen) - set(allowed):
+            raise argparse.ArgumentTypeError(
+                f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(allowed)}"
+            )
+        return chosen
+
+    return split
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--connectors", type=names(CONNECTORS), default=["off", "kv-offload"])
+    parser.add_argument("--sections", type=names(SECTIONS), default=list(SECTIONS[:-1]))
+    parser.add_argument("--separate-core", action="store_true", help="ttft, throughput and start")
+    parser.add_argument("--options", type=json.loads, default={}, help="for this project, as JSON")
+    parser.add_argument("--out", type=Path, help="folder for the result, serving-SHAPE.json")
+    arguments = parser.parse_args(words)
+    if arguments.separate_core:
+        chosen = [s for s in arguments.sections if s in ("ttft", "throughput", "start")]
+        arguments.sections = chosen
+    return arguments
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, print the tables, and return the exit status."""
+    arguments = parse(words)
+    with tempfile.TemporaryDirectory() as model:
+        bench = Bench(arguments, model)
+        bench.run(arguments.connectors)
+    document = bench.document()
+    print(tables(document))
+    if arguments.out:
+        progress(f"wrote {save(document, arguments.out)}")
+    problems = unproven(document)
+    problems += [
+        bench.results[name]["error"]
+        for name in ("off", "kv-offload")
+        if "error" in bench.results.get(name, {})
+    ]
+    for problem in problems:
+        progress(problem)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""One engine of the serving bench, in the process that calls it or with its core in another."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.hook_clock import ConnectorClock
+from bench.serving.connector import TOTALS_VARIABLE, SharedTotals
+from bench.serving.shapes import Shape, transfer_config
+
+Prompt = dict[str, list[int]]
+CAPTURED_BATCHES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+"""Tokens of a step with a CUDA graph. vLLM's own choice has the same largest ones but 51 sizes,
+whose capture takes most of a start."""
+READY_SECONDS = 180
+RESET_SECONDS = 30
+
+
+def import_engine() -> None:
+    """Import what takes seconds to import."""
+    import torch  # noqa: F401
+    from vllm import LLM  # noqa: F401
+
+
+class ServingEngine:
+    """A vLLM engine with random weights and one connector; the same for all connectors else.
+
+    Prompts are drawn from seeds, so all engines of a run get the same ones.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        connector: str,
+        options: dict[str, Any],
+        separate_core: bool,
+        model: str | None = None,
+    ) -> None:
+        """Start an engine; the model's configuration goes to the folder `model`, if that is given.
+
+        What was compiled for a model is found again under the same path only.
+        """
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(separate_core))
+        self._folder = tempfile.TemporaryDirectory()
+        totals = Path(self._folder.name) / "totals"
+        os.environ[TOTALS_VARIABLE] = str(totals)
+        self.totals = SharedTotals(totals)
+        import torch
+        from vllm import LLM
+
+        self.shape, self.connector = shape, connector
+        self.first_tokens = 4 if connector == "vllm-simple" else 1
+        """How many tokens to ask for where prompts are to be stored. vLLM's simple connector stores
+        what a request has computed when its next token is scheduled, so of one with one token
+        nothing but what earlier steps computed."""
+        self.separate_core = separate_core
+        self.on_gpu = torch.cuda.is_available()
+        self.item_bytes = 2 if self.on_gpu else 4
+        self.clock = ConnectorClock()
+        _put_on_new_connectors(self.clock)
+        model = model or self._folder.name
+        _model_config(shape).save_pretrained(model)
+        self.memory_before = memory()
+        transfer = transfer_config(connector, shape.host_bytes, options)
+        started = time.perf_counter()
+        self.llm = LLM(
+            model=model,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16" if self.on_gpu else "float32",
+            block_size=shape.block_tokens,
+            num_gpu_blocks_override=shape.gpu_blocks,
+            # Two engines may share the device, so neither may measure what is free.
+            kv_cache_memory_bytes=shape.gpu_blocks * shape.block_bytes(self.item_bytes),
+            gpu_memory_utilization=0.4,
+            max_model_len=shape.max_model_len,
+            enforce_eager=not self.on_gpu,
+            **({"kv_transfer_config": transfer} if transfer else {}),
+            **(
+                {"compilation_config": {"cudagraph_capture_sizes": CAPTURED_BATCHES}}
+                if self.on_gpu
+                else {}
+            ),
+        )
+        self.start_seconds = time.perf_counter() - started
+        self._filler_seed = 1_000_000
+        if connector == "kv-offload":
+            self._wait_for_pool()
+
+    def _wait_for_pool(self) -> None:
+        """Wait until all of the pool may be used: what is measured is not its growing."""
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            self.tick()
+            if self.totals["ready_bytes"] >= self.totals["pool_bytes"] > 0:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"host memory is not ready after {READY_SECONDS} s")
+            time.sleep(0.2)
+
+    def tick(self) -> None:
+        """Run a step or two of a request that no cache can serve, so that reports arrive."""
+        self.seconds(self.prompts(0, 1, 2))
+
+    def close(self) -> None:
+        """End the engine."""
+        self.llm.llm_engine.engine_core.shutdown()
+        self._folder.cleanup()
+
+    # -- prompts, all at once ------------------------------------------------------------------
+
+    def prompts(self, seed: int, count: int, length: int) -> list[Prompt]:
+        """Return random prompts, the same for the same arguments."""
+        tokens = np.random.default_rng((seed, count, length)).integers(10, 31000, (count, length))
+        return [{"prompt_token_ids": row} for row in tokens.tolist()]
+
+    def seconds(self, batch: list[Prompt], tokens: int = 1) -> float:
+        """Send prompts, wait for so many tokens of each, and return the time that took."""
+        parameters = self._parameters(tokens)
+        begin = time.perf_counter()
+        self.llm.generate(batch, parameters, use_tqdm=False)
+        return time.perf_counter() - begin
+
+    def rest(self) -> None:
+        """Wait until the connector has nothing left to do, as a server does where nobody asks.
+
+        In one process nobody steps an engine after its last answer, so it is stepped here.
+        """
+        deadline = time.monotonic() + RESET_SECONDS
+        if self.separate_core:
+            while self.totals["waiting_slots"] + self.totals["running_stores"]:
+                self._check(deadline, "the connector does not come to rest")
+                time.sleep(0.01)
+            return
+        core = self.llm.llm_engine.engine_core.engine_core
+        while core.scheduler.has_requests():
+            self._check(deadline, "the connector does not come to rest")
+            core.step_fn()
+
+    @staticmethod
+    def _check(deadline: float, what: str) -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} for {RESET_SECONDS} s")
+
+    def reset(self) -> None:
+        """Empty the GPU's prefix cache, so that only the connector's memory can serve a prompt.
+
+        vLLM's own connectors need a few steps first: they hold blocks until copies were reported.
+        """
+        self.rest()
+        deadline = time.monotonic() + RESET_SECONDS
+        while not self.llm.reset_prefix_cache():
+            self._filler_seed += 1
+            self.seconds(self.prompts(self._filler_seed, 1, 2 * self.shape.block_tokens))
+            self._check(deadline, "the prefix cache cannot be reset")
+
+    def settle(self) -> None:
+        """Wait for all kernels and copies on the device."""
+        if self.on_gpu and not self.separate_core:
+            import torch
+
+            torch.cuda.synchronize()
+
+    # -- step by step --------------------------------------------------------------------------
+
+    def add(self, request_id: str, prompt: Prompt, max_tokens: int) -> None:
+        """Queue one request."""
+        self.llm.llm_engine.add_request(request_id, prompt, self._parameters(max_tokens))
+
+    def step(self) -> list[str]:
+        """Run one step; return the ids of the requests that have a new token."""
+        return [one.request_id for one in self.llm.llm_engine.step() if one.outputs[0].token_ids]
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests, and step until nothing is left."""
+        self.llm.llm_engine.abort_request(request_ids)
+        while self.llm.llm_engine.has_unfinished_requests():
+            self.llm.llm_engine.step()
+
+    @staticmethod
+    def _parameters(max_tokens: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if max_tokens > 1 else RequestOutputKind.FINAL_ONLY,
+        )
+
+
+def _model_config(shape: Shape) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        vocab_size=32000,
+        max_position_embeddings=65536,
+    )
+
+
+def _put_on_new_connectors(clock: ConnectorClock) -> None:
+    """Have every connector that vLLM builds in this process timed."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    original = KVConnectorFactory.create_connector
+
+    def create_connector(*arguments: Any, **named: Any) -> Any:
+        connector = original(*arguments, **named)
+        clock.put_on(connector)
+        return connector
+
+    KVConnectorFactory.create_connector = staticmethod(create_connector)
+
+
+def memory() -> dict[str, int]:
+    """Return what this process holds and what the machine has left, in bytes."""
+    held = Path("/proc/self/status").read_text()
+    machine = Path("/proc/meminfo").read_text()
+    found = {}
+    for text, names in (
+        (held, ("VmLck", "VmPin", "RssAnon", "RssShmem")),
+        (machine, ("MemAvailable",)),
+    ):
+        for name in names:
+            match = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
+            if match:
+                found[name] = int(match[1]) << 10
+    return found

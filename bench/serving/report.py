@@ -1,0 +1,218 @@
+"""Tables and files of the serving bench.
+
+usage: python -m bench.serving.report FILE.json    prints the tables of a result as Markdown
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.machine import write_result
+from bench.serving.shapes import SHAPES
+
+Document = dict[str, Any]
+PHASE_NAMES = {
+    "alone": "alone",
+    "storing": "while prompts are computed and stored",
+    "loading": "while prompts are loaded",
+}
+MIB = 1 << 20
+
+
+def tables(document: Document) -> str:
+    """Return everything that was measured as Markdown, one table a question."""
+    results: dict[str, Any] = document["results"]
+    parts = [_heading(document)]
+    parts += [_ttft(document), _throughput(document), _pairs(document), _latency(document)]
+    parts += [_host_time(document), _starts(document), _memory(document)]
+    notes = [f"- failed: {result['error']}" for result in results.values() if "error" in result]
+    peers = [name for name in results if name.startswith("vllm") and "error" not in results[name]]
+    if peers:
+        notes.append(f"- not proven: that {' and '.join(peers)} loaded what it should have")
+    parts.append("\n".join(notes))
+    return "\n\n".join(part for part in parts if part)
+
+
+def save(document: Document, folder: Path) -> Path:
+    """Write the result as JSON; return its path."""
+    name = f"serving-{document['shape']['name']}"
+    if document["mode"] != "one process":
+        name += "-" + document["mode"].replace(" ", "-")
+    path = folder / f"{name}.json"
+    write_result(path, document)
+    return path
+
+
+def unproven(document: Document) -> list[str]:
+    """Name every figure of this project whose loaded bytes are not those that were to be loaded."""
+    problems = []
+    for figure, load in _proofs(document["results"].get("kv-offload", {})):
+        if not load["least_bytes"] <= load["loaded_bytes"] <= load["most_bytes"]:
+            problems.append(
+                f"NOT PROVEN: kv-offload, {figure}: {load['loaded_bytes']} bytes were loaded, not "
+                f"{load['least_bytes']} to {load['most_bytes']}"
+            )
+    return problems
+
+
+def _proofs(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, int]]]:
+    for section in ("ttft", "throughput", "latency"):
+        for name, measured in result.get(section, {}).items():
+            for load in measured.get("loads", ()):
+                yield f"{section} {name}", load
+
+
+def floor_seconds(document: Document, tokens: int) -> float | None:
+    """Return the least time for a repeated prompt: its bytes over the link and a decode step."""
+    link = document["results"].get("off", {}).get("link")
+    if not link or not link["bytes_per_second"]:
+        return None
+    _, nbytes = SHAPES[document["shape"]["name"]].loadable_bytes(tokens, 2)
+    return float(nbytes / link["bytes_per_second"] + link["decode_step"])
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+
+def _table(question: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    shown = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return f"**{question}**\n\n{shown}"
+
+
+def _heading(document: Document) -> str:
+    machine = document["machine"]
+    names = ("gpu", "driver", "platform", "vllm", "torch", "commit", "date")
+    facts = ", ".join(f"{name} {machine[name]}" for name in names if machine.get(name))
+    return f"# {document['shape']['name']}, {document['mode']}\n\n{facts}"
+
+
+def _measured(document: Document, section: str) -> dict[str, Any]:
+    return {
+        name: result[section] for name, result in document["results"].items() if section in result
+    }
+
+
+def _spread(values: dict[str, float], scale: float, digits: int) -> str:
+    """Show a median, and the range where there is one."""
+    median, low, high = (f"{scale * values[key]:,.{digits}f}" for key in ("median", "min", "max"))
+    return median if low == high else f"{median} ({low} to {high})"
+
+
+def _ttft(document: Document) -> str:
+    found = _measured(document, "ttft")
+    if not found:
+        return ""
+    rows = []
+    for tokens in document["shape"]["prompt_tokens"]:
+        cells = [f"{tokens:,}"]
+        cells += [_spread(result[str(tokens)]["repeated"], 1e3, 1) for result in found.values()]
+        local = found.get("off", {}).get(str(tokens), {}).get("in GPU cache")
+        cells.append(f"{1e3 * local['median']:.1f}" if local else "-")
+        floor = floor_seconds(document, tokens)
+        cells.append(f"{1e3 * floor:.1f}" if floor else "-")
+        rows.append(cells)
+    question = "How long until the first token of a prompt that comes again? ms, median (range)"
+    return _table(question, ["tokens", *found, "hit in GPU cache", "floor"], rows)
+
+
+def _throughput(document: Document) -> str:
+    found = _measured(document, "throughput")
+    if not found:
+        return ""
+    rows = []
+    for hits in ("0", "50", "100"):
+        cells = [f"{hits} % hits"]
+        for result in found.values():
+            measured = result.get(hits)
+            cells.append(
+                _spread(measured["tokens_per_second"], 1e-3, 1) if measured else "as 0 % hits"
+            )
+        rows.append(cells)
+    shape = document["shape"]
+    load = f"{shape['batch_prompts']} prompts of {shape['batch_tokens']:,}"
+    question = f"How many tokens a second of {load} tokens at once? thousands, median (range)"
+    return _table(question, ["", *found], rows)
+
+
+def _pairs(document: Document) -> str:
+    pairs = document["pairs"]
+    if not pairs:
+        return ""
+    return (
+        f"**What does storing cost?** Throughput at 0 % hits, kv-offload / off, {pairs['pairs']} "
+        f"pairs by turns: {pairs['ratio']:.4f}, 95 % interval {pairs['low']:.4f} to "
+        f"{pairs['high']:.4f}"
+    )
+
+
+def _latency(document: Document) -> str:
+    found = _measured(document, "latency")
+    if not found:
+        return ""
+    rows = []
+    for phase, label in PHASE_NAMES.items():
+        times = [result[phase]["between_tokens"] for result in found.values()]
+        rows.append([label, *(f"{1e3 * t['p50']:.1f} / {1e3 * t['p99']:.1f}" for t in times)])
+    decodes = document["shape"]["decodes"]
+    question = f"How long from token to token, with {decodes} decodes? ms, p50 / p99"
+    return _table(question, ["", *found], rows)
+
+
+def _host_time(document: Document) -> str:
+    found = {name: one for name, one in _measured(document, "latency").items() if name != "off"}
+    if not found:
+        return ""
+    rows = []
+    for phase, label in PHASE_NAMES.items():
+        times = [result[phase]["connector_per_step"] for result in found.values()]
+        rows.append([label, *(f"{1e6 * t['mean']:,.0f} / {1e6 * t['p99']:,.0f}" for t in times)])
+    question = "How much host time do the connector's hooks take in a step? us, mean / p99"
+    return _table(question, ["", *found], rows)
+
+
+def _starts(document: Document) -> str:
+    # The first start may have compiled what the others found in a cache.
+    found = {
+        name: result["starts"][1:]
+        for name, result in document["results"].items()
+        if len(result["starts"]) > 1
+    }
+    rows = [
+        [name, f"{statistics.median(starts):.1f} ({min(starts):.1f} to {max(starts):.1f})"]
+        for name, starts in found.items()
+    ]
+    question = "How long does an engine take to start? s, median (range) of all but the first"
+    return _table(question, ["", "start"], rows) if rows else ""
+
+
+def _memory(document: Document) -> str:
+    rows = []
+    for name, memory in _measured(document, "memory").items():
+        pool_bytes = memory["pool_bytes"]
+        cells = [name, f"{pool_bytes / MIB:,.0f}" if pool_bytes else "-"]
+        cells += [_growth(memory, key) for key in ("RssAnon", "RssShmem")]
+        rows.append([*cells, _growth(memory, "MemAvailable", -1)])
+    if not rows:
+        return ""
+    asked = document["shape"]["host_gib"] * 1024
+    question = (
+        f"How much host memory is used, where {asked:,.0f} MiB were asked for? MiB: the pool, and "
+        "what the process and the machine use more than before the start"
+    )
+    return _table(question, ["", "pool", "private", "shared", "machine"], rows)
+
+
+def _growth(memory: dict[str, Any], key: str, sign: int = 1) -> str:
+    if key not in memory["now"]:
+        return "-"
+    return f"{sign * (memory['now'][key] - memory['before'][key]) / MIB:,.0f}"
+
+
+if __name__ == "__main__":
+    print(tables(json.loads(Path(sys.argv[1]).read_text())))

@@ -1,0 +1,205 @@
+"""What the swap bench measures on: a transfer engine with a scattered job, and what it is held to.
+
+The roofline is one contiguous copy of as many bytes. The peer is vLLM's own `swap_blocks_batch`,
+where vLLM is installed, with descriptors made beforehand.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from kv_swap.engine import Direction, SwapEngine, SwapJob
+from kv_swap.host import HostSwapEngine
+from kv_swap.layout import KVLayout, TensorDescription
+from kv_swap.pinned import CudaRegistrar, HostArena
+
+from bench.machine import cuda_torch, vllm_module
+
+LAYERS = 32
+
+
+def describe(address: int, num_blocks: int, layers: int, page_bytes: int) -> KVLayout:
+    """Return the layout of layers one after another, with pages without gaps."""
+    layer_bytes = num_blocks * page_bytes
+    return KVLayout.from_tensors(
+        num_blocks,
+        [
+            TensorDescription(
+                f"layer.{layer}",
+                address + layer * layer_bytes,
+                (num_blocks, page_bytes),
+                (page_bytes, 1),
+                1,
+                0,
+                page_bytes,
+            )
+            for layer in range(layers)
+        ],
+    )
+
+
+def scattered(direction: Direction, num_blocks: int, count: int) -> SwapJob:
+    """Return a job of `count` blocks and slots in random order."""
+    rng = np.random.default_rng(0)
+    chosen = [rng.permutation(num_blocks)[:count] for _ in range(2)]
+    return SwapJob(1, direction, np.stack(chosen, 1).astype(np.int32))
+
+
+@dataclass
+class Case:
+    """A job on an engine beside other ways to copy as much, and the seconds of every round."""
+
+    engine: SwapEngine
+    job: SwapJob
+    nbytes: int
+    others: dict[str, Callable[[], None]]
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def run_others(self) -> None:
+        """Copy in the other ways, each to its end."""
+        for name, call in self.others.items():
+            started = time.perf_counter()
+            call()
+            self._note(name, started)
+
+    def run(self) -> None:
+        """Submit the job, and poll until it has ended."""
+        started = time.perf_counter()
+        self.engine.submit(self.job)
+        self._note("submit", started)
+        if isinstance(self.engine, HostSwapEngine):
+            self.engine.wait(60)  # its thread needs the GIL
+        while not (completions := self.engine.poll()):
+            pass
+        self._note("engine", started)
+        assert completions[0].error is None
+
+    def _note(self, name: str, started: float) -> None:
+        self.seconds.setdefault(name, []).append(time.perf_counter() - started)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.seconds[name])
+
+    def gbps(self, name: str) -> float | None:
+        """Return the rate of a way to copy, or None if it did not take part."""
+        return self.nbytes / self.median(name) / 1e9 if name in self.seconds else None
+
+
+class CudaBed:
+    """A CUDA engine over layers of one page size, and contiguous copies between the same sides."""
+
+    def __init__(self, page_bytes: int, num_blocks: int, layers: int = LAYERS) -> None:
+        from kv_swap.cuda import CudaSwapEngine
+
+        self.torch = cuda_torch()
+        self.device = self.torch.device("cuda", 0)
+        nbytes = num_blocks * layers * page_bytes
+        self.memory = self.torch.ones(nbytes, dtype=self.torch.uint8, device=self.device)
+        self.layout = describe(self.memory.data_ptr(), num_blocks, layers, page_bytes)
+        registrar = CudaRegistrar(self.device)
+        self.arena = HostArena(num_blocks, self.layout.slot_bytes, register=registrar)
+        self.host = self.torch.ones(nbytes, dtype=self.torch.uint8, pin_memory=True)
+        self.engine = CudaSwapEngine(self.layout, self.arena, self.device, [self.memory])
+        self.streams = {way: self.torch.cuda.Stream() for way in Direction}
+        self.torch.cuda.synchronize()
+
+    def copy(self, direction: Direction, part: slice) -> Any:
+        """Queue one contiguous copy; return its stream."""
+        with self.torch.cuda.stream(self.streams[direction]):
+            if direction is Direction.LOAD:
+                self.memory[part].copy_(self.host[part], non_blocking=True)
+            else:
+                self.host[part].copy_(self.memory[part], non_blocking=True)
+        return self.streams[direction]
+
+    def case(self, job: SwapJob) -> Case:
+        """Return the job with the roofline, and the peer where there is one."""
+        nbytes = len(job.pairs) * self.layout.slot_bytes
+        case = Case(self.engine, job, nbytes, {})
+        case.others["roofline"] = lambda: self.copy(job.direction, slice(nbytes)).synchronize()
+        if vllm_module() is not None:
+            case.others["peer"] = self._peer(job)
+        return case
+
+    def _peer(self, job: SwapJob) -> Callable[[], None]:
+        """Return a call of vLLM's batch copy that moves the same pages as the job."""
+        torch, (blocks, slots) = self.torch, job.pairs.astype(np.int64).T
+        on_device, on_host, sizes = [], [], []
+        for region in self.layout.regions:
+            on_device.append(region.address + blocks * region.block_stride_bytes)
+            first = self.arena.address + region.slot_offset_bytes
+            on_host.append(first + slots * self.layout.slot_bytes)
+            sizes.append(np.full(len(blocks), region.page_bytes, np.int64))
+        device, host, nbytes = (
+            torch.from_numpy(np.concatenate(parts)) for parts in (on_device, on_host, sizes)
+        )
+        load = job.direction is Direction.LOAD
+        source, destination = (host, device) if load else (device, host)
+        stream = torch.cuda.Stream()
+        swap_blocks_batch = vllm_module()._custom_ops.swap_blocks_batch
+
+        def copy() -> None:
+            with torch.cuda.stream(stream):
+                # The last argument as in vLLM's worker: only loads may read their source early.
+                swap_blocks_batch(source, destination, nbytes, load)
+            stream.synchronize()
+
+        return copy
+
+
+class EngineCopies:
+    """The same job of an engine, over and over."""
+
+    def __init__(self, bed: CudaBed, job: SwapJob) -> None:
+        self._bed, self._job = bed, job
+        self.nbytes = len(job.pairs) * bed.layout.slot_bytes
+
+    def start(self) -> None:
+        """Queue one more."""
+        self._bed.engine.submit(self._job)
+
+    def ended(self) -> int:
+        """Return how many have ended since the last call."""
+        return len(self._bed.engine.poll())
+
+
+class BigCopies:
+    """One contiguous copy of as many bytes, over and over; the same methods."""
+
+    def __init__(self, bed: CudaBed, job: SwapJob) -> None:
+        self._bed, self._direction = bed, job.direction
+        self.nbytes = len(job.pairs) * bed.layout.slot_bytes
+        self._events: deque[Any] = deque()
+
+    def start(self) -> None:
+        """Queue one more."""
+        event = self._bed.torch.cuda.Event()
+        event.record(self._bed.copy(self._direction, slice(self.nbytes)))
+        self._events.append(event)
+
+    def ended(self) -> int:
+        """Return how many have ended since the last call."""
+        count = 0
+        while self._events and self._events[0].query():
+            self._events.popleft()
+            count += 1
+        return count
+
+
+class NoCopies:
+    """Nothing is copied: what the others are compared with."""
+
+    nbytes = 0
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def ended(self) -> int:
+        """Say that it has ended."""
+        return 1

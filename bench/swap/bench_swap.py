@@ -1,0 +1,268 @@
+"""How fast blocks move: GB/s from `submit` to the polled completion, beside roofline and peer.
+
+Run with `pytest bench/swap/bench_swap.py --benchmark-enable`; with `KV_OFFLOAD_BENCH_RESULTS` set
+to a folder, `swap.json` is written there. Without the option everything runs once, on little
+memory. All ways to copy take turns within each round, so that they meet the same machine; figures
+are medians over the rounds. On a machine without a GPU only the host's engine is measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from kv_swap.engine import Direction, SwapJob
+from kv_swap.host import HostSwapEngine
+from kv_swap.pinned import HostArena
+
+from bench.machine import cuda_torch, keep_rows
+from bench.swap.bed import (
+    LAYERS,
+    BigCopies,
+    Case,
+    CudaBed,
+    EngineCopies,
+    NoCopies,
+    describe,
+    scattered,
+)
+from bench.swap.workloads import beside, make_workloads
+
+KIB, MIB = 1 << 10, 1 << 20
+ROUNDS = 15
+PAGES = [4 * KIB, 16 * KIB, 64 * KIB, 512 * KIB, 2 * MIB]
+SMALL_COPIES = 200
+
+both_ways = pytest.mark.parametrize("direction", list(Direction), ids=lambda way: way.value)
+
+
+def on_gpu(test: Any) -> Any:
+    skip = pytest.mark.skipif(cuda_torch() is None, reason="needs a CUDA device and CuPy")
+    return pytest.mark.gpu(skip(test))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    `ratio` is that to the roofline; of a slowdown, the time of the work beside copies over its time
+    alone, and `gbps` is what the copies reach meanwhile. `microseconds` is from submission to
+    completion, or the latency that the name says.
+    """
+
+    name: str
+    direction: str
+    page_bytes: int
+    path: str
+    gbps: float | None = None
+    roofline_gbps: float | None = None
+    peer_gbps: float | None = None
+    submit_us: float | None = None
+    ratio: float | None = None
+    microseconds: float | None = None
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[list[Row]]:
+    rows: list[Row] = []
+    yield rows
+    keep_rows("swap.json", [asdict(row) for row in rows])
+
+
+def measure(
+    case: Case,
+    benchmark: Any,
+    results: list[Row],
+    page_bytes: int,
+    path: str = "engine",
+    name: str = "one way",
+    rounds: int = ROUNDS,
+) -> None:
+    """Run a case round by round; note the medians."""
+    for _ in range(2 if benchmark.enabled else 0):
+        case.run_others()
+        case.run()
+    case.seconds.clear()
+    benchmark.pedantic(case.run, setup=case.run_others, rounds=rounds if benchmark.enabled else 1)
+    gbps, roofline_gbps = case.gbps("engine"), case.gbps("roofline")
+    assert gbps is not None
+    assert roofline_gbps is not None
+    row = Row(
+        name,
+        case.job.direction.value,
+        page_bytes,
+        path,
+        gbps,
+        roofline_gbps,
+        case.gbps("peer"),
+        case.median("submit") * 1e6,
+        gbps / roofline_gbps,
+        case.median("engine") * 1e6,
+    )
+    benchmark.extra_info.update(asdict(row))
+    if benchmark.enabled:
+        results.append(row)
+    case.engine.close()
+
+
+def blocks_of(total_bytes: int, page_bytes: int) -> int:
+    return max(1, total_bytes // (LAYERS * page_bytes))
+
+
+@pytest.mark.parametrize("page_bytes", [4 * KIB, 32 * KIB, 256 * KIB])
+@both_ways
+def test_host_engine(
+    benchmark: Any, results: list[Row], direction: Direction, page_bytes: int
+) -> None:
+    """The engine for vLLM's CPU build, against one copy within the host."""
+    layers, total_bytes = 8, (64 if benchmark.enabled else 4) * MIB
+    count = total_bytes // (layers * page_bytes)
+    memory = HostArena(2 * count, layers * page_bytes, register=None)
+    memory.view()[:] = 1
+    layout = describe(memory.address, 2 * count, layers, page_bytes)
+    arena = HostArena(2 * count, layout.slot_bytes, register=None)
+    arena.view()[:] = 2
+    source, destination = np.ones(total_bytes, np.uint8), np.ones(total_bytes, np.uint8)
+    case = Case(
+        HostSwapEngine(layout, arena, [memory]),
+        scattered(direction, 2 * count, count),
+        total_bytes,
+        {"roofline": lambda: np.copyto(destination, source)},
+    )
+    measure(case, benchmark, results, page_bytes, "host")
+
+
+@on_gpu
+@pytest.mark.parametrize("page_bytes", PAGES)
+@both_ways
+def test_one_way(benchmark: Any, results: list[Row], direction: Direction, page_bytes: int) -> None:
+    """256 MiB of scattered pages, 32 regions."""
+    count = blocks_of((256 if benchmark.enabled else 64) * MIB, page_bytes)
+    bed = CudaBed(page_bytes, 2 * count)
+    measure(bed.case(scattered(direction, 2 * count, count)), benchmark, results, page_bytes)
+
+
+@on_gpu
+@both_ways
+def test_small_job(benchmark: Any, results: list[Row], direction: Direction) -> None:
+    """8 pairs of 32 regions of 64 KiB: 16 MiB from submission to completion."""
+    case = CudaBed(64 * KIB, 64).case(scattered(direction, 64, 8))
+    measure(case, benchmark, results, 64 * KIB, name="small job", rounds=200)
+
+
+@on_gpu
+@pytest.mark.parametrize("layers", [4, 32, 128])
+@both_ways
+def test_submit(benchmark: Any, results: list[Row], direction: Direction, layers: int) -> None:
+    """What the host spends on 512 blocks, whatever the number of layers."""
+    case = CudaBed(4 * KIB, 1024, layers).case(scattered(direction, 1024, 512))
+    case.others.pop("peer", None)
+    name = f"submit 512 blocks x {layers}"
+    measure(case, benchmark, results, 4 * KIB, name=name, rounds=50)
+
+
+@on_gpu
+@pytest.mark.parametrize("page_bytes", [16 * KIB, 64 * KIB, 2 * MIB])
+def test_both_directions(benchmark: Any, results: list[Row], page_bytes: int) -> None:
+    """A store and a load at once; GB/s of both together, until the later one has ended."""
+    count = blocks_of(256 * MIB, page_bytes)
+    bed = CudaBed(page_bytes, 2 * count)
+    order = np.random.default_rng(0).permutation(2 * count).astype(np.int32)
+    jobs = [
+        SwapJob(index, way, np.stack([part, part[::-1]], 1))
+        for index, (way, part) in enumerate(
+            zip(Direction, (order[:count], order[count:]), strict=True)
+        )
+    ]
+    nbytes = count * bed.layout.slot_bytes
+    seconds: dict[str, list[float]] = {"engine": [], "roofline": []}
+
+    def roofline() -> None:
+        started = time.perf_counter()
+        bed.copy(Direction.STORE, slice(nbytes))
+        bed.copy(Direction.LOAD, slice(nbytes, 2 * nbytes))
+        for stream in bed.streams.values():
+            stream.synchronize()
+        seconds["roofline"].append(time.perf_counter() - started)
+
+    def run() -> None:
+        started = time.perf_counter()
+        for job in jobs:
+            bed.engine.submit(job)
+        ended = 0
+        while ended < len(jobs):
+            ended += len(bed.engine.poll())
+        seconds["engine"].append(time.perf_counter() - started)
+
+    rounds = ROUNDS if benchmark.enabled else 1
+    benchmark.pedantic(run, setup=roofline, rounds=rounds)
+    gbps, roofline_gbps = (2 * nbytes / statistics.median(took) / 1e9 for took in seconds.values())
+    ratio = gbps / roofline_gbps
+    row = Row("both directions", "both", page_bytes, "engine", gbps, roofline_gbps, ratio=ratio)
+    if benchmark.enabled:
+        results.append(row)
+    bed.engine.close()
+
+
+@on_gpu
+@both_ways
+def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Direction) -> None:
+    """What 64 KiB pages on the move do to three kinds of work, beside the copy engine's doing."""
+    if not benchmark.enabled:
+        pytest.skip("takes gigabytes; run with --benchmark-enable")
+    count = blocks_of(256 * MIB, 64 * KIB)
+    bed = CudaBed(64 * KIB, 2 * count)
+    job = scattered(direction, 2 * count, count)
+    ways = {"engine": EngineCopies(bed, job), "one big copy": BigCopies(bed, job)}
+    for workload in make_workloads(bed.torch):
+        for path, copies in ways.items():
+            ratio, seconds = beside(bed.torch, workload, copies, 0.0051, 7)
+            name, gbps = f"slowdown of {workload.name}", copies.nbytes / seconds / 1e9
+            results.append(Row(name, direction.value, 64 * KIB, path, gbps, ratio=ratio))
+    benchmark.pedantic(bed.case(job).run, rounds=1)
+    bed.engine.close()
+
+
+@on_gpu
+def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
+    """A 2 KiB copy to the host, as of sampled tokens, while 256 MiB are stored."""
+    count = blocks_of(256 * MIB, 64 * KIB)
+    bed = CudaBed(64 * KIB, 2 * count)
+    torch, job = bed.torch, scattered(Direction.STORE, 2 * count, count)
+    tokens = torch.ones(2 * KIB, dtype=torch.uint8, device=bed.device)
+    target = torch.empty(2 * KIB, dtype=torch.uint8, pin_memory=True)
+    stream = torch.cuda.Stream()
+
+    def copy_tokens() -> float:
+        started = time.perf_counter()
+        with torch.cuda.stream(stream):
+            target.copy_(tokens, non_blocking=True)
+        stream.synchronize()
+        return (time.perf_counter() - started) * 1e6
+
+    ways = {
+        "alone": NoCopies(),
+        "engine": EngineCopies(bed, job),
+        "one big copy": BigCopies(bed, job),
+    }
+    for path, copies in ways.items():
+        times: list[float] = []
+        while len(times) < (SMALL_COPIES if benchmark.enabled else 2):
+            copies.start()
+            # At least one copy a store, however long it had to wait.
+            times.append(copy_tokens())
+            while not copies.ended():
+                times.append(copy_tokens())
+        for name, microseconds in (
+            ("2 KiB copy, median", statistics.median(times)),
+            ("2 KiB copy, p99", float(np.percentile(times, 99))),
+        ):
+            if benchmark.enabled:
+                results.append(Row(name, "store", 64 * KIB, path, microseconds=microseconds))
+    benchmark.pedantic(copy_tokens, rounds=1)
+    bed.engine.close()

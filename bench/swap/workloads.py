@@ -1,0 +1,122 @@
+"""Three kinds of compute to run beside copies, and what copies and compute do to each other."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+DECODE_TOKENS, HIDDEN, WIDE = 32, 4096, 14336
+MOST_COPIES = 64
+
+
+class Copies(Protocol):
+    """A copy that can be queued over and over."""
+
+    def start(self) -> None:
+        """Queue one more."""
+
+    def ended(self) -> int:
+        """Return how many have ended since the last call."""
+
+
+class Workload:
+    """A CUDA graph of some milliseconds, its inputs too large for the L2 unless it is a product."""
+
+    def __init__(self, torch: Any, name: str, step: Callable[[], None], steps: int) -> None:
+        self.name = name
+        self._torch = torch
+        self.stream = torch.cuda.Stream()
+        with torch.cuda.stream(self.stream):
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for _ in range(steps):
+                step()
+
+    def start(self) -> tuple[Any, Any]:
+        """Queue the work; return its first and its last event."""
+        events = [self._torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        with self._torch.cuda.stream(self.stream):
+            events[0].record()
+            self._graph.replay()
+            events[1].record()
+        return events[0], events[1]
+
+
+def make_workloads(torch: Any) -> list[Workload]:
+    """An 8192-cubed bf16 product, a sum over 2 GiB, and products of 32 rows with 2.4 GB of weights.
+
+    Random inputs: a product of zeros runs faster than any real one.
+    """
+
+    def random(*shape: int) -> Any:
+        return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+
+    left, right, out = random(8192, 8192), random(8192, 8192), random(8192, 8192)
+    values = torch.rand(1 << 29, dtype=torch.float32, device="cuda")
+    total = torch.empty((), dtype=torch.float32, device="cuda")
+    tokens = random(DECODE_TOKENS, HIDDEN)
+    square = [random(HIDDEN, HIDDEN) for _ in range(16)]
+    wide = [random(HIDDEN, WIDE) for _ in range(16)]
+
+    def decode() -> None:
+        for one, other in zip(square, wide, strict=True):
+            torch.matmul(tokens, one)
+            torch.matmul(tokens, other)
+
+    return [
+        Workload(torch, "product", lambda: torch.matmul(left, right, out=out), 6),
+        Workload(torch, "reduction", lambda: torch.sum(values, dim=0, out=total), 16),
+        Workload(torch, "decode", decode, 12),
+    ]
+
+
+def beside(
+    torch: Any, workload: Workload, copies: Copies, copy_seconds: float, rounds: int
+) -> tuple[float, float]:
+    """Return what copies do to work and work to copies, medians of `rounds`.
+
+    The first is the work's time beside copies over its time alone, the second the seconds of a copy
+    beside it. `copy_seconds` is what a copy takes alone. Copies run from before the work begins
+    until after it has ended, else the round is repeated with more of them.
+    """
+    alone, together, copying = [], [], []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        first, last = workload.start()
+        last.synchronize()
+        alone.append(first.elapsed_time(last))
+        count = int(alone[-1] / 1000 / copy_seconds * 1.3) + 2
+        while True:
+            milliseconds, seconds, left = _once(torch, workload, copies, count)
+            if left or count >= MOST_COPIES:
+                break
+            count *= 2
+        together.append(milliseconds)
+        copying.append(seconds)
+    return statistics.median(together) / statistics.median(alone), statistics.median(copying)
+
+
+def _once(torch: Any, workload: Workload, copies: Copies, count: int) -> tuple[float, float, int]:
+    """Return the work's milliseconds, a copy's seconds, and the copies that were left at its end.
+
+    Where no copy ends before the work does, a copy's seconds are those until the first one ends.
+    """
+    torch.cuda.synchronize()
+    began = ends_at = time.perf_counter()
+    for _ in range(count):
+        copies.start()
+    first, last = workload.start()
+    ended = 0
+    while not last.query() or not ended:
+        if new := copies.ended():
+            ended += new
+            ends_at = time.perf_counter()
+    left = rest = count - ended
+    while rest > 0:
+        rest -= copies.ended()
+    return first.elapsed_time(last), (ends_at - began) / ended, left

@@ -1,0 +1,68 @@
+"""Whether host memory still holds what its keys say: it is emptied when the weights may change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from kv_offload.cache.manager import CacheManager
+from kv_offload.scheduler.leftovers import Leftovers
+
+logger = logging.getLogger(__name__)
+
+
+class Contents:
+    """Empties host memory, together with what waits to be stored.
+
+    Running copies end on their own and leave nothing.
+    """
+
+    def __init__(
+        self, manager: CacheManager, leftovers: Leftovers, *, keeps_on_sleep: bool
+    ) -> None:
+        self._manager = manager
+        self._leftovers = leftovers
+        self.keeps_on_sleep = keeps_on_sleep
+        """Whether the user allows host memory to outlive a sleep of level 1."""
+        self.falling_asleep = False
+        """Set while the engine resets everything for a sleep that host memory is to outlive."""
+        self._weights_changed = False
+        self._weight_loads: dict[int, int] = {}
+
+    def reset(self) -> None:
+        """Empty host memory; does nothing while `falling_asleep`."""
+        if not self.falling_asleep:
+            self._empty()
+
+    def weights_change(self) -> bool:
+        """Empty host memory, since the weights may be about to change, and at the next reset again.
+
+        Until then the engine's own cache may serve blocks of the old weights, which are stored.
+        Returns whether there was anything to forget.
+        """
+        held = self._manager.slots_in_use > 0
+        self._empty()
+        self._weights_changed = True
+        return held
+
+    def weights_were_loaded(self, weight_loads: Mapping[int, int]) -> None:
+        """Hear how often each rank's model has been given weights since the start.
+
+        A count that was heard before, or is older than that, changes nothing: it may come from
+        several sides, and with a report that was on its way during a reset.
+        """
+        news = [r for r, loads in weight_loads.items() if loads > self._weight_loads.get(r, 0)]
+        if news:
+            self._weight_loads.update({rank: weight_loads[rank] for rank in news})
+            if self.weights_change():
+                logger.info("kv-offload: host memory emptied: the model was given weights")
+
+    def engine_was_reset(self) -> None:
+        """Hear that the engine's own cache is empty."""
+        if self._weights_changed:
+            self._empty()
+            self._weights_changed = False
+
+    def _empty(self) -> None:
+        self._manager.reset()
+        self._leftovers.drop()

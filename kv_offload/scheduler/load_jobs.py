@@ -1,0 +1,179 @@
+"""Loads on their way: the slots that they hold against eviction, and the reports that end them.
+
+A load runs until every rank has ended it, whatever becomes of the request that it serves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_offload.cache.manager import NO_SLOTS, CacheManager, MissingKeyError
+from kv_offload.cache.policies import Slots
+from kv_offload.cache.prefix import PrefixMap, SlotKey
+from kv_offload.messages import LoadJob
+from kv_offload.scheduler.rates import LoadQueue
+from kv_offload.scheduler.request import TrackedRequest
+
+
+class _SynchronousLoad(NamedTuple):
+    tracked: TrackedRequest
+    slots: Slots
+    ranks_left: set[int]
+    blocks: Sequence[int] | NDArray[np.int32]
+
+
+class LoadJobs:
+    """Holds the slots of running loads against eviction. `queue` counts these slots."""
+
+    def __init__(self, prefixes: PrefixMap, manager: CacheManager, num_ranks: int = 1) -> None:
+        self._prefixes = prefixes
+        self._manager = manager
+        self._num_ranks = num_ranks
+        self.queue = LoadQueue()
+        self._next_job_id = 0
+        self._planned: list[LoadJob] = []
+        self._synchronous: dict[int, _SynchronousLoad] = {}
+        self.running_asynchronous = 0
+        """Asynchronous loads that some rank has not completed: those of requests with `held`."""
+
+    @property
+    def running(self) -> int:
+        """Loads that some rank has not completed."""
+        return self.running_asynchronous + len(self._synchronous)
+
+    @property
+    def awaits_report(self) -> bool:
+        """Whether some rank has not reported a synchronous load, as only a step can."""
+        return bool(self._synchronous)
+
+    @property
+    def plans_synchronous(self) -> bool:
+        """Whether `take_planned` has a synchronous load to return."""
+        return any(job.synchronous for job in self._planned)
+
+    def add(
+        self,
+        tracked: TrackedRequest,
+        start_tokens: int,
+        end_tokens: int,
+        null_block_id: int,
+        *,
+        synchronous: bool = False,
+        whole: bool = False,
+    ) -> list[SlotKey]:
+        """Queue the load that fills a request's blocks from `start_tokens` to `end_tokens`.
+
+        Returns the keys that it brings. The engine may ask for less than it was offered: then a
+        window group can lack blocks, and the load is marked incomplete, which fails it and has it
+        recomputed.
+        """
+        assert tracked.cursor is not None, "a load for a request that has no blocks"
+        keys: list[SlotKey] = []
+        parts: list[NDArray[np.int64]] = []
+        for group, group_blocks in zip(
+            self._prefixes.groups, tracked.cursor.block_ids, strict=True
+        ):
+            first, last = start_tokens // group.block_tokens, end_tokens // group.block_tokens
+            blocks = np.array(group_blocks[first:last], np.int64)
+            wanted = np.flatnonzero(blocks != null_block_id)
+            if len(wanted):
+                # A window group has null blocks in front of the window, never behind.
+                parts.append(blocks[wanted[0] :])
+                keys += self._prefixes.slot_keys(
+                    tracked.request.block_hashes, group, first + int(wanted[0]), last
+                )
+        try:
+            slots = self._manager.prepare_load(keys)
+        except MissingKeyError:
+            slots = NO_SLOTS
+        incomplete = len(slots) < len(keys)
+        places = np.zeros(len(keys), np.int32) if incomplete else slots
+        blocks = np.concatenate(parts)
+        pairs = np.stack((blocks, places), axis=1)[blocks != null_block_id].astype(np.int32)
+        job = LoadJob(
+            self._next_job_id,
+            tracked.request_id,
+            pairs,
+            incomplete=incomplete,
+            synchronous=synchronous,
+            whole=whole,
+        )
+        self._queue(tracked, job, slots, pairs[:, 0])
+        return keys
+
+    def add_failure(
+        self, tracked: TrackedRequest, block_ids: Sequence[int], *, synchronous: bool
+    ) -> None:
+        """Queue a load that brings nothing, for a request whose load could not be planned.
+
+        The engine counts on a load into `block_ids`, so the ranks report one that failed.
+        """
+        if not any(job.request_id == tracked.request_id for job in self._planned):
+            nothing = np.empty((0, 2), np.int32)
+            job = LoadJob(
+                self._next_job_id,
+                tracked.request_id,
+                nothing,
+                incomplete=True,
+                synchronous=synchronous,
+            )
+            self._queue(tracked, job, NO_SLOTS, block_ids)
+
+    def _queue(
+        self,
+        tracked: TrackedRequest,
+        job: LoadJob,
+        slots: Slots,
+        blocks: Sequence[int] | NDArray[np.int32],
+    ) -> None:
+        self._next_job_id += 1
+        self._planned.append(job)
+        self.queue.add(len(slots), time.monotonic())
+        if job.synchronous:
+            ranks = set(range(self._num_ranks))
+            self._synchronous[job.job_id] = _SynchronousLoad(tracked, slots, ranks, blocks)
+        else:
+            tracked.held = slots
+            self.running_asynchronous += 1
+
+    def take_planned(self) -> tuple[LoadJob, ...]:
+        """Return the loads added since the last call, for this step's metadata."""
+        planned = tuple(self._planned)
+        self._planned.clear()
+        return planned
+
+    def complete(self, tracked: TrackedRequest) -> None:
+        """Let go of the slots of an asynchronous load that every rank has ended."""
+        slots, tracked.held = tracked.held, None
+        if slots is not None:
+            self.running_asynchronous -= 1
+            self._let_go(slots)
+
+    def complete_synchronous(self, ended: Mapping[int, Set[int]]) -> None:
+        """Take the ranks on which synchronous loads ended, failed ones included."""
+        for job_id, ranks in ended.items():
+            load = self._synchronous.get(job_id)
+            if load is None:
+                continue  # read already, before an error
+            load.ranks_left.difference_update(ranks)
+            if not load.ranks_left:
+                del self._synchronous[job_id]
+                self._let_go(load.slots)
+
+    def filled_by(self, job_ids: Iterable[int]) -> tuple[set[TrackedRequest], set[int]]:
+        """Return whose synchronous loads these are, and the GPU blocks that they fill.
+
+        Loads that every rank has reported are left out.
+        """
+        loads = [load for job in job_ids if (load := self._synchronous.get(job)) is not None]
+        blocks = {int(block) for load in loads for block in load.blocks}
+        return {load.tracked for load in loads}, blocks
+
+    def _let_go(self, slots: Slots) -> None:
+        self._manager.complete_load(slots)
+        self.queue.remove(len(slots), time.monotonic())

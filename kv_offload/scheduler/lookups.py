@@ -1,0 +1,145 @@
+"""Which prefix of a waiting request host memory has, and which request waits for another's load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.prefix import PrefixMap, SlotKey
+from kv_offload.scheduler.request import Offer, TrackedRequest
+
+MAX_WAIT_SECONDS = 5.0
+"""How long a request waits for another's load of its prefix before it is served on its own.
+
+A load takes milliseconds; the bound only keeps one stuck load from holding up its followers."""
+
+OFFER_SECONDS = 0.5
+"""How long a request that the engine cannot admit yet is answered as before, if that still holds.
+
+The engine asks in every step, and to look at all blocks of a prompt of 32,768 tokens takes 0.3 ms.
+So what is stored of its prefix meanwhile is noticed this much later, at most."""
+
+
+class Lookups:
+    """Looks requests up.
+
+    The keys of an asynchronous load count as *arriving* until its request is scheduled with them
+    (only then does the engine's own prefix cache know the blocks), is looked up again after a
+    failure, or ends. Until then other requests that need these keys wait.
+    """
+
+    def __init__(self, prefixes: PrefixMap, manager: CacheManager) -> None:
+        self._prefixes = prefixes
+        self._manager = manager
+        # Who loads an arriving key. Requests are indexed when another one is compared with them.
+        self._owner_of: dict[SlotKey, TrackedRequest] = {}
+        self._not_indexed: list[TrackedRequest] = []
+        self._arrivals = 0
+
+    def match(self, tracked: TrackedRequest, start_tokens: int) -> int | None:
+        """Return how many tokens beyond `start_tokens` host memory can bring now.
+
+        None says to ask again: another request loads a part of them. All tokens of a request are
+        brought only where the model can compute the last one again, to have something to sample
+        from. Where nothing but the last slot is missing it is computed. Asked again for the same
+        request it answers the same, unless host memory changed; then without another look at every
+        block, for `OFFER_SECONDS`.
+        """
+        self.settle(tracked)
+        prefixes, request = self._prefixes, tracked.request
+        if start_tokens % prefixes.alignment_tokens:
+            # The local hit ends inside a block, which is then the target of a copy-on-write:
+            # loading into it as well would race. The engine computes the rest of this prompt.
+            return 0
+        waits_for = tracked.waits_for
+        patient = waits_for is None or time.monotonic() - tracked.waits_since <= MAX_WAIT_SECONDS
+        if waits_for is not None and patient and waits_for.arriving:
+            return None  # asked in every step: not worth another look at every block
+        num_tokens = request.num_tokens
+        offer = tracked.offer
+        if offer is not None and self._still_holds(offer, start_tokens, num_tokens):
+            return offer.end_tokens - start_tokens
+        tracked.offer = None
+        hashes = request.block_hashes
+        limit = num_tokens if prefixes.serves_whole_requests else num_tokens - 1
+        end = prefixes.longest_hit(hashes, self._manager.readable, start_tokens, limit)
+        if end == num_tokens and end - start_tokens <= prefixes.alignment_tokens:
+            end = start_tokens
+        if end > start_tokens:
+            now = time.monotonic()
+            keys = prefixes.needed_keys(hashes, start_tokens, end)
+            owner = self._owner(keys) if patient else None
+            if owner is not None:
+                if waits_for is None:
+                    tracked.waits_since = now
+                tracked.waits_for = owner
+                return None
+            tracked.offer = Offer(
+                start_tokens, num_tokens, end, keys, self._manager.forgotten, self._arrivals, now
+            )
+        tracked.waits_for = None
+        return end - start_tokens
+
+    def expect(self, tracked: TrackedRequest, keys: list[SlotKey]) -> None:
+        """Have others wait for the keys that this request's asynchronous load brings."""
+        tracked.arriving = keys
+        self._not_indexed.append(tracked)
+        self._arrivals += 1
+
+    def settle(self, tracked: TrackedRequest) -> None:
+        """Stop others from waiting for this request's load."""
+        keys, tracked.arriving = tracked.arriving, []
+        if not keys:
+            return
+        if tracked in self._not_indexed:
+            self._not_indexed.remove(tracked)
+            return
+        for key in keys:
+            # Where the wait for a load was given up, the key may arrive for another request too.
+            if self._owner_of.get(key) is tracked:
+                del self._owner_of[key]
+
+    def _still_holds(self, offer: Offer, start_tokens: int, num_tokens: int) -> bool:
+        """Whether a request may be told the same again; what did not change is not looked at."""
+        if (start_tokens, num_tokens) != (offer.start_tokens, offer.num_tokens):
+            return False
+        if time.monotonic() - offer.since > OFFER_SECONDS:
+            return False
+        if self._manager.forgotten != offer.forgotten and not self._still_readable(offer):
+            return False
+        if self._arrivals != offer.arrivals:
+            offer.arrivals = self._arrivals
+            return self._owner(offer.keys) is None
+        return True
+
+    def _still_readable(self, offer: Offer) -> bool:
+        """Whether the keys are still readable although some keys have been forgotten."""
+        manager = self._manager
+        if any(group.sees_next_token for group in self._prefixes.groups):
+            return False  # the proof behind the end may be gone
+        if offer.slots is None:
+            if not manager.readable(offer.keys).all():
+                return False
+            offer.slots = manager.find(offer.keys)
+        elif not manager.keep_their_keys(offer.slots, offer.forgotten):
+            return False
+        offer.forgotten = manager.forgotten
+        return True
+
+    def _owner(self, needed: Sequence[SlotKey]) -> TrackedRequest | None:
+        """Return the request whose load brings the first of these keys that arrives; or None."""
+        owner_of = self._owner_of
+        for tracked in self._not_indexed:
+            owner_of.update(dict.fromkeys(tracked.arriving, tracked))
+        self._not_indexed.clear()
+        if owner_of.keys().isdisjoint(needed):
+            return None
+        return next(owner_of[key] for key in needed if key in owner_of)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` where a key arrives for a request that does not load it."""
+        for key, owner in self._owner_of.items():
+            assert key in owner.arriving
+        for tracked in self._not_indexed:
+            assert tracked.arriving

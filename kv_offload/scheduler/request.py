@@ -1,0 +1,196 @@
+"""All that the scheduler's side knows of a request: one object, one state machine, one dict.
+
+    WAITING --admitted: computed, or loaded before its first forward--> READY
+    WAITING --admitted: loaded while others run--> LOADING
+    LOADING --every rank has ended the load--> READY
+    READY --scheduled--> RUNNING
+    LOADING, READY, RUNNING --looked up again--> WAITING
+    any of them --ended--> ENDED
+
+A request is looked up again after its load failed, and after the engine preempted it or put it
+back. One that ends leaves the dict, unless a rank has still to tell of its load: the engine gives
+the blocks of an aborted request back only then, and reports name loads by their request.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kv_offload.cache.policies import Slots
+from kv_offload.cache.prefix import SlotKey
+from kv_offload.engine import Request
+
+
+class Phase(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = enum.auto()
+    LOADING = enum.auto()
+    READY = enum.auto()
+    RUNNING = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass(slots=True)
+class Offer:
+    """What a look-up found: `keys` bring the tokens from `start_tokens` to `end_tokens`.
+
+    `num_tokens` is how many the request had. `forgotten` and `arrivals` are the counts at which the
+    keys were last seen to be readable, and not to be on their way for another request. `since` is
+    on the monotonic clock, in seconds.
+    """
+
+    start_tokens: int
+    num_tokens: int
+    end_tokens: int
+    keys: list[SlotKey]
+    forgotten: int
+    arrivals: int
+    since: float
+    slots: Slots | None = None
+    """The slots of `keys`; looked up once an eviction has made the offer doubtful."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the engine was last told: `tokens` can be loaded behind `start_tokens`.
+
+    The load that brings them ends at `end_tokens`. That is one token more where a synchronous load
+    brings all tokens of a request, since the engine must compute at least one. `declined_tokens`
+    are in host memory, and sooner computed than loaded.
+    """
+
+    start_tokens: int
+    tokens: int = 0
+    end_tokens: int = 0
+    synchronous: bool = False
+    declined_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class StoreCursor:
+    """The GPU blocks of a request, and how far their stores have been planned."""
+
+    request: Request
+    block_ids: list[list[int]]
+    """By cache group, from the first block on."""
+    next_slot: list[int]
+    """By cache group, the first slot whose store has been neither planned nor skipped."""
+
+
+@dataclass(slots=True, eq=False)
+class TrackedRequest:
+    """One request, from its first look-up to its end."""
+
+    request: Request
+    phase: Phase = Phase.WAITING
+
+    # Waiting.
+    offer: Offer | None = None
+    answer: Answer | None = None
+    waits_for: TrackedRequest | None = None
+    """The request whose load brings what this one needs."""
+    waits_since: float = 0.0
+    """On the monotonic clock, in seconds."""
+    load_failed: bool = False
+    """Whether nothing more is loaded for this request."""
+
+    # Loaded, not scheduled since.
+    loaded: tuple[int, int] | None = None
+    """From which token to which host memory had it."""
+    held: Slots | None = None
+    """The slots of its asynchronous load, until every rank has ended that."""
+    arriving: list[SlotKey] = field(default_factory=list)
+    """The keys of that load, until the engine knows the blocks by them: others wait for these."""
+    report_due: bool = False
+    """Whether a report on its way tells of a load that the engine has heard of already."""
+
+    cursor: StoreCursor | None = None
+    """Its GPU blocks; None before it is admitted."""
+
+    @property
+    def request_id(self) -> str:
+        """The engine's name for it."""
+        return self.request.request_id
+
+    @property
+    def prompt_tokens_left(self) -> int:
+        """Tokens of the prompt, and of an answer before a preemption, that are to be computed."""
+        if self.phase is Phase.ENDED:
+            return 0
+        return int(self.request.num_tokens - self.request.num_computed_tokens)
+
+
+class RequestTable:
+    """The requests by their ids."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, TrackedRequest] = {}
+        self.admitted = 0
+        """How many hold GPU blocks, or did before they were preempted."""
+
+    def get(self, request_id: str) -> TrackedRequest | None:
+        """Return a request that has not ended; None for any other."""
+        tracked = self._requests.get(request_id)
+        return None if tracked is None or tracked.phase is Phase.ENDED else tracked
+
+    def of_report(self, request_id: str) -> TrackedRequest | None:
+        """Return a request of which a rank tells; also one that has ended."""
+        return self._requests.get(request_id)
+
+    def track(self, request: Request) -> TrackedRequest | None:
+        """Return the record of a request, made at the first call.
+
+        None while a rank has still to tell of a load for one of the same id that has ended.
+        """
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            tracked = self._requests[request.request_id] = TrackedRequest(request)
+        return None if tracked.phase is Phase.ENDED else tracked
+
+    def admit(self, tracked: TrackedRequest, phase: Phase, block_ids: list[list[int]]) -> None:
+        """Give a waiting request its blocks; nothing of them has been stored."""
+        self.admitted += tracked.cursor is None
+        tracked.phase = phase
+        tracked.cursor = StoreCursor(tracked.request, block_ids, [0] * len(block_ids))
+        tracked.offer = tracked.waits_for = tracked.loaded = None
+
+    def end(self, tracked: TrackedRequest) -> None:
+        """End a request; it is kept only until no rank has to tell of its load any more."""
+        self.admitted -= tracked.cursor is not None
+        tracked.phase = Phase.ENDED
+        tracked.offer = tracked.answer = tracked.waits_for = tracked.loaded = None
+        tracked.cursor = None
+        self.settle(tracked)
+
+    def settle(self, tracked: TrackedRequest) -> None:
+        """Drop a request that has ended and of which no rank has to tell any more."""
+        if tracked.phase is Phase.ENDED and tracked.held is None and not tracked.report_due:
+            self._requests.pop(tracked.request_id, None)
+
+    def __iter__(self) -> Iterator[TrackedRequest]:
+        return iter(self._requests.values())
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` where a record contradicts itself or the counts."""
+        assert self.admitted == sum(tracked.cursor is not None for tracked in self)
+        for request_id, tracked in self._requests.items():
+            assert tracked.request_id == request_id
+            match tracked.phase:
+                case Phase.WAITING:
+                    assert not tracked.arriving, "others wait for a load that nobody runs"
+                case Phase.LOADING:
+                    assert tracked.loaded is not None
+                    assert tracked.cursor is not None
+                case Phase.READY | Phase.RUNNING:
+                    assert tracked.cursor is not None
+                    assert tracked.offer is None
+                case Phase.ENDED:
+                    assert tracked.held is not None or tracked.report_due
+                    assert not tracked.arriving
+                    assert tracked.cursor is None

@@ -1,0 +1,115 @@
+"""How long the engine's steps take, seen from the scheduler, and what that teaches."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from kv_offload.engine import StepOutput
+from kv_offload.medians import RecentMedian
+from kv_offload.scheduler.rates import LoadRate, PrefillRate
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step does, as far as its time depends on it.
+
+    `tokens` are computed, of `requests` requests. `loads` says that loads are in flight while it
+    runs, `waits` that its forward comes after a load.
+    """
+
+    tokens: int
+    requests: int
+    loads: bool
+    waits: bool
+    begun: float = 0.0
+    paused: float = 0.0
+
+
+class StepClock:
+    """Times steps from end to end where they follow each other, else from their plan to their end.
+
+    Steps end in the order in which they begin. With asynchronous scheduling the next one is planned
+    before the last has ended; then its time begins when that one ends. While nothing is under way
+    no time passes, so an idle engine makes no step long.
+
+    A step that computed nothing, or that ended unseen, holds up nobody, whenever its end is taken
+    in: an engine in the process of its user has one left when it pauses, and looks at it only after
+    it has launched the next.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: deque[Step] = deque()
+        self._ended = 0.0
+        self._computed_until = 0.0
+        self._has_just_ended = False
+
+    def begin(self, step: Step, now: float) -> None:
+        """Take a step whose plan is made at `now`, in seconds of a monotonic clock."""
+        step.begun = now
+        if self._has_just_ended:
+            self._has_just_ended = False
+            if self._under_way:
+                # Whoever drives the engine may have done something else meanwhile.
+                self._under_way[0].paused = now - self._ended
+        self._under_way.append(step)
+
+    def end(self, now: float) -> tuple[Step, float] | None:
+        """Return the oldest step under way, which ends now, with its seconds.
+
+        None where there is none, where it computed nothing, and where it was not being waited for
+        during half of that time, so that it may have ended unseen.
+        """
+        if not self._under_way:
+            return None
+        step = self._under_way.popleft()
+        self._ended = now
+        self._has_just_ended = True
+        if not step.tokens:
+            return None
+        seconds = now - max(step.begun, self._computed_until)
+        if seconds <= 0 or 2 * step.paused > seconds:
+            return None
+        self._computed_until = now
+        return step, seconds
+
+
+class StepWatch:
+    """Times every step, and learns from it."""
+
+    def __init__(self) -> None:
+        self.load_rate = LoadRate()
+        self.prefill_rate = PrefillRate()
+        self.step_seconds = RecentMedian()
+        self.decode_seconds = RecentMedian()
+        """Of steps in which every request computed one token, and no load was under way."""
+        self._clock = StepClock()
+
+    def begin(self, output: StepOutput, *, loads: bool, waits: bool) -> None:
+        """Take a step that is all planned: what planning takes is not the fault of copies.
+
+        See `Step` for the arguments.
+        """
+        requests = len(output.num_scheduled_tokens)
+        step = Step(output.total_num_scheduled_tokens, requests, loads, waits)
+        self._clock.begin(step, time.monotonic())
+
+    def end(self) -> None:
+        """Learn from the oldest step under way, which has ended. Called once a step."""
+        timed = self._clock.end(time.monotonic())
+        if timed is None:
+            return
+        step, seconds = timed
+        self.step_seconds.add(seconds)
+        if step.tokens == step.requests and not (step.loads or step.waits):
+            self.decode_seconds.add(seconds)
+        if not step.waits:
+            self.prefill_rate.learn(step.tokens, step.requests, seconds)
+
+    def gauges(self) -> dict[str, float]:
+        """Return what was measured, by the names of the metrics; 0 for what was not."""
+        return {
+            "load_bytes_per_second": self.load_rate.measured_bytes_per_second or 0.0,
+            "prefill_tokens_per_second": self.prefill_rate.tokens_per_second or 0.0,
+        }

@@ -1,0 +1,165 @@
+"""Load or recompute, on a clock and with rates that the test sets."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kv_offload.medians import MIN_MEASUREMENTS
+from kv_offload.scheduler.loads import LOAD_EVERY, MARGIN, MAX_COMPUTE_RATIO, LoadChoice
+from kv_offload.scheduler.rates import LoadQueue
+from kv_offload.scheduler.request import Phase, TrackedRequest
+from kv_offload.scheduler.steps import StepWatch
+
+BLOCK = 16
+SLOT_BYTES = BLOCK * 131_072
+"""A block of 16 tokens of a model like Llama-3.1-8B."""
+
+
+class Chosen:
+    """A choice between a link and a device of given speeds, both measured."""
+
+    def __init__(
+        self,
+        bytes_per_second: float,
+        tokens_per_second: float = 38_000,
+        mode: Any = "measured",
+        longest: int = 8192,
+    ) -> None:
+        self.watch = StepWatch()
+        self.queue = LoadQueue()
+        self.choice = LoadChoice(mode, SLOT_BYTES, self.watch, self.queue)
+        self.link(bytes_per_second)
+        for tokens in (1024, 8192):
+            for _ in range(MIN_MEASUREMENTS):
+                self.watch.prefill_rate.learn(tokens, 1, tokens / tokens_per_second)
+        self.request("longest", longest, computed=longest)
+
+    def link(self, bytes_per_second: float, loads: int = 15) -> None:
+        for _ in range(loads):
+            self.watch.load_rate.learn(bytes_per_second)
+
+    def request(self, request_id: str, tokens: int, computed: int = 0) -> Any:
+        request = SimpleNamespace(
+            request_id=request_id, num_tokens=tokens, num_computed_tokens=computed
+        )
+        tracked = TrackedRequest(request)
+        self.choice.admitted(tracked, 0)
+        return tracked
+
+    def loads(self, tokens: int = 4096, start: int = 0, synchronous: bool = True) -> bool:
+        return self.choice.loads(start, tokens, tokens // BLOCK, synchronous=synchronous)
+
+
+EVEN = SLOT_BYTES / BLOCK * 38_000
+"""The link on which loading takes as long as computing: 5 GB/s."""
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr("kv_offload.scheduler.loads.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_a_fast_link_always_loads() -> None:
+    """Whatever waits before it, and however small the hit: computing takes the device."""
+    chosen = Chosen(51e9)
+    chosen.watch.step_seconds.add(0.2)
+    for slots in (0, 100, 100_000):
+        chosen.queue.add(slots, 1000.0)
+        for tokens in (BLOCK, 128, 1024, 4096, 16384):
+            for synchronous in (True, False):
+                assert chosen.loads(tokens, synchronous=synchronous)
+
+
+def test_a_slow_link_computes() -> None:
+    chosen = Chosen(EVEN / 2)
+    assert not chosen.loads()
+    assert not chosen.loads(start=4096)
+    assert chosen.loads(tokens=64), "so few take a step, as far as is known"
+
+
+def test_the_switch_turns_it_off() -> None:
+    assert Chosen(EVEN / 100, mode="always_load").loads()
+
+
+@pytest.mark.parametrize("missing", ["load", "prefill", "length"])
+def test_without_evidence_it_loads(missing: str) -> None:
+    chosen = Chosen(EVEN / 10)
+    assert not chosen.loads()
+    if missing == "load":
+        chosen.watch.load_rate._recent._values.clear()
+        chosen.link(EVEN / 10, loads=MIN_MEASUREMENTS - 1)
+    elif missing == "prefill":
+        chosen.watch.prefill_rate._known_sizes.clear()
+    else:
+        chosen.choice._longest_tokens = 2000
+    assert chosen.loads()
+
+
+def test_computing_must_be_clearly_sooner() -> None:
+    assert Chosen(EVEN / (MARGIN * 0.99)).loads()
+    assert not Chosen(EVEN / (MARGIN * 1.01)).loads()
+
+
+def test_a_decision_near_the_border_stays() -> None:
+    """Measurements that scatter by 5 % move it once at most."""
+    draw = random.Random(1)
+    for centre in (EVEN / MARGIN, EVEN / 1.1, EVEN * 0.999):
+        chosen = Chosen(EVEN)
+        decisions = []
+        for _ in range(400):
+            chosen.link(centre * draw.uniform(0.95, 1.05), loads=1)
+            decisions.append(chosen.loads())
+        changes = sum(a != b for a, b in pairwise(decisions))
+        assert changes <= 1
+
+
+def test_the_queue_of_loads_counts_where_the_link_is_not_much_faster(clock: list[float]) -> None:
+    chosen = Chosen(EVEN * 1.5)
+    assert chosen.loads()
+    chosen.queue.add(4096 // BLOCK, 1000.0)
+    assert not chosen.loads()
+    clock[0] += 4096 / 38_000
+    assert chosen.loads(), "the one before it should have ended by now"
+    chosen = Chosen(EVEN * MAX_COMPUTE_RATIO * 1.01)
+    chosen.queue.add(100_000, 1000.0)
+    assert chosen.loads()
+
+
+def test_prompts_that_are_being_computed_come_first() -> None:
+    chosen = Chosen(EVEN / 1.5)
+    assert not chosen.loads()
+    running = chosen.request("running", 8192)
+    assert chosen.loads()
+    running.request.num_computed_tokens = 8191  # the rest is a decode
+    assert not chosen.loads()
+    chosen.request("aborted", 8192).phase = Phase.ENDED
+    assert not chosen.loads()
+
+
+def test_an_asynchronous_load_is_seen_a_step_later() -> None:
+    chosen = Chosen(EVEN)
+    chosen.watch.step_seconds.add(0.5)
+    assert chosen.loads()
+    assert not chosen.loads(synchronous=False)
+
+
+def test_now_and_then_a_load_measures_the_link_again() -> None:
+    chosen = Chosen(EVEN / 10)
+    decisions = []
+    for _ in range(2 * LOAD_EVERY):
+        assert chosen.loads() == chosen.loads(), "asking changes nothing"
+        decisions.append(chosen.loads())
+        if decisions[-1]:
+            chosen.choice.loaded()
+        else:
+            chosen.choice.declined()
+    assert [i + 1 for i, loads in enumerate(decisions) if loads] == [LOAD_EVERY, 2 * LOAD_EVERY]
+    chosen.link(51e9)
+    assert chosen.loads()

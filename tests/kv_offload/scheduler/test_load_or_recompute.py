@@ -1,0 +1,272 @@
+"""Load or recompute, and loads side by side, under vLLM's own scheduler."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.medians import MIN_MEASUREMENTS
+from tests.support.fakes import VOCABULARY, PlayedEngine, Tokens
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+BLOCK = 4
+FULL, WINDOW = CacheGroup(0, BLOCK), CacheGroup(1, BLOCK, 6)
+
+both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+
+
+def prompt(seed: int, tokens: int = 21) -> Tokens:
+    """Return five blocks and one token; the first block names the seed, of 16 different ones."""
+    draw = random.Random(seed)
+    named = [seed >> bit & 1 for bit in range(BLOCK)]
+    return named + [draw.randrange(VOCABULARY) for _ in range(tokens - BLOCK)]
+
+
+def store(engine: PlayedEngine, prompts: Sequence[Tokens]) -> dict[str, Tokens]:
+    """Compute prompts one by one, keep them in host memory only; return the answers."""
+    for index, tokens in enumerate(prompts):
+        engine.add(f"r{index}", tokens, max_tokens=2)
+        engine.run()
+    answers, engine.answers = engine.answers, {}
+    assert engine.scheduler.reset_prefix_cache() is True
+    engine.totals.clear()
+    return answers
+
+
+def teach(engine: PlayedEngine, bytes_per_second: float, tokens_per_second: float = 1e6) -> None:
+    """Have the engine believe that it measured a link and a device of these speeds."""
+    watch = engine.offload.watch
+    for _ in range(15):
+        watch.load_rate.learn(bytes_per_second)
+    for size in (64, 8192):
+        for _ in range(15):
+            watch.prefill_rate.learn(size, 1, size / tokens_per_second)
+
+
+# -- load or recompute -------------------------------------------------------------------------
+
+
+@both_ways
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["one group", "two groups"])
+@pytest.mark.parametrize("synchronous_loads", [False, True])
+def test_a_slow_link_has_prompts_computed_and_a_fast_one_loaded(
+    async_scheduling: bool, groups: tuple[CacheGroup, ...], synchronous_loads: bool
+) -> None:
+    engine = PlayedEngine(
+        groups,
+        async_scheduling=async_scheduling,
+        synchronous_loads=synchronous_loads,
+        max_num_batched_tokens=64,
+        plugin={"max_pinned_share": 1.0},
+    )
+    expected = store(engine, [prompt(0), prompt(1)])
+    teach(engine, bytes_per_second=1e3)
+    engine.add("r0", prompt(0), max_tokens=2)
+    engine.run()
+    assert engine.totals["recomputed_tokens"] == 20
+    assert (engine.totals["hit_tokens"], engine.totals["loaded_bytes"]) == (0, 0)
+    teach(engine, bytes_per_second=1e12)
+    engine.add("r1", prompt(1), max_tokens=2)
+    engine.run()
+    assert engine.totals["recomputed_tokens"] == 20
+    assert engine.totals["hit_tokens"] == 20
+    assert engine.totals["loaded_bytes"] > 0
+    assert engine.answers == expected
+    engine.check_rest()
+
+
+def test_the_switch_loads_always() -> None:
+    engine = PlayedEngine(plugin={"load_or_recompute": "always_load"})
+    store(engine, [prompt(0)])
+    teach(engine, bytes_per_second=1e3)
+    engine.add("r0", prompt(0))
+    engine.run()
+    assert engine.totals["hit_tokens"] == 20
+    assert engine.totals["recomputed_tokens"] == 0
+
+
+def test_a_prompt_that_is_asked_for_again_and_again_is_counted_once() -> None:
+    """It does not fit beside one that runs, so the engine asks in every step."""
+    engine = PlayedEngine(blocks=16, max_model_len=48, max_num_batched_tokens=64)
+    store(engine, [prompt(0)])
+    teach(engine, bytes_per_second=1e3)
+    engine.add("running", prompt(7, 40), max_tokens=6)
+    engine.step()
+    request = engine.add("r0", prompt(0))
+    for _ in range(3):
+        engine.step(copies=True)
+        assert not request.num_computed_tokens
+        assert engine.offload.requests.get("r0").answer.declined_tokens == 20
+    engine.run()
+    assert engine.totals["recomputed_tokens"] == 20
+    engine.check_rest()
+
+
+def test_a_request_that_goes_away_while_it_waits_leaves_nothing() -> None:
+    engine = PlayedEngine(blocks=16, max_model_len=48, max_num_batched_tokens=64)
+    store(engine, [prompt(0)])
+    teach(engine, bytes_per_second=1e3)
+    engine.add("running", prompt(7, 40), max_tokens=6)
+    engine.step()
+    engine.add("r0", prompt(0))
+    engine.step()
+    engine.abort("r0")
+    engine.run()
+    assert engine.totals["recomputed_tokens"] == 0
+    engine.check_rest()
+
+
+# -- what is learnt from steps -----------------------------------------------------------------
+
+
+class Timed:
+    """An engine whose steps take the time that the test says."""
+
+    def __init__(self, engine: PlayedEngine, now: list[float]) -> None:
+        self.engine = engine
+        self._now = now
+
+    def step(self, seconds: float) -> None:
+        self.engine.schedule()
+        self.engine.execute()
+        self._now[0] += seconds
+        self.engine.run_copies()
+        self.engine.process()
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the watch reads, in an only element."""
+    clock = [1000.0]
+    monkeypatch.setattr(
+        "kv_offload.scheduler.steps.time", SimpleNamespace(monotonic=lambda: clock[0])
+    )
+    return clock
+
+
+def test_the_speed_of_computing_is_learnt_from_steps_of_prompts(now: list[float]) -> None:
+    engine = PlayedEngine(blocks=200, max_model_len=256, max_num_batched_tokens=128)
+    timed = Timed(engine, now)
+    for index in range(MIN_MEASUREMENTS):
+        assert engine.offload.watch.prefill_rate.tokens_per_second is None
+        engine.add(f"r{index}", prompt(index, 100), max_tokens=4)
+        timed.step(0.010)  # the prompt
+        for _ in range(4):
+            timed.step(0.004)  # decodes, and the last stores
+        now[0] += 60  # nobody sends anything
+    rate = engine.offload.watch.prefill_rate.tokens_per_second
+    assert rate == pytest.approx(100 / 0.010)
+    engine.run()
+    reported = engine.offload.statistics._gauges_told["prefill_tokens_per_second"]
+    assert reported == pytest.approx(100 / 0.010)
+
+
+def test_with_two_steps_under_way_a_step_takes_from_one_end_to_the_next(now: list[float]) -> None:
+    engine = PlayedEngine(
+        blocks=200, max_model_len=256, max_num_batched_tokens=64, async_scheduling=True
+    )
+    engine.add("long", prompt(0, 64 * MIN_MEASUREMENTS), max_tokens=2)
+    engine.schedule()
+    for _ in range(MIN_MEASUREMENTS):
+        engine.schedule()
+        engine.execute()
+        now[0] += 0.010
+        engine.process()
+    rate = engine.offload.watch.prefill_rate.tokens_per_second
+    assert rate == pytest.approx(64 / 0.010)
+    engine.run()
+    engine.check_rest()
+
+
+def test_a_step_that_waits_for_its_load_says_nothing_about_computing(now: list[float]) -> None:
+    engine = PlayedEngine(
+        blocks=200,
+        slots=200,
+        max_model_len=256,
+        max_num_batched_tokens=256,
+        synchronous_loads=True,
+    )
+    store(engine, [prompt(index, 100) for index in range(4)])
+    engine.offload.watch.prefill_rate._recent.clear()
+    for index in range(4):
+        engine.add(f"r{index}", [*prompt(index, 100), *prompt(50 + index, 100)], max_tokens=1)
+        Timed(engine, now).step(0.5)
+        engine.run()
+    assert engine.totals["synchronous_loads"] == 4
+    assert not engine.offload.watch.prefill_rate._recent
+
+
+# -- how many loads run side by side -----------------------------------------------------------
+
+
+def loads_of(output: Any) -> list[str]:
+    return [job.request_id for job in output.kv_connector_metadata.loads]
+
+
+def queue_of_hits(engine: PlayedEngine, count: int = 6) -> None:
+    store(engine, [prompt(index) for index in range(count)])
+    for index in range(count):
+        engine.add(f"r{index}", prompt(index))
+
+
+@both_ways
+def test_all_hits_of_the_queue_are_loaded_side_by_side(async_scheduling: bool) -> None:
+    """Those that wait for their loads hold back nobody and take no tokens and no place."""
+    engine = PlayedEngine(
+        blocks=100, max_num_seqs=2, max_num_batched_tokens=4, async_scheduling=async_scheduling
+    )
+    queue_of_hits(engine)
+    assert loads_of(engine.schedule()) == [f"r{index}" for index in range(6)]
+    engine.run()
+    assert engine.totals["hit_tokens"] == 6 * 20
+    engine.check_rest()
+
+
+def test_free_blocks_bound_the_loads() -> None:
+    engine = PlayedEngine(blocks=1 + 24)
+    queue_of_hits(engine)
+    first = loads_of(engine.schedule())
+    # Five blocks each; vLLM keeps the sixth of each free, in which the last token is computed.
+    assert first == ["r0", "r1", "r2", "r3"]
+    engine.run()
+    assert engine.totals["hit_tokens"] == 6 * 20
+    engine.check_rest()
+
+
+def test_hits_behind_a_prompt_that_takes_all_tokens_of_the_steps_are_not_asked_for() -> None:
+    """vLLM looks at its queue only while tokens of the step are left, and no hook tells of it."""
+    engine = PlayedEngine(blocks=100, max_num_batched_tokens=16)
+    store(engine, [prompt(index) for index in range(2)])
+    engine.add("computed", prompt(9, 70))
+    for index in range(2):
+        engine.add(f"r{index}", prompt(index))
+    loads = [loads_of(engine.step(copies=True)) for _ in range(5)]
+    assert loads == [[], [], [], [], ["r0", "r1"]]
+    engine.run()
+    engine.check_rest()
+
+
+def test_hits_behind_a_full_batch_are_not_asked_for() -> None:
+    engine = PlayedEngine(blocks=100, max_num_seqs=2)
+    store(engine, [prompt(index) for index in range(2)])
+    for index in range(2):
+        engine.add(f"running{index}", prompt(20 + index, 5), max_tokens=6)
+    engine.step()
+    for index in range(2):
+        engine.add(f"r{index}", prompt(index))
+    loads = []
+    while not loads:
+        full = len(engine.scheduler.running) == 2
+        loads = loads_of(engine.step(copies=True))
+        assert not (full and loads)
+    assert loads == ["r0", "r1"]
+    engine.run()
+    engine.check_rest()

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+
+from kv_offload.scheduler.steps import Step, StepClock
+
+
+def step(tokens: int = 1) -> Step:
+    return Step(tokens, 1, loads=False, waits=False)
+
+
+def seconds(clock: StepClock, now: float) -> float | None:
+    timed = clock.end(now)
+    return None if timed is None else round(timed[1], 6)
+
+
+def test_one_step_after_the_other_without_the_gaps() -> None:
+    clock = StepClock()
+    for begun, took in ((1.0, 0.2), (1.5, 0.1), (900.0, 0.3)):
+        clock.begin(step(), begun)
+        assert seconds(clock, begun + took) == took
+
+
+def test_with_two_under_way_time_runs_from_end_to_end() -> None:
+    clock = StepClock()
+    clock.begin(step(1), 0.0)
+    clock.begin(step(2), 0.001)
+    ended = clock.end(0.010)
+    assert ended is not None
+    assert ended[0].tokens == 1
+    assert ended[1] == 0.010
+    clock.begin(step(3), 0.0105)
+    assert seconds(clock, 0.030) == 0.020
+    clock.begin(step(4), 0.0301)
+    assert seconds(clock, 0.040) == 0.010
+    assert seconds(clock, 0.055) == 0.015
+
+
+def test_an_engine_that_was_idle_makes_no_step_long() -> None:
+    clock = StepClock()
+    clock.begin(step(), 0.0)
+    clock.begin(step(), 0.001)
+    assert seconds(clock, 0.010) == 0.010
+    assert seconds(clock, 0.020) == 0.010
+    clock.begin(step(), 500.0)
+    clock.begin(step(), 500.001)
+    assert seconds(clock, 500.010) == 0.010
+
+
+def test_a_step_that_ended_while_nobody_looked_is_not_timed() -> None:
+    """An engine in the process of its user pauses while that one does something else."""
+    clock = StepClock()
+    clock.begin(step(), 0.0)
+    clock.begin(step(), 0.001)
+    assert seconds(clock, 0.010) == 0.010
+    clock.begin(step(), 3.0)  # the second is long over
+    assert seconds(clock, 3.0001) is None
+    clock.begin(step(), 3.001)
+    assert seconds(clock, 3.0101) == 0.0101
+
+
+def test_a_short_break_does_not_matter_where_the_step_is_waited_for_after_it() -> None:
+    clock = StepClock()
+    clock.begin(step(), 0.0)
+    clock.begin(step(), 0.001)
+    clock.end(0.010)
+    clock.begin(step(), 0.012)
+    assert seconds(clock, 0.020) == 0.010
+
+
+def test_steps_that_compute_nothing_and_no_step_at_all() -> None:
+    clock = StepClock()
+    assert clock.end(1.0) is None
+    clock.begin(step(0), 2.0)
+    assert clock.end(3.0) is None
+    clock.begin(step(), 4.0)
+    assert seconds(clock, 4.5) == 0.5
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_step_left_from_before_a_pause_shortens_no_step(tokens: int) -> None:
+    """Its end is taken in after the next step was launched, which took 20 of its 26 ms here."""
+    clock = StepClock()
+    clock.begin(step(), 0.0)
+    clock.begin(step(tokens), 0.001)
+    assert seconds(clock, 0.010) == 0.010
+    clock.begin(step(1024), 5.0)
+    assert seconds(clock, 5.020) is None
+    clock.begin(step(0), 5.0201)
+    assert seconds(clock, 5.026) == 0.026
