@@ -4,7 +4,7 @@ A slot has a key, or it is
 
 - unused: it had no key since the last `clear`;
 - free: it lost its key because the store failed, or was an orphan until now;
-- an orphan: `clear` forgot its key while a load or a store was running. Nobody can find an orphan,
+- an orphan: `clear` forgot its key while a load or a store was running. No look-up finds an orphan,
   and it is given to no key, until that load or store has ended and the slot is freed.
 
 Memory grows with the slots that were used, not with `num_slots`.
@@ -130,7 +130,7 @@ class SlotIndex:
         self._set_free(slots)
 
     def free_orphans(self, slots: Slots) -> Slots:
-        """Free those of `slots` that are orphans, and return the others."""
+        """Free the orphans among `slots`, and return the others."""
         if not self.num_orphans:
             return slots
         orphan = self._orphan[slots]

@@ -6,7 +6,7 @@
 Any number of loads can read a key at once. A key is evicted only when no load reads it.
 
 `reset` forgets all keys at once, also keys that a load or a store is using. Their slots become
-orphans: nobody can look them up, and they are not given out until that load or store is completed.
+orphans: no look-up finds them, and they are not given out until that load or store is completed.
 So operations are completed by slot, not by key.
 
 The keys of one call are in prefix order, and the first of them is evicted last: a tail without its
@@ -217,7 +217,7 @@ class CacheManager:
         )
 
     def _take_slots(self, keys: Sequence[Key]) -> Slots:
-        """Give slots to the first of `keys`: free ones, then those of evicted keys."""
+        """Give slots to the first of `keys`: free slots, then the slots of evicted keys."""
         if not len(keys):
             return NO_SLOTS
         free = self._index.take_free(keys)

@@ -1,7 +1,7 @@
 """Which prefix of a request host memory can serve: cache groups, slot keys, the longest hit.
 
-A key names one slot: the chained hash of the slot's last block, with its group unless that is group
-0. The hash is vLLM's own, so LoRA adapters, multimodal inputs and cache salts are in it.
+The key of a slot is the chained hash of its block. In all groups but group 0 the group follows. The
+hash is vLLM's own, so it covers LoRA adapters, multimodal inputs and cache salts.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ SlotKey = bytes
 KeyMaker = Callable[[bytes, int], bytes]
 """vLLM's `make_block_hash_with_group_id`: the key under which its own pool knows a block.
 
-That is the hash with something behind it that names the group."""
+It appends to the hash a suffix that names the group."""
 Readable = Callable[[Sequence[SlotKey]], NDArray[np.bool_]]
 """Says for each key whether host memory can serve it."""
 
 FIRST_LOOKUP_SLOTS = 8
+"""How many slots the search for the first missing one looks up at once. It starts with few, because
+the first slot of a new prompt is missing already."""
+
 LOOKUP_GROWTH = 4
-"""How many slots are looked up at once in search of the first that is missing, and how many times
-as many are next. Of prompts that nobody knows it is the first of all."""
+"""If none of them is missing, the search goes on with this many times as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,10 @@ class CacheGroup:
       attention).
     - `holds_state`: it reads the state after the token before it (Mamba, gated delta nets). A block
       holds the state after its last token; some blocks of a prefix are never made.
-    - `sees_next_token`: the KV of a token depends on the token behind it too (a draft head is fed
-      the model's state at a token and the next token). That of a block's last token depends on a
-      token that the block's hash does not name, so a hit needs a proof: the block behind its end
-      is readable too, whose hash names that token.
+    - `sees_next_token`: the KV of a token also depends on the next token, because a draft head is
+      fed both. The KV of a block's last token then depends on a token that the block's hash does
+      not cover. The hash of the next block covers it. So a hit needs a proof: the block after its
+      end is readable too.
     """
 
     group_id: int
@@ -61,7 +63,7 @@ class CacheGroup:
     def first_needed_token(self, end_tokens: int) -> int:
         """Return the first token whose KV a query at position `end_tokens` still reads.
 
-        That is `end_tokens` itself where it reads nothing before it.
+        Returns `end_tokens` if it reads nothing before itself.
         """
         if self.holds_state:
             return max(0, end_tokens - 1)
@@ -72,19 +74,19 @@ class CacheGroup:
         return 0
 
 
-def _behind_hash(make_key: KeyMaker, group_id: int) -> bytes:
-    """Return what the engine puts behind a hash to name its group.
+def _group_suffix(make_key: KeyMaker, group_id: int) -> bytes:
+    """Return what the engine appends to a hash to name the group.
 
-    Raises `UnsupportedError` where it makes its keys in another way.
+    Raises `UnsupportedError` if it makes its keys in another way.
     """
-    behind = make_key(b"", group_id)
+    suffix = make_key(b"", group_id)
     made = make_key(b"hash", group_id)
-    if made != b"hash" + behind:
+    if made != b"hash" + suffix:
         raise UnsupportedError(
             f"this vLLM makes the keys of its blocks in an unknown way ({made!r} of b'hash', "
-            f"{behind!r} of nothing): install one that README.md names"
+            f"{suffix!r} of nothing): install one that README.md names"
         )
-    return behind
+    return suffix
 
 
 class PrefixMap:
@@ -98,13 +100,13 @@ class PrefixMap:
     ) -> None:
         self.groups = tuple(groups)
         self._hash_block_tokens = hash_block_tokens
-        self._behind_hash = {
-            group.group_id: _behind_hash(make_key, group.group_id) for group in self.groups
+        self._suffix = {
+            group.group_id: _group_suffix(make_key, group.group_id) for group in self.groups
         }
         self.behind_slot_key = tuple(
-            b"" if group.group_id else self._behind_hash[0] for group in self.groups
+            b"" if group.group_id else self._suffix[0] for group in self.groups
         )
-        """By group: what follows a slot's key in the engine's key of its block."""
+        """By group: what follows a slot's key in the engine's key of the same block."""
         self.block_hashes = tuple(group.block_tokens // hash_block_tokens for group in self.groups)
         """By group: how many of a request's hashes one block spans."""
         self.alignment_tokens = math.lcm(*(group.block_tokens for group in self.groups))
@@ -112,16 +114,18 @@ class PrefixMap:
         self.serves_whole_requests = all(
             group.reads_all and not group.sees_next_token for group in self.groups
         )
-        """Whether a hit on all tokens of a request leaves what computing the last one again needs.
+        """Whether a hit may cover all tokens of a request.
 
-        It reads all before it. A window could end one token too late for it, a state is beyond it,
-        and what depends on the next token has no proof."""
+        The engine then computes the last token again, which must find all that it reads. It does
+        where it reads every token before it. A window could begin one token too late for it, a
+        state would already include it, and KV that depends on the next token would have no proof.
+        """
 
     def named_tokens(self, end_tokens: int) -> int:
-        """Return up to where vLLM has given blocks their hashes, of `end_tokens` that it computes.
+        """Return how many of `end_tokens` computed tokens lie in blocks that vLLM has hashed.
 
-        With several groups it names their blocks up to a boundary that all groups share; what lies
-        behind gets its hash in a later step, or never.
+        With several groups vLLM hashes blocks up to a boundary that all groups share. Later blocks
+        get their hash in a later step, or never.
         """
         return end_tokens - end_tokens % self.alignment_tokens
 
@@ -129,23 +133,26 @@ class PrefixMap:
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
     ) -> list[bytes]:
         """Return the engine's keys of blocks `first` to `last` (exclusive), as far as known."""
-        step = group.block_tokens // self._hash_block_tokens
-        ends = hashes[(first + 1) * step - 1 : last * step : step]
-        behind = self._behind_hash[group.group_id]
-        return [block_hash + behind for block_hash in ends]
+        suffix = self._suffix[group.group_id]
+        return [block_hash + suffix for block_hash in self._ends(hashes, group, first, last)]
 
     def slot_keys(
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
     ) -> list[SlotKey]:
         """Return the keys of slots `first` to `last` (exclusive), as far as hashes exist."""
-        step = group.block_tokens // self._hash_block_tokens
-        ends = hashes[(first + 1) * step - 1 : last * step : step]
         if group.group_id == 0:
-            # The request's own objects, whose hash Python remembers, and of other length than keys
-            # with a group: most models have this group only, and their prompts many blocks.
-            return list(ends)
-        behind = self._behind_hash[group.group_id]
-        return [block_hash + behind for block_hash in ends]
+            # No suffix: these are the request's own bytes, whose hash Python has computed already.
+            # That counts, since most models have this group only, and prompts have many blocks.
+            # They are shorter than keys with a suffix, so no two keys are the same.
+            return list(self._ends(hashes, group, first, last))
+        return self.pool_keys(hashes, group, first, last)
+
+    def _ends(
+        self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
+    ) -> Sequence[bytes]:
+        """Return the hashes of blocks `first` to `last`: for each the last that it spans."""
+        step = group.block_tokens // self._hash_block_tokens
+        return hashes[(first + 1) * step - 1 : last * step : step]
 
     def needed_slots(self, position: int, start_tokens: int, end_tokens: int) -> range:
         """Return the slots that group `position` must load to extend a prefix to `end_tokens`."""
@@ -179,11 +186,13 @@ class PrefixMap:
     ) -> int:
         """Return how far a prefix of `start_tokens` can be extended; `start_tokens` if it cannot.
 
-        Every group must cover the end: full attention from the start on without a gap, the others
-        with the blocks that a query there still reads: none where a chunk begins, the last one for
-        a state. Where KV depends on the next token, the slot behind the end must be readable too;
-        it may lie beyond `limit_tokens`. A group that falls short lowers the end for all, so they
-        are asked again until none objects.
+        Every group must cover the end. Full attention needs all slots from the start on. The other
+        groups need the blocks that a query at the end still reads: none where a chunk begins, the
+        last one for a state. If KV depends on the next token, the slot after the end must be
+        readable too; it may lie beyond `limit_tokens`.
+
+        A group that falls short lowers the end for all groups, so the search asks all of them
+        again until the end stays.
         """
         end = self._align(min(limit_tokens, len(hashes) * self._hash_block_tokens))
         previous = None
@@ -194,7 +203,7 @@ class PrefixMap:
                 if end <= start_tokens:
                     break
             if len(self.groups) == 1:
-                break  # it has agreed to this end
+                break  # the only group covers this end
         return max(end, start_tokens)
 
     def _align(self, tokens: int) -> int:
@@ -210,7 +219,7 @@ class PrefixMap:
     ) -> int:
         """Return the largest aligned end, at most `end_tokens`, that this group can serve."""
         group = self.groups[position]
-        # A proof lies behind the end: what is missing moves the end in front of the slot before it.
+        # The proof is the slot after the end, so a missing slot moves the end one slot further.
         ahead = int(group.sees_next_token)
         if group.reads_all:
             first, last = (
@@ -227,7 +236,7 @@ class PrefixMap:
             return end_tokens
         end = end_tokens
         while end > start_tokens:
-            # From the end backwards: a missing slot moves the end in front of itself.
+            # A missing slot moves the end in front of it; the last missing one first.
             slots = self.needed_slots(position, start_tokens, end)
             slots = range(slots.start, slots.stop + ahead)
             present = self._present(group, hashes, readable, slots)
@@ -240,7 +249,7 @@ class PrefixMap:
     def _present(
         self, group: CacheGroup, hashes: Sequence[bytes], readable: Readable, slots: range
     ) -> NDArray[np.bool_]:
-        """Say of each slot whether it is readable; one that has no hash yet is not."""
+        """Say for each slot whether it is readable; a slot without a hash is not."""
         keys = self.slot_keys(hashes, group, slots.start, slots.stop)
         present = readable(keys)
         if len(keys) < len(slots):

@@ -5,7 +5,7 @@ figure 4. The names are the paper's: T1 has what was used once, T2 what was used
 B2 remember as ghosts the keys that were evicted from them; L1 is T1 with B1, L2 is T2 with B2; c is
 the capacity; p is the size that T1 should have.
 
-Without holds the victims are those of the paper. What holds and discards add to it:
+Without holds the victims are the ones that the paper names. What holds and discards add to it:
 - Where all slots of the list that REPLACE chooses are held, the other list gives the victim.
 - The cache may evict before c slots are resident (after a reset some are busy for a while), so the
   paper's |B1| + |B2| <= c no longer follows from its other invariants and is enforced.

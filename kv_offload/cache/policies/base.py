@@ -12,15 +12,17 @@ from kv_offload.errors import CapacityError
 class EvictionPolicy(ABC):
     """Ranks the resident slots, those that have a key; at most `capacity` slots from 0 upwards.
 
-    A slot becomes resident through `add` or `replace`, at the moment its store is planned, and is
-    held from then on: the policy sees an admission at the time of the access that caused it, and a
-    slot that is being written is no victim. `release` makes it a candidate. A slot that is being
-    read is held again. Of several slots the one used last is the most recent, and within one call
-    the last of `slots`, but the first of those that `add` and `replace` make resident: they come in
-    prefix order, and a head should outlive its tail. `release` does not change that order.
+    A slot becomes resident through `add` or `replace`, when its store is prepared: that is when the
+    access happens that the policy should see. The slot is held from then on, because a slot that is
+    being written must not be evicted. `release` lets it be evicted. A slot that is being read is
+    held again.
 
-    All operations take O(1) amortised time per slot. They trust their caller, `CacheManager`: apart
-    from `add`, they are for resident slots only, and only `use` may be given a slot twice.
+    The slot that was used last is the most recent. Within one call of `use` or `hold` that is the
+    last of `slots`. Within one call of `add` or `replace` it is the first: they get keys in prefix
+    order, and a head should outlive its tail. `release` does not change the order.
+
+    All operations take O(1) amortised time per slot. They trust their caller, `CacheManager`: all
+    but `add` are for resident slots only, and only `use` may be given a slot twice.
 
     Raises `CapacityError` for a capacity below 1.
     """
@@ -36,17 +38,17 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def replace(self, keys: Sequence[Key]) -> Slots:
-        """Evict the key of a slot that is not held for each new one; `add` and return the slots.
+        """Evict one key for each new key, `add` the slots for the new keys, and return the slots.
 
-        One call, because the choice of the slot may depend on the key that comes in. Where fewer
-        slots can be evicted, the keys at the end get none.
+        Held slots are not evicted; if too few others are left, the keys at the end get no slot.
+        This is one call, because which key is evicted may depend on the key that comes in.
         """
 
     @abstractmethod
     def use(self, slots: Slots) -> None:
         """Count an access to slots, held or not, and make them the most recent.
 
-        Until a slot's first `release` that access is the one that added it, not counted again.
+        Until a slot's first `release` this is the access that added it, and is not counted again.
         """
 
     @abstractmethod

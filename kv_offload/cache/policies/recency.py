@@ -10,12 +10,12 @@ _ABSENT, _IDLE, _HELD, _PARKED = range(4)
 class RecencyList:
     """Slots from the least to the most recent; a held slot keeps its place but is not popped.
 
-    A held slot that is found at the old end is parked beside the list, so that a search for a
-    victim passes it once and not again each time: O(1) amortised per operation. When it is released
-    it returns to the old end, where it was; only several parked slots may change places among
-    themselves, and they do not if the most recent of them is released first.
+    A search for a victim takes held slots that it meets at the old end out of the order, and parks
+    them. So it passes them once and not every time, and operations take O(1) amortised time. A
+    parked slot returns to the old end when it is released. Several parked slots keep their order if
+    the most recent of them is released first.
 
-    Apart from `append`, all operations are for slots that are in the list.
+    All operations but `append` are for slots that are in the list.
     """
 
     __slots__ = ("_newer", "_older", "_state", "evictable", "length")

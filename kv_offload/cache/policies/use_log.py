@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from kv_offload.cache.slots import NO_SLOTS, Slots
 
 CHUNK_ENTRIES = 1024
-"""Room of a chunk at least: batches share one, so that single uses are no arrays of their own."""
+"""The least room of a chunk. Small batches share one, so that a single use makes no new array."""
 
 SLACK_ENTRIES = 4096
 """Stale entries that are not worth dropping."""
 
 WINDOW_ENTRIES = 64
-"""Entries looked at in the search of a victim, or as many as are wanted."""
+"""How many entries a search for victims looks at, or as many as it wants if those are more."""
 
 Times = NDArray[np.int64]
 """When slots were used, shape `(n,)`, counted in uses."""
@@ -54,16 +54,18 @@ class _Chunk:
 
 
 class UseLog:
-    """Slots from the least to the most recent. A use is appended; a slot's last entry counts.
+    """Slots from the least to the most recent. Each use appends an entry; a slot's last one counts.
 
-    What an earlier entry said is stale and dropped when it is met: at the old end while a victim is
-    searched, or by `append`, which visits twice the entries that it adds once more than half of the
-    log is stale. So memory stays within twice the slots, and nothing is ever reorganised at once.
+    Earlier entries of a slot are stale. A search for victims drops those that it meets at the old
+    end. Once more than half of the log is stale, each `append` also visits twice as many entries as
+    it adds, and drops the stale ones. So memory stays within twice the slots, and the log is never
+    reorganised at once.
 
-    A held slot that is met at the old end is parked: it has no entry until it is used or put back.
+    A search for victims parks the held slots that it meets: they have no entry until they are used
+    or put back.
 
-    For `capacity` slots from 0 upwards. Apart from the two that append, slots given are in the log,
-    each once.
+    For `capacity` slots from 0 upwards. All operations but `append` and `append_new` are for slots
+    that are in the log, each named once.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -114,7 +116,7 @@ class UseLog:
             slots, times = chunks[0].oldest(count)
             passed = len(slots)
             live = self._time[slots] == times
-            # Mostly the oldest of all were neither used since nor are they held.
+            # Mostly the oldest entries are all live, and their slots not held.
             if np.count_nonzero(live) < passed or np.count_nonzero(held[slots]):
                 slots, times = chunks[0].oldest(max(count, WINDOW_ENTRIES))
                 live = self._time[slots] == times
@@ -127,13 +129,13 @@ class UseLog:
             victims.append(slots)
             count -= len(slots)
         slots = victims[0] if len(victims) == 1 else np.concatenate([NO_SLOTS, *victims])
-        # None of them is parked: what is parked has no entry.
+        # None of them is parked, because a parked slot has no entry.
         self._time[slots] = 0
         self.length -= len(slots)
         return slots
 
     def put_back(self, slots: Slots) -> None:
-        """Return those of the slots that are parked to the old end, in the order of their use."""
+        """Return the parked slots among `slots` to the old end, in the order of their use."""
         if not self._parked:
             return
         parked = np.array([slot for slot in slots.tolist() if slot in self._parked], np.int32)
