@@ -15,17 +15,17 @@
 
 namespace {
 
-using namespace kv_offload;
+using namespace kv_swap;
 
 struct StoreRing {
-  static constexpr int kStages = KV_OFFLOAD_STORE_STAGES;
-  static constexpr int kDrains = KV_OFFLOAD_STORE_DRAINS;
-  static constexpr u32 kTileBytes = KV_OFFLOAD_STORE_TILE_BYTES;
+  static constexpr int kStages = KV_SWAP_STORE_STAGES;
+  static constexpr int kDrains = KV_SWAP_STORE_DRAINS;
+  static constexpr u32 kTileBytes = KV_SWAP_STORE_TILE_BYTES;
 };
 struct LoadRing {
-  static constexpr int kStages = KV_OFFLOAD_LOAD_STAGES;
-  static constexpr int kDrains = KV_OFFLOAD_LOAD_DRAINS;
-  static constexpr u32 kTileBytes = KV_OFFLOAD_LOAD_TILE_BYTES;
+  static constexpr int kStages = KV_SWAP_LOAD_STAGES;
+  static constexpr int kDrains = KV_SWAP_LOAD_DRAINS;
+  static constexpr u32 kTileBytes = KV_SWAP_LOAD_TILE_BYTES;
 };
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {

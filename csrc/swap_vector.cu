@@ -8,7 +8,7 @@
 
 namespace {
 
-using namespace kv_offload;
+using namespace kv_swap;
 
 constexpr u32 kThreads = 1024;
 

@@ -6,8 +6,8 @@
 
 namespace {
 
-constexpr int kMaxBlocks = KV_OFFLOAD_MAX_BLOCKS;
-constexpr unsigned kThreads = KV_OFFLOAD_THREADS;
+constexpr int kMaxBlocks = KV_SWAP_MAX_BLOCKS;
+constexpr unsigned kThreads = KV_SWAP_THREADS;
 
 // Filled by transfer/zero.py as four 64-bit words.
 struct alignas(16) Run {

@@ -70,8 +70,11 @@ class OffloadConfig:
         ),
     ] = 1
     transfer_engine: Annotated[
-        Literal["auto", "host", "cuda"],
-        Meta(description="What copies: CUDA, the host (for the CPU engine), or whichever fits."),
+        Literal["auto", "host", "cuda", "dma"],
+        Meta(
+            description="What copies: the host (for the CPU engine), CUDA, CUDA with its copy "
+            "engine only (dma), or whichever fits."
+        ),
     ] = "auto"
     max_pinned_share: Annotated[
         float,

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.engine import Direction, SwapEngine, SwapJob
-from kv_swap.host import HostSwapEngine
+from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import KVLayout, TensorDescription
-from kv_swap.pinned import CudaRegistrar, HostArena
+from kv_swap.memory.arena import HostArena
 
 from bench.machine import cuda_torch, vllm_module
 
@@ -95,7 +96,7 @@ class CudaBed:
     """A CUDA engine over layers of one page size, and contiguous copies between the same sides."""
 
     def __init__(self, page_bytes: int, num_blocks: int, layers: int = LAYERS) -> None:
-        from kv_swap.cuda import CudaSwapEngine
+        from kv_swap.cuda.engine import CudaSwapEngine
 
         self.torch = cuda_torch()
         self.device = self.torch.device("cuda", 0)

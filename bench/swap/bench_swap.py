@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 from kv_swap.engine import Direction, SwapJob
-from kv_swap.host import HostSwapEngine
-from kv_swap.pinned import HostArena
+from kv_swap.host.engine import HostSwapEngine
+from kv_swap.memory.arena import HostArena
 
 from bench.machine import cuda_torch, keep_rows
 from bench.swap.bed import (

@@ -18,10 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kv_swap import registration
-from kv_swap.mapping import Mapping
-from kv_swap.numa import device_node
-from kv_swap.pinned import CudaRegistrar, HostArena
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.memory import registration
+from kv_swap.memory.arena import HostArena
+from kv_swap.memory.mapping import Mapping
+from kv_swap.memory.numa import device_node
 
 from bench.machine import cuda_torch, machine, write_result
 

@@ -1,19 +1,19 @@
 // What every swap kernel reads: the list of a launch and the table of a layout.
 //
-// transfer/swap.py writes both. No includes: NVRTC compiles this on machines without a CUDA toolkit.
+// kv_swap/cuda/swap.py writes both. No includes: NVRTC compiles this on machines without a CUDA toolkit.
 #pragma once
 
-#ifndef KV_OFFLOAD_MAX_PAIRS
-#error "transfer/swap.py defines KV_OFFLOAD_MAX_PAIRS"
+#ifndef KV_SWAP_MAX_PAIRS
+#error "kv_swap/cuda/swap.py defines KV_SWAP_MAX_PAIRS"
 #endif
 
-namespace kv_offload {
+namespace kv_swap {
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
 constexpr u32 kWarpSize = 32;
-constexpr int kMaxPairs = KV_OFFLOAD_MAX_PAIRS;
+constexpr int kMaxPairs = KV_SWAP_MAX_PAIRS;
 static_assert(kMaxPairs % kWarpSize == 0, "a warp reads 32 pairs at a time, up to the list's end");
 
 // Precedes the (block, slot) pairs of a list. In host memory; read while the kernel runs, so a
@@ -22,7 +22,7 @@ struct alignas(16) ListHeader {
   int num_pairs;
   int unused[3];
 };
-static_assert(sizeof(ListHeader) == 16, "transfer/swap.py writes a header of 16 bytes");
+static_assert(sizeof(ListHeader) == 16, "kv_swap/cuda/swap.py writes a header of 16 bytes");
 
 // One run of a block's bytes. A slot is cut into tiles, a tile into segments: row t of the table
 // holds the segments of tile t, in the order of their slot offsets, padded with empty ones.
@@ -33,7 +33,7 @@ struct alignas(16) Segment {
   u32 num_bytes;
   u32 tile_bytes;  // of all segments of the tile; they are contiguous in the slot
 };
-static_assert(sizeof(Segment) == 32, "transfer/swap.py writes segments of 32 bytes");
+static_assert(sizeof(Segment) == 32, "kv_swap/cuda/swap.py writes segments of 32 bytes");
 
 __device__ __forceinline__ u64 page_address(const Segment& segment, int block) {
   return segment.page_address + static_cast<u64>(block) * segment.block_stride_bytes;
@@ -48,4 +48,4 @@ __device__ __forceinline__ int2 read_pair(const ListHeader* list, u32 index) {
   return __ldcv(reinterpret_cast<const int2*>(list + 1) + index);
 }
 
-}  // namespace kv_offload
+}  // namespace kv_swap

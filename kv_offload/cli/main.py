@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from kv_offload import __version__
-from kv_offload.cli.calibrate import add_calibrate_command
 from kv_offload.config import (
     DEFAULT,
     EXTRA_CONFIG,
@@ -39,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_config_command(subcommands)
-    add_calibrate_command(subcommands)
     arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)

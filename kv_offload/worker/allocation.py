@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kv_swap.engine import SwapEngine
 from kv_swap.factory import EngineKind, create_engine, numa_node
 from kv_swap.layout import KVLayout
-from kv_swap.shared import SharedMemory
+from kv_swap.memory.shared import SharedMemory
 
 from kv_offload.config import OffloadConfig
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
@@ -47,16 +47,17 @@ def transfer_kind(config: OffloadConfig, device: torch.device) -> EngineKind:
 
     Raises `UnsupportedError` for other devices, `ConfigError` if the configuration wants another.
     """
-    kinds: dict[str, EngineKind] = {"cpu": "host", "cuda": "cuda"}
+    kinds: dict[str, tuple[EngineKind, ...]] = {"cpu": ("host",), "cuda": ("cuda", "dma")}
     if device.type not in kinds:
         raise UnsupportedError(f"the KV cache is on {device}: supported are CUDA devices and CPU")
-    kind = kinds[device.type]
-    if config.transfer_engine not in ("auto", kind):
-        raise ConfigError(
-            f"transfer_engine is {config.transfer_engine!r}, but the KV cache of this "
-            f"engine is on {device}: use 'auto' or {kind!r}"
-        )
-    return kind
+    fitting = kinds[device.type]
+    for kind in fitting:
+        if config.transfer_engine in ("auto", kind):
+            return kind
+    raise ConfigError(
+        f"transfer_engine is {config.transfer_engine!r}, but the KV cache of this "
+        f"engine is on {device}: use 'auto' or {' or '.join(map(repr, fitting))}"
+    )
 
 
 def allocate(

@@ -7,7 +7,7 @@ configuration that fits is then never refused, whoever comes first: what the oth
 theirs. The ranks of one replica do check together, before any of them takes memory.
 
 If the replicas of a host, or strangers, want more than there is all the same, their pools stop
-growing (`kv_swap.room`).
+growing (`kv_swap.memory.room`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kv_swap.room import MemoryRoom
+from kv_swap.memory.room import MemoryRoom
 
 from kv_offload.config import TracedConfig, describe_bytes
 from kv_offload.errors import CapacityError

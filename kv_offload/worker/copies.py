@@ -83,13 +83,13 @@ class Copies:
         if not self.transfer.wait(DRAIN_SECONDS):
             self._log.error("copies run while the engine sleeps")
             return
-        self._let_go = [weakref.ref(tensor) for tensor in self.transfer.hold(())]
+        self._let_go = [weakref.ref(tensor) for tensor in self.transfer.keep_alive(())]
 
     def hold_tensors_again(self) -> None:
         """Hold the KV tensors again, which are back at their addresses."""
         if self.transfer is not None and self._let_go:
             alive = [tensor for ref in self._let_go if (tensor := ref()) is not None]
-            self.transfer.hold(alive)
+            self.transfer.keep_alive(alive)
             self._let_go = []
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kv_swap.errors import PinnedMemoryError
-from kv_swap.shared import SharedMemory
+from kv_swap.memory.shared import SharedMemory
 
 if TYPE_CHECKING:
     from kv_offload.messages import Pairs, StoreJob

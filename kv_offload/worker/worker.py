@@ -85,7 +85,7 @@ class OffloadWorker:
         caches = self._rank_engine.describe_kv_caches(kv_caches)
         layout = caches.layout
         kind = transfer_kind(self._config, caches.tensors[0].device)
-        stream = self._rank_engine.find_output_copy_stream() if kind == "cuda" else None
+        stream = None if kind == "host" else self._rank_engine.find_output_copy_stream()
         mine = allocate(
             self._config,
             self._num_ranks,

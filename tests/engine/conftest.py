@@ -28,6 +28,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
     """Control over the host engine's copies: hold them, fail them."""
     control = Copies()
-    monkeypatch.setattr("kv_swap.host._copy_runs", control.copy_runs)
+    monkeypatch.setattr("kv_swap.host.transfers.copy_runs", control.copy_runs)
     yield control
     control.release()

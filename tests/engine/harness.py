@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from kv_swap.engine import Direction
-from kv_swap.host_copy import Run, copy_runs
+from kv_swap.host.runs import Run, copy_runs
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 

@@ -24,9 +24,9 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from kv_swap import host
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.factory import create_engine
+from kv_swap.host import transfers
 from numpy.typing import NDArray
 
 from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
@@ -134,8 +134,8 @@ class DigestingEngine(SwapEngine):
     def close(self, timeout_seconds: float = 30.0) -> None:
         self.inner.close(timeout_seconds)
 
-    def hold(self, objects: Sequence[object]) -> Sequence[object]:
-        return self.inner.hold(objects)
+    def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
+        return self.inner.keep_alive(objects)
 
     @property
     def in_flight(self) -> int:
@@ -160,7 +160,7 @@ def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
         import torch
 
         if chance.random() < 0.3:
-            lane = inner._state.lanes[direction, "kernel"]
+            lane = inner._state.lanes[direction]
             with torch.cuda.stream(lane.stream.stream):
                 torch.cuda._sleep(chance.randrange(20_000_000))  # up to 10 ms at 2 GHz
 
@@ -178,7 +178,7 @@ def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
         made[-1].expect_rewritten(metadata.loads)
         start(worker, metadata)
 
-    copy_runs = host._copy_runs
+    copy_runs = transfers.copy_runs
     slowness = random.Random(chance.random())  # of its own: the copies' thread draws from it
 
     def copy_slowly(runs: Any) -> None:
@@ -190,7 +190,7 @@ def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
         mock.patch("kv_offload.worker.synchronous_loads.WAVES_FROM_BYTES", 0),
         mock.patch("kv_offload.worker.allocation.create_engine", create),
         mock.patch.object(OffloadWorker, "start_copies", start_copies),
-        mock.patch("kv_swap.host._copy_runs", copy_slowly),
+        mock.patch("kv_swap.host.transfers.copy_runs", copy_slowly),
     ):
         yield made
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from kv_swap.host_copy import Run
+from kv_swap.host.runs import Run
 
 from tests.engine.harness import BLOCK_TOKENS, Copies, engine, random_tokens
 
@@ -39,7 +39,7 @@ def test_what_is_sooner_is_done_and_the_tokens_stay_the_same(
             time.sleep(SLOW_SECONDS)
         control.copy_runs(runs)
 
-    monkeypatch.setattr("kv_swap.host._copy_runs", copy_runs)
+    monkeypatch.setattr("kv_swap.host.transfers.copy_runs", copy_runs)
     with engine(model_folder, plugin={}, synchronous_loads=synchronous) as offloading:
 
         def serve() -> int:

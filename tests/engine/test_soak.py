@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from kv_swap.engine import Direction, SwapJob
-from kv_swap.host import HostSwapEngine
+from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import KVLayout
-from kv_swap.pinned import HostArena
+from kv_swap.memory.arena import HostArena
 
 from tests.engine.soak import DigestingEngine, Question, Soak, check, soak
 from tests.support.kv_memory import Storage

@@ -24,7 +24,7 @@ import torch
 from kv_swap.engine import Direction, SwapJob
 
 from kv_offload.messages import OffloadMetadata
-from kv_offload.scheduler import load_mode
+from kv_offload.scheduler import loads as scheduler_loads
 from kv_offload.worker import synchronous_loads as worker_loads
 from tests.engine.harness import (
     BLOCK_TOKENS,
@@ -140,11 +140,12 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         **arguments,
     }
     synchronous_loads = settings.pop("synchronous_loads", False)
+    plugin = {"transfer_engine": settings.pop("transfer_engine", "auto")}
     if settings.pop("draft_head", False):
         settings["speculative_config"] = draft_head(Path(models))
     result: dict[str, Any] = {}
     worker_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
-    load_mode.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
+    scheduler_loads.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
     with engine(Path(models), kind, **settings) as plain:
         drafts = Drafts(plain)
         computed = one_by_one(plain)
@@ -153,7 +154,9 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         result["expected_drafts"] = drafts.take()
         watched = plain.watch_kv_tensors()
     result["kept_without_us"] = still_alive(watched)
-    with engine(Path(models), kind, {}, synchronous_loads=synchronous_loads, **settings) as ours:
+    with engine(
+        Path(models), kind, plugin, synchronous_loads=synchronous_loads, **settings
+    ) as ours:
         result["regions"] = len(ours.rank.transfer.layout.regions)
         groups = ours.scheduler.kv_cache_config.kv_cache_groups
         result["layers"] = sum(len(group.layer_names) for group in groups)

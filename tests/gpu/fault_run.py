@@ -68,8 +68,8 @@ class Faults:
         for name in ("submit", "load_now"):
             self._replace(self._engine, name, getattr(self, f"_{name}"))
         for lane in self._engine._state.lanes.values():
-            self._replace(lane.path, "_queue", self._launch)
-            self._replace(lane.stream, "make_wait", self._make_wait)
+            self._replace(lane.path, "queue", self._launch)
+            self._replace(lane.stream, "make_compute_wait", self._make_wait)
 
     @staticmethod
     def _replace(target: Any, name: str, wrapper: Callable[..., Any]) -> None:

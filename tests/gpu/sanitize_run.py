@@ -52,12 +52,13 @@ def main() -> int:
 def run_job() -> int:
     import cupy
     import torch
-    from kv_swap import swap_bulk, swap_vector
+    from kv_swap.cuda import swap_bulk, swap_vector
+    from kv_swap.cuda.registrar import CudaRegistrar
+    from kv_swap.cuda.swap import LIST_BYTES, SwapKernel, write_list
+    from kv_swap.cuda.zero import BlockZeroer
     from kv_swap.engine import Direction
     from kv_swap.layout import KVLayout, Region
-    from kv_swap.pinned import CudaRegistrar, HostArena
-    from kv_swap.swap import LIST_BYTES, SwapKernel, write_list
-    from kv_swap.zero import BlockZeroer
+    from kv_swap.memory.arena import HostArena
 
     device = torch.device("cuda", 0)
     torch.cuda.init()

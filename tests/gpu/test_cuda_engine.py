@@ -22,16 +22,17 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 
-from kv_swap import cuda, dma, kernel, registration, swap, swap_bulk, swap_vector  # noqa: E402
-from kv_swap.copy_path import PATHS, PathName  # noqa: E402
-from kv_swap.cuda import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda import dma, state, swap_bulk, swap_vector  # noqa: E402
+from kv_swap.cuda import kernel_path as kernel  # noqa: E402
+from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
+from kv_swap.cuda.streams import CopyStream, StreamTurns  # noqa: E402
+from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, KernelFamily, SwapKernel, write_list  # noqa: E402
 from kv_swap.engine import Completion, Direction, SwapJob  # noqa: E402
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError  # noqa: E402
 from kv_swap.layout import KVLayout, TensorDescription  # noqa: E402
-from kv_swap.path_rule import OnlyPath  # noqa: E402
-from kv_swap.pinned import CudaRegistrar, HostArena  # noqa: E402
-from kv_swap.streams import CopyStream, StreamTurns  # noqa: E402
-from kv_swap.swap import LIST_BYTES, MAX_PAIRS, KernelFamily, SwapKernel, write_list  # noqa: E402
+from kv_swap.memory import registration  # noqa: E402
+from kv_swap.memory.arena import HostArena  # noqa: E402
 
 from tests.gpu.gate import Gate  # noqa: E402
 
@@ -49,11 +50,12 @@ kernel_only = pytest.mark.parametrize("path", ["kernel"], indirect=True)
 dma_only = pytest.mark.parametrize("path", ["dma"], indirect=True)
 
 
-@pytest.fixture(autouse=True, params=PATHS)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PathName:
+@pytest.fixture(autouse=True, params=["kernel", "dma"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The path of all engines of a test: every test runs over each, unless it says otherwise."""
-    name: PathName = request.param
-    monkeypatch.setattr(cuda, "rule_for", lambda device: OnlyPath(name))
+    name: str = request.param
+    if name == "dma":
+        monkeypatch.setattr(state, "choose_family", lambda device: None)
     return name
 
 
@@ -231,7 +233,7 @@ def test_many_jobs_in_both_directions_at_once() -> None:
 
 
 def no_wait(stream: CopyStream) -> Any:
-    """What `wait_for_compute` must not be: it orders a copy after nothing."""
+    """What `wait_stream` must not be: it orders a copy after nothing."""
     return stream.record()
 
 
@@ -264,7 +266,7 @@ def test_store_waits_for_compute(own_stream: bool) -> None:
 def test_without_the_wait_a_store_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: it would notice."""
     engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
-    monkeypatch.setattr(CopyStream, "wait_for_compute", no_wait)
+    monkeypatch.setattr(CopyStream, "wait_stream", no_wait)
     with torch.cuda.stream(torch.cuda.Stream()):
         assert store_after_slow_write(engine, cache, slots, waits=False) == 1
     engine.close()
@@ -307,7 +309,7 @@ def test_compute_waits_for_a_load_before_it(awaited: bool) -> None:
         engine.await_loads()
     seen.copy_(last)
     torch.cuda.current_stream().synchronize()
-    others_are_late = not engine._state.lanes[LOAD, "kernel"]._slices[-1][0].query()
+    others_are_late = not engine._state.lanes[LOAD]._slices[-1][0].query()
     torch.cuda.synchronize()
     if awaited:
         assert seen.unique().tolist() == [9]
@@ -332,7 +334,7 @@ def test_a_load_before_compute_that_fails_is_copied_at_once(
     pairs = random_pairs(np.random.default_rng(5), count + 9, count, count)
     blocks, places = ids(pairs)
     expected[blocks] = slots[places]
-    lane = engine._state.lanes[LOAD, "before_compute"]
+    lane = engine._state.lanes["before_compute"]
     job = SwapJob(1, LOAD, pairs, before_compute=True)
     with monkeypatch.context() as patch:
         if fault == "refused":
@@ -352,7 +354,7 @@ def test_a_load_before_compute_that_fails_is_copied_at_once(
             if fault == "full":
                 patch.setattr(lane.path, "max_in_flight", 1)
             if fault == "wait":
-                patch.setattr(lane.stream, "make_wait", failing_call)
+                patch.setattr(lane.stream, "make_compute_wait", failing_call)
             engine.submit(job)
             with pytest.raises(CopyError, match="in flight" if fault == "full" else "injected"):
                 engine.await_loads()
@@ -424,7 +426,7 @@ def test_waves_move_exactly_the_bytes_of_the_pairs(
     """A launch for every wave, and two in all."""
     monkeypatch.setattr(kernel, "PIECE_BYTES", 16)
     monkeypatch.setattr(kernel, limit, 16)
-    monkeypatch.setattr(swap, "choose_family", lambda device: family)
+    monkeypatch.setattr(state, "choose_family", lambda device: family)
     engine, cache, slots = make_engine(num_blocks, pages, count)
     assert engine.can_load_in_waves
     engine.set_waves(waves)
@@ -517,7 +519,7 @@ def test_every_stream_waits_for_its_wave() -> None:
     engine.close()
 
 
-def test_waves_that_cannot_be_are_refused(path: PathName) -> None:
+def test_waves_that_cannot_be_are_refused(path: str) -> None:
     engine, _, _ = make_engine(8, [(16, 16), (32, 64)], 8)
     job = SwapJob(4, LOAD, np.array([[3, 5]], np.int32), before_compute=True, in_waves=True)
     assert engine.can_load_in_waves == (path == "kernel")
@@ -536,7 +538,7 @@ def test_waves_that_cannot_be_are_refused(path: PathName) -> None:
 @kernel_only
 def test_a_load_before_compute_that_does_not_fit_fails() -> None:
     engine, _, _ = make_engine(8, [(16, 16)], 8)
-    lane = engine._state.lanes[LOAD, "before_compute"]
+    lane = engine._state.lanes["before_compute"]
     busy()
     for job_id in range(lane.path.max_in_flight):
         engine.submit(SwapJob(job_id, LOAD, np.array([[3, 5]], np.int32), before_compute=True))
@@ -547,7 +549,7 @@ def test_a_load_before_compute_that_does_not_fit_fails() -> None:
     engine.close()
 
 
-def test_the_copy_engine_takes_no_load_before_compute(path: PathName) -> None:
+def test_the_copy_engine_takes_no_load_before_compute(path: str) -> None:
     engine, _, _ = make_engine(8, [(16, 16)], 8)
     assert engine.can_load_before_compute == (path == "kernel")
     if path == "dma":
@@ -573,7 +575,7 @@ def test_load_waits_for_compute(ordered: bool, monkeypatch: pytest.MonkeyPatch) 
     """Fresh blocks are zeroed on the compute stream; a load must come after. With a control."""
     engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
     if not ordered:
-        monkeypatch.setattr(CopyStream, "wait_for_compute", no_wait)
+        monkeypatch.setattr(CopyStream, "wait_stream", no_wait)
     slots.fill_(7)
     gate = Gate()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -685,7 +687,7 @@ class WatchingRegistrar(CudaRegistrar):
 
 
 @pytest.mark.parametrize("view_survives", [True, False])
-def test_dropping_everything_in_mid_copy(view_survives: bool, path: PathName) -> None:
+def test_dropping_everything_in_mid_copy(view_survives: bool, path: str) -> None:
     cache = make_cache(400, [(MIB, MIB)])
     registrar = WatchingRegistrar(cache.storage.device)
     arena = HostArena(400, cache.layout.slot_bytes, register=registrar)
@@ -699,7 +701,7 @@ def test_dropping_everything_in_mid_copy(view_survives: bool, path: PathName) ->
     busy()
     engine.submit(SwapJob(1, STORE, np.stack([np.arange(400)] * 2, 1).astype(np.int32)))
     registrar.event = torch.cuda.Event()
-    registrar.event.record(engine._state.lanes[STORE, path].stream.stream)
+    registrar.event.record(engine._state.lanes[STORE].stream.stream)
     assert not registrar.event.query()
     del engine, arena, token
     gc.collect()
@@ -813,7 +815,7 @@ def test_a_failed_batch_fails_its_job_alone(copier: Any, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("direction", [STORE, LOAD])
 def test_more_slices_than_may_be_in_flight(
-    direction: Direction, path: PathName, monkeypatch: pytest.MonkeyPatch
+    direction: Direction, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel, "RING_ENTRIES", 3)
     monkeypatch.setattr(kernel, "SLICE_BYTES", 64 * KIB)
@@ -826,7 +828,7 @@ def test_more_slices_than_may_be_in_flight(
     for job_id, part in enumerate(parts):
         engine.submit(SwapJob(job_id, direction, part))
     # Of the kernels the ring is full; by the copy engine each submission queues one.
-    assert [job.in_flight for job in engine._state.lanes[direction, path]._jobs] == [3, 0, 0]
+    assert [job.in_flight for job in engine._state.lanes[direction]._jobs] == [3, 0, 0]
     completions = finish(engine)
     assert [completion.job_id for completion in completions] == [0, 1, 2]
     assert all(completion.error is None for completion in completions)
@@ -941,37 +943,6 @@ def test_a_device_that_is_not_the_current_one() -> None:
     engine.close()
 
 
-class ByNumber:
-    """A rule: few pages go to the copy engine."""
-
-    def paths(self, direction: Direction, page_bytes: int) -> frozenset[PathName]:
-        return frozenset(PATHS)
-
-    def choose(self, direction: Direction, page_bytes: int, pages: int) -> PathName:
-        assert page_bytes == 3 * KIB
-        return "dma" if pages < 10 else "kernel"
-
-
-@kernel_only
-def test_a_job_takes_the_path_that_the_rule_names() -> None:
-    cache = make_cache(64, [(4 * KIB, 4 * KIB), (2 * KIB, 2 * KIB)])
-    arena = make_arena(cache, 64)
-    slots = torch.from_numpy(arena.view())
-    randomize(cache.storage)
-    device = cache.storage.device
-    engine = CudaSwapEngine(cache.layout, arena, device, [cache.storage], rule=ByNumber())
-    pairs = random_pairs(np.random.default_rng(0), 64, 64, 64)
-    busy()
-    engine.submit(SwapJob(1, STORE, pairs[:4]))
-    assert {key for key, lane in engine._state.lanes.items() if not lane.idle} == {(STORE, "dma")}
-    engine.submit(SwapJob(2, STORE, pairs[4:]))
-    assert not engine._state.lanes[STORE, "kernel"].idle
-    assert {completion.job_id for completion in finish(engine)} == {1, 2}
-    block_ids, slot_ids = ids(pairs)
-    assert torch.equal(slots[slot_ids], cache.blocks()[block_ids])
-    engine.close()
-
-
 @dma_only
 def test_single_copies_move_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dma, "make_copier", dma.SingleCopier)
@@ -1018,18 +989,18 @@ def test_turns_run_in_the_order_in_which_they_were_queued() -> None:
 
 SCRIPT = """
 import numpy as np, torch
-from kv_swap.cuda import CudaSwapEngine
+from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.engine import Direction, SwapJob
 from kv_swap.layout import KVLayout, TensorDescription
-from kv_swap.path_rule import OnlyPath
-from kv_swap.pinned import CudaRegistrar, HostArena
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.memory.arena import HostArena
 device = torch.device("cuda", 0)
 storage = torch.ones(400, 1 << 20, dtype=torch.uint8, device=device)
 address = ADDRESS
 tensor = TensorDescription("kv", address, (400, 1 << 20), (1 << 20, 1), 1, 0, 1 << 20)
 layout = KVLayout.from_tensors(400, [tensor])
 arena = HostArena(400, layout.slot_bytes, register=CudaRegistrar(device))
-engine = CudaSwapEngine(layout, arena, device, [storage], rule=OnlyPath("PATH"))
+engine = CudaSwapEngine(layout, arena, device, [storage], copy_engine_only="PATH" == "dma")
 pairs = np.stack([np.arange(400)] * 2, 1).astype(np.int32)
 torch.cuda._sleep(100_000_000)
 HARM
@@ -1047,7 +1018,7 @@ cupy.RawKernel(source, "harm")((1,), (1,), (np.uint64(1 << 46),))
 def run_script(script: str, **values: str) -> subprocess.CompletedProcess[str]:
     for name, value in values.items():
         script = script.replace(name, value)
-    root = str(Path(cuda.__file__).parents[1])
+    root = str(Path(state.__file__).parents[2])
     search = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return subprocess.run(
         [sys.executable, "-c", script],
@@ -1059,13 +1030,13 @@ def run_script(script: str, **values: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_process_may_end_in_mid_copy(path: PathName) -> None:
+def test_the_process_may_end_in_mid_copy(path: str) -> None:
     ended = run_script(SCRIPT, ADDRESS="storage.data_ptr()", PATH=path, HARM="")
     assert ended.returncode == 0, ended.stderr
     assert "Error" not in ended.stderr
 
 
-def test_a_lost_context_fails_jobs_and_hangs_nothing(path: PathName) -> None:
+def test_a_lost_context_fails_jobs_and_hangs_nothing(path: str) -> None:
     """In a process of its own: after an illegal access no CUDA call succeeds any more.
 
     A kernel makes that access by itself; a copy engine would be refused such an address.

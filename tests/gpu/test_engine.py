@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
     "graphs": ("qwen3", {"enforce_eager": False}),
+    "copy engine": ("qwen3", {"transfer_engine": "dma"}),
     "synchronous": ("qwen3", {"async_scheduling": False}),
     "before_compute": ("qwen3", {"synchronous_loads": True, "enforce_eager": False}),
     "before_compute, eager": ("qwen3", {"synchronous_loads": True}),

@@ -27,11 +27,12 @@ with warnings.catch_warnings():
     from kv_offload.worker.worker import OffloadWorker
     from tests.gpu.engine_run import read_device
     from tests.support.fakes import PAGE_WORDS, make_kv_cache_config
-from kv_swap.cuda import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
+from kv_swap.cuda.streams import CopyStream  # noqa: E402
+from kv_swap.cuda.swap import LIST_BYTES, SwapKernel, write_list  # noqa: E402
 from kv_swap.engine import Direction, SwapJob  # noqa: E402
-from kv_swap.pinned import CudaRegistrar, HostArena  # noqa: E402
-from kv_swap.streams import CopyStream  # noqa: E402
-from kv_swap.swap import LIST_BYTES, SwapKernel, write_list  # noqa: E402
+from kv_swap.memory.arena import HostArena  # noqa: E402
 
 from tests.gpu.gate import Gate  # noqa: E402
 from tests.gpu.test_cuda_engine import KIB, ids, make_arena, make_cache, random_pairs  # noqa: E402
@@ -100,7 +101,7 @@ def wait_for_the_output_copy_alone(stream: CopyStream) -> Any:
 
 
 WAITS: dict[str, Callable[[CopyStream], Any]] = {
-    "as it is": CopyStream.wait_for_compute,
+    "as it is": CopyStream.wait_stream,
     "output copy alone": wait_for_the_output_copy_alone,
     "nothing": wait_for_nothing,
 }
@@ -125,7 +126,7 @@ def test_a_store_reads_the_block_after_a_slow_kernel_has_written_it(
 ) -> None:
     """The output-copy stream is fenced by the sampled tokens, not by what writes KV after them."""
     runner = Runner()
-    monkeypatch.setattr(CopyStream, "wait_for_compute", WAITS[waits_for])
+    monkeypatch.setattr(CopyStream, "wait_stream", WAITS[waits_for])
     metadata = plan(store=True)
     gate = Gate()
     with torch.cuda.stream(torch.cuda.Stream()):

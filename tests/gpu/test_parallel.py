@@ -21,10 +21,11 @@ if not torch.cuda.is_available():
 pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
-from kv_swap.cuda import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
 from kv_swap.engine import Direction, SwapJob  # noqa: E402
-from kv_swap.pinned import CudaRegistrar, HostArena  # noqa: E402
-from kv_swap.shared import SharedMemory  # noqa: E402
+from kv_swap.memory.arena import HostArena  # noqa: E402
+from kv_swap.memory.shared import SharedMemory  # noqa: E402
 
 from tests.engine import multiprocess_run, replica_run  # noqa: E402
 from tests.gpu.test_cuda_engine import KIB, finish, make_cache, randomize  # noqa: E402

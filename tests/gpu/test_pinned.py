@@ -19,14 +19,15 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 cupy: Any = pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is absent")
 
-from kv_swap import registration  # noqa: E402
-from kv_swap.cuda import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
 from kv_swap.engine import SwapJob  # noqa: E402
 from kv_swap.errors import JobError  # noqa: E402
 from kv_swap.factory import create_engine  # noqa: E402
-from kv_swap.numa import device_node  # noqa: E402
-from kv_swap.pinned import CudaRegistrar, HostArena  # noqa: E402
-from kv_swap.shared import SharedMemory  # noqa: E402
+from kv_swap.memory import registration  # noqa: E402
+from kv_swap.memory.arena import HostArena  # noqa: E402
+from kv_swap.memory.numa import device_node  # noqa: E402
+from kv_swap.memory.shared import SharedMemory  # noqa: E402
 
 from tests.gpu.test_cuda_engine import (  # noqa: E402
     KIB,
@@ -163,8 +164,9 @@ def test_without_relaxed_mode_a_capture_would_not_survive(
     ended = run_script(
         """
 import torch
-from kv_swap import registrar
-from kv_swap.pinned import CudaRegistrar, HostArena
+from kv_swap.cuda import registrar
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.memory.arena import HostArena
 registrar._exchange_capture_mode = lambda mode: None
 device = torch.device("cuda", 0)
 value = torch.zeros(8, device=device)
@@ -191,7 +193,7 @@ def test_the_arena_may_go_while_it_is_locked(small_pieces: int) -> None:
         gc.collect()
         assert work.wait(60)
         for thread in threading.enumerate():
-            if thread.name == "kv-offload-pin":
+            if thread.name == "kv-swap-pin":
                 thread.join(60)
         assert not is_mapped(address)
     torch.ones(8, device=DEVICE).sum().item()
@@ -253,8 +255,9 @@ def test_the_process_may_end_while_threads_lock() -> None:
     ended = run_script(
         """
 import torch
-from kv_swap import registration
-from kv_swap.pinned import CudaRegistrar, HostArena
+from kv_swap.memory import registration
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.memory.arena import HostArena
 registration.PIECE_BYTES = 16 << 20
 device = torch.device("cuda", 0)
 torch.ones(8, device=device).sum().item()
@@ -271,9 +274,10 @@ import sys
 import numpy as np, torch
 from tests.gpu.test_cuda_engine import STORE, finish, make_cache
 from kv_swap.engine import SwapJob
-from kv_swap.cuda import CudaSwapEngine
-from kv_swap.pinned import CudaRegistrar, HostArena
-from kv_swap.shared import SharedMemory
+from kv_swap.cuda.engine import CudaSwapEngine
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.memory.arena import HostArena
+from kv_swap.memory.shared import SharedMemory
 device = torch.device("cuda", 0)
 cache = make_cache(32, [(64 << 10, 64 << 10)])
 cache.storage.copy_(torch.arange(cache.storage.numel(), device=device).remainder(251))
@@ -296,7 +300,7 @@ def test_what_one_process_stored_another_loads() -> None:
         arena = HostArena(32, 64 * KIB, register=CudaRegistrar(DEVICE), shared=memory)
         peer = subprocess.Popen(
             [sys.executable, "-c", PEER, name],
-            cwd=Path(registration.__file__).parents[1],
+            cwd=Path(registration.__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

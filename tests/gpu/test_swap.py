@@ -12,10 +12,9 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 
-from kv_swap import swap_bulk, swap_vector  # noqa: E402
-from kv_swap.engine import Direction  # noqa: E402
-from kv_swap.pinned import CudaRegistrar, HostArena  # noqa: E402
-from kv_swap.swap import (  # noqa: E402
+from kv_swap.cuda import swap_bulk, swap_vector  # noqa: E402
+from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
+from kv_swap.cuda.swap import (  # noqa: E402
     LIST_BYTES,
     MAX_PAIRS,
     KernelFamily,
@@ -23,6 +22,8 @@ from kv_swap.swap import (  # noqa: E402
     choose_family,
     write_list,
 )
+from kv_swap.engine import Direction  # noqa: E402
+from kv_swap.memory.arena import HostArena  # noqa: E402
 
 from tests.gpu.test_cuda_engine import (  # noqa: E402
     KIB,

@@ -12,8 +12,9 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 
-from kv_swap import zero  # noqa: E402
-from kv_swap.pinned import CudaRegistrar, HostArena  # noqa: E402
+from kv_swap.cuda import zero  # noqa: E402
+from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
+from kv_swap.memory.arena import HostArena  # noqa: E402
 
 from tests.gpu.test_cuda_engine import KIB, Cache, Pages, make_cache  # noqa: E402
 

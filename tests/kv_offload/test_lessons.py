@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from kv_swap.pinned import HostArena
+from kv_swap.memory.arena import HostArena
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.connector import KVOffloadConnector
 from tests.support.fakes import PlayedEngine
-from tests.transfer.test_pinned import is_mapped
+from tests.support.registrars import is_mapped
 
 pytestmark = pytest.mark.filterwarnings("default")
 

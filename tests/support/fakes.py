@@ -358,7 +358,7 @@ class ManualSwapEngine(SwapEngine):
     def close(self, timeout_seconds: float = 30.0) -> None:
         self.wait(timeout_seconds)
 
-    def hold(self, objects: Sequence[object]) -> Sequence[object]:
+    def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
         return ()
 
     @property

@@ -1,1 +1,41 @@
-"""Moves KV blocks between an engine's memory and host memory; knows neither vLLM nor kv_offload."""
+"""Copies KV blocks between an engine's KV cache and host memory, asynchronously.
+
+Describe the cache (`TensorDescription`, `KVLayout`), make an engine (`create_engine`), give it jobs
+(`SwapJob`) and poll it for completions: `transfer/example.py`. This package knows no inference
+engine. Its rooms are `memory` (host memory for slots), `cuda` and `host` (one engine each).
+"""
+
+from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
+from kv_swap.errors import (
+    CopyError,
+    DeviceError,
+    JobError,
+    LayoutError,
+    PinnedMemoryError,
+    TransferError,
+)
+from kv_swap.factory import EngineKind, create_engine, numa_node
+from kv_swap.layout import KVLayout, Region, TensorDescription
+from kv_swap.memory.room import MemoryRoom
+from kv_swap.memory.shared import SharedMemory
+
+__all__ = [
+    "Completion",
+    "CopyError",
+    "DeviceError",
+    "Direction",
+    "EngineKind",
+    "JobError",
+    "KVLayout",
+    "LayoutError",
+    "MemoryRoom",
+    "PinnedMemoryError",
+    "Region",
+    "SharedMemory",
+    "SwapEngine",
+    "SwapJob",
+    "TensorDescription",
+    "TransferError",
+    "create_engine",
+    "numa_node",
+]

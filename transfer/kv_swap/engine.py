@@ -6,6 +6,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +58,7 @@ class Completion:
 
 
 class SwapEngine(ABC):
-    """Copies blocks between a KV cache and a host arena, asynchronously.
+    """Copies blocks between a KV cache and a host arena, asynchronously. A context manager.
 
     Ordering. A store reads its blocks after everything that was queued on the compute stream, and
     on the output-copy stream where one was given, when `submit` was called. A load writes its
@@ -155,8 +156,8 @@ class SwapEngine(ABC):
         """
 
     @abstractmethod
-    def hold(self, objects: Sequence[object]) -> Sequence[object]:
-        """Keep these objects alive instead of those held until now; return the latter.
+    def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
+        """Keep these objects alive instead of those kept until now; return the latter.
 
         No copy may be in flight: it uses memory that the old objects own.
         """
@@ -173,6 +174,12 @@ class SwapEngine(ABC):
         Unless memory cannot be page-locked: then it stays where it was.
         """
         return self.num_slots
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def check_waves(self, waves: Sequence[Sequence[int]]) -> None:
         """Raise `JobError` unless every region is in exactly one wave and no wave is empty."""

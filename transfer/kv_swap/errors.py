@@ -1,4 +1,4 @@
-"""The error tree of `transfer`.
+"""The error tree of `kv_swap`.
 
 TransferError
 ├── LayoutError      a KV cache whose pages cannot be described: refused at start

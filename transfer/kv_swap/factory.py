@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.engine import SwapEngine
-from kv_swap.host import HostSwapEngine
+from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import KVLayout
-from kv_swap.numa import device_node
-from kv_swap.pinned import CudaRegistrar, HostArena
-from kv_swap.room import MemoryRoom
-from kv_swap.shared import SharedMemory
+from kv_swap.memory.arena import HostArena
+from kv_swap.memory.numa import device_node
+from kv_swap.memory.room import MemoryRoom
+from kv_swap.memory.shared import SharedMemory
 
 if TYPE_CHECKING:
     import torch
 
-EngineKind = Literal["host", "cuda"]
+EngineKind = Literal["host", "cuda", "dma"]
+"""What copies: the host, the kernels of a CUDA device, or its copy engine only."""
 
 
 def numa_node(kind: EngineKind, device: torch.device) -> int | None:
@@ -25,28 +27,33 @@ def numa_node(kind: EngineKind, device: torch.device) -> int | None:
 
 
 def create_engine(
-    kind: EngineKind,
+    kind: EngineKind | Literal["auto"],
     layout: KVLayout,
     num_slots: int,
     *,
-    device: torch.device,
-    keep_alive: Sequence[object],
+    keep_alive: Sequence[torch.Tensor],
+    device: torch.device | None = None,
     output_copy_stream: torch.cuda.Stream | None = None,
     shared: SharedMemory | None = None,
     room: MemoryRoom | None = None,
 ) -> SwapEngine:
     """Allocate an arena of `num_slots` and return the engine that copies to and from it.
 
-    `keep_alive` are the KV tensors behind `layout`. `host` is for KV caches in host memory; `cuda`
+    `keep_alive` are the KV tensors behind `layout`, and `device` is theirs. `auto` is what fits it:
+    `cuda`, or `host` for any other. `host` is for KV caches in host memory; `cuda`
     page-locks the arena, the most of it in the background (`SwapEngine.ready_slots`), and its
-    stores also wait for `output_copy_stream`. A `shared` arena is the same memory in every process
-    that passes a handle on it; the handle may be closed afterwards. Page-locking in the background
-    pauses while `room` has too little memory; the host's arena gets its pages as slots are stored.
+    stores also wait for `output_copy_stream`; `dma` is `cuda` with the copy engine only. A `shared`
+    arena is the same memory in every process that passes a handle on it; the handle may be closed
+    afterwards. Page-locking in the background pauses while `room` has too little memory; the host's
+    arena gets its pages as slots are stored.
     """
+    device = device or keep_alive[0].device
+    if kind == "auto":
+        kind = "cuda" if device.type == "cuda" else "host"
     if kind == "host":
         arena = HostArena(num_slots, layout.slot_bytes, register=None, shared=shared)
         return HostSwapEngine(layout, arena, keep_alive)
-    from kv_swap.cuda import CudaSwapEngine
+    from kv_swap.cuda.engine import CudaSwapEngine
 
     registrar = CudaRegistrar(device)
     arena = HostArena(
@@ -59,4 +66,6 @@ def create_engine(
         shared=shared,
         room=room,
     )
-    return CudaSwapEngine(layout, arena, device, keep_alive, output_copy_stream)
+    return CudaSwapEngine(
+        layout, arena, device, keep_alive, output_copy_stream, copy_engine_only=kind == "dma"
+    )

@@ -16,8 +16,12 @@ import math
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kv_swap.errors import LayoutError
+
+if TYPE_CHECKING:
+    import torch
 
 PAGE_ALIGNMENT_BYTES = 16
 """Bulk copies and 16-byte vector copies need addresses and sizes that are multiples of it."""
@@ -43,6 +47,15 @@ class TensorDescription:
     itemsize: int
     block_dim: int
     page_bytes: int
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor, num_blocks: int) -> TensorDescription:
+        """Describe a torch tensor of which dimension 0 is indexed by block, without padding."""
+        itemsize = tensor.element_size()
+        strides = tuple(stride * itemsize for stride in tensor.stride())
+        page_bytes = tensor.numel() * itemsize // num_blocks
+        shape = tuple(tensor.shape)
+        return cls(name, tensor.data_ptr(), shape, strides, itemsize, 0, page_bytes)
 
 
 @dataclass(frozen=True, slots=True)

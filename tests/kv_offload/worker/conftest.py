@@ -28,6 +28,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     from tests.support.rank import Gate
 
     made = Gate()
-    monkeypatch.setattr("kv_swap.host._copy_runs", made.copy_runs)
+    monkeypatch.setattr("kv_swap.host.transfers.copy_runs", made.copy_runs)
     yield made
     made.opened.set()

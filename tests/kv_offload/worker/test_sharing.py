@@ -15,8 +15,8 @@ pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
 from kv_swap.errors import PinnedMemoryError
-from kv_swap.host_copy import copy_runs
-from kv_swap.shared import SharedMemory
+from kv_swap.host.runs import copy_runs
+from kv_swap.memory.shared import SharedMemory
 
 from kv_offload.errors import CapacityError
 from kv_offload.messages import JobResult, LoadJob, OffloadMetadata, StoreJob, WorkerCapacity
@@ -197,7 +197,7 @@ def test_a_part_that_fails_fails_the_job(ranks: Ranks, monkeypatch: pytest.Monke
             raise OSError("injected fault")
         copy_runs(runs)
 
-    monkeypatch.setattr("kv_swap.host._copy_runs", fail_on_rank_1)
+    monkeypatch.setattr("kv_swap.host.transfers.copy_runs", fail_on_rank_1)
     mine, others = ranks.store(0, (1, 4), (2, 5))
     assert (mine, others) == ({0: result(0)}, {0: result(1, ok=False)})
     assert mine[0].merge(others[0]) == JobResult(frozenset({0, 1}), ok=False)

@@ -7,7 +7,7 @@ pytest.importorskip("torch", reason="needs torch, which is not installed")
 import torch
 from kv_swap.engine import Direction, SwapJob
 from kv_swap.errors import JobError
-from kv_swap.host import HostSwapEngine
+from kv_swap.host.engine import HostSwapEngine
 
 from tests.support.rank import NO_BLOCK, Gate, Rank, load, metadata_of, pairs, result, store
 

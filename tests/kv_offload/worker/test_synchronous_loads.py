@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
 from kv_swap.errors import CopyError
-from kv_swap.host import HostSwapEngine
+from kv_swap.host.engine import HostSwapEngine
 
 from tests.support.rank import BLOCK_BYTES, NO_BLOCK, Rank, load, result, store, synchronous
 

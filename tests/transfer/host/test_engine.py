@@ -1,0 +1,610 @@
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_swap.engine import Completion, Direction, SwapJob
+from kv_swap.errors import CopyError, JobError, LayoutError
+from kv_swap.host import transfers
+from kv_swap.host.engine import HostSwapEngine
+from kv_swap.host.runs import Run, copy_runs
+from kv_swap.layout import KVLayout
+from kv_swap.memory.arena import HostArena
+
+from tests.support.kv_memory import Storage, region_bytes
+
+LOAD, STORE = Direction.LOAD, Direction.STORE
+
+
+def copy_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kv-swap-copy"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays_behind() -> Iterator[None]:
+    yield
+    gc.collect()
+    for thread in copy_threads():
+        thread.join(10)
+    assert not copy_threads()
+
+
+def halves(num_blocks: int, page_bytes: int, num_layers: int = 2) -> tuple[KVLayout, Storage]:
+    """`num_layers` layers with K and V outside the blocks: two regions a layer."""
+    layer_bytes = 2 * num_blocks * page_bytes
+    storage = Storage(num_layers * layer_bytes)
+    tensors = [
+        storage.describe(
+            f"layer.{layer}",
+            num_blocks,
+            (2, num_blocks, page_bytes),
+            (num_blocks * page_bytes, page_bytes, 1),
+            block_dim=1,
+            offset=layer * layer_bytes,
+        )
+        for layer in range(num_layers)
+    ]
+    return KVLayout.from_tensors(num_blocks, tensors), storage
+
+
+def packed(num_blocks: int, page_bytes: int, stride: int) -> tuple[KVLayout, Storage]:
+    """One region whose pages are contiguous (stride == page) or spaced."""
+    storage = Storage(num_blocks * stride)
+    tensor = storage.describe("kv", num_blocks, (num_blocks, page_bytes), (stride, 1), block_dim=0)
+    return KVLayout.from_tensors(num_blocks, [tensor]), storage
+
+
+def job(job_id: int, direction: Direction, pairs: list[tuple[int, int]]) -> SwapJob:
+    return SwapJob(job_id, direction, np.array(pairs, np.int32))
+
+
+def finish(engine: HostSwapEngine) -> list[Completion]:
+    assert engine.wait(10)
+    return engine.poll()
+
+
+class Gate:
+    """Stands in for `copy_runs`: holds every slice until opened; records the runs."""
+
+    def __init__(self, copy: Callable[[Sequence[Run]], None]) -> None:
+        self.copy = copy
+        self.reached = threading.Semaphore(0)
+        self.opened = threading.Event()
+        self.runs: list[Run] = []
+
+    def __call__(self, runs: Sequence[Run]) -> None:
+        self.runs.extend(runs)
+        self.reached.release()
+        assert self.opened.wait(10)
+        self.copy(runs)
+
+    def open(self) -> None:
+        self.opened.set()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(transfers.copy_runs)
+    monkeypatch.setattr(transfers, "copy_runs", gate)
+    yield gate
+    gate.open()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    shape=st.sampled_from(["halves", "packed", "spaced"]),
+    direction=st.sampled_from([LOAD, STORE]),
+    num_blocks=st.integers(2, 12),
+    num_slots=st.integers(1, 12),
+    pages=st.integers(1, 20),
+)
+def test_moves_exactly_the_blocks_of_the_pairs(
+    data: st.DataObject,
+    shape: str,
+    direction: Direction,
+    num_blocks: int,
+    num_slots: int,
+    pages: int,
+) -> None:
+    page_bytes = 16 * pages
+    if shape == "halves":
+        layout, storage = halves(num_blocks, page_bytes)
+    else:
+        spacing = 32 if shape == "spaced" else 0
+        layout, storage = packed(num_blocks, page_bytes, page_bytes + spacing)
+    # Destinations are unique, sources may repeat.
+    count = data.draw(st.integers(1, num_slots if direction is STORE else num_blocks))
+    blocks = st.integers(0, num_blocks - 1)
+    slots = st.integers(0, num_slots - 1)
+    pairs = list(
+        zip(
+            data.draw(st.lists(blocks, min_size=count, max_size=count, unique=direction is LOAD)),
+            data.draw(st.lists(slots, min_size=count, max_size=count, unique=direction is STORE)),
+            strict=True,
+        )
+    )
+    arena = HostArena(num_slots, layout.slot_bytes, register=None)
+    view = arena.view()
+    rng = np.random.default_rng(count)
+    storage.data[:] = rng.integers(0, 256, len(storage.data), np.uint8)
+    view[:] = rng.integers(0, 256, view.shape, np.uint8)
+    expected_data, expected_view = storage.data.copy(), view.copy()
+    for block, slot in pairs:
+        offsets = region_bytes(layout, storage, block)
+        if direction is STORE:
+            expected_view[slot] = storage.data[offsets]
+        else:
+            expected_data[offsets] = view[slot]
+    engine = HostSwapEngine(layout, arena, [storage.data])
+    engine.submit(job(5, direction, pairs))
+    (completion,) = finish(engine)
+    engine.close()
+    np.testing.assert_array_equal(storage.data, expected_data)
+    np.testing.assert_array_equal(view, expected_view)
+    assert completion.job_id == 5
+    assert completion.direction is direction
+    assert completion.nbytes == count * layout.slot_bytes
+    assert completion.seconds > 0
+    assert completion.error is None
+
+
+def test_adjacent_pages_are_one_run(gate: Gate) -> None:
+    layout, storage = packed(8, 64, 64)
+    arena = HostArena(8, 64, register=None)
+    engine = HostSwapEngine(layout, arena, [storage.data])
+    gate.open()
+    engine.submit(job(1, STORE, [(3, 1), (2, 0), (4, 2), (6, 4), (7, 6)]))
+    finish(engine)
+    base = storage.address
+    assert gate.runs == [
+        (arena.address, base + 2 * 64, 3 * 64),
+        (arena.address + 4 * 64, base + 6 * 64, 64),
+        (arena.address + 6 * 64, base + 7 * 64, 64),
+    ]
+    engine.close()
+
+
+def test_load_waits_for_one_slice_of_a_store(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "SLICE_BYTES", 256)
+    layout, storage = packed(40, 64, 80)
+    arena = HostArena(40, 64, register=None)
+    engine = HostSwapEngine(layout, arena, [storage.data])
+    engine.submit(job(1, STORE, [(i, i) for i in range(20)]))
+    assert gate.reached.acquire(timeout=10)
+    engine.submit(job(2, LOAD, [(30, 30), (31, 31)]))
+    gate.open()
+    completions = finish(engine)
+    assert [completion.job_id for completion in completions] == [2, 1]
+    into_cache = range(storage.address, storage.address + len(storage.data))
+    first_load = next(i for i, (dst, _, _) in enumerate(gate.runs) if dst in into_cache)
+    assert sum(nbytes for _, _, nbytes in gate.runs[:first_load]) <= 256
+    engine.close()
+
+
+def test_long_runs_are_cut_into_slices(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
+    monkeypatch.setattr(transfers, "SLICE_BYTES", 1024)
+    layout, storage = packed(64, 64, 64)
+    storage.data[:] = np.arange(len(storage.data)) % 251
+    arena = HostArena(64, 64, register=None)
+    engine = HostSwapEngine(layout, arena, [storage.data])
+    gate.open()
+    engine.submit(job(1, STORE, [(i, i) for i in range(64)]))
+    finish(engine)
+    assert [nbytes for _, _, nbytes in gate.runs] == [512] * 8
+    np.testing.assert_array_equal(arena.view().reshape(-1), storage.data)
+    engine.close()
+
+
+class Token:
+    """Stands for a KV tensor in `keep_alive`."""
+
+
+def test_dropping_everything_in_mid_copy(gate: Gate) -> None:
+    layout, storage = halves(4, 64)
+    storage.data[:] = np.arange(len(storage.data)) % 251
+    expected = storage.data[region_bytes(layout, storage, 2)].copy()
+    arena = HostArena(4, layout.slot_bytes, register=None)
+    surviving = arena.view()
+    token = Token()
+    owner, kept = weakref.ref(arena._owner), weakref.ref(token)
+    engine = HostSwapEngine(layout, arena, [storage.data, token])
+    facade = weakref.ref(engine)
+    engine.submit(job(1, STORE, [(2, 3)]))
+    assert gate.reached.acquire(timeout=10)
+    (thread,) = copy_threads()
+    del engine, arena, token
+    gc.collect()
+    assert facade() is None
+    assert kept() is not None
+    gate.open()
+    thread.join(10)
+    assert not thread.is_alive()
+    gc.collect()
+    assert kept() is None
+    np.testing.assert_array_equal(surviving[3], expected)
+    assert owner() is not None
+    del surviving
+    gc.collect()
+    assert owner() is None
+
+
+def test_memory_without_any_view_lives_until_the_copy_ends(gate: Gate) -> None:
+    layout, storage = packed(4, 64, 64)
+    arena = HostArena(4, 64, register=None)
+    owner = weakref.ref(arena._owner)
+    engine = HostSwapEngine(layout, arena, [storage.data])
+    engine.submit(job(1, STORE, [(2, 3)]))
+    engine.submit(job(2, LOAD, [(1, 1)]))
+    assert gate.reached.acquire(timeout=10)
+    (thread,) = copy_threads()
+    del engine, arena
+    gc.collect()
+    assert owner() is not None
+    assert thread.is_alive()
+    gate.open()
+    thread.join(10)
+    gc.collect()
+    assert owner() is None
+    assert len(gate.runs) == 2
+
+
+def test_close_drops_references_and_keeps_completions() -> None:
+    layout, storage = packed(4, 64, 64)
+    arena = HostArena(4, 64, register=None)
+    token = Token()
+    owner, kept = weakref.ref(arena._owner), weakref.ref(token)
+    engine = HostSwapEngine(layout, arena, [token])
+    engine.submit(job(1, STORE, [(2, 3)]))
+    engine.close()
+    del arena, token
+    gc.collect()
+    assert owner() is None
+    assert kept() is None
+    assert [completion.job_id for completion in engine.poll()] == [1]
+    assert engine.in_flight == 0
+    engine.close()
+    with pytest.raises(JobError, match="job 2 was submitted to an engine that is closed"):
+        engine.submit(job(2, STORE, [(2, 3)]))
+    with pytest.raises(JobError, match="closed"):
+        engine.zero_blocks([1])
+    del storage
+
+
+def test_close_gives_up_on_time_and_the_copy_still_ends_safely(gate: Gate) -> None:
+    layout, storage = packed(4, 64, 64)
+    arena = HostArena(4, 64, register=None)
+    owner = weakref.ref(arena._owner)
+    engine = HostSwapEngine(layout, arena, [storage.data])
+    engine.submit(job(1, STORE, [(2, 3)]))
+    assert gate.reached.acquire(timeout=10)
+    engine.close(timeout_seconds=0.01)
+    del arena
+    gc.collect()
+    assert owner() is not None
+    gate.open()
+    engine.close()
+    gc.collect()
+    assert owner() is None
+    assert [completion.error for completion in engine.poll()] == [None]
+
+
+def test_a_failed_copy_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, storage = packed(4, 64, 80)
+    storage.data[:] = 7
+    arena = HostArena(4, 64, register=None)
+    owner = weakref.ref(arena._owner)
+    view = arena.view()
+    copy, calls = transfers.copy_runs, []
+
+    def fail_once(runs: Sequence[Run]) -> None:
+        calls.append(runs)
+        if len(calls) == 1:
+            copy(runs[:1])
+            raise OSError("bus error")
+        copy(runs)
+
+    monkeypatch.setattr(transfers, "copy_runs", fail_once)
+    engine = HostSwapEngine(layout, arena, [storage.data])
+    engine.submit(job(8, STORE, [(0, 0), (1, 1), (2, 2)]))
+    engine.submit(job(9, STORE, [(3, 3)]))
+    failed, fine = finish(engine)
+    assert isinstance(failed.error, CopyError)
+    for part in ("bus error", "store job 8", "192 bytes"):
+        assert part in str(failed.error)
+    assert (fine.job_id, fine.error) == (9, None)
+    assert (view[3] == 7).all()
+    # The error must not hold the memory through a traceback.
+    engine.close()
+    del arena, view
+    gc.collect()
+    assert owner() is None
+
+
+def test_wait_and_in_flight(gate: Gate) -> None:
+    layout, storage = packed(4, 64, 64)
+    arena = HostArena(4, 64, register=None)
+    engine = HostSwapEngine(layout, arena, [storage.data])
+    assert engine.wait(0)
+    assert engine.poll() == []
+    engine.submit(job(1, STORE, [(2, 3)]))
+    assert engine.in_flight == 1
+    started = time.perf_counter()
+    assert not engine.wait(0.05)
+    assert time.perf_counter() - started >= 0.05
+    assert engine.poll() == []
+    gate.open()
+    assert engine.wait(10)
+    assert engine.in_flight == 1
+    assert len(engine.poll()) == 1
+    assert engine.in_flight == 0
+    assert engine.poll() == []
+    engine.close()
+
+
+def test_the_caller_may_reuse_the_pairs(gate: Gate) -> None:
+    layout, storage = packed(4, 64, 64)
+    storage.data[:] = np.repeat(np.arange(4, dtype=np.uint8), 64)
+    arena = HostArena(4, 64, register=None)
+    engine = HostSwapEngine(layout, arena, [storage.data])
+    pairs = np.array([[2, 3]], np.int32)
+    engine.submit(SwapJob(1, STORE, pairs))
+    pairs[:] = 0
+    gate.open()
+    finish(engine)
+    assert (arena.view()[3] == 2).all()
+    engine.close()
+
+
+def test_zero_blocks() -> None:
+    layout, storage = halves(4, 64)
+    storage.data[:] = 5
+    arena = HostArena(1, layout.slot_bytes, register=None)
+    engine = HostSwapEngine(layout, arena, [storage.data])
+    engine.zero_blocks([1, 3])
+    zeroed = np.isin(storage.owner, [1, 3])
+    assert not storage.data[zeroed].any()
+    assert (storage.data[~zeroed] == 5).all()
+    with pytest.raises(JobError, match="block 4 does not exist, valid are 0 to 3"):
+        engine.zero_blocks([0, 4])
+    assert (storage.data[storage.owner == 0] == 5).all()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("direction", "pairs", "message"),
+    [
+        (STORE, np.zeros((0, 2), np.int32), "non-empty"),
+        (STORE, np.zeros(2, np.int32), r"shape \(2,\)"),
+        (STORE, np.zeros((1, 3), np.int32), r"shape \(1, 3\)"),
+        (STORE, np.zeros((1, 2), np.int64), "int64"),
+        (STORE, np.array([[0, 0], [4, 1]], np.int32), "pair 1 names block 4, valid are 0 to 3"),
+        (LOAD, np.array([[-1, 0]], np.int32), "pair 0 names block -1"),
+        (LOAD, np.array([[0, 2]], np.int32), "pair 0 names slot 2, valid are 0 to 1"),
+        (STORE, np.array([[0, -1]], np.int32), "pair 0 names slot -1"),
+        (LOAD, np.array([[0, -1]], np.int32), "pair 0 names slot -1"),
+        (STORE, np.array([[-1, 0]], np.int32), "pair 0 names block -1"),
+        (STORE, np.array([[0, 0], [1, 2]], np.int32), "pair 1 names slot 2, valid are 0 to 1"),
+        (STORE, np.array([[0, 1], [1, 1]], np.int32), "writes one slot twice"),
+        (LOAD, np.array([[i % 4, 0] for i in range(9)], np.int32), "writes one block twice"),
+        (LOAD, np.array([[i, 0] for i in range(9)], np.int32), "pair 4 names block 4"),
+        (LOAD, np.array([[1, 0], [1, 1]], np.int32), "writes one block twice"),
+    ],
+)
+def test_bad_pairs_copy_nothing(direction: Direction, pairs: np.ndarray, message: str) -> None:
+    layout, storage = packed(4, 64, 64)
+    storage.data[:] = 3
+    arena = HostArena(2, 64, register=None)
+    engine = HostSwapEngine(layout, arena, [storage.data])
+    with pytest.raises(JobError, match=message) as caught:
+        engine.submit(SwapJob(77, direction, pairs))
+    assert "job 77" in str(caught.value)
+    assert engine.in_flight == 0
+    assert not arena.view().any()
+    assert (storage.data == 3).all()
+    engine.close()
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_exactly_the_bad_pairs_are_refused(direction: Direction, order: Literal["C", "F"]) -> None:
+    layout, storage = packed(6, 64, 64)
+    engine = HostSwapEngine(layout, HostArena(5, 64, register=None), [storage.data])
+    rng = np.random.default_rng(5)
+    outcomes = set()
+    for _ in range(600):
+        low = int(rng.integers(-1, 1))
+        columns = [rng.integers(low, limit, int(rng.integers(1, 5))) for limit in (7, 6)]
+        length = min(map(len, columns))
+        pairs = np.stack([column[:length] for column in columns], 1).astype(np.int32, order=order)
+        written = pairs[:, 1 if direction is STORE else 0].tolist()
+        good = all(0 <= block < 6 and 0 <= slot < 5 for block, slot in pairs.tolist())
+        good = good and len(set(written)) == length
+        outcomes.add(good)
+        try:
+            engine.check_pairs(SwapJob(1, direction, pairs))
+        except JobError:
+            assert not good, pairs
+        else:
+            assert good, pairs
+    assert outcomes == {True, False}
+    engine.close()
+
+
+def test_an_arena_that_does_not_fit_is_refused() -> None:
+    layout, storage = packed(4, 64, 64)
+    with pytest.raises(LayoutError, match="slots of the arena have 48 bytes, a block has 64"):
+        HostSwapEngine(layout, HostArena(2, 48, register=None), [storage.data])
+
+
+def test_no_thread_per_dropped_engine() -> None:
+    layout, storage = packed(4, 64, 64)
+    for _ in range(5):
+        engine = HostSwapEngine(layout, HostArena(2, 64, register=None), [storage.data])
+        engine.submit(job(1, STORE, [(0, 0)]))
+    del engine
+
+
+def test_more_runs_than_one_call_takes() -> None:
+    source = np.random.default_rng(0).integers(0, 256, (3000, 16), np.uint8)
+    target = np.zeros_like(source)
+    rows = np.random.default_rng(1).permutation(len(source))
+    copy_runs(
+        [
+            (target.ctypes.data + 16 * int(row), source.ctypes.data + 16 * i, 16)
+            for i, row in enumerate(rows)
+        ]
+    )
+    assert (target[rows] == source).all()
+
+
+def test_an_address_that_is_not_mapped_is_an_error_not_a_crash() -> None:
+    target = np.zeros(64, np.uint8)
+    with pytest.raises(OSError, match="process_vm_readv"):
+        copy_runs([(target.ctypes.data, 8, 64)])
+
+
+def test_where_the_kernel_forbids_the_call_runs_are_copied_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forbidden(*_: object) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    monkeypatch.setattr("kv_swap.host.runs._read_memory", forbidden)
+    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    copy_runs([(target.ctypes.data, source.ctypes.data, 64)])
+    assert (target == source).all()
+
+
+# -- waves -------------------------------------------------------------------------------------
+
+
+def in_waves(job_id: int, pairs: list[tuple[int, int]]) -> SwapJob:
+    return SwapJob(job_id, LOAD, np.array(pairs, np.int32), before_compute=True, in_waves=True)
+
+
+@pytest.fixture
+def waves() -> Iterator[tuple[HostSwapEngine, Storage, np.ndarray]]:
+    """An engine of two layers of K and V whose waves are V, then K, of both layers."""
+    layout, storage = halves(4, 32)
+    arena = HostArena(4, layout.slot_bytes, register=None)
+    view = arena.view()
+    view[:] = np.random.default_rng(1).integers(1, 256, view.shape, np.uint8)
+    engine = HostSwapEngine(layout, arena, [storage.data])
+    engine.set_waves([[1, 3], [0], [2]])
+    yield engine, storage, view
+    engine.close()
+
+
+def arrived(engine: HostSwapEngine, storage: Storage, block: int, slot: np.ndarray) -> list[bool]:
+    """Say for each region whether a block has the bytes of a slot there."""
+    found = []
+    for region in engine.layout.regions:
+        first = region.address - storage.address + block * region.block_stride_bytes
+        page = storage.data[first : first + region.page_bytes]
+        offset = region.slot_offset_bytes
+        same = bool((page == slot[offset : offset + region.page_bytes]).all())
+        assert same or not page.any()
+        found.append(same)
+    return found
+
+
+def test_a_wave_is_there_when_it_was_awaited(
+    waves: tuple[HostSwapEngine, Storage, np.ndarray],
+) -> None:
+    engine, storage, view = waves
+    engine.submit(in_waves(7, [(2, 3), (0, 1)]))
+    for block, slot in ((2, 3), (0, 1)):
+        assert arrived(engine, storage, block, view[slot]) == [False, True, False, True]
+    assert engine.poll() == []
+    engine.await_wave(1)
+    engine.await_wave(0)
+    assert arrived(engine, storage, 2, view[3]) == [True, True, False, True]
+    engine.await_wave(2)
+    assert arrived(engine, storage, 0, view[1]) == [True] * 4
+    (done,) = engine.poll()
+    assert (done.job_id, done.error, done.nbytes) == (7, None, 2 * engine.layout.slot_bytes)
+    assert engine.in_flight == 0
+    engine.await_wave(2)
+    assert engine.poll() == []
+
+
+def test_seconds_are_those_of_the_copies(
+    waves: tuple[HostSwapEngine, Storage, np.ndarray],
+) -> None:
+    engine, _, _ = waves
+    engine.submit(in_waves(7, [(2, 3)]))
+    time.sleep(0.2)
+    engine.await_wave(2)
+    (done,) = engine.poll()
+    assert 0 < done.seconds < 0.1
+
+
+@pytest.mark.parametrize("end", ["wait", "close", "submit"])
+def test_waves_that_nobody_awaited_come_before_what_follows(
+    waves: tuple[HostSwapEngine, Storage, np.ndarray], end: str
+) -> None:
+    engine, storage, view = waves
+    engine.submit(in_waves(7, [(2, 3)]))
+    if end == "submit":
+        engine.submit(in_waves(8, [(1, 0)]))
+    elif end == "wait":
+        assert engine.wait(10)
+    else:
+        engine.close()
+    assert arrived(engine, storage, 2, view[3]) == [True] * 4
+    assert [done.job_id for done in engine.poll()] == [7]
+
+
+def test_a_wave_that_fails_ends_its_load(
+    waves: tuple[HostSwapEngine, Storage, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, storage, view = waves
+    engine.submit(in_waves(7, [(2, 3)]))
+
+    def fail(_runs: Sequence[Run]) -> None:
+        raise OSError("injected fault")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfers, "copy_runs", fail)
+        for _ in range(2):
+            with pytest.raises(CopyError, match="injected fault"):
+                engine.await_wave(1)
+    (done,) = engine.poll()
+    assert isinstance(done.error, CopyError)
+    assert done.job_id == 7
+    engine.load_now(in_waves(7, [(2, 3)]).pairs)
+    assert arrived(engine, storage, 2, view[3]) == [True] * 4
+    engine.await_wave(2)
+    assert engine.poll() == []
+    engine.submit(in_waves(8, [(2, 3)]))
+    engine.await_wave(2)
+    assert arrived(engine, storage, 2, view[3]) == [True] * 4
+
+
+def test_waves_that_cannot_be_are_refused() -> None:
+    layout, storage = halves(4, 32)
+    engine = HostSwapEngine(layout, HostArena(4, layout.slot_bytes, register=None), [storage.data])
+    with pytest.raises(JobError, match="only once those were set"):
+        engine.submit(in_waves(1, [(0, 0)]))
+    for wrong in ([[0, 1], [2]], [[0, 1], [2, 3, 3]], [[0, 1, 2, 3], []], [[0, 1, 2, 4]], []):
+        with pytest.raises(JobError, match="each of 4 regions once"):
+            engine.set_waves(wrong)
+    engine.set_waves([[0, 1], [2, 3]])
+    with pytest.raises(JobError, match="set once"):
+        engine.set_waves([[0, 1], [2, 3]])
+    with pytest.raises(JobError, match="loads before compute"):
+        engine.submit(SwapJob(1, LOAD, np.array([(0, 0)], np.int32), in_waves=True))
+    assert engine.in_flight == 0
+    engine.close()

@@ -1,0 +1,206 @@
+"""The mapping and where its pages come from, asked of the running kernel."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kv_swap.errors import PinnedMemoryError
+from kv_swap.memory import mapping
+from kv_swap.memory.mapping import Mapping
+from kv_swap.memory.numa import device_node, prefer_node
+
+from tests.support.registrars import PAGE, is_mapped, policy_of, resident_bytes
+
+# -- mappings ----------------------------------------------------------------------------------
+
+
+def test_a_mapping_is_whole_pages_that_do_not_exist_yet() -> None:
+    made = Mapping(10 * PAGE + 1)
+    assert made.nbytes == 11 * PAGE
+    assert made.address % PAGE == 0
+    assert resident_bytes(made.address) == 0
+    made.close()
+    assert not is_mapped(made.address)
+
+
+def test_populating_gives_pages_to_exactly_the_range() -> None:
+    made = Mapping(64 * PAGE)
+    made.populate(8 * PAGE, 16 * PAGE)
+    assert resident_bytes(made.address) == 16 * PAGE
+    made.discard(16 * PAGE)
+    assert resident_bytes(made.address) == 8 * PAGE
+    made.close()
+
+
+GIB = 1 << 30
+
+
+class AskedMapping(Mapping):
+    """Private memory whose pages come by one call of the system."""
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        self._ask_for_pages(offset, nbytes, nbytes)
+
+
+def waits_beside(work: Callable[[], object]) -> tuple[float, float]:
+    """Map and unmap memory until `work`, on another thread, has ended.
+
+    Returns the seconds of the work, and of the longest of these maps.
+    """
+    longest = 0.0
+    thread = threading.Thread(target=work)
+    started = time.perf_counter()
+    thread.start()
+    while thread.is_alive():
+        began = time.perf_counter()
+        with mmap.mmap(-1, 64 << 10) as memory:
+            memory[0] = 1
+        longest = max(longest, time.perf_counter() - began)
+        time.sleep(0.0002)
+    return time.perf_counter() - started, longest
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_no_mmap_waits_until_all_pages_are_there(asked: bool) -> None:
+    """A start maps memory hundreds of times, and must not wait for the pool. With a control."""
+    made = AskedMapping(GIB) if asked else Mapping(GIB)
+    seconds, longest = waits_beside(lambda: made.populate(0, GIB))
+    assert resident_bytes(made.address) == GIB
+    made.close()
+    assert (longest > seconds / 2) == asked, f"pages: {seconds:.3f} s, an mmap: {longest:.3f} s"
+
+
+def test_a_kernel_that_cannot_populate_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "_MADV_POPULATE_WRITE", 4711)
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 64 * PAGE)
+    made = Mapping(64 * PAGE, fd=fd)
+    made.populate(0, 64 * PAGE)
+    assert resident_bytes(made.address) == 0
+    made.close()
+    os.close(fd)
+
+
+def test_memory_that_cannot_be_had_is_an_error_and_no_signal() -> None:
+    """A shared mapping beyond the end of its file: a touch would be SIGBUS."""
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 4 * PAGE)
+    made = Mapping(4 * PAGE, fd=fd)
+    os.ftruncate(fd, PAGE)
+    with pytest.raises(OSError, match="Bad address"):
+        made.populate(0, 4 * PAGE)
+    made.close()
+    os.close(fd)
+
+
+def test_shared_pages_are_not_discarded() -> None:
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 4 * PAGE)
+    one, other = Mapping(4 * PAGE, fd=fd), Mapping(4 * PAGE, fd=fd)
+    one.populate(0, 4 * PAGE)
+    other.discard(0)
+    one.discard(0)
+    assert resident_bytes(one.address) == 4 * PAGE
+    assert os.fstat(fd).st_blocks * 512 == 4 * PAGE
+    one.close()
+    other.close()
+    os.close(fd)
+
+
+def test_a_file_that_is_too_short_cannot_be_mapped() -> None:
+    fd = os.memfd_create("test")
+    with pytest.raises(PinnedMemoryError, match=f"cannot map {PAGE} bytes"):
+        Mapping(PAGE, fd=fd)
+    os.close(fd)
+
+
+def test_the_log_says_which_huge_pages_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapping, "_HUGE_PAGES", tmp_path)
+    made = Mapping(PAGE)
+    assert made.describe() == "from any NUMA node, transparent huge pages: none"
+    (tmp_path / "enabled").write_text("always [madvise] never\n")
+    assert made.describe().endswith(": madvise")
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, PAGE)
+    shared = Mapping(PAGE, fd=fd)
+    (tmp_path / "shmem_enabled").write_text("always within_size advise [never] deny force\n")
+    assert shared.describe().startswith("from where all that share it have placed it, ")
+    assert shared.describe().endswith(": never")
+    made.close()
+    shared.close()
+    os.close(fd)
+
+
+# -- NUMA --------------------------------------------------------------------------------------
+
+
+def test_pages_come_from_the_node_that_was_asked_for() -> None:
+    plain, bound = Mapping(8 * PAGE), Mapping(8 * PAGE, numa_node=0)
+    assert policy_of(plain.address) != "prefer:0"
+    assert policy_of(bound.address) == "prefer:0"
+    assert "from NUMA node 0," in bound.describe()
+    bound.populate(0, 8 * PAGE)
+    plain.close()
+    bound.close()
+
+
+def test_a_system_that_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Mapping(8 * PAGE)
+    usual = policy_of(plain.address)  # vLLM's CPU engine sets one for its process
+    plain.close()
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    made = Mapping(8 * PAGE, numa_node=0)
+    assert policy_of(made.address) == usual
+    assert "from any NUMA node," in made.describe()
+    monkeypatch.undo()
+    assert not prefer_node(made.address, 8 * PAGE, 1023), "a node that does not exist"
+    assert not prefer_node(made.address + 1, 8 * PAGE, 0), "an address that is no page's"
+    assert policy_of(made.address) == usual
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("online", "numa_node", "expected"),
+    [
+        ("0-1", "1", 1),
+        ("0,2", "2", 2),
+        ("0-1", "0", 0),
+        ("0", "0", None),
+        ("0-1", "-1", None),
+        ("0-1", "", None),
+        ("0-1", None, None),
+        (None, "1", None),
+    ],
+)
+def test_the_node_of_a_device(
+    tmp_path: Path, online: str | None, numa_node: str | None, expected: int | None
+) -> None:
+    device = tmp_path / "bus/pci/devices/0000:1a:00.0"
+    device.mkdir(parents=True)
+    if numa_node is not None:
+        (device / "numa_node").write_text(numa_node + "\n")
+    if online is not None:
+        (tmp_path / "devices/system/node").mkdir(parents=True)
+        (tmp_path / "devices/system/node/online").write_text(online + "\n")
+    assert device_node("0000:1A:00.0", tmp_path) == expected
+
+
+def test_the_numbers_of_the_system_call_are_this_machine_s() -> None:
+    """The headers know them; they are there where a compiler is."""
+    headers = [*Path("/usr/include").glob("**/asm/unistd_64.h")]
+    if not headers:
+        pytest.skip("needs the headers of Linux")
+    from kv_swap.memory.numa import _MBIND_NUMBERS
+
+    found = re.search(r"#define __NR_mbind (\d+)", headers[0].read_text())
+    assert found is not None
+    assert int(found[1]) == _MBIND_NUMBERS[os.uname().machine]

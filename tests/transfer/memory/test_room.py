@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import pytest
+from kv_swap.memory.room import MemoryRoom
+
+
+@pytest.mark.parametrize(("wanted", "spare"), [(500, 200), (700, 0), (701, -1)])
+def test_what_is_spare_is_above_the_headroom(wanted: int, spare: int) -> None:
+    room = MemoryRoom(lambda: (1000, "meminfo"), headroom_bytes=300)
+    assert room.spare_bytes(wanted)[0] == spare
+
+
+def test_the_figures_are_all_named() -> None:
+    room = MemoryRoom(lambda: (1000, "meminfo"), headroom_bytes=300)
+    _, figures = room.spare_bytes(701)
+    assert figures == (
+        "1000 bytes are available (meminfo), 701 are wanted next, and 300 must stay free"
+    )
+
+
+def test_every_question_reads_anew() -> None:
+    readings = iter([(1000, ""), (500, "")])
+    room = MemoryRoom(lambda: next(readings), headroom_bytes=0)
+    assert [room.spare_bytes(100)[0] for _ in range(2)] == [900, 400]

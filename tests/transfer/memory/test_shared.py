@@ -1,0 +1,327 @@
+"""Memory of several processes; every peer here is a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kv_swap.errors import PinnedMemoryError
+from kv_swap.memory import registration, shared
+from kv_swap.memory.arena import HostArena
+from kv_swap.memory.shared import SharedMemory
+
+from tests.support.registrars import PAGE, GatedRegistrar, Registrar, policy_of
+
+SLOTS, SLOT_BYTES = 6, PAGE + 16
+NBYTES = SLOTS * SLOT_BYTES
+ROUNDED = -(-NBYTES // PAGE) * PAGE
+
+PRELUDE = f"""
+import sys, time
+from kv_swap.memory.arena import HostArena
+from kv_swap.memory.shared import SharedMemory
+name, nbytes = sys.argv[1], {NBYTES}
+def arena(memory, register=None):
+    return HostArena({SLOTS}, {SLOT_BYTES}, register=register, shared=memory)
+def say(*words):
+    print(*words, flush=True)
+def hear(word):
+    assert sys.stdin.readline().strip() == word
+"""
+PEER = """
+with SharedMemory.attach(name, nbytes, 30) as memory:
+    mine = arena(memory).view()
+say("read", *mine[:, 7])
+hear("write")
+mine[4] = 99
+say("wrote")
+hear("end")
+"""
+CREATOR = """
+memory = SharedMemory.create(name, nbytes, 1)
+mine = arena(memory).view()
+mine[:] = 7
+say("created")
+assert memory.wait_attached(30)
+say("attached")
+hear("end")
+"""
+
+
+class Peer:
+    """A process that runs a script with the name as its argument."""
+
+    def __init__(self, script: str, name: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PRELUDE + script, name],
+            env={**os.environ, "PYTHONPATH": str(Path(shared.__file__).parents[2])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def say(self, word: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+    def end(self) -> None:
+        self.say("end")
+        assert self.process.wait(30) == 0
+
+
+@pytest.fixture
+def name() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def peers(name: str) -> Iterator[list[Peer]]:
+    made: list[Peer] = []
+    yield made
+    for peer in made:
+        peer.process.kill()
+        peer.process.communicate()
+
+
+def traces(name: str) -> list[str]:
+    """Return what other processes could still find of the memory."""
+    files = [path.name for path in Path("/dev/shm").iterdir()]
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    return [line for line in (*files, *sockets) if name in line]
+
+
+def shared_bytes() -> int:
+    """Return all shared memory of the machine."""
+    (line,) = [x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("Shmem:")]
+    return int(line.split()[1]) * 1024
+
+
+# -- two processes -----------------------------------------------------------------------------
+
+
+def test_two_processes_see_each_other_s_bytes(name: str, peers: list[Peer]) -> None:
+    with SharedMemory.create(name, NBYTES, 1) as memory:
+        arena = HostArena(SLOTS, SLOT_BYTES, register=None, shared=memory)
+        view = arena.view()
+        assert view.shape == (SLOTS, SLOT_BYTES)
+        assert not view.any()
+        view[:] = [[i] for i in range(SLOTS)]
+        assert os.fstat(memory.fileno()).st_size == ROUNDED
+        peers.append(Peer(PEER, name))
+        assert memory.wait_attached(30)
+        assert traces(name) == [], "nobody can find it any more, so nobody has to remove it"
+    assert peers[0].hear() == "read 0 1 2 3 4 5"
+    peers[0].say("write")
+    assert peers[0].hear() == "wrote"
+    assert view[:, 7].tolist() == [0, 1, 2, 3, 99, 5]
+    peers[0].end()
+    assert (view[4] == 99).all()
+
+
+def test_a_peer_may_come_before_the_creator(name: str, peers: list[Peer]) -> None:
+    peers.append(Peer(PEER, name))
+    time.sleep(0.3)
+    with SharedMemory.create(name, NBYTES, 1) as memory:
+        assert memory.wait_attached(30)
+    assert peers[0].hear() == "read 0 0 0 0 0 0"
+    peers[0].kill()
+
+
+def test_all_peers_get_the_same_memory(name: str, peers: list[Peer]) -> None:
+    with SharedMemory.create(name, NBYTES, 3) as memory:
+        view = HostArena(SLOTS, SLOT_BYTES, register=None, shared=memory).view()
+        peers += [Peer(PEER, name) for _ in range(2)]
+        assert not memory.wait_attached(1), "one is missing"
+        peers.append(Peer(PEER, name))
+        assert memory.wait_attached(30)
+    for peer in peers:
+        assert peer.hear() == "read 0 0 0 0 0 0"
+    peers[1].say("write")
+    assert peers[1].hear() == "wrote"
+    assert (view[4] == 99).all()
+
+
+def test_memory_outlives_a_killed_creator_and_then_vanishes(name: str, peers: list[Peer]) -> None:
+    peers.append(Peer(CREATOR, name))
+    assert peers[0].hear() == "created"
+    with SharedMemory.attach(name, NBYTES, 30) as memory:
+        view = HostArena(SLOTS, SLOT_BYTES, register=None, shared=memory).view()
+    assert peers[0].hear() == "attached"
+    peers[0].process.send_signal(signal.SIGKILL)
+    peers[0].process.wait(30)
+    assert (view == 7).all()
+    view[0] = 1
+    assert traces(name) == []
+
+
+def test_nothing_is_left_of_a_creator_killed_before_anyone_came(
+    name: str, peers: list[Peer]
+) -> None:
+    script = f"""
+memory = SharedMemory.create(name, {64 << 20}, 1)
+mine = HostArena(64, 1 << 20, register=None, shared=memory).view()
+mine[:] = 7
+say("created")
+hear("end")
+"""
+    before = shared_bytes()
+    peers.append(Peer(script, name))
+    assert peers[0].hear() == "created"
+    assert shared_bytes() - before > 32 << 20
+    assert traces(name) != []
+    peers[0].kill()
+    assert traces(name) == []
+    assert shared_bytes() - before < 32 << 20
+    with pytest.raises(PinnedMemoryError, match="within 0 s"):
+        SharedMemory.attach(name, NBYTES, 0)
+    SharedMemory.create(name, NBYTES, 1).close()
+
+
+def test_each_process_registers_its_own_mapping(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "PIECE_BYTES", 4 * PAGE)
+    registrars = Registrar(), GatedRegistrar()
+    with SharedMemory.create(name, NBYTES, 1) as memory:
+        first = HostArena(SLOTS, SLOT_BYTES, register=registrars[0], shared=memory)
+        with SharedMemory.attach(name, NBYTES, 30) as handle:
+            second = HostArena(
+                SLOTS, SLOT_BYTES, register=registrars[1], background=True, shared=handle
+            )
+    assert first.address != second.address
+    assert (first.ready_slots, second.ready_slots) == (SLOTS, 3)
+    registrars[1].let_in()
+    assert second.wait_ready(30)
+    assert [sum(made.live.values()) for made in registrars] == [ROUNDED, ROUNDED]
+    first.view()[5] = 8
+    del first
+    gc.collect()
+    assert not registrars[0].live
+    assert (second.view()[5] == 8).all()
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+def test_more_than_the_machine_has_is_refused_before_anything_is_touched(name: str) -> None:
+    nbytes = 1 << 50
+    with pytest.raises(PinnedMemoryError, match=f"cannot share {nbytes} bytes") as caught:
+        SharedMemory.create(name, nbytes, 1)
+    assert "ulimit -l" in str(caught.value)
+    assert "smaller pool" in str(caught.value)
+    assert traces(name) == []
+
+
+def test_a_name_that_is_taken(name: str) -> None:
+    with (
+        SharedMemory.create(name, NBYTES, 1),
+        pytest.raises(PinnedMemoryError, match="a name of its own") as caught,
+    ):
+        SharedMemory.create(name, NBYTES, 1)
+    assert name in str(caught.value)
+    SharedMemory.create(name, NBYTES, 1).close()
+    with pytest.raises(PinnedMemoryError, match=r"AF_UNIX path too long.*less than 90 letters"):
+        SharedMemory.create(name.rjust(110, "n"), NBYTES, 1)
+    with SharedMemory.create(name.rjust(89, "n"), NBYTES, 1) as memory:
+        SharedMemory.attach(name.rjust(89, "n"), NBYTES, 30).close()
+        assert memory.wait_attached(30)
+
+
+def test_another_size_is_refused(name: str) -> None:
+    with SharedMemory.create(name, NBYTES, 1) as memory:
+        with pytest.raises(PinnedMemoryError, match=f"has {ROUNDED} bytes, this process wants"):
+            SharedMemory.attach(name, NBYTES + PAGE, 30)
+        with pytest.raises(PinnedMemoryError, match=f"make it of {2 * SLOT_BYTES}"):
+            HostArena(2, SLOT_BYTES, register=None, shared=memory)
+
+
+def test_nobody_offers(name: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(PinnedMemoryError, match=f"{name}.*within 1 s.*see its log"):
+        SharedMemory.attach(name, NBYTES, 1)
+    assert 1 <= time.monotonic() - started < 10
+
+
+def test_a_closed_handle_offers_no_longer(name: str) -> None:
+    memory = SharedMemory.create(name, NBYTES, 1)
+    memory.close()
+    memory.close()
+    assert not memory.wait_attached(0.1)
+    assert traces(name) == []
+    with pytest.raises(PinnedMemoryError, match="within 0 s"):
+        SharedMemory.attach(name, NBYTES, 0)
+    assert "kv-swap-share" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_without_peers_nothing_is_offered(name: str) -> None:
+    with SharedMemory.create(name, NBYTES, 0) as memory:
+        assert memory.wait_attached(0)
+        assert traces(name) == []
+
+
+def test_nobody_can_shrink_the_memory(name: str) -> None:
+    """A touch beyond the end of a file would end the process with SIGBUS."""
+    with SharedMemory.create(name, NBYTES, 0) as memory:
+        for size in (0, 2 * ROUNDED):
+            with pytest.raises(PermissionError):
+                os.ftruncate(memory.fileno(), size)
+
+
+def test_other_users_get_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SharedMemory.create(name, NBYTES, 1) as memory:
+        uid = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(30)
+            connection.connect(shared._address(name))
+            assert socket.recv_fds(connection, 1, 1)[:2] == (b"", [])
+        assert shared._ask(name) is None
+        monkeypatch.undo()
+        assert not memory.wait_attached(0)
+        SharedMemory.attach(name, NBYTES, 30).close()
+        assert memory.wait_attached(30)
+
+
+def test_a_peer_that_ends_in_between_is_not_counted(name: str) -> None:
+    with SharedMemory.create(name, NBYTES, 1) as memory:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(shared._address(name))
+        with SharedMemory.attach(name, NBYTES, 30) as handle:
+            mapped = mmap.mmap(handle.fileno(), ROUNDED)
+            assert mapped[:4] == bytes(4)
+            mapped.close()
+        assert memory.wait_attached(30)
+
+
+# -- NUMA --------------------------------------------------------------------------------------
+
+
+def test_each_part_comes_from_the_node_that_was_asked_for(name: str) -> None:
+    """The second of two parts, of 3 and 4 pages; every mapping of the file sees it."""
+    with SharedMemory.create(name, 7 * PAGE, 0) as memory:
+        assert memory.prefer_node(0, 1, 2)
+        for offset, expected in ((0, False), (3 * PAGE, True)):
+            with mmap.mmap(memory.fileno(), PAGE, flags=mmap.MAP_SHARED, offset=offset) as mapped:
+                address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+                assert (policy_of(address) == "prefer:0") is expected
+        assert memory.prefer_node(0, 1, 20), "a part without a page"
+        assert not memory.prefer_node(1023, 0, 2), "a node that does not exist"

@@ -1,0 +1,40 @@
+"""What the CUDA path needs from outside: CuPy, and the number of a device; imported on demand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kv_swap.errors import DeviceError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def import_cupy() -> Any:
+    """Return the module `cupy`. Raises `DeviceError`, naming what to install, without it."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceError(
+            f"CuPy, which compiles and launches the copy kernels, cannot be imported: {error}; "
+            f"install it with pip install {_package()}"
+        ) from error
+    return cupy
+
+
+def device_index(device: torch.device) -> int:
+    """Return the index of a CUDA device; that of the current device if it carries none."""
+    import torch
+
+    if device.type != "cuda":
+        raise DeviceError(f"device {device} is no CUDA device; use the host engine for it")
+    index: int = torch.cuda.current_device() if device.index is None else device.index
+    return index
+
+
+def _package() -> str:
+    """Name the CuPy that matches the installed torch."""
+    import torch
+
+    version: str | None = torch.version.cuda
+    return f"cupy-cuda{12 if version is not None and version.startswith('12.') else 13}x"

@@ -1,0 +1,247 @@
+"""KV caches on a CUDA device.
+
+Each direction has a lane with a stream of its own. The swap kernels copy where the device runs
+them, else the copy engine. Loads that compute waits for have a third lane, where they stand behind
+nothing but each other; it needs the kernels.
+
+The engine itself holds addresses and numbers only: what copies use is in its state (`state.py`).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_swap.cuda.copies import CopyMaker
+from kv_swap.cuda.device import device_index
+from kv_swap.cuda.dma import SingleCopier
+from kv_swap.cuda.state import make_state, release
+from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
+from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
+from kv_swap.layout import KVLayout
+from kv_swap.memory.arena import HostArena
+
+if TYPE_CHECKING:
+    import torch
+
+_POLL_SECONDS = 0.0001
+
+
+class CudaSwapEngine(SwapEngine):
+    """Copies between KV tensors on `device` and a registered arena, a stream per direction.
+
+    `keep_alive` are the tensors behind `layout`. Stores wait for `output_copy_stream` besides the
+    compute stream, which is whatever stream is current on `device` at each call. With
+    `copy_engine_only` no kernel copies, though the device might run them. `seconds` of a completion
+    are the device's: from when the compute stream reached the point of submission.
+
+    The constructor compiles the kernels, allocates all it needs and synchronises; construct it
+    before any CUDA graph is captured.
+
+    Raises `LayoutError` if a slot of the arena does not fit the layout, `PinnedMemoryError` if the
+    arena is not registered, `DeviceError` if the kernels cannot be prepared.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        arena: HostArena,
+        device: torch.device,
+        keep_alive: Sequence[object],
+        output_copy_stream: torch.cuda.Stream | None = None,
+        *,
+        copy_engine_only: bool = False,
+    ) -> None:
+        if arena.slot_bytes != layout.slot_bytes:
+            raise LayoutError(
+                f"slots of the arena have {arena.slot_bytes} bytes, a block has {layout.slot_bytes}"
+            )
+        if not arena.registered:
+            raise PinnedMemoryError(
+                f"the arena of {arena.nbytes} bytes is not page-locked, so no kernel can reach it; "
+                f"make it with register=CudaRegistrar(device)"
+            )
+        super().__init__(layout, arena.num_slots)
+        import torch
+
+        self._cuda: Any = torch.cuda
+        self._device = torch.device("cuda", device_index(device))
+        self._state = make_state(
+            layout, arena, self._device, keep_alive, output_copy_stream, copy_engine_only
+        )
+        # For `load_now`, which uses nothing that jobs use.
+        self._copier = SingleCopier(self._device)
+        self._copy_maker = CopyMaker(layout, arena.address, arena.piece_bytes, arena.piece_bytes)
+        self._done: deque[Completion] = deque()
+        self._undelivered = 0
+        self._closed = False
+        self._num_waves = 0
+        self._release = weakref.finalize(self, release, self._state)
+
+    @property
+    def can_load_before_compute(self) -> bool:
+        """Where kernels run: a launch takes a whole slice, the copy engine's slices are paced."""
+        return "before_compute" in self._state.lanes
+
+    def submit(self, job: SwapJob) -> None:
+        """Queue the job behind what is queued on the compute stream now; see `SwapEngine`.
+
+        Raises `JobError`; a failure of CUDA becomes the job's completion.
+        """
+        self.check_pairs(job)
+        if self._closed:
+            raise JobError(f"job {job.job_id} was submitted to an engine that is closed")
+        if self._capturing():
+            raise JobError(f"job {job.job_id} was submitted while a CUDA graph is captured")
+        nbytes = len(job.pairs) * self.layout.slot_bytes
+        if job.before_compute and not self.can_load_before_compute:
+            raise JobError(f"job {job.job_id}: compute cannot wait for copies of the copy engine")
+        if job.in_waves and not (job.before_compute and self._num_waves):
+            raise JobError(
+                f"job {job.job_id}: waves are of loads before compute, and to be set first"
+            )
+        self._undelivered += 1
+        lane = self._state.lanes["before_compute" if job.before_compute else job.direction]
+        lane.submit(job, nbytes)
+        if job.before_compute:
+            lane.fail_unqueued()  # nobody could be made to wait for the rest
+
+    @property
+    def can_load_in_waves(self) -> bool:
+        """Where compute can wait for loads at all."""
+        return self.can_load_before_compute
+
+    def await_loads(self) -> None:
+        """See `SwapEngine`."""
+        lane = self._state.lanes.get("before_compute")
+        if lane is not None:
+            lane.await_all()
+
+    def load_now(self, pairs: NDArray[np.int32]) -> None:
+        """See `SwapEngine`: by `cudaMemcpyAsync`, some microseconds of the host for every page."""
+        job = SwapJob(-1, Direction.LOAD, pairs)
+        self.check_pairs(job)
+        lane = self._state.lanes.get("before_compute")
+        if self._closed or lane is None or self._capturing():
+            raise JobError(
+                f"a load of {len(pairs)} blocks before compute was asked of an engine that is "
+                f"closed, has no kernels, or captures a CUDA graph"
+            )
+        copies = np.ascontiguousarray(self._copy_maker.copies(Direction.LOAD, pairs))
+        compute = self._cuda.current_stream(self._device)
+        try:
+            # What the failed job has queued writes the same bytes to the same blocks, but must not
+            # do so when the forward has gone on.
+            lane.stream.stream.synchronize()
+            with self._copier.device():
+                self._copier.copy(copies, 0, copies.shape[1], compute.cuda_stream)
+            compute.synchronize()
+        except RuntimeError as error:
+            raise CopyError(
+                f"{self._copier.call} failed with {error}: a load of {len(pairs)} blocks at once"
+            ) from error
+
+    def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
+        """Queue the writing of the table that waves need; see `SwapEngine`.
+
+        Raises `JobError`, or `CopyError` from CUDA.
+        """
+        self.check_waves(waves)
+        lane = self._state.lanes.get("before_compute")
+        table = self._state.wave_table
+        if lane is None or table is None or self._num_waves or self._capturing():
+            raise JobError("waves are set once, outside of a capture, on an engine that has them")
+        try:
+            table.write(waves, lane.stream.stream)
+        except RuntimeError as error:
+            raise CopyError(f"writing the table of {len(waves)} waves failed: {error}") from error
+        self._num_waves = len(waves)
+
+    def await_wave(self, wave: int) -> None:
+        """See `SwapEngine`."""
+        lane = self._state.lanes.get("before_compute")
+        if lane is not None:
+            lane.await_wave(wave)
+
+    def poll(self) -> list[Completion]:
+        """Return what has ended; queue slices that had to wait. Queries events only."""
+        if not self._undelivered and not self._closed:
+            return []
+        self._advance()
+        completions = list(self._done)
+        self._done.clear()
+        self._undelivered -= len(completions)
+        return completions
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Poll until every copy has ended; False on timeout."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self._advance():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
+        """Queue the zeroing on the compute stream; see `BlockZeroer`.
+
+        Raises `JobError`, or `CopyError` from CUDA.
+        """
+        self.check_blocks(blocks)
+        zeroer = self._state.zeroer
+        if self._closed or zeroer is None:
+            raise JobError(f"zeroing {len(blocks)} blocks was asked of an engine that is closed")
+        zeroer.zero(blocks)
+
+    def close(self, timeout_seconds: float = 30.0) -> None:
+        """Wait for what is in flight, then let go of everything; completions can still be polled.
+
+        On timeout the state stays until a later `close` or `poll` finds the copies ended, or until
+        the engine is dropped.
+        """
+        self._closed = True
+        self.wait(timeout_seconds)
+
+    def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
+        """See `SwapEngine`."""
+        held, self._state.keep_alive = self._state.keep_alive, tuple(objects)
+        return held
+
+    @property
+    def ready_slots(self) -> int:
+        """Slots whose memory is registered."""
+        arena = self._state.arena
+        return self.num_slots if arena is None else arena.ready_slots
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs whose completion has not been polled."""
+        return self._undelivered
+
+    def _capturing(self) -> bool:
+        try:
+            return bool(self._cuda.is_current_stream_capturing())
+        except RuntimeError:
+            # The CUDA context is lost. The lanes meet the same error and report it with their jobs.
+            return False
+
+    def _advance(self) -> bool:
+        """Move the lanes on; True if they are idle.
+
+        Not within a capture: querying an event would invalidate it.
+        """
+        lanes = self._state.lanes.values()
+        if lanes and not self._capturing():
+            for lane in lanes:
+                if not lane.idle:
+                    self._done.extend(lane.advance())
+        idle = all(lane.idle for lane in lanes)
+        if idle and self._closed:
+            self._release()
+        return idle

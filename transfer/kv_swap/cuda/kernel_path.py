@@ -1,0 +1,111 @@
+"""The path of the swap kernels: a slice is one launch, its pairs a list in page-locked memory.
+
+The lists lie in a ring with an entry for every slice that may be in flight. Until a slice has
+ended, its kernel reads its entry, the table of segments and the source pages, and writes the
+destination pages; the host writes other entries, never this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_swap.cuda.copy_path import CopyPath, Slice, WaveRange
+from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list
+from kv_swap.cuda.wave_table import WaveTable
+from kv_swap.engine import Direction
+from kv_swap.memory.arena import HostArena
+from kv_swap.memory.pieces import PinnedRegistrar
+
+if TYPE_CHECKING:
+    from torch.cuda import Stream
+
+SLICE_BYTES = 256 << 20
+"""Bytes of a launch, 5 ms on PCIe Gen5 x16: what needs the SMs of a copy waits no longer. Loads do
+not wait for it: they run beside it, on SMs of their own. Every launch costs some microseconds in
+which the link idles, so slices of 16 MiB would cost a percent of it."""
+
+PIECE_BYTES = 512 << 10
+"""Least bytes of a slot for every launch that a load in waves makes beyond its first. A wave comes
+back to every slot for a piece of it, at about 1 us a slot, it seems: with eight waves, slots of
+2 MiB and pieces from 128 KiB on, time to first token behind a load of 2 GiB was 57.8 ms, against
+55.7 with one launch and a forward of 5 ms not hidden (H200, PCIe Gen5 x16, 21 Nov 2026)."""
+
+LARGE_LOAD_BYTES = 1 << 30
+"""From here on a load makes two launches: it takes 20 ms and more, of which a forward that begins
+with the last wave hides most of itself; further launches would cost more than they hide."""
+
+RING_ENTRIES = 128
+"""Launches queued at once, an event each: far below the about 1,000 operations of a stream after
+which CUDA makes the caller wait."""
+
+
+class KernelPath(CopyPath):
+    """Launches a swap kernel for every slice; some microseconds of the host each.
+
+    Copies in waves where it was given a table for them.
+    """
+
+    def __init__(
+        self,
+        direction: Direction,
+        kernel: SwapKernel,
+        slot_bytes: int,
+        registrar: PinnedRegistrar,
+        wave_table: WaveTable | None = None,
+    ) -> None:
+        self.call = f"launching swap_{direction.value}"
+        self.max_in_flight = self.slices_per_call = RING_ENTRIES
+        self._direction = direction
+        self._kernel = kernel
+        self._slot_bytes = slot_bytes
+        ring = HostArena(RING_ENTRIES, LIST_BYTES, register=registrar)
+        self._ring = ring.view()
+        self._ring_address = ring.address
+        self._next_entry = 0
+        self._wave_table = wave_table
+
+    def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
+        """Yield views of at most MAX_PAIRS pairs and `SLICE_BYTES`, at least one pair.
+
+        All but the last waves are joined, where more launches would cost more. Each launch has a
+        list of its own, though those of other waves say the same.
+        """
+        if not in_waves:
+            yield from self._cut(None, pairs, self._slot_bytes)
+            return
+        assert self._wave_table is not None, "a path without a table was asked for waves"
+        wave_bytes = self._wave_table.wave_bytes
+        launches = 1 + self._slot_bytes // PIECE_BYTES
+        if len(pairs) * self._slot_bytes >= LARGE_LOAD_BYTES:
+            launches = min(launches, 2)
+        joined = max(1, len(wave_bytes) + 1 - launches)
+        for waves in (range(joined), *(range(i, i + 1) for i in range(joined, len(wave_bytes)))):
+            yield from self._cut(waves, pairs, sum(wave_bytes[wave] for wave in waves))
+
+    @staticmethod
+    def _cut(waves: WaveRange | None, pairs: NDArray[np.int32], pair_bytes: int) -> Iterator[Slice]:
+        step = min(MAX_PAIRS, max(1, SLICE_BYTES // pair_bytes))
+        for first in range(0, len(pairs), step):
+            yield waves, pairs[first : first + step]
+
+    def queue(self, part: Slice, stream: Stream) -> None:
+        """Write the list and launch. Raises `RuntimeError`; nothing is queued then."""
+        waves, pairs = part
+        tiles = None
+        if waves is not None:
+            assert self._wave_table is not None, "a path without a table was given waves"
+            tiles = self._wave_table.tiles(waves)
+        entry = self._next_entry
+        # Free: slices end in order, and the one that used it last is `RING_ENTRIES` slices back.
+        write_list(self._ring[entry], pairs)
+        self._kernel.launch(self._direction, self._ring_address + entry * LIST_BYTES, stream, tiles)
+        self._next_entry = (entry + 1) % len(self._ring)
+
+    def warm_up(self, stream: Stream) -> None:
+        """Launch an empty list; synchronise before anything is queued."""
+        write_list(self._ring[0], np.empty((0, 2), np.int32))
+        self._kernel.launch(self._direction, self._ring_address, stream)

@@ -1,0 +1,220 @@
+"""Jobs of one direction over one copy path: cut into slices, an event behind each.
+
+Who may touch what while a slice is in flight, which is from when it was queued until its event
+completes:
+- its copies read the source and write the destination pages, and what the path keeps for it;
+- the owners of the blocks and slots leave both sides alone until the job's completion.
+Slices of one lane run in the order in which they were queued; those of two lanes run side by side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kv_swap.cuda.copy_path import CopyPath, Slice
+from kv_swap.cuda.streams import CopyStream
+from kv_swap.engine import Completion, Direction, SwapJob
+from kv_swap.errors import CopyError
+
+if TYPE_CHECKING:
+    from torch.cuda import Event
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A job on its way: `following` is its next slice to queue, `in_flight` counts those queued.
+
+    `rest` has the slices after it.
+    """
+
+    job_id: int
+    nbytes: int
+    rest: Iterator[Slice]
+    submitted: float
+    following: Slice | None
+    started: Event | None = None
+    in_flight: int = 0
+    seconds: float = 0.0
+    error: CopyError | None = None
+
+    @property
+    def to_queue(self) -> bool:
+        return self.following is not None and self.error is None
+
+    @property
+    def ended(self) -> bool:
+        # Also after an error the job holds its blocks and slots until its last slice has ended.
+        return self.in_flight == 0 and not self.to_queue
+
+
+class Lane:
+    """Runs the jobs of one direction on one stream over one path, in order. Nothing here blocks."""
+
+    def __init__(self, direction: Direction, path: CopyPath, stream: CopyStream) -> None:
+        self.path = path
+        self.stream = stream
+        self._direction = direction
+        self._jobs: deque[_Running] = deque()
+        self._slices: deque[tuple[Event, _Running]] = deque()
+        # Behind the last slice of every range of waves, by its first, of the job submitted last if
+        # it comes in waves. An event may have been recycled: then its waves have ended, and waiting
+        # for whatever it was recorded for since does no harm.
+        self._waves: dict[int, Event] = {}
+        self._awaited: tuple[int, int] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether every submitted job has been returned by `advance`."""
+        return not self._jobs
+
+    def submit(self, job: SwapJob, nbytes: int) -> None:
+        """Order the job after what is queued on the compute stream now, and queue what may be.
+
+        Slices of earlier jobs that were not queued yet will wait for that too, which harms nobody.
+        """
+        started = failure = None
+        try:
+            # First: what the device does about it goes on while the slice is made.
+            started = self.stream.wait_stream()
+        except RuntimeError as error:
+            failure = error
+        rest = self.path.slices(job.pairs.copy(), in_waves=job.in_waves)
+        self._waves.clear()
+        self._awaited = None
+        running = _Running(job.job_id, nbytes, rest, time.perf_counter(), next(rest), started)
+        if failure is not None:
+            self._fail(running, "waiting for the compute stream", failure)
+        self._jobs.append(running)
+        self._queue()
+
+    def await_all(self) -> None:
+        """Make what the compute stream is given from now on wait for all slices queued so far.
+
+        Raises `CopyError` if the job submitted last has failed, or cannot be waited for.
+        """
+        if self._slices:
+            self._make_wait(self.stream.compute_stream(), self._slices[-1][0])
+        self._raise_failure()
+
+    def await_wave(self, wave: int) -> None:
+        """Make the compute stream wait for a wave of the job submitted last, and for all before it.
+
+        Raises `CopyError` if that job has failed, or cannot be waited for.
+        """
+        self._raise_failure()
+        stream = self.stream.compute_stream()
+        if self._awaited is not None:
+            awaited_stream, awaited_wave = self._awaited
+            if wave <= awaited_wave and stream == awaited_stream:
+                return
+        for first in reversed(self._waves):
+            if first <= wave:
+                self._make_wait(stream, self._waves[first])
+                self._raise_failure()
+                self._awaited = stream, wave
+                return
+
+    def _raise_failure(self) -> None:
+        # The job submitted last, which is the last here unless it has ended well.
+        if self._jobs and (error := self._jobs[-1].error) is not None:
+            raise error
+
+    def fail_unqueued(self) -> None:
+        """Fail the jobs of which slices are still to be queued: nobody could be made to wait."""
+        full = RuntimeError(f"{len(self._slices)} slices are in flight, no more fit")
+        for running in self._jobs:
+            if running.to_queue:
+                self._fail(running, self.path.call, full)
+
+    def _make_wait(self, stream: int, event: Event) -> None:
+        try:
+            self.stream.make_compute_wait(stream, event)
+        except RuntimeError as error:
+            if self._jobs:
+                self._fail(self._jobs[-1], "having compute wait for it", error)
+
+    def advance(self) -> list[Completion]:
+        """Queue what may be queued now, and return the jobs that have ended."""
+        try:
+            self._collect()
+        except RuntimeError as error:
+            # Querying an event fails only when the CUDA context is lost; no copy runs on then.
+            self._slices.clear()
+            for running in self._jobs:
+                running.in_flight = 0
+                self._fail(
+                    running,
+                    "querying its event",
+                    error,
+                    "; the CUDA context is lost, end this process and start the engine anew",
+                )
+        self._queue()
+        completions = []
+        while self._jobs and self._jobs[0].ended:
+            running = self._jobs.popleft()
+            if running.error is not None:
+                running.seconds = time.perf_counter() - running.submitted
+            elif running.started is not None:
+                self.stream.recycle(running.started)
+            completions.append(
+                Completion(
+                    running.job_id,
+                    self._direction,
+                    running.nbytes,
+                    running.seconds,
+                    running.error,
+                )
+            )
+        return completions
+
+    def _collect(self) -> None:
+        """Take off the slices that have ended; they end in order."""
+        while self._slices and self._slices[0][0].query():
+            event, running = self._slices.popleft()
+            running.in_flight -= 1
+            if running.ended and running.started is not None:
+                running.seconds = running.started.elapsed_time(event) / 1000
+            self.stream.recycle(event)
+
+    def _queue(self) -> None:
+        """Queue slices, oldest job first, as many as the path allows within a call."""
+        left = self.path.slices_per_call
+        for running in self._jobs:
+            while running.to_queue:
+                if left == 0 or len(self._slices) == self.path.max_in_flight:
+                    return
+                left -= 1
+                self._queue_slice(running)
+
+    def _queue_slice(self, running: _Running) -> None:
+        part = running.following
+        assert part is not None, "a job without slices left was asked for one"
+        waves, _ = part
+        try:
+            self.path.queue(part, self.stream.stream)
+        except RuntimeError as error:
+            self._fail(running, self.path.call, error)
+        running.following = next(running.rest, None)
+        # Also behind a slice that failed: part of it may run.
+        try:
+            event = self.stream.record()
+        except RuntimeError as error:
+            self._fail(running, "recording an event", error)
+            return
+        if waves is not None:
+            self._waves[waves.start] = event
+        self._slices.append((event, running))
+        running.in_flight += 1
+
+    def _fail(
+        self, running: _Running, call: str, error: RuntimeError, consequence: str = ""
+    ) -> None:
+        if running.error is None:
+            running.error = CopyError(
+                f"{call} failed with {error}: {self._direction.value} job {running.job_id} of "
+                f"{running.nbytes} bytes{consequence}"
+            )

@@ -1,0 +1,82 @@
+"""Page-locks ranges of host memory for a CUDA device."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from kv_swap.cuda.device import device_index, import_cupy
+from kv_swap.errors import PinnedMemoryError
+
+if TYPE_CHECKING:
+    import torch
+
+_HOST_REGISTER_PORTABLE_MAPPED = 0x1 | 0x2
+"""cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for all contexts, seen by kernels."""
+
+_CAPTURE_MODE_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
+
+
+class CudaRegistrar:
+    """Registers host memory so that kernels of `device` reach it through its host address.
+
+    CuPy's `hostRegister` rather than torch's `cudart().cudaHostRegister`: it raises with the CUDA
+    error's name instead of returning a code, and the kernels need CuPy anyway.
+
+    Raises `DeviceError` without CuPy, `PinnedMemoryError` where the device cannot use host
+    pointers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cupy: Any = import_cupy()
+        self._index = device_index(device)
+        runtime = self._cupy.cuda.runtime
+        attribute = runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
+        if not runtime.deviceGetAttribute(attribute, self._index):
+            raise PinnedMemoryError(
+                f"CUDA device {self._index} cannot reach registered host memory through its host "
+                f"address (cudaDevAttrCanUseHostPointerForRegisteredMem is 0, as under WSL), which "
+                f"the copy kernels need; run on Linux with a driver that supports it"
+            )
+
+    @property
+    def pci_bus_id(self) -> str:
+        """Address of the device on the PCI bus, such as `0000:1A:00.0`."""
+        return str(self._cupy.cuda.runtime.deviceGetPCIBusId(self._index))
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock `nbytes` from `address`; releases the GIL meanwhile."""
+        with self._cupy.cuda.Device(self._index), _allowed_beside_captures():
+            runtime = self._cupy.cuda.runtime
+            runtime.hostRegister(address, nbytes, _HOST_REGISTER_PORTABLE_MAPPED)
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`. No copy may be running: the arena's owner sees to that."""
+        with self._cupy.cuda.Device(self._index), _allowed_beside_captures():
+            self._cupy.cuda.runtime.hostUnregister(address)
+
+
+@contextlib.contextmanager
+def _allowed_beside_captures() -> Iterator[None]:
+    """Keep a registration on this thread from invalidating a CUDA graph captured on another.
+
+    Captures of torch are of mode `global`: CUDA then refuses calls that might synchronise
+    on every thread, and ends the capture. A thread in relaxed mode is exempt, and nothing that is
+    captured depends on memory that is not registered yet. Raises `RuntimeError` from CUDA.
+    """
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    _exchange_capture_mode(mode)
+    try:
+        yield
+    finally:
+        _exchange_capture_mode(mode)
+
+
+def _exchange_capture_mode(mode: ctypes.c_int) -> None:
+    """Swap this thread's capture mode with `mode`. CuPy has no name for this call."""
+    code = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    if code:
+        raise RuntimeError(f"cuThreadExchangeStreamCaptureMode failed with CUresult {code}")

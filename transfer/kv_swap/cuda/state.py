@@ -1,0 +1,110 @@
+"""What the copies of a CUDA engine use, and how it is let go of.
+
+Streams, lists, tables, arena and KV tensors outlive the engine until all streams are idle: dropping
+the engine in mid-copy synchronises them before anything is freed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from kv_swap.cuda.copy_path import CopyPath
+from kv_swap.cuda.dma import make_dma_path
+from kv_swap.cuda.kernel_path import KernelPath
+from kv_swap.cuda.lane import Lane
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.streams import CopyStream
+from kv_swap.cuda.swap import SwapKernel, choose_family
+from kv_swap.cuda.wave_table import WaveTable
+from kv_swap.cuda.zero import BlockZeroer
+from kv_swap.engine import Direction
+from kv_swap.layout import KVLayout
+from kv_swap.memory.arena import HostArena
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class State:
+    """What copies in flight need. Loads are advanced first: somebody waits for them."""
+
+    lanes: dict[Direction | Literal["before_compute"], Lane]
+    wave_table: WaveTable | None
+    zeroer: BlockZeroer | None
+    arena: HostArena | None
+    keep_alive: Sequence[object]
+
+
+_LEAKED: list[State] = []
+"""What copies used of which nobody knows whether they have ended; it is never freed."""
+
+
+def make_state(
+    layout: KVLayout,
+    arena: HostArena,
+    device: torch.device,
+    keep_alive: Sequence[object],
+    output_copy_stream: torch.cuda.Stream | None,
+    copy_engine_only: bool,
+) -> State:
+    """Compile the kernels, and allocate all that copies need. Synchronises. Raises `DeviceError`.
+
+    The copy engine stands in on devices that run no kernel family.
+    """
+    registrar = CudaRegistrar(device)
+    state = State({}, None, BlockZeroer(layout, device, registrar), arena, tuple(keep_alive))
+    family = None if copy_engine_only else choose_family(device)
+    kernel = None if family is None else SwapKernel(layout, arena, device, family)
+    for direction, awaited in ((Direction.LOAD, None), (Direction.STORE, output_copy_stream)):
+        path: CopyPath
+        if kernel is None:
+            path = make_dma_path(direction, layout, arena, device)
+        else:
+            path = KernelPath(direction, kernel, arena.slot_bytes, registrar)
+        state.lanes[direction] = _make_lane(direction, path, device, awaited)
+    if kernel is not None:
+        shape = kernel.family.shapes[Direction.LOAD]
+        state.wave_table = WaveTable(layout, shape, device, registrar)
+        path = KernelPath(Direction.LOAD, kernel, arena.slot_bytes, registrar, state.wave_table)
+        state.lanes["before_compute"] = _make_lane(Direction.LOAD, path, device, None)
+    return state
+
+
+def _make_lane(
+    direction: Direction,
+    path: CopyPath,
+    device: torch.device,
+    output_copy_stream: torch.cuda.Stream | None,
+) -> Lane:
+    # As many events for jobs as for slices: a job has one of its own and at least a slice.
+    stream = CopyStream(device, 2 * path.max_in_flight, output_copy_stream)
+    path.warm_up(stream.stream)
+    stream.stream.synchronize()
+    return Lane(direction, path, stream)
+
+
+def release(state: State) -> None:
+    """Let the streams run out, then drop what their copies used. Runs once, on any thread.
+
+    Slices that were not queued are not queued any more: nobody is left to hear of their job.
+    """
+    for lane in state.lanes.values():
+        try:
+            lane.stream.stream.synchronize()
+            if state.zeroer is not None:
+                state.zeroer.synchronize()
+        except RuntimeError:
+            logger.exception("cannot synchronise a copy stream; what its copies use is not freed")
+            _LEAKED.append(state)
+            return
+    state.lanes.clear()
+    state.wave_table = None
+    state.zeroer = None
+    state.arena = None
+    state.keep_alive = ()

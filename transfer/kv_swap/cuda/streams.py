@@ -1,0 +1,137 @@
+"""Copy streams: what a copy waits for, and the events that tell when it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from kv_swap.cuda.device import device_index, import_cupy
+
+if TYPE_CHECKING:
+    import torch
+    from torch.cuda import Event, Stream
+
+
+class CopyStream:
+    """A stream for the copies of one direction on `device`.
+
+    Of default priority: priorities do not affect copies, and a copy must not displace compute.
+    `num_events` events are made here and reused; recording one again does not disturb a wait that
+    was queued on its earlier recording. More are made only while more are out.
+
+    A copy begins only after these calls, so they take the shortest way: torch's events and streams
+    by their handles, through CuPy. Events are asked through torch: CuPy's query leaves an error
+    behind where one has not completed, and torch might come upon it.
+    """
+
+    def __init__(
+        self, device: torch.device, num_events: int, output_copy_stream: Stream | None = None
+    ) -> None:
+        import torch
+
+        cupy = import_cupy()
+        runtime: Any = cupy.cuda.runtime
+        self._device: Any = cupy.cuda.Device
+        self._current_device: Any = runtime.getDevice
+        self._record: Any = runtime.eventRecord
+        self._wait_event: Any = runtime.streamWaitEvent
+        self._current_stream: Any = torch._C._cuda_getCurrentRawStream
+        self._index = device_index(device)
+        self._make_event: Any = torch.cuda.Event
+        self._output_copy_stream = output_copy_stream
+        self.stream: Stream = torch.cuda.Stream(device)
+        self._handle: int = self.stream.cuda_stream
+        self._events = [self._new_event() for _ in range(num_events)]
+        self._output_event: Event = self._new_event()
+
+    def compute_stream(self) -> int:
+        """Return the handle of the stream current on the calling thread.
+
+        Asked for every time: it may be another one in the next step.
+        """
+        handle: int = self._current_stream(self._index)
+        return handle
+
+    def wait_stream(self) -> Event:
+        """Make this stream wait for all that is queued on the compute stream now.
+
+        And for the output-copy stream, where there is one: a store then never delays the copies on
+        it, which the caller is waiting for.
+
+        Returns the event on the compute stream; give it back with `recycle`.
+        """
+        if self._current_device() != self._index:
+            with self._device(self._index):  # each device has a default stream, of handle 0
+                return self.wait_stream()
+        event = self._take()
+        handle = event.cuda_event
+        self._record(handle, self.compute_stream())
+        self._wait_event(self._handle, handle)
+        if self._output_copy_stream is not None:
+            handle = self._output_event.cuda_event
+            self._record(handle, self._output_copy_stream.cuda_stream)
+            self._wait_event(self._handle, handle)
+        return event
+
+    def make_compute_wait(self, stream: int, event: Event) -> None:
+        """Make what is queued from now on on `stream`, which compute runs on, wait for `event`."""
+        if self._current_device() == self._index:
+            self._wait_event(stream, event.cuda_event)
+            return
+        with self._device(self._index):
+            self._wait_event(stream, event.cuda_event)
+
+    def record(self) -> Event:
+        """Return an event that completes with all copies queued so far."""
+        event = self._take()
+        self._record(event.cuda_event, self._handle)
+        return event
+
+    def recycle(self, *events: Event) -> None:
+        """Take events back; the caller must not use them any more."""
+        self._events.extend(events)
+
+    def _take(self) -> Event:
+        return self._events.pop() if self._events else self._new_event()
+
+    def _new_event(self) -> Event:
+        event: Event = self._make_event(enable_timing=True)
+        # torch allocates a CUDA event when it first records it.
+        event.record(self.stream)
+        return event
+
+
+class StreamTurns:
+    """A second stream beside a copy stream, and turns on the two of them.
+
+    Work that takes turns runs in the order in which it was queued, yet each stream has at most one
+    piece of it that could run: a copy engine gets to the streams of others in between.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._other: Stream = torch.cuda.Stream(device)
+        # One is enough: a wait is for the recording that was the latest when it was queued.
+        self._event: Event = torch.cuda.Event()
+        self._event.record(self._other)
+
+    def take(self, own: Stream) -> Generator[Stream, None, None]:
+        """Yield streams for one piece after the other; each waits for the piece before.
+
+        `own` comes first. When the generator is closed `own` waits for all pieces, also if one of
+        them could not be queued. Raises `RuntimeError` from CUDA.
+        """
+        current, following = own, self._other
+        try:
+            while True:
+                yield current
+                self._wait_stream(following, current)
+                current, following = following, current
+        finally:
+            if current is not own:
+                self._wait_stream(own, current)
+
+    def _wait_stream(self, waiting: Stream, awaited: Stream) -> None:
+        self._event.record(awaited)
+        waiting.wait_event(self._event)

@@ -1,0 +1,191 @@
+"""Zeroes pages of given blocks: one launch over a table built once, safe in CUDA graphs.
+
+Fresh blocks that a kernel reads before they are written must hold no NaN, and a load that failed
+must not leave half a block behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_swap.cuda.device import device_index, import_cupy
+from kv_swap.cuda.swap import source_directory
+from kv_swap.errors import CopyError, DeviceError
+from kv_swap.layout import KVLayout
+from kv_swap.memory.arena import HostArena
+from kv_swap.memory.pieces import PinnedRegistrar
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_BLOCKS = 4096
+"""Blocks of one launch."""
+
+LIST_BYTES = 16 + 4 * MAX_BLOCKS
+"""Bytes of a list: a header, of which the first int32 is the number of blocks, and their ids."""
+
+RING_ENTRIES = 16
+"""Lists that launches in flight may still read."""
+
+_RUN_BYTES = 32 << 10
+_THREADS = 256
+_CTAS_PER_SM = 4
+"""Enough stores in flight to fill device memory: 256 threads of 16 bytes, 4 times an SM."""
+
+COMPILE_OPTIONS = (
+    "-std=c++17",
+    f"-DKV_SWAP_MAX_BLOCKS={MAX_BLOCKS}",
+    f"-DKV_SWAP_THREADS={_THREADS}",
+)
+SOURCE = "zero.cu"
+
+
+def cut_runs(layout: KVLayout) -> NDArray[np.uint64]:
+    """Return the table: `(n, 4)` of address in block 0, block stride, bytes and 0, each run once.
+
+    Each byte of a block is in one run: a layout has already joined tensors that share their bytes.
+    """
+    rows = [
+        (
+            region.address + offset,
+            region.block_stride_bytes,
+            min(_RUN_BYTES, region.page_bytes - offset),
+            0,
+        )
+        for region in layout.regions
+        for offset in range(0, region.page_bytes, _RUN_BYTES)
+    ]
+    return np.array(rows, np.uint64)
+
+
+def write_list(target: NDArray[np.uint8], blocks: Sequence[int]) -> None:
+    """Write at most MAX_BLOCKS block ids as a list into `target`, `(LIST_BYTES,)`.
+
+    No kernel that reads the list may be running.
+    """
+    words = target.view(np.int32)
+    words[4 : 4 + len(blocks)] = blocks
+    words[0] = len(blocks)
+
+
+class ZeroKernel:
+    """The kernel of csrc/zero.cu, bound to a layout.
+
+    A layout of attention tensors, as Mamba state is never to be zeroed here, and of the manager's
+    blocks, whatever blocks its kernels use. Any dtype whose zero is all bits zero, as of bf16, fp8
+    and int8. Keeps no tensor alive. The table lies outside the pools of torch and CuPy, so graphs
+    that captured its address survive a sleep. Compiles and synchronises; construct it before any
+    capture. Raises `DeviceError`.
+    """
+
+    def __init__(self, layout: KVLayout, device: torch.device) -> None:
+        cupy = import_cupy()
+        self._index = device_index(device)
+        self._device: Any = cupy.cuda.Device
+        self._launch_kernel = cupy.cuda.driver.launchKernel
+        source = source_directory() / SOURCE
+        table = cut_runs(layout)
+        runtime = cupy.cuda.runtime
+        try:
+            with self._device(self._index):
+                module = cupy.RawModule(code=source.read_text(), options=COMPILE_OPTIONS)
+                function = module.get_function("zero_pages")
+                function.compile()
+                self._function = function.kernel
+                self._table = cupy.cuda.Memory(table.nbytes)
+                runtime.memcpy(
+                    self._table.ptr, table.ctypes.data, table.nbytes, runtime.memcpyHostToDevice
+                )
+                # A copy from pageable memory may return before it has reached the device.
+                runtime.deviceSynchronize()
+                multiprocessors = runtime.deviceGetAttribute(
+                    runtime.cudaDevAttrMultiProcessorCount, self._index
+                )
+        except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
+            raise DeviceError(
+                f"cannot prepare the kernel of {source} on CUDA device {self._index}: {error}"
+            ) from error
+        self._fixed = (_CTAS_PER_SM * multiprocessors, 1, 1, _THREADS, 1, 1, 0)
+        self._values = (
+            ctypes.c_uint64(0),
+            ctypes.c_uint64(self._table.ptr),
+            ctypes.c_uint32(len(table)),
+        )
+        self._parameters = (ctypes.c_void_p * 3)(*(ctypes.addressof(v) for v in self._values))
+
+    def launch(self, list_address: int, stream: torch.cuda.Stream) -> None:
+        """Queue the zeroing of the blocks listed at `list_address` (page-locked) on `stream`.
+
+        Does not block and allocates nothing; may be captured in a CUDA graph. The list is read when
+        the kernel runs and must stay as it is until then. Raises `RuntimeError` from CUDA.
+        """
+        self._values[0].value = list_address
+        with self._device(self._index):
+            self._launch_kernel(
+                self._function.ptr,
+                *self._fixed,
+                stream.cuda_stream,
+                ctypes.addressof(self._parameters),
+                0,
+            )
+
+
+class BlockZeroer:
+    """Zeroes blocks on the stream current at each call, through a ring of page-locked lists."""
+
+    def __init__(self, layout: KVLayout, device: torch.device, registrar: PinnedRegistrar) -> None:
+        import torch
+
+        self._cuda: Any = torch.cuda
+        self._index = device_index(device)
+        self._slot_bytes = layout.slot_bytes
+        self._kernel = ZeroKernel(layout, device)
+        ring = HostArena(RING_ENTRIES, LIST_BYTES, register=registrar)
+        self._ring = ring.view()
+        self._ring_address = ring.address
+        self._next_entry = 0
+        self._reads: deque[Any] = deque()
+        self._events = [torch.cuda.Event() for _ in range(RING_ENTRIES)]
+        # CUDA loads a kernel, and torch makes an event, at first use: now and not within a step.
+        stream = torch.cuda.Stream(device)
+        self._kernel.launch(self._ring_address, stream)
+        for event in self._events:
+            event.record(stream)
+        stream.synchronize()
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Queue the zeroing of every page of `blocks` on the current stream.
+
+        Waits for the device only when all lists of the ring are still to be read, which takes more
+        than 65,536 blocks queued. Raises `CopyError` from CUDA.
+        """
+        stream = self._cuda.current_stream(self._index)
+        try:
+            for first in range(0, len(blocks), MAX_BLOCKS):
+                if len(self._reads) == RING_ENTRIES:
+                    read = self._reads.popleft()
+                    read.synchronize()
+                    self._events.append(read)
+                write_list(self._ring[self._next_entry], blocks[first : first + MAX_BLOCKS])
+                self._kernel.launch(self._ring_address + self._next_entry * LIST_BYTES, stream)
+                event = self._events.pop()
+                event.record(stream)
+                self._reads.append(event)
+                self._next_entry = (self._next_entry + 1) % RING_ENTRIES
+        except RuntimeError as error:
+            raise CopyError(
+                f"launching zero_pages failed with {error}: zeroing {len(blocks)} blocks of "
+                f"{self._slot_bytes} bytes"
+            ) from error
+
+    def synchronize(self) -> None:
+        """Wait until the device has read every list, so that the ring may be freed."""
+        for event in self._reads:
+            event.synchronize()
+        self._reads.clear()

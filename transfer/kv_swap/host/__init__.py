@@ -1,0 +1,1 @@
+"""KV caches in host memory: the engine and its copies."""

@@ -1,0 +1,226 @@
+"""KV caches in host memory: copies on one worker thread.
+
+Memory model. The forward of an engine on the CPU runs on the thread that calls `submit`, and has
+returned by then; the lock that hands a job over makes its writes visible to the worker. So a store
+sees final bytes without waiting for anything. While a job runs, the worker reads its sources and
+writes its destinations, without the GIL; that nobody else writes either is the caller's promise
+(see `SwapEngine`). A completion is handed back under the same lock, so who has polled it sees its
+bytes.
+
+Lifetime. The worker holds the inner state, which holds arena and KV tensors, and never the engine.
+Dropping the engine, the arena and every view in mid-copy is therefore safe: the worker finishes on
+live memory, lets go of it and ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
+from kv_swap.errors import CopyError, JobError, LayoutError, TransferError
+from kv_swap.host.transfers import Transfer, WorkerState, cut_runs, run, stop, work
+from kv_swap.layout import KVLayout
+from kv_swap.memory.arena import HostArena
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A load in waves: what is left of it, and the seconds that its copies took so far."""
+
+    waves: deque[Transfer]
+    nbytes: int
+    next_wave: int = 0
+    seconds: float = 0.0
+
+
+class HostSwapEngine(SwapEngine):
+    """Copies between KV tensors and an arena that both lie in host memory.
+
+    `keep_alive` are the objects that own the memory behind `layout`; they and the arena are held
+    until `close`, or until the last copy after the engine was dropped.
+
+    Raises `LayoutError` if a slot of the arena does not fit the layout.
+    """
+
+    def __init__(self, layout: KVLayout, arena: HostArena, keep_alive: Sequence[object]) -> None:
+        if arena.slot_bytes != layout.slot_bytes:
+            raise LayoutError(
+                f"slots of the arena have {arena.slot_bytes} bytes, a block has {layout.slot_bytes}"
+            )
+        super().__init__(layout, arena.num_slots)
+        self._arena_address = arena.address
+        self._state = WorkerState(arena, tuple(keep_alive))
+        self._undelivered = 0
+        self._waves: list[KVLayout] = []
+        self._arrival: _Arrival | None = None
+        # Of the load before compute that was submitted last.
+        self._failure: TransferError | None = None
+        self._thread = threading.Thread(
+            target=work, args=(self._state,), name="kv-swap-copy", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, stop, self._state)
+
+    def submit(self, job: SwapJob) -> None:
+        """Queue the job for the worker, or run it here if compute is to come after it.
+
+        Compute runs on this very thread; so the first wave is copied here too, and each other one
+        when it is awaited.
+        Raises `JobError`.
+        """
+        self.check_pairs(job)
+        if job.in_waves and not (job.before_compute and self._waves):
+            raise JobError(
+                f"job {job.job_id}: only loads before compute come in waves, and only once those "
+                f"were set"
+            )
+        state = self._state
+        transfer = self._transfer(job, self.layout)
+        with state.condition:
+            if state.stopping:
+                raise JobError(f"job {job.job_id} was submitted to an engine that is closed")
+            self._undelivered += 1
+            if not job.before_compute:
+                queue = state.loads if job.direction is Direction.LOAD else state.stores
+                queue.append(transfer)
+                state.condition.notify_all()
+        if job.in_waves:
+            self._copy_waves(len(self._waves))
+            self._failure = None
+            waves = deque(self._transfer(job, wave) for wave in self._waves)
+            self._arrival = _Arrival(waves, transfer.nbytes)
+            self._copy_waves(0)
+        elif job.before_compute:
+            completion = run(transfer)
+            self._failure = completion.error
+            with state.condition:
+                state.done.append(completion)
+
+    def _transfer(self, job: SwapJob, layout: KVLayout) -> Transfer:
+        """Return the copies of the regions of `layout`, which are all or a wave."""
+        slot_bytes = self.layout.slot_bytes
+        pairs = job.pairs.astype(np.int64)
+        return Transfer(
+            job.job_id,
+            job.direction,
+            len(job.pairs) * layout.slot_bytes,
+            time.perf_counter(),
+            cut_runs(layout, slot_bytes, self._arena_address, job.direction, pairs),
+        )
+
+    @property
+    def can_load_in_waves(self) -> bool:
+        """Always."""
+        return True
+
+    def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
+        """See `SwapEngine`."""
+        self.check_waves(waves)
+        if self._waves:
+            raise JobError("waves are set once")
+        self._waves = [
+            KVLayout(self.layout.num_blocks, tuple(self.layout.regions[i] for i in sorted(wave)))
+            for wave in waves
+        ]
+
+    def await_loads(self) -> None:
+        """Copy the waves that are left; all else was copied by `submit`."""
+        self.await_wave(len(self._waves))
+
+    def await_wave(self, wave: int) -> None:
+        """Copy what is left of the waves up to this one. A failed copy ends the load."""
+        self._copy_waves(wave)
+        if self._failure is not None:
+            raise self._failure
+
+    def load_now(self, pairs: NDArray[np.int32]) -> None:
+        """See `SwapEngine`: a copy of everything, on this thread."""
+        job = SwapJob(-1, Direction.LOAD, pairs)
+        self.check_pairs(job)
+        if self._state.stopping:
+            raise JobError(f"a load of {len(pairs)} blocks was asked of an engine that is closed")
+        arrival, self._arrival, self._failure = self._arrival, None, None
+        if arrival is not None:
+            # Its waves are not copied any more; its job has ended.
+            given_up = CopyError("a load in waves was given up for a load at once")
+            self._end(arrival, Completion(arrival.waves[0].job_id, Direction.LOAD, 0, 0, given_up))
+        error = run(self._transfer(job, self.layout)).error
+        if error is not None:
+            raise error
+
+    def _end(self, arrival: _Arrival, last: Completion) -> None:
+        """Complete a load in waves, of which `last` was the last."""
+        done = replace(last, nbytes=arrival.nbytes, seconds=arrival.seconds)
+        with self._state.condition:
+            self._state.done.append(done)
+
+    def _copy_waves(self, last: int) -> None:
+        while (arrival := self._arrival) is not None and arrival.next_wave <= last:
+            transfer = arrival.waves.popleft()
+            transfer.submitted = time.perf_counter()
+            done = run(transfer)
+            arrival.next_wave += 1
+            arrival.seconds += done.seconds
+            if done.error is not None or not arrival.waves:
+                self._arrival = None
+                self._failure = done.error
+                self._end(arrival, done)
+
+    def poll(self) -> list[Completion]:
+        """Return what has ended, in the order of its end.
+
+        While something runs the worker gets a chance at the GIL first: an engine that spins through
+        empty steps, as it does in one process, would otherwise keep it for 5 ms at a time.
+        """
+        if not self._undelivered:
+            return []
+        time.sleep(0)
+        with self._state.condition:
+            completions = list(self._state.done)
+            self._state.done.clear()
+        self._undelivered -= len(completions)
+        return completions
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Block until the worker is idle; False on timeout. Copies the waves that are left here."""
+        self._copy_waves(len(self._waves))
+        state = self._state
+        with state.condition:
+            return state.condition.wait_for(
+                lambda: not state.loads and not state.stores, timeout_seconds
+            )
+
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
+        """Zero the pages before returning: the forward runs on this very thread."""
+        self.check_blocks(blocks)
+        if self._state.stopping:
+            raise JobError(f"zeroing {len(blocks)} blocks was asked of an engine that is closed")
+        for region in self.layout.regions:
+            for block in blocks:
+                address = region.address + block * region.block_stride_bytes
+                ctypes.memset(address, 0, region.page_bytes)
+
+    def close(self, timeout_seconds: float = 30.0) -> None:
+        """Let the worker finish and end; completions can still be polled."""
+        self._copy_waves(len(self._waves))
+        stop(self._state)
+        self._thread.join(timeout_seconds)
+
+    def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
+        """See `SwapEngine`."""
+        held, self._state.keep_alive = self._state.keep_alive, tuple(objects)
+        return held
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs whose completion has not been polled."""
+        return self._undelivered

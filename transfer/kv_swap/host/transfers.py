@@ -1,0 +1,142 @@
+"""The worker of the host engine: jobs as runs of bytes, copied slice by slice on one thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_swap.engine import Completion, Direction
+from kv_swap.errors import CopyError
+from kv_swap.host.runs import Run, copy_runs
+from kv_swap.layout import KVLayout
+from kv_swap.memory.arena import HostArena
+
+SLICE_BYTES = 4 << 20
+"""A load waits for at most one slice of a store: about 1 ms at the 5 GB/s of one slow core."""
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A job on its way: what is left of it, and how it fares."""
+
+    job_id: int
+    direction: Direction
+    nbytes: int
+    submitted: float
+    runs: Iterator[Run]
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """What the worker needs. Everything but `arena` and `keep_alive` is guarded by `condition`.
+
+    The condition's lock is reentrant: `stop` runs as a finaliser, possibly inside the lock.
+    """
+
+    arena: HostArena | None
+    keep_alive: Sequence[object]
+    condition: threading.Condition = field(default_factory=threading.Condition)
+    loads: deque[Transfer] = field(default_factory=deque)
+    stores: deque[Transfer] = field(default_factory=deque)
+    done: deque[Completion] = field(default_factory=deque)
+    stopping: bool = False
+
+
+def stop(state: WorkerState) -> None:
+    """Tell the worker to end once it has copied what was submitted."""
+    with state.condition:
+        state.stopping = True
+        state.condition.notify_all()
+
+
+def work(state: WorkerState) -> None:
+    """Run slices, of loads first, until told to stop and idle; then let go of the memory."""
+    while True:
+        with state.condition:
+            state.condition.wait_for(lambda: state.loads or state.stores or state.stopping)
+            queue = state.loads or state.stores
+            if not queue:
+                break
+            transfer = queue[0]
+        completion = _advance(transfer)
+        if completion is not None:
+            with state.condition:
+                # A transfer leaves its queue only here, so an empty queue means nothing is running.
+                queue.popleft()
+                state.done.append(completion)
+                state.condition.notify_all()
+    state.arena = None
+    state.keep_alive = ()
+
+
+def run(transfer: Transfer) -> Completion:
+    """Copy all slices; return how the job ended."""
+    completion = None
+    while completion is None:
+        completion = _advance(transfer)
+    return completion
+
+
+def _advance(transfer: Transfer) -> Completion | None:
+    """Copy one slice; return how the job ended, if it did."""
+    error = None
+    try:
+        if not _copy_slice(transfer):
+            return None
+    except Exception as cause:  # noqa: BLE001 - whatever fails one job must not end the thread
+        error = CopyError(
+            f"copying on the host failed with {cause!r}: {transfer.direction.value} job "
+            f"{transfer.job_id} of {transfer.nbytes} bytes"
+        )
+    seconds = time.perf_counter() - transfer.submitted
+    return Completion(transfer.job_id, transfer.direction, transfer.nbytes, seconds, error)
+
+
+def _copy_slice(transfer: Transfer) -> bool:
+    """Copy runs until a slice is full; True once the job has no run left."""
+    batch: list[Run] = []
+    batch_bytes = 0
+    for run in transfer.runs:
+        batch.append(run)
+        batch_bytes += run[2]
+        if batch_bytes >= SLICE_BYTES:
+            break
+    if batch:
+        copy_runs(batch)
+    return batch_bytes < SLICE_BYTES
+
+
+def cut_runs(
+    layout: KVLayout,
+    slot_bytes: int,
+    arena_address: int,
+    direction: Direction,
+    pairs: NDArray[np.int64],
+) -> Iterator[Run]:
+    """Yield (destination, source, bytes); pages adjacent on both sides are one run.
+
+    `layout` may have some of the regions only; `slot_bytes` are those of a slot of the arena.
+    A run is cut at half a slice, so that a slice never grows beyond one and a half.
+    """
+    pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+    limit = SLICE_BYTES // 2
+    for region in layout.regions:
+        page_bytes = region.page_bytes
+        blocks = region.address + pairs[:, 0] * region.block_stride_bytes
+        slots = arena_address + region.slot_offset_bytes + pairs[:, 1] * slot_bytes
+        breaks = (np.diff(blocks) != page_bytes) | (np.diff(slots) != page_bytes)
+        firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+        counts = np.diff(np.append(firsts, len(pairs)))
+        for block, slot, count in zip(
+            blocks[firsts].tolist(), slots[firsts].tolist(), counts.tolist(), strict=True
+        ):
+            dst, src = (block, slot) if direction is Direction.LOAD else (slot, block)
+            run_bytes = count * page_bytes
+            for offset in range(0, run_bytes, limit):
+                yield dst + offset, src + offset, min(limit, run_bytes - offset)

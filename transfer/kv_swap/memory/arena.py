@@ -1,0 +1,152 @@
+"""The host arena: memory for slots, registered with CUDA where asked, and how long it lives.
+
+The memory belongs to one owner object. Everything that may touch it holds the owner: the arena,
+every view it hands out, and the state of every engine until its last copy has ended. When the last
+of them lets go, the memory is first unregistered and then unmapped; nothing else frees it, and
+there is deliberately no `close`.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_swap.errors import PinnedMemoryError
+from kv_swap.memory.mapping import Mapping
+from kv_swap.memory.pieces import PinnedRegistrar
+from kv_swap.memory.registration import Registration, choose_piece_bytes
+from kv_swap.memory.room import MemoryRoom
+from kv_swap.memory.shared import SharedMemory
+
+_INHERITED: list[Mapping] = []
+"""Of a parent process; Python would unmap them when it drops them."""
+
+
+class HostArena:
+    """Memory for `num_slots` slots of `slot_bytes`, rounded up to whole pages of the system only.
+
+    Zero at first. Private, or `shared`, which must have exactly the bytes of all slots: then it is
+    the same memory in every process, of which each registers its own mapping.
+
+    With `register` every byte is page-locked, which touches all of it, else pages appear as they
+    are written. With `background` as well the constructor returns once the first piece is locked;
+    threads lock the rest, and `ready_slots` says how far they are. Pages come from `numa_node`
+    where the machine has them there. Only kernels may copy across the border of two registrations,
+    which have at most `piece_bytes`; see `choose_piece_bytes`. With `room`, locking in the
+    background pauses while too little memory is available. Without `register` there is nothing to
+    pause: pages appear as they are written.
+
+    Raises `PinnedMemoryError` if the memory cannot be mapped or page-locked; nothing stays behind.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        *,
+        register: PinnedRegistrar | None,
+        background: bool = False,
+        numa_node: int | None = None,
+        shared: SharedMemory | None = None,
+        piece_bytes: int | None = None,
+        room: MemoryRoom | None = None,
+    ) -> None:
+        if num_slots < 1 or slot_bytes < 1:
+            raise PinnedMemoryError(
+                f"an arena needs at least 1 slot of 1 byte, got {num_slots} of {slot_bytes} bytes"
+            )
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self.registered = register is not None
+        self.piece_bytes = choose_piece_bytes(slot_bytes, piece_bytes)
+        if shared is not None and shared.nbytes != self.nbytes:
+            raise PinnedMemoryError(
+                f"{num_slots} slots of {slot_bytes} bytes do not fill shared memory of "
+                f"{shared.nbytes} bytes: make it of {self.nbytes}"
+            )
+        fd = None if shared is None else shared.fileno()
+        mapping = Mapping(self.nbytes, fd=fd, numa_node=numa_node)
+        self._registration: Registration | None = None
+        if register is not None:
+            self._registration = Registration(mapping, register, self.piece_bytes, room=room)
+        self._owner = _Owner(mapping, self.nbytes, self._registration)
+        if self._registration is not None:
+            try:
+                self._registration.start(background=background)
+            except BaseException:
+                # Whoever handles the error holds this frame, and with it the owner.
+                self._owner.release()
+                raise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_slots * self.slot_bytes
+
+    @property
+    def address(self) -> int:
+        """Address of slot 0; slot `s` lies `s * slot_bytes` further on. Keeps nothing alive.
+
+        A piece begins every `piece_bytes`, and is one registration: no copy by the copy engine may
+        cross that border. Kernels may.
+        """
+        return self._owner.address
+
+    @property
+    def ready_slots(self) -> int:
+        """Slots from 0 on that may be used already: it grows, to `num_slots` unless locking fails.
+
+        May be asked from any thread, and costs nothing.
+        """
+        if self._registration is None:
+            return self.num_slots
+        return min(self.num_slots, self._registration.ready_bytes // self.slot_bytes)
+
+    def wait_ready(self, timeout_seconds: float | None = None) -> bool:
+        """Block until nothing is locked in the background any more; whether all slots are ready.
+
+        Locking that has paused for lack of memory is not over.
+        """
+        if self._registration is not None:
+            self._registration.wait(timeout_seconds)
+        return self.ready_slots == self.num_slots
+
+    def view(self) -> NDArray[np.uint8]:
+        """Return the slots as uint8 of shape `(num_slots, slot_bytes)`, without a copy.
+
+        The array and whatever is derived from it keep the memory alive, also without the arena.
+        """
+        return np.asarray(self._owner).reshape(self.num_slots, self.slot_bytes)
+
+
+class _Owner:
+    """Owns one mapping; what NumPy makes of `__array_interface__` holds this object as its base."""
+
+    def __init__(self, mapping: Mapping, nbytes: int, registration: Registration | None) -> None:
+        self.address = mapping.address
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+        }
+        self.release = weakref.finalize(self, _release, mapping, registration, os.getpid())
+        # At interpreter exit views and copies may still be alive; the system reclaims the memory.
+        self.release.atexit = False
+
+
+def _release(mapping: Mapping, registration: Registration | None, process: int) -> None:
+    """End the memory, once nobody can reach it any more.
+
+    Not in a forked child: it has neither the memory, at whose address there may be other memory
+    now, nor the threads.
+    """
+    if os.getpid() != process:
+        _INHERITED.append(mapping)
+    elif registration is None:
+        mapping.close()
+    else:
+        registration.release()

@@ -1,0 +1,300 @@
+"""Page-locks a mapping piece by piece, in the background, and undoes it when nobody needs it.
+
+Threads. Each takes the next piece, gives it pages, which takes most of the time, and registers it.
+`ready_bytes` grows with the run of pieces from the first one on that are all registered. Threads
+hold the mapping through this object and never its users; whoever comes last, the threads or the
+users' `release`, unregisters and unmaps, so no thread ever touches memory that is gone and
+nobody waits for one.
+
+Others wait for both steps, so both are short: giving pages to shared memory holds the lock on the
+process' memory map, registering holds the driver's too. One thread at a time registers, and in the
+background it leaves the driver alone afterwards, for `REST` times as long as that took: an engine
+that captures its graphs or runs its first steps meanwhile makes hundreds of calls a second.
+
+Growing must end nobody. Where a `MemoryRoom` is given, a thread that finds too little memory for
+its piece waits and looks again, as long as the pool has users. What is registered stays usable.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import math
+import mmap
+import os
+import sys
+import threading
+import time
+
+from kv_swap.errors import PinnedMemoryError
+from kv_swap.memory.limits import describe_limits
+from kv_swap.memory.mapping import Mapping
+from kv_swap.memory.pieces import Pieces, PinnedRegistrar
+from kv_swap.memory.room import MemoryRoom
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 256 << 20
+"""Bytes of one registration, at most. The driver lets nobody launch or capture while it registers
+one: 5 to 7 ms on the host of an H200, 2 to 4 ms for 64 MiB, which are slower by the byte, and 18 to
+26 ms for 1 GiB (bench/bench_pinning.py). One of 512 GiB or more is known to fail."""
+
+NUM_THREADS = 4
+"""Threads that give pages and register. There, with a rest of 3, one locked 5 GiB/s, two 9, four 12
+and eight 10. The first touch of a virtual machine's memory takes several times as long."""
+
+REST = 7.0
+"""How long the driver is left alone after a registration in the background, in units of its time.
+There an engine with a pool of 50 GiB started 0.3 s later than one without (medians, by turns), and
+1.0 s with a rest of 3; the pool took 9 to 13 s instead of 5 to 7."""
+
+POPULATE_BYTES = 32 << 20
+"""Bytes that get pages before a thread looks whether it should stop: some milliseconds, or 0.2 s
+where a virtual machine has not used its memory lately."""
+
+CAREFUL_BYTES = 16 << 30
+"""Where less than this is left above the headroom, a thread looks before every `POPULATE_BYTES`,
+not only before a piece: other processes take memory too, and 8 ranks may have 8 GiB of pieces under
+way. Not always, since looking takes 0.3 ms, most of it with the GIL (2 cores)."""
+
+RETRY_SECONDS = 5.0
+"""How long a thread that found too little memory waits before it looks again."""
+
+_EXIT_SECONDS = 10.0
+"""Bound of the wait, at the end of the process, for registrations that run."""
+
+
+def choose_piece_bytes(slot_bytes: int, limit_bytes: int | None = None) -> int:
+    """Return the bytes of a piece: whole pages, at most the limit, and whole slots if they fit.
+
+    The limit is `PIECE_BYTES` unless given. Slots do not fit where the least common multiple of a
+    slot and a page is above it; a slot may then lie in two pieces.
+    """
+    limit = PIECE_BYTES if limit_bytes is None else limit_bytes
+    unit = math.lcm(slot_bytes, mmap.PAGESIZE)
+    if unit > limit:
+        unit = mmap.PAGESIZE
+    return limit // unit * unit
+
+
+class Registration:
+    """The page-locking of one mapping, which belongs to this object from now on."""
+
+    def __init__(
+        self,
+        mapping: Mapping,
+        registrar: PinnedRegistrar,
+        piece_bytes: int,
+        num_threads: int | None = None,
+        rest: float | None = None,
+        room: MemoryRoom | None = None,
+    ) -> None:
+        self._mapping = mapping
+        self._pieces = Pieces(mapping, registrar, piece_bytes)
+        self._num_threads = NUM_THREADS if num_threads is None else num_threads
+        self._rest = REST if rest is None else rest
+        self._room = room
+        self._started = time.monotonic()
+        self._background = False
+        self._driver_turn = threading.Lock()
+        # Guards all below. Its lock is reentrant: `release` runs as a finaliser, anywhere.
+        self._changed = threading.Condition()
+        self._next_piece = 0
+        self._failures: dict[int, Exception] = {}
+        # Bytes without pages of the pieces that are taken, which no reading shows yet.
+        self._missing: dict[int, int] = {}
+        self._short = False
+        self._running_threads = 0
+        self._stopping = False
+        self._released = False
+
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes from the first on that are registered without a gap."""
+        return self._pieces.ready_bytes
+
+    def start(self, *, background: bool) -> None:
+        """Register the first piece on this thread and the others on threads of their own.
+
+        Returns after the first with `background`, else after all. Raises `PinnedMemoryError` if one
+        of these fails, and then waits for no more than is running. A failure in the background is
+        logged: what was registered before it stays usable. The first piece is taken whatever room
+        there is. For the others a lack of room is a failure, or in the background a wait.
+        """
+        first = self._claim()
+        assert first == 0, "a registration is started once"
+        self._register(first)
+        self._background = background  # from here on: the caller waits for the first piece
+        if not self._failures and self._pieces.count > 1:
+            self._start_threads()
+            if not background:
+                self.wait(None)
+        if self._failures and not (background and self.ready_bytes):
+            raise PinnedMemoryError(self._describe_failure()) from self._first_failure()
+
+    def wait(self, timeout_seconds: float | None) -> bool:
+        """Block until no thread runs any more; False on timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._running_threads, timeout_seconds)
+
+    def release(self) -> None:
+        """Stop, unregister and unmap; on the last thread that still runs, if one does. Call once.
+
+        Nobody may be able to reach the memory.
+        """
+        with self._changed:
+            self._stopping = self._released = True
+            if self._running_threads:
+                self._changed.notify_all()  # those that wait for room
+                return
+        self._pieces.close()
+
+    # -- threads -------------------------------------------------------------------------------
+
+    def _start_threads(self) -> None:
+        count = min(self._num_threads, self._pieces.count - 1, len(os.sched_getaffinity(0)))
+        # A thread that the interpreter leaves behind in the driver at exit could end in a crash.
+        atexit.register(self._stop)
+        # None claims a piece, or ends, before all are counted.
+        with self._changed:
+            for _ in range(count):
+                threading.Thread(target=self._work, name="kv-swap-pin", daemon=True).start()
+                self._running_threads += 1
+
+    def _work(self) -> None:
+        while (piece := self._claim()) is not None:
+            self._register(piece)
+        with self._changed:
+            if self._running_threads > 1:
+                self._running_threads -= 1
+                return
+        self._settle()
+        with self._changed:
+            self._running_threads = 0
+            self._changed.notify_all()
+            released = self._released
+        if released:
+            self._pieces.close()
+
+    def _claim(self) -> int | None:
+        """Return the next piece; `None` if there is none, one has failed, or it is time to stop."""
+        with self._changed:
+            if self._is_over() or self._next_piece == self._pieces.count:
+                return None
+            piece = self._next_piece
+            start, end = self._pieces.range(piece)
+            self._missing[piece] = end - start
+            self._next_piece += 1
+            return piece
+
+    def _is_over(self) -> bool:
+        """Whether no thread begins anything any more: it is time to stop, or a piece has failed."""
+        return self._stopping or bool(self._failures)
+
+    def _register(self, piece: int) -> None:
+        start, end = self._pieces.range(piece)
+        spare_bytes = 0
+        try:
+            for offset in range(start, end, POPULATE_BYTES):
+                if spare_bytes < CAREFUL_BYTES:
+                    spare_bytes = self._wait_for_room(piece)
+                if self._stopping or spare_bytes < 0:
+                    return
+                nbytes = min(POPULATE_BYTES, end - offset)
+                self._mapping.populate(offset, nbytes)
+                with self._changed:
+                    self._missing[piece] -= nbytes
+            with self._driver_turn:
+                if not self._stopping:
+                    self._lock(piece)
+        except Exception as error:  # noqa: BLE001 - a thread that ends unheard leaves memory behind
+            with self._changed:
+                self._failures[piece] = error
+        finally:
+            with self._changed:
+                del self._missing[piece]
+                self._changed.notify_all()  # those that wait for room
+
+    def _wait_for_room(self, piece: int) -> int:
+        """Block until a piece's other pages leave the headroom free; return what is left above it.
+
+        Pieces that begin before it come first, so that slots become ready in order. Returns less
+        than 0 where it is time to stop, or another piece has failed. Raises `MemoryError` instead
+        of waiting where `start` waits for the piece.
+        """
+        if self._room is None or piece == 0:
+            return sys.maxsize
+        while True:
+            with self._changed:
+                if self._is_over():
+                    return -1
+                nbytes = sum(missing for p, missing in self._missing.items() if p <= piece)
+                lowest = min(self._missing)
+            spare_bytes, figures = self._room.spare_bytes(nbytes)
+            if spare_bytes >= 0:
+                return spare_bytes
+            if not self._background:
+                raise MemoryError(figures)
+            with self._changed:
+                # Pieces before it may still end well: then the figure would be too small.
+                first = not self._short and piece == lowest
+                self._short |= first
+            if first:
+                logger.warning(
+                    "host memory is short: the pool keeps %d of %d bytes, and grows when memory is "
+                    "free: %s; free memory, or use a smaller pool",
+                    self.ready_bytes,
+                    self._mapping.nbytes,
+                    figures,
+                )
+            with self._changed:
+                self._changed.wait_for(functools.partial(self._has_news, lowest), RETRY_SECONDS)
+
+    def _has_news(self, lowest: int) -> bool:
+        """Whether a thread that waits should look again: `lowest` was the first piece taken."""
+        return self._is_over() or min(self._missing) != lowest
+
+    def _lock(self, piece: int) -> None:
+        """Register a piece that has its pages, then rest. Call with the driver's turn."""
+        began = time.monotonic()
+        self._pieces.lock(piece)
+        if self._background:
+            time.sleep(self._rest * (time.monotonic() - began))
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()  # those that wait for room
+        self.wait(_EXIT_SECONDS)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """End the background work, on its last thread: undo what no slot can use, and report."""
+        atexit.unregister(self._stop)
+        if self._failures:
+            self._pieces.unlock_behind_gap()
+            if self._background:
+                logger.error("%s", self._describe_failure())
+        elif self._background and self.ready_bytes == self._mapping.nbytes:
+            logger.info(
+                "page-locked %d bytes %s, in %.1f s",
+                self.ready_bytes,
+                self._mapping.describe(),
+                time.monotonic() - self._started,
+            )
+
+    def _first_failure(self) -> Exception:
+        return self._failures[min(self._failures)]
+
+    def _describe_failure(self) -> str:
+        start, end = self._pieces.range(min(self._failures))
+        kept = ""
+        if self._background and self.ready_bytes:
+            kept = f"only the first {self.ready_bytes} are used; "
+        return (
+            f"cannot page-lock {self._mapping.nbytes} bytes of host memory: registering bytes "
+            f"{start} to {end} failed with {self._first_failure()}; {kept}"
+            f"{describe_limits()}; use a smaller pool, raise the limit, or free memory"
+        )

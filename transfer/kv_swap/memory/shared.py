@@ -1,0 +1,212 @@
+"""Memory that several processes of one host map: processes that want the same bytes keep them once.
+
+It is a memfd: no file names it, so `/dev/shm` and its size do not matter, and when the last process
+that has it ends, in whatever way, it is gone. Others get it from its creator, through a socket in
+Linux' abstract namespace, which vanishes with the creator too. Only processes of the same user get
+it.
+
+Memory model. Host memory is coherent between processes and with a device that has completed its
+copy: who has heard of a store's completion, by whatever message, sees its bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+from types import TracebackType
+
+from kv_swap.errors import PinnedMemoryError
+from kv_swap.memory.limits import describe_limits
+from kv_swap.memory.numa import prefer_node
+
+_ANSWER_SECONDS = 5.0
+"""Bound of the wait for an answer of the other process, once it is connected."""
+
+_RETRY_SECONDS = 0.02
+
+
+class SharedMemory:
+    """A handle on shared memory of `nbytes`, for `HostArena(shared=...)`; a context manager.
+
+    An arena needs the handle only while it is constructed. The creator keeps its own open until all
+    peers have attached (`wait_attached`). Close it: open, it keeps the memory.
+    """
+
+    def __init__(self, fd: int, nbytes: int, offer: _Offer | None) -> None:
+        self._fd = fd
+        self.nbytes = nbytes
+        self._offer = offer
+
+    @classmethod
+    def create(cls, name: str, nbytes: int, num_peers: int) -> SharedMemory:
+        """Make memory of exactly `nbytes`, zero, and offer it to `num_peers` other processes.
+
+        `name` is unique on the host. Takes no memory yet.
+
+        Raises `PinnedMemoryError` if the machine does not have the memory, or the name is taken.
+        """
+        mapped_bytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        fd = os.memfd_create(f"kv-swap-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # Linux promises shared memory of any size, and ends a process when it runs out. A
+            # private mapping that could never be filled is refused: ask for one.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            mmap.mmap(-1, mapped_bytes, flags=flags).close()
+            os.ftruncate(fd, mapped_bytes)
+            # A file that shrinks would end whoever has mapped it.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        except (OSError, OverflowError, ValueError) as error:
+            os.close(fd)
+            raise PinnedMemoryError(
+                f"cannot share {mapped_bytes} bytes of host memory: {error}; {describe_limits()}; "
+                f"use a smaller pool or free memory"
+            ) from error
+        try:
+            offer = _Offer(name, os.dup(fd), num_peers) if num_peers else None
+        except OSError as error:
+            os.close(fd)
+            raise PinnedMemoryError(
+                f"cannot offer shared memory as {name!r}: {error}; give each shared memory of "
+                f"the host a name of its own, of less than 90 letters"
+            ) from error
+        return cls(fd, nbytes, offer)
+
+    @classmethod
+    def attach(cls, name: str, nbytes: int, timeout_seconds: float) -> SharedMemory:
+        """Get the memory that another process creates under `name`, now or within the timeout.
+
+        Raises `PinnedMemoryError` if nobody offers it in time, or it has another size.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while (fd := _ask(name)) is None:
+            if time.monotonic() >= deadline:
+                raise PinnedMemoryError(
+                    f"no process of this user offered shared memory {name!r} of {nbytes} bytes "
+                    f"within {timeout_seconds:.0f} s: the process that creates it did not start or "
+                    f"runs on another host or in another network namespace; see its log"
+                )
+            time.sleep(_RETRY_SECONDS)
+        size = os.fstat(fd).st_size
+        if size != -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE:
+            os.close(fd)
+            raise PinnedMemoryError(
+                f"shared memory {name!r} has {size} bytes, this process wants {nbytes}: have "
+                f"all that share it ask for the same"
+            )
+        return cls(fd, nbytes, None)
+
+    def fileno(self) -> int:
+        """Return the file descriptor to map; valid until `close`."""
+        return self._fd
+
+    def prefer_node(self, node: int, part: int, num_parts: int) -> bool:
+        """Have the pages of one of `num_parts` equal parts come from a NUMA node while it has some.
+
+        For pages that nobody has touched yet, in any process. False where the system refuses.
+        """
+        pages = -(-self.nbytes // mmap.PAGESIZE)
+        first, end = (pages * bound // num_parts * mmap.PAGESIZE for bound in (part, part + 1))
+        if first == end:
+            return True
+        # The policy belongs to the file's range, not to the mapping through which it was set.
+        with mmap.mmap(self._fd, end - first, flags=mmap.MAP_SHARED, offset=first) as memory:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            return prefer_node(address, end - first, node)
+
+    def wait_attached(self, timeout_seconds: float) -> bool:
+        """Block until every peer has its handle; False on timeout. True for a peer."""
+        return self._offer is None or self._offer.ended.wait(timeout_seconds)
+
+    def close(self) -> None:
+        """Close the handle and end the offer. Idempotent. What is mapped stays mapped."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if self._offer is not None:
+            self._offer.end()
+
+    def __enter__(self) -> SharedMemory:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Offer:
+    """Hands out `fd`, which it owns, from a thread, until `num_peers` processes have taken it."""
+
+    def __init__(self, name: str, fd: int, num_peers: int) -> None:
+        self.ended = threading.Event()
+        self._fd = fd
+        self._peers_left = num_peers
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(_address(name))
+            self._listener.listen(num_peers)
+        except OSError:
+            self._listener.close()
+            os.close(fd)
+            raise
+        self._thread = threading.Thread(target=self._serve, name="kv-swap-share", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with self._listener:
+            while self._peers_left:
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError:
+                    break  # `end` was called
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(_ANSWER_SECONDS)
+                    if _is_own_user(connection):
+                        socket.send_fds(connection, [b"m"], [self._fd])
+                        self._peers_left -= connection.recv(1) == b"k"
+        os.close(self._fd)
+        if not self._peers_left:
+            self.ended.set()
+
+    def end(self) -> None:
+        """Offer no longer, and give the name free; waits for a peer that is just taking it."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(2 * _ANSWER_SECONDS)
+
+
+def _ask(name: str) -> int | None:
+    """Return a file descriptor from the process that offers `name`; `None` if there is none."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_ANSWER_SECONDS)
+        try:
+            connection.connect(_address(name))
+            if not _is_own_user(connection):
+                return None
+            _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+            if fds:
+                connection.send(b"k")
+        except OSError:
+            return None
+    return fds[0] if fds else None
+
+
+def _address(name: str) -> str:
+    return f"\0kv-swap/{name}"
+
+
+def _is_own_user(connection: socket.socket) -> bool:
+    """Ask the kernel whether the process at the other end is of this user."""
+    credentials = struct.Struct("3i")
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+    return bool(credentials.unpack(raw)[1] == os.getuid())
