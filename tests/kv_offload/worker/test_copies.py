@@ -93,11 +93,11 @@ def test_a_sleeping_rank_lets_go_of_the_kv_tensors_and_takes_them_again(gate: Ga
     threading.Timer(0.1, gate.opened.set).start()
     rank.half.unregister_kv_caches()
     assert rank.transfer.wait(0), "a copy would run while its memory is unmapped"
-    assert rank.transfer.hold(()) == ()
+    assert rank.transfer.keep_alive(()) == ()
     rank.half.unregister_kv_caches()
     rank.half.restore_kv_caches()
     rank.half.restore_kv_caches()
-    (held,) = rank.transfer.hold([rank.kv])
+    (held,) = rank.transfer.keep_alive([rank.kv])
     assert held is rank.kv
     rank.kv[:] = -1
     rank.step(loads=[load(0, "a", (5, 2))])
