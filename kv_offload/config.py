@@ -113,7 +113,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key as error messages, the command line and docs/configuration.md describe it."""
+    """One key as error messages, the command line and docs/use/configuration.md describe it."""
 
     name: str
     type: Any

@@ -1,1 +1,10 @@
-"""Which key is in which slot of host memory; no engine, no device, pure Python and NumPy."""
+"""Which block is in which slot of the host cache, and which prefix of a request it can serve.
+
+- `manager`: stores, loads, evictions and resets; the rest of the package talks to it.
+- `index`: which key is in which slot, on a `key_map`.
+- `policies`: which slot is reused next.
+- `prefix`: from the tokens of a request to keys, and the longest prefix that can be loaded.
+- `slots`: the types that they share.
+
+Pure Python and NumPy: nothing here imports an engine, a device or another folder of `kv_offload`.
+"""

@@ -18,8 +18,8 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kv_offload.cache.policies import Slots
 from kv_offload.cache.prefix import SlotKey
+from kv_offload.cache.slots import Slots
 from kv_offload.engine import Request
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kv_offload.cache.manager import CacheManager
-from kv_offload.cache.policies import Slots
+from kv_offload.cache.slots import Slots
 from kv_offload.engine import BlockPool
 from kv_offload.messages import JobResult, StoreJob
 

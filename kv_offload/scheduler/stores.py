@@ -10,8 +10,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kv_offload.cache.manager import NO_SLOTS, CacheManager
+from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import CacheGroup, PrefixMap, SlotKey
+from kv_offload.cache.slots import NO_SLOTS
 from kv_offload.engine import BlockPool
 from kv_offload.messages import JobResult, StoreJob
 from kv_offload.metrics import SkipReason

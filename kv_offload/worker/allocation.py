@@ -14,6 +14,7 @@ from kv_swap.layout import KVLayout
 from kv_swap.memory.shared import SharedMemory
 
 from kv_offload.config import OffloadConfig
+from kv_offload.engine import KVCaches
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.worker.capacity import growing_room
 from kv_offload.worker.sharing import ALONE, Peers, arena_bytes, open_shared_memory
@@ -55,8 +56,8 @@ def transfer_kind(config: OffloadConfig, device: torch.device) -> EngineKind:
         if config.transfer_engine in ("auto", kind):
             return kind
     raise ConfigError(
-        f"transfer_engine is {config.transfer_engine!r}, but the KV cache of this "
-        f"engine is on {device}: use 'auto' or {' or '.join(map(repr, fitting))}"
+        f"transfer_engine is {config.transfer_engine!r}, but the KV cache of this engine is on "
+        f"{device}: use 'auto' or {' or '.join(map(repr, fitting))}"
     )
 
 
@@ -65,19 +66,18 @@ def allocate(
     num_ranks: int,
     peers: Peers,
     kind: EngineKind,
-    layout: KVLayout,
+    caches: KVCaches,
     layers: Sequence[str],
-    tensors: Sequence[torch.Tensor],
     output_copy_stream: torch.cuda.Stream | None,
 ) -> Allocation:
-    """Allocate a rank's arena, and build the transfer engine, which holds the arena and `tensors`.
+    """Allocate a rank's arena, and build the transfer engine, which holds it and the KV tensors.
 
-    `layout` and `layers` describe the KV tensors. `peers` have the same KV bytes: they share one
-    arena, or each has its own if one of them cannot share. Then the allocation's peers are `ALONE`.
-    Waits for the slowest peer. Raises `CapacityError`.
+    `peers` have the same KV bytes. They share one arena, or each has its own if one of them cannot
+    share: then the allocation's peers are `ALONE`. Peers must have the same `layers`, in the order
+    in which the engine registered them. Waits for the slowest peer. Raises `CapacityError`.
     """
     started = time.monotonic()
-    device = tensors[0].device
+    layout, device = caches.layout, caches.tensors[0].device
     shared = None
     if peers.count > 1:
         shared = _open_shared_memory(config, num_ranks, peers, kind, layout, layers, device)
@@ -90,7 +90,7 @@ def allocate(
             layout,
             num_slots,
             device=device,
-            keep_alive=tensors,
+            keep_alive=caches.tensors,
             output_copy_stream=output_copy_stream,
             shared=shared,
             room=growing_room(),

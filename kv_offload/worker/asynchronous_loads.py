@@ -42,7 +42,7 @@ class AsynchronousLoads:
             self._start(self._to_start.popleft())
 
     def fail_those_not_started(self) -> None:
-        """Report as failed what an error kept from starting."""
+        """Report the loads of this step that an error kept from starting as failed."""
         while self._to_start:
             self._reports.load_ended(self._to_start.popleft(), failed=True)
 

@@ -1,7 +1,7 @@
 """A rank's stores: queued at the end of a step, submitted at the start of the next one.
 
 So their copies delay neither the copy of the sampled tokens nor the compute of their own step.
-Nobody may write a source block until the store has ended on all ranks: the scheduler pins it.
+Nothing may write a source block until the store has ended on all ranks, so the scheduler pins it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Stores:
             self._next_job_id = job.job_id + 1
 
     def fail(self, jobs: Iterable[StoreJob]) -> None:
-        """Report jobs as failed that could not be queued."""
+        """Report jobs that could not be queued as failed."""
         for job in jobs:
             self._next_job_id = job.job_id + 1
             self._end(job.job_id, ok=False)

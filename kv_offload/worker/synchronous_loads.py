@@ -60,9 +60,11 @@ class SynchronousLoads:
 
     def take(self, jobs: Sequence[LoadJob]) -> None:
         """Take in the loads of a step; end the arrival of a step that was cut short."""
-        self._end_arrival()
+        cut_short, self._arriving = self._arriving, None
         if jobs:
             self._arriving = Arrival(jobs, self._copies, self._reports, self._log)
+        if cut_short is not None:
+            self._end(cut_short)
 
     def start(self) -> None:
         """Start this step's loads, unless they were; a failure is kept for `make_forward_wait`."""
@@ -143,7 +145,9 @@ class SynchronousLoads:
         self.on_layer = None
         if self.waves.forward_ended():
             self._set_waves()
-        self._end_arrival()
+        arrival, self._arriving = self._arriving, None
+        if arrival is not None:
+            self._end(arrival)
 
     def _set_waves(self) -> None:
         cut = self.waves.cut
@@ -160,10 +164,9 @@ class SynchronousLoads:
             len(cut.wave_of),
         )
 
-    def _end_arrival(self) -> None:
+    def _end(self, arrival: Arrival) -> None:
         """Have the compute stream wait for all waves; lose the loads if a layer did not call."""
-        arrival, self._arriving = self._arriving, None
-        if arrival is None or self._copies.transfer is None:
+        if self._copies.transfer is None:
             return
         error, missed = arrival.error, []
         if arrival.phase is Phase.NOT_STARTED:

@@ -1,7 +1,7 @@
 """A rank's half of the connector: starts and ends it, and runs each step in order.
 
-What a step moves, and what is told of it, is in the modules beside this one: `stores`,
-`synchronous_loads`, `asynchronous_loads` and `reports`, over the transfer engine in `copies`.
+`stores`, `synchronous_loads` and `asynchronous_loads` know what a step moves, and `reports` what the
+scheduler is told of it. `copies` has the transfer engine, which they share.
 """
 
 from __future__ import annotations
@@ -83,24 +83,22 @@ class OffloadWorker:
         """
         self._count_weight_loads = self._rank_engine.count_weight_loads()
         caches = self._rank_engine.describe_kv_caches(kv_caches)
-        layout = caches.layout
         kind = transfer_kind(self._config, caches.tensors[0].device)
-        stream = None if kind == "host" else self._rank_engine.find_output_copy_stream()
+        stream = self._rank_engine.find_output_copy_stream() if kind != "host" else None
         mine = allocate(
             self._config,
             self._num_ranks,
             self._stores.peers,
             kind,
-            layout,
+            caches,
             tuple(kv_caches),
-            caches.tensors,
             stream,
         )
         self._copies.transfer = mine.transfer
         self._stores.peers = mine.peers
         self.num_slots = mine.num_slots
         if mine.transfer.can_load_in_waves:
-            page_bytes = [region.page_bytes for region in layout.regions]
+            page_bytes = [region.page_bytes for region in caches.layout.regions]
             self._synchronous.waves = LayerWaves(caches.regions_of_layer, page_bytes)
         logger.info(
             "kv-offload: rank %d holds %s; stores wait for %s",
@@ -177,16 +175,16 @@ class OffloadWorker:
         """Start this step's copies if they were not, and have its forward wait for what it reads.
 
         Called before the forward, after all else that the engine does for the step. The compute
-        stream waits for the synchronous loads; or for their first wave, if the layers wait for the
-        others. What failed of them until now is made good now.
+        stream waits for the synchronous loads, or for their first wave if the layers wait for the
+        others. Loads that have failed by now are made good now.
         """
         self.start_copies(metadata)
         self._synchronous.make_forward_wait(self._rank_engine.forward_with_layer_calls())
 
     def rescue(self, metadata: OffloadMetadata) -> None:
-        """Account for the loads of a step in which an error kept `start_kv_transfers` from its end.
+        """Make the loads of a step good in which `start_kv_transfers` raised.
 
-        What the forward reads is copied at once; asynchronous loads that have not started fail.
+        What the forward reads is copied at once. Asynchronous loads that have not started fail.
         """
         if self._started_for is not metadata:
             self._take_loads(metadata)
@@ -216,9 +214,9 @@ class OffloadWorker:
             self._synchronous.forward_ended()
 
     def end_step_anyhow(self, metadata: OffloadMetadata) -> None:
-        """End a step of which an error has kept the report of loads from being made.
+        """End a step in which an error kept the report of loads from being made.
 
-        Its stores that were not queued fail.
+        Its stores fail if they were not queued yet.
         """
         self._reports.received_were_not_told()
         if self._ended_for is not metadata:

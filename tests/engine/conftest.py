@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.harness import Copies
+from tests.engine.harness import Copies, engine
+from tests.support import imports
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,6 +23,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_imports(model_folder: Path) -> Iterator[None]:
+    """Keep modules out of garbage collections; a first engine imports what vLLM imports late."""
+    with engine(model_folder):
+        pass
+    with imports.frozen():
+        yield
+
+
+@pytest.fixture(
+    params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["forked", "spawned"]
+)
+def forks(request: pytest.FixtureRequest) -> bool:
+    """How an engine starts its processes: spawned ones import vLLM for themselves."""
+    return bool(request.param)
 
 
 @pytest.fixture

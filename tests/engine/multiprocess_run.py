@@ -27,7 +27,12 @@ LOGPROB_TOLERANCE = 1e-3
 
 
 def run_engine(
-    models: Path, kind: str, arguments: dict[str, Any], **environment: str
+    models: Path,
+    kind: str,
+    arguments: dict[str, Any],
+    *,
+    forks: bool = False,
+    **environment: str,
 ) -> dict[str, Any]:
     """Run `main` in a process of its own; return what it found.
 
@@ -35,7 +40,7 @@ def run_engine(
     members of a MultiConnector.
     """
     result: dict[str, Any] = run_module(
-        "tests.engine.multiprocess_run", models, kind, arguments, **environment
+        "tests.engine.multiprocess_run", models, kind, arguments, forks=forks, **environment
     )
     return result
 

@@ -192,10 +192,10 @@ def test_what_the_other_member_failed_to_load_is_not_stored(
         running.assert_nothing_left()
 
 
-def test_ranks_in_processes_of_their_own(model_folder: Path) -> None:
+def test_ranks_in_processes_of_their_own(model_folder: Path, forks: bool) -> None:
     """Capacities, reports and stats cross processes; the smallest rank's slots count."""
     arguments = {"tensor_parallel_size": 2, "sleep": True, "beside": True}
-    check(run_engine(model_folder, "qwen3", arguments), 2)
+    check(run_engine(model_folder, "qwen3", arguments, forks=forks), 2)
 
 
 # -- what is refused ---------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tests.support.processes import run_module
 
 
 @pytest.mark.parametrize(("kind", "partition"), [("qwen3", "1,1"), ("gemma3", "3,1")])
-def test_stages_of_a_pipeline(model_folder: Path, kind: str, partition: str) -> None:
+def test_stages_of_a_pipeline(model_folder: Path, forks: bool, kind: str, partition: str) -> None:
     """With `3,1` the stages' blocks have different sizes, and so have their slots."""
     arguments = {
         "pipeline_parallel_size": 2,
@@ -22,7 +22,8 @@ def test_stages_of_a_pipeline(model_folder: Path, kind: str, partition: str) -> 
         "compilation_config": {"mode": 1, "backend": "eager"},
         "sleep": True,
     }
-    check(run_engine(model_folder, kind, arguments, VLLM_PP_LAYER_PARTITION=partition), ranks=2)
+    stages = {"VLLM_PP_LAYER_PARTITION": partition}
+    check(run_engine(model_folder, kind, arguments, forks=forks, **stages), ranks=2)
 
 
 LATENT = {"block_size": 16, "enable_chunked_prefill": False}
@@ -32,12 +33,12 @@ LATENT = {"block_size": 16, "enable_chunked_prefill": False}
 @pytest.mark.skipif(
     vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
 )
-def test_ranks_with_latent_attention_keep_their_bytes_once(model_folder: Path) -> None:
+def test_ranks_with_latent_attention_keep_their_bytes_once(model_folder: Path, forks: bool) -> None:
     arguments = {"tensor_parallel_size": 2, "sleep": True, **LATENT}
-    check(run_engine(model_folder, "deepseek_v2", arguments), ranks=2, sharing=2)
+    check(run_engine(model_folder, "deepseek_v2", arguments, forks=forks), ranks=2, sharing=2)
 
 
-def test_replicas_of_data_parallelism(model_folder: Path) -> None:
+def test_replicas_of_data_parallelism(model_folder: Path, forks: bool) -> None:
     """Replicas of a model with experts step together, with dummy batches; others do not."""
     case = ("qwen3", {}) if vllm_version() < (0, 32) else ("deepseek_v2", LATENT)
-    replica_run.check(run_module("tests.engine.replica_run", model_folder, *case))
+    replica_run.check(run_module("tests.engine.replica_run", model_folder, *case, forks=forks))

@@ -10,6 +10,6 @@ from tests.engine.multiprocess_run import check, run_engine
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_round_trip_reset_and_sleep(model_folder: Path, ranks: int) -> None:
+def test_round_trip_reset_and_sleep(model_folder: Path, forks: bool, ranks: int) -> None:
     arguments = {"tensor_parallel_size": ranks, "sleep": True}
-    check(run_engine(model_folder, "qwen3", arguments), ranks)
+    check(run_engine(model_folder, "qwen3", arguments, forks=forks), ranks)

@@ -16,8 +16,10 @@ from tests.engine.harness import Copies, engine, prompts_with_shared_prefix
 from tests.support.processes import run_module
 
 
-def test_host_memory_outlives_a_sleep_of_level_1_and_nothing_else(model_folder: Path) -> None:
-    result = run_module("tests.engine.sleep_run", model_folder, {}, timeout_seconds=300)
+def test_host_memory_outlives_a_sleep_of_level_1_and_nothing_else(
+    model_folder: Path, forks: bool
+) -> None:
+    result = run_module("tests.engine.sleep_run", model_folder, {}, forks=forks)
     expected, from_cache = result.pop("expected")
     assert expected == from_cache
     for event, (answers, _) in result.items():

@@ -1,4 +1,4 @@
-"""Run every test that needs a GPU and print the table of docs/support.md with what became of it.
+"""Run every test that needs a GPU and print the tables of docs/use/support.md with the results.
 
 usage: python -m tests.gpu.support_table [PYTEST_ARGUMENTS...]
 
@@ -73,10 +73,10 @@ def main() -> int:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-v", "tests/gpu", f"--junitxml={report}"]
         status = subprocess.run([*command, *sys.argv[1:]], cwd=ROOT, check=False).returncode
-        table, missing = annotate((ROOT / "docs" / "support.md").read_text(), outcomes(report))
+        table, missing = annotate((ROOT / "docs/use/support.md").read_text(), outcomes(report))
     print(table)
     for citation in missing:
-        print(f"docs/support.md cites a GPU test that did not run: {citation}", file=sys.stderr)
+        print(f"docs/use/support.md cites a GPU test that did not run: {citation}", file=sys.stderr)
     return status or int(bool(missing))
 
 

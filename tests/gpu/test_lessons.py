@@ -1,4 +1,4 @@
-"""What `docs/lessons.md` tells, on a device: each protection, and what comes back without it."""
+"""What `docs/design/lessons.md` tells, on a device: with each protection, and without it."""
 
 from __future__ import annotations
 

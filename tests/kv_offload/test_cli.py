@@ -13,7 +13,7 @@ from kv_offload.cli.main import main
 from kv_offload.config import SCHEMA, load_config
 from kv_offload.host_memory import HostMemory
 
-DOCS = Path(__file__).parents[2] / "docs/configuration.md"
+DOCS = Path(__file__).parents[2] / "docs/use/configuration.md"
 PRINT_LAST = "import sys; print(sys.argv[-1])"
 
 

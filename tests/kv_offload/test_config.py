@@ -18,7 +18,7 @@ from kv_offload.host_memory import HostMemory
 
 GIB = 1 << 30
 HOST = HostMemory(64 * GIB, "/proc/meminfo")
-DOCS = Path(__file__).parents[2] / "docs/configuration.md"
+DOCS = Path(__file__).parents[2] / "docs/use/configuration.md"
 DEFAULTS = OffloadConfig(
     cpu_bytes=16 * GIB,
     eviction_policy="lru",

@@ -139,9 +139,7 @@ class HeadEngine(HarshEngine):
                 request.block_hashes, group, 0, len(request.block_hashes)
             )
         }
-        for key, slot in manager._slot_of.items():
-            if not manager.lookup(key):
-                continue
+        for key, slot in manager.readable_slots().items():
             group_id = group_of[key].group_id
             names = self.known[key] - group_id
             for rank in self.ranks:

@@ -1,4 +1,4 @@
-"""What `docs/lessons.md` tells, where no device and no engine is needed: with and without."""
+"""What `docs/design/lessons.md` tells, as far as no device and no engine is needed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_keys_follow_the_blocks_of_the_final_configuration(monkeypatch: pytest.M
 
 
 def test_every_test_that_the_page_names_exists() -> None:
-    page = (ROOT / "docs" / "lessons.md").read_text()
+    page = (ROOT / "docs/design/lessons.md").read_text()
     files = {path: (ROOT / path).read_text() for path in re.findall(r"tests/[\w/]+\.py", page)}
     names = set(re.findall(r"\btest_\w+(?![\w.])", re.sub(r"tests/[\w/]+\.py", "", page)))
     assert len(names) > 20

@@ -38,6 +38,6 @@ def test_every_reason_to_skip_a_store_has_a_counter() -> None:
 
 
 def test_every_metric_is_documented() -> None:
-    rows = (Path(__file__).parents[2] / "docs/metrics.md").read_text().splitlines()
+    rows = (Path(__file__).parents[2] / "docs/use/metrics.md").read_text().splitlines()
     table = [row for row in rows if row.startswith("| `")]
     assert table == [f"| `{m.name}` | {m.kind} | {m.documentation} |" for m in METRICS]

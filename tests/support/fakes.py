@@ -971,9 +971,7 @@ class PlayedEngine:
         self._learn_keys()
         manager = self.offload.manager
         manager.check_integrity()
-        for key, slot in manager._slot_of.items():
-            if not manager.lookup(key):
-                continue
+        for key, slot in manager.readable_slots().items():
             expected = self.known[key]
             for rank, played in enumerate(self.ranks):
                 own = expected[self.model.is_own(rank, np.arange(len(expected)))]

@@ -15,18 +15,24 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_module(
-    module: str, *arguments: object, timeout_seconds: float = 500, **environment: str
+    module: str,
+    *arguments: object,
+    timeout_seconds: float = 500,
+    forks: bool = False,
+    **environment: str,
 ) -> Any:
     """Run `python -m module`; return what it gave to `print_result`.
 
     Arguments that are not text or paths are passed as JSON. The process sees this checkout before
-    any installed copy, and `environment` besides what this process has. One that takes longer than
-    `timeout_seconds` is ended, and the assertion says where each of its threads was.
+    any installed copy, and `environment` besides what this process has. With `forks` its engines
+    fork their processes, as in `forked`. One that takes longer than `timeout_seconds` is ended, and
+    the assertion says where each of its threads was.
     """
     words = [str(a) if isinstance(a, str | Path) else json.dumps(a) for a in arguments]
+    modules = ["tests.support.forked", module] if forks else [module]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     process = subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", "-m", module, *words],
+        [sys.executable, "-X", "faulthandler", "-m", *modules, *words],
         cwd=ROOT,
         env={
             **os.environ,

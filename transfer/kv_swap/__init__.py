@@ -1,4 +1,4 @@
-"""Copies KV blocks between an engine's KV cache and host memory, asynchronously.
+"""Copies blocks between a KV cache and host memory, asynchronously.
 
 Describe the cache (`TensorDescription`, `KVLayout`), make an engine (`create_engine`), give it jobs
 (`SwapJob`) and poll it for completions: `transfer/example.py`. This package knows no inference

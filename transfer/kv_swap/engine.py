@@ -19,9 +19,9 @@ class Direction(enum.Enum):
     """Which way a job copies."""
 
     LOAD = "load"
-    """Host memory to the engine's KV cache."""
+    """Host memory to the KV cache."""
     STORE = "store"
-    """The engine's KV cache to host memory."""
+    """The KV cache to host memory."""
 
 
 @dataclass(frozen=True, slots=True)

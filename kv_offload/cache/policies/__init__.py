@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kv_offload.cache.policies.arc import ARCPolicy
-from kv_offload.cache.policies.base import EvictionPolicy, Key, Slots
+from kv_offload.cache.policies.base import EvictionPolicy
 from kv_offload.cache.policies.lru import LRUPolicy
 from kv_offload.errors import ConfigError
 
-__all__ = ["POLICIES", "ARCPolicy", "EvictionPolicy", "Key", "LRUPolicy", "Slots", "make_policy"]
+__all__ = ["POLICIES", "ARCPolicy", "EvictionPolicy", "LRUPolicy", "make_policy"]
 
 POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRUPolicy, "arc": ARCPolicy}
 

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kv_offload.cache.policies.base import EvictionPolicy, Key, Slots
+from kv_offload.cache.policies.base import EvictionPolicy
 from kv_offload.cache.policies.ghosts import GhostList
 from kv_offload.cache.policies.recency import RecencyList
+from kv_offload.cache.slots import Key, Slots
 
 
 class ARCPolicy(EvictionPolicy):

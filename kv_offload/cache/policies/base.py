@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kv_offload.cache.slots import Key, Slots
 from kv_offload.errors import CapacityError
-
-Key: TypeAlias = Hashable
-"""The name of a block's contents: opaque and hashable."""
-
-Slots: TypeAlias = NDArray[np.int32]
-"""Slot numbers, shape `(n,)`. Batches, because a prompt has thousands of blocks."""
 
 
 class EvictionPolicy(ABC):

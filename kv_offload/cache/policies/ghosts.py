@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kv_offload.cache.policies.base import Key
-from kv_offload.cache.policies.key_map import KeyMap
+from kv_offload.cache.key_map import KeyMap
 from kv_offload.cache.policies.recency import RecencyList
+from kv_offload.cache.slots import Key
 
 
 class GhostList:

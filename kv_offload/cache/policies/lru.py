@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kv_offload.cache.policies.base import EvictionPolicy, Key, Slots
+from kv_offload.cache.policies.base import EvictionPolicy
 from kv_offload.cache.policies.use_log import UseLog
+from kv_offload.cache.slots import Key, Slots
 
 
 class LRUPolicy(EvictionPolicy):

@@ -7,21 +7,19 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache.policies.base import Slots
+from kv_offload.cache.slots import NO_SLOTS, Slots
 
-_CHUNK_ENTRIES = 1024
+CHUNK_ENTRIES = 1024
 """Room of a chunk at least: batches share one, so that single uses are no arrays of their own."""
 
-_SLACK_ENTRIES = 4096
+SLACK_ENTRIES = 4096
 """Stale entries that are not worth dropping."""
 
-_WINDOW_ENTRIES = 64
+WINDOW_ENTRIES = 64
 """Entries looked at in the search of a victim, or as many as are wanted."""
 
 Times = NDArray[np.int64]
 """When slots were used, shape `(n,)`, counted in uses."""
-
-_NO_SLOTS: Slots = np.empty(0, np.int32)
 
 
 class _Chunk:
@@ -88,7 +86,7 @@ class UseLog:
         if self._parked:
             self._parked.difference_update(slots.tolist())
         self._append(slots)
-        if self._entries > 2 * self.length + _SLACK_ENTRIES:
+        if self._entries > 2 * self.length + SLACK_ENTRIES:
             self._drop_stale(2 * len(slots))
 
     def append_new(self, slots: Slots) -> None:
@@ -118,7 +116,7 @@ class UseLog:
             live = self._time[slots] == times
             # Mostly the oldest of all were neither used since nor are they held.
             if np.count_nonzero(live) < passed or np.count_nonzero(held[slots]):
-                slots, times = chunks[0].oldest(max(count, _WINDOW_ENTRIES))
+                slots, times = chunks[0].oldest(max(count, WINDOW_ENTRIES))
                 live = self._time[slots] == times
                 idle = live & ~held[slots]
                 wanted = np.flatnonzero(idle)[:count]
@@ -128,7 +126,7 @@ class UseLog:
             self._drop_oldest(chunks, passed)
             victims.append(slots)
             count -= len(slots)
-        slots = victims[0] if len(victims) == 1 else np.concatenate([_NO_SLOTS, *victims])
+        slots = victims[0] if len(victims) == 1 else np.concatenate([NO_SLOTS, *victims])
         # None of them is parked: what is parked has no entry.
         self._time[slots] = 0
         self.length -= len(slots)
@@ -151,7 +149,7 @@ class UseLog:
     def slots(self) -> Slots:
         """Return the slots that are not parked, from the least to the most recent, in O(n)."""
         live = [self._live(chunk)[0] for chunk in (*self._visited, *self._chunks)]
-        return np.concatenate([_NO_SLOTS, *live])
+        return np.concatenate([NO_SLOTS, *live])
 
     def check_integrity(self) -> None:
         """Check all invariants, in O(n). Raises `AssertionError` naming the first broken."""
@@ -175,7 +173,7 @@ class UseLog:
             taken = chunks[-1].append(slots, times)
             slots, times = slots[taken:], times[taken:]
         if len(slots):
-            chunk = _Chunk(max(len(slots), _CHUNK_ENTRIES))
+            chunk = _Chunk(max(len(slots), CHUNK_ENTRIES))
             chunk.append(slots, times)
             chunks.append(chunk)
 

@@ -251,7 +251,7 @@ def test_an_eviction_of_others_has_the_blocks_looked_up_once(
 def test_an_eviction_of_its_own_shortens_the_answer(clock: list[float]) -> None:
     loads = Loads(num_slots=4)
     kept = loads.keep(range(4))
-    loads.manager.touch([loads.key(slot) for slot in range(3)])
+    loads.manager.prepare_store([loads.key(slot) for slot in range(3)])  # uses them
     assert loads.match("a") == 16
     plan = loads.manager.prepare_store([b"newcomer"])
     assert plan.slots.tolist() == [kept[3]]
@@ -263,7 +263,7 @@ def test_a_proof_that_was_evicted_proves_nothing_any_more(clock: list[float]) ->
     group = CacheGroup(0, 4, sees_next_token=True)
     loads = Loads(group, num_slots=4)
     kept = loads.keep(range(4), group)
-    loads.manager.touch([loads.key(slot) for slot in range(3)])
+    loads.manager.prepare_store([loads.key(slot) for slot in range(3)])  # uses them
     assert loads.match("a") == 12
     assert loads.manager.prepare_store([b"newcomer"]).slots.tolist() == [kept[3]]
     assert loads.match("a") == 8

@@ -7,13 +7,13 @@ costs:
   large ones, `cudaMemcpyAsync` for longer. So a call of the engine queues one slice, at most
   `SLICE_COPIES` copies of `SLICE_BYTES` in all, in pieces of `PIECE_BYTES`. The rest of a job
   follows with later polls. It does not come from a thread: every call of that thread gives the GIL
-  up, and gets it back from an engine that steps in Python only after as much as 5 ms (see
+  up, and gets it back from a caller that steps in Python only after as much as 5 ms (see
   `kv_swap/host/runs.py`), in which the link moves the bytes of 66 pieces. Between the polls of a
   long step the link therefore idles.
 - The copies of others. A copy engine serves a direction first come, first served, over all streams:
   a 2 KiB copy waited 3 to 4 ms behind 256 MiB, be it one batch or pieces on one stream. So pieces
   take turns on two streams, each waiting for the one before: whenever a piece has ended, others'
-  copies are as ready as the next piece. `bench/staging.py` measures what that brings.
+  copies are as ready as the next piece.
 
 Who may touch what is as for every path (`lane.py`). The arrays of a batch are read before
 the call returns.

@@ -190,7 +190,7 @@ class SwapKernel:
     """The two kernels of a family, bound to one layout and one arena.
 
     Keeps the arena alive, but not the KV tensors. The tables of segments are allocated by CUDA
-    itself, past the pools of torch and CuPy: an engine that discards its pool's memory to sleep
+    itself, past the pools of torch and CuPy: a caller that discards its pool's memory to sleep
     leaves them, and graphs that captured their address, intact.
 
     Compiles on first use on a machine (about a second) and synchronises the device: construct it

@@ -1,11 +1,10 @@
 """KV caches in host memory: copies on one worker thread.
 
-Memory model. The forward of an engine on the CPU runs on the thread that calls `submit`, and has
-returned by then; the lock that hands a job over makes its writes visible to the worker. So a store
-sees final bytes without waiting for anything. While a job runs, the worker reads its sources and
-writes its destinations, without the GIL; that nobody else writes either is the caller's promise
-(see `SwapEngine`). A completion is handed back under the same lock, so who has polled it sees its
-bytes.
+Memory model. A forward on the CPU runs on the thread that calls `submit`, and has returned by then;
+the lock that hands a job over makes its writes visible to the worker. So a store sees final bytes
+without waiting for anything. While a job runs, the worker reads its sources and writes its
+destinations, without the GIL; that nobody else writes either is the caller's promise (see
+`SwapEngine`). A completion is handed back under the same lock, so who has polled it sees its bytes.
 
 Lifetime. The worker holds the inner state, which holds arena and KV tensors, and never the engine.
 Dropping the engine, the arena and every view in mid-copy is therefore safe: the worker finishes on
@@ -134,7 +133,9 @@ class HostSwapEngine(SwapEngine):
 
     def await_loads(self) -> None:
         """Copy the waves that are left; all else was copied by `submit`."""
-        self.await_wave(len(self._waves))
+        self._copy_waves(len(self._waves))
+        if self._failure is not None:
+            raise self._failure
 
     def await_wave(self, wave: int) -> None:
         """Copy what is left of the waves up to this one. A failed copy ends the load."""
@@ -178,7 +179,7 @@ class HostSwapEngine(SwapEngine):
     def poll(self) -> list[Completion]:
         """Return what has ended, in the order of its end.
 
-        While something runs the worker gets a chance at the GIL first: an engine that spins through
+        While something runs the worker gets a chance at the GIL first: a caller that spins through
         empty steps, as it does in one process, would otherwise keep it for 5 ms at a time.
         """
         if not self._undelivered:

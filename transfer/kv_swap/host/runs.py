@@ -1,6 +1,6 @@
 """Copies many runs of host memory in one call that releases the GIL once.
 
-A call a run would hand the GIL over and back for each, and an engine that steps in Python keeps it
+A call a run would hand the GIL over and back for each, and a caller that steps in Python keeps it
 for up to 5 ms every time: loading 32 blocks took 230 ms of which 1 ms was copying. The kernel's
 `process_vm_readv` takes a list of runs, also from the own process. Where it is forbidden (some
 container sandboxes) the runs are copied one by one.

@@ -35,7 +35,7 @@ class HostArena:
     are written. With `background` as well the constructor returns once the first piece is locked;
     threads lock the rest, and `ready_slots` says how far they are. Pages come from `numa_node`
     where the machine has them there. Only kernels may copy across the border of two registrations,
-    which have at most `piece_bytes`; see `choose_piece_bytes`. With `room`, locking in the
+    which have at most `piece_bytes`. With `room`, locking in the
     background pauses while too little memory is available. Without `register` there is nothing to
     pause: pages appear as they are written.
 
@@ -51,7 +51,6 @@ class HostArena:
         background: bool = False,
         numa_node: int | None = None,
         shared: SharedMemory | None = None,
-        piece_bytes: int | None = None,
         room: MemoryRoom | None = None,
     ) -> None:
         if num_slots < 1 or slot_bytes < 1:
@@ -61,7 +60,7 @@ class HostArena:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.registered = register is not None
-        self.piece_bytes = choose_piece_bytes(slot_bytes, piece_bytes)
+        self.piece_bytes = choose_piece_bytes(slot_bytes)
         if shared is not None and shared.nbytes != self.nbytes:
             raise PinnedMemoryError(
                 f"{num_slots} slots of {slot_bytes} bytes do not fill shared memory of "

@@ -68,8 +68,8 @@ class Mapping:
         The call of the system that gives pages holds the lock on the process' memory map until it
         returns, and every `mmap` of the process waits. Beside two threads that gave pages to memory
         that a virtual machine had not used lately one took 113 ms (median) with calls of 32 MiB, 5
-        ms with calls of 2, and 0.03 ms where they touched it; all three ways gave 0.5 GiB/s
-        (bench/populate.py, 22 Nov 2026).
+        ms with calls of 2, and 0.03 ms where they touched it; all three ways gave 0.5 GiB/s (22 Nov
+        2026).
 
         A touch of shared memory that cannot be had would end the process, so there it is calls,
         which raise `OSError`. Where Linux is older than 5.14 they do nothing: pages appear when

@@ -8,7 +8,7 @@ nobody waits for one.
 
 Others wait for both steps, so both are short: giving pages to shared memory holds the lock on the
 process' memory map, registering holds the driver's too. One thread at a time registers, and in the
-background it leaves the driver alone afterwards, for `REST` times as long as that took: an engine
+background it leaves the driver alone afterwards, for `REST` times as long as that took: a caller
 that captures its graphs or runs its first steps meanwhile makes hundreds of calls a second.
 
 Growing must end nobody. Where a `MemoryRoom` is given, a thread that finds too little memory for
@@ -46,8 +46,8 @@ and eight 10. The first touch of a virtual machine's memory takes several times 
 
 REST = 7.0
 """How long the driver is left alone after a registration in the background, in units of its time.
-There an engine with a pool of 50 GiB started 0.3 s later than one without (medians, by turns), and
-1.0 s with a rest of 3; the pool took 9 to 13 s instead of 5 to 7."""
+There an inference engine with a pool of 50 GiB started 0.3 s later than one without (medians, by
+turns), and 1.0 s with a rest of 3; the pool took 9 to 13 s instead of 5 to 7."""
 
 POPULATE_BYTES = 32 << 20
 """Bytes that get pages before a thread looks whether it should stop: some milliseconds, or 0.2 s
@@ -65,17 +65,16 @@ _EXIT_SECONDS = 10.0
 """Bound of the wait, at the end of the process, for registrations that run."""
 
 
-def choose_piece_bytes(slot_bytes: int, limit_bytes: int | None = None) -> int:
-    """Return the bytes of a piece: whole pages, at most the limit, and whole slots if they fit.
+def choose_piece_bytes(slot_bytes: int) -> int:
+    """Return the bytes of a piece: whole pages, at most PIECE_BYTES, and whole slots if they fit.
 
-    The limit is `PIECE_BYTES` unless given. Slots do not fit where the least common multiple of a
-    slot and a page is above it; a slot may then lie in two pieces.
+    Slots do not fit where the least common multiple of a slot and a page is above the limit; a slot
+    may then lie in two pieces.
     """
-    limit = PIECE_BYTES if limit_bytes is None else limit_bytes
     unit = math.lcm(slot_bytes, mmap.PAGESIZE)
-    if unit > limit:
+    if unit > PIECE_BYTES:
         unit = mmap.PAGESIZE
-    return limit // unit * unit
+    return PIECE_BYTES // unit * unit
 
 
 class Registration:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kv_offload.cache.policies.base import Key
+from kv_offload.cache.slots import Key
 
 NUM_SHARDS = 256
 """A dict whose keys come and go is rebuilt now and then. With 1,000,000 keys that took 60 ms on a

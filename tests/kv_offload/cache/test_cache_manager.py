@@ -8,13 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_offload.cache.manager import (
-    RUN_SLOTS,
-    CacheManager,
-    MissingKeyError,
-    MisuseError,
-    StorePlan,
-)
+from kv_offload.cache.errors import MissingKeyError, MisuseError
+from kv_offload.cache.index import RUN_SLOTS
+from kv_offload.cache.manager import CacheManager, PreparedStore
 from kv_offload.cache.policies import POLICIES, make_policy
 from kv_offload.errors import CapacityError, KVOffloadError
 
@@ -37,21 +33,29 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def slots_of(plan: StorePlan) -> list[int]:
-    return plan.slots.tolist()
+def slots_of(prepared: PreparedStore) -> list[int]:
+    return prepared.slots.tolist()
 
 
-def decided(plan: StorePlan) -> tuple[object, ...]:
-    """Return keys, slots, known, no_room and evicted of a plan."""
-    return [*plan.keys], slots_of(plan), plan.known, plan.no_room, plan.evicted
+def decided(prepared: PreparedStore) -> tuple[object, ...]:
+    return [*prepared.keys], slots_of(prepared), *prepared[2:]
+
+
+def is_known(manager: CacheManager, *keys: bytes) -> bool:
+    """Say whether any of the keys is readable or being stored."""
+    return max(manager.slot_numbers(keys)) >= 0
 
 
 def store(manager: CacheManager, *keys: bytes) -> list[int]:
-    plan = manager.prepare_store(keys)
-    assert [*plan.keys] == list(keys)
-    manager.complete_store(slots_of(plan))
+    prepared = manager.prepare_store(keys)
+    assert [*prepared.keys] == list(keys)
+    manager.complete_store(prepared.slots)
     manager.check_integrity()
-    return slots_of(plan)
+    return slots_of(prepared)
+
+
+def use(manager: CacheManager, *keys: bytes) -> None:
+    manager.complete_load(manager.prepare_load(keys))
 
 
 def eviction_order(manager: CacheManager, keys: Sequence[bytes]) -> list[bytes]:
@@ -59,8 +63,8 @@ def eviction_order(manager: CacheManager, keys: Sequence[bytes]) -> list[bytes]:
     order: list[bytes] = []
     left = list(keys)
     for i in range(manager.num_slots):
-        plan = manager.prepare_store([b"newcomer %d" % i])
-        assert len(plan.keys) == 1
+        prepared = manager.prepare_store([b"newcomer %d" % i])
+        assert len(prepared.keys) == 1
         gone = [key for key in left if not manager.lookup(key)]
         left = [key for key in left if manager.lookup(key)]
         assert len(gone) <= 1
@@ -94,7 +98,7 @@ def test_a_manager_refuses_the_policy_of_another_manager() -> None:
 def test_a_new_manager_is_empty(manager: CacheManager) -> None:
     assert (manager.num_slots, manager.slots_in_use, manager.evictions) == (4, 0, 0)
     assert not manager.lookup(A)
-    assert not manager.is_known(A)
+    assert not is_known(manager, A)
     manager.check_integrity()
 
 
@@ -104,8 +108,8 @@ def test_nothing_is_built_for_slots_that_were_never_used(
     """A hundred million slots would take gigabytes."""
     before_bytes = resident_bytes()
     manager = make_manager(10**8)
-    plan = manager.prepare_store([A, B])
-    manager.complete_store(plan.slots)
+    prepared = manager.prepare_store([A, B])
+    manager.complete_store(prepared.slots)
     manager.complete_load(manager.prepare_load([A, B]))
     manager.reset()
     assert slots_of(manager.prepare_store([A])) == [0]
@@ -116,23 +120,25 @@ def test_nothing_is_built_for_slots_that_were_never_used(
 
 
 def test_a_stored_key_is_readable_once_its_store_is_completed(manager: CacheManager) -> None:
-    plan = manager.prepare_store([A, B])
-    assert decided(plan) == ([A, B], [0, 1], 0, 0, 0)
+    prepared = manager.prepare_store([A, B])
+    assert decided(prepared) == ([A, B], [0, 1], 0, 0, 0)
     assert manager.slots_in_use == 2
-    assert manager.is_known(A)
+    assert is_known(manager, A)
     assert not manager.lookup(A)
+    assert manager.readable_slots() == {}
     manager.complete_store([0])
     assert manager.lookup(A)
-    assert manager.is_known(A)
+    assert is_known(manager, A)
     assert not manager.lookup(B)
+    assert manager.readable_slots() == {A: 0}
     manager.check_integrity()
 
 
 def test_prepare_store_skips_and_counts_known_and_repeated_keys(manager: CacheManager) -> None:
     store(manager, A)
     manager.prepare_store([B])
-    plan = manager.prepare_store([A, B, C, D, C, A])
-    assert decided(plan) == ([C, D], [2, 3], 4, 0, 0)
+    prepared = manager.prepare_store([A, B, C, D, C, A])
+    assert decided(prepared) == ([C, D], [2, 3], 4, 0, 0)
     manager.check_integrity()
 
 
@@ -145,9 +151,9 @@ def test_prepare_store_of_nothing(manager: CacheManager) -> None:
 
 def test_prepare_store_accepts_the_head_of_what_has_no_room(manager: CacheManager) -> None:
     manager.prepare_load([A] if store(manager, A) else [])
-    plan = manager.prepare_store([B, C, D, E, b"f"])
-    assert decided(plan) == ([B, C, D], [1, 2, 3], 0, 2, 0)
-    assert not manager.is_known(E)
+    prepared = manager.prepare_store([B, C, D, E, b"f"])
+    assert decided(prepared) == ([B, C, D], [1, 2, 3], 0, 2, 0)
+    assert not is_known(manager, E)
     assert decided(manager.prepare_store([E])) == ([], [], 0, 1, 0)
     assert manager.slots_in_use == 4
     manager.check_integrity()
@@ -155,12 +161,12 @@ def test_prepare_store_accepts_the_head_of_what_has_no_room(manager: CacheManage
 
 def test_prepare_store_evicts_and_counts(manager: CacheManager) -> None:
     slots = dict(zip((A, B, C, D), store(manager, A, B, C, D), strict=True))
-    plan = manager.prepare_store([E, b"f"])
-    assert (plan.evicted, manager.evictions, manager.slots_in_use) == (2, 2, 4)
-    assert sorted(slots_of(plan)) == [slots[C], slots[D]]
+    prepared = manager.prepare_store([E, b"f"])
+    assert (prepared.evicted, manager.evictions, manager.slots_in_use) == (2, 2, 4)
+    assert sorted(slots_of(prepared)) == [slots[C], slots[D]]
     assert [manager.lookup(key) for key in (A, B, C, D)] == [True, True, False, False]
-    assert not manager.is_known(D)
-    manager.complete_store(slots_of(plan))
+    assert not is_known(manager, D)
+    manager.complete_store(prepared.slots)
     assert manager.prepare_store([C]).evicted == 1
     assert manager.evictions == 3
 
@@ -168,12 +174,12 @@ def test_prepare_store_evicts_and_counts(manager: CacheManager) -> None:
 def test_prepare_store_never_evicts_a_key_of_its_own(manager: CacheManager) -> None:
     store(manager, A)
     store(manager, B, C, D)
-    plan = manager.prepare_store([A, b"1", b"2", b"3", b"4", B])
-    assert decided(plan) == ([b"1", b"2"], slots_of(plan), 2, 2, 2)
+    prepared = manager.prepare_store([A, b"1", b"2", b"3", b"4", B])
+    assert decided(prepared) == ([b"1", b"2"], slots_of(prepared), 2, 2, 2)
     assert manager.lookup(A)
     assert manager.lookup(B)
     manager.check_integrity()
-    manager.complete_store(slots_of(plan))
+    manager.complete_store(prepared.slots)
     manager.prepare_store([b"5", b"6", b"7", b"8"])
     assert not manager.lookup(A), "the guard must not outlast the call"
 
@@ -183,15 +189,15 @@ def test_prepare_store_with_an_unhashable_key_changes_nothing(manager: CacheMana
     with pytest.raises(TypeError):
         manager.prepare_store([A, B, []])  # type: ignore[list-item]
     assert manager.slots_in_use == 1
-    assert not manager.is_known(B)
+    assert not is_known(manager, B)
     manager.check_integrity()
 
 
 def test_a_failed_store_frees_its_slot_and_leaves_its_key_unknown(manager: CacheManager) -> None:
-    plan = manager.prepare_store([A, B])
-    manager.complete_store(slots_of(plan)[:1], ok=False)
-    manager.complete_store(slots_of(plan)[1:])
-    assert not manager.is_known(A)
+    prepared = manager.prepare_store([A, B])
+    manager.complete_store(slots_of(prepared)[:1], ok=False)
+    manager.complete_store(slots_of(prepared)[1:])
+    assert not is_known(manager, A)
     assert manager.lookup(B)
     assert manager.slots_in_use == 1
     manager.check_integrity()
@@ -209,7 +215,7 @@ def test_a_slot_that_is_being_written_is_not_given_out(manager: CacheManager) ->
     writing = slots_of(manager.prepare_store([A, B]))
     for key in (C, D, E, b"f"):
         assert store(manager, key)[0] not in writing
-    assert manager.is_known(A)
+    assert is_known(manager, A)
 
 
 # -- loading -----------------------------------------------------------------------------------
@@ -238,11 +244,11 @@ def test_a_key_is_not_evicted_while_any_reader_is_left(manager: CacheManager) ->
     assert [*manager.prepare_load([A]), *manager.prepare_load([A])] == [slot, slot]
     store(manager, B, C, D)
     for readers_left in (2, 1):
-        plan = manager.prepare_store([b"%d%d" % (readers_left, i) for i in range(4)])
-        assert (len(plan.keys), plan.no_room) == (3, 1)
-        assert slot not in slots_of(plan)
+        prepared = manager.prepare_store([b"%d%d" % (readers_left, i) for i in range(4)])
+        assert (len(prepared.keys), prepared.no_room) == (3, 1)
+        assert slot not in slots_of(prepared)
         assert manager.lookup(A)
-        manager.complete_store(slots_of(plan))
+        manager.complete_store(prepared.slots)
         manager.complete_load([slot])
         manager.check_integrity()
     assert manager.prepare_store([b"%d" % i for i in range(4)]).evicted == 4
@@ -276,34 +282,32 @@ def test_lookups_do_not_change_recency(manager: CacheManager) -> None:
     for key in (A, B, C, D):
         store(manager, key)
     manager.lookup(A)
-    manager.is_known(A)
+    manager.slot_numbers([A])
+    manager.find([A])
+    manager.readable_slots()
     assert eviction_order(manager, [A, B, C, D]) == [A, B, C, D]
 
 
-def test_keys_touched_together_are_evicted_tail_first(manager: CacheManager) -> None:
+@pytest.mark.parametrize("by", ["load", "store"])
+def test_known_keys_used_together_are_evicted_tail_first(manager: CacheManager, by: str) -> None:
     store(manager, D, C, B, A)
-    manager.touch(iter([A, B, C, D]))
+    if by == "load":
+        use(manager, A, B, C, D)
+    else:
+        assert decided(manager.prepare_store([A, B, C, D])) == ([], [], 4, 0, 0)
     assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
 
 
-def test_touched_keys_outlive_others(manager: CacheManager) -> None:
+def test_used_keys_outlive_others(manager: CacheManager) -> None:
     for key in (A, B, C, D):
         store(manager, key)
-    manager.touch([A, B])
+    use(manager, A, B)
     assert eviction_order(manager, [A, B, C, D]) == [C, D, B, A]
 
 
-def test_touch_ignores_unknown_keys(manager: CacheManager) -> None:
-    store(manager, A)
-    manager.touch([B, A, C])
-    assert manager.slots_in_use == 1
-    assert not manager.is_known(B)
-    manager.check_integrity()
-
-
-def test_touch_of_a_key_that_is_being_stored(manager: CacheManager) -> None:
+def test_a_key_can_be_used_while_it_is_being_stored(manager: CacheManager) -> None:
     a, b, c, d = slots_of(manager.prepare_store([A, B, C, D]))
-    manager.touch([C])
+    assert manager.prepare_store([C]).known == 1
     manager.complete_store([c, b, a, d])
     assert eviction_order(manager, [A, B, C, D]) == [D, B, A, C]
 
@@ -327,7 +331,7 @@ def test_keys_loaded_together_are_evicted_tail_first(
 ) -> None:
     for key in (A, B, C, D):
         store(manager, key)
-    manager.touch([D])
+    use(manager, D)
     slots = manager.prepare_load([A, B, C]).tolist()
     pieces = [[slots.pop(0) for _ in range(size)] for size in slices]
     for piece in pieces if head_first else reversed(pieces):
@@ -346,8 +350,8 @@ def test_a_second_load_makes_a_key_recent_again(manager: CacheManager) -> None:
 def test_a_tail_stored_later_is_evicted_before_its_known_head(manager: CacheManager) -> None:
     store(manager, A)
     store(manager, D)
-    plan = manager.prepare_store([A, B, C])
-    manager.complete_store(slots_of(plan))
+    prepared = manager.prepare_store([A, B, C])
+    manager.complete_store(prepared.slots)
     assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
 
 
@@ -405,7 +409,7 @@ def test_reset_forgets_idle_keys_and_frees_their_slots(manager: CacheManager) ->
     store(manager, A, B, C, D)
     manager.reset()
     assert manager.slots_in_use == 0
-    assert not any(manager.is_known(key) for key in (A, B, C, D))
+    assert not is_known(manager, A, B, C, D)
     manager.check_integrity()
     assert sorted(store(manager, A, B, C, D)) == [0, 1, 2, 3]
     assert manager.evictions == 0
@@ -421,10 +425,10 @@ def test_reset_keeps_the_slots_of_running_operations_until_they_complete(
     manager.reset()
     manager.check_integrity()
     assert manager.slots_in_use == 3
-    assert not any(manager.is_known(key) for key in (A, B, C))
+    assert not is_known(manager, A, B, C)
 
-    plan = manager.prepare_store([A, B])  # the same names, with new contents
-    assert (slots_of(plan), plan.no_room) == ([3], 1)
+    prepared = manager.prepare_store([A, B])  # the same names, with new contents
+    assert (slots_of(prepared), prepared.no_room) == ([3], 1)
     manager.complete_store([3])
 
     manager.complete_load([loading])
@@ -436,8 +440,7 @@ def test_reset_keeps_the_slots_of_running_operations_until_they_complete(
     manager.check_integrity()
     assert manager.slots_in_use == 1
     assert manager.lookup(A)
-    assert not manager.is_known(B)
-    assert not manager.is_known(C)
+    assert not is_known(manager, B, C)
     assert sorted(store(manager, B, C, D)) == sorted([loading, ok, failed])
 
 
@@ -448,7 +451,7 @@ def test_an_orphan_and_the_new_slot_of_its_key_do_not_mix(manager: CacheManager)
     assert new != old
     manager.complete_store([old])
     assert not manager.lookup(A)
-    assert manager.is_known(A)
+    assert is_known(manager, A)
     manager.complete_store([new])
     assert manager.prepare_load([A]).tolist() == [new]
     manager.check_integrity()
@@ -489,16 +492,16 @@ def test_only_slots_below_the_limit_are_given_out(manager: CacheManager) -> None
     assert manager.usable_slots == 4
     manager.limit_slots(2)
     assert (manager.num_slots, manager.usable_slots) == (4, 2)
-    plan = manager.prepare_store([A, B, C])
-    assert slots_of(plan) == [0, 1]
-    assert (plan.no_room, plan.evicted) == (1, 0)
+    prepared = manager.prepare_store([A, B, C])
+    assert slots_of(prepared) == [0, 1]
+    assert (prepared.no_room, prepared.evicted) == (1, 0)
     manager.complete_store([0, 1])
     assert slots_of(manager.prepare_store([C])) in ([0], [1])
     assert manager.evictions == 1
     manager.limit_slots(4)
-    plan = manager.prepare_store([D, E])
-    assert slots_of(plan) == [2, 3]
-    assert plan.evicted == 0
+    prepared = manager.prepare_store([D, E])
+    assert slots_of(prepared) == [2, 3]
+    assert prepared.evicted == 0
     manager.check_integrity()
 
 
@@ -578,11 +581,11 @@ def test_evicted_slots_are_given_in_order() -> None:
 
 def test_new_keys_are_stored_as_if_they_had_been_looked_up(manager: CacheManager) -> None:
     store(manager, A, B, C)
-    plan = manager.prepare_new([D, E], manager.find([A]))
-    assert [*plan.keys] == [D, E]
-    assert (plan.known, plan.no_room, plan.evicted) == (0, 0, 1)
+    prepared = manager.prepare_new([D, E], manager.find([A]))
+    assert [*prepared.keys] == [D, E]
+    assert (prepared.known, prepared.no_room, prepared.evicted) == (0, 0, 1)
     assert manager.lookup(A), "what goes along is not evicted"
-    manager.complete_store(plan.slots)
+    manager.complete_store(prepared.slots)
     manager.check_integrity()
 
 
@@ -592,42 +595,28 @@ def test_new_keys_are_stored_as_if_they_had_been_looked_up(manager: CacheManager
 @pytest.mark.parametrize(
     ("breakage", "message"),
     [
-        ("m._readers[2] = 1", "a slot is read while it is written"),
-        ("m._orphan[1] = True", "an orphan has no running operation"),
-        ("m._num_orphans = 1", "orphans are not counted right"),
-        ("m._readers[1] = -1", "a slot has fewer than no readers"),
-        ("m._writing.discard(2)", "what the policy ranks or holds is wrong"),
-        ("m._readers[3] = 1", "a busy slot has none"),
-        ("m._writing.add(3)", "a busy slot has none"),
-        ("m._slot_of[D] = 3", "slot 3 is used that was never given out"),
-        ("m._slot_of[D] = -1", "slot -1 is used that was never given out"),
-        ("m._slot_of[B] = 0", "slot 0 of .* is .*'s"),
-        ("m._num_slots = 2", "a slot does not exist"),
-        ("m._usable_slots = 2", "a slot does not exist"),
-        ("m._usable_slots = 5", "a slot does not exist"),
-        ("m._free.append(1)", "a slot is lost or has two owners"),
-        ("m._slot_of.pop(B)", "a slot is lost or has two owners"),
-        (
-            "m._slot_of.pop(B); m._free.append(1)",
-            "what the policy ranks or holds is wrong",
-        ),
-        (
-            "m._slot_of.pop(B); m._free.append(1); m._policy.discard(slots(1))",
-            "a slot without a key has a name",
-        ),
-        ("m._policy.release(slots(2))", "what the policy ranks or holds is wrong"),
-        ("m._policy.release(slots(0))", "what the policy ranks or holds is wrong"),
-        ("m._policy.hold(slots(1))", "what the policy ranks or holds is wrong"),
-        ("m._policy.capacity = 2", "3 slots exceed capacity 2"),
+        ("running.end_stores(slots(2))", "what the policy ranks or holds is wrong"),
+        ("running.start_loads(slots(2))", "a slot is read while it is written"),
+        ("running._readers[1] = -1", "a slot has fewer than no readers"),
+        ("running.start_loads(slots(3))", "a busy slot has no key and is no orphan"),
+        ("running.start_stores(slots(3))", "a busy slot has no key and is no orphan"),
+        ("index.clear(np.array([0, 1, 0], bool))", "an orphan has no running operation"),
+        ("index.forget(slots(1))", "what the policy ranks or holds is wrong"),
+        ("index.usable_slots = 2", "a slot does not exist"),
+        ("policy.release(slots(2))", "what the policy ranks or holds is wrong"),
+        ("policy.release(slots(0))", "what the policy ranks or holds is wrong"),
+        ("policy.hold(slots(1))", "what the policy ranks or holds is wrong"),
+        ("policy.capacity = 2", "3 slots exceed capacity 2"),
     ],
 )
-def test_check_integrity_names_what_is_broken(breakage: str, message: str) -> None:
-    manager = CacheManager(4, make_policy("lru", 4))
+def test_check_integrity_names_what_contradicts(breakage: str, message: str) -> None:
+    policy = make_policy("lru", 4)
+    manager = CacheManager(4, policy)
     store(manager, A, B)
     manager.prepare_load([A])
     manager.prepare_store([C])
     manager.check_integrity()
-    names = {"m": manager, "slots": lambda *numbers: np.array(numbers, np.int32)}
-    exec(breakage, names | {"A": A, "B": B, "C": C, "D": D})
+    parts = {"policy": policy, "index": manager._index, "running": manager._running}
+    exec(breakage, parts | {"np": np, "slots": lambda slot: np.array([slot], np.int32)})
     with pytest.raises(AssertionError, match=message):
         manager.check_integrity()

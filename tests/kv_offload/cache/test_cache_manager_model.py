@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kv_offload.cache.manager import CacheManager, MissingKeyError, MisuseError
+from kv_offload.cache.errors import MissingKeyError, MisuseError
+from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 
 KEYS = [bytes([letter]) for letter in b"abcdefghij"]
@@ -70,15 +71,15 @@ class CacheManagerMachine(RuleBasedStateMachine):
         }
         free = self.usable - len(self.in_use())
 
-        plan = self.manager.prepare_store(keys)
+        prepared = self.manager.prepare_store(keys)
 
         room = free + len(evictable)
-        assert [*plan.keys] == new[:room]
-        assert plan.known == len(keys) - len(new)
-        assert plan.no_room == len(new) - len(plan.keys)
-        assert plan.evicted == max(0, len(plan.keys) - free)
-        self.evictions += plan.evicted
-        for key, slot in zip(plan.keys, plan.slots.tolist(), strict=True):
+        assert [*prepared.keys] == new[:room]
+        assert prepared.known == len(keys) - len(new)
+        assert prepared.no_room == len(new) - len(prepared.keys)
+        assert prepared.evicted == max(0, len(prepared.keys) - free)
+        self.evictions += prepared.evicted
+        for key, slot in zip(prepared.keys, prepared.slots.tolist(), strict=True):
             assert 0 <= slot < self.usable
             if slot in self.in_use():
                 assert slot in evictable, "a slot was taken that is held or was given out twice"
@@ -138,10 +139,6 @@ class CacheManagerMachine(RuleBasedStateMachine):
         if not load.slots:
             del self.loads[index]
 
-    @rule(keys=key_lists)
-    def touch(self, keys: list[bytes]) -> None:
-        self.manager.touch(keys)
-
     @rule(slots=st.lists(st.integers(-1, 8), min_size=1, max_size=3))
     def misuse(self, slots: list[int]) -> None:
         """Complete what is not running; the invariants find out whether that changed anything."""
@@ -184,9 +181,11 @@ class CacheManagerMachine(RuleBasedStateMachine):
     def manager_and_model_agree(self) -> None:
         self.steps_since_reset += 1
         self.manager.check_integrity()
-        for key in KEYS:
-            assert self.manager.lookup(key) == (key in self.readable)
-            assert self.manager.is_known(key) == (key in self.known())
+        known = {key: slot for slot, key in self.writes.items()} | self.readable
+        slots = [known.get(key, -1) for key in KEYS]
+        assert self.manager.slot_numbers(KEYS) == self.manager.find(KEYS).tolist() == slots
+        assert self.manager.readable(KEYS).tolist() == [key in self.readable for key in KEYS]
+        assert self.manager.readable_slots() == self.readable
         assert self.manager.slots_in_use == len(self.in_use())
         assert self.manager.evictions == self.evictions
 
@@ -199,8 +198,8 @@ class CacheManagerMachine(RuleBasedStateMachine):
         self.manager.check_integrity()
         self.manager.reset()
         assert self.manager.slots_in_use == 0
-        plan = self.manager.prepare_store([b"%d" % i for i in range(self.manager.num_slots)])
-        assert {*plan.slots.tolist()} == set(range(self.usable))
+        prepared = self.manager.prepare_store([b"%d" % i for i in range(self.manager.num_slots)])
+        assert {*prepared.slots.tolist()} == set(range(self.usable))
 
 
 class LRUMachine(CacheManagerMachine):

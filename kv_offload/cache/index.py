@@ -1,0 +1,179 @@
+"""Which key is in which slot, and which slots can be given to new keys.
+
+A slot has a key, or it is
+
+- unused: it had no key since the last `clear`;
+- free: it lost its key because the store failed, or was an orphan until now;
+- an orphan: `clear` forgot its key while a load or a store was running. Nobody can find an orphan,
+  and it is given to no key, until that load or store has ended and the slot is freed.
+
+Memory grows with the slots that were used, not with `num_slots`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_offload.cache.key_map import KeyMap
+from kv_offload.cache.slots import NO_SLOTS, Key, Slots
+
+RUN_SLOTS = 16
+"""How many keys one look-up finds if their slots follow each other. Otherwise each key takes one.
+
+A look-up reads memory that is not in the CPU's caches. With a million known keys on an EPYC, a
+prefix of 2,048 keys took 0.17 ms by runs and 0.70 ms key by key. If its slots are in no order, it
+takes 0.87 ms by runs (November 2026)."""
+
+RUN_GROWTH = 4
+"""After a run that one look-up found, this many times as many keys are tried at once."""
+
+
+class SlotIndex:
+    """Maps keys to the slots 0..`num_slots` - 1; `CacheManager` decides what happens to them."""
+
+    def __init__(self, num_slots: int) -> None:
+        """Make an index of `num_slots` slots, all unused."""
+        self.num_slots = num_slots
+        self.usable_slots = num_slots
+        """Only slots below this are given out. Never below `given_out`."""
+        self.num_orphans = 0
+        self._slot_of = KeyMap()
+        self._key_of: list[Key] = []  # up to the last used slot; None if free or an orphan
+        self._free: list[int] = []
+        # Zeros from the system take no memory until they are written.
+        self._orphan = np.zeros(num_slots, bool)
+
+    @property
+    def given_out(self) -> int:
+        """Slots from 0 on that are not unused; all others are unused, or orphans."""
+        return len(self._key_of)
+
+    @property
+    def slots_in_use(self) -> int:
+        """Slots that have a key, and orphans."""
+        return len(self._slot_of) + self.num_orphans
+
+    def items(self) -> Iterator[tuple[Key, int]]:
+        """Iterate over all keys and their slots, in no order."""
+        return self._slot_of.items()
+
+    def slot_numbers(self, keys: Sequence[Key]) -> list[int]:
+        """Return the slot of each key, -1 for a key that has none."""
+        found: list[int] = []
+        for first in range(0, len(keys), RUN_SLOTS):
+            found += self._slots_of_run(keys[first : first + RUN_SLOTS])
+        return found
+
+    def find(self, keys: Sequence[Key]) -> Slots:
+        """Do as `slot_numbers`, but return an array: faster for many keys."""
+        found, first, count = [NO_SLOTS], 0, RUN_SLOTS
+        while first < len(keys):
+            slots = self._slots_of_run(keys[first : first + count])
+            first += count
+            if isinstance(slots, range):
+                found.append(np.arange(slots.start, slots.stop, dtype=np.int32))
+                count *= RUN_GROWTH
+            else:
+                found.append(np.array(slots, np.int32))
+                count = RUN_SLOTS
+        return np.concatenate(found)
+
+    def _slots_of_run(self, keys: Sequence[Key]) -> range | list[int]:
+        slot = self._slot_of.get(keys[0])
+        if slot >= 0 and self._key_of[slot : slot + len(keys)] == keys:
+            return range(slot, slot + len(keys))
+        return self._slot_of.get_all(keys)
+
+    def take_free(self, keys: Sequence[Key]) -> Slots:
+        """Give free and unused slots to the first of `keys`, as many as there are.
+
+        The keys are distinct and have no slot.
+        """
+        slots = NO_SLOTS
+        if self._free:
+            reused = [self._free.pop() for _ in range(min(len(self._free), len(keys)))]
+            for slot, key in zip(reused, keys, strict=False):
+                self._key_of[slot] = key
+            slots = np.array(reused, np.int32)
+        if len(slots) < len(keys) and self.given_out < self.usable_slots:
+            slots = np.concatenate((slots, self._take_unused(keys[len(slots) :])))
+        if len(slots):
+            self._slot_of.add_all(keys[: len(slots)], slots.tolist())
+        return slots
+
+    def _take_unused(self, keys: Sequence[Key]) -> Slots:
+        first = self.given_out
+        if not self.num_orphans:
+            self._key_of.extend(keys[: max(0, self.usable_slots - first)])
+            return np.arange(first, self.given_out, dtype=np.int32)
+        slots: list[int] = []
+        for slot in range(first, self.usable_slots):
+            if len(slots) == len(keys):
+                break
+            if self._orphan[slot]:
+                self._key_of.append(None)
+            else:
+                self._key_of.append(keys[len(slots)])
+                slots.append(slot)
+        return np.array(slots, np.int32)
+
+    def replace(self, slots: Slots, keys: Sequence[Key]) -> None:
+        """Forget the keys of `slots` and give the slots to `keys`, which are distinct and new."""
+        self._slot_of.rename_all(self._key_of, slots.tolist(), keys)
+
+    def forget(self, slots: Slots) -> None:
+        """Forget the keys of `slots`, and free the slots."""
+        self._slot_of.remove_all([self._key_of[slot] for slot in slots.tolist()])
+        self._set_free(slots)
+
+    def free_orphans(self, slots: Slots) -> Slots:
+        """Free those of `slots` that are orphans, and return the others."""
+        if not self.num_orphans:
+            return slots
+        orphan = self._orphan[slots]
+        freed: Slots = slots[orphan]
+        others: Slots = slots[~orphan]
+        self._orphan[freed] = False
+        self.num_orphans -= len(freed)
+        self._set_free(freed[freed < self.given_out])
+        return others
+
+    def _set_free(self, slots: Slots) -> None:
+        free = slots.tolist()
+        for slot in free:
+            self._key_of[slot] = None
+        self._free.extend(free)
+
+    def clear(self, busy: NDArray[np.bool_]) -> None:
+        """Forget all keys. Slots for which `busy[slot]` is true become orphans.
+
+        `busy` has shape `(given_out,)`.
+        """
+        orphan = self._orphan[: self.given_out]
+        self.num_orphans += int((busy & ~orphan).sum())
+        orphan |= busy
+        self._slot_of = KeyMap()
+        self._key_of.clear()
+        self._free.clear()
+
+    def orphans(self) -> set[int]:
+        """Return all orphans, in O(num_slots)."""
+        return {*np.flatnonzero(self._orphan).tolist()}
+
+    def check_integrity(self) -> None:
+        """Check all invariants in O(num_slots); raise `AssertionError` naming the first broken."""
+        orphans = self.orphans()
+        assert len(orphans) == self.num_orphans, "orphans are not counted right"
+        known = dict(self.items())
+        for key, slot in known.items():
+            assert 0 <= slot < self.given_out, f"slot {slot} is used that was never given out"
+            assert self._key_of[slot] == key, f"slot {slot} of {key!r} is {self._key_of[slot]!r}'s"
+        assert self.given_out <= self.usable_slots <= self.num_slots, "a slot does not exist"
+        in_reach = [slot for slot in orphans if slot < self.given_out]
+        all_slots = [*known.values(), *in_reach, *self._free]
+        assert sorted(all_slots) == list(range(self.given_out)), "a slot is lost or has two owners"
+        named = {slot for slot, key in enumerate(self._key_of) if key is not None}
+        assert named == {*known.values()}, "a slot without a key has a name"

@@ -1,0 +1,113 @@
+"""Which slots are being read or written: loads and stores that are prepared and not completed.
+
+Any number of loads may read a slot at once. Only one store writes it, and no load reads it then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_offload.cache.errors import MisuseError
+from kv_offload.cache.slots import Slots
+
+
+class RunningOperations:
+    """Counts the loads and stores of each slot, and refuses to end one that does not run."""
+
+    def __init__(self, num_slots: int) -> None:
+        """Watch the slots 0..`num_slots` - 1; nothing runs."""
+        # Zeros from the system take no memory until they are written.
+        self._readers = np.zeros(num_slots, np.int32)
+        self._writing: set[int] = set()
+
+    def start_loads(self, slots: Slots) -> Slots:
+        """Begin one load of each slot; a repeated slot has several.
+
+        Returns the slots that had no load before, each once, in the order in which they come first.
+        """
+        idle = distinct(slots[self._readers[slots] == 0])
+        if len(idle) == len(slots):
+            self._readers[slots] = 1
+        else:
+            np.add.at(self._readers, slots, 1)
+        return idle
+
+    def end_loads(self, slots: Slots) -> Slots:
+        """End one load of each slot, and return the slots that have none left, each once.
+
+        Raises `MisuseError` for a slot that has no load running; nothing is changed.
+        """
+        ended, counts = np.unique(slots, return_counts=True)
+        exists = (ended >= 0) & (ended < len(self._readers))
+        left = np.where(exists, self._readers[np.where(exists, ended, 0)], 0) - counts
+        if (left < 0).any():
+            at = int((left < 0).argmax())
+            raise MisuseError(
+                f"{counts[at]} loads of slot {ended[at]} completed, but {left[at] + counts[at]} "
+                "are running: complete every prepared load once"
+            )
+        self._readers[ended] = left
+        idle: Slots = ended[left == 0]
+        return idle
+
+    def start_stores(self, slots: Slots) -> None:
+        """Begin a store to each slot; no load or store of it runs."""
+        self._writing.update(slots.tolist())
+
+    def end_stores(self, slots: Slots) -> None:
+        """End the store of each slot.
+
+        Raises `MisuseError` for a slot that has no store running; nothing is changed.
+        """
+        names = slots.tolist()
+        ended = set(names)
+        if len(ended) < len(names) or not ended <= self._writing:
+            self._refuse_to_end(names)
+        self._writing -= ended
+
+    def _refuse_to_end(self, slots: Sequence[int]) -> NoReturn:
+        counts = Counter(slots)
+        slot = min(s for s, count in counts.items() if count > 1 or s not in self._writing)
+        raise MisuseError(
+            f"{counts[slot]} stores to slot {slot} completed, but {int(slot in self._writing)} is "
+            "running: complete every prepared store once"
+        )
+
+    def not_written(self, slots: Slots) -> NDArray[np.bool_]:
+        """Say for each slot that no store to it runs. -1, which is no slot, is not written."""
+        if len(slots) > len(self._writing):
+            # The slots of a prefix mostly lie together, away from those that are given out now.
+            lowest, highest = int(slots.min()), int(slots.max())
+            writing = [slot for slot in self._writing if lowest <= slot <= highest]
+        else:
+            writing = list(self._writing.intersection(slots.tolist()))
+        return ~np.isin(slots, writing) if writing else np.ones(len(slots), bool)
+
+    def idle(self, slots: Slots) -> Slots:
+        """Return the slots that are neither read nor written, each once, in their order."""
+        return distinct(slots[self.not_written(slots) & (self._readers[slots] == 0)])
+
+    def busy(self, count: int) -> NDArray[np.bool_]:
+        """Say for each of the first `count` slots whether it is read or written."""
+        busy = self._readers[:count] > 0
+        busy[[slot for slot in self._writing if slot < count]] = True
+        return busy
+
+    def check_integrity(self) -> None:
+        """Check all invariants in O(num_slots); raise `AssertionError` naming the first broken."""
+        assert (self._readers >= 0).all(), "a slot has fewer than no readers"
+        read = self._writing & {*np.flatnonzero(self._readers).tolist()}
+        assert not read, "a slot is read while it is written"
+
+
+def distinct(slots: Slots) -> Slots:
+    """Return each slot once, in the order in which they come first."""
+    if np.all(slots[1:] > slots[:-1]):
+        return slots  # the slots of most prefixes rise
+    _, first = np.unique(slots, return_index=True)
+    return slots if len(first) == len(slots) else slots[np.sort(first)]
