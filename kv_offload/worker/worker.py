@@ -1,6 +1,6 @@
 """A rank's half of the connector: starts and ends it, and runs each step in order.
 
-`stores`, `synchronous_loads` and `asynchronous_loads` know what a step moves, and `reports` what the
+`stores`, `synchronous_loads` and `asynchronous_loads` know what a step moves; `reports` what the
 scheduler is told of it. `copies` has the transfer engine, which they share.
 """
 
