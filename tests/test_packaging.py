@@ -43,7 +43,7 @@ ALLOWED = {
 }
 """Which room of `kv_offload` may import which, `TYPE_CHECKING` imports aside."""
 
-STILL = {}
+STILL: set[str] = set()
 """What is still to be taken apart."""
 
 
@@ -94,7 +94,7 @@ def forbidden(name: str, imports: set[str]) -> list[str]:
 
 def test_kv_offload_imports_only_in_the_allowed_directions() -> None:
     found = [line for name, imports in modules("kv_offload") for line in forbidden(name, imports)]
-    assert found == []
+    assert sorted(found) == sorted(STILL)
 
 
 SWAP_ROOMS = {"memory": {"cuda", "host"}, "cuda": {"host"}, "host": {"cuda"}}

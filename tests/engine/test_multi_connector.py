@@ -118,7 +118,7 @@ def test_several_cache_groups(
     answers = expected["gemma3"]
     config = multi_config({}, first=first)
     with engine(model_folder, "gemma3", {}, kv_transfer_config=config) as running:
-        assert len(running.offload._groups) == 2
+        assert len(running.scheduler.kv_cache_config.kv_cache_groups) == 2
         assert running.generate([*PROMPTS, SENT]) == answers
         running.reset_gpu_cache()
         assert running.generate([*PROMPTS, SENT]) == answers

@@ -21,11 +21,15 @@ class _Forward(logging.Handler):
 
 
 def forward_log(name: str) -> None:
-    """Show in vLLM's log what is logged under `name`. A second call changes nothing."""
+    """Show only in vLLM's log what is logged under `name`. A second call changes nothing.
+
+    vLLM's logger may reach the root logger, so ours must not: each line would be there twice.
+    """
     source = logging.getLogger(name)
     if not any(isinstance(handler, _Forward) for handler in source.handlers):
         source.addHandler(_Forward())
         source.setLevel(logging.INFO)
+        source.propagate = False
 
 
 def register() -> None:

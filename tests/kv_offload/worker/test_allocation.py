@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
 
+from kv_offload.config import OffloadConfig
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.messages import WorkerCapacity
+from kv_offload.worker.allocation import transfer_kind
 from tests.support.rank import BLOCK_BYTES, Rank
 
 
@@ -36,6 +40,17 @@ def test_a_transfer_engine_for_another_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="use 'auto' or 'host'"):
         Rank(transfer_engine="cuda").start()
     Rank(transfer_engine="host").start().half.shutdown()
+
+
+@pytest.mark.parametrize(("asked", "kind"), [("auto", "cuda"), ("cuda", "cuda"), ("dma", "dma")])
+def test_a_cuda_device_has_an_engine_without_kernels_where_asked(asked: Any, kind: str) -> None:
+    config = OffloadConfig(cpu_bytes=1, transfer_engine=asked)
+    assert transfer_kind(config, torch.device("cuda")) == kind
+
+
+def test_the_copy_engine_is_of_cuda_devices() -> None:
+    with pytest.raises(ConfigError, match=r"is 'dma', .* on cpu: use 'auto' or 'host'"):
+        Rank(transfer_engine="dma").start()
 
 
 def test_another_kind_of_device_is_refused() -> None:
