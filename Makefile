@@ -31,17 +31,16 @@ demo:
 # On the first engine.
 test:
 	@SOAK_SECONDS=$${SOAK_SECONDS:-15} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-15} \
-	  $(pytest) $(TESTS) -m "not slow" --durations=10
+	  $(pytest) -m "not slow" --durations=10 $(TESTS)
 
-# The first engine runs everything; the others only what starts an engine, with short soaks: that is
-# what depends on vLLM's version. The benches run once, unmeasured: that they still work is all that
-# this shows.
+# The first engine runs everything; the others only what depends on vLLM's version, with short soaks.
+# The benches run once, unmeasured: that they still work is all that this shows.
 test-all:
 	@SOAK_SECONDS=$${SOAK_SECONDS:-90} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-60} \
-	  $(pytest) $(TESTS) --durations=10
+	  $(pytest) --durations=10 $(TESTS)
 	@set -e; for engine in $(wordlist 2,9,$(ENGINES)); do \
 	  SOAK_SECONDS=30 INTERLEAVINGS_SECONDS=20 $(environment) run --dev --engine $$engine -- \
-	    -m pytest $(TESTS) -m "engine and not slow" --durations=10; \
+	    -m pytest --durations=10 $(TESTS) -m engine; \
 	done
 	@$(pytest) bench -o python_files='bench_*.py'
 

@@ -148,7 +148,7 @@ def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) -> None:
     run = run_bench(tmp_path, "--connectors", "off,kv-offload,vllm")
@@ -179,6 +179,7 @@ def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) ->
     assert "| 100 % | as 0 % |" in run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_engines_are_started_again_by_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -193,7 +194,7 @@ def test_engines_are_started_again_by_turns(
     assert began == ["off", "kv-offload"] * 2
 
 
-@pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_loads_are_proven_with_the_engine_core_in_a_process_of_its_own(tmp_path: Path) -> None:
     arguments = ("--separate-core", "--sections", "ttft", "--connectors", "kv-offload")
@@ -206,7 +207,7 @@ def test_loads_are_proven_with_the_engine_core_in_a_process_of_its_own(tmp_path:
         assert_loaded(measured, length, SMALL.repeats, "gpu" in found["machine"])
 
 
-@pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_the_timeline_of_a_hit_has_the_connectors_share(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="needs vLLM, which is not installed")
@@ -223,6 +224,7 @@ def test_the_timeline_of_a_hit_has_the_connectors_share(tmp_path: Path) -> None:
             assert 0 < found[name]["length"] < whole
 
 
+@pytest.mark.slow
 def test_whole_hits_are_compared_by_turns(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="needs vLLM, which is not installed")
     path = tmp_path / "whole.json"
