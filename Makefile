@@ -28,9 +28,9 @@ pytest := $(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest
 demo:
 	@$(environment) demo -- $(ARGUMENTS)
 
-# On the first engine.
+# On the first engine, with short soaks.
 test:
-	@SOAK_SECONDS=$${SOAK_SECONDS:-15} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-15} \
+	@SOAK_SECONDS=$${SOAK_SECONDS:-30} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-20} \
 	  $(pytest) -m "not slow" --durations=10 $(TESTS)
 
 # The first engine runs everything; the others only what depends on vLLM's version, with short soaks.
