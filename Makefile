@@ -1,5 +1,6 @@
 # make demo    the plugin on a real engine: prompts computed once, then loaded from host memory
-# make test    every test that needs no GPU, on two versions of vLLM's CPU engine
+# make test    the tests that need no GPU, on vLLM's CPU engine, in 8 minutes; the slowest ten last
+# make test-all  also the slow ones, long soaks, another version of vLLM, and the benches once
 # make gpu-test  every test that needs a GPU, on a host that has CUDA, CuPy and vLLM
 # make check   ruff and mypy
 # make wheel   the wheel, installed into an empty environment and tried there
@@ -9,29 +10,37 @@
 # CUDA and vLLM already, `make demo` uses those and installs nothing.
 #
 #     make demo PYTHON=python3.12 ARGUMENTS=--verbose
-#     make test ENGINES=0.32.0 TESTS="tests/kv_offload -x"
+#     make test TESTS="tests/kv_offload -x"
+#     make test-all ENGINES=0.32.0 TESTS=tests/engine
 
 PYTHON ?= python3
 ENGINES ?= 0.32.0 0.28.0
 TESTS ?= tests
 ARGUMENTS ?=
 
-.PHONY: demo test gpu-test check wheel clean
+.PHONY: demo test test-all gpu-test check wheel clean
 .DEFAULT_GOAL := demo
 
 environment := $(PYTHON) bench/environment.py
 in_venv := $(environment) run --dev --
+pytest := $(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest
 
 demo:
 	@$(environment) demo -- $(ARGUMENTS)
 
-# The first engine runs everything; the others only what depends on vLLM's version, with a short soak.
-# The benches run once, unmeasured: that they still work is all that this shows.
+# On the first engine, with short soaks.
 test:
-	@SOAK_SECONDS=$${SOAK_SECONDS:-90} \
-	  $(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest $(TESTS)
+	@SOAK_SECONDS=$${SOAK_SECONDS:-30} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-20} \
+	  $(pytest) -m "not slow" --durations=10 $(TESTS)
+
+# The first engine runs everything; the others only what depends on vLLM's version, with short soaks.
+# The benches run once, unmeasured: that they still work is all that this shows.
+test-all:
+	@SOAK_SECONDS=$${SOAK_SECONDS:-90} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-60} \
+	  $(pytest) --durations=10 $(TESTS)
 	@set -e; for engine in $(wordlist 2,9,$(ENGINES)); do \
-	  SOAK_SECONDS=30 INTERLEAVINGS_SECONDS=20 $(environment) run --dev --engine $$engine -- -m pytest $(TESTS) -m engine; \
+	  SOAK_SECONDS=30 INTERLEAVINGS_SECONDS=20 $(environment) run --dev --engine $$engine -- \
+	    -m pytest --durations=10 $(TESTS) -m engine; \
 	done
 	@$(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest bench/*/bench_*.py
 

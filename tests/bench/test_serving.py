@@ -153,7 +153,7 @@ def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) -> None:
     run = run_bench(tmp_path, "--connectors", "off,kv-offload,vllm")
@@ -184,6 +184,7 @@ def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) ->
     assert "| 100 % hits | as 0 % hits |" in run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_engines_are_started_again_by_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -198,7 +199,7 @@ def test_engines_are_started_again_by_turns(
     assert began == ["off", "kv-offload"] * 2
 
 
-@pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_loads_are_proven_with_the_engine_core_in_a_process_of_its_own(tmp_path: Path) -> None:
     arguments = ("--separate-core", "--sections", "ttft", "--connectors", "kv-offload")

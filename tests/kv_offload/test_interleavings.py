@@ -54,6 +54,9 @@ TEXTS = [
 COPIES = ("submit", "before_compute", "load_now")
 HAPPENED: Counter[str] = Counter()
 """How often each fault and each action has happened, over all examples of a run."""
+NEEDED = ("answered", "blocks loaded", "failed load")
+"""What a variant proves nothing without; on a slow machine it goes on for as long."""
+MOST_EXTRA_SEEDS = 20
 
 
 class InjectedError(RuntimeError):
@@ -355,8 +358,10 @@ def silent() -> Iterator[None]:
 def test_nothing_is_wrong_whatever_happens(variant: type[Interleavings]) -> None:
     until = time.monotonic() + SECONDS / len(_variants())
     begun = HAPPENED.copy()
-    number = int(os.environ.get("INTERLEAVINGS_SEED", "0"))
-    while time.monotonic() < until:
+    first = number = int(os.environ.get("INTERLEAVINGS_SEED", "0"))
+    while time.monotonic() < until or (
+        number - first < MOST_EXTRA_SEEDS and min((HAPPENED - begun)[name] for name in NEEDED) == 0
+    ):
         number += 1
         run_state_machine_as_test(
             seed(number)(variant),
@@ -374,6 +379,4 @@ def test_nothing_is_wrong_whatever_happens(variant: type[Interleavings]) -> None
         )
     happened = HAPPENED - begun
     print(variant.__name__, number, dict(happened))
-    assert happened["answered"] > 0
-    assert happened["blocks loaded"] > 0
-    assert happened["failed load"] > 0
+    assert [name for name in NEEDED if not happened[name]] == []
