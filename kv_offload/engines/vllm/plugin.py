@@ -20,24 +20,18 @@ class _Forward(logging.Handler):
             VLLM_LOG.handle(record)
 
 
-def forward_log(name: str) -> None:
-    """Show in vLLM's log what is logged under `name`. A second call changes nothing."""
-    source = logging.getLogger(name)
-    if not any(isinstance(handler, _Forward) for handler in source.handlers):
-        source.addHandler(_Forward())
-        source.setLevel(logging.INFO)
-
-
 def register() -> None:
-    """Make `KVOffloadConnector` known to vLLM's connector factory; a second call does nothing.
+    """Make `KVOffloadConnector` known to vLLM; a second call does nothing.
 
-    Also shows our log in vLLM's, and patches what every process needs. The module of the connector
-    is named, not imported: the factory loads it where it is configured.
+    Also shows our log in vLLM's, and patches what every process needs. vLLM's factory imports the
+    connector's module only if it is configured.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    for name in ("kv_offload", "kv_swap"):
-        forward_log(name)
+    for source in map(logging.getLogger, ("kv_offload", "kv_swap")):
+        if not any(isinstance(handler, _Forward) for handler in source.handlers):
+            source.addHandler(_Forward())
+            source.setLevel(logging.INFO)
     install_in_process()
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
