@@ -94,11 +94,8 @@ def _waiting_for_loads(engine_scheduler: Any, request_ids: set[str]) -> set[str]
     """Return which of the requests wait for a load, or for their turn after it."""
     from vllm.v1.request import RequestStatus
 
-    return {
-        request_id
-        for request_id in request_ids & engine_scheduler.requests.keys()
-        if engine_scheduler.requests[request_id].status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    }
+    alive, waiting = engine_scheduler.requests, RequestStatus.WAITING_FOR_REMOTE_KVS
+    return {name for name in request_ids & alive.keys() if alive[name].status == waiting}
 
 
 def _give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:

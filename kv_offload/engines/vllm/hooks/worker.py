@@ -35,8 +35,6 @@ class WorkerHooks(KVConnectorBase_V1):
     """Whether failed loads are reported by block."""
     _failed_loads: dict[str, LoadJob]
 
-    # -- the start of a step -------------------------------------------------------------------
-
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See `OffloadWorker.register_kv_caches`."""
         self.offload_worker.register_kv_caches(kv_caches)
@@ -114,8 +112,6 @@ class WorkerHooks(KVConnectorBase_V1):
         **kwargs: Any,
     ) -> None:
         """Do nothing: blocks are stored whole, over all layers."""
-
-    # -- the end of a step ---------------------------------------------------------------------
 
     @survives(lambda self: None)  # `get_finished` queues them
     def wait_for_save(self) -> None:
