@@ -107,4 +107,8 @@ def before_each_step(call: Callable[[Any], None]) -> None:
     """
     runner = find_runner()
     if runner is not None:
-        patches.tell(patches.EXECUTE_MODEL, runner, lambda output, *_args, **_kwargs: call(output))
+
+        def begin(scheduler_output: Any, *_args: Any, **_kwargs: Any) -> None:
+            call(scheduler_output)
+
+        patches.tell(patches.EXECUTE_MODEL, runner, begin)
