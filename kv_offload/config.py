@@ -35,10 +35,7 @@ _MAX_INT = 2**63 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """The effective configuration of one engine, every value checked and resolved by `load_config`.
-
-    The constructor checks nothing.
-    """
+    """The effective configuration of one engine, as `trace_config` checked and resolved it."""
 
     cpu_bytes: Annotated[
         int,
@@ -102,7 +99,7 @@ class OffloadConfig:
     ] = "recompute"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every key with its value; `load_config` accepts the result."""
+        """Return every key with its value; `trace_config` accepts the result."""
         return dataclasses.asdict(self)
 
     def describe(self) -> str:
@@ -122,13 +119,10 @@ class Key:
     default: Any
 
 
-def _either(names: tuple[str, ...]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}"
-
-
 def _key(field: dataclasses.Field[Any], hint: Any) -> Key:
     kind, meta = get_args(hint)
-    allowed = meta.extra["allowed"] if meta.extra else _either(get_args(kind))
+    names = get_args(kind)
+    allowed = meta.extra["allowed"] if meta.extra else f"{', '.join(names[:-1])} or {names[-1]}"
     default = DEFAULT_CPU_BYTES if field.default is dataclasses.MISSING else field.default
     return Key(field.name, hint, meta.description, allowed, default)
 
@@ -168,28 +162,6 @@ def describe_bytes(size_bytes: int) -> str:
     return f"{format_size(size_bytes)} ({size_bytes} bytes)"
 
 
-def load_config(
-    extra_config: Mapping[str, Any],
-    environ: Mapping[str, str] = os.environ,
-    *,
-    host: HostMemory | None = None,
-    replicas: int = 1,
-) -> OffloadConfig:
-    """Return the effective configuration of an engine with this `kv_connector_extra_config`.
-
-    The file is `extra_config["config_file"]`, else the variable `KV_OFFLOAD_CONFIG_FILE`, else
-    none. A relative path starts at the process's working directory. `host` stands in for
-    `read_host_memory()`. `replicas` is how many data-parallel replicas run on this host: they
-    divide a percentage, and each takes an absolute size for itself.
-
-    Raises:
-        ConfigError: a source cannot be read, or has an unknown key or a value that is not allowed.
-        CapacityError: `cpu_bytes` of all replicas is more than this machine or its cgroup has, less
-            the headroom. What is free now is not looked at: see `kv_offload.worker.capacity`.
-    """
-    return trace_config(extra_config, environ, host=host, replicas=replicas).config
-
-
 def trace_config(
     extra_config: Mapping[str, Any],
     environ: Mapping[str, str] = os.environ,
@@ -197,19 +169,28 @@ def trace_config(
     host: HostMemory | None = None,
     replicas: int = 1,
 ) -> TracedConfig:
-    """Do what `load_config` does, and say where each value came from."""
-    layers: list[tuple[str, Mapping[Any, Any]]] = [
-        (DEFAULT, {key.name: key.default for key in SCHEMA.values()})
-    ]
-    file = None
-    if FILE_KEY in extra_config:
-        file, values = _read_file(EXTRA_CONFIG, FILE_KEY, extra_config[FILE_KEY])
-        layers.append((str(file), values))
-    elif FILE_VARIABLE in environ:
-        file, values = _read_file("environment", FILE_VARIABLE, environ[FILE_VARIABLE])
-        layers.append((str(file), values))
-    layers.append((EXTRA_CONFIG, {k: v for k, v in extra_config.items() if k != FILE_KEY}))
+    """Return the effective configuration of an engine with this `kv_connector_extra_config`.
 
+    The file is `extra_config["config_file"]`, else what `KV_OFFLOAD_CONFIG_FILE` names, else none.
+    `host` stands in for `read_host_memory()`. The data-parallel `replicas` on this host divide a
+    percentage, and each takes an absolute size for itself.
+
+    Raises:
+        ConfigError: a source cannot be read, or has an unknown key or a value that is not allowed.
+        CapacityError: all replicas together ask for more than this machine or its cgroup has, less
+            the headroom. What is free now is not looked at: see `kv_offload.worker.capacity`.
+    """
+    file: Path | None = None
+    in_file: Mapping[Any, Any] = {}
+    if FILE_KEY in extra_config:
+        file, in_file = _read_file(EXTRA_CONFIG, FILE_KEY, extra_config[FILE_KEY])
+    elif FILE_VARIABLE in environ:
+        file, in_file = _read_file("environment", FILE_VARIABLE, environ[FILE_VARIABLE])
+    layers = (
+        (DEFAULT, {key.name: key.default for key in SCHEMA.values()}),
+        (str(file), in_file),
+        (EXTRA_CONFIG, {k: v for k, v in extra_config.items() if k != FILE_KEY}),
+    )
     host = host or read_host_memory()
     effective: dict[str, Any] = {}
     given: dict[str, tuple[str, Any]] = {}
@@ -270,14 +251,13 @@ class _Loader(yaml.SafeLoader):
         lines: dict[str, int] = {}
         # `!!map x` brings a node that is no mapping; PyYAML refuses it below.
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in lines:
-                    problem = (
-                        f"{key.value}: {_show(value.value)}: "
-                        f"this key was given before, in line {lines[key.value]}"
-                    )
-                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-                lines[key.value] = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in lines:
+                given = f"{key.value}: {_show(value.value)}"
+                problem = f"{given}: this key was given before, in line {lines[key.value]}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            lines[key.value] = key.start_mark.line + 1
         return super().construct_mapping(node, deep=deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:

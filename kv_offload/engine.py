@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import torch
     from kv_swap.layout import KVLayout
 
-# -- what the scheduler reads ------------------------------------------------------------------
-
 
 class Request(Protocol):
     """A request as it is now: the engine goes on changing it."""
@@ -96,9 +94,6 @@ class StepOutput(Protocol):
     total_num_scheduled_tokens: int
     scheduled_new_reqs: Sequence[NewRequest]
     scheduled_cached_reqs: RunningRequests
-
-
-# -- what a rank asks --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ CGROUPS = Path("/sys/fs/cgroup")
 HEADROOM_BYTES = 2 << 30
 """Memory that no pool takes: where none is left, the kernel ends processes. One half is for what
 engines need once they serve: requests, graphs, buffers of NCCL. The other half is for pools that
-grow side by side and cannot see what the others are just taking: 32 MiB for each of 4 threads of 8
-ranks. A sum, not a measurement."""
+grow at the same time and cannot see what the others are just taking: 32 MiB for each of 4 threads
+of 8 ranks. A sum, not a measurement."""
 
 HEADROOM_PART = 16
-"""On a small machine it is one part in so many of the memory: 256 MiB of 4 GiB."""
+"""A small machine keeps one part in so many of its memory free: 256 MiB of 4 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def read_host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
 
 
 def read_available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
-    """Return what this process could take now without anybody being ended for it.
+    """Return what this process could take now without the kernel ending a process for it.
 
     That is the smallest of the machine's `MemAvailable` and, in every cgroup with a limit, the
     limit less what is in use. Cached files do not count as in use: the kernel drops them first.
@@ -82,13 +82,10 @@ def _available(proc: Path, cgroups: Path) -> Iterator[HostMemory]:
     for version, folder in _memory_cgroups(proc, cgroups):
         limit = _read_bytes(folder / version.limit)
         used = None if limit is None else _read_bytes(folder / version.used)
-        if limit is None or used is None:
-            continue
-        cached = sum(_stat(folder / "memory.stat", version.cached))
-        yield HostMemory(
-            max(0, limit - max(0, used - cached)),
-            f"{folder / version.limit} less what {version.used} says, without cached files",
-        )
+        if limit is not None and used is not None:
+            in_use = max(0, used - _cached_bytes(folder / "memory.stat", version.cached))
+            source = f"{folder / version.limit} less what {version.used} says, without cached files"
+            yield HostMemory(max(0, limit - in_use), source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +127,13 @@ def _read_bytes(file: Path) -> int | None:
     return int(text)
 
 
-def _stat(file: Path, names: tuple[str, ...]) -> Iterator[int]:
-    """Yield the values of `names`; those that the file lacks count as nothing."""
+def _cached_bytes(file: Path, names: tuple[str, ...]) -> int:
+    """Return the sum of the values of `names`; a name that the file lacks counts as nothing."""
     try:
-        lines = file.read_text().splitlines()
+        lines = [line.partition(" ") for line in file.read_text().splitlines()]
     except (FileNotFoundError, NotADirectoryError):
-        return
-    for line in lines:
-        name, _, value = line.partition(" ")
-        if name in names:
-            yield int(value)
+        return 0
+    return sum(int(value) for name, _, value in lines if name in names)
 
 
 def _memory_cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[_Version, Path]]:

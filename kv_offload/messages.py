@@ -27,10 +27,10 @@ class StoreJob:
 class LoadJob:
     """Copy slots of host memory into blocks that were allocated to one waiting request.
 
-    `incomplete` says that the plan found a block with nothing in host memory to fill it: nothing is
-    copied and the load counts as failed. A `synchronous` load belongs to a request of this very
-    step: the forward must come after it. A `whole` load brings all tokens of its request; the
-    forward computes the last one again, and writes its KV over what was loaded.
+    `incomplete`: host memory has nothing for some block. Nothing is copied and the load fails.
+    `synchronous`: its request runs in this very step, and the forward must come after the load.
+    `whole`: it brings all tokens of its request; the forward computes the last one again, and
+    writes its KV over what was loaded.
     """
 
     job_id: int
@@ -53,7 +53,7 @@ class OffloadMetadata:
 class JobResult:
     """Which ranks have ended a store, and whether all of them copied it without an error.
 
-    Ranks are named, not counted: a drain can deliver what a report on its way delivers again.
+    Ranks are named, not counted: a drain and a report under way can both tell of one rank.
     """
 
     ranks: frozenset[int]
@@ -110,23 +110,20 @@ def _slower(mine: float | None, others: float | None) -> float | None:
 
 
 def _merge(mine: dict[int, JobResult], others: dict[int, JobResult]) -> dict[int, JobResult]:
-    merged = dict(mine)
-    for job_id, result in others.items():
-        merged[job_id] = result.merge(mine[job_id]) if job_id in mine else result
-    return merged
+    both = {job_id: mine[job_id].merge(others[job_id]) for job_id in mine.keys() & others.keys()}
+    return mine | others | both
 
 
 @dataclass(frozen=True, slots=True)
 class DrainAnswer:
-    """What a rank says when it has drained its copies between two steps.
-
-    `stores` has the results of all stores that have ended, `loading` the requests whose loads run
-    on. `lost_loads` are those that it named lately; a report of them may still be under way.
-    """
+    """What a rank says when it has drained its copies between two steps."""
 
     stores: dict[int, JobResult]
+    """All that have ended."""
     loading: frozenset[str]
+    """Requests whose loads run on."""
     lost_loads: frozenset[int]
+    """Those that it named lately; a report of them may still be under way."""
 
     def merge(self, other: DrainAnswer) -> DrainAnswer:
         """Return what two ranks say together."""

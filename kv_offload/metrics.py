@@ -33,60 +33,48 @@ class Metric:
     documentation: str
 
 
+def _metrics(kind: Literal["counter", "gauge"], **documentation: str) -> list[Metric]:
+    return [Metric(name, kind, text) for name, text in documentation.items()]
+
+
 METRICS = (
-    Metric(
-        "lookup_tokens", "counter", "Tokens looked up in host memory after the GPU prefix cache."
-    ),
-    Metric("hit_tokens", "counter", "Tokens loaded from host memory instead of being computed."),
-    Metric(
-        "recomputed_tokens",
+    *_metrics(
         "counter",
-        "Tokens that host memory had but that were computed, since that was sooner.",
+        lookup_tokens="Tokens looked up in host memory after the GPU prefix cache.",
+        hit_tokens="Tokens loaded from host memory instead of being computed.",
+        recomputed_tokens="Tokens that host memory had but that were computed, since that was "
+        "sooner.",
+        evictions="Slots whose content was replaced.",
+        stored_bytes="Bytes copied to host memory, over all ranks.",
+        stored_seconds="Time from submitting stores to their end, over all ranks.",
+        loaded_bytes="Bytes copied from host memory, over all ranks.",
+        loaded_seconds="Time from submitting loads to their end, over all ranks.",
+        synchronous_loads="Loads that the forward of their step waited for.",
+        failed_loads="Requests whose load failed and that were recomputed.",
+        repaired_loads="Loads that failed just before a forward and were copied at once, over all "
+        "ranks.",
+        lost_requests="Requests that ended with an error since a forward read KV that was not "
+        "loaded.",
+        hook_errors="Errors within the plugin that the engine survived.",
+        **{
+            f"skipped_{reason}": f"Slots not stored: {reason.replace('_', ' ')}."
+            for reason in SKIP_REASONS
+        },
+        deferred_slots="Slots of ended requests that no store budget was left for and that wait "
+        "for one.",
     ),
-    Metric("evictions", "counter", "Slots whose content was replaced."),
-    Metric("stored_bytes", "counter", "Bytes copied to host memory, over all ranks."),
-    Metric(
-        "stored_seconds", "counter", "Time from submitting stores to their end, over all ranks."
-    ),
-    Metric("loaded_bytes", "counter", "Bytes copied from host memory, over all ranks."),
-    Metric("loaded_seconds", "counter", "Time from submitting loads to their end, over all ranks."),
-    Metric("synchronous_loads", "counter", "Loads that the forward of their step waited for."),
-    Metric("failed_loads", "counter", "Requests whose load failed and that were recomputed."),
-    Metric(
-        "repaired_loads",
-        "counter",
-        "Loads that failed just before a forward and were copied at once, over all ranks.",
-    ),
-    Metric(
-        "lost_requests",
-        "counter",
-        "Requests that ended with an error since a forward read KV that was not loaded.",
-    ),
-    Metric("hook_errors", "counter", "Errors within the plugin that the engine survived."),
-    *(
-        Metric(f"skipped_{reason}", "counter", f"Slots not stored: {reason.replace('_', ' ')}.")
-        for reason in SKIP_REASONS
-    ),
-    Metric(
-        "deferred_slots",
-        "counter",
-        "Slots of ended requests that no store budget was left for and that wait for one.",
-    ),
-    Metric("slots_in_use", "gauge", "Slots that hold KV or are being written."),
-    Metric("slots", "gauge", "Slots in the pool that may be used."),
-    Metric("running_loads", "gauge", "Loads that some rank has not completed."),
-    Metric("running_stores", "gauge", "Stores that some rank has not completed."),
-    Metric("pinned_blocks", "gauge", "GPU blocks kept from reuse until their store has ended."),
-    Metric("waiting_slots", "gauge", "Slots of ended requests that wait to be stored."),
-    Metric(
-        "load_bytes_per_second",
+    *_metrics(
         "gauge",
-        "Speed of loads that ran alone, of the slowest rank; 0 until it was measured.",
-    ),
-    Metric(
-        "prefill_tokens_per_second",
-        "gauge",
-        "Speed of computing prompts in large steps; 0 until it was measured.",
+        slots_in_use="Slots that hold KV or are being written.",
+        slots="Slots in the pool that may be used.",
+        running_loads="Loads that some rank has not completed.",
+        running_stores="Stores that some rank has not completed.",
+        pinned_blocks="GPU blocks kept from reuse until their store has ended.",
+        waiting_slots="Slots of ended requests that wait to be stored.",
+        load_bytes_per_second="Speed of loads that ran alone, of the slowest rank; 0 until it was "
+        "measured.",
+        prefill_tokens_per_second="Speed of computing prompts in large steps; 0 until it was "
+        "measured.",
     ),
 )
 KINDS = {metric.name: metric.kind for metric in METRICS}

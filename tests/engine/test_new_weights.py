@@ -102,7 +102,7 @@ def test_a_report_says_that_the_model_was_given_weights(
     offloading: Engine, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no rank lives beside the scheduler: what was stored before is gone a step later."""
-    monkeypatch.setattr(offloading.scheduler.connector, "_rank_beside", lambda: None)
+    monkeypatch.setattr(offloading.scheduler.connector, "_local_rank", lambda: None)
     assert offloading.offload.manager.slots_in_use >= 10
     by_hand(offloading, case.weights)
     offloading.generate([random_tokens(3, seed=1)], max_tokens=1)

@@ -10,7 +10,7 @@ import yaml
 
 import kv_offload
 from kv_offload.cli.main import main
-from kv_offload.config import SCHEMA, load_config
+from kv_offload.config import SCHEMA, trace_config
 from kv_offload.host_memory import HostMemory
 
 DOCS = Path(__file__).parents[2] / "docs/use/configuration.md"
@@ -51,7 +51,7 @@ def test_the_values_are_yaml_that_loads_to_the_same_configuration(tmp_path, caps
     (tmp_path / "kv.yaml").write_text("max_pinned_share: 0.25\ncpu_bytes: 10%\n")
     main(["config", "kv.yaml"])
     values = yaml.safe_load(capsys.readouterr().out.split("\n\n")[0])
-    assert load_config(values, {}) == load_config({"config_file": "kv.yaml"}, {})
+    assert trace_config(values, {}).config == trace_config({"config_file": "kv.yaml"}, {}).config
 
 
 def test_without_a_file_it_shows_the_defaults(capsys):
@@ -95,7 +95,7 @@ def test_awkward_paths_survive_the_shell(tmp_path, capsys, name):
     )
     extra_config = json.loads(done.stdout)["kv_connector_extra_config"]
     assert extra_config == {"config_file": str(tmp_path / name)}
-    assert load_config(extra_config, {}) == load_config({}, {})
+    assert trace_config(extra_config, {}).config == trace_config({}, {}).config
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_offload.config import DEFAULT, SCHEMA, OffloadConfig, load_config, trace_config
+from kv_offload.config import DEFAULT, SCHEMA, OffloadConfig, trace_config
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError
 from kv_offload.host_memory import HostMemory
 
@@ -33,7 +33,7 @@ DEFAULTS = OffloadConfig(
 
 
 def load(extra_config=None, environ=None, replicas=1):
-    return load_config(extra_config or {}, environ or {}, host=HOST, replicas=replicas)
+    return trace_config(extra_config or {}, environ or {}, host=HOST, replicas=replicas).config
 
 
 def refusal(extra_config=None, environ=None, kind=ConfigError, replicas=1):
@@ -205,9 +205,9 @@ def test_the_memory_of_this_machine_is_the_default_whole():
     from kv_offload.host_memory import read_host_memory
 
     whole = read_host_memory().size_bytes
-    assert load_config({}, {}).cpu_bytes == whole // 4
+    assert trace_config({}, {}).config.cpu_bytes == whole // 4
     with pytest.raises(CapacityError, match=r"100\.1%"):
-        load_config({"cpu_bytes": "100.1%"}, {})
+        trace_config({"cpu_bytes": "100.1%"}, {})
 
 
 # Unknown keys
@@ -267,7 +267,7 @@ def test_the_named_file_wins_over_the_environment(write):
 
 def test_the_environment_of_the_process_is_the_default(write, monkeypatch):
     monkeypatch.setenv("KV_OFFLOAD_CONFIG_FILE", write("store_after_uses: 2"))
-    assert load_config({}).store_after_uses == 2
+    assert trace_config({}).config.store_after_uses == 2
 
 
 def test_the_trace_says_where_every_value_came_from(write):

@@ -804,7 +804,7 @@ class PlayedEngine:
         if beside is not None:
             self.beside = beside
         if self.beside and ranks == 1:
-            self.connector._rank_beside = lambda: self.ranks[0].connector.offload_worker
+            self.connector._local_rank = lambda: self.ranks[0].connector.offload_worker
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {(0, r): rank.connector.get_handshake_metadata() for r, rank in enumerate(self.ranks)}
         )

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# By this name a MultiConnector looks up who reads a member's stats, also where the member was given
-# by the path of this module.
+# A MultiConnector looks a member's stats up by this name, also if the member was given by the path
+# of this module.
 register()
 
 
@@ -40,19 +40,18 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         self.hook_errors = HookErrors()
         engine = read_engine(vllm_config, kv_cache_config)
         self._is_member = bool(engine.enclosing)
+        config = engine.traced.config
         self._by_block = (
-            not reports_failed_requests(engine.version) and engine.config.on_load_failure == "fail"
+            not reports_failed_requests(engine.version) and config.on_load_failure == "fail"
         )
         self._failed_loads = {}
         self.engine_id = vllm_config.kv_transfer_config.engine_id
-        self._alone = vllm_config.parallel_config.world_size == 1
-        self._rank = None
-        # One of the two stays None; a hook is only called on the half that it belongs to. The
-        # scheduler's is built when the blocks are known.
+        self._only_rank = vllm_config.parallel_config.world_size == 1
+        # One of the two stays None; vLLM calls a hook only on the half that it belongs to.
         self.offload_scheduler = None  # type: ignore[assignment]
         self.offload_worker = None  # type: ignore[assignment]
         if role == KVConnectorRole.SCHEDULER:
-            self._plan = prepare_scheduler(engine)
+            self._num_slots, self._make_scheduler = prepare_scheduler(engine)
             patches.log_new()
         else:
             self.offload_worker = build_worker(engine)
@@ -65,13 +64,11 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         """
         scheduler = self.offload_scheduler
         if scheduler is None:
-            if self.hook_errors.new:
-                self.offload_worker.count_hook_errors(self.hook_errors.take())
+            self.offload_worker.count_hook_errors(self.hook_errors.take())
             return ConnectorStats.of(self.offload_worker.take_stats())
-        if self.hook_errors.new:
-            scheduler.statistics.count("hook_errors", self.hook_errors.take())
+        scheduler.statistics.count("hook_errors", self.hook_errors.take())
         scheduler.reports.read()
-        rank = self._rank_beside()
+        rank = self._local_rank()
         if rank is not None and scheduler.has_pending_stores:
             scheduler.reports.stores_ended(rank.take_ended_stores())
         scheduler.watch.end()

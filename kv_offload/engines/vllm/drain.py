@@ -1,7 +1,4 @@
-"""What the plugin changes in vLLM's scheduler: blocks that come free, and requests that must end.
-
-It ends copies before a reset or a sleep, and requests that computed with KV that was not there.
-"""
+"""What vLLM's scheduler does besides: it ends copies before a reset, and requests with wrong KV."""
 
 from __future__ import annotations
 
@@ -22,51 +19,44 @@ from kv_offload.messages import DrainAnswer, StoreJob
 
 logger = logging.getLogger(__name__)
 
-# -- before a reset or a sleep -----------------------------------------------------------------
 
-
-def resetting_after_drain(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `EngineCore.reset_prefix_cache`, through which sleep and pause reset as well."""
-
-    @functools.wraps(original)
-    def reset_prefix_cache(
-        self: Any, reset_running_requests: bool = False, *args: Any, **kwargs: Any
-    ) -> Any:
-        schedulers = schedulers_of(self)
-        if not schedulers:
-            return original(self, reset_running_requests, *args, **kwargs)
-        hear_of_weight_loads(self, schedulers)
-        # Where running requests make the reset fail anyway those that wait for loads go on.
-        requeue = reset_running_requests or not self.scheduler.running
-        drain_engine_core(self, requeue=requeue)
-        with blocks_freed_at_once(self.scheduler):
-            done = original(self, reset_running_requests, *args, **kwargs)
-        if done:
-            for scheduler in schedulers:
-                scheduler.contents.engine_was_reset()
-        return done
-
-    return reset_prefix_cache
+def reset_after_drain(
+    original: Callable[..., Any],
+    self: Any,
+    reset_running_requests: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run around `EngineCore.reset_prefix_cache`, through which sleep and pause reset as well."""
+    schedulers = schedulers_of(self)
+    if not schedulers:
+        return original(self, reset_running_requests, *args, **kwargs)
+    hear_of_weight_loads(self, schedulers)
+    # Running requests can make the reset fail. Then those that wait for loads keep waiting.
+    drain_engine_core(self, requeue=reset_running_requests or not self.scheduler.running)
+    with blocks_freed_at_once(self.scheduler):
+        done = original(self, reset_running_requests, *args, **kwargs)
+    if done:
+        for scheduler in schedulers:
+            scheduler.contents.engine_was_reset()
+    return done
 
 
 def drain_engine_core(core: Any, *, requeue: bool = True) -> None:
     """Have all ranks end their copies, and the scheduler release the blocks that they hold.
 
-    Those are the pinned sources of stores, and the destinations of loads. A request that was
-    aborted is freed. With `requeue` one that waits for its load goes back to those that hold no
-    block: without the plugin it would be there, and a reset would succeed. It is looked up again
-    when it is its turn.
+    Those are the sources of stores and the destinations of loads. Aborted requests are freed. With
+    `requeue` a request that waits for its load gives its blocks back, so that a reset can succeed;
+    vLLM looks it up again when it is its turn.
 
-    `core` is vLLM's `EngineCore`. The ranks are called directly, not through steps: a step would
-    also run live requests, and its outputs would have no receiver. Steps that were dispatched
-    before are executed first, so every store of theirs is known to the ranks.
+    The ranks are called directly, not through a step: a step would also run live requests, and its
+    outputs would have no receiver. A rank has executed all steps that were launched before, so it
+    knows their stores.
     """
     for scheduler in schedulers_of(core):
         reports = scheduler.reports
         abandoned = reports.abandoned_loads()
-        waiting = set()
-        if requeue:
-            waiting = _waiting_for_loads(core.scheduler, reports.waiting_loads())
+        waiting = _waiting_for_loads(core.scheduler, reports.waiting_loads()) if requeue else set()
         if not (scheduler.has_pending_stores or abandoned or waiting):
             continue
         answers = core.model_executor.collective_rpc(drain_rank, args=reports.begin_drain())
@@ -89,10 +79,9 @@ def drain_rank(_worker: Any, unsent: Sequence[StoreJob], running: Sequence[int])
 
 
 def _deliver_loads(engine_scheduler: Any, request_ids: set[str]) -> None:
-    """Tell vLLM's scheduler that these loads have ended: it frees the blocks of aborted requests.
+    """Tell vLLM's scheduler that all ranks have ended these loads: it frees aborted requests.
 
-    Every rank has ended those loads. The ranks' own reports come with a later step, and the
-    plugin's scheduler takes them out.
+    The ranks' own reports come with a later step; the plugin's scheduler takes them out.
     """
     from vllm.v1.outputs import KVConnectorOutput
 
@@ -102,22 +91,19 @@ def _deliver_loads(engine_scheduler: Any, request_ids: set[str]) -> None:
 
 
 def _waiting_for_loads(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
-    """Return those of the requests that wait for a load, or for their turn after it."""
+    """Return which of the requests wait for a load, or for their turn after it."""
     from vllm.v1.request import RequestStatus
 
-    return {
-        request_id
-        for request_id in request_ids & engine_scheduler.requests.keys()
-        if engine_scheduler.requests[request_id].status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    }
+    alive, waiting = engine_scheduler.requests, RequestStatus.WAITING_FOR_REMOTE_KVS
+    return {name for name in request_ids & alive.keys() if alive[name].status == waiting}
 
 
 def _give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
     """Have requests whose loads have ended wait without blocks, as if nothing had been loaded.
 
-    They are put into the state of those whose load has failed, which vLLM looks up anew when it
-    gets to them; it frees their blocks only then, and a second time does no harm. No step reads or
-    writes these blocks: a request that waits for its load has not been computed.
+    They get the state of a request whose load has failed, which vLLM frees and looks up anew when
+    it is its turn; freeing it twice does no harm. No step reads or writes these blocks: a request
+    that waits for its load has not been computed.
     """
     for request_id in request_ids:
         request = engine_scheduler.requests[request_id]
@@ -128,13 +114,12 @@ def _give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
 
 @contextlib.contextmanager
 def blocks_freed_at_once(engine_scheduler: Any) -> Iterator[None]:
-    """Have vLLM's scheduler hold back no freed block, not even those that it does already.
+    """Have vLLM's scheduler free at once all blocks that it holds back for steps in flight.
 
-    With a connector and steps in flight it keeps what a request frees until the last of them has
-    ended: it may still write the block, and a load into it need not come after that. A reset of
-    running requests raises then. Ours do come after it (`SwapEngine`), and the forwards of a rank
-    follow one another. Of the other connectors in a MultiConnector that is not known: nothing
-    changes with those.
+    With a connector it keeps what a request frees until those steps have ended: they may still
+    write the block, and a load into it might not wait for them. A reset of running requests raises
+    then. Our loads do wait (`SwapEngine`), and the forwards of a rank follow one another. Nothing
+    is known of other connectors, so inside a MultiConnector nothing changes.
     """
     alone = getattr(engine_scheduler.get_kv_connector(), "offload_scheduler", None) is not None
     if not alone or not getattr(engine_scheduler, "defer_block_free", False):
@@ -151,51 +136,38 @@ def blocks_freed_at_once(engine_scheduler: Any) -> Iterator[None]:
         engine_scheduler.defer_block_free = True
 
 
-# -- after a step ------------------------------------------------------------------------------
+def end_lost_requests(
+    original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
+) -> Any:
+    """Run around `Scheduler.update_from_output`.
 
-
-def ending_lost_requests(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Scheduler.update_from_output`.
-
-    Where it cannot be told which requests computed with wrong KV all of the step end.
+    All requests of the step end if an error hides which of them computed with wrong KV.
     """
-
-    @functools.wraps(original)
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        reported = model_runner_output.kv_connector_output
-        try:
-            lost = requests_with_lost_kv(self.connector, reported) if reported is not None else None
-        except Exception:
-            lost = set(scheduler_output.num_scheduled_tokens)
-            logger.exception(
-                "kv-offload: an error while looking for requests with wrong KV: the %d requests of "
-                "this step end, since any of them may be one. Please report this",
-                len(lost),
-            )
-        if not lost:
-            return original(self, scheduler_output, model_runner_output)
-        ended = _end_with_error(self, lost)
-        outputs = original(self, scheduler_output, model_runner_output)
-        _add_ends(outputs, ended)
-        return outputs
-
-    return update_from_output
+    reported = model_runner_output.kv_connector_output
+    try:
+        lost = requests_with_lost_kv(self.connector, reported) if reported is not None else None
+    except Exception:
+        lost = set(scheduler_output.num_scheduled_tokens)
+        logger.exception(
+            "kv-offload: an error while looking for requests with wrong KV: the %d requests of "
+            "this step end, since any of them may be one. Please report this",
+            len(lost),
+        )
+    ended = _end_with_error(self, lost) if lost else ()
+    outputs = original(self, scheduler_output, model_runner_output)
+    _add_ends(outputs, ended)
+    return outputs
 
 
-def recomputing_failed_requests(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Scheduler._update_from_kv_xfer_finished`.
+def recompute_failed_requests(original: Callable[..., Any], self: Any, output: Any) -> None:
+    """Run around `Scheduler._update_from_kv_xfer_finished`.
 
-    Older schedulers cannot be told of a failed request, but have the state that newer ones set: one
-    whose id is in `failed_recving_kv_req_ids`, with no computed token, is freed, then scheduled.
+    Older schedulers cannot be told of a failed request, but have the state that newer ones set: a
+    request in `failed_recving_kv_req_ids` without computed tokens is freed, then scheduled.
     """
-
-    @functools.wraps(original)
-    def update(self: Any, output: Any) -> None:
-        original(self, output)
-        for request_id in _waiting_for_loads(self, failed_loads(self.connector, output)):
-            _recompute(self, self.requests[request_id])
-
-    return update
+    original(self, output)
+    for request_id in _waiting_for_loads(self, failed_loads(self.connector, output)):
+        _recompute(self, self.requests[request_id])
 
 
 def _recompute(engine_scheduler: Any, request: Any) -> None:
@@ -209,9 +181,8 @@ def _end_with_error(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
 
     vLLM can be told of invalid blocks, but has no right way to go on from there under asynchronous
     scheduling: it rewinds a running request's computed tokens without its placeholders, and asserts
-    or computes a token in the wrong place (0.26 to 0.33). So they end by the method that ends
-    others with an error. No block keeps its key: what was computed with that KV, also in the step
-    behind, would be served to others.
+    or computes a token in the wrong place (0.26 to 0.33). No block keeps its key: others would be
+    served what was computed with that KV, also in the step behind.
     """
     from vllm.v1.request import RequestStatus
 

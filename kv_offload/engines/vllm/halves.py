@@ -34,8 +34,8 @@ def workers_of_process() -> list[Any]:
 def local_rank(engine_id: str | None) -> Any | None:
     """Return the worker's half of this engine's connector if it lives in this process, else None.
 
-    With one rank vLLM runs the worker in the process and on the thread of the scheduler. Not looked
-    for inside a MultiConnector, which adds up what its members report.
+    With one rank vLLM runs the worker in the process and on the thread of the scheduler. A
+    MultiConnector adds up what its members report, so this does not look inside one.
     """
     from vllm.distributed import kv_transfer
 

@@ -43,12 +43,11 @@ def layer_regions(kv_caches: Mapping[str, Any], layout: KVLayout) -> dict[str, f
 def describe_kv_caches(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig) -> KVLayout:
     """Return the layout of the registered tensors: one per layer, or a list of a layer's states.
 
-    Raises `UnsupportedError`, naming the layer and its shape, for a layout that could not be copied
-    exactly.
+    Raises `UnsupportedError`, with the layer and its shape, if it could not be copied exactly.
     """
     num_blocks = kv_cache_config.num_blocks
     specs = layer_specs(kv_cache_config)
-    tensors = []
+    tensors: list[TensorDescription] = []
     for name, cache in kv_caches.items():
         spec = specs.get(name)
         if spec is None and any(cache is kv_caches[other] for other in specs if other in kv_caches):
@@ -72,14 +71,10 @@ def _describe_tensor(
     name: str, tensor: torch.Tensor, num_blocks: int, page_bytes: int
 ) -> TensorDescription:
     shape, itemsize = tuple(tensor.shape), tensor.element_size()
+    strides_bytes = tuple(stride * itemsize for stride in tensor.stride())
+    block_dim = _block_dim(name, shape, num_blocks)
     return TensorDescription(
-        name=name,
-        address=tensor.data_ptr(),
-        shape=shape,
-        strides_bytes=tuple(stride * itemsize for stride in tensor.stride()),
-        itemsize=itemsize,
-        block_dim=_block_dim(name, shape, num_blocks),
-        page_bytes=page_bytes,
+        name, tensor.data_ptr(), shape, strides_bytes, itemsize, block_dim, page_bytes
     )
 
 
@@ -88,9 +83,8 @@ def _describe_states(
 ) -> TensorDescription:
     """Describe a layer with several states per block, each a view into the same pages.
 
-    Up to vLLM 0.31 the older model runner registers them so. The first begins where the page does,
-    the others lie behind it; the page may be padded. It is copied whole, as
-    `(num_blocks, page_bytes)` bytes.
+    Up to vLLM 0.31 runner V1 registers them so. The first begins where the page does, the others
+    lie behind it; the page may be padded. It is copied whole, as `(num_blocks, page_bytes)` bytes.
     """
     address = states[0].data_ptr()
     strides = {state.stride(0) * state.element_size() for state in states}
@@ -102,15 +96,8 @@ def _describe_states(
             f"layer {name}: its states of shapes {shapes} do not lie in {num_blocks} pages of "
             f"{page_bytes} bytes; run this model without kv-offload"
         )
-    return TensorDescription(
-        name=name,
-        address=address,
-        shape=(num_blocks, page_bytes),
-        strides_bytes=(strides.pop(), 1),
-        itemsize=1,
-        block_dim=0,
-        page_bytes=page_bytes,
-    )
+    shape, strides_bytes = (num_blocks, page_bytes), (strides.pop(), 1)
+    return TensorDescription(name, address, shape, strides_bytes, 1, 0, page_bytes)
 
 
 def _block_span_bytes(state: torch.Tensor) -> int:

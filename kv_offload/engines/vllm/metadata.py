@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -10,34 +13,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 
+Kind = TypeVar("Kind")
+
+
+def convert(message: Any, kind: Callable[..., Kind]) -> Kind:
+    """Return one of the plugin's messages as one of the classes below."""
+    return kind(**vars(message))
+
 
 class ConnectorMetadata(OffloadMetadata, KVConnectorMetadata):
     """One step's plan, from the scheduler to every worker."""
 
-    @classmethod
-    def of(cls, plan: OffloadMetadata) -> ConnectorMetadata:
-        """Return a plan as vLLM takes it."""
-        return cls(plan.stores, plan.loads)
-
 
 class ConnectorWorkerMetadata(OffloadWorkerMetadata, KVConnectorWorkerMetadata):
-    """What ranks report; vLLM merges their reports with `aggregate`."""
+    """What ranks report."""
+
+    aggregate = OffloadWorkerMetadata.merge  # vLLM's name for it
 
     @classmethod
     def of(cls, report: OffloadWorkerMetadata | None) -> ConnectorWorkerMetadata | None:
-        """Return a rank's report as vLLM takes it."""
-        return None if report is None else cls(**vars(report))
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> ConnectorWorkerMetadata:
-        """Return what two ranks report together."""
-        assert isinstance(other, OffloadWorkerMetadata)
-        return self.merge(other)
+        """Return what a rank reports, if anything, as vLLM takes it."""
+        return None if report is None else convert(report, cls)
 
 
 class HandshakeMetadata(WorkerCapacity, KVConnectorHandshakeMetadata):
     """What a rank holds, told once before the first request."""
-
-    @classmethod
-    def of(cls, capacity: WorkerCapacity) -> HandshakeMetadata:
-        """Return a rank's capacity as vLLM takes it."""
-        return cls(**vars(capacity))

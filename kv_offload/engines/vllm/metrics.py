@@ -51,13 +51,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
                 engine: family.labels(*labelvalues) for engine, labelvalues in per_engine.items()
             }
             for metric in METRICS
-            for family in [
-                classes[metric.kind](
-                    name=PREFIX + metric.name,
-                    documentation=metric.documentation,
-                    labelnames=labels,
-                )
-            ]
+            for family in [classes[metric.kind](PREFIX + metric.name, metric.documentation, labels)]
         }
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:

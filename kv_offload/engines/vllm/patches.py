@@ -1,8 +1,9 @@
-"""Every patch of vLLM: what it wraps, why, and what is lost without it. There is no other.
+"""Every patch of vLLM, and how it is installed. There is no other.
 
-`docs/design/patches.md` shows the list. A wrapper calls the method that it found, so it works with
-wrappers that other plugins set before or after. Each also works when set twice, which happens where
-another plugin hides ours behind a wrapper without `functools.wraps`.
+`docs/design/patches.md` says of each why it is needed and what is lost without it. A wrapper calls
+the method that it found, so it works with wrappers that other plugins set before or after. Each
+also works when set twice, which happens where another plugin hides ours behind a wrapper without
+`functools.wraps`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ MARK = "_kv_offload_patch"
 NOTED_REPLICAS = "_kv_offload_local_replicas"
 """Attribute of a `ParallelConfig`: replicas that its front end starts on this host."""
 
+_unlogged: list[str] = []
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -52,24 +55,38 @@ class Patch:
 
     target: str
     """`module:Class.method`, or `object.method` of an object that a rank finds."""
-    where: Literal["process", "scheduler", "rank"]
+    around: Method
+    """Runs in place of the method: gets the method that was found, then its arguments."""
+    where: Literal["process", "scheduler", "rank"] = "scheduler"
     """Wrapped in every process, where a scheduler is built, or on one object of a rank."""
-    make: Callable[[Method], Method]
-    """Return the wrapper of the method that was found."""
-    why: str
-    without: str
-    """What is lost without the patch."""
-    until: str
-    """When the patch can go."""
     versions: tuple[Version, Version] = (OLDEST, NEWEST)
-    when: str = ""
-    """What `needed` asks, in words; nothing where the patch is always needed."""
-    needed: Callable[[Setup], bool] = lambda _setup: True
+    needed: Callable[[Setup], bool] | None = None
+    """Whether an engine needs the patch; None where all do."""
 
+    @property
+    def method(self) -> str:
+        """The name of the method."""
+        return self.target.rpartition(".")[2]
 
-# -- installing --------------------------------------------------------------------------------
+    def wrap(self, found: Method, *state: Any) -> Method:
+        """Return the wrapper of a method; `around` gets `state` first."""
 
-_unlogged: list[str] = []
+        # vLLM converts the arguments of some calls by the method's signature, hence `wraps`.
+        @functools.wraps(found)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return self.around(*state, found, *args, **kwargs)
+
+        setattr(wrapper, MARK, self.target)
+        return wrapper
+
+    def install(self, owner: Any, found: Method, *state: Any) -> Method:
+        """Wrap `found` where `owner` has it, unless that is our wrapper; return the wrapper."""
+        if getattr(found, MARK, None) == self.target:
+            return found
+        wrapper = self.wrap(found, *state)
+        setattr(owner, self.method, wrapper)
+        _unlogged.append(self.target.rpartition(":")[2])
+        return wrapper
 
 
 def install_in_process() -> None:
@@ -83,8 +100,17 @@ def install_for_scheduler(setup: Setup) -> None:
     """Patch what this engine and configuration need; a second call replaces nothing."""
     for patch in PATCHES:
         oldest, newest = patch.versions
-        if patch.where == "scheduler" and oldest <= setup.version <= newest and patch.needed(setup):
+        needed = patch.needed is None or patch.needed(setup)
+        if patch.where == "scheduler" and oldest <= setup.version <= newest and needed:
             _wrap_class(patch)
+
+
+def _wrap_class(patch: Patch) -> None:
+    module, _, path = patch.target.partition(":")
+    owner = getattr(importlib.import_module(module), path.partition(".")[0], None)
+    if patch.where == "process" and not hasattr(owner, patch.method):
+        return  # the plugin may not be in use here
+    patch.install(owner, getattr(owner, patch.method))
 
 
 def tell(patch: Patch, owner: Any, listener: Callable[..., None]) -> None:
@@ -92,12 +118,12 @@ def tell(patch: Patch, owner: Any, listener: Callable[..., None]) -> None:
 
     A second call for the object wraps nothing: the wrapper calls both listeners.
     """
-    name = patch.target.rpartition(".")[2]
-    found = vars(owner).get(name)
-    if getattr(found, MARK, None) != patch.target:
-        found = _mark(patch, patch.make(found or _method_of_class(owner, name)))
-        setattr(owner, name, found)
-    found.listeners.append(listener)
+    listeners: list[Callable[..., None]] = []
+    found = vars(owner).get(patch.method) or _method_of_class(owner, patch.method)
+    wrapper: Any = patch.install(owner, found, listeners)
+    if wrapper is not found:
+        wrapper.listeners = listeners
+    wrapper.listeners.append(listener)
 
 
 def log_new() -> None:
@@ -105,23 +131,6 @@ def log_new() -> None:
     if _unlogged:
         logger.info("kv-offload: patches of vLLM in this process: %s", ", ".join(_unlogged))
         _unlogged.clear()
-
-
-def _wrap_class(patch: Patch) -> None:
-    module, _, path = patch.target.partition(":")
-    class_name, _, name = path.partition(".")
-    owner = getattr(importlib.import_module(module), class_name, None)
-    if patch.where == "process" and not hasattr(owner, name):
-        return  # the plugin may not be in use here
-    found = getattr(owner, name)
-    if getattr(found, MARK, None) != patch.target:
-        setattr(owner, name, _mark(patch, patch.make(found)))
-
-
-def _mark(patch: Patch, wrapper: Method) -> Method:
-    setattr(wrapper, MARK, patch.target)
-    _unlogged.append(patch.target.rpartition(":")[2])
-    return wrapper
 
 
 def _method_of_class(owner: Any, name: str) -> Method:
@@ -136,155 +145,67 @@ def _method_of_class(owner: Any, name: str) -> Method:
     return method
 
 
-# -- wrappers ----------------------------------------------------------------------------------
+def _note_replicas(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    config = original(self, *args, **kwargs)
+    parallel = config.parallel_config
+    setattr(parallel, NOTED_REPLICAS, int(parallel.data_parallel_size_local))
+    return config
 
 
-def _create_engine_config(original: Method) -> Method:
-    @functools.wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = original(self, *args, **kwargs)
-        parallel = config.parallel_config
-        setattr(parallel, NOTED_REPLICAS, int(parallel.data_parallel_size_local))
-        return config
-
-    return create_engine_config
+def _take_the_shortest_hit(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    self.has_mamba_layers = False  # read nowhere else once the scheduler has been built
+    return original(self, *args, **kwargs)
 
 
-def _schedule(original: Method) -> Method:
-    @functools.wraps(original)
-    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.has_mamba_layers = False  # read nowhere else once the scheduler has been built
-        return original(self, *args, **kwargs)
-
-    return schedule
-
-
-def _observe(original: Method) -> Method:
-    @functools.wraps(original)
-    def observe(self: Any, transfer_stats_data: Any, engine_idx: int = 0) -> Any:
-        as_sent = {
-            name: stats if isinstance(stats, dict) else {"data": stats.data}
-            for name, stats in transfer_stats_data.items()
-        }
-        return original(self, as_sent, engine_idx)
-
-    return observe
+def _observe_dictionaries(
+    original: Method, self: Any, transfer_stats_data: Any, engine_idx: int = 0
+) -> Any:
+    as_sent = {
+        name: stats if isinstance(stats, dict) else {"data": stats.data}
+        for name, stats in transfer_stats_data.items()
+    }
+    return original(self, as_sent, engine_idx)
 
 
-def _tell_listeners(original: Method) -> Method:
-    listeners: list[Callable[..., None]] = []
-
-    @functools.wraps(original)
-    def first(*args: Any, **kwargs: Any) -> Any:
-        for listener in listeners:
-            listener(*args, **kwargs)
-        return original(*args, **kwargs)
-
-    first.listeners = listeners  # type: ignore[attr-defined]
-    return first
+def _tell_first(
+    listeners: list[Callable[..., None]], original: Method, *args: Any, **kwargs: Any
+) -> Any:
+    for listener in listeners:
+        listener(*args, **kwargs)
+    return original(*args, **kwargs)
 
 
-# -- the list ----------------------------------------------------------------------------------
-
-EXECUTE_MODEL = Patch(
-    "model runner.execute_model",
-    "rank",
-    _tell_listeners,
-    "The connector's first hook comes just before the forward. A copy can start earlier.",
-    "Stores and loads start some milliseconds later in every step, so the link idles meanwhile.",
-    "vLLM calls a hook of the connector before it prepares a step.",
-)
-LOAD_WEIGHTS = Patch(
-    "model.load_weights",
-    "rank",
-    _tell_listeners,
-    "Trainers in the engine's process give the model weights without calling the engine core.",
-    "Host memory serves KV of the old weights until somebody resets the connector.",
-    "vLLM tells the connector of new weights.",
-)
+EXECUTE_MODEL = Patch("model runner.execute_model", _tell_first, "rank")
+LOAD_WEIGHTS = Patch("model.load_weights", _tell_first, "rank")
 PATCHES = (
-    Patch(
-        "vllm.engine.arg_utils:EngineArgs.create_engine_config",
-        "process",
-        _create_engine_config,
-        "Replicas of a dense model are told that they are alone: vLLM sets their sizes to 1. A "
-        "note in the configuration travels to all processes.",
-        "Each replica takes a percentage of `cpu_bytes` for itself alone, more than the host has.",
-        "The configuration of a replica says how many run on its host.",
-    ),
-    Patch(
-        "vllm.v1.engine.core:EngineCore.reset_prefix_cache",
-        "scheduler",
-        drain.resetting_after_drain,
-        "A reset fails, or raises, while a copy holds a block, and vLLM asks no connector first. "
-        "The wrapper asks the ranks for new weights, ends copies, resets, and tells the plugin.",
-        "Reset, sleep and pause fail while stores or loads run; new weights are noticed too late.",
-        "vLLM has a hook that drains connectors before it resets.",
-    ),
-    Patch(
-        "vllm.v1.engine.core:EngineCore.collective_rpc",
-        "scheduler",
-        weights.watched_rpc,
-        "Calls on the workers may change weights.",
-        "Host memory serves KV of the old weights until somebody resets the connector.",
-        "vLLM tells the connector of new weights.",
-    ),
+    Patch("vllm.engine.arg_utils:EngineArgs.create_engine_config", _note_replicas, "process"),
+    Patch("vllm.v1.engine.core:EngineCore.reset_prefix_cache", drain.reset_after_drain),
+    Patch("vllm.v1.engine.core:EngineCore.collective_rpc", weights.watch_call),
     Patch(
         "vllm.v1.engine.core:EngineCore.sleep",
-        "scheduler",
-        weights.watched_sleep,
-        "vLLM resets connectors for a sleep of level 1, which changes no weight, as for others.",
-        "`keep_on_sleep` does nothing: each sleep empties host memory.",
-        "vLLM tells the connector why it resets.",
-        when="with `keep_on_sleep`",
+        weights.keep_on_sleep,
         needed=lambda setup: setup.config.keep_on_sleep,
     ),
-    Patch(
-        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
-        "scheduler",
-        drain.ending_lost_requests,
-        "A forward may have read KV that a load did not bring. vLLM has no right way to go on from "
-        "there under asynchronous scheduling, so such requests must end before it reads tokens.",
-        "A request whose load failed twice gets wrong tokens, or the engine ends.",
-        "vLLM recomputes a running request correctly under asynchronous scheduling.",
-    ),
+    Patch("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", drain.end_lost_requests),
     Patch(
         "vllm.v1.core.sched.scheduler:Scheduler._update_from_kv_xfer_finished",
-        "scheduler",
-        drain.recomputing_failed_requests,
-        "These versions can only be told of failed blocks, and end the engine if the model has "
-        "several cache groups.",
-        "A failed load of a hybrid model ends the engine.",
-        "The oldest supported version is 0.32.",
+        drain.recompute_failed_requests,
         versions=(OLDEST, (0, 31)),
-        when="with `on_load_failure: recompute`",
         needed=lambda setup: setup.config.on_load_failure == "recompute",
     ),
     Patch(
         "vllm.v1.core.sched.scheduler:Scheduler.schedule",
-        "scheduler",
-        _schedule,
-        "With states vLLM takes the longest local hit of any cache group, for connectors that "
-        "always bring the state. Ours may not have it.",
-        "A hybrid model computes on states that are not there: wrong tokens.",
-        "The oldest supported version is 0.28.",
+        _take_the_shortest_hit,
         versions=(OLDEST, (0, 27)),
-        when="for models with states",
         needed=lambda setup: setup.holds_state,
     ),
     Patch(
         "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:"
         "MultiKVConnectorPromMetrics.observe",
-        "scheduler",
-        _observe,
-        "In one process members' figures arrive as objects, which vLLM indexes as dictionaries.",
-        "The first figures of an engine in the user's process raise.",
-        "The oldest supported version is 0.32.",
+        _observe_dictionaries,
         versions=(OLDEST, (0, 31)),
-        when="inside a MultiConnector",
         needed=lambda setup: setup.is_member,
     ),
     EXECUTE_MODEL,
     LOAD_WEIGHTS,
 )
-"""Every patch."""

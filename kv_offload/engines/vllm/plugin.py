@@ -20,28 +20,20 @@ class _Forward(logging.Handler):
             VLLM_LOG.handle(record)
 
 
-def forward_log(name: str) -> None:
-    """Show only in vLLM's log what is logged under `name`. A second call changes nothing.
-
-    vLLM's logger may reach the root logger, so ours must not: each line would be there twice.
-    """
-    source = logging.getLogger(name)
-    if not any(isinstance(handler, _Forward) for handler in source.handlers):
-        source.addHandler(_Forward())
-        source.setLevel(logging.INFO)
-        source.propagate = False
-
-
 def register() -> None:
-    """Make `KVOffloadConnector` known to vLLM's connector factory; a second call does nothing.
+    """Make `KVOffloadConnector` known to vLLM; a second call does nothing.
 
-    Also shows our log in vLLM's, and patches what every process needs. The module of the connector
-    is named, not imported: the factory loads it where it is configured.
+    Also shows our log in vLLM's, and patches what every process needs. vLLM's factory imports the
+    connector's module only if it is configured.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    for name in ("kv_offload", "kv_swap"):
-        forward_log(name)
+    for source in map(logging.getLogger, ("kv_offload", "kv_swap")):
+        if not any(isinstance(handler, _Forward) for handler in source.handlers):
+            source.addHandler(_Forward())
+            source.setLevel(logging.INFO)
+            # vLLM's logger may reach the root logger too: each line would be there twice.
+            source.propagate = False
     install_in_process()
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(

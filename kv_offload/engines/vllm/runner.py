@@ -45,9 +45,8 @@ class VLLMRank:
     def find_output_copy_stream(self) -> Any | None:
         """Return the stream on which the model runner copies sampled tokens to the host, if any.
 
-        Runner V2 owns the stream from its construction on. Runner V1 makes it at first use, which
-        this brings forward where asynchronous scheduling will use it. The stream lives as long as
-        the runner.
+        Runner V2 always has it. Runner V1 makes it at first use, or here if asynchronous scheduling
+        will use it. The stream lives as long as the runner.
         """
         for runner in callers():
             stream = getattr(runner, "output_copy_stream", None)
@@ -61,9 +60,9 @@ class VLLMRank:
     def count_weight_loads(self) -> Callable[[], int]:
         """Have the runner's model count its `load_weights`; return what tells the count, from 0.
 
-        Trainers in the engine's process call that method, past everything that the engine core
-        sees. Without a runner the count stays 0. What tells the count keeps nothing of the model
-        alive, nor does the model keep anything of ours.
+        Trainers in the engine's process call that method, and the engine core does not see it.
+        Without a runner the count stays 0. The result keeps nothing of the model alive, and the
+        model keeps nothing of ours.
         """
         loads = 0
 
@@ -71,8 +70,7 @@ class VLLMRank:
             nonlocal loads
             loads += 1
 
-        get_model = getattr(find_runner(), "get_model", None)
-        model = None if get_model is None else get_model()
+        model = getattr(find_runner(), "get_model", lambda: None)()
         if hasattr(type(model), "load_weights"):
             patches.tell(patches.LOAD_WEIGHTS, model, count)
         return lambda: loads
@@ -86,10 +84,10 @@ class VLLMRank:
     def forward_with_layer_calls(self) -> tuple[object, Hashable] | None:
         """Return the forward about to run if its attention layers call `wait_for_layer_load`.
 
-        Asked where the connector's metadata is bound. There runner V1 has set the forward's
-        context, and runner V2 has unless it replays a full graph. None for a full graph, for
-        micro-batches, which run under contexts of their own on several threads, for steps without
-        attention, and wherever a version does not say which of these it is.
+        Asked when the connector's metadata is bound. Then runner V1 has set the forward's context,
+        and so has runner V2 unless it replays a full graph. None for a full graph, for
+        micro-batches (several threads with contexts of their own), for steps without attention, and
+        if a version does not say which of these it is.
         """
         context = self.forward_context()
         mode = getattr(getattr(context, "cudagraph_runtime_mode", None), "name", None)
@@ -104,8 +102,8 @@ class VLLMRank:
 def before_each_step(call: Callable[[Any], None]) -> None:
     """Have the model runner call `call(scheduler_output)` before it does anything for a step.
 
-    The connector's own first hook comes later: just before the forward in runner V2, in V1 not
-    before some preparations. Without a runner on the call stack nothing changes.
+    The connector's own first hook comes later: just before the forward in runner V2, in V1 after
+    some preparations. Without a runner on the call stack nothing changes.
     """
     runner = find_runner()
     if runner is not None:

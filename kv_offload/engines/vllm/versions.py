@@ -57,8 +57,7 @@ def layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, Any]:
 def bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
     """Return the bytes of one block over all tensors of this rank.
 
-    Up to 0.31 every `KVCacheTensor` is an allocation of its own unless it is packed; from 0.32 all
-    of them describe places in one allocation of `size` bytes.
+    From vLLM 0.32, and in packed layouts before, all tensors lie in one allocation of `size` bytes.
     """
     tensors = kv_cache_config.kv_cache_tensors
     shared = hasattr(tensors[0], "layers") or getattr(tensors[0], "block_stride", 0) > 0
@@ -78,7 +77,7 @@ def host_hit_source() -> Any:
 def changes_blocks(scheduler_output: Any) -> bool:
     """Whether the runner zeroes or copies KV blocks for this step, before its forward.
 
-    Not counted are copies of states between the blocks of a request that runs.
+    Copies of states between the blocks of a running request do not count.
     """
     return bool(
         scheduler_output.new_block_ids_to_zero
@@ -87,10 +86,10 @@ def changes_blocks(scheduler_output: Any) -> bool:
 
 
 def role_accepts_embeddings(vllm_config: Any, transfer_config: Any) -> bool:
-    """Whether vLLM accepts embeddings in place of images because of `kv_role`, as 0.32 does.
+    """Whether vLLM 0.32 accepts embeddings in place of images because of `kv_role`.
 
-    It then turns `enable_mm_embeds` on, and keeps no note of whether it was on before. 0.28 only
-    allows that embeddings which the user has enabled come without their data, 0.26 nothing.
+    It turns `enable_mm_embeds` on, and does not tell whether the user had. 0.28 only lets
+    embeddings that the user enabled come without their data, 0.26 does nothing.
     """
     from vllm.config import VllmConfig
 

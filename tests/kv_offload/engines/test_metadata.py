@@ -19,6 +19,7 @@ from kv_offload.engines.vllm.metadata import (
     ConnectorMetadata,
     ConnectorWorkerMetadata,
     HandshakeMetadata,
+    convert,
 )
 from kv_offload.messages import (
     JobResult,
@@ -47,9 +48,9 @@ def test_nothing_of_a_message_is_lost() -> None:
     plan = OffloadMetadata((StoreJob(1, PAIRS),), (LoadJob(2, "a", PAIRS),))
     capacity = WorkerCapacity(1, 2, 3, synchronous_loads=False)
     for message, kind, carried in (
-        (plan, KVConnectorMetadata, ConnectorMetadata.of(plan)),
+        (plan, KVConnectorMetadata, convert(plan, ConnectorMetadata)),
         (REPORT, KVConnectorWorkerMetadata, ConnectorWorkerMetadata.of(REPORT)),
-        (capacity, KVConnectorHandshakeMetadata, HandshakeMetadata.of(capacity)),
+        (capacity, KVConnectorHandshakeMetadata, convert(capacity, HandshakeMetadata)),
     ):
         assert isinstance(carried, kind)
         assert isinstance(carried, type(message)), "the halves take it as it is"

@@ -30,7 +30,7 @@ CLASSES = [patch for patch in PATCHES if patch.where != "rank"]
 
 
 def named(method: str) -> Patch:
-    (found,) = [patch for patch in PATCHES if patch.target.rpartition(".")[2] == method]
+    (found,) = [patch for patch in PATCHES if patch.method == method]
     return found
 
 
@@ -52,32 +52,29 @@ def setup(**more: Any) -> Setup:
 def wrap(monkeypatch: pytest.MonkeyPatch, method: str, original: Callable[..., Any]) -> Any:
     """Put the wrapper of a patch around `original`; return the class of vLLM that has it."""
     owner = owner_of(named(method))
-    monkeypatch.setattr(owner, method, named(method).make(original))
+    monkeypatch.setattr(owner, method, named(method).wrap(original))
     return owner
 
 
 # -- the list ----------------------------------------------------------------------------------
 
 
-def row(patch: Patch) -> str:
-    target = patch.target.rpartition(":")[2]
-    versions = "all"
-    if patch.versions != (OLDEST, NEWEST):
-        versions = " to ".join(map(dotted, patch.versions))
-    versions += f"; {patch.when}" if patch.when else ""
-    return f"| `{target}` | {versions} | {patch.why} | {patch.without} | {patch.until} |"
-
-
 def test_every_patch_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs/design/patches.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
-    assert rows == [row(patch) for patch in PATCHES]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    assert [target for target, *_ in rows] == [f"`{p.target.rpartition(':')[2]}`" for p in PATCHES]
+    for patch, (_, condition, *reasons) in zip(PATCHES, rows, strict=True):
+        versions, _, when = condition.partition("; ")
+        every = patch.versions == (OLDEST, NEWEST)
+        assert versions == ("all" if every else " to ".join(map(dotted, patch.versions)))
+        assert bool(when) == (patch.needed is not None)
+        assert [reason[-1:] for reason in reasons] == [".", ".", "."]
 
 
 @pytest.mark.parametrize("patch", CLASSES, ids=lambda patch: patch.target)
 def test_every_patched_method_is_vllms_own(patch: Patch) -> None:
     """A renamed method must fail here, not at a reset."""
-    assert callable(vars(owner_of(patch))[patch.target.rpartition(".")[2]])
+    assert callable(vars(owner_of(patch))[patch.method])
 
 
 def test_no_method_is_patched_twice() -> None:
@@ -110,7 +107,7 @@ def test_only_what_is_needed_is_patched(
     wrapped: list[Patch] = []
     monkeypatch.setattr(patches, "_wrap_class", wrapped.append)
     patches.install_for_scheduler(setup(**more))
-    assert {patch.target.rpartition(".")[2] for patch in wrapped} == ALWAYS | found
+    assert {patch.method for patch in wrapped} == ALWAYS | found
 
 
 # -- installing --------------------------------------------------------------------------------
@@ -120,11 +117,10 @@ def test_only_what_is_needed_is_patched(
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's classes have no patch; what a test installs is taken back."""
     for patch in CLASSES:
-        name = patch.target.rpartition(".")[2]
-        method = getattr(owner_of(patch), name)
+        method = getattr(owner_of(patch), patch.method)
         while hasattr(method, MARK):
             method = method.__wrapped__
-        monkeypatch.setattr(owner_of(patch), name, method)
+        monkeypatch.setattr(owner_of(patch), patch.method, method)
 
 
 @pytest.mark.usefixtures("restored")
@@ -337,6 +333,6 @@ def test_local_hits_are_those_of_all_groups(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_figures_of_members_arrive_as_dictionaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    observe = named("observe").make(lambda self, figures, engine_idx: (figures, engine_idx))
+    observe = named("observe").wrap(lambda self, figures, engine_idx: (figures, engine_idx))
     sent = {"a": KVConnectorStats(data={"x": 1}), "b": {"data": {"y": 2}}}
     assert observe(None, sent, 3) == ({"a": {"data": {"x": 1}}, "b": {"data": {"y": 2}}}, 3)

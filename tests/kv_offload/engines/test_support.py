@@ -389,7 +389,7 @@ def takes_images(engine: Engine, role: str, *, asked: bool = False) -> list[str]
     engine.vllm.kv_transfer_config.kv_role = role
     for resolve in ("_resolve_mm_embedding_inputs", "_resolve_allow_missing_mm_embeddings"):
         getattr(engine.vllm, resolve, lambda: None)()
-    return consequences(engine.config, engine.vllm, ())
+    return list(consequences(engine.config, engine.vllm, ()))
 
 
 def test_a_role_that_opens_embeddings_is_named(engine: Engine) -> None:
@@ -419,4 +419,4 @@ def test_embeddings_that_the_user_asked_for_are_not_the_roles(engine: Engine) ->
 
 def test_a_model_that_takes_text_only_opens_nothing(engine: Engine) -> None:
     assert engine.vllm.model_config.multimodal_config is None
-    assert consequences(engine.config, engine.vllm, ()) == []
+    assert list(consequences(engine.config, engine.vllm, ())) == []

@@ -17,12 +17,11 @@ class HookErrors:
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
-        self.new = 0
-        """How many there were since the last `take`."""
+        self._new = 0
 
     def caught(self, hook: str) -> None:
         """Take note of the exception that is being handled."""
-        self.new += 1
+        self._new += 1
         if hook not in self._seen:
             self._seen.add(hook)
             logger.exception(
@@ -34,15 +33,15 @@ class HookErrors:
 
     def take(self) -> int:
         """Return how many there were since the last call."""
-        new, self.new = self.new, 0
+        new, self._new = self._new, 0
         return new
 
 
 def survives(instead: Callable[..., Any]) -> Callable[[Hook], Hook]:
     """Decorate a connector's hook: where it raises, return `instead(self, *arguments)`.
 
-    `instead` leaves both halves of the plugin and the engine in agreement: no request waits for
-    what nobody will report, nothing is read that was not loaded.
+    After `instead` both halves of the plugin agree with the engine: no request waits for a report
+    that never comes, and nothing is read that was not loaded.
     """
 
     def decorate(hook: Hook) -> Hook:

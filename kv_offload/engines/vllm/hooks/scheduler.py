@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
 from kv_offload.engines.vllm.halves import local_rank
-from kv_offload.engines.vllm.hooks.errors import HookErrors, survives
-from kv_offload.engines.vllm.metadata import ConnectorMetadata
-from kv_offload.engines.vllm.start.build import SchedulerPlan
+from kv_offload.engines.vllm.hooks.errors import survives
+from kv_offload.engines.vllm.metadata import ConnectorMetadata, convert
 from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacities
 from kv_offload.messages import OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.scheduler.scheduler import OffloadScheduler
@@ -23,20 +21,19 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kv_offload.engines.vllm.start.build import SchedulerMaker
+
 
 class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     """The half of `KVOffloadConnector` that lives with vLLM's scheduler."""
 
     engine_id: str | None
-    hook_errors: HookErrors
     offload_scheduler: OffloadScheduler
     _is_member: bool
-    _plan: SchedulerPlan
-    _pool: BlockPool
-    _alone: bool
-    """Whether the only rank may live in this process."""
-    _rank: weakref.ref[OffloadWorker] | None
-    """That rank, once it was found."""
+    _only_rank: bool
+    """Whether the engine has one rank, which may live in this process."""
+    _num_slots: int
+    _make_scheduler: SchedulerMaker
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -44,7 +41,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
-        """Take the ranks' capacities. Inside a MultiConnector the metadata is another's: ask them.
+        """Take the ranks' capacities, or ask for them: a MultiConnector passes on another member's.
 
         Raises `UnsupportedError` where they cannot be asked.
         """
@@ -54,8 +51,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
             capacities = [capacity for answer in answers for capacity in answer]
         if capacities:
             num_slots = min(rank.num_slots for rank in capacities)
-            if num_slots < self._plan.num_slots:
-                self._plan.num_slots = num_slots
+            if num_slots < self._num_slots:
+                self._num_slots = num_slots
                 self.bind_gpu_block_pool(self._pool)
             self.offload_scheduler.ranks_ready({c.rank: c.ready_slots for c in capacities})
             if not all(rank.synchronous_loads for rank in capacities):
@@ -64,14 +61,18 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Build the scheduler's half: the block sizes are final now."""
         self._pool = gpu_block_pool
-        self.offload_scheduler = self._plan.build(gpu_block_pool)
+        self.offload_scheduler = self._make_scheduler(gpu_block_pool, self._num_slots)
 
-    @survives(lambda self, request, _: self._go_on_without(request))
+    @survives(
+        lambda self, request, _: (
+            self.offload_scheduler.admissions.go_on_without(request) or (0, False)
+        )
+    )
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `Admissions.match`; the only rank may tell of new weights just before."""
-        rank = self._rank_beside()
+        """See `Admissions.match`. Hear first of new weights, if the rank is in this process."""
+        rank = self._local_rank()
         if rank is not None:
             self.offload_scheduler.contents.weights_were_loaded(rank.weight_loads)
         return self.offload_scheduler.admissions.match(request, num_computed_tokens)
@@ -86,18 +87,20 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         self.offload_scheduler.admissions.allocated(request, blocks, num_external_tokens)
 
     @survives(
-        lambda self, _: ConnectorMetadata.of(self.offload_scheduler.metadata_without_new_stores())
+        lambda self, _: convert(
+            self.offload_scheduler.metadata_without_new_stores(), ConnectorMetadata
+        )
     )
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
         """See `OffloadScheduler.build_metadata`."""
-        return ConnectorMetadata.of(self.offload_scheduler.build_metadata(scheduler_output))
+        return convert(self.offload_scheduler.build_metadata(scheduler_output), ConnectorMetadata)
 
     @survives(lambda self, _: None)  # what was not read of the report is read with the next
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take the ranks' reports, with what has ended since, where that is known already.
+        """Take the ranks' reports, and poll the rank if it is in this process.
 
-        A report is as old as the launch of its step; under asynchronous scheduling its copies may
-        have ended one or two steps before anybody hears of it.
+        A report is as old as the launch of its step. Under asynchronous scheduling it would tell of
+        a copy's end one or two steps late.
         """
         if self._is_member and connector_output.invalid_block_ids:
             self.offload_scheduler.others_load_failed()
@@ -112,7 +115,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     @survives(lambda self: (set(), set()))  # a report will tell
     def _take_ended_loads(self) -> tuple[set[str], set[str]]:
-        rank = self._rank_beside() if self.offload_scheduler.reports.may_come_early else None
+        rank = self._local_rank() if self.offload_scheduler.reports.may_come_early else None
         return (set(), set()) if rank is None else rank.take_ended_loads()
 
     def request_finished(
@@ -121,20 +124,14 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         """Let the engine free the blocks at once: what is being stored is pinned."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @survives(lambda self, request, _: self._end_unseen(request.request_id))
+    @survives(
+        lambda self, request, _: self.offload_scheduler.forget(request.request_id) or (False, None)
+    )
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Let the engine free the blocks at once: what is being stored is pinned."""
         self.offload_scheduler.finished(request, block_ids)
-        return False, None
-
-    def _go_on_without(self, request: Request) -> tuple[int, bool]:
-        self.offload_scheduler.admissions.go_on_without(request)
-        return 0, False
-
-    def _end_unseen(self, request_id: str) -> tuple[bool, None]:
-        self.offload_scheduler.forget(request_id)
         return False, None
 
     def has_pending_push_work(self) -> bool:
@@ -150,15 +147,6 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         self.offload_scheduler.contents.reset()
         return True
 
-    def _rank_beside(self) -> OffloadWorker | None:
-        """Return the only rank, if it lives in this process, on the scheduler's thread.
-
-        Found once: it begins before the first step, and ends with the engine.
-        """
-        if self._rank is None and self._alone:
-            rank = local_rank(self.engine_id)
-            if rank is None:
-                self._alone = False
-            else:
-                self._rank = weakref.ref(rank)
-        return None if self._rank is None else self._rank()
+    def _local_rank(self) -> OffloadWorker | None:
+        """Return the only rank, if it lives in this process, on the scheduler's thread."""
+        return local_rank(self.engine_id) if self._only_rank else None

@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kv_offload.engines.vllm import patches
-from kv_offload.engines.vllm.hooks.errors import HookErrors, survives
-from kv_offload.engines.vllm.metadata import ConnectorWorkerMetadata, HandshakeMetadata
+from kv_offload.engines.vllm.hooks.errors import survives
+from kv_offload.engines.vllm.metadata import (
+    ConnectorWorkerMetadata,
+    HandshakeMetadata,
+    convert,
+)
 from kv_offload.engines.vllm.runner import before_each_step
 from kv_offload.engines.vllm.versions import changes_blocks
 from kv_offload.messages import LoadJob, OffloadMetadata
@@ -25,14 +29,11 @@ if TYPE_CHECKING:
 class WorkerHooks(KVConnectorBase_V1):
     """The half of `KVOffloadConnector` that lives on a rank."""
 
-    hook_errors: HookErrors
     offload_worker: OffloadWorker
     _is_member: bool
     _by_block: bool
     """Whether failed loads are reported by block."""
     _failed_loads: dict[str, LoadJob]
-
-    # -- the start of a step -------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See `OffloadWorker.register_kv_caches`."""
@@ -51,17 +52,19 @@ class WorkerHooks(KVConnectorBase_V1):
     def get_handshake_metadata(self) -> HandshakeMetadata | None:
         """Tell the scheduler how many slots this rank holds, and how many are ready.
 
-        None inside a MultiConnector: it hands on the metadata of the first member that has some,
-        and to all of them, most of which fail on another's.
+        None inside a MultiConnector: it hands the metadata of one member to all of them, most of
+        which fail on another's.
         """
-        return None if self._is_member else HandshakeMetadata.of(self.offload_worker.capacity())
+        return (
+            None if self._is_member else convert(self.offload_worker.capacity(), HandshakeMetadata)
+        )
 
     @survives(lambda self, scheduler_output: None)  # the later hooks start what was not
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Submit this step's copies before the engine prepares it, unless that touches KV blocks.
 
-        Preparing takes the host some milliseconds, in which the link need not idle. Below a
-        MultiConnector the metadata is that one's, and copies start with the later hooks.
+        The host prepares a step for some milliseconds, in which the link need not idle. Inside a
+        MultiConnector the metadata is the outer one's, and copies start with the later hooks.
         """
         metadata = scheduler_output.kv_connector_metadata
         if isinstance(metadata, OffloadMetadata) and not changes_blocks(scheduler_output):
@@ -69,34 +72,29 @@ class WorkerHooks(KVConnectorBase_V1):
 
     @survives(lambda self, metadata: None)  # what is queued stays so
     def handle_preemptions(self, kv_connector_metadata: OffloadMetadata) -> None:
-        """Submit the last step's stores, if they were not: this is the first hook of every step.
+        """Submit the last step's stores if they were not: this is the first hook of every step.
 
         Runner V1 zeroes and copies blocks after it, runner V2 before it. Neither touches the pinned
         sources of a store.
         """
         self.offload_worker.submit_stores()
 
+    @survives(lambda self, metadata: self.offload_worker.rescue(metadata))
     def bind_connector_metadata(self, connector_metadata: OffloadMetadata) -> None:
-        """Have the forward wait for its loads: this hook comes after zeroing and just before it.
+        """Have the forward wait for its loads. This hook comes after zeroing, just before it.
 
         `start_load_kv` would not do: from vLLM 0.32 it is called after the forward was launched.
         """
         super().bind_connector_metadata(connector_metadata)
-        self.start_kv_transfers(connector_metadata)
-
-    @survives(lambda self, metadata: self.offload_worker.rescue(metadata))
-    def start_kv_transfers(self, metadata: OffloadMetadata) -> None:
-        """See `OffloadWorker.start_kv_transfers`."""
-        self.offload_worker.start_kv_transfers(metadata)
+        self.offload_worker.start_kv_transfers(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Do nothing: the loads of this step run already."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Have compute wait for what this layer reads, where a load still arrives.
+        """Have compute wait for what this layer reads, if a load of this step still arrives.
 
-        Called by attention layers, on the host, just before they are queued. Costs next to nothing
-        in every other step.
+        Attention layers call it on the host, just before they are queued.
         """
         on_layer = self.offload_worker.on_layer
         if on_layer is not None:
@@ -115,25 +113,19 @@ class WorkerHooks(KVConnectorBase_V1):
     ) -> None:
         """Do nothing: blocks are stored whole, over all layers."""
 
-    # -- the end of a step ---------------------------------------------------------------------
-
-    def prepare_store_kv(self, metadata: OffloadMetadata) -> None:
-        """See `OffloadWorker.prepare_store_kv`."""
-        self.offload_worker.prepare_store_kv(metadata)
-
     @survives(lambda self: None)  # `get_finished` queues them
     def wait_for_save(self) -> None:
         """Queue this step's stores. Nothing is waited for: their sources are pinned."""
-        self.prepare_store_kv(self._get_connector_metadata())
+        self.offload_worker.prepare_store_kv(self._get_connector_metadata())
 
     @survives(lambda self, _: self._end_step_anyhow())
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Queue this step's stores where `wait_for_save` was skipped; report the loads that ended.
+        """Queue this step's stores if `wait_for_save` was skipped; report the loads that ended.
 
         vLLM 0.26 and 0.28 do not call `wait_for_save` in a step without a forward.
         """
         if self.has_connector_metadata():
-            self.prepare_store_kv(self._get_connector_metadata())
+            self.offload_worker.prepare_store_kv(self._get_connector_metadata())
         self.offload_worker.poll()
         received, self._failed_loads = self.offload_worker.take_received()
         return None, received or None
@@ -145,7 +137,7 @@ class WorkerHooks(KVConnectorBase_V1):
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Name the blocks of failed loads where a request can be ended in no other way.
+        """Name the blocks of failed loads if a request can be ended in no other way.
 
         Of asynchronous loads only: nothing has read these blocks.
         """
@@ -157,7 +149,7 @@ class WorkerHooks(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> ConnectorWorkerMetadata | None:
         """Report the stores that ended, and again the loads that failed.
 
-        After an error the next step reports what need not be told in this one.
+        After an error the report has only what must be told in this step.
         """
         return ConnectorWorkerMetadata.of(self.offload_worker.take_report())
 

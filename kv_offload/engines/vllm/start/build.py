@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from kv_offload.config import OffloadConfig, TracedConfig, trace_config
+from kv_offload.config import TracedConfig, trace_config
 from kv_offload.engines.vllm import patches
 from kv_offload.engines.vllm.runner import VLLMRank, callers
 from kv_offload.engines.vllm.start.groups import (
@@ -34,20 +35,19 @@ from kv_offload.worker.sharing import ALONE, Peers, arena_bytes
 from kv_offload.worker.worker import OffloadWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kv_offload.cache.prefix import CacheGroup
     from kv_offload.engine import BlockPool
+
+    SchedulerMaker = Callable[[BlockPool, int], OffloadScheduler]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What a connector is built from: vLLM's configuration, and what was read of it."""
+    """What a connector is built from: vLLM's configuration, and what was read from it."""
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
@@ -56,11 +56,6 @@ class Engine:
     hidden_replicas: bool
     enclosing: tuple[KVTransferConfig, ...]
     """The transfer configurations of the MultiConnectors around this connector, inner first."""
-
-    @property
-    def config(self) -> OffloadConfig:
-        """The user's options."""
-        return self.traced.config
 
 
 def read_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engine:
@@ -78,11 +73,11 @@ def read_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engi
 
 
 def enclosing_configs() -> tuple[KVTransferConfig, ...]:
-    """Return the transfer configurations of the MultiConnectors that build the caller, inner first.
+    """Return the transfer configurations of the MultiConnectors around the connector, inner first.
 
-    A member is given a copy of the engine's configuration that has its own in this place, and no
-    way to theirs, of which the engine reads the outermost. They are looked for on the call stack,
-    so this must be called while the connector is built. Empty for the engine's own connector.
+    Must be called while the connector is built: they are looked for on the call stack. A member
+    gets a copy of the engine's configuration with its own part in their place, but the engine reads
+    the outermost. Empty for the engine's own connector.
     """
     return tuple(
         caller._vllm_config.kv_transfer_config
@@ -91,33 +86,12 @@ def enclosing_configs() -> tuple[KVTransferConfig, ...]:
     )
 
 
-@dataclass(slots=True)
-class SchedulerPlan:
-    """What the scheduler's half is built from, when the engine's blocks are known."""
+def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
+    """Patch vLLM for the scheduler's half; return its slots, and what builds it from its blocks.
 
-    config: OffloadConfig
-    groups: Sequence[CacheGroup]
-    num_slots: int
-    """At most; ranks that cannot share memory, or stages with larger blocks, hold less."""
-    slot_bytes: int
-    num_ranks: int
-
-    def build(self, pool: BlockPool) -> OffloadScheduler:
-        """Build it. The sizes of the blocks are final now."""
-        return OffloadScheduler(
-            self.config,
-            self.groups,
-            pool,
-            self.num_slots,
-            self.slot_bytes,
-            self.num_ranks,
-            make_block_hash_with_group_id,
-        )
-
-
-def prepare_scheduler(engine: Engine) -> SchedulerPlan:
-    """Patch vLLM for the scheduler's half, and say what it will be built from."""
-    config, vllm_config, enclosing = engine.config, engine.vllm_config, engine.enclosing
+    Ranks that cannot share memory, and pipeline stages with larger blocks, hold fewer slots.
+    """
+    config, vllm_config, enclosing = engine.traced.config, engine.vllm_config, engine.enclosing
     for consequence in consequences(config, vllm_config, enclosing):
         logger.warning("kv-offload: %s", consequence)
     # Read by the engine's scheduler after it has built its connector.
@@ -142,8 +116,12 @@ def prepare_scheduler(engine: Engine) -> SchedulerPlan:
     logger.info("kv-offload: %s", describe_share(engine.traced))
     if engine.hidden_replicas:
         warn_of_hidden_replicas(engine.traced)
-    num_slots = max(1, rank_bytes // slot_bytes)
-    return SchedulerPlan(config, groups, num_slots, slot_bytes, parallel.world_size)
+
+    def make(pool: BlockPool, num_slots: int) -> OffloadScheduler:
+        ranks, make_key = parallel.world_size, make_block_hash_with_group_id
+        return OffloadScheduler(config, groups, pool, num_slots, slot_bytes, ranks, make_key)
+
+    return max(1, rank_bytes // slot_bytes), make
 
 
 def build_worker(engine: Engine) -> OffloadWorker:
@@ -152,7 +130,7 @@ def build_worker(engine: Engine) -> OffloadWorker:
     parallel = engine.vllm_config.parallel_config
     shares = ranks_with_equal_bytes(parallel, engine.kv_cache_config) > 1
     return OffloadWorker(
-        engine.config,
+        engine.traced.config,
         VLLMRank(engine.kv_cache_config),
         parallel.rank,
         parallel.world_size,

@@ -37,8 +37,8 @@ def cache_groups(
     """Return the groups of a supported model in the order in which block tables list them.
 
     With decode context parallelism a block holds the tokens of all its ranks' blocks; with prefill
-    context parallelism alone every rank holds them all. vLLM marks the groups that hold the layers
-    of a draft head where it can tell, and not in all versions, so here all of them count as such.
+    context parallelism alone every rank holds them all. Not all versions of vLLM tell which groups
+    hold the layers of a draft head, so here all of them count as such.
     """
     specs = layer_specs(kv_cache_config)
     groups = []
@@ -46,10 +46,9 @@ def cache_groups(
         members = [specs[name] for name in group.layer_names]
         # From vLLM 0.32 a spec says whether its tokens are split; before, all attention is.
         split = all(getattr(spec, "dcp_sharded", True) for spec in members)
-        block_tokens = group.kv_cache_spec.block_size
-        if split:
-            block_tokens *= decode_context_parallel_size
+        ranks = decode_context_parallel_size if split else 1
         rule = _reading_rule(members)
+        block_tokens = group.kv_cache_spec.block_size * ranks
         groups.append(CacheGroup(group_id, block_tokens, **rule, sees_next_token=draft_head))
     return tuple(groups)
 
@@ -77,10 +76,10 @@ def ranks_with_equal_bytes(parallel: ParallelConfig, kv_cache_config: KVCacheCon
     `kv_cache_config` is that of a pipeline stage. With decode context parallelism each rank has
     tokens of its own. From vLLM 0.32 a spec says over how many ranks it is split, if it knows.
     """
-    ranks = int(parallel.tensor_parallel_size)
     specs = layer_specs(kv_cache_config).values()
-    equal = parallel.decode_context_parallel_size == 1 and all(
+    whole = all(
         type(spec).__name__ == LATENT_SPEC and getattr(spec, "max_tp_shards", 1) == 1
         for spec in specs
     )
-    return ranks if equal and specs else 1
+    equal = specs and whole and parallel.decode_context_parallel_size == 1
+    return int(parallel.tensor_parallel_size) if equal else 1

@@ -1,10 +1,9 @@
 """What ranks tell each other and the scheduler at start, and how many replicas share this host.
 
-vLLM builds the connector in the processes of a replica, and there the configuration may no longer
-say it. Of a dense model each replica is made an engine of its own, whose data-parallel sizes are 1.
-With external load balancing, and where a user starts the replicas (`VLLM_DP_SIZE`), every process
-says that it has one. So the front end notes the number while it is known, and what remains is
-inferred from the address at which replicas meet.
+A replica's configuration may no longer say how many there are. vLLM makes each replica of a dense
+model an engine of its own, whose data-parallel sizes are 1. With external load balancing, and where
+a user starts the replicas (`VLLM_DP_SIZE`), every process says that it has one. So the front end
+notes the number (`patches`); else it is inferred from the address at which replicas meet.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ from kv_offload.messages import WorkerCapacity
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# -- ranks -------------------------------------------------------------------------------------
+_REPLICA_ID = re.compile(r"_dp[0-9]+$")
+"""What vLLM appends to the engine id of each replica."""
 
 
 def ask_ranks(method: Callable[[Any], Any]) -> list[Any]:
     """Have every rank call `method(worker)` and return the answers, in the order of the ranks.
 
-    Blocks. For a hook that the engine core calls while it is built: it is looked for on the call
-    stack. Raises `UnsupportedError` where there is none.
+    Blocks. The engine core is looked for on the call stack: it calls a hook while it is built.
+    Raises `UnsupportedError` where there is none.
     """
     for core in callers():
         if hasattr(core, "model_executor"):
@@ -88,12 +88,6 @@ def _gather(value: Any, group: Any) -> list[Any]:
     return gathered
 
 
-# -- replicas ----------------------------------------------------------------------------------
-
-_REPLICA_ID = re.compile(r"_dp[0-9]+$")
-"""What vLLM appends to the engine id of each replica."""
-
-
 @dataclass(frozen=True, slots=True)
 class LocalReplicas:
     """The replicas of one engine on this host, the asking one included."""
@@ -108,7 +102,7 @@ def count_local_replicas(
 ) -> LocalReplicas:
     """Return how many replicas of this engine run on this host, as far as it can be seen.
 
-    Equal in all processes of a replica. Engines that only happen to run beside it are not counted.
+    Equal in all processes of a replica. Other engines on the host are not counted.
     """
     parallel = vllm_config.parallel_config
     noted = int(getattr(parallel, NOTED_REPLICAS, 1))
@@ -116,8 +110,8 @@ def count_local_replicas(
     if local > 1:
         return LocalReplicas(local)
     if parallel.data_parallel_size == 1:
-        transfer = vllm_config.kv_transfer_config
-        return LocalReplicas(1, hidden=bool(_REPLICA_ID.search(transfer.engine_id or "")))
+        engine_id = vllm_config.kv_transfer_config.engine_id or ""
+        return LocalReplicas(1, hidden=bool(_REPLICA_ID.search(engine_id)))
     if _is_this_host(parallel.data_parallel_master_ip):
         return LocalReplicas(int(parallel.data_parallel_size))
     apart = parallel.data_parallel_external_lb or int(environ.get("VLLM_DP_SIZE", "1")) > 1
@@ -125,7 +119,7 @@ def count_local_replicas(
 
 
 def _is_this_host(address: str) -> bool:
-    """Whether nobody outside this host can meet at an address."""
+    """Whether only processes of this host can meet at an address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.config import OffloadConfig
@@ -26,25 +26,22 @@ CACHE_DTYPES = frozenset(
 """Cache types whose pages carry all that is needed to read them back.
 
 With one scale per tensor the scales are the layer's own and never change. With one per token and
-head they lie in the page, in vLLM 0.26 to 0.33, between the keys and the values. Its first forward
-sets them all to 1, and nothing can be loaded before: host memory is filled by forwards only.
-"""
+head they lie in the page, between keys and values (0.26 to 0.33). The first forward sets them to 1,
+and nothing can be loaded before it: only forwards fill host memory."""
 
 DRAFT_HEADS = frozenset({"eagle", "eagle3", "mtp"})
-"""Methods whose draft layers write, for every token that the model computes, KV that depends on the
-tokens up to the next one: in the same step, and for the last time.
+"""Methods whose draft layers write the KV of a computed token in the same step and for the last
+time. That KV depends on the tokens up to the next one.
 
-What they write beyond the accepted tokens is guessed, and written again by the next step; stores
-end before it. `dflash` and `dspark` write KV of placeholder tokens."""
-
+Beyond the accepted tokens they write guesses, which the next step writes again; stores end before
+it. `dflash` and `dspark` write KV of placeholder tokens."""
 
 ROLES = frozenset({"kv_both", "kv_producer"})
 """Values of `kv_role` with which vLLM calls all hooks that the plugin stores and loads by.
 
-It calls them with `kv_consumer` too, but that says that the KV comes from elsewhere. Where a
-connector may consume, vLLM also keeps freed blocks back while steps are in flight, for loads that
-are not ordered after these; the plugin's are (`SwapEngine`), so it does without with `kv_producer`.
-"""
+It calls them with `kv_consumer` too, but that says that the KV comes from elsewhere. With a role
+that consumes, vLLM also keeps freed blocks back while steps are in flight, for loads that do not
+wait for these. The plugin's loads do wait (`SwapEngine`), so `kv_producer` is enough."""
 
 
 def check_supported(
@@ -75,195 +72,164 @@ def _engine_problems(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     version: tuple[int, int],
-) -> list[str]:
+) -> Iterator[str]:
     cache = vllm_config.cache_config
-    problems = []
     role = vllm_config.kv_transfer_config.kv_role
     if role not in ROLES:
-        problems.append(f"kv_role is {role!r}: set it to 'kv_both', the plugin stores and loads")
+        yield f"kv_role is {role!r}: set it to 'kv_both', the plugin stores and loads"
     if not cache.enable_prefix_caching:
-        problems.append(
+        yield (
             "prefix caching is off, and blocks are found by their prefix hash: remove "
             "--no-enable-prefix-caching"
         )
     if cache.cache_dtype not in CACHE_DTYPES:
-        problems.append(
+        yield (
             f"kv_cache_dtype is {cache.cache_dtype!r}: supported are "
             f"{', '.join(sorted(CACHE_DTYPES))}"
         )
-    if _returns_routed_experts(vllm_config):
-        problems.append(
+    # Up to vLLM 0.28 `model_config` has this setting, in 0.32 `aux_output_config`.
+    parts = (getattr(vllm_config, part, None) for part in ("model_config", "aux_output_config"))
+    if any(getattr(part, "enable_return_routed_experts", False) for part in parts):
+        yield (
             "enable_return_routed_experts is on, and vLLM has the experts only of tokens that this "
             "engine computed, not of those that host memory brings back: remove "
             "--enable-return-routed-experts"
         )
     if version < (0, 32):
         if not vllm_config.model_config.disable_cascade_attn:
-            problems.append(
+            yield (
                 "cascade attention is on, and this vLLM counts the plugin's references as a common "
                 "prefix: set disable_cascade_attn"
             )
         if config.on_load_failure == "fail" and len(kv_cache_config.kv_cache_groups) > 1:
-            problems.append(
+            yield (
                 "on_load_failure is 'fail', which this vLLM cannot do for a model with "
                 f"{len(kv_cache_config.kv_cache_groups)} KV-cache groups: use 'recompute'"
             )
-    return problems
-
-
-def _returns_routed_experts(vllm_config: VllmConfig) -> bool:
-    """Whether the experts that a mixture-of-experts model chose are returned with its tokens.
-
-    Up to vLLM 0.28 `model_config` has the setting, in 0.32 `aux_output_config`.
-    """
-    return any(
-        getattr(getattr(vllm_config, part, None), "enable_return_routed_experts", False)
-        for part in ("model_config", "aux_output_config")
-    )
 
 
 def _member_problems(
     config: OffloadConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
-) -> list[str]:
+) -> Iterator[str]:
     """Say what does not fit the MultiConnectors around this connector."""
     if not enclosing:
-        return []
-    problems = []
+        return
     name = vllm_config.kv_transfer_config.kv_connector
     count = _count_members(enclosing[-1].kv_connector_extra_config, name)
     if count > 1:
-        problems.append(
+        yield (
             f"the MultiConnector has {count} members {name}, which would keep the same blocks: "
             "list it once"
         )
     policy = enclosing[-1].kv_load_failure_policy
     if config.on_load_failure == "fail" and policy != "fail":
-        problems.append(
+        yield (
             "on_load_failure is 'fail', and kv_load_failure_policy of the MultiConnector, which "
             f"holds for all its members, is {policy!r}: set both to the same"
         )
-    return problems
 
 
 def _count_members(extra_config: Mapping[str, Any], name: str | None) -> int:
-    count = 0
-    for member in extra_config.get("connectors", ()):
-        count += member.get("kv_connector") == name
-        count += _count_members(member.get("kv_connector_extra_config", {}), name)
-    return count
+    return sum(
+        (member.get("kv_connector") == name)
+        + _count_members(member.get("kv_connector_extra_config", {}), name)
+        for member in extra_config.get("connectors", ())
+    )
 
 
 def consequences(
     config: OffloadConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
-) -> list[str]:
+) -> Iterator[str]:
     """Say what a supported configuration changes for others than the plugin, with the remedy."""
-    found = []
     engine_config = enclosing[-1] if enclosing else vllm_config.kv_transfer_config
     if enclosing and engine_config.kv_load_failure_policy != config.on_load_failure:
-        found.append(
+        yield (
             f"on_load_failure is {config.on_load_failure!r}, so what any member of the "
             "MultiConnector fails to load is computed again, though its kv_load_failure_policy is "
             f"{engine_config.kv_load_failure_policy!r}: set both to the same"
         )
     if role_accepts_embeddings(vllm_config, engine_config):
-        found.append(
+        yield (
             f"kv_role is {engine_config.kv_role!r}, with which vLLM accepts embeddings in place of "
             "images and other inputs (enable_mm_embeds), even without their data "
             "(allow_missing_mm_embeddings), which it reserves for trusted users: set kv_role to "
             "'kv_producer', unless another engine sends KV to this one"
         )
-    return found
 
 
-def _model_problems(kv_cache_config: KVCacheConfig) -> list[str]:
-    problems = []
+def _model_problems(kv_cache_config: KVCacheConfig) -> Iterator[str]:
     if not kv_cache_config.kv_cache_groups:
-        problems.append("the model has no KV cache")
+        yield "the model has no KV cache"
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
-        problems.append("a second block pool in host memory (HiSparse) has ids of its own")
+        yield "a second block pool in host memory (HiSparse) has ids of its own"
     kinds = {type(spec).__name__ for spec in layer_specs(kv_cache_config).values()}
     for kind in sorted(kinds - SPECS):
-        problems.append(
-            f"the model has layers with a {kind}: supported are {', '.join(sorted(SPECS))}"
-        )
+        yield f"the model has layers with a {kind}: supported are {', '.join(sorted(SPECS))}"
     if any(not getattr(g, "enable_kv_transfer", True) for g in kv_cache_config.kv_cache_groups):
-        problems.append("a KV-cache group is not transferable")
-    return problems
+        yield "a KV-cache group is not transferable"
 
 
-def _state_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
+def _state_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
     """Say which settings leave states (Mamba, gated delta nets) without final blocks."""
-    states = [
-        spec for spec in layer_specs(kv_cache_config).values() if type(spec).__name__ == STATE_SPEC
-    ]
+    specs = layer_specs(kv_cache_config).values()
+    states = [spec for spec in specs if type(spec).__name__ == STATE_SPEC]
     if not states:
-        return []
-    problems = []
+        return
     ranks = vllm_config.parallel_config.decode_context_parallel_size
     if ranks > 1:
-        problems.append(
+        yield (
             f"decode_context_parallel_size is {ranks}, and states are not split over its ranks: "
             "set it to 1"
         )
     if vllm_config.speculative_config is not None:
-        problems.append(
+        yield (
             f"speculative method {vllm_config.speculative_config.method!r} moves the blocks of "
             "states: remove it"
         )
     for mode in sorted({spec.mamba_cache_mode for spec in states} - {"align", "all"}):
-        problems.append(
+        yield (
             f"mamba_cache_mode is {mode!r}, in which no block of states becomes final: use 'align'"
         )
     block_tokens = vllm_config.cache_config.block_size
     for tokens in sorted({spec.block_size for spec in states} - {block_tokens}):
-        problems.append(
+        yield (
             f"mamba_block_size is {tokens} and block_size {block_tokens}: leave mamba_block_size "
             "unset, so that both are the same"
         )
-    return problems
 
 
-def _draft_problems(vllm_config: VllmConfig) -> list[str]:
+def _draft_problems(vllm_config: VllmConfig) -> Iterator[str]:
     """Say which ways of drafting leave blocks that are not final, or not known to be."""
-    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    speculative = vllm_config.speculative_config
     if speculative is None:
-        return []
-    problems = []
+        return
     method = speculative.method
     if getattr(speculative, "parallel_drafting", False):
-        problems.append(
+        yield (
             f"speculative method {method!r} drafts several tokens in one pass, which writes KV of "
             "placeholders: set parallel_drafting to false, or use 'ngram'"
         )
     elif speculative.use_eagle() and method not in DRAFT_HEADS:
-        problems.append(
+        yield (
             f"speculative method {method!r} writes KV that is not known to be final: use one of "
             f"{', '.join(sorted(DRAFT_HEADS))}, 'ngram' or none"
         )
-    if method == "mtp" and _draft_modules(speculative) > 1:
-        problems.append(
-            f"the model drafts {speculative.num_speculative_tokens} tokens with "
-            f"{_draft_modules(speculative)} MTP modules, which write the KV of a prompt's last "
-            "tokens again: set num_speculative_tokens to 1"
-        )
-    sizes = {
-        "decode_context_parallel_size": parallel.decode_context_parallel_size,
-        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
-    }
-    for name, size in sizes.items():
+    if method == "mtp":
+        tokens = speculative.num_speculative_tokens
+        hf_config = getattr(speculative.draft_model_config, "hf_config", None)
+        modules = min(getattr(hf_config, "num_nextn_predict_layers", None) or 1, tokens)
+        if modules > 1:
+            yield (
+                f"the model drafts {tokens} tokens with {modules} MTP modules, which write the KV "
+                "of a prompt's last tokens again: set num_speculative_tokens to 1"
+            )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(vllm_config.parallel_config, name)
         if has_draft_head(vllm_config) and size > 1:
-            problems.append(
+            yield (
                 f"{name} is {size}, and with speculative method {method!r} only 1 is known to "
                 "work: set it to 1, or use 'ngram'"
             )
-    return problems
-
-
-def _draft_modules(speculative: Any) -> int:
-    """Return how many modules of its own a multi-token predictor runs in one step."""
-    hf_config = getattr(speculative.draft_model_config, "hf_config", None)
-    modules = getattr(hf_config, "num_nextn_predict_layers", None) or 1
-    return min(int(modules), int(speculative.num_speculative_tokens))
 
 
 def check_keep_on_sleep() -> None:
@@ -273,19 +239,16 @@ def check_keep_on_sleep() -> None:
     """
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-    problem = None
+    core = next((caller for caller in callers() if isinstance(caller, EngineCore)), None)
     if "level" not in inspect.signature(EngineCore.sleep).parameters:
         problem = "this vLLM does not tell the level of a sleep"
     elif "method" not in inspect.signature(EngineCore.collective_rpc).parameters:
         problem = "this vLLM does not tell which method is called on the workers"
-    else:
-        core = next((caller for caller in callers() if isinstance(caller, EngineCore)), None)
-        if not isinstance(core, EngineCoreProc):
-            problem = (
-                "the engine core runs in the process of its user, who can change weights without a "
-                "call that the plugin sees; set VLLM_ENABLE_V1_MULTIPROCESSING=1"
-            )
-    if problem is not None:
-        raise UnsupportedError(
-            f"keep_on_sleep is true, but {problem}, or leave keep_on_sleep at false"
+    elif not isinstance(core, EngineCoreProc):
+        problem = (
+            "the engine core runs in the process of its user, who can change weights without a "
+            "call that the plugin sees; set VLLM_ENABLE_V1_MULTIPROCESSING=1"
         )
+    else:
+        return
+    raise UnsupportedError(f"keep_on_sleep is true, but {problem}, or leave keep_on_sleep at false")
