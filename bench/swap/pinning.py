@@ -110,11 +110,12 @@ def measure(torch: Any, nbytes: int, node: int | None) -> Iterator[Row]:
     alone = time_rounds(torch, lambda: time.perf_counter() > begun + 2 * SETTLE_SECONDS)
     yield make_row(alone, alone, 0, SETTLE_SECONDS, 0, 0.0)
     registrar = CudaRegistrar(torch.device("cuda", 0))
+    usual_rest = registration.REST
     for piece_bytes in PIECES:
         for rest in RESTS:
             mapping = Mapping(nbytes, numa_node=node)
-            threads = registration.NUM_THREADS
-            work = registration.Registration(mapping, registrar, piece_bytes, threads, rest)
+            registration.REST = rest
+            work = registration.Registration(mapping, registrar, piece_bytes)
             started = time.perf_counter()
             work.start(background=True)
             found = time_rounds(torch, lambda work=work: work.wait(0))
@@ -122,6 +123,7 @@ def measure(torch: Any, nbytes: int, node: int | None) -> Iterator[Row]:
             if work.ready_bytes != mapping.nbytes:
                 raise SystemExit("the memory could not be page-locked: see the error above")
             work.release()
+            registration.REST = usual_rest
             yield make_row(found, alone, nbytes, seconds, piece_bytes, rest)
 
 

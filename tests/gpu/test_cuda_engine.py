@@ -9,7 +9,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from kv_swap.cuda import dma, state, swap_bulk, swap_vector  # noqa: E402
 from kv_swap.cuda import kernel_path as kernel  # noqa: E402
 from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
 from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
-from kv_swap.cuda.streams import CopyStream, StreamTurns  # noqa: E402
+from kv_swap.cuda.streams import CopyStream  # noqa: E402
 from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, KernelFamily, SwapKernel, write_list  # noqa: E402
 from kv_swap.engine import Completion, Direction, SwapJob  # noqa: E402
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError  # noqa: E402
@@ -780,16 +779,10 @@ def test_a_failed_launch_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @dma_only
-@pytest.mark.parametrize("copier", [dma.BatchCopier, dma.SingleCopier])
-def test_a_failed_batch_fails_its_job_alone(copier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        copier(torch.device("cuda", 0))
-    except LookupError as error:
-        pytest.skip(str(error))
-    monkeypatch.setattr(dma, "make_copier", copier)
+def test_a_failed_slice_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, cache, slots = make_engine(64, [(MIB, 2 * MIB)], 64)
     randomize(cache.storage, slots)
-    copy, calls = copier.copy, []
+    copy, calls = dma.Copier.copy, []
 
     def fail(self: Any, *args: Any) -> None:
         calls.append(args)
@@ -799,13 +792,13 @@ def test_a_failed_batch_fails_its_job_alone(copier: Any, monkeypatch: pytest.Mon
             raise cupy.cuda.driver.CUDADriverError(1)  # CUDA_ERROR_INVALID_VALUE
         copy(self, *args)
 
-    monkeypatch.setattr(copier, "copy", fail)
+    monkeypatch.setattr(dma.Copier, "copy", fail)
     pairs = random_pairs(np.random.default_rng(0), 64, 64, 64)
     engine.submit(SwapJob(1, STORE, pairs[:40]))
     engine.submit(SwapJob(2, STORE, pairs[40:]))
     failed, fine = finish(engine)
     assert isinstance(failed.error, CopyError)
-    for part in (copier.call, "CUDA_ERROR_INVALID_VALUE", "job 1", f"{40 * MIB} bytes"):
+    for part in (dma.Copier.call, "CUDA_ERROR_INVALID_VALUE", "job 1", f"{40 * MIB} bytes"):
         assert part in str(failed.error)
     assert (fine.job_id, fine.error) == (2, None)
     block_ids, slot_ids = ids(pairs[40:])
@@ -941,50 +934,6 @@ def test_a_device_that_is_not_the_current_one() -> None:
     assert (slots[5] == 3).all()
     assert torch.cuda.current_device() == 0
     engine.close()
-
-
-@dma_only
-def test_single_copies_move_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dma, "make_copier", dma.SingleCopier)
-    engine, cache, slots = make_engine(90, [(4 * KIB + 32, 8 * KIB), (3 * MIB, 3 * MIB)], 70)
-    randomize(cache.storage, slots)
-    pairs = random_pairs(np.random.default_rng(0), 90, 70, 60)
-    block_ids, slot_ids = ids(pairs)
-    expected = slots.clone()
-    expected[slot_ids] = cache.blocks()[block_ids]
-    engine.submit(SwapJob(1, STORE, pairs))
-    (completion,) = finish(engine)
-    assert completion.error is None
-    assert torch.equal(slots, expected)
-    engine.close()
-
-
-@dma_only
-def test_the_batch_call_is_used_where_the_driver_has_it() -> None:
-    pytest.importorskip("cuda.bindings", reason="cuda-bindings are not installed")
-    import cupy
-
-    copier = dma.make_copier(torch.device("cuda", 0))
-    batch = cupy.cuda.runtime.driverGetVersion() >= 12080
-    assert isinstance(copier, dma.BatchCopier if batch else dma.SingleCopier)
-
-
-@dma_only
-def test_turns_run_in_the_order_in_which_they_were_queued() -> None:
-    device = torch.device("cuda", 0)
-    turns, own = StreamTurns(device), torch.cuda.Stream()
-    value = torch.ones(1, dtype=torch.float64, device=device)
-    torch.cuda.synchronize()
-    expected = 1.0
-    with closing(turns.take(own)) as streams:
-        for step, stream in zip(range(1, 6), streams, strict=False):
-            with torch.cuda.stream(stream):
-                if step % 2:
-                    torch.cuda._sleep(BUSY_CYCLES // 20)
-                value.mul_(3).add_(step)
-            expected = expected * 3 + step
-    own.synchronize()
-    assert value.item() == expected
 
 
 SCRIPT = """

@@ -5,13 +5,13 @@ in the order of the regions. Integers only: nothing here touches memory or a dev
 
 Each tensor is cut into pieces, the runs of bytes that belong to its block 0; a piece repeats at the
 block stride. Pieces of all tensors that touch or overlap within one block stride become one region,
-so a layout that keeps all layers of a block together is copied as one page, and cache groups that
-share their bytes are copied once. What would make two block ids share a byte is refused: such a
-cache would be copied wrong without a sound.
+so cache groups that share their bytes are copied once. A layout in which two block ids share a byte
+is refused: no copy of it could be exact.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,10 +34,9 @@ _MAX_PIECES = 1 << 16
 class TensorDescription:
     """One KV tensor as its engine laid it out.
 
-    `address` is that of element 0; `shape` and `strides_bytes` have one entry per dimension;
-    `block_dim` is the dimension indexed by block (its size may be a multiple of the number of
-    manager blocks, when the kernel's blocks are smaller); `page_bytes` is what the engine says one
-    manager block of this tensor takes, padding and scales included.
+    `address` is that of element 0; `shape` and `strides_bytes` have one entry per dimension. Along
+    `block_dim` lie the blocks, several for one manager block if the kernel's are smaller.
+    `page_bytes` is what one manager block of this tensor takes, padding and scales included.
     """
 
     name: str
@@ -88,10 +87,9 @@ class KVLayout:
     def from_tensors(cls, num_blocks: int, tensors: Iterable[TensorDescription]) -> KVLayout:
         """Derive the regions, in the order of the tensors; their slot offsets are consecutive.
 
-        So what is where in a slot does not depend on the addresses that an allocator chose: another
-        process that has the same tensors elsewhere can read it. The result holds addresses, not
-        tensors: the caller keeps the tensors alive.
-        Raises `LayoutError` for anything that cannot be copied exactly.
+        So a slot does not depend on addresses: a process that has the same tensors elsewhere can
+        read it. The caller keeps the tensors alive. Raises `LayoutError` for what cannot be copied
+        exactly.
         """
         if num_blocks < 1:
             raise LayoutError(f"num_blocks is {num_blocks}, at least 1 is needed")
@@ -137,9 +135,9 @@ def _pieces(num_blocks: int, tensor: TensorDescription) -> Iterator[_Piece]:
 
     A dimension whose stride exceeds the block stride lies outside the blocks (K and V as two
     halves, heads before blocks) and gives a piece per index. So does a dimension inside the block
-    stride whose gaps hold other tensors (layers inside heads): that is when the span from the first
-    to the last byte is more than `page_bytes`, because gaps that `page_bytes` covers are the
-    tensor's own (padding, scales) and travel with it.
+    stride whose gaps hold other tensors (layers inside heads): then the span from the first to the
+    last byte is more than `page_bytes`. Gaps that `page_bytes` covers are the tensor's own
+    (padding, scales) and travel with it.
     """
     name = tensor.name
     block_stride, dims = _inner_dims(num_blocks, tensor)
@@ -172,8 +170,9 @@ def _pieces(num_blocks: int, tensor: TensorDescription) -> Iterator[_Piece]:
             f"{name}: {nbytes} bytes of a page are more than the block stride of {block_stride} "
             f"bytes, so neighbouring blocks would overlap"
         )
-    for offset in _offsets(split):
-        yield _Piece(frozenset([name]), tensor.address + offset, nbytes, block_stride)
+    steps = (range(0, size * stride, stride) for size, stride in split)
+    for offsets in itertools.product(*steps):
+        yield _Piece(frozenset([name]), tensor.address + sum(offsets), nbytes, block_stride)
 
 
 def _inner_dims(num_blocks: int, tensor: TensorDescription) -> tuple[int, list[tuple[int, int]]]:
@@ -202,16 +201,6 @@ def _inner_dims(num_blocks: int, tensor: TensorDescription) -> tuple[int, list[t
     dims.append((kernel_blocks, kernel_stride))
     dims = [(size, stride) for size, stride in dims if size > 1]
     return kernel_stride * kernel_blocks, sorted(dims, key=lambda dim: -dim[1])
-
-
-def _offsets(dims: Sequence[tuple[int, int]]) -> Iterator[int]:
-    if not dims:
-        yield 0
-        return
-    (size, stride), *rest = dims
-    for index in range(size):
-        for offset in _offsets(rest):
-            yield index * stride + offset
 
 
 def _merge(pieces: Iterable[_Piece]) -> Iterator[_Piece]:

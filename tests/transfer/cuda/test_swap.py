@@ -1,66 +1,100 @@
+"""What the kernels are given: tables of tiles and runs, lists, sources and options."""
+
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from kv_swap.cuda import swap, swap_bulk, swap_vector
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_swap.cuda import launcher, swap, swap_bulk, swap_vector, zero
+from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout, Region
 
 FAMILIES = [swap_vector.FAMILY, swap_bulk.FAMILY]
 
 
-@pytest.fixture
-def layout() -> KVLayout:
-    pages = [(1 << 20, 10_000, 16_384), (1 << 24, 16, 48), (1 << 25, 8192, 8192)]
-    regions, offset = [], 0
-    for address, page_bytes, stride in pages:
-        page_bytes -= page_bytes % 16
-        regions.append(Region(address, page_bytes, stride, offset))
-        offset += page_bytes
-    return KVLayout(64, tuple(regions))
+SHAPES = [family.shapes[direction] for family in FAMILIES for direction in Direction]
 
 
-def bytes_of(segments: np.ndarray, column: int) -> np.ndarray:
-    """The bytes that segments cover, counted from the address or offset in `column`."""
-    nbytes = segments[:, 3] & 0xFFFFFFFF
-    return np.concatenate(
-        [np.arange(a, a + n) for a, n in zip(segments[:, column], nbytes, strict=True)]
-    )
+def layout_of(page_bytes: list[int]) -> KVLayout:
+    offsets = np.cumsum([0, *page_bytes[:-1]]).tolist()
+    regions = [
+        Region((1 + i) << 24, nbytes, nbytes + 16 * i, offset)
+        for i, (nbytes, offset) in enumerate(zip(page_bytes, offsets, strict=True))
+    ]
+    return KVLayout(4, tuple(regions))
 
 
-@pytest.mark.parametrize("segments_per_tile", [1, 2, 32])
-@pytest.mark.parametrize("tile_bytes", [128, 4096, 16_384])
-def test_tiles_cover_every_byte_of_a_slot_once(
-    layout: KVLayout, tile_bytes: int, segments_per_tile: int
+@given(
+    data=st.data(),
+    shape=st.sampled_from([*SHAPES, swap.LaunchShape(1, 32, 128, 2)]),
+    pages=st.lists(
+        st.sampled_from([16, 48, 512, 4096, 4112, 16_384, 65_552]), min_size=1, max_size=70
+    ),
+)
+def test_tiles_cover_every_byte_of_their_wave_once_and_fit(
+    data: st.DataObject, shape: swap.LaunchShape, pages: list[int]
 ) -> None:
-    shape = swap.LaunchShape(1, 32, tile_bytes, segments_per_tile)
-    tiles = swap.cut_tiles(layout, shape).astype(np.int64)
-    assert tiles.shape[1] <= segments_per_tile
-    nbytes = tiles[:, :, 3] & 0xFFFFFFFF
-    assert (tiles[:, :, 3] >> 32 == nbytes.sum(axis=1, keepdims=True)).all()
-    assert (nbytes.sum(axis=1) > 0).all()
-    assert (nbytes.sum(axis=1) <= tile_bytes).all()
-    segments = tiles.reshape(-1, 4)
-    segments = segments[segments[:, 3] & 0xFFFFFFFF > 0]
-    np.testing.assert_array_equal(bytes_of(segments, 2), np.arange(layout.slot_bytes))
-    pages = [np.arange(r.address, r.address + r.page_bytes) for r in layout.regions]
-    np.testing.assert_array_equal(bytes_of(segments, 0), np.concatenate(pages))
-    strides = np.repeat(segments[:, 1], segments[:, 3] & 0xFFFFFFFF)
-    expected = [np.full(r.page_bytes, r.block_stride_bytes) for r in layout.regions]
-    np.testing.assert_array_equal(strides, np.concatenate(expected))
+    regions = layout_of(pages).regions
+    wave_of = data.draw(st.lists(st.integers(0, 3), min_size=len(pages), max_size=len(pages)))
+    waves = [[r for r, w in zip(regions, wave_of, strict=True) if w == n] for n in set(wave_of)]
+    table, firsts = swap.cut_tiles(waves, shape)
+    assert (firsts[0], firsts[-1]) == (0, len(table))
+    # What `WaveTable` allocates before it knows the waves.
+    assert len(table) <= sum(-(-nbytes // shape.tile_bytes) for nbytes in pages)
+    assert table.shape[1] <= min(shape.segments_per_tile, len(pages))
+    words = table.astype(np.int64)
+    nbytes, tile_bytes = words[:, :, 3] & 0xFFFFFFFF, words[:, :, 3] >> 32
+    assert (tile_bytes == nbytes.sum(axis=1, keepdims=True)).all()
+    assert (tile_bytes > 0).all()
+    assert (tile_bytes <= shape.tile_bytes).all()
+    words[:, :, 3] = nbytes
+    for wave, (first, end) in zip(waves, pairwise(firsts), strict=True):
+        found = [row for row in words[first:end].reshape(-1, 4).tolist() if row[3]]
+        for region in wave:
+            copied = 0
+            while copied < region.page_bytes:
+                address, stride, offset, size = found.pop(0)
+                assert address == region.address + copied
+                assert stride == region.block_stride_bytes
+                assert offset == region.slot_offset_bytes + copied
+                copied += size
+            assert copied == region.page_bytes
+        assert not found
 
 
 def test_tiles_are_full_where_pages_are_small() -> None:
-    regions = tuple(Region(1 << 20 + i, 4096, 4096, 4096 * i) for i in range(8))
-    tiles = swap.cut_tiles(KVLayout(4, regions), swap.LaunchShape(1, 32, 16_384, 32))
-    assert tiles.shape == (2, 4, 4)
+    shape = swap.LaunchShape(1, 32, 16_384, 32)
+    table, _ = swap.cut_tiles([layout_of([4096] * 8).regions], shape)
+    assert table.shape == (2, 4, 4)
 
 
 def test_a_tile_ends_where_the_slot_has_a_gap() -> None:
     regions = (Region(1 << 20, 4096, 4096, 0), Region(1 << 21, 4096, 4096, 8192))
-    tiles = swap.cut_tiles(KVLayout(4, regions), swap.LaunchShape(1, 32, 16_384, 32))
+    tiles, _ = swap.cut_tiles([regions], swap.LaunchShape(1, 32, 16_384, 32))
     assert tiles[:, 0, 2].tolist() == [0, 8192]
+
+
+def test_runs_to_zero_cover_every_byte_of_a_block_once() -> None:
+    regions = (Region(1 << 20, 100_000, 131_072, 0), Region(1 << 24, 16, 48, 100_000))
+    runs = zero.cut_runs(KVLayout(8, regions)).astype(np.int64)
+    assert (runs[:, 2] <= 32 << 10).all()
+    covered = np.concatenate([np.arange(a, a + n) for a, _, n, _ in runs])
+    expected = [np.arange(r.address, r.address + r.page_bytes) for r in regions]
+    np.testing.assert_array_equal(covered, np.concatenate(expected))
+    assert runs[:, 1].tolist() == [131_072] * 4 + [48]
+
+
+@pytest.mark.parametrize("count", [0, 1, zero.MAX_BLOCKS])
+def test_list_of_blocks_is_a_header_and_ids(count: int) -> None:
+    target = np.full(zero.LIST_BYTES, 0xFF, np.uint8)
+    zero.write_list(target, range(count))
+    words = target.view(np.int32)
+    assert words[0] == count
+    np.testing.assert_array_equal(words[4 : 4 + count], np.arange(count))
 
 
 @pytest.mark.parametrize("count", [0, 1, swap.MAX_PAIRS])
@@ -77,14 +111,14 @@ def test_sources_are_found_in_a_checkout_and_once_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for family in FAMILIES:
-        assert "swap_store" in (swap.source_directory() / family.source).read_text()
+        assert "swap_store" in (launcher.source_directory() / family.source).read_text()
     installed = tmp_path / "transfer" / "kv_swap" / "csrc"
     installed.mkdir(parents=True)
-    module = tmp_path / "transfer" / "kv_swap" / "cuda" / "swap.py"
-    monkeypatch.setattr(swap, "__file__", str(module))
-    assert swap.source_directory() == installed
+    module = tmp_path / "transfer" / "kv_swap" / "cuda" / "launcher.py"
+    monkeypatch.setattr(launcher, "__file__", str(module))
+    assert launcher.source_directory() == installed
     installed.rmdir()
-    assert swap.source_directory() == tmp_path / "csrc"
+    assert launcher.source_directory() == tmp_path / "csrc"
 
 
 def test_options_change_with_the_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,14 +132,25 @@ def test_options_change_with_the_headers(tmp_path: Path, monkeypatch: pytest.Mon
     assert options[0] == options[2] != options[1]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+KERNELS = [
+    (zero.SOURCE, zero.COMPILE_OPTIONS, 75, ["zero_pages"]),
+    *(
+        (family.source, swap.compile_options(family), oldest, ["swap_store", "swap_load"])
+        for family, oldest in zip(FAMILIES, (75, 90), strict=True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "options", "oldest", "functions"), KERNELS)
 @pytest.mark.parametrize("architecture", [75, 80, 86, 89, 90, 100, 120])
-def test_kernels_compile(architecture: int, family: swap.KernelFamily) -> None:
+def test_kernels_compile(
+    architecture: int, source: str, options: tuple[str, ...], oldest: int, functions: list[str]
+) -> None:
     """NVRTC needs no device: what a user's GPU compiles is compiled here for each generation."""
     pytest.importorskip("cupy", reason="CuPy, whose NVRTC compiles the kernels, is absent")
     from cupy.cuda import nvrtc
 
-    if family is swap_bulk.FAMILY and architecture < 90:
+    if architecture < oldest:
         pytest.skip("bulk copies came with sm_90")
     try:
         supported = nvrtc.getSupportedArchs()
@@ -113,13 +158,12 @@ def test_kernels_compile(architecture: int, family: swap.KernelFamily) -> None:
         pytest.skip(f"NVRTC cannot be loaded: {error}")
     if architecture not in supported:
         pytest.skip(f"NVRTC {nvrtc.getVersion()} does not know sm_{architecture}")
-    source = (swap.source_directory() / family.source).read_text()
-    program = nvrtc.createProgram(source, family.source, (), ())
+    code = (launcher.source_directory() / source).read_text()
+    program = nvrtc.createProgram(code, source, (), ())
     try:
-        nvrtc.compileProgram(program, (*swap.compile_options(family), f"-arch=sm_{architecture}"))
+        nvrtc.compileProgram(program, (*options, f"-arch=sm_{architecture}"))
         assert nvrtc.getProgramLog(program).strip("\0\n ") == ""
         cubin = nvrtc.getCUBIN(program)
     finally:
         nvrtc.destroyProgram(program)
-    assert b"swap_store" in cubin
-    assert b"swap_load" in cubin
+    assert all(function.encode() in cubin for function in functions)

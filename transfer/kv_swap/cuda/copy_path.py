@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 WaveRange = range
 """Waves that follow one another and are copied together."""
 
-Slice = tuple[WaveRange | None, NDArray[Any]]
+Slice = tuple[WaveRange | None, Any]
 """Part of a job: its waves, `None` for whole slots, and its pairs or copies, as its path wants."""
 
 
@@ -46,6 +46,5 @@ class CopyPath(ABC):
         on the device. Raises `RuntimeError` from CUDA; part of the slice may then be queued.
         """
 
-    @abstractmethod
-    def warm_up(self, stream: Stream) -> None:
+    def warm_up(self, stream: Stream) -> None:  # noqa: B027 - not every path needs it
         """Have CUDA load what `queue` needs, so that it does not do so within a step."""

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.cuda.copies import CopyMaker
 from kv_swap.cuda.device import device_index
-from kv_swap.cuda.dma import SingleCopier
+from kv_swap.cuda.dma import Copier, cut_copies
 from kv_swap.cuda.state import make_state, release
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
@@ -76,8 +75,7 @@ class CudaSwapEngine(SwapEngine):
             layout, arena, self._device, keep_alive, output_copy_stream, copy_engine_only
         )
         # For `load_now`, which uses nothing that jobs use.
-        self._copier = SingleCopier(self._device)
-        self._copy_maker = CopyMaker(layout, arena.address, arena.piece_bytes, arena.piece_bytes)
+        self._copier = Copier(self._device)
         self._done: deque[Completion] = deque()
         self._undelivered = 0
         self._closed = False
@@ -128,19 +126,18 @@ class CudaSwapEngine(SwapEngine):
         job = SwapJob(-1, Direction.LOAD, pairs)
         self.check_pairs(job)
         lane = self._state.lanes.get("before_compute")
-        if self._closed or lane is None or self._capturing():
+        arena = self._state.arena
+        if self._closed or lane is None or arena is None or self._capturing():
             raise JobError(
                 f"a load of {len(pairs)} blocks before compute was asked of an engine that is "
                 f"closed, has no kernels, or captures a CUDA graph"
             )
-        copies = np.ascontiguousarray(self._copy_maker.copies(Direction.LOAD, pairs))
         compute = self._cuda.current_stream(self._device)
         try:
             # What the failed job has queued writes the same bytes to the same blocks, but must not
             # do so when the forward has gone on.
             lane.stream.stream.synchronize()
-            with self._copier.device():
-                self._copier.copy(copies, 0, copies.shape[1], compute.cuda_stream)
+            self._copier.copy(cut_copies(self.layout, arena, Direction.LOAD, pairs), compute)
             compute.synchronize()
         except RuntimeError as error:
             raise CopyError(

@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from torch.cuda import Stream
 
 SLICE_BYTES = 256 << 20
-"""Bytes of a launch, 5 ms on PCIe Gen5 x16: what needs the SMs of a copy waits no longer. Loads do
-not wait for it: they run beside it, on SMs of their own. Every launch costs some microseconds in
-which the link idles, so slices of 16 MiB would cost a percent of it."""
+"""Bytes of a launch, 5 ms on PCIe Gen5 x16: what needs the SMs of a store waits no longer. Loads
+run at the same time, on other SMs. The link idles for some microseconds at every launch, so slices
+of 16 MiB would cost a percent of it."""
 
 PIECE_BYTES = 512 << 10
 """Least bytes of a slot for every launch that a load in waves makes beyond its first. A wave comes
-back to every slot for a piece of it, at about 1 us a slot, it seems: with eight waves, slots of
-2 MiB and pieces from 128 KiB on, time to first token behind a load of 2 GiB was 57.8 ms, against
-55.7 with one launch and a forward of 5 ms not hidden (H200, PCIe Gen5 x16, 21 Nov 2026)."""
+back to every slot for a piece of it: with eight waves, slots of 2 MiB and pieces from 128 KiB on,
+time to first token behind a load of 2 GiB was 57.8 ms, against 55.7 with one launch and a forward
+of 5 ms not hidden (H200, PCIe Gen5 x16, 21 Nov 2026)."""
 
 LARGE_LOAD_BYTES = 1 << 30
-"""From here on a load makes two launches: it takes 20 ms and more, of which a forward that begins
-with the last wave hides most of itself; further launches would cost more than they hide."""
+"""From here on a load makes two launches: it takes 20 ms and more, and a forward that begins with
+the last wave is mostly hidden. Further launches would cost more than they hide."""
 
 RING_ENTRIES = 128
 """Launches queued at once, an event each: far below the about 1,000 operations of a stream after
@@ -71,8 +71,7 @@ class KernelPath(CopyPath):
     def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
         """Yield views of at most MAX_PAIRS pairs and `SLICE_BYTES`, at least one pair.
 
-        All but the last waves are joined, where more launches would cost more. Each launch has a
-        list of its own, though those of other waves say the same.
+        The first waves are joined where more launches would cost more than they hide.
         """
         if not in_waves:
             yield from self._cut(None, pairs, self._slot_bytes)
@@ -95,10 +94,8 @@ class KernelPath(CopyPath):
     def queue(self, part: Slice, stream: Stream) -> None:
         """Write the list and launch. Raises `RuntimeError`; nothing is queued then."""
         waves, pairs = part
-        tiles = None
-        if waves is not None:
-            assert self._wave_table is not None, "a path without a table was given waves"
-            tiles = self._wave_table.tiles(waves)
+        table = self._wave_table
+        tiles = None if waves is None or table is None else table.tiles(waves)
         entry = self._next_entry
         # Free: slices end in order, and the one that used it last is `RING_ENTRIES` slices back.
         write_list(self._ring[entry], pairs)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from kv_swap.cuda.copy_path import CopyPath
-from kv_swap.cuda.dma import make_dma_path
+from kv_swap.cuda.dma import DmaPath
 from kv_swap.cuda.kernel_path import KernelPath
 from kv_swap.cuda.lane import Lane
 from kv_swap.cuda.registrar import CudaRegistrar
@@ -64,7 +64,7 @@ def make_state(
     for direction, awaited in ((Direction.LOAD, None), (Direction.STORE, output_copy_stream)):
         path: CopyPath
         if kernel is None:
-            path = make_dma_path(direction, layout, arena, device)
+            path = DmaPath(direction, layout, arena, device)
         else:
             path = KernelPath(direction, kernel, arena.slot_bytes, registrar)
         state.lanes[direction] = _make_lane(direction, path, device, awaited)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from kv_swap.cuda.device import device_index, import_cupy
@@ -99,39 +98,3 @@ class CopyStream:
         # torch allocates a CUDA event when it first records it.
         event.record(self.stream)
         return event
-
-
-class StreamTurns:
-    """A second stream beside a copy stream, and turns on the two of them.
-
-    Work that takes turns runs in the order in which it was queued, yet each stream has at most one
-    piece of it that could run: a copy engine gets to the streams of others in between.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        import torch
-
-        self._other: Stream = torch.cuda.Stream(device)
-        # One is enough: a wait is for the recording that was the latest when it was queued.
-        self._event: Event = torch.cuda.Event()
-        self._event.record(self._other)
-
-    def take(self, own: Stream) -> Generator[Stream, None, None]:
-        """Yield streams for one piece after the other; each waits for the piece before.
-
-        `own` comes first. When the generator is closed `own` waits for all pieces, also if one of
-        them could not be queued. Raises `RuntimeError` from CUDA.
-        """
-        current, following = own, self._other
-        try:
-            while True:
-                yield current
-                self._wait_stream(following, current)
-                current, following = following, current
-        finally:
-            if current is not own:
-                self._wait_stream(own, current)
-
-    def _wait_stream(self, waiting: Stream, awaited: Stream) -> None:
-        self._event.record(awaited)
-        waiting.wait_event(self._event)

@@ -1,6 +1,5 @@
-"""Swap kernels: a family compiled at run time, bound to a layout and an arena, fed and launched.
+"""Swap kernels: a family of them, bound to a layout and an arena, fed and launched.
 
-Needs no CUDA toolkit: CuPy compiles with NVRTC for the device at hand and keeps the result on disk.
 A family is one source in csrc with its launch shapes: `swap_bulk` and `swap_vector`.
 """
 
@@ -8,18 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.cuda.device import device_index, import_cupy
+from kv_swap.cuda.launcher import Launcher, compiled, source_directory
 from kv_swap.engine import Direction
 from kv_swap.errors import DeviceError
-from kv_swap.layout import KVLayout
+from kv_swap.layout import KVLayout, Region
 from kv_swap.memory.arena import HostArena
 
 if TYPE_CHECKING:
@@ -61,13 +60,6 @@ class KernelFamily:
     options: tuple[str, ...] = ()
 
 
-def source_directory() -> Path:
-    """Return the folder of device code: inside the package once installed, else beside it."""
-    package = Path(__file__).parents[1]
-    installed = package / "csrc"
-    return installed if installed.exists() else package.parent.parent / "csrc"
-
-
 def compile_options(family: KernelFamily) -> tuple[str, ...]:
     """Return the options for NVRTC.
 
@@ -98,47 +90,40 @@ def write_list(target: NDArray[np.uint8], pairs: NDArray[np.int32]) -> None:
     listed[:4] = len(pairs).to_bytes(4, "little")
 
 
-def cut_tiles(layout: KVLayout, shape: LaunchShape) -> NDArray[np.uint64]:
-    """Cut a slot into tiles: `(num_tiles, n, 4)`, a row per segment, n <= `segments_per_tile`.
+def cut_tiles(
+    waves: Sequence[Sequence[Region]], shape: LaunchShape
+) -> tuple[NDArray[np.uint64], list[int]]:
+    """Cut regions into tiles: `(num_tiles, n, 4)`, a row per segment, n <= `segments_per_tile`.
 
     A row is an address in block 0, the block stride, the offset in the slot, and the bytes of the
     segment with those of its tile in the upper half. Tiles with fewer than n segments are padded
-    with segments of 0 bytes.
+    with segments of 0 bytes. Returns also the first tile of each wave, and behind the last one the
+    number of tiles.
     """
     tiles: list[list[tuple[int, int, int, int]]] = []
-    free_bytes = end = 0
-    for region in layout.regions:
-        offset = 0
-        while offset < region.page_bytes:
-            slot_offset = region.slot_offset_bytes + offset
-            full = not free_bytes or len(tiles[-1]) == shape.segments_per_tile
-            if full or slot_offset != end:
-                tiles.append([])
-                free_bytes = shape.tile_bytes
-            nbytes = min(free_bytes, region.page_bytes - offset)
-            row = (region.address + offset, region.block_stride_bytes, slot_offset, nbytes)
-            tiles[-1].append(row)
-            offset += nbytes
-            free_bytes -= nbytes
-            end = slot_offset + nbytes
+    firsts = [0]
+    for wave in waves:
+        free_bytes = end = 0
+        for region in wave:
+            offset = 0
+            while offset < region.page_bytes:
+                slot_offset = region.slot_offset_bytes + offset
+                full = not free_bytes or len(tiles[-1]) == shape.segments_per_tile
+                if full or slot_offset != end:
+                    tiles.append([])
+                    free_bytes = shape.tile_bytes
+                nbytes = min(free_bytes, region.page_bytes - offset)
+                row = (region.address + offset, region.block_stride_bytes, slot_offset, nbytes)
+                tiles[-1].append(row)
+                offset += nbytes
+                free_bytes -= nbytes
+                end = slot_offset + nbytes
+        firsts.append(len(tiles))
     table = np.zeros((len(tiles), max(map(len, tiles)), 4), np.uint64)
     for index, tile in enumerate(tiles):
         table[index, : len(tile)] = tile
     table[:, :, 3] |= table[:, :, 3].sum(axis=1, keepdims=True) << np.uint64(32)
-    return table
-
-
-class _Arguments(ctypes.Structure):
-    """What both functions of every family take, in this order."""
-
-    _fields_ = (
-        ("list_address", ctypes.c_uint64),
-        ("segments", ctypes.c_uint64),
-        ("num_tiles", ctypes.c_uint32),
-        ("segments_per_tile", ctypes.c_uint32),
-        ("arena", ctypes.c_uint64),
-        ("slot_bytes", ctypes.c_uint64),
-    )
+    return table, firsts
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,51 +135,24 @@ class Tiles:
     segments_per_tile: int
 
 
-class _Launcher:
-    """One direction: its function, its table on the device, and arguments laid out for CUDA."""
+class _Arguments(ctypes.Structure):
+    """What both functions of every family take, in this order."""
 
-    def __init__(
-        self, cupy: Any, function: Any, shape: LaunchShape, layout: KVLayout, arena: HostArena
-    ) -> None:
-        self._launch = cupy.cuda.driver.launchKernel
-        if shape.shared_bytes:
-            function.max_dynamic_shared_size_bytes = shape.shared_bytes
-        function.compile()
-        self._function = function.kernel
-        table = cut_tiles(layout, shape)
-        self._table = cupy.cuda.Memory(table.nbytes)
-        runtime = cupy.cuda.runtime
-        runtime.memcpy(self._table.ptr, table.ctypes.data, table.nbytes, runtime.memcpyHostToDevice)
-        self._whole = Tiles(self._table.ptr, table.shape[0], table.shape[1])
-        self._tiles: Tiles | None = None
-        self._arguments = _Arguments(arena=arena.address, slot_bytes=arena.slot_bytes)
-        first = ctypes.addressof(self._arguments)
-        offsets = [getattr(_Arguments, name).offset for name, _ in _Arguments._fields_]
-        self._pointers = (ctypes.c_void_p * len(offsets))(*(first + o for o in offsets))
-        self._parameters = ctypes.addressof(self._pointers)
-        self._fixed = (shape.ctas, 1, 1, shape.threads, 1, 1, shape.shared_bytes)
-
-    def __call__(self, list_address: int, stream: int, tiles: Tiles | None) -> None:
-        tiles = tiles or self._whole
-        arguments = self._arguments
-        if tiles is not self._tiles:
-            self._tiles = tiles
-            arguments.segments = tiles.address
-            arguments.num_tiles = tiles.num_tiles
-            arguments.segments_per_tile = tiles.segments_per_tile
-        arguments.list_address = list_address
-        self._launch(self._function.ptr, *self._fixed, stream, self._parameters, 0)
+    _fields_ = (
+        ("list_address", ctypes.c_uint64),
+        ("table_address", ctypes.c_uint64),
+        ("num_tiles", ctypes.c_uint32),
+        ("segments_per_tile", ctypes.c_uint32),
+        ("arena", ctypes.c_uint64),
+        ("slot_bytes", ctypes.c_uint64),
+    )
 
 
 class SwapKernel:
     """The two kernels of a family, bound to one layout and one arena.
 
-    Keeps the arena alive, but not the KV tensors. The tables of segments are allocated by CUDA
-    itself, past the pools of torch and CuPy: a caller that discards its pool's memory to sleep
-    leaves them, and graphs that captured their address, intact.
-
-    Compiles on first use on a machine (about a second) and synchronises the device: construct it
-    before any capture. Raises `DeviceError`.
+    Keeps the arena alive, but not the KV tensors. Compiles and synchronises, see `compiled`. Raises
+    `DeviceError`.
     """
 
     def __init__(
@@ -204,35 +162,31 @@ class SwapKernel:
         device: torch.device,
         family: KernelFamily | None = None,
     ) -> None:
-        cupy = import_cupy()
+        cuda = import_cupy().cuda
         self._index = device_index(device)
         self._arena = arena
-        self._runtime: Any = cupy.cuda.runtime
-        self._device: Any = cupy.cuda.Device
+        self._current_device: Any = cuda.runtime.getDevice
+        self._device: Any = cuda.Device
         chosen = family or choose_family(device)
         if chosen is None:
             raise DeviceError(
                 f"CUDA device {self._index} runs no copy kernels, use its copy engine"
             )
         self.family = chosen
-        source = source_directory() / self.family.source
-        try:
-            with self._device(self._index):
-                module = cupy.RawModule(
-                    code=source.read_text(), options=compile_options(self.family)
+        self._arguments: dict[Direction, _Arguments] = {}
+        self._launchers: dict[Direction, Launcher] = {}
+        self._whole: dict[Direction, Tiles] = {}
+        with compiled(chosen.source, compile_options(chosen), device) as module:
+            for direction, shape in chosen.shapes.items():
+                function = module.get_function(f"swap_{direction.value}")
+                table, _ = cut_tiles([layout.regions], shape)
+                arguments = _Arguments(arena=arena.address, slot_bytes=arena.slot_bytes)
+                launcher = Launcher(
+                    function, table, arguments, shape.ctas, shape.threads, shape.shared_bytes
                 )
-                self._launchers = {
-                    direction: _Launcher(
-                        cupy, module.get_function(f"swap_{direction.value}"), shape, layout, arena
-                    )
-                    for direction, shape in self.family.shapes.items()
-                }
-                # A copy from pageable memory may return before it has reached the device.
-                self._runtime.deviceSynchronize()
-        except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
-            raise DeviceError(
-                f"cannot prepare the copy kernels of {source} on CUDA device {self._index}: {error}"
-            ) from error
+                self._arguments[direction] = arguments
+                self._launchers[direction] = launcher
+                self._whole[direction] = Tiles(launcher.table_address, *table.shape[:2])
 
     def launch(
         self,
@@ -250,12 +204,17 @@ class SwapKernel:
         when the kernel runs, not now, and must stay as it is until the kernel has ended. Raises
         `RuntimeError` from CUDA.
         """
-        launcher = self._launchers[direction]
-        if self._runtime.getDevice() == self._index:
-            launcher(list_address, stream.cuda_stream, tiles)
+        tiles = tiles or self._whole[direction]
+        arguments = self._arguments[direction]
+        arguments.list_address = list_address
+        arguments.table_address = tiles.address
+        arguments.num_tiles = tiles.num_tiles
+        arguments.segments_per_tile = tiles.segments_per_tile
+        if self._current_device() == self._index:
+            self._launchers[direction](stream.cuda_stream)
             return
         with self._device(self._index):
-            launcher(list_address, stream.cuda_stream, tiles)
+            self._launchers[direction](stream.cuda_stream)
 
 
 def choose_family(device: torch.device) -> KernelFamily | None:

@@ -46,28 +46,15 @@ def bulk_family(store: Ring, load: Ring) -> KernelFamily:
 
 
 STORE_RING = Ring(ctas=2, stages=4, tile_bytes=14 << 10, drains=2)
-"""From bench/sweep_swap.py and sweep_pages.py (H200, PCIe Gen5 x16, driver 580, 21 Nov 2026; all
-rows are in bench/results/h200/sweep.json): GB/s by page, and the slowdown of an 8192-cubed product.
-
-    ring (CTAs x stages x KiB / drains)   4 KiB  64 KiB  2 MiB   product
-    2 x 4 x 14 / 2                                52.6   52.5     1.07
-    2 x 5 x 10 / 2                         51.7   52.6   45.0     1.07
-    4 x 4 x  8 / 2                         52.4   52.6   52.4     1.18
-    1 x 3 x 64 / 1                         35.3   41.2   41.1
-    vector kernel, 4 CTAs                  51.0   51.0   51.1     1.91
-
-No ring moved more than 52.6. An idle warp that only sleeps slows the product by 1.059."""
+"""No ring moved more than its 52.6 GB/s from 64 KiB pages on. It slows an 8192-cubed product by
+1.07; four CTAs slow it by 1.18, and the vector kernel by 1.91. An idle warp that only sleeps slows
+it by 1.059. (bench/sweep_swap.py and sweep_pages.py, H200, PCIe Gen5 x16, driver 580, 21 Nov 2026;
+all rows are in bench/results/h200/sweep.json.)"""
 
 LOAD_RING = Ring(ctas=2, stages=8, tile_bytes=16 << 10, drains=2)
-"""The same sweep, GB/s alone and with decode-like products, and the slowdown of a reduction:
-
-    ring                                  64 KiB   decode  reduction
-    2 x  8 x 16 / 2                         51.0     49.0      1.091
-    2 x  8 x 16 / 1                         51.1     45.8      1.099
-    2 x 10 x 16 / 3                         51.0     50.0      1.102
-    1 x 12 x 16 / 1                         49.7
-
-Reads take longer while stores fill their half of the link: 5 stages then move 30 GB/s, 8 move 38,
-13 move 42. 8 is the most that does not slow a reduction more than the copy engine does."""
+"""From the same sweep: 51.0 GB/s alone, and 49.0 while decode-like products run, where one drain
+moves 45.8. Reads take longer while stores fill their half of the link: 5 stages then move 30 GB/s,
+8 move 38, 13 move 42. 8 is the most that does not slow a reduction more than the copy engine does:
+by 1.091."""
 
 FAMILY = bulk_family(STORE_RING, LOAD_RING)

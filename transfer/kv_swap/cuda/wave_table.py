@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_swap.cuda.copy_path import WaveRange
 from kv_swap.cuda.device import device_index, import_cupy
@@ -23,52 +21,26 @@ if TYPE_CHECKING:
 _SEGMENT_BYTES = 32
 
 
-def cut_waves(
-    layout: KVLayout, shape: LaunchShape, waves: Sequence[Sequence[int]]
-) -> tuple[NDArray[np.uint64], list[int]]:
-    """Return the table, `(num_tiles, n, 4)` as `cut_tiles` makes it, and the tiles of each wave."""
-    tables = []
-    for wave in waves:
-        regions = tuple(layout.regions[index] for index in sorted(wave))
-        tables.append(cut_tiles(KVLayout(layout.num_blocks, regions), shape))
-    table = np.zeros((sum(map(len, tables)), max(t.shape[1] for t in tables), 4), np.uint64)
-    first = 0
-    for part in tables:
-        table[first : first + len(part), : part.shape[1]] = part
-        # A row's padding says how large its tile is, too.
-        table[first : first + len(part), part.shape[1] :, 3] = part[:, :1, 3] >> 32 << 32
-        first += len(part)
-    return table, list(map(len, tables))
-
-
-def most_segments(layout: KVLayout, shape: LaunchShape) -> tuple[int, int]:
-    """Return how many tiles any waves can need, and how many segments one of them."""
-    pages = [region.page_bytes for region in layout.regions]
-    # A region cut alone has as many tiles as it ever needs; a tile of many segments holds all but
-    # the first and the last of them whole.
-    num_tiles = sum(-(-page_bytes // shape.tile_bytes) for page_bytes in pages)
-    per_tile = min(shape.segments_per_tile, len(pages), 2 + shape.tile_bytes // min(pages))
-    return num_tiles, per_tile
-
-
 class WaveTable:
     """The table on the device, written once; what that takes is allocated here, before any step.
 
     `shape` is that of the kernel that will read it. The memory on the device is CUDA's own, past
-    the pools, as that of the other tables.
+    the pools, as for the other tables.
     """
 
     def __init__(
         self, layout: KVLayout, shape: LaunchShape, device: torch.device, registrar: PinnedRegistrar
     ) -> None:
-        cupy = import_cupy()
+        cuda = import_cupy().cuda
         self.layout = layout
         self._shape = shape
-        self._runtime: Any = cupy.cuda.runtime
-        num_tiles, per_tile = most_segments(layout, shape)
-        nbytes = num_tiles * per_tile * _SEGMENT_BYTES
-        with cupy.cuda.Device(device_index(device)):
-            self._memory = cupy.cuda.Memory(nbytes)
+        self._runtime: Any = cuda.runtime
+        # Cut alone a region has as many tiles as it ever needs, whatever the waves.
+        pages = [region.page_bytes for region in layout.regions]
+        num_tiles = sum(-(-page_bytes // shape.tile_bytes) for page_bytes in pages)
+        nbytes = num_tiles * min(shape.segments_per_tile, len(pages)) * _SEGMENT_BYTES
+        with cuda.Device(device_index(device)):
+            self._memory = cuda.Memory(nbytes)
         self._written = HostArena(1, nbytes, register=registrar)
         self.wave_bytes: list[int] = []
         """Bytes of a block in each wave."""
@@ -81,7 +53,8 @@ class WaveTable:
         Once only: the copy reads the page-locked source whenever it runs. Raises `RuntimeError`
         from CUDA.
         """
-        table, counts = cut_waves(self.layout, self._shape, waves)
+        regions = [[self.layout.regions[index] for index in sorted(wave)] for wave in waves]
+        table, self._firsts = cut_tiles(regions, self._shape)
         self._written.view()[0, : table.nbytes] = table.view(np.uint8).reshape(-1)
         self._runtime.memcpyAsync(
             self._memory.ptr,
@@ -90,9 +63,7 @@ class WaveTable:
             self._runtime.memcpyHostToDevice,
             stream.cuda_stream,
         )
-        pages = [region.page_bytes for region in self.layout.regions]
-        self.wave_bytes = [sum(pages[region] for region in wave) for wave in waves]
-        self._firsts = [0, *accumulate(counts)]
+        self.wave_bytes = [sum(region.page_bytes for region in wave) for wave in regions]
         self._segments_per_tile = table.shape[1]
 
     def tiles(self, waves: WaveRange) -> Tiles:

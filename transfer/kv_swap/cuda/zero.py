@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.cuda.device import device_index, import_cupy
-from kv_swap.cuda.swap import source_directory
-from kv_swap.errors import CopyError, DeviceError
+from kv_swap.cuda.launcher import Launcher, compiled
+from kv_swap.errors import CopyError
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.pieces import PinnedRegistrar
@@ -74,50 +74,34 @@ def write_list(target: NDArray[np.uint8], blocks: Sequence[int]) -> None:
     words[0] = len(blocks)
 
 
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        ("list_address", ctypes.c_uint64),
+        ("table_address", ctypes.c_uint64),
+        ("num_runs", ctypes.c_uint32),
+    )
+
+
 class ZeroKernel:
     """The kernel of csrc/zero.cu, bound to a layout.
 
     A layout of attention tensors, as Mamba state is never to be zeroed here, and of the manager's
     blocks, whatever blocks its kernels use. Any dtype whose zero is all bits zero, as of bf16, fp8
-    and int8. Keeps no tensor alive. The table lies outside the pools of torch and CuPy, so graphs
-    that captured its address survive a sleep. Compiles and synchronises; construct it before any
-    capture. Raises `DeviceError`.
+    and int8. Keeps no tensor alive. Compiles and synchronises, see `compiled`. Raises
+    `DeviceError`.
     """
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
-        cupy = import_cupy()
+        cuda = import_cupy().cuda
         self._index = device_index(device)
-        self._device: Any = cupy.cuda.Device
-        self._launch_kernel = cupy.cuda.driver.launchKernel
-        source = source_directory() / SOURCE
+        self._device: Any = cuda.Device
         table = cut_runs(layout)
-        runtime = cupy.cuda.runtime
-        try:
-            with self._device(self._index):
-                module = cupy.RawModule(code=source.read_text(), options=COMPILE_OPTIONS)
-                function = module.get_function("zero_pages")
-                function.compile()
-                self._function = function.kernel
-                self._table = cupy.cuda.Memory(table.nbytes)
-                runtime.memcpy(
-                    self._table.ptr, table.ctypes.data, table.nbytes, runtime.memcpyHostToDevice
-                )
-                # A copy from pageable memory may return before it has reached the device.
-                runtime.deviceSynchronize()
-                multiprocessors = runtime.deviceGetAttribute(
-                    runtime.cudaDevAttrMultiProcessorCount, self._index
-                )
-        except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
-            raise DeviceError(
-                f"cannot prepare the kernel of {source} on CUDA device {self._index}: {error}"
-            ) from error
-        self._fixed = (_CTAS_PER_SM * multiprocessors, 1, 1, _THREADS, 1, 1, 0)
-        self._values = (
-            ctypes.c_uint64(0),
-            ctypes.c_uint64(self._table.ptr),
-            ctypes.c_uint32(len(table)),
-        )
-        self._parameters = (ctypes.c_void_p * 3)(*(ctypes.addressof(v) for v in self._values))
+        self._arguments = _Arguments(num_runs=len(table))
+        with compiled(SOURCE, COMPILE_OPTIONS, device) as module:
+            attribute = cuda.runtime.cudaDevAttrMultiProcessorCount
+            ctas = _CTAS_PER_SM * cuda.runtime.deviceGetAttribute(attribute, self._index)
+            function = module.get_function("zero_pages")
+            self._launcher = Launcher(function, table, self._arguments, ctas, _THREADS)
 
     def launch(self, list_address: int, stream: torch.cuda.Stream) -> None:
         """Queue the zeroing of the blocks listed at `list_address` (page-locked) on `stream`.
@@ -125,15 +109,9 @@ class ZeroKernel:
         Does not block and allocates nothing; may be captured in a CUDA graph. The list is read when
         the kernel runs and must stay as it is until then. Raises `RuntimeError` from CUDA.
         """
-        self._values[0].value = list_address
+        self._arguments.list_address = list_address
         with self._device(self._index):
-            self._launch_kernel(
-                self._function.ptr,
-                *self._fixed,
-                stream.cuda_stream,
-                ctypes.addressof(self._parameters),
-                0,
-            )
+            self._launcher(stream.cuda_stream)
 
 
 class BlockZeroer:

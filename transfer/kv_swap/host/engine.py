@@ -3,12 +3,12 @@
 Memory model. A forward on the CPU runs on the thread that calls `submit`, and has returned by then;
 the lock that hands a job over makes its writes visible to the worker. So a store sees final bytes
 without waiting for anything. While a job runs, the worker reads its sources and writes its
-destinations, without the GIL; that nobody else writes either is the caller's promise (see
-`SwapEngine`). A completion is handed back under the same lock, so who has polled it sees its bytes.
+destinations, without the GIL; the caller keeps others from writing either (see `SwapEngine`). A
+completion is handed back under the same lock, so a caller that has polled it sees its bytes.
 
 Lifetime. The worker holds the inner state, which holds arena and KV tensors, and never the engine.
-Dropping the engine, the arena and every view in mid-copy is therefore safe: the worker finishes on
-live memory, lets go of it and ends.
+So dropping the engine, the arena and every view in mid-copy is safe: the worker finishes on live
+memory, lets go of it and ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kv_swap.memory.arena import HostArena
 
 @dataclass(slots=True)
 class _Arrival:
-    """A load in waves: what is left of it, and the seconds that its copies took so far."""
+    """A load before compute: the waves left of it, and the seconds its copies took so far."""
 
     waves: deque[Transfer]
     nbytes: int
@@ -61,7 +61,7 @@ class HostSwapEngine(SwapEngine):
         self._undelivered = 0
         self._waves: list[KVLayout] = []
         self._arrival: _Arrival | None = None
-        # Of the load before compute that was submitted last.
+        # Why the load before compute that was submitted last failed.
         self._failure: TransferError | None = None
         self._thread = threading.Thread(
             target=work, args=(self._state,), name="kv-swap-copy", daemon=True
@@ -70,11 +70,10 @@ class HostSwapEngine(SwapEngine):
         weakref.finalize(self, stop, self._state)
 
     def submit(self, job: SwapJob) -> None:
-        """Queue the job for the worker, or run it here if compute is to come after it.
+        """Queue the job for the worker, or copy it here if compute is to come after it.
 
-        Compute runs on this very thread; so the first wave is copied here too, and each other one
-        when it is awaited.
-        Raises `JobError`.
+        Compute runs on this very thread. Of a load in waves the first wave is copied now, and each
+        other one when it is awaited. Raises `JobError`.
         """
         self.check_pairs(job)
         if job.in_waves and not (job.before_compute and self._waves):
@@ -92,17 +91,13 @@ class HostSwapEngine(SwapEngine):
                 queue = state.loads if job.direction is Direction.LOAD else state.stores
                 queue.append(transfer)
                 state.condition.notify_all()
-        if job.in_waves:
+        if job.before_compute:
             self._copy_waves(len(self._waves))
-            self._failure = None
-            waves = deque(self._transfer(job, wave) for wave in self._waves)
+            layouts = self._waves if job.in_waves else [self.layout]
+            waves = deque(self._transfer(job, layout) for layout in layouts)
             self._arrival = _Arrival(waves, transfer.nbytes)
+            self._failure = None
             self._copy_waves(0)
-        elif job.before_compute:
-            completion = run(transfer)
-            self._failure = completion.error
-            with state.condition:
-                state.done.append(completion)
 
     def _transfer(self, job: SwapJob, layout: KVLayout) -> Transfer:
         """Return the copies of the regions of `layout`, which are all or a wave."""

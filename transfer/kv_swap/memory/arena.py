@@ -2,8 +2,8 @@
 
 The memory belongs to one owner object. Everything that may touch it holds the owner: the arena,
 every view it hands out, and the state of every engine until its last copy has ended. When the last
-of them lets go, the memory is first unregistered and then unmapped; nothing else frees it, and
-there is deliberately no `close`.
+of them lets go, the memory is first unregistered and then unmapped. There is deliberately no
+`close`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ class HostArena:
     """Memory for `num_slots` slots of `slot_bytes`, rounded up to whole pages of the system only.
 
     Zero at first. Private, or `shared`, which must have exactly the bytes of all slots: then it is
-    the same memory in every process, of which each registers its own mapping.
+    the same memory in every process, of which each registers its own mapping. Pages come from
+    `numa_node` where the machine has them there.
 
     With `register` every byte is page-locked, which touches all of it, else pages appear as they
-    are written. With `background` as well the constructor returns once the first piece is locked;
-    threads lock the rest, and `ready_slots` says how far they are. Pages come from `numa_node`
-    where the machine has them there. Only kernels may copy across the border of two registrations,
-    which have at most `piece_bytes`. With `room`, locking in the
-    background pauses while too little memory is available. Without `register` there is nothing to
-    pause: pages appear as they are written.
+    are written. With `background` as well the constructor returns once the first piece is locked.
+    Threads lock the rest, pausing while `room` has too little memory; `ready_slots` says how far
+    they are.
 
     Raises `PinnedMemoryError` if the memory cannot be mapped or page-locked; nothing stays behind.
     """
@@ -89,35 +87,26 @@ class HostArena:
     def address(self) -> int:
         """Address of slot 0; slot `s` lies `s * slot_bytes` further on. Keeps nothing alive.
 
-        A piece begins every `piece_bytes`, and is one registration: no copy by the copy engine may
-        cross that border. Kernels may.
+        A registration begins every `piece_bytes`. No copy by the copy engine may cross that border;
+        kernels may.
         """
         return self._owner.address
 
     @property
     def ready_slots(self) -> int:
-        """Slots from 0 on that may be used already: it grows, to `num_slots` unless locking fails.
-
-        May be asked from any thread, and costs nothing.
-        """
+        """Slots from 0 on that are ready; any thread may ask. Grows unless locking fails."""
         if self._registration is None:
             return self.num_slots
         return min(self.num_slots, self._registration.ready_bytes // self.slot_bytes)
 
     def wait_ready(self, timeout_seconds: float | None = None) -> bool:
-        """Block until nothing is locked in the background any more; whether all slots are ready.
-
-        Locking that has paused for lack of memory is not over.
-        """
+        """Block until locking has ended, not only paused; return whether all slots are ready."""
         if self._registration is not None:
             self._registration.wait(timeout_seconds)
         return self.ready_slots == self.num_slots
 
     def view(self) -> NDArray[np.uint8]:
-        """Return the slots as uint8 of shape `(num_slots, slot_bytes)`, without a copy.
-
-        The array and whatever is derived from it keep the memory alive, also without the arena.
-        """
+        """Return the slots, uint8 of `(num_slots, slot_bytes)`; all views keep the memory alive."""
         return np.asarray(self._owner).reshape(self.num_slots, self.slot_bytes)
 
 
@@ -138,7 +127,7 @@ class _Owner:
 
 
 def _release(mapping: Mapping, registration: Registration | None, process: int) -> None:
-    """End the memory, once nobody can reach it any more.
+    """End memory that is out of reach.
 
     Not in a forked child: it has neither the memory, at whose address there may be other memory
     now, nor the threads.

@@ -7,8 +7,6 @@ import ctypes
 import errno
 import mmap
 import os
-import re
-from pathlib import Path
 
 import numpy as np
 
@@ -21,8 +19,6 @@ _MADV_POPULATE_WRITE = 23
 
 _CALL_BYTES = 2 << 20
 """Bytes that one call gives pages to."""
-
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -64,12 +60,11 @@ class Mapping:
     def populate(self, offset: int, nbytes: int) -> None:
         """Give pages to a range, of which both ends lie on pages; releases the GIL.
 
-        Private memory is touched, once a page; nobody may have written it, or write it meanwhile.
-        The call of the system that gives pages holds the lock on the process' memory map until it
-        returns, and every `mmap` of the process waits. Beside two threads that gave pages to memory
-        that a virtual machine had not used lately one took 113 ms (median) with calls of 32 MiB, 5
-        ms with calls of 2, and 0.03 ms where they touched it; all three ways gave 0.5 GiB/s (22 Nov
-        2026).
+        Private memory is touched, once a page; nothing may have written it, or write it meanwhile.
+        The system call that gives pages holds the lock on the process' memory map until it returns,
+        and every `mmap` of the process waits. While two threads gave pages to memory that a virtual
+        machine had not used lately, an `mmap` took 113 ms (median) with calls of 32 MiB, 5 ms with
+        calls of 2, and 0.03 ms where they touched it. All three gave 0.5 GiB/s (22 Nov 2026).
 
         A touch of shared memory that cannot be had would end the process, so there it is calls,
         which raise `OSError`. Where Linux is older than 5.14 they do nothing: pages appear when
@@ -78,13 +73,10 @@ class Mapping:
         if not self.shared:
             pages = np.frombuffer(self._memory, np.uint8, nbytes, offset)[:: mmap.PAGESIZE]
             pages[:] = 0
-        else:
-            self._ask_for_pages(offset, nbytes, _CALL_BYTES)
-
-    def _ask_for_pages(self, offset: int, nbytes: int, call_bytes: int) -> None:
+            return
         end = offset + nbytes
-        for start in range(offset, end, call_bytes):
-            length = min(call_bytes, end - start)
+        for start in range(offset, end, _CALL_BYTES):
+            length = min(_CALL_BYTES, end - start)
             if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE):
                 code = ctypes.get_errno()
                 if code != errno.EINVAL:
@@ -99,22 +91,11 @@ class Mapping:
             self._memory.madvise(mmap.MADV_DONTNEED, offset, self.nbytes - offset)
 
     def describe(self) -> str:
-        """Say where the pages come from and how large they may be, for the log."""
-        node = "any NUMA node" if self._node is None else f"NUMA node {self._node}"
-        if self.shared and self._node is None:
-            node = "where all that share it have placed it"
-        return f"from {node}, transparent huge pages: {_huge_page_mode(self.shared)}"
+        """Say where the pages come from, for the log."""
+        if self._node is not None:
+            return f"from NUMA node {self._node}"
+        return f"from {'where its creator placed it' if self.shared else 'any NUMA node'}"
 
     def close(self) -> None:
         """Unmap. Nothing may be registered, and nobody may touch it afterwards."""
         self._memory.close()
-
-
-def _huge_page_mode(shared: bool) -> str:
-    """Return the mode that the system has chosen: `madvise`, say, or `never`."""
-    try:
-        modes = (_HUGE_PAGES / ("shmem_enabled" if shared else "enabled")).read_text()
-    except OSError:
-        return "none"
-    chosen = re.search(r"\[(\w+)\]", modes)
-    return chosen[1] if chosen else modes.strip()

@@ -1,18 +1,19 @@
-"""Page-locks a mapping piece by piece, in the background, and undoes it when nobody needs it.
+"""Page-locks a mapping piece by piece, in the background, and undoes it when its users are gone.
 
 Threads. Each takes the next piece, gives it pages, which takes most of the time, and registers it.
 `ready_bytes` grows with the run of pieces from the first one on that are all registered. Threads
-hold the mapping through this object and never its users; whoever comes last, the threads or the
-users' `release`, unregisters and unmaps, so no thread ever touches memory that is gone and
-nobody waits for one.
+hold the mapping through this object and never its users. Whoever comes last, the threads or the
+users' `release`, unregisters and unmaps. So no thread touches memory that is gone, and `release`
+waits for no thread.
 
-Others wait for both steps, so both are short: giving pages to shared memory holds the lock on the
-process' memory map, registering holds the driver's too. One thread at a time registers, and in the
-background it leaves the driver alone afterwards, for `REST` times as long as that took: a caller
-that captures its graphs or runs its first steps meanwhile makes hundreds of calls a second.
+Both steps make the rest of the process wait, so both are short: giving pages to shared memory holds
+the lock on the process' memory map, registering holds the driver's too. One thread at a time
+registers, and then leaves the driver alone for `REST` times as long as that took: a caller that
+captures its graphs or runs its first steps meanwhile makes hundreds of calls a second.
 
-Growing must end nobody. Where a `MemoryRoom` is given, a thread that finds too little memory for
-its piece waits and looks again, as long as the pool has users. What is registered stays usable.
+Growing must not exhaust the host. Where a `MemoryRoom` is given, a thread that finds too little
+memory for its piece waits and looks again, as long as the pool has users. What is registered stays
+usable.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from kv_swap.memory.room import MemoryRoom
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 20
-"""Bytes of one registration, at most. The driver lets nobody launch or capture while it registers
-one: 5 to 7 ms on the host of an H200, 2 to 4 ms for 64 MiB, which are slower by the byte, and 18 to
-26 ms for 1 GiB (bench/bench_pinning.py). One of 512 GiB or more is known to fail."""
+"""Bytes of one registration, at most. The driver makes every launch and capture wait while it
+registers one: 5 to 7 ms on the host of an H200, 2 to 4 ms for 64 MiB, which are slower by the byte,
+and 18 to 26 ms for 1 GiB (bench/swap/pinning.py). One of 512 GiB or more is known to fail."""
 
 NUM_THREADS = 4
 """Threads that give pages and register. There, with a rest of 3, one locked 5 GiB/s, two 9, four 12
@@ -85,14 +86,10 @@ class Registration:
         mapping: Mapping,
         registrar: PinnedRegistrar,
         piece_bytes: int,
-        num_threads: int | None = None,
-        rest: float | None = None,
         room: MemoryRoom | None = None,
     ) -> None:
         self._mapping = mapping
         self._pieces = Pieces(mapping, registrar, piece_bytes)
-        self._num_threads = NUM_THREADS if num_threads is None else num_threads
-        self._rest = REST if rest is None else rest
         self._room = room
         self._started = time.monotonic()
         self._background = False
@@ -116,10 +113,9 @@ class Registration:
     def start(self, *, background: bool) -> None:
         """Register the first piece on this thread and the others on threads of their own.
 
-        Returns after the first with `background`, else after all. Raises `PinnedMemoryError` if one
-        of these fails, and then waits for no more than is running. A failure in the background is
-        logged: what was registered before it stays usable. The first piece is taken whatever room
-        there is. For the others a lack of room is a failure, or in the background a wait.
+        Returns after the first with `background`, else after all, without looking at the room.
+        Raises `PinnedMemoryError` if one of these fails, and then waits for no more than is
+        running. A failure in the background is logged: what was registered before it stays usable.
         """
         first = self._claim()
         assert first == 0, "a registration is started once"
@@ -140,23 +136,22 @@ class Registration:
     def release(self) -> None:
         """Stop, unregister and unmap; on the last thread that still runs, if one does. Call once.
 
-        Nobody may be able to reach the memory.
+        The memory must be out of reach for its users.
         """
         with self._changed:
             self._stopping = self._released = True
+            self._changed.notify_all()  # threads that wait for room
             if self._running_threads:
-                self._changed.notify_all()  # those that wait for room
                 return
         self._pieces.close()
 
     # -- threads -------------------------------------------------------------------------------
 
     def _start_threads(self) -> None:
-        count = min(self._num_threads, self._pieces.count - 1, len(os.sched_getaffinity(0)))
+        count = min(NUM_THREADS, self._pieces.count - 1, len(os.sched_getaffinity(0)))
         # A thread that the interpreter leaves behind in the driver at exit could end in a crash.
         atexit.register(self._stop)
-        # None claims a piece, or ends, before all are counted.
-        with self._changed:
+        with self._changed:  # no thread claims a piece, or ends, before all are counted
             for _ in range(count):
                 threading.Thread(target=self._work, name="kv-swap-pin", daemon=True).start()
                 self._running_threads += 1
@@ -206,23 +201,25 @@ class Registration:
                     self._missing[piece] -= nbytes
             with self._driver_turn:
                 if not self._stopping:
-                    self._lock(piece)
+                    began = time.monotonic()
+                    self._pieces.lock(piece)
+                    if self._background:
+                        time.sleep(REST * (time.monotonic() - began))
         except Exception as error:  # noqa: BLE001 - a thread that ends unheard leaves memory behind
             with self._changed:
                 self._failures[piece] = error
         finally:
             with self._changed:
                 del self._missing[piece]
-                self._changed.notify_all()  # those that wait for room
+                self._changed.notify_all()  # threads that wait for room
 
     def _wait_for_room(self, piece: int) -> int:
         """Block until a piece's other pages leave the headroom free; return what is left above it.
 
         Pieces that begin before it come first, so that slots become ready in order. Returns less
-        than 0 where it is time to stop, or another piece has failed. Raises `MemoryError` instead
-        of waiting where `start` waits for the piece.
+        than 0 where it is time to stop, or another piece has failed.
         """
-        if self._room is None or piece == 0:
+        if self._room is None or not self._background:
             return sys.maxsize
         while True:
             with self._changed:
@@ -233,8 +230,6 @@ class Registration:
             spare_bytes, figures = self._room.spare_bytes(nbytes)
             if spare_bytes >= 0:
                 return spare_bytes
-            if not self._background:
-                raise MemoryError(figures)
             with self._changed:
                 # Pieces before it may still end well: then the figure would be too small.
                 first = not self._short and piece == lowest
@@ -254,17 +249,10 @@ class Registration:
         """Whether a thread that waits should look again: `lowest` was the first piece taken."""
         return self._is_over() or min(self._missing) != lowest
 
-    def _lock(self, piece: int) -> None:
-        """Register a piece that has its pages, then rest. Call with the driver's turn."""
-        began = time.monotonic()
-        self._pieces.lock(piece)
-        if self._background:
-            time.sleep(self._rest * (time.monotonic() - began))
-
     def _stop(self) -> None:
         with self._changed:
             self._stopping = True
-            self._changed.notify_all()  # those that wait for room
+            self._changed.notify_all()  # threads that wait for room
         self.wait(_EXIT_SECONDS)
 
     # -- the end -------------------------------------------------------------------------------

@@ -1,12 +1,11 @@
 """Memory that several processes of one host map: processes that want the same bytes keep them once.
 
-It is a memfd: no file names it, so `/dev/shm` and its size do not matter, and when the last process
-that has it ends, in whatever way, it is gone. Others get it from its creator, through a socket in
-Linux' abstract namespace, which vanishes with the creator too. Only processes of the same user get
-it.
+It is a memfd: `/dev/shm` and its size do not matter, and the memory is gone when the last process
+that has it ends, in whatever way. Other processes of the same user get it from its creator, through
+a socket in Linux' abstract namespace, which vanishes with the creator too.
 
 Memory model. Host memory is coherent between processes and with a device that has completed its
-copy: who has heard of a store's completion, by whatever message, sees its bytes.
+copy: a process that has heard of a store's completion, by whatever message, sees its bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import socket
 import struct
 import threading
 import time
-from types import TracebackType
 
 from kv_swap.errors import PinnedMemoryError
 from kv_swap.memory.limits import describe_limits
@@ -35,8 +33,8 @@ _RETRY_SECONDS = 0.02
 class SharedMemory:
     """A handle on shared memory of `nbytes`, for `HostArena(shared=...)`; a context manager.
 
-    An arena needs the handle only while it is constructed. The creator keeps its own open until all
-    peers have attached (`wait_attached`). Close it: open, it keeps the memory.
+    An arena needs the handle only while it is constructed, and an open one keeps the memory. The
+    creator keeps its own open until all peers have attached (`wait_attached`).
     """
 
     def __init__(self, fd: int, nbytes: int, offer: _Offer | None) -> None:
@@ -55,8 +53,8 @@ class SharedMemory:
         mapped_bytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = os.memfd_create(f"kv-swap-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # Linux promises shared memory of any size, and ends a process when it runs out. A
-            # private mapping that could never be filled is refused: ask for one.
+            # Linux promises shared memory of any size, and ends a process when it runs out. It
+            # refuses a private mapping that could never be filled: ask for one.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             mmap.mmap(-1, mapped_bytes, flags=flags).close()
             os.ftruncate(fd, mapped_bytes)
@@ -135,12 +133,7 @@ class SharedMemory:
     def __enter__(self) -> SharedMemory:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
