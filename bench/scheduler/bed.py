@@ -22,7 +22,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from bench.hook_clock import ConnectorClock
 from kv_offload.messages import JobResult, OffloadMetadata, OffloadWorkerMetadata
-from tests.support.fakes import make_tensor, make_vllm_config
+from tests.support.configurations import make_tensor, make_vllm_config
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 2 * BLOCK_TOKENS * 4

@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     from kv_offload.messages import LoadJob, OffloadMetadata, StoreJob
     from kv_offload.worker.worker import OffloadWorker
     from tests.gpu.engine_run import read_device
-    from tests.support.fakes import PAGE_WORDS, make_kv_cache_config
+    from tests.support.configurations import PAGE_WORDS, make_kv_cache_config
 from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
 from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
 from kv_swap.cuda.streams import CopyStream  # noqa: E402

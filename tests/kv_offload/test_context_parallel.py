@@ -8,7 +8,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 from kv_offload.cache.prefix import CacheGroup
 from tests.kv_offload.test_hazards import OTHER, PROMPT, answer, store
-from tests.support.fakes import PlayedEngine
+from tests.support.played_engine import PlayedEngine
 
 pytestmark = pytest.mark.filterwarnings("default")
 

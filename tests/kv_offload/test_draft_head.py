@@ -30,7 +30,7 @@ from tests.kv_offload.test_hazards import (
     submit_stores_in_their_step,
     wrong_bytes,
 )
-from tests.support.fakes import VOCABULARY, PlayedModel, Tokens, name_prefix
+from tests.support.played_model import VOCABULARY, PlayedModel, Tokens, name_prefix
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -17,17 +17,8 @@ from kv_swap.engine import Direction
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from tests.support.fakes import (
-    HOOKS,
-    OTHER,
-    PROMPT,
-    PlayedEngine,
-    answer,
-    forget,
-    pinned,
-    store,
-    wrap_hook,
-)
+from tests.support.hooks import HOOKS, wrap_hook
+from tests.support.played_engine import OTHER, PROMPT, PlayedEngine, answer, forget, pinned, store
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 

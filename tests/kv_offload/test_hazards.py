@@ -19,23 +19,14 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from kv_swap.engine import Direction, SwapJob
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm import drain
 from kv_offload.scheduler.store_jobs import StoreJobs
 from kv_offload.worker.worker import OffloadWorker
-from tests.support.fakes import (
-    OTHER,
-    PROMPT,
-    ManualSwapEngine,
-    PlayedEngine,
-    answer,
-    pinned,
-    store,
-    tables,
-)
+from tests.support.manual_copies import ManualSwapEngine
+from tests.support.played_engine import OTHER, PROMPT, PlayedEngine, answer, pinned, store, tables
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -81,18 +72,7 @@ class HarshEngine(PlayedEngine):
                 self.poison(output, rank)
             rank.connector.bind_connector_metadata(metadata)
         reports = [rank.end(output) for rank in self.ranks]
-        sampled = self.model.forward(output, self.propose if self._drafts else lambda _: [])
-        ids = list(output.num_scheduled_tokens)
-        results = [
-            ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-                sampled_token_ids=[list(tokens) for tokens in sampled],
-                kv_connector_output=report,
-            )
-            for report in reports
-        ]
-        self.executed.append((output, self._aggregator.aggregate(results)))
+        self.take_results(output, self.forward(output), reports)
 
     def poison(self, output: Any, rank: Any) -> None:
         """Fill the blocks that this step's requests were given and that hold nothing yet."""

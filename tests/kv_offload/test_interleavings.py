@@ -1,7 +1,7 @@
 """Random interleavings of all that happens to an engine, with faults at every site.
 
 vLLM's scheduler, its engine core's pauses, resets and sleep, and both halves of the plugin are
-real; the model and the copies are played (`fakes.PlayedEngine`), the ranks too. After every action
+real; the model and the copies are played (`PlayedEngine`), the ranks too. After every action
 each readable slot holds what its key stands for, pins and blocks add up, and a forward has read
 right KV. At the end everything comes to rest, and all answers are those of right KV; only where a
 test has made good impossible may a request end with an error, and then without a wrong token.
@@ -37,7 +37,9 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from tests.support.fakes import HOOKS, PlayedEngine, name_prefixes, next_token, wrap_hook
+from tests.support.hooks import HOOKS, wrap_hook
+from tests.support.played_engine import PlayedEngine
+from tests.support.played_model import name_prefixes, next_token
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 

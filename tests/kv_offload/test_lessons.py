@@ -20,7 +20,7 @@ from kv_swap.memory.arena import HostArena
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.connector import KVOffloadConnector
-from tests.support.fakes import PlayedEngine
+from tests.support.played_engine import PlayedEngine
 from tests.support.registrars import is_mapped
 
 pytestmark = pytest.mark.filterwarnings("default")

@@ -35,7 +35,7 @@ from vllm.v1.kv_cache_interface import (
 from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors
 from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
 from kv_offload.errors import UnsupportedError
-from tests.support.fakes import make_vllm_config
+from tests.support.configurations import make_vllm_config
 
 pytestmark = pytest.mark.filterwarnings("default")
 

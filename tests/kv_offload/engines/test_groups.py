@@ -19,7 +19,7 @@ from kv_offload.engines.vllm.start.groups import (
     cache_groups,
     ranks_with_equal_bytes,
 )
-from tests.support.fakes import make_kv_cache_config, make_spec
+from tests.support.configurations import make_kv_cache_config, make_spec
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformType
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors, layer_regions
 from kv_offload.errors import UnsupportedError
-from tests.support.fakes import make_kv_cache_config
+from tests.support.configurations import make_kv_cache_config
 
 BLOCKS, TOKENS, HEADS, HEAD_SIZE = 6, 4, 2, 8
 BLOCK_SHAPE = (HEADS, TOKENS, 2 * HEAD_SIZE)

@@ -21,7 +21,7 @@ from kv_offload.engines.vllm.start import build as start
 from kv_offload.engines.vllm.start.ranks import LocalReplicas, count_local_replicas
 from kv_offload.errors import CapacityError
 from kv_offload.host_memory import HostMemory, read_host_memory
-from tests.support.fakes import PAGE_WORDS, make_kv_cache_config, make_vllm_config
+from tests.support.configurations import PAGE_WORDS, make_kv_cache_config, make_vllm_config
 
 REPLICAS = 8
 BLOCK_BYTES = PAGE_WORDS * 8

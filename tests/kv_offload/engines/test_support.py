@@ -34,7 +34,7 @@ from kv_offload.engines.vllm.start.support import (
 )
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import UnsupportedError
-from tests.support.fakes import make_kv_cache_config, make_spec, make_vllm_config
+from tests.support.configurations import make_kv_cache_config, make_spec, make_vllm_config
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -26,7 +26,7 @@ from kv_offload.engines.vllm.versions import (
     vllm_version,
 )
 from kv_offload.errors import UnsupportedError
-from tests.support.fakes import make_kv_cache_config, make_spec
+from tests.support.configurations import make_kv_cache_config, make_spec
 
 pytestmark = pytest.mark.filterwarnings("default")
 

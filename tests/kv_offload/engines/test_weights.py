@@ -22,7 +22,7 @@ from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.engines.vllm.weights import may_change_weights
 from kv_offload.errors import UnsupportedError
 from tests.kv_offload.test_hazards import OTHER, PROMPT
-from tests.support.fakes import PlayedEngine, forget
+from tests.support.played_engine import PlayedEngine, forget
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 from kv_offload.cache.prefix import CacheGroup, PrefixMap
-from tests.support.fakes import block_hasher
+from tests.support.configurations import block_hasher
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -13,7 +13,8 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.medians import MIN_MEASUREMENTS
-from tests.support.fakes import VOCABULARY, PlayedEngine, Tokens
+from tests.support.played_engine import PlayedEngine
+from tests.support.played_model import VOCABULARY, Tokens
 
 pytestmark = pytest.mark.filterwarnings("default")
 

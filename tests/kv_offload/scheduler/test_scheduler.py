@@ -1,4 +1,4 @@
-"""The scheduler's half under vLLM's own scheduler; `fakes` plays the model and the copies."""
+"""The scheduler's half under vLLM's own scheduler, in a played engine."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ from kv_offload.scheduler.budget import (
 )
 from kv_offload.scheduler.loads import IDLE_SECONDS, WHOLE_SECONDS
 from kv_offload.scheduler.statistics import GAUGE_SECONDS
-from tests.support.fakes import (
+from tests.support.configurations import make_kv_cache_config
+from tests.support.manual_copies import ManualSwapEngine
+from tests.support.played_engine import (
     OTHER,
     PROMPT,
-    ManualSwapEngine,
     PlayedEngine,
     RestlessError,
-    Tokens,
     answer,
     forget,
-    make_kv_cache_config,
     pinned,
     store,
     tables,
 )
+from tests.support.played_model import Tokens
 
 pytestmark = pytest.mark.filterwarnings("default")
 

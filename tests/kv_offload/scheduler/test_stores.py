@@ -21,7 +21,7 @@ from kv_offload.scheduler.leftovers import Leftovers
 from kv_offload.scheduler.request import StoreCursor
 from kv_offload.scheduler.stores import StorePlanner
 from kv_offload.scheduler.uses import UseCounter
-from tests.support.fakes import make_request
+from tests.support.configurations import make_request
 
 FULL = CacheGroup(0, 4)
 RANK_0, RANK_1 = frozenset({0}), frozenset({1})

@@ -1,0 +1,197 @@
+"""Configurations, specs and requests of vLLM's own classes, small enough for a test to count."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
+
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
+
+PAGE_WORDS = 8
+"""Words of 8 bytes in a block of a group, whatever its tokens: vLLM makes pages equal."""
+
+
+@functools.cache
+def block_hasher(hash_block_tokens: int) -> Callable[[Request], list[Any]]:
+    """Return vLLM's own hasher, as its engine core makes it."""
+    return get_request_block_hasher(hash_block_tokens, _hash_function())
+
+
+@functools.cache
+def _hash_function() -> Any:
+    hash_function = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_function)  # draws a new seed: once in a process
+    return hash_function
+
+
+def make_request(
+    request_id: str,
+    prompt: Sequence[int],
+    hash_block_tokens: int,
+    max_tokens: int = 4,
+    **sampling: Any,
+) -> Request:
+    """Return a real request with its block hashes."""
+    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **sampling)
+    return Request(
+        request_id,
+        list(prompt),
+        parameters,
+        pooling_params=None,
+        block_hasher=block_hasher(hash_block_tokens),
+    )
+
+
+def make_spec(
+    block_tokens: int,
+    window_tokens: int | None = None,
+    chunk_tokens: int | None = None,
+    holds_state: bool = False,
+) -> Any:
+    """Return a spec whose page has `PAGE_WORDS` words."""
+    if holds_state:
+        return MambaSpec(
+            block_size=block_tokens,
+            shapes=((PAGE_WORDS // 2,), (PAGE_WORDS // 4, 2)),
+            dtypes=(torch.int32, torch.int64),
+            page_size_padded=PAGE_WORDS * 8,
+            mamba_cache_mode="align",
+        )
+    shape = {
+        "block_size": block_tokens,
+        "num_kv_heads": 1,
+        "head_size": PAGE_WORDS // block_tokens,
+        "dtype": torch.float32,
+    }
+    if chunk_tokens is not None:
+        return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=chunk_tokens)
+    if window_tokens is None:
+        return FullAttentionSpec(**shape)
+    return SlidingWindowSpec(**shape, sliding_window=window_tokens)
+
+
+def make_tensor(size: int, layers: list[str], page_bytes: int) -> KVCacheTensor:
+    """Return the description of one allocation, in the words of the installed vLLM."""
+    if "layers" in {field.name for field in dataclasses.fields(KVCacheTensor)}:
+        return KVCacheTensor(
+            size=size, layers=layers[:1], layer_stride=size, block_stride=page_bytes
+        )
+    return KVCacheTensor(size=size, shared_by=layers)
+
+
+def make_kv_cache_config(groups: Sequence[CacheGroup], num_blocks: int) -> KVCacheConfig:
+    """Return a configuration of one layer per group; all of them overlay the same bytes."""
+    layers = [f"layer.{group.group_id}" for group in groups]
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[make_tensor(num_blocks * PAGE_WORDS * 8, layers, PAGE_WORDS * 8)],
+        kv_cache_groups=[
+            KVCacheGroupSpec(
+                [layer],
+                make_spec(
+                    group.block_tokens, group.window_tokens, group.chunk_tokens, group.holds_state
+                ),
+            )
+            for layer, group in zip(layers, groups, strict=True)
+        ],
+    )
+
+
+@functools.cache
+def _model_folder() -> tempfile.TemporaryDirectory[str]:
+    """Write the configuration of a small model that exists for the scheduler only.
+
+    It has an architecture of its own: to look at one of its own models, vLLM starts a process.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    from tests.support.small_models import qwen3
+
+    class ScheduledOnly(torch.nn.Module):
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            raise NotImplementedError
+
+        def embed_input_ids(self, input_ids: Any) -> Any:
+            raise NotImplementedError
+
+        def forward(self, input_ids: Any, positions: Any) -> Any:
+            raise NotImplementedError
+
+        def compute_logits(self, hidden_states: Any) -> Any:
+            raise NotImplementedError
+
+    ModelRegistry.register_model("ScheduledOnly", ScheduledOnly)
+    folder = tempfile.TemporaryDirectory()
+    config = qwen3()
+    config.architectures = ["ScheduledOnly"]
+    config.save_pretrained(folder.name)
+    return folder
+
+
+def make_vllm_config(
+    plugin: dict[str, Any],
+    *,
+    max_model_len: int = 96,
+    max_num_batched_tokens: int = 16,
+    max_num_seqs: int = 4,
+    drafts: int = 0,
+    draft_head: bool = False,
+    async_scheduling: bool = False,
+    ranks: int = 1,
+    replicas: int = 1,
+    transfer_config: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Any:
+    """Return the configuration that vLLM makes of a user's arguments, in the front end.
+
+    Drafts come from the text, or from a head whose method is set afterwards: it has no model here.
+    `transfer_config` makes that of another connector around ours from the options of the plugin.
+    """
+    plugin = {"cpu_bytes": 1 << 20, **plugin}
+    speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
+    config = EngineArgs(
+        model=_model_folder().name,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        block_size=32,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        data_parallel_size=replicas,
+        **({} if reports_failed_requests(vllm_version()) else {"disable_cascade_attn": True}),
+        speculative_config=speculative if drafts else None,
+        kv_transfer_config={
+            "kv_connector": "KVOffloadConnector",
+            "kv_role": "kv_both",
+            "kv_connector_module_path": "kv_offload.engines.vllm.connector",
+            "kv_connector_extra_config": plugin,
+        }
+        if transfer_config is None
+        else transfer_config(plugin),
+    ).create_engine_config()
+    if draft_head:
+        config.speculative_config.method = "eagle"
+    # The CPU platform turns it off and allows no second rank; the scheduler does not mind.
+    config.scheduler_config.async_scheduling = async_scheduling
+    config.parallel_config.world_size = ranks
+    return config

@@ -1,0 +1,34 @@
+"""The hooks of a connector, for tests that make one of them raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+HOOKS = (
+    "offload_scheduler.admissions.match",
+    "offload_scheduler.admissions.allocated",
+    "offload_scheduler.build_metadata",
+    "offload_scheduler.reports.read",
+    "offload_scheduler.finished",
+    "offload_scheduler.take_stats",
+    "offload_worker.submit_stores",
+    "offload_worker.start_copies",
+    "offload_worker.start_kv_transfers",
+    "offload_worker.prepare_store_kv",
+    "offload_worker.poll",
+    "offload_worker.take_report",
+)
+"""What the connector's hooks call, on both halves."""
+
+
+def wrap_hook(
+    connector: Any, hook: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replace one of `HOOKS` of a connector by what `wrap` makes of it, if it has that half."""
+    half, *path, name = hook.split(".")
+    part = getattr(connector, half)
+    if part is not None:
+        for step in path:
+            part = getattr(part, step)
+        setattr(part, name, wrap(getattr(part, name)))

@@ -1,0 +1,400 @@
+"""A vLLM scheduler without a model: its scheduling and our connector are real, the rest is played.
+
+`PlayedEngine` drives vLLM's own `Scheduler` with both roles of `KVOffloadConnector`. The model
+(`played_model`) checks all KV that it reads, and the copies (`manual_copies`) run when the test
+says so. Every token that a client gets is compared with what the model answers without a cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from kv_swap.engine import Direction
+from numpy.typing import NDArray
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm.halves import halves
+from kv_offload.engines.vllm.plugin import CONNECTOR
+from kv_offload.metrics import METRICS
+from tests.support.configurations import (
+    PAGE_WORDS,
+    make_kv_cache_config,
+    make_request,
+    make_vllm_config,
+)
+from tests.support.played_model import (
+    VOCABULARY,
+    PlayedModel,
+    Tokens,
+    answer,
+    name_prefixes,
+)
+from tests.support.played_rank import PlayedExecutor, PlayedRank
+
+_COUNTERS = {metric.name for metric in METRICS if metric.kind == "counter"}
+
+PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
+"""Five blocks of four tokens and one token."""
+OTHER = [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
+
+
+class RestlessError(AssertionError):
+    """Requests are left, but no step makes progress."""
+
+
+class PlayedEngine:
+    """An engine core in pieces: `schedule`, `execute` and `process` are called by the test.
+
+    `execute` runs the oldest scheduled step on all ranks, `process` hands the oldest executed one
+    back to the scheduler. With asynchronous scheduling two steps may be under way.
+    """
+
+    beside = False
+    """Whether an only rank lives in the process of the scheduler, which then asks it what ended."""
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup] = (CacheGroup(0, 4),),
+        *,
+        plugin: dict[str, Any] | None = None,
+        blocks: int = 40,
+        slots: int = 64,
+        ranks: int = 1,
+        async_scheduling: bool = False,
+        drafts: int = 0,
+        draft_head: bool = False,
+        replaces_resumed: bool = False,
+        synchronous_loads: bool = False,
+        context_ranks: int = 1,
+        prefill_ranks: int = 1,
+        interleave: int = 1,
+        replica: int | None = None,
+        beside: bool | None = None,
+        locked_slots: int | None = None,
+        **arguments: Any,
+    ) -> None:
+        plugin = {"cpu_bytes": slots * ranks * PAGE_WORDS * 8, **(plugin or {})}
+        config = make_vllm_config(
+            plugin,
+            drafts=drafts,
+            draft_head=draft_head,
+            async_scheduling=async_scheduling,
+            ranks=ranks,
+            **arguments,
+        )
+        config.cache_config.block_size = groups[0].block_tokens
+        config.cache_config.num_gpu_blocks = blocks
+        if any(group.holds_state for group in groups):
+            config.cache_config.mamba_cache_mode = "align"
+        config.parallel_config.decode_context_parallel_size = context_ranks
+        config.parallel_config.prefill_context_parallel_size = prefill_ranks
+        config.parallel_config.cp_kv_cache_interleave_size = interleave
+        if replica is not None:
+            config.parallel_config.data_parallel_size = 2
+            config.parallel_config.data_parallel_rank = replica
+        kv_cache_config = make_kv_cache_config(groups, blocks)
+        block_tokens, self.hash_block_tokens = resolve_kv_cache_block_sizes(kv_cache_config, config)
+        self.groups = tuple(
+            dataclasses.replace(group, block_tokens=group.block_tokens * context_ranks)
+            for group in groups
+        )
+        self.max_steps_under_way = 2 if async_scheduling else 1
+        scheduler_class = AsyncScheduler if async_scheduling else Scheduler
+        self.scheduler = scheduler_class(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=block_tokens,
+            hash_block_size=self.hash_block_tokens,
+            log_stats=True,
+        )
+        if replaces_resumed:
+            # What runner V2 has the scheduler do.
+            self.scheduler.use_v2_model_runner = True
+        self.ranks = [PlayedRank(config, kv_cache_config, rank) for rank in range(ranks)]
+        self.scheduled: deque[Any] = deque()
+        self.executed: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        for rank in self.ranks if locked_slots is not None else ():
+            rank.copies.locked_slots = locked_slots
+        if beside is not None:
+            self.beside = beside
+        if self.beside and ranks == 1:
+            self.connector._local_rank = lambda: self.ranks[0].connector.offload_worker
+        self.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, r): rank.connector.get_handshake_metadata() for r, rank in enumerate(self.ranks)}
+        )
+        self.offload.load_mode.allowed = synchronous_loads
+        self.offload.watch.load_rate.learn(float("inf"))
+        kv = [rank.kv for rank in self.ranks]
+        self.model = PlayedModel(self.groups, kv, context_ranks, interleave)
+        self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
+        self._drafts = drafts
+        self.propose: Callable[[Tokens], Tokens] = self.good_drafts
+        self.answers: dict[str, Tokens] = {}
+        self.expected: dict[str, Tokens] = {}
+        """What the model answers without a cache; nothing of requests that saw other weights."""
+        self.ended: dict[str, str] = {}
+        """Why requests ended, as their clients hear it."""
+        self.may_fail = plugin.get("on_load_failure") == "fail"
+        """Whether a request may end with an error; also where the model may lose KV."""
+        self.totals: Counter[str] = Counter()
+        self.known: dict[bytes, NDArray[np.int64]] = {}
+        """What every slot key stands for: a name of each token of the block; of states, one."""
+        self._requests: list[tuple[Request, int]] = []
+
+    @property
+    def connector(self) -> Any:
+        return self.scheduler.connector
+
+    @property
+    def offload(self) -> Any:
+        return next(halves(self.connector, "offload_scheduler"))
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def core(self) -> Any:
+        """vLLM's engine core, of which only the scheduler is real."""
+        core = object.__new__(EngineCore)
+        core.scheduler = self.scheduler
+        core.model_executor = self.model_executor
+        core.mm_receiver_cache = None
+        return core
+
+    @property
+    def model_executor(self) -> PlayedExecutor:
+        """What ours finds on the call stack while the engine is built, and calls the ranks by."""
+        return PlayedExecutor(self)
+
+    def good_drafts(self, tokens: Tokens) -> Tokens:
+        """Draft what the model will sample."""
+        return answer(tokens, self._drafts, self.model.weights)
+
+    def change_weights(self) -> None:
+        """Make the KV of all tokens another; host memory must hold none of the old."""
+        self.model.weights += 1
+        self.known.clear()
+        self.expected.clear()
+        self._requests = [(request, 0) for request, _ in self._requests]
+
+    def bad_drafts(self, tokens: Tokens) -> Tokens:
+        """Draft what the model will not sample."""
+        return [(token + 1) % VOCABULARY for token in self.good_drafts(tokens)]
+
+    def add(
+        self, request_id: str, prompt: Sequence[int], max_tokens: int = 4, **sampling: Any
+    ) -> Request:
+        request = make_request(request_id, prompt, self.hash_block_tokens, max_tokens, **sampling)
+        self.scheduler.add_request(request)
+        self._requests.append((request, 0))
+        for told in (self.answers, self.ended):
+            told.pop(request_id, None)
+        room = self.scheduler.max_model_len - len(prompt)
+        self.expected[request_id] = answer(prompt, min(max_tokens, room), self.model.weights)
+        return request
+
+    def serve(self, request_id: str, prompt: Sequence[int], *args: int, **sampling: Any) -> Request:
+        """Add a request, and run until the engine rests."""
+        request = self.add(request_id, prompt, *args, **sampling)
+        self.run()
+        return request
+
+    def abort(self, *request_ids: str) -> None:
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def schedule(self) -> Any:
+        assert len(self.scheduled) + len(self.executed) < self.max_steps_under_way
+        output = self.scheduler.schedule()
+        self.scheduled.append(output)
+        return output
+
+    def execute(self) -> None:
+        output = self.scheduled.popleft()
+        self.model.follow(output)
+        for rank in self.ranks:
+            rank.begin(output)
+        sampled = self.forward(output)
+        self.take_results(output, sampled, [rank.end(output) for rank in self.ranks])
+
+    def forward(self, output: Any) -> list[Tokens]:
+        return self.model.forward(output, self.propose if self._drafts else lambda _: [])
+
+    def take_results(self, output: Any, sampled: list[Tokens], reports: Sequence[Any]) -> None:
+        """Put a step's results where `process` finds them."""
+        ids = list(output.num_scheduled_tokens)
+        results = [
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+                sampled_token_ids=[list(tokens) for tokens in sampled],
+                kv_connector_output=report,
+            )
+            for report in reports
+        ]
+        self.executed.append((output, self._aggregator.aggregate(results)))
+
+    def process(self) -> None:
+        output, result = self.executed.popleft()
+        drafts = dict(self.model.drafts)
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for one in outputs.outputs:
+                self.answers.setdefault(one.request_id, []).extend(one.new_token_ids)
+                if one.finish_reason is not None:
+                    self.ended[one.request_id] = str(one.finish_reason)
+                self.check_answer(one.request_id)
+            if outputs.scheduler_stats is not None:
+                stats = outputs.scheduler_stats.kv_connector_stats or {}
+                # Inside a MultiConnector: up to 0.31 an object, then a dictionary.
+                ours = stats.get(
+                    CONNECTOR, {} if isinstance(self.connector, MultiConnector) else stats
+                )
+                stats = getattr(ours, "data", ours)
+                self.totals.update({n: v for n, v in stats.items() if n in _COUNTERS})
+        if self._drafts and not self.scheduler.scheduler_config.async_scheduling:
+            self.scheduler.update_draft_token_ids(
+                DraftTokenIds(list(drafts), [list(tokens) for tokens in drafts.values()])
+            )
+
+    def step(self, steps: int = 1, *, copies: bool = False) -> Any:
+        """Schedule, execute and process; with `copies`, all submitted jobs end in time."""
+        for _ in range(steps):
+            output = self.schedule()
+            self.execute()
+            if copies:
+                self.run_copies()
+            self.process()
+        return output
+
+    def run_copies(self, direction: Direction | None = None, *, fail: bool = False) -> None:
+        for rank in self.ranks:
+            for job in [j for j in rank.copies.submitted if direction in (None, j.direction)]:
+                rank.copies.run(rank.copies.submitted.index(job), fail=fail)
+
+    def finish_steps(self) -> None:
+        while self.scheduled or self.executed:
+            if self.scheduled:
+                self.execute()
+            self.process()
+
+    def run(self, max_steps: int = 400) -> None:
+        """Step, with copies that end at once, until the engine rests."""
+        self.finish_steps()
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests():
+                return
+            self.step(copies=True)
+        raise RestlessError("the engine does not come to rest")
+
+    def reset(self, **arguments: bool) -> bool:
+        """Reset the prefix cache as `EngineCore` does, which drains first."""
+        return bool(self.core.reset_prefix_cache(**arguments))
+
+    def check_answer(self, request_id: str) -> None:
+        """Check that a client has got what the model answers without a cache, as far as it is."""
+        found, expected = self.answers[request_id], self.expected.get(request_id)
+        end = self.ended.get(request_id)
+        if expected is not None:
+            complete = len(found) if end != "length" else None
+            assert found == expected[:complete], f"{request_id}: wrong answer"
+        allowed = self.may_fail or self.model.may_lose_kv
+        assert end != "error" or allowed, f"{request_id} ended with an error"
+
+    def check_host_memory(self) -> None:
+        """Check that every readable slot holds, on every rank, what its key stands for."""
+        self._learn_keys()
+        manager = self.offload.manager
+        manager.check_integrity()
+        for key, slot in manager.readable_slots().items():
+            expected = self.known[key]
+            for rank, played in enumerate(self.ranks):
+                own = expected[self.model.is_own(rank, np.arange(len(expected)))]
+                found = played.copies.arena[slot].view(np.int64).reshape(len(own), -1)
+                assert (found == own[:, None]).all(), f"slot {slot} holds another prefix"
+
+    def _learn_keys(self) -> None:
+        for index, (request, learnt) in enumerate(self._requests):
+            hashes = request.block_hashes
+            if len(hashes) == learnt:
+                continue
+            self._requests[index] = (request, len(hashes))
+            names = name_prefixes(request.all_token_ids, self.model.weights)
+            for group in self.groups:
+                tokens = group.block_tokens
+                for end in range(tokens, len(names) + 1, tokens):
+                    last = end // self.hash_block_tokens
+                    if last > len(hashes):
+                        break
+                    (key,) = self.offload.prefixes.slot_keys(
+                        hashes, group, end // tokens - 1, end // tokens
+                    )
+                    value = np.array(names[end - tokens : end], np.int64) + group.group_id
+                    self.known[key] = value[-1:] if group.holds_state else value
+
+    def check_pins(self) -> None:
+        """Check that every pin is a reference on a block that is not free."""
+        stores = self.offload.stores.jobs
+        pins = Counter(stores.pinned())
+        assert stores.pinned_blocks == pins.total()
+        for block, count in pins.items():
+            assert self.pool.blocks[block].ref_cnt >= count
+            assert not self.pool.blocks[block].is_null
+
+    def rest(self) -> None:
+        """Run until the engine rests, and check that it then holds nothing."""
+        self.run()
+        self.check_rest()
+
+    def check_rest(self) -> None:
+        """Check that an engine at rest holds nothing."""
+        assert not self.scheduler.has_requests()
+        offload = self.offload
+        offload.check_integrity()
+        assert not offload.has_pending_stores
+        assert not offload.has_pending_work
+        assert offload.stores.jobs.pinned_blocks == 0
+        assert (len(offload.leftovers), offload.leftovers.slots) == (0, 0)
+        assert offload.loads.running == 0
+        assert len(offload.requests) == 0
+        assert all(rank.copies.in_flight == 0 for rank in self.ranks)
+        assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
+        assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
+        self.check_host_memory()
+        assert self.scheduler.reset_prefix_cache() is True
+
+
+def store(engine: PlayedEngine, prompt: Sequence[int], request_id: str = "stored") -> None:
+    """Compute a prompt, keep it in host memory, and forget it on the engine's side."""
+    engine.serve(request_id, prompt, 1)
+    forget(engine)
+
+
+def forget(engine: PlayedEngine) -> None:
+    """Forget what the engine has computed, and the totals."""
+    assert engine.scheduler.reset_prefix_cache() is True
+    engine.totals.clear()
+
+
+def pinned(engine: PlayedEngine) -> set[int]:
+    """Return the blocks that stores pin."""
+    return set(engine.offload.stores.jobs.pinned())
+
+
+def tables(engine: PlayedEngine, request: Request) -> list[list[int]]:
+    """Return a request's blocks by group, as the engine has them."""
+    manager = engine.scheduler.kv_cache_manager
+    return [list(group) for group in manager.get_block_ids(request.request_id)]

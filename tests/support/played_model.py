@@ -1,0 +1,243 @@
+"""A model whose KV names the text: each token's KV is a number for the whole prefix up to it.
+
+So a block that is overwritten too early, loaded into the wrong place or stored before it was
+computed is found at the first forward that reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_offload.cache.prefix import CacheGroup
+
+VOCABULARY = 2
+
+Tokens = list[int]
+
+
+def name_prefix(previous: int, token: int) -> int:
+    """Return the KV of a token: a number for the prefix that ends with it."""
+    return hash((previous, token)) >> 1
+
+
+def name_prefixes(tokens: Sequence[int], weights: int) -> list[int]:
+    """Return the KV of every token."""
+    names: list[int] = []
+    for token in tokens:
+        names.append(name_prefix(names[-1] if names else weights, token))
+    return names
+
+
+def next_token(kv: int) -> int:
+    return (kv >> 7) % VOCABULARY
+
+
+def answer(prompt: Sequence[int], max_tokens: int = 4, weights: int = 0) -> Tokens:
+    """Return what the model answers where nothing is cached."""
+    kv = name_prefixes(prompt, weights)[-1]
+    tokens: Tokens = []
+    for _ in range(max_tokens):
+        tokens.append(next_token(kv))
+        kv = name_prefix(kv, tokens[-1])
+    return tokens
+
+
+@dataclasses.dataclass
+class _ModelRequest:
+    """What a model runner remembers of a request."""
+
+    tokens: Tokens
+    block_ids: list[list[int]]
+    names: list[int] = dataclasses.field(default_factory=list)
+
+    def extend_names(self, weights: int) -> list[int]:
+        for token in self.tokens[len(self.names) :]:
+            self.names.append(name_prefix(self.names[-1] if self.names else weights, token))
+        return self.names
+
+
+class PlayedModel:
+    """Reads, checks and writes KV on all ranks, and samples; follows scheduler outputs as a runner.
+
+    A query checks all KV that it reads; a mismatch is an `AssertionError`, unless the test has KV
+    lost: then what is computed with it is wrong as well, KV and tokens. With decode context
+    parallelism runs of `interleave` tokens are on the ranks in turn, and a group's `block_tokens`
+    are those of a block over all of them.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        kv: list[list[NDArray[np.int64]]],
+        context_ranks: int = 1,
+        interleave: int = 1,
+    ) -> None:
+        self.groups = groups
+        self.context_ranks = context_ranks
+        self.interleave = interleave
+        self.kv = kv
+        """By rank and group, of shape `(blocks, block_tokens, words)`."""
+        self.weights = 0
+        """Another number makes other KV of the same tokens."""
+        self.may_lose_kv = False
+        self.sampled: dict[tuple[str, int], set[int]] = {}
+        """By request and position: tokens that were sampled from right KV."""
+        self.requests: dict[str, _ModelRequest] = {}
+        self.drafts: dict[str, Tokens] = {}
+        self.loaded_tokens = 0
+
+    def follow(self, output: Any) -> None:
+        """Take what the scheduler says about requests and their blocks."""
+        for request_id in output.finished_req_ids:
+            self.requests.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            tokens = new.prefill_token_ids or new.prompt_token_ids
+            self.requests[new.req_id] = _ModelRequest(
+                list(tokens), [list(g) for g in new.block_ids]
+            )
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            request, new_ids = self.requests[request_id], cached.new_block_ids[index]
+            resumed = request_id in cached.resumed_req_ids
+            sent = cached.all_token_ids.get(request_id, ())
+            if resumed or len(sent) > len(request.tokens):
+                request.tokens, request.names = list(sent), []
+            if resumed:
+                request.block_ids = [list(ids) for ids in new_ids]
+            else:
+                for ids, more in zip(request.block_ids, new_ids or (), strict=bool(new_ids)):
+                    ids.extend(more)
+
+    def forward(self, output: Any, draft: Callable[[Tokens], Tokens]) -> list[Tokens]:
+        """Compute one step; return the sampled tokens by request, in the scheduler's order."""
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self.drafts = {}
+        return [
+            self._forward(request_id, computed[request_id], scheduled, output, draft)
+            for request_id, scheduled in output.num_scheduled_tokens.items()
+        ]
+
+    def _forward(
+        self,
+        request_id: str,
+        computed: int,
+        scheduled: int,
+        output: Any,
+        draft: Callable[[Tokens], Tokens],
+    ) -> Tokens:
+        request = self.requests[request_id]
+        known = len(request.tokens)
+        # With asynchronous scheduling `computed` also counts drafts that were rejected meanwhile.
+        start = min(computed, known - 1)
+        names = request.extend_names(self.weights)
+        placeholders = output.scheduled_spec_decode_tokens.get(request_id, [])
+        drafts = list(placeholders)
+        if -1 in drafts:
+            drafts = (draft(request.tokens) + [0] * len(drafts))[: len(drafts)]
+        end = start + scheduled
+        assert end <= known + len(drafts)
+        inputs = names[start:end]
+        for token in drafts[: max(0, end - known)]:
+            inputs.append(name_prefix(inputs[-1], token))
+        places = [
+            (rank, group, words, np.array(request.block_ids[group.group_id], np.int64))
+            for rank, kv in enumerate(self.kv)
+            for group, words in zip(self.groups, kv, strict=True)
+        ]
+        right = all(
+            [self._check(request_id, *place, names, start) for place in places]  # noqa: C419
+        )
+        if not right:
+            inputs = [~name for name in inputs]
+        for rank, group, words, blocks in places:
+            if group.holds_state:
+                self._advance(group, words, blocks, inputs, start)
+            else:
+                self._write(rank, group, words, blocks, inputs, start)
+        if end - len(drafts) < known:
+            return []
+        sampled: Tokens = []
+        current = names[known - 1]
+        for token in [*drafts, None]:
+            sampled.append(next_token(current))
+            if sampled[-1] != token:
+                break
+            current = name_prefix(current, token)
+        if right:
+            for position, token in enumerate(sampled, known):
+                self.sampled.setdefault((request_id, position), set()).add(token)
+        else:
+            sampled = [(sampled[0] + 1) % VOCABULARY]
+        request.tokens.extend(sampled)
+        self.drafts[request_id] = draft(request.tokens)
+        return sampled
+
+    def _check(
+        self,
+        request_id: str,
+        rank: int,
+        group: CacheGroup,
+        words: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        names: list[int],
+        start: int,
+    ) -> bool:
+        positions = self._own(rank, group.first_needed_token(start), start)
+        row = 0 if group.holds_state else self._rows(group, positions)
+        found = words[blocks[positions // group.block_tokens], row]
+        expected = np.array(names[:start], np.int64)[positions] + group.group_id
+        wrong = np.flatnonzero((found != expected[:, None]).any(axis=1))
+        assert not len(wrong) or self.may_lose_kv, (
+            f"{request_id}: rank {rank}, group {group.group_id}: wrong KV at {positions[wrong]}, "
+            f"read before position {start}"
+        )
+        return not len(wrong)
+
+    def _own(self, rank: int, start: int, end: int) -> NDArray[np.int64]:
+        """Return the positions of which a rank has the KV."""
+        positions = np.arange(start, end)
+        return positions[self.is_own(rank, positions)]
+
+    def is_own(self, rank: int, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        owners = positions // self.interleave % self.context_ranks
+        return np.asarray(owners == rank % self.context_ranks)
+
+    def _rows(self, group: CacheGroup, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where in its rank's part of a block a token lies."""
+        runs, inside = np.divmod(positions % group.block_tokens, self.interleave)
+        return np.asarray(runs // self.context_ranks * self.interleave + inside)
+
+    def _write(
+        self,
+        rank: int,
+        group: CacheGroup,
+        words: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        inputs: list[int],
+        start: int,
+    ) -> None:
+        positions = self._own(rank, start, start + len(inputs))
+        targets = blocks[positions // group.block_tokens]
+        assert targets.all(), "the null block is written"
+        values = np.array(inputs, np.int64)[positions - start, None] + group.group_id
+        words[targets, self._rows(group, positions)] = values
+
+    @staticmethod
+    def _advance(
+        group: CacheGroup,
+        words: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        inputs: list[int],
+        start: int,
+    ) -> None:
+        """Write the state at the end of a step, in place while it stays in one block."""
+        target = blocks[(start + len(inputs) - 1) // group.block_tokens]
+        assert target, "the null block is written"
+        words[target] = inputs[-1] + group.group_id

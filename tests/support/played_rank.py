@@ -1,0 +1,142 @@
+"""The ranks of a played engine, and what vLLM's engine core calls them by."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from numpy.typing import NDArray
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.outputs import KVConnectorOutput
+
+from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
+from tests.support.configurations import PAGE_WORDS
+from tests.support.manual_copies import manual_copies
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from tests.support.played_engine import PlayedEngine
+
+
+class PlayedWeights:
+    """What a trainer gives weights to. They make no difference to what `PlayedModel` samples."""
+
+    def load_weights(self, weights: Sequence[tuple[str, Any]]) -> set[str]:
+        return {name for name, _ in weights}
+
+
+class PlayedRank:
+    """One worker: the worker's role of the connector, its KV cache, and its copies."""
+
+    def __init__(self, config: Any, kv_cache_config: KVCacheConfig, rank: int) -> None:
+        config = copy.copy(config)
+        config.parallel_config = copy.copy(config.parallel_config)
+        config.parallel_config.rank = rank
+        self.weights = PlayedWeights()
+        self.connector = KVConnectorFactory.create_connector(
+            config, KVConnectorRole.WORKER, kv_cache_config
+        )
+        self.memory = torch.full((kv_cache_config.num_blocks, PAGE_WORDS), -1, dtype=torch.int64)
+        self.kv: list[NDArray[np.int64]] = []
+        caches = {}
+        for group in kv_cache_config.kv_cache_groups:
+            spec = group.kv_cache_spec
+            rows = 1 if isinstance(spec, MambaSpec) else spec.block_size
+            tensor = self.memory.view(len(self.memory), rows, -1)
+            caches[group.layer_names[0]] = self._cache_of(spec, tensor)
+            self.kv.append(tensor.numpy())
+        with manual_copies() as made:
+            self.connector.register_kv_caches(caches)
+        self.copies = made[0]
+
+    def get_model(self) -> PlayedWeights:
+        """Stand for the model runner, which the connector looks for when KV is registered."""
+        return self.weights
+
+    def execute_model(self, scheduler_output: Any) -> None:
+        """Stand for the model runner; `begin` and `end` are called instead."""
+
+    @staticmethod
+    def _cache_of(spec: Any, tensor: torch.Tensor) -> Any:
+        """Return what this vLLM registers for a layer: up to 0.31, a list of its states."""
+        if not isinstance(spec, MambaSpec) or reports_failed_requests(vllm_version()):
+            return tensor
+        first = tensor[:, 0, : PAGE_WORDS // 4].view(torch.int32)
+        return [first, tensor[:, 0, PAGE_WORDS // 4 : -PAGE_WORDS // 4].unflatten(1, (-1, 2))]
+
+    def begin(self, output: Any) -> None:
+        metadata = output.kv_connector_metadata
+        self.connector.handle_preemptions(metadata)
+        if output.new_block_ids_to_zero:
+            self.memory[output.new_block_ids_to_zero] = 0
+        self.connector.bind_connector_metadata(metadata)
+        self.connector.start_load_kv(None)
+
+    def end(self, output: Any) -> KVConnectorOutput:
+        """Run the hooks of a step's end as the model runner of this vLLM does."""
+        connector, report = self.connector, KVConnectorOutput()
+        newer = reports_failed_requests(vllm_version())
+        if output.num_scheduled_tokens or newer:
+            connector.wait_for_save()
+        if newer:
+            results = connector.get_transfer_results(output.finished_req_ids)
+            report.finished_sending = results.finished_sending
+            report.finished_recving = results.finished_recving
+            report.failed_recving = results.failed_recving
+        else:
+            finished = connector.get_finished(output.finished_req_ids)
+            report.finished_sending, report.finished_recving = finished
+        report.invalid_block_ids = connector.get_block_ids_with_load_errors()
+        report.kv_connector_stats = connector.get_kv_connector_stats()
+        report.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        connector.clear_connector_metadata()
+        return report
+
+
+class PlayedExecutor:
+    """What an engine core asks of all its ranks."""
+
+    is_sleeping = False
+
+    def __init__(self, engine: PlayedEngine) -> None:
+        self._engine = engine
+
+    def collective_rpc(
+        self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), *_: Any
+    ) -> list[Any]:
+        engine = self._engine
+        while engine.scheduled:
+            engine.execute()  # dispatched before
+        if isinstance(method, str):
+            if "weight" in method or method == "update_named_param":
+                engine.change_weights()
+            return [None for _ in engine.ranks]
+        answers = []
+        for rank in engine.ranks:
+            with mock.patch(
+                "vllm.distributed.kv_transfer.get_kv_transfer_group", lambda r=rank: r.connector
+            ):
+                answers.append(method(None, *args))
+        return answers
+
+    def sleep(self, level: int) -> None:
+        """Discard the KV cache; with `level` 2 the weights too, which come back as others."""
+        self.collective_rpc("sleep")
+        for rank in self._engine.ranks:
+            rank.memory.fill_(-1)
+        if level > 1:
+            self._engine.change_weights()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """The memory is there."""
+
+    def reset_mm_cache(self) -> None:
+        """There is none."""
+
+    reset_encoder_cache = reset_mm_cache
