@@ -16,13 +16,10 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-CACHE_DTYPES = frozenset(
-    {
-        *("auto", "float16", "bfloat16", "float32"),
-        *("fp8", "fp8_e4m3", "fp8_e5m2"),
-        *("fp8_per_token_head", "int8_per_token_head"),
-    }
-)
+CACHE_DTYPES = {
+    *("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    *("fp8_per_token_head", "int8_per_token_head"),
+}
 """Cache types whose pages carry all that is needed to read them back.
 
 With one scale per tensor the scales are the layer's own and never change. With one per token and
