@@ -1,4 +1,4 @@
-"""Finds our two halves inside vLLM's objects, and what ranks reported to them."""
+"""Finds the plugin's two halves inside vLLM's objects, and what ranks reported to them."""
 
 from __future__ import annotations
 

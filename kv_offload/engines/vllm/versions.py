@@ -1,4 +1,4 @@
-"""Which versions of vLLM are supported, and what is named or counted otherwise in each."""
+"""Which versions of vLLM are supported, and what they name or count in different ways."""
 
 from __future__ import annotations
 
