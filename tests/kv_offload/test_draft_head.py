@@ -246,7 +246,9 @@ def test_without_the_drop_the_head_reads_kv_that_another_token_followed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The control."""
-    monkeypatch.setattr("kv_offload.engines.vllm.start.build.has_draft_head", lambda _config: False)
+    monkeypatch.setattr(
+        "kv_offload.engines.vllm.start.groups.has_draft_head", lambda _config: False
+    )
     engine = HeadEngine()
     store(engine, PROMPT)
     engine.add("branch", BRANCH)

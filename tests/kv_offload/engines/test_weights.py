@@ -75,7 +75,7 @@ class OwnProcess(Played, EngineCoreProc):
 @pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The played engine has no engine core on its stack, so the check at start is left out."""
-    monkeypatch.setattr("kv_offload.engines.vllm.start.build.check_keep_on_sleep", lambda: None)
+    monkeypatch.setattr("kv_offload.engines.vllm.start.support.check_keep_on_sleep", lambda: None)
 
 
 def make(kind: Callable[[PlayedEngine], Any], *, keep: bool, **arguments: Any) -> Any:
