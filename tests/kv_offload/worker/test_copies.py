@@ -17,16 +17,16 @@ from tests.support.rank import BLOCK_BYTES, Gate, Rank, load, result, store
 def test_bytes_and_seconds_are_counted(rank: Rank) -> None:
     rank.step(store(0, (1, 2), (3, 4)))
     rank.step(loads=[load(0, "a", (5, 2))])
-    stats = rank.half.take_stats()
+    stats = rank.half.reports.take_stats()
     assert stats is not None
     assert stats.data.pop("stored_seconds") > 0
     assert stats.data.pop("loaded_seconds") > 0
     assert stats.data == {"stored_bytes": 2 * BLOCK_BYTES, "loaded_bytes": BLOCK_BYTES}
-    assert rank.half.take_stats() is None
+    assert rank.half.reports.take_stats() is None
 
 
 def test_a_drain_is_bounded(rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_offload.worker.copies.DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.1)
     gate.opened.clear()
     rank.step(store(0, (1, 2)))
     started = time.monotonic()
@@ -116,7 +116,7 @@ def test_nothing_is_taken_again_that_is_gone() -> None:
 def test_a_rank_whose_copies_do_not_end_keeps_the_kv_tensors(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_offload.worker.copies.DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.1)
     rank = Rank().start()
     rank.step(store(0, (1, 2)))
     gate.opened.clear()

@@ -7,57 +7,7 @@ import pytest
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError
 
-from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
-from kv_offload.worker.rates import MEASURED_BYTES, CopySpeeds, StoreRate
-
-# -- the rate of stores ------------------------------------------------------------------------
-
-SLOW, FAST = 84e6, 50e9
-
-
-def stored(*speeds: float, exact: bool = True, rate: StoreRate | None = None) -> StoreRate:
-    rate = rate or StoreRate()
-    for speed in speeds:
-        rate.learn(speed, exact=exact)
-    return rate
-
-
-def test_the_speed_of_stores_is_assumed_until_there_is_evidence() -> None:
-    assert stored(SLOW, SLOW).bytes_per_second == ASSUMED_BYTES_PER_SECOND
-    assert stored(SLOW, SLOW, SLOW).bytes_per_second == SLOW
-
-
-def test_one_slow_store_changes_nothing() -> None:
-    assert stored(SLOW, FAST, FAST).bytes_per_second == FAST
-    assert stored(FAST, FAST, FAST, SLOW, FAST).bytes_per_second == FAST
-
-
-def test_a_small_store_says_how_fast_the_link_is_at_least() -> None:
-    rate = stored(*[2e9] * 3)
-    stored(*[1e9] * 20, exact=False, rate=rate)
-    assert rate.bytes_per_second == 2e9, "its start took its time"
-    stored(*[3e9] * 4, exact=False, rate=rate)
-    assert rate.bytes_per_second == 3e9
-    assert stored(*[1e9] * 20, exact=False).bytes_per_second == ASSUMED_BYTES_PER_SECOND
-
-
-def test_small_stores_correct_a_rate_that_was_slow_for_long() -> None:
-    rate = stored(*[SLOW] * 1000)
-    stored(*[2e9] * 4, exact=False, rate=rate)
-    assert rate.bytes_per_second == 2e9
-
-
-def test_a_speed_of_stores_is_told_when_it_changes() -> None:
-    rate = stored(FAST, FAST)
-    assert rate.take_change() is None
-    stored(FAST, rate=rate)
-    assert rate.take_change() == FAST
-    assert rate.take_change() is None
-    stored(FAST, FAST, rate=rate)
-    assert rate.take_change() is None
-
-
-# -- which jobs are measured -------------------------------------------------------------------
+from kv_offload.worker.copies import MEASURED_BYTES, CopySpeeds
 
 LARGE, SMALL = 2 * MEASURED_BYTES, MEASURED_BYTES // 2
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -128,3 +78,47 @@ def test_stores_that_were_small_or_not_alone_only_raise_the_speed(speeds: CopySp
     for _ in range(4):
         copy(speeds, STORE, SMALL, SMALL / (3 * LARGE), beside=LOAD)
     assert speeds.take_store_speed() == pytest.approx(3 * LARGE)
+
+
+# -- the speed of stores -----------------------------------------------------------------------
+
+SLOW, FAST = 84e6, 50e9
+
+
+def stored(*speeds: float, nbytes: int = LARGE, after: CopySpeeds | None = None) -> float | None:
+    """Run stores at these speeds, each alone; return the speed that the last one changed, if so."""
+    measured = after or CopySpeeds()
+    told = None
+    for speed in speeds:
+        copy(measured, STORE, nbytes, nbytes / speed)
+        told = measured.take_store_speed()
+    return told
+
+
+def test_the_speed_of_stores_is_assumed_until_there_is_evidence() -> None:
+    assert stored(SLOW) is None
+    assert stored(SLOW, SLOW) is None
+    assert stored(SLOW, SLOW, SLOW) == pytest.approx(SLOW)
+
+
+def test_one_slow_store_changes_nothing(speeds: CopySpeeds) -> None:
+    assert stored(SLOW, FAST, FAST) == pytest.approx(FAST)
+    assert stored(FAST, FAST, FAST, after=speeds) == pytest.approx(FAST)
+    assert stored(SLOW, after=speeds) is None
+
+
+def test_a_small_store_says_how_fast_the_link_is_at_least(speeds: CopySpeeds) -> None:
+    assert stored(*[2e9] * 3, after=speeds) == pytest.approx(2e9)
+    assert stored(*[1e9] * 20, nbytes=SMALL, after=speeds) is None, "its start took its time"
+    assert stored(*[3e9] * 4, nbytes=SMALL, after=speeds) == pytest.approx(3e9)
+
+
+def test_small_stores_correct_a_speed_that_was_slow_for_long(speeds: CopySpeeds) -> None:
+    stored(*[SLOW] * 1000, after=speeds)
+    assert stored(*[2e9] * 4, nbytes=SMALL, after=speeds) == pytest.approx(2e9)
+
+
+def test_a_speed_of_stores_is_told_when_it_changes(speeds: CopySpeeds) -> None:
+    assert stored(FAST, FAST, FAST, after=speeds) == pytest.approx(FAST)
+    assert speeds.take_store_speed() is None
+    assert stored(FAST, FAST, after=speeds) is None

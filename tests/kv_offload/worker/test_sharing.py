@@ -141,7 +141,7 @@ def test_each_rank_stores_its_part_and_loads_everything(ranks: Ranks) -> None:
     pairs = np.array([(5, 4), (6, 6), (7, 7)], np.int32)
     ranks.step(loads=[LoadJob(0, "request", pairs)])
     for half, kv in zip(ranks.halves, ranks.kvs, strict=True):
-        assert half.take_received()[0] == {"request"}
+        assert half.reports.take_received()[0] == {"request"}
         assert kv["layer.0"][5:, 0, 0].tolist() == [expected[0], expected[2], expected[3]]
 
 

@@ -78,7 +78,7 @@ def test_a_store_that_fails_is_reported_as_such(rank: Rank, gate: Gate) -> None:
     gate.failing = True
     rank.step()
     assert rank.report().stores == {0: result(ok=False), 1: result(ok=False)}
-    assert rank.half.take_stats() is None
+    assert rank.half.reports.take_stats() is None
 
 
 def test_a_store_that_is_refused_is_reported_as_such(

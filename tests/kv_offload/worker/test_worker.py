@@ -54,7 +54,7 @@ def test_a_hook_starts_what_an_error_kept_an_earlier_one_from_starting(
     assert rank.transfer.wait(10)
     rank.end(metadata)
     assert torch.equal(rank.kv[6], rank.kv[1])
-    assert rank.half.take_received() == ({"b"}, {})
+    assert rank.half.reports.take_received() == ({"b"}, {})
     assert rank.report().loads == {0: frozenset({0})}
 
 
