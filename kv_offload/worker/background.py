@@ -58,8 +58,14 @@ class BackgroundCopies:
             self._queued_stores.popleft()
             if not len(pairs):
                 self._store_ended(job.job_id, ok=True)
-            elif not self._copies.submit(SwapJob(job.job_id, Direction.STORE, pairs)):
+            elif not self._start(SwapJob(job.job_id, Direction.STORE, pairs)):
                 self._store_ended(job.job_id, ok=False)
+
+    def _start(self, job: SwapJob) -> bool:
+        error = self._copies.start(job)
+        if error is not None:
+            self._copies.log.error("%s", error if isinstance(error, TransferError) else repr(error))
+        return error is None
 
     def _store_ended(self, job_id: int, *, ok: bool) -> None:
         self._storing.discard(job_id)
@@ -89,7 +95,7 @@ class BackgroundCopies:
                 continue
             self._reports.load_starts(job)
             self._loading[job.job_id] = job
-            if not self._copies.submit(SwapJob(job.job_id, Direction.LOAD, job.pairs)):
+            if not self._start(SwapJob(job.job_id, Direction.LOAD, job.pairs)):
                 self._fail_load(self._loading.pop(job.job_id))
 
     def fail_loads(self) -> None:

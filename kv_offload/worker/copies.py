@@ -10,7 +10,6 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
-from kv_swap.errors import TransferError
 
 from kv_offload.medians import ASSUMED_BYTES_PER_SECOND, MIN_MEASUREMENTS, RecentMedian
 from kv_offload.worker.reports import Reports
@@ -110,21 +109,15 @@ class Copies:
         """Slots from 0 on that jobs may name by now."""
         return 0 if self.transfer is None else self.transfer.ready_slots
 
-    def start(self, job: SwapJob) -> None:
-        """Start a job. Raises whatever the transfer engine raises; then nothing is copied."""
-        self.require_transfer().submit(job)
-        self.speeds.starts(job)
-
-    def submit(self, job: SwapJob) -> bool:
-        """Start a job; if the transfer engine refuses it, log why and return False."""
+    def start(self, job: SwapJob) -> Exception | None:
+        """Start a job; return the error if the transfer engine refuses it and copies nothing."""
         transfer = self.require_transfer()
         try:
             transfer.submit(job)
         except Exception as error:  # noqa: BLE001 - whatever it is, one job has failed
-            self.log.error("%s", error if isinstance(error, TransferError) else repr(error))
-            return False
+            return error
         self.speeds.starts(job)
-        return True
+        return None
 
     def poll(self) -> Iterator[Completion]:
         """Yield the jobs that ended since the last call, each counted as it is yielded."""

@@ -18,7 +18,7 @@ from kv_swap.errors import CopyError, TransferError
 
 from kv_offload.messages import LoadJob, Pairs
 from kv_offload.worker.copies import Copies
-from kv_offload.worker.waves import Forward, LayerWaves, WaveCut
+from kv_offload.worker.waves import Forward, LayerWaves
 
 WAVES_FROM_BYTES = 16 << 20
 """A load of fewer bytes takes less time (0.3 ms on PCIe Gen5 x16) than its waves would save."""
@@ -99,22 +99,18 @@ class SynchronousLoads:
         if any(job.incomplete for job in arrival.jobs):
             arrival.error = CopyError("host memory lacks some of its slots")
             return
-        pairs = _all_pairs(arrival.jobs)
-        try:
-            self._copies.start(
-                SwapJob(arrival.job_id, Direction.LOAD, pairs, True, arrival.in_waves)
-            )
-        except Exception as error:  # noqa: BLE001 - whatever it is, the load is made good
-            arrival.error = error
-        else:
-            self._copying[arrival.job_id] = arrival
+        pairs, job_id = _all_pairs(arrival.jobs), arrival.job_id
+        arrival.error = self._copies.start(
+            SwapJob(job_id, Direction.LOAD, pairs, before_compute=True, in_waves=arrival.in_waves)
+        )
+        if arrival.error is None:
+            self._copying[job_id] = arrival
 
     def make_forward_wait(self, forward: Forward | None) -> None:
         """Have the compute stream wait for this step's loads: the forward is queued behind them.
 
-        Where the layers wait for the later waves, it waits for the first wave only. What failed
-        until now is made good now. `forward` is the one that follows, if its layers are known to
-        call.
+        If the layers wait for the later waves, it waits for the first wave only. What has failed by
+        now is made good. `forward` is the one that follows, if its layers are known to call.
         """
         self.waves.forward_follows(forward)
         self.on_layer = self._learn_layer if self.waves.learning else None
@@ -166,13 +162,13 @@ class SynchronousLoads:
         self.waves.missed()  # no layer has to call any more
         self._copying.pop(arrival.job_id, None)
         jobs = [job for job in arrival.jobs if not job.incomplete]
-        failed = [job for job in arrival.jobs if job.incomplete]
+        lost: Sequence[LoadJob] = [job for job in arrival.jobs if job.incomplete]
         if jobs:
             try:
                 self._copies.require_transfer().load_now(_all_pairs(jobs))
             except Exception as second:  # noqa: BLE001 - its requests end, the engine goes on
                 error = CopyError(f"{error}; and when it was copied at once: {second}")
-                jobs, failed = [], list(arrival.jobs)
+                jobs, lost = [], arrival.jobs
         reports = self._copies.reports
         if jobs:
             nbytes = self._nbytes(jobs)
@@ -184,10 +180,9 @@ class SynchronousLoads:
             )
             reports.count("repaired_loads", len(jobs))
             reports.count("loaded_bytes", nbytes)
-        for job in jobs:
-            reports.synchronous_load_ended(job)
-        for job in failed:
+        for job in lost:
             self._lose(job, error)
+        for job in arrival.jobs:
             reports.synchronous_load_ended(job)
 
     def forward_ended(self) -> None:
@@ -199,23 +194,20 @@ class SynchronousLoads:
         self.on_layer = None
         cut = self.waves.forward_ended()
         if cut is not None:
-            self._set_waves(cut)
+            try:
+                self._copies.require_transfer().set_waves(cut.waves)
+            except TransferError as error:
+                self.waves.give_up()
+                self._copies.log.error("loads arrive whole: %s", error)
+            else:
+                self._copies.log.info(
+                    "loads before a forward may arrive in %d waves, %d layers wait for theirs",
+                    len(cut.waves),
+                    len(cut.wave_of),
+                )
         arrival, self._arriving = self._arriving, None
         if arrival is not None:
             self._end(arrival)
-
-    def _set_waves(self, cut: WaveCut) -> None:
-        try:
-            self._copies.require_transfer().set_waves(cut.waves)
-        except TransferError as error:
-            self.waves.give_up()
-            self._copies.log.error("loads arrive whole: %s", error)
-            return
-        self._copies.log.info(
-            "loads before a forward may arrive in %d waves, %d layers wait for theirs",
-            len(cut.waves),
-            len(cut.wave_of),
-        )
 
     def _end(self, arrival: Arrival) -> None:
         """Have the compute stream wait for all waves; lose the loads if a layer did not call."""

@@ -40,7 +40,8 @@ class OffloadWorker:
 
     A step's stores are queued at its end and submitted at the start of the next one. So they delay
     neither the copy of the sampled tokens nor the compute of their own step. Loads start in the
-    step that planned them. No method but `drain`, `unregister_kv_caches` and `shutdown` waits.
+    step that planned them. Only `register_kv_caches`, `unregister_kv_caches`, `drain` and
+    `shutdown` wait.
     """
 
     def __init__(
@@ -169,9 +170,9 @@ class OffloadWorker:
         """Start the last step's stores, then this step's loads: those that were not started yet.
 
         Called as soon as the engine will not zero or copy any block before this step's forward:
-        both could undo a load. No forward reads or writes the blocks of an asynchronous load,
-        because its request waits. This step's forward reads the blocks of synchronous loads, and
-        `start_kv_transfers` makes it wait.
+        both could undo a load. From then until the forward, nothing touches the destinations: no
+        forward reads or writes the blocks of an asynchronous load, because its request waits. This
+        step's forward reads the blocks of synchronous loads; `start_kv_transfers` makes it wait.
         """
         self._take_loads(metadata)
         self.submit_stores()
@@ -258,8 +259,8 @@ class OffloadWorker:
         """Submit what is queued, wait for all copies with a bound, and tell what has ended.
 
         Called between steps, before a reset or a sleep. `running` are the stores that the scheduler
-        has no report of; one may be on its way, so it may tell a result again. Loads that failed
-        are named once more as ended, not as failed: the caller takes their blocks back.
+        has no report of; a report on its way may tell a result again. Loads that failed are named
+        once more as ended, not as failed: the caller takes their blocks back.
         """
         self._background.queue_stores(unsent)
         try:
