@@ -22,7 +22,7 @@ REMEMBERED_FAILURES = 1024
 
 
 class BackgroundCopies:
-    """The stores and asynchronous loads that have not started, and those that run."""
+    """The stores and asynchronous loads that wait for their start or run."""
 
     def __init__(self, copies: Copies, peers: Peers) -> None:
         self.peers = peers
@@ -74,7 +74,7 @@ class BackgroundCopies:
         self._reports.store_ended(job_id, ok=ok)
 
     def store_results(self, job_ids: Iterable[int]) -> dict[int, JobResult]:
-        """Return how those of these stores ended that have ended, reported or not."""
+        """Return the results of those stores that have ended, reported or not."""
         waiting = self._storing.union(job.job_id for job in self._queued_stores)
         return {
             job_id: self._reports.result(ok=job_id not in self._failed_stores)

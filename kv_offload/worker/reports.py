@@ -129,8 +129,8 @@ class Reports:
     def take_ended_loads(self) -> tuple[set[str], set[str]]:
         """Return the requests whose loads ended well and that a scheduler in this process awaits.
 
-        First those that no report will name any more, then those that the last report names: that
-        may be the report of a step that has only been launched.
+        First the requests that no report will name any more, then the requests that the last report
+        names. It may be the report of a step that has only been launched.
         """
         ended = {request for request, failed in self._received.items() if failed is None}
         for request in ended:
@@ -139,9 +139,9 @@ class Reports:
         return ended, reported
 
     def take_ended_stores(self) -> dict[int, JobResult]:
-        """Return the stores that ended, those of the last report included.
+        """Return the stores that ended, also the ones that the last report names.
 
-        None while the last report or the next one says that a load was lost: first the scheduler
+        Empty while the last report or the next one says that a load was lost: first the scheduler
         must distrust what was computed with that load, and a store may hold it.
         """
         if self._next.lost_loads or self._last.lost_loads:
@@ -152,7 +152,7 @@ class Reports:
         return results
 
     def forgive_failed_loads(self) -> None:
-        """Name failed loads to vLLM as ended only: whoever drains takes their blocks back."""
+        """Name failed loads to vLLM as ended only: who drains takes their blocks back."""
         self._received = dict.fromkeys(self._received)
 
     @property

@@ -51,7 +51,7 @@ class Arrival:
 
 
 class SynchronousLoads:
-    """The arrival of this step, and those of earlier steps whose copies run.
+    """The arrival of this step, and earlier arrivals whose copies run.
 
     One object a rank. In each step `take`, `start`, `make_forward_wait` and `forward_ended` are
     called in this order. Between the last two, every call of an attention layer goes to `on_layer`,

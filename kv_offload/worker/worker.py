@@ -167,7 +167,7 @@ class OffloadWorker:
         self._background.submit_stores()
 
     def start_copies(self, metadata: OffloadMetadata) -> None:
-        """Start the last step's stores, then this step's loads: those that were not started yet.
+        """Start the last step's stores, then this step's loads, unless they were started.
 
         Called as soon as the engine will not zero or copy any block before this step's forward:
         both could undo a load. From then until the forward, nothing touches the destinations: no
@@ -256,7 +256,7 @@ class OffloadWorker:
         return self.reports.take_ended_stores()
 
     def drain(self, unsent: Sequence[StoreJob], running: Sequence[int]) -> DrainAnswer:
-        """Submit what is queued, wait for all copies with a bound, and tell what has ended.
+        """Submit what is queued, wait, bounded, for all copies, and return what has ended.
 
         Called between steps, before a reset or a sleep. `running` are the stores that the scheduler
         has no report of; a report on its way may tell a result again. Loads that failed are named

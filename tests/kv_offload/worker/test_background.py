@@ -70,14 +70,6 @@ def test_a_store_is_reported_once_when_it_has_ended(rank: Rank, gate: Gate) -> N
     assert rank.half.take_report() is None
 
 
-def test_results_carry_the_rank() -> None:
-    rank = Rank(rank=3, num_ranks=4).start()
-    rank.step(store(0, (1, 2)))
-    rank.step()
-    assert rank.report().stores == {0: result(3)}
-    rank.half.shutdown()
-
-
 def test_a_store_that_fails_is_reported_as_such(rank: Rank, gate: Gate) -> None:
     rank.step(store(0, (1, 2)), store(1, (3, 4)))
     gate.failing = True

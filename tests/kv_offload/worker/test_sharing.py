@@ -155,7 +155,7 @@ def two_layers(reverse: bool) -> dict[str, torch.Tensor]:
 
 
 def test_layers_lie_elsewhere_on_another_rank() -> None:
-    """Allocators owe nobody an order: one rank's last layer may have the lowest address."""
+    """Allocators promise no order: one rank's last layer may have the lowest address."""
     ranks = Ranks([two_layers(reverse=False), two_layers(reverse=True)]).start()
     assert {half.sharing_ranks for half in ranks.halves} == {2}
     ranks.store(0, (1, 0), (2, 1))

@@ -224,7 +224,7 @@ def test_a_step_that_an_error_interrupted_copies_at_once(stored: Rank, started: 
 
 
 def test_a_lost_load_that_was_refused_ends_too(layers: Rank) -> None:
-    """Its step is cut short before the forward; nobody may wait for its slots forever."""
+    """Its step is cut short before the forward; no request may wait for its slots forever."""
     layers.half.start_copies(type(layers.begin())((), (synchronous(0, "a", (NO_BLOCK, 2)),)))
     layers.end(layers.begin())
     report = layers.report()
