@@ -189,7 +189,7 @@ def test_the_destination_of_a_failed_load_holds_no_nan(
     runner.half.start_kv_transfers(plan(load=True))
     assert runner.engine.wait(30)
     runner.half.poll()
-    received, failed = runner.half.take_received()
+    received, failed = runner.half.reports.take_received()
     assert received == failed.keys() == {"a"}
     assert runner.block() == [found]
     assert runner.kv[BLOCK + 1].unique().tolist() == [POISON]

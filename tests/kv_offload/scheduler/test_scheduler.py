@@ -569,7 +569,7 @@ def test_stores_on_their_way_keep_to_what_the_link_moves_and_the_rest_follows() 
 
 def test_stores_recover_from_a_link_that_was_slow_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """As while the process was stopped. A single slow store changes nothing."""
-    monkeypatch.setattr("kv_offload.worker.rates.MEASURED_BYTES", blocks(2))
+    monkeypatch.setattr("kv_offload.worker.copies.MEASURED_BYTES", blocks(2))
     engine = PlayedEngine(max_num_batched_tokens=64)
     budget, copies = engine.offload.budget, engine.ranks[0].copies
     one_slot = 1.5 * blocks(1) / MIN_HORIZON_SECONDS
