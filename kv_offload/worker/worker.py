@@ -97,7 +97,7 @@ class OffloadWorker:
         self._copies.transfer = mine.transfer
         self._stores.peers = mine.peers
         self.num_slots = mine.num_slots
-        if mine.transfer.can_load_in_waves:
+        if mine.transfer.can_load_before_compute:
             page_bytes = [region.page_bytes for region in caches.layout.regions]
             self._synchronous.waves = LayerWaves(caches.regions_of_layer, page_bytes)
         logger.info(

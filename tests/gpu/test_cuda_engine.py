@@ -427,7 +427,6 @@ def test_waves_move_exactly_the_bytes_of_the_pairs(
     monkeypatch.setattr(kernel, limit, 16)
     monkeypatch.setattr(state, "choose_family", lambda device: family)
     engine, cache, slots = make_engine(num_blocks, pages, count)
-    assert engine.can_load_in_waves
     engine.set_waves(waves)
     randomize(cache.storage, slots)
     pairs = random_pairs(np.random.default_rng(count), num_blocks, count, count)
@@ -521,7 +520,7 @@ def test_every_stream_waits_for_its_wave() -> None:
 def test_waves_that_cannot_be_are_refused(path: str) -> None:
     engine, _, _ = make_engine(8, [(16, 16), (32, 64)], 8)
     job = SwapJob(4, LOAD, np.array([[3, 5]], np.int32), before_compute=True, in_waves=True)
-    assert engine.can_load_in_waves == (path == "kernel")
+    assert engine.can_load_before_compute == (path == "kernel")
     if path == "kernel":
         with pytest.raises(JobError, match="job 4: waves are of loads before compute, and to be s"):
             engine.submit(job)

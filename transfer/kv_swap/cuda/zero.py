@@ -47,19 +47,14 @@ SOURCE = "zero.cu"
 
 
 def cut_runs(layout: KVLayout) -> NDArray[np.uint64]:
-    """Return the table: `(n, 4)` of address in block 0, block stride, bytes and 0, each run once.
+    """Return the table: `(n, 4)` of address in block 0, block stride, bytes and 0.
 
     Each byte of a block is in one run: a layout has already joined tensors that share their bytes.
     """
     rows = [
-        (
-            region.address + offset,
-            region.block_stride_bytes,
-            min(_RUN_BYTES, region.page_bytes - offset),
-            0,
-        )
-        for region in layout.regions
-        for offset in range(0, region.page_bytes, _RUN_BYTES)
+        (r.address + offset, r.block_stride_bytes, min(_RUN_BYTES, r.page_bytes - offset), 0)
+        for r in layout.regions
+        for offset in range(0, r.page_bytes, _RUN_BYTES)
     ]
     return np.array(rows, np.uint64)
 
@@ -85,10 +80,8 @@ class _Arguments(ctypes.Structure):
 class ZeroKernel:
     """The kernel of csrc/zero.cu, bound to a layout.
 
-    A layout of attention tensors, as Mamba state is never to be zeroed here, and of the manager's
-    blocks, whatever blocks its kernels use. Any dtype whose zero is all bits zero, as of bf16, fp8
-    and int8. Keeps no tensor alive. Compiles and synchronises, see `compiled`. Raises
-    `DeviceError`.
+    Of any dtype whose zero is all bits zero, as of bf16, fp8 and int8. Keeps no tensor alive.
+    Compiles and synchronises, see `compiled`. Raises `DeviceError`.
     """
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
@@ -104,10 +97,9 @@ class ZeroKernel:
             self._launcher = Launcher(function, table, self._arguments, ctas, _THREADS)
 
     def launch(self, list_address: int, stream: torch.cuda.Stream) -> None:
-        """Queue the zeroing of the blocks listed at `list_address` (page-locked) on `stream`.
+        """Queue the zeroing of the blocks listed at `list_address` on `stream`.
 
-        Does not block and allocates nothing; may be captured in a CUDA graph. The list is read when
-        the kernel runs and must stay as it is until then. Raises `RuntimeError` from CUDA.
+        As `SwapKernel.launch`: the list is read when the kernel runs.
         """
         self._arguments.list_address = list_address
         with self._device(self._index):
@@ -140,8 +132,8 @@ class BlockZeroer:
     def zero(self, blocks: Sequence[int]) -> None:
         """Queue the zeroing of every page of `blocks` on the current stream.
 
-        Waits for the device only when all lists of the ring are still to be read, which takes more
-        than 65,536 blocks queued. Raises `CopyError` from CUDA.
+        Waits for the device only when more than 65,536 blocks are queued, as all lists are still to
+        be read then. Raises `CopyError` from CUDA.
         """
         stream = self._cuda.current_stream(self._index)
         try:

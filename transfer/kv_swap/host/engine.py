@@ -111,11 +111,6 @@ class HostSwapEngine(SwapEngine):
             cut_runs(layout, slot_bytes, self._arena_address, job.direction, pairs),
         )
 
-    @property
-    def can_load_in_waves(self) -> bool:
-        """Always."""
-        return True
-
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
         """See `SwapEngine`."""
         self.check_waves(waves)
