@@ -26,7 +26,14 @@ from kv_swap.cuda import kernel_path as kernel  # noqa: E402
 from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
 from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
 from kv_swap.cuda.streams import CopyStream  # noqa: E402
-from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, KernelFamily, SwapKernel, write_list  # noqa: E402
+from kv_swap.cuda.swap import (  # noqa: E402
+    LIST_BYTES,
+    MAX_PAIRS,
+    KernelFamily,
+    SwapKernel,
+    choose_family,
+    write_list,
+)
 from kv_swap.engine import Completion, Direction, SwapJob  # noqa: E402
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError  # noqa: E402
 from kv_swap.layout import KVLayout, TensorDescription  # noqa: E402
@@ -631,7 +638,8 @@ def test_captured_launch_replays_another_list() -> None:
     arena = make_arena(cache, 64)
     slots = torch.from_numpy(arena.view())
     randomize(cache.storage)
-    kernel = SwapKernel(cache.layout, arena, cache.storage.device)
+    device = cache.storage.device
+    kernel = SwapKernel(cache.layout, arena, device, choose_family(device))
     lists = HostArena(1, LIST_BYTES, register=CudaRegistrar(cache.storage.device))
     target = lists.view()[0]
     write_list(target, np.empty((0, 2), np.int32))

@@ -121,11 +121,6 @@ class _Piece:
     stride: int
 
     @property
-    def name(self) -> str:
-        """One of the tensors, for messages."""
-        return min(self.names)
-
-    @property
     def end(self) -> int:
         return self.address + self.nbytes
 
@@ -239,8 +234,8 @@ def _refuse_shared_bytes(num_blocks: int, pieces: Sequence[_Piece]) -> None:
                 if shift >= high:
                     continue
             raise LayoutError(
-                f"{first.name} and {second.name} overlap where no copy could be exact: pages of "
-                f"{first.nbytes} and {second.nbytes} bytes, every {first.stride} and "
+                f"{min(first.names)} and {min(second.names)} overlap where no copy could be exact: "
+                f"pages of {first.nbytes} and {second.nbytes} bytes, every {first.stride} and "
                 f"{second.stride} bytes, {second.address - first.address} bytes apart, "
                 f"{num_blocks} blocks"
             )
@@ -254,5 +249,5 @@ def _refuse_misalignment(piece: _Piece) -> None:
     ):
         if value % PAGE_ALIGNMENT_BYTES:
             raise LayoutError(
-                f"{piece.name}: {what} {value} is no multiple of {PAGE_ALIGNMENT_BYTES} bytes"
+                f"{min(piece.names)}: {what} {value} is no multiple of {PAGE_ALIGNMENT_BYTES} bytes"
             )
