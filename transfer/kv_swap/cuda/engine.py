@@ -77,7 +77,6 @@ class CudaSwapEngine(SwapEngine):
         # For `load_now`, which uses nothing that jobs use.
         self._copier = Copier(self._device)
         self._done: deque[Completion] = deque()
-        self._undelivered = 0
         self._closed = False
         self._num_waves = 0
         self._release = weakref.finalize(self, release, self._state)
@@ -204,11 +203,6 @@ class CudaSwapEngine(SwapEngine):
         """Slots whose memory is registered."""
         arena = self._state.arena
         return self.num_slots if arena is None else arena.ready_slots
-
-    @property
-    def in_flight(self) -> int:
-        """Jobs whose completion has not been polled."""
-        return self._undelivered
 
     def _capturing(self) -> bool:
         try:

@@ -155,11 +155,7 @@ class SwapKernel:
     """
 
     def __init__(
-        self,
-        layout: KVLayout,
-        arena: HostArena,
-        device: torch.device,
-        family: KernelFamily,
+        self, layout: KVLayout, arena: HostArena, device: torch.device, family: KernelFamily
     ) -> None:
         cuda = import_cupy().cuda
         self._index = device_index(device)
@@ -203,9 +199,9 @@ class SwapKernel:
         arguments.segments_per_tile = tiles.segments_per_tile
         if self._current_device() == self._index:
             self._launchers[direction](stream.cuda_stream)
-            return
-        with self._device(self._index):
-            self._launchers[direction](stream.cuda_stream)
+        else:
+            with self._device(self._index):
+                self._launchers[direction](stream.cuda_stream)
 
 
 def choose_family(device: torch.device) -> KernelFamily | None:

@@ -7,7 +7,6 @@ must not leave half a block behind.
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -120,13 +119,13 @@ class BlockZeroer:
         self._ring = ring.view()
         self._ring_address = ring.address
         self._next_entry = 0
-        self._reads: deque[Any] = deque()
-        self._events = [torch.cuda.Event() for _ in range(RING_ENTRIES)]
+        # Each completes when its list has been read.
+        self._reads = [torch.cuda.Event() for _ in range(RING_ENTRIES)]
         # CUDA loads a kernel, and torch makes an event, at first use: now and not within a step.
         stream = torch.cuda.Stream(device)
         self._kernel.launch(self._ring_address, stream)
-        for event in self._events:
-            event.record(stream)
+        for read in self._reads:
+            read.record(stream)
         stream.synchronize()
 
     def zero(self, blocks: Sequence[int]) -> None:
@@ -138,16 +137,12 @@ class BlockZeroer:
         stream = self._cuda.current_stream(self._index)
         try:
             for first in range(0, len(blocks), MAX_BLOCKS):
-                if len(self._reads) == RING_ENTRIES:
-                    read = self._reads.popleft()
-                    read.synchronize()
-                    self._events.append(read)
-                write_list(self._ring[self._next_entry], blocks[first : first + MAX_BLOCKS])
-                self._kernel.launch(self._ring_address + self._next_entry * LIST_BYTES, stream)
-                event = self._events.pop()
-                event.record(stream)
-                self._reads.append(event)
-                self._next_entry = (self._next_entry + 1) % RING_ENTRIES
+                entry = self._next_entry
+                self._reads[entry].synchronize()
+                write_list(self._ring[entry], blocks[first : first + MAX_BLOCKS])
+                self._kernel.launch(self._ring_address + entry * LIST_BYTES, stream)
+                self._reads[entry].record(stream)
+                self._next_entry = (entry + 1) % RING_ENTRIES
         except RuntimeError as error:
             raise CopyError(
                 f"launching zero_pages failed with {error}: zeroing {len(blocks)} blocks of "
@@ -156,6 +151,5 @@ class BlockZeroer:
 
     def synchronize(self) -> None:
         """Wait until the device has read every list, so that the ring may be freed."""
-        for event in self._reads:
-            event.synchronize()
-        self._reads.clear()
+        for read in self._reads:
+            read.synchronize()

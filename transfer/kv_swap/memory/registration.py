@@ -2,18 +2,17 @@
 
 Threads. Each takes the next piece, gives it pages, which takes most of the time, and registers it.
 `ready_bytes` grows with the run of pieces from the first one on that are all registered. Threads
-hold the mapping through this object and never its users. Whoever comes last, the threads or the
-users' `release`, unregisters and unmaps. So no thread touches memory that is gone, and `release`
-waits for no thread.
+hold the mapping through this object and never its users. The last thread or `release`, whichever
+comes later, unregisters and unmaps. So no thread touches memory that is gone, and `release` waits
+for no thread.
 
 Both steps make the rest of the process wait, so both are short: giving pages to shared memory holds
 the lock on the process' memory map, registering holds the driver's too. One thread at a time
-registers, and then leaves the driver alone for `REST` times as long as that took: a caller that
-captures its graphs or runs its first steps meanwhile makes hundreds of calls a second.
+registers, and then leaves the driver alone for `REST` times as long as that took: a starting engine
+makes hundreds of calls a second.
 
 Growing must not exhaust the host. Where a `MemoryRoom` is given, a thread that finds too little
-memory for its piece waits and looks again, as long as the pool has users. What is registered stays
-usable.
+memory for its piece waits and looks again, as long as the pool has users.
 """
 
 from __future__ import annotations
@@ -110,9 +109,9 @@ class Registration:
     def start(self, *, background: bool) -> None:
         """Register the first piece on this thread and the others on threads of their own.
 
-        Returns after the first with `background`, else after all, without looking at the room.
-        Raises `PinnedMemoryError` if one of these fails, and then waits for no more than is
-        running. A failure in the background is logged: what was registered before it stays usable.
+        Returns after the first with `background`, else after all, whatever room there is. Raises
+        `PinnedMemoryError` if one of these fails. A failure in the background is logged: what was
+        registered before it stays usable.
         """
         first = self._claim()
         assert first == 0, "a registration is started once"
@@ -123,9 +122,8 @@ class Registration:
             if not background:
                 self.wait(None)
         if self._failures and not (background and self.ready_bytes):
-            raise PinnedMemoryError(self._describe_failure()) from self._failures[
-                min(self._failures)
-            ]
+            cause = self._failures[min(self._failures)]
+            raise PinnedMemoryError(self._describe_failure()) from cause
 
     def wait(self, timeout_seconds: float | None) -> bool:
         """Block until no thread runs any more; False on timeout."""
@@ -213,8 +211,7 @@ class Registration:
     def _wait_for_room(self, piece: int) -> int:
         """Block until a piece's other pages leave the headroom free; return what is left above it.
 
-        Pieces that begin before it come first, so that slots become ready in order. Returns less
-        than 0 where it is time to stop, or another piece has failed.
+        Pieces before it come first, so that slots become ready in order. Below 0: end the thread.
         """
         if self._room is None or not self._background:
             return sys.maxsize
