@@ -787,6 +787,7 @@ def test_a_failed_launch_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 @dma_only
 def test_a_failed_slice_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dma, "SLICE_BYTES", 16 * MIB)
     engine, cache, slots = make_engine(64, [(MIB, 2 * MIB)], 64)
     randomize(cache.storage, slots)
     copy, calls = dma.Copier.copy, []

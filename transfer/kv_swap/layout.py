@@ -61,7 +61,7 @@ class TensorDescription:
 class Region:
     """A run of pages: block `b` has `page_bytes` bytes at `address + b * block_stride_bytes`.
 
-    In a slot they start at `slot_offset_bytes`. `tensors` names those whose bytes lie in it.
+    In a slot they start at `slot_offset_bytes`. They belong to `tensors`.
     """
 
     address: int
@@ -100,14 +100,13 @@ class KVLayout:
         _refuse_shared_bytes(num_blocks, merged)
         starts = [piece.address for piece in merged]
         merged = list(dict.fromkeys(merged[bisect(starts, p.address) - 1] for p in pieces))
-        regions = []
-        slot_offset_bytes = 0
+        regions: list[Region] = []
+        offset = 0
         for piece in merged:
             _refuse_misalignment(piece)
-            regions.append(
-                Region(piece.address, piece.nbytes, piece.stride, slot_offset_bytes, piece.names)
-            )
-            slot_offset_bytes += piece.nbytes
+            address, stride = piece.address, piece.stride
+            regions.append(Region(address, piece.nbytes, stride, offset, piece.names))
+            offset += piece.nbytes
         return cls(num_blocks, tuple(regions))
 
 

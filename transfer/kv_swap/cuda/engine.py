@@ -128,8 +128,7 @@ class CudaSwapEngine(SwapEngine):
             )
         compute = self._cuda.current_stream(self._device)
         try:
-            # What the failed job has queued writes the same bytes to the same blocks, but must not
-            # do so when the forward has gone on.
+            # What the failed job has queued must not write after the forward has gone on.
             lane.stream.stream.synchronize()
             self._copier.copy(cut_copies(self.layout, arena, Direction.LOAD, pairs), compute)
             compute.synchronize()
