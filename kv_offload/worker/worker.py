@@ -93,7 +93,7 @@ class OffloadWorker:
         )
         self._copies.transfer = transfer
         self.num_slots = transfer.num_slots
-        if transfer.can_load_in_waves:
+        if transfer.can_load_before_compute:
             page_bytes = [region.page_bytes for region in layout.regions]
             self._synchronous.waves = LayerWaves(caches.regions_of_layer, page_bytes)
         logger.info(

@@ -77,9 +77,8 @@ def work(state: WorkerState) -> None:
 
 def run(transfer: Transfer) -> Completion:
     """Copy all slices; return how the job ended."""
-    completion = None
-    while completion is None:
-        completion = _advance(transfer)
+    while (completion := _advance(transfer)) is None:
+        pass
     return completion
 
 
