@@ -22,7 +22,7 @@ EngineKind = Literal["host", "cuda", "dma"]
 
 
 def numa_node(kind: EngineKind, device: torch.device) -> int | None:
-    """Return the NUMA node next to `device`; None on the host, or where there is but one."""
+    """Return the NUMA node next to `device`; None on the host, or on machines with one node."""
     return None if kind == "host" else device_node(CudaRegistrar(device).pci_bus_id)
 
 

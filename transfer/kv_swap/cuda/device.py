@@ -26,7 +26,7 @@ def import_cupy() -> Any:
 
 
 def device_index(device: torch.device) -> int:
-    """Return the index of a CUDA device; that of the current device if it carries none."""
+    """Return the index of a CUDA device; the current device for one without."""
     import torch
 
     if device.type != "cuda":

@@ -79,10 +79,7 @@ def compile_options(family: KernelFamily) -> tuple[str, ...]:
 
 
 def write_list(target: NDArray[np.uint8], pairs: NDArray[np.int32]) -> None:
-    """Write `pairs`, `(n, 2)` with n <= MAX_PAIRS, as a list into `target`, `(LIST_BYTES,)`.
-
-    No kernel that reads the list may be running.
-    """
+    """Write `pairs`, `(n, 2)` with n <= MAX_PAIRS, into `target`, which no kernel may read."""
     # As bytes: NumPy's own assignments take three times as long for few pairs.
     listed, pairs_bytes = target.data, pairs.tobytes()
     listed[_HEADER_BYTES : _HEADER_BYTES + len(pairs_bytes)] = pairs_bytes

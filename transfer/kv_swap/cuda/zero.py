@@ -59,10 +59,7 @@ def cut_runs(layout: KVLayout) -> NDArray[np.uint64]:
 
 
 def write_list(target: NDArray[np.uint8], blocks: Sequence[int]) -> None:
-    """Write at most MAX_BLOCKS block ids as a list into `target`, `(LIST_BYTES,)`.
-
-    No kernel that reads the list may be running.
-    """
+    """Write at most MAX_BLOCKS block ids as a list into `target`, which no kernel may read."""
     words = target.view(np.int32)
     words[4 : 4 + len(blocks)] = blocks
     words[0] = len(blocks)

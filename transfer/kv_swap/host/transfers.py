@@ -120,7 +120,7 @@ def cut_runs(
 ) -> Iterator[Run]:
     """Yield (destination, source, bytes); pages adjacent on both sides are one run.
 
-    `layout` may have some of the regions only; `slot_bytes` are those of a slot of the arena.
+    `layout` may have some of the regions only; an arena slot has `slot_bytes`.
     A run is cut at half a slice, so that a slice never grows beyond one and a half.
     """
     pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
