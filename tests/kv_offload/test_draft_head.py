@@ -17,20 +17,9 @@ from numpy.typing import NDArray
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from kv_offload.cache.prefix import CacheGroup
-from tests.kv_offload.test_hazards import (
-    FULL,
-    OTHER,
-    PROMPT,
-    WINDOW,
-    HarshEngine,
-    answer,
-    both_runners,
-    both_ways,
-    store,
-    submit_stores_in_their_step,
-    wrong_bytes,
-)
-from tests.support.played_model import VOCABULARY, PlayedModel, Tokens, name_prefix
+from tests.kv_offload.test_hazards import HarshEngine, submit_stores_in_their_step, wrong_bytes
+from tests.support.played_cases import FULL, OTHER, PROMPT, WINDOW, both_runners, both_ways, store
+from tests.support.played_model import VOCABULARY, PlayedModel, Tokens, answer, name_prefix
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -181,8 +170,6 @@ def test_a_store_reads_what_the_head_wrote_last(
     assert engine.rejected > 10
     assert engine.totals["stored_bytes"] > 0
     assert engine.poisoned_blocks > 0
-    assert engine.answers["a"] == answer(PROMPT, 40)
-    assert engine.answers["b"] == answer(OTHER, 30)
     engine.check_rest()
 
 
@@ -218,7 +205,6 @@ def test_what_a_request_leaves_behind_is_final(async_scheduling: bool, max_token
     # A block that the last step's drafts filled has no hash: nobody schedules its request again.
     assert len(known) in (computed // 4, computed // 4 - 1)
     assert engine.totals["hit_tokens"] == (len(known) - 1) * 4, "all but the block behind the hit"
-    assert engine.answers["b"] == answer(follow_up)
     engine.check_rest()
 
 
@@ -233,10 +219,8 @@ def test_a_hit_drops_the_last_block_that_matches(
     engine = HeadEngine(groups, async_scheduling=async_scheduling)
     store(engine, PROMPT)
     for request_id, prompt, hit in [("same", PROMPT, 16), ("branch", BRANCH, 12)]:
-        engine.add(request_id, prompt)
-        engine.run()
+        engine.serve(request_id, prompt)
         assert engine.totals["hit_tokens"] == hit
-        assert engine.answers[request_id] == answer(prompt)
         assert engine.scheduler.reset_prefix_cache() is True
         engine.totals.clear()
     engine.check_rest()
@@ -263,15 +247,12 @@ def test_a_hit_goes_on_where_the_engines_own_has_dropped_a_block(
     engine = HeadEngine(async_scheduling=async_scheduling)
     longer = [*PROMPT, 1, 0, 0, 1]
     store(engine, longer)
-    engine.add("known", [*PROMPT[: known - 1], PROMPT[known - 1] ^ 1], max_tokens=1)
-    engine.run()
+    engine.serve("known", [*PROMPT[: known - 1], PROMPT[known - 1] ^ 1], max_tokens=1)
     engine.totals.clear()
-    engine.add("a", longer)
-    engine.run()
+    engine.serve("a", longer)
     own = max(0, (known - 1) // 4 * 4 - 4)
     assert engine.totals["lookup_tokens"] == len(longer) - own
     assert engine.totals["hit_tokens"] == 20 - own
-    assert engine.answers["a"] == answer(longer)
     engine.check_rest()
 
 
@@ -279,11 +260,9 @@ def test_nothing_is_loaded_that_no_block_behind_it_proves() -> None:
     """The engine's own hit and host memory end at the same block."""
     engine = HeadEngine()
     store(engine, PROMPT)
-    engine.add("known", PROMPT, max_tokens=1)
-    engine.run()
+    engine.serve("known", PROMPT, max_tokens=1)
     engine.totals.clear()
-    engine.add("a", [*PROMPT[:20], PROMPT[20] ^ 1, 0])
-    engine.run()
+    engine.serve("a", [*PROMPT[:20], PROMPT[20] ^ 1, 0])
     assert engine.totals["hit_tokens"] == 0
     engine.check_rest()
 
@@ -316,8 +295,4 @@ def test_requests_that_part_are_preempted_and_end_early(
         engine.check_host_memory()
     assert sum(request.num_preemptions for request in requests) > 0
     assert engine.totals["hit_tokens"] > 0
-    for request_id, text in texts.items():
-        if request_id != "1":
-            assert engine.answers[request_id] == answer(text, 30)
-    engine.run()
-    engine.check_rest()
+    engine.rest()

@@ -38,7 +38,7 @@ def next_token(kv: int) -> int:
 
 
 def answer(prompt: Sequence[int], max_tokens: int = 4, weights: int = 0) -> Tokens:
-    """Return what the model answers where nothing is cached."""
+    """Return what the model answers without a cache."""
     kv = name_prefixes(prompt, weights)[-1]
     tokens: Tokens = []
     for _ in range(max_tokens):
