@@ -213,9 +213,7 @@ def test_a_request_that_a_reset_took_back_loads_again(async_scheduling: bool) ->
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_that_raises_does_not_end_the_engine(
-    hook: str,
-    synchronous: bool,
-    async_scheduling: bool,
+    hook: str, synchronous: bool, async_scheduling: bool
 ) -> None:
     """Once, at one of the times that it is called while a stored prompt is asked for."""
     counted = 0.0

@@ -35,13 +35,7 @@ from tests.support.configurations import (
     make_request,
     make_vllm_config,
 )
-from tests.support.played_model import (
-    VOCABULARY,
-    PlayedModel,
-    Tokens,
-    answer,
-    name_prefixes,
-)
+from tests.support.played_model import VOCABULARY, PlayedModel, Tokens, answer, name_prefixes
 from tests.support.played_rank import PlayedExecutor, PlayedRank
 
 _COUNTERS = {metric.name for metric in METRICS if metric.kind == "counter"}

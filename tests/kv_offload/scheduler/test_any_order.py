@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
@@ -113,10 +107,7 @@ class AnyOrder(RuleBasedStateMachine):
     def add(self, line: Tokens, shared: int, tail: Tokens, max_tokens: int, skips: bool) -> None:
         self.requests += 1
         self.engine.add(
-            f"r{self.requests}",
-            line[:shared] + tail,
-            max_tokens,
-            skip_reading_prefix_cache=skips,
+            f"r{self.requests}", line[:shared] + tail, max_tokens, skip_reading_prefix_cache=skips
         )
 
     @precondition(lambda self: self.engine.scheduler.requests)

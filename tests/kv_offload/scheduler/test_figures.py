@@ -11,11 +11,7 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 
-from kv_offload.messages import (
-    DrainAnswer,
-    StoreJob,
-    WorkerCapacity,
-)
+from kv_offload.messages import DrainAnswer, StoreJob, WorkerCapacity
 from kv_offload.scheduler.statistics import GAUGE_SECONDS
 from tests.support.configurations import make_kv_cache_config
 from tests.support.manual_copies import ManualSwapEngine
@@ -35,11 +31,7 @@ def test_figures_of_a_round_trip() -> None:
     engine.serve("b", PROMPT, max_tokens=1)
     load_figures = {name: value for name, value in engine.totals.items() if value}
     assert load_figures.pop("loaded_seconds") > 0
-    assert load_figures == {
-        "lookup_tokens": 21,
-        "hit_tokens": 20,
-        "loaded_bytes": blocks(5),
-    }
+    assert load_figures == {"lookup_tokens": 21, "hit_tokens": 20, "loaded_bytes": blocks(5)}
 
 
 def test_gauges_are_reported_when_they_change() -> None:

@@ -168,11 +168,7 @@ def test_with_two_steps_under_way_a_step_takes_from_one_end_to_the_next(now: lis
 
 def test_a_step_that_waits_for_its_load_says_nothing_about_computing(now: list[float]) -> None:
     engine = PlayedEngine(
-        blocks=200,
-        slots=200,
-        max_model_len=256,
-        max_num_batched_tokens=256,
-        synchronous_loads=True,
+        blocks=200, slots=200, max_model_len=256, max_num_batched_tokens=256, synchronous_loads=True
     )
     store(engine, [prompt(index, 100) for index in range(4)])
     for index in range(4):

@@ -13,9 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
-from kv_offload.messages import (
-    LoadJob,
-)
+from kv_offload.messages import LoadJob
 from kv_offload.scheduler.loads import BUSY_SECONDS, IDLE_SECONDS, WHOLE_SECONDS
 from tests.support.played_cases import (
     BLOCK,
@@ -359,10 +357,7 @@ def test_a_resumed_request_is_followed_to_its_new_blocks(
         engine.check_host_memory()
         engine.check_pins()
     assert sum(request.num_preemptions for request in requests) > 0
-    assert engine.answers == {
-        "older": answer(OTHER[:20], 24),
-        "younger": answer(PROMPT[:16], 20),
-    }
+    assert engine.answers == {"older": answer(OTHER[:20], 24), "younger": answer(PROMPT[:16], 20)}
     engine.run()
     assert engine.totals["stored_bytes"] == blocks(43 // BLOCK + 35 // BLOCK)
     engine.check_rest()

@@ -9,9 +9,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 from kv_offload.engines.vllm.drain import drain_engine_core
 from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
-from kv_offload.scheduler.budget import (
-    StoreBudget,
-)
+from kv_offload.scheduler.budget import StoreBudget
 from tests.support.played_cases import OTHER, PROMPT, both_ways, pinned
 from tests.support.played_engine import PlayedEngine
 
@@ -43,10 +41,7 @@ def test_the_engine_waits_for_a_store_rather_than_preempt(monkeypatch: pytest.Mo
 
 def test_pins_keep_to_their_share_when_a_request_ends() -> None:
     engine = PlayedEngine(
-        blocks=17,
-        max_model_len=64,
-        max_num_batched_tokens=32,
-        plugin={"max_pinned_share": 0.5},
+        blocks=17, max_model_len=64, max_num_batched_tokens=32, plugin={"max_pinned_share": 0.5}
     )
     engine.add("a", (PROMPT * 3)[:60], max_tokens=1)
     for _ in range(4):

@@ -34,15 +34,11 @@ pytestmark = pytest.mark.filterwarnings("default")
 @both_ways
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    "groups",
-    [(FULL,), (FULL, WINDOW), (CacheGroup(0, BLOCK, 10),), (FULL, CHUNKS)],
+    "groups", [(FULL,), (FULL, WINDOW), (CacheGroup(0, BLOCK, 10),), (FULL, CHUNKS)]
 )
 @pytest.mark.parametrize("synchronous_loads", [False, True])
 def test_a_prompt_is_stored_once_and_served_later(
-    async_scheduling: bool,
-    ranks: int,
-    groups: tuple[CacheGroup, ...],
-    synchronous_loads: bool,
+    async_scheduling: bool, ranks: int, groups: tuple[CacheGroup, ...], synchronous_loads: bool
 ) -> None:
     engine = PlayedEngine(
         groups,
