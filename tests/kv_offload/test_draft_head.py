@@ -7,19 +7,26 @@ garbage until the next step has written it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from kv_offload.cache.prefix import CacheGroup
 from tests.kv_offload.test_hazards import HarshEngine, submit_stores_in_their_step, wrong_bytes
 from tests.support.played_cases import FULL, OTHER, PROMPT, WINDOW, both_runners, both_ways, store
-from tests.support.played_model import VOCABULARY, PlayedModel, Tokens, answer, name_prefix
+from tests.support.played_model import (
+    VOCABULARY,
+    Draft,
+    Place,
+    PlayedModel,
+    Tokens,
+    answer,
+    name_prefix,
+)
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -39,17 +46,11 @@ class PlayedHead(PlayedModel):
 
     strict = True
 
-    def _forward(
-        self,
-        request_id: str,
-        computed: int,
-        scheduled: int,
-        output: Any,
-        draft: Callable[[Tokens], Tokens],
-    ) -> Tokens:
+    def forward_request(self, request_id: str, computed: int, output: Any, draft: Draft) -> Tokens:
         request = self.requests[request_id]
         start = min(computed, len(request.tokens) - 1)
-        sampled = super()._forward(request_id, computed, scheduled, output, draft)
+        scheduled = output.num_scheduled_tokens[request_id]
+        sampled = super().forward_request(request_id, computed, output, draft)
         names = request.extend_names(self.weights)
         # Of the last token that was sampled there is no KV yet, nor of what was rejected.
         end = min(start + scheduled, len(names) - 1)
@@ -63,36 +64,25 @@ class PlayedHead(PlayedModel):
                         kv[group.group_id][block, position % group.block_tokens, -1] = head
         return sampled
 
-    def _check(
-        self,
-        request_id: str,
-        rank: int,
-        group: CacheGroup,
-        words: NDArray[np.int64],
-        blocks: NDArray[np.int64],
-        names: list[int],
-        start: int,
-    ) -> bool:
-        right = super()._check(request_id, rank, group, words[..., :-1], blocks, names, start)
+    def check(self, place: Place, names: list[int], start: int) -> bool:
+        group = place.group
+        right = super().check(self.without_head(place), names, start)
         for position in range(group.first_needed_token(start), start):
             inside = position % group.block_tokens
-            found = int(words[blocks[position // group.block_tokens], inside, -1]) - group.group_id
+            block = place.blocks[position // group.block_tokens]
+            found = int(place.words[block, inside, -1]) - group.group_id
             expected = {names[position + 1]}
             if not self.strict and inside == group.block_tokens - 1:
                 expected = successors(names[position])
-            assert found in expected, f"{request_id}: wrong KV at {position} of the head"
+            assert found in expected, f"{place.request_id}: wrong KV at {position} of the head"
         return right
 
-    def _write(
-        self,
-        rank: int,
-        group: CacheGroup,
-        words: NDArray[np.int64],
-        blocks: NDArray[np.int64],
-        inputs: list[int],
-        start: int,
-    ) -> None:
-        super()._write(rank, group, words[..., :-1], blocks, inputs, start)
+    def write(self, place: Place, inputs: list[int], start: int) -> None:
+        super().write(self.without_head(place), inputs, start)
+
+    @staticmethod
+    def without_head(place: Place) -> Place:
+        return dataclasses.replace(place, words=place.words[..., :-1])
 
 
 def successors(name: int) -> set[int]:

@@ -258,33 +258,6 @@ def test_blocks_of_a_preempted_request_are_not_reallocated_before_their_store_ha
     engine.rest()
 
 
-@both_ways
-def test_blocks_of_a_finished_request_are_not_reallocated_before_their_store_has_ended(
-    async_scheduling: bool,
-) -> None:
-    engine = HarshEngine(
-        blocks=14,
-        max_model_len=40,
-        async_scheduling=async_scheduling,
-        plugin={"max_pinned_share": 1},
-    )
-    engine.add("gone", PROMPT, max_tokens=1)
-    while not engine.answers:
-        engine.step()
-    engine.finish_steps()
-    held = pinned(engine)
-    assert len(held) == 5
-    other = engine.add("other", OTHER[:16], max_tokens=20)
-    for _ in range(12):
-        engine.step()
-        if other.status == RequestStatus.RUNNING:
-            assert not held & set(tables(engine, other)[0])
-    engine.check_pins()
-    engine.run_copies()
-    engine.check_host_memory()
-    engine.rest()
-
-
 # -- a load and the last owner of its blocks ---------------------------------------------------
 
 

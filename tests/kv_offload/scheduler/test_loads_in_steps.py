@@ -24,7 +24,6 @@ from tests.support.played_cases import (
     blocks,
     both_ways,
     forget,
-    pinned,
     store,
 )
 from tests.support.played_engine import PlayedEngine, RestlessError
@@ -49,41 +48,6 @@ def test_a_load_ends_when_both_ranks_have_it(first_rank: int) -> None:
     engine.step(2)
     assert request.status == RequestStatus.RUNNING
     engine.rest()
-
-
-@pytest.mark.parametrize("first_rank", [0, 1])
-def test_a_store_ends_when_both_ranks_have_it(first_rank: int) -> None:
-    engine = PlayedEngine(ranks=2)
-    engine.add("a", PROMPT, max_tokens=1)
-    engine.step(3)
-    engine.ranks[first_rank].copies.run_all()
-    engine.step(2)
-    held = pinned(engine)
-    assert len(held) == 5
-    assert engine.offload.manager.slots_in_use == 5
-    engine.ranks[1 - first_rank].copies.run_all()
-    engine.step(2)
-    assert pinned(engine) == set()
-    engine.run()
-    forget(engine)
-    engine.serve("b", PROMPT)
-    assert engine.totals["hit_tokens"] == 20
-    engine.check_rest()
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_store_that_failed_on_one_rank_is_not_served(failing: int) -> None:
-    engine = PlayedEngine(ranks=2)
-    engine.add("a", PROMPT, max_tokens=1)
-    engine.step(2)
-    engine.ranks[failing].copies.run(fail=True)
-    engine.run()
-    assert engine.totals["skipped_copy_failed"] > 0
-    engine.check_host_memory()
-    forget(engine)
-    engine.serve("b", PROMPT)
-    assert engine.totals["hit_tokens"] == 0
-    engine.check_rest()
 
 
 def test_a_synchronous_load_is_before_the_forward_of_the_step_that_admits_its_request() -> None:
