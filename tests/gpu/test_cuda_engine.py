@@ -841,9 +841,7 @@ def test_more_slices_than_may_be_in_flight(
     engine.close()
 
 
-def test_slots_may_cross_from_one_registration_to_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_slots_may_cross_from_one_registration_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "PIECE_BYTES", 36 * KIB)
     engine, cache, slots = make_engine(32, [(40 * KIB, 40 * KIB)], 32)
     randomize(cache.storage)

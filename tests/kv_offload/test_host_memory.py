@@ -249,8 +249,7 @@ def test_memory_that_is_taken_is_no_longer_available():
 
 
 @pytest.mark.parametrize(
-    ("size_bytes", "headroom"),
-    [(1024 * GIB, 2 * GIB), (32 * GIB, 2 * GIB), (4 * GIB, GIB // 4)],
+    ("size_bytes", "headroom"), [(1024 * GIB, 2 * GIB), (32 * GIB, 2 * GIB), (4 * GIB, GIB // 4)]
 )
 def test_the_headroom_is_small(size_bytes, headroom):
     assert headroom_bytes(HostMemory(size_bytes, "")) == headroom

@@ -22,7 +22,8 @@ from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.engines.vllm.weights import may_change_weights
 from kv_offload.errors import UnsupportedError
 from tests.kv_offload.test_hazards import OTHER, PROMPT
-from tests.support.played_engine import PlayedEngine, forget
+from tests.support.played_cases import forget
+from tests.support.played_engine import PlayedEngine
 
 pytestmark = pytest.mark.filterwarnings("default")
 
