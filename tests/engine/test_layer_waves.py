@@ -12,7 +12,7 @@ import pytest
 from kv_swap.engine import Direction, SwapJob
 
 from kv_offload.engines.vllm.connector import KVOffloadConnector
-from kv_offload.worker import worker
+from kv_offload.engines.vllm.runner import VLLMRank
 from tests.engine.harness import Copies, Engine, Tokens, engine, prompts_with_shared_prefix
 from tests.support import small_models
 
@@ -129,10 +129,10 @@ def test_where_a_graph_is_replayed_whole_loads_stop_coming_in_waves(
     with offloading(model_folder) as ours:
         assert ask(ours) == answers
         jobs, awaited = watch(ours)
-        known = worker.forward_with_layer_calls
+        known = VLLMRank.forward_with_layer_calls
         for layers_call, in_waves in ((False, True), (False, False), (True, False), (True, True)):
-            find = known if layers_call else lambda: None
-            monkeypatch.setattr(worker, "forward_with_layer_calls", find)
+            find = known if layers_call else lambda _: None
+            monkeypatch.setattr(VLLMRank, "forward_with_layer_calls", find)
             forget(ours)
             jobs.clear()
             awaited.clear()
