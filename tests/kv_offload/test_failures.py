@@ -245,6 +245,30 @@ def test_a_hook_that_raises_does_not_end_the_engine(
     assert counted or hook.endswith(("take_stats", "take_report")), "not counted"
 
 
+def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice() -> None:
+    """A drain has told the engine of a load whose report is under way: the engine forgot it."""
+    engine = PlayedEngine(async_scheduling=True, beside=False)
+    store(engine, PROMPT)
+    request = engine.add("a", PROMPT)
+    engine.schedule()
+    engine.execute()  # submits the load
+    engine.run_copies(Direction.LOAD)
+    engine.schedule()
+    engine.execute()  # its report names the load
+    engine.abort("a")
+    assert request.request_id in engine.scheduler.requests, "the load keeps its blocks"
+    engine.reset()
+    assert request.request_id not in engine.scheduler.requests
+    engine.process()
+    wrap_hook(
+        engine.connector, "offload_scheduler.reports.read", functools.partial(raise_once, [], 0)
+    )
+    engine.process()
+    engine.run()
+    assert engine.totals["hook_errors"] > 0
+    engine.check_rest()
+
+
 def raise_once(raised: list[str], when: int, hook: Callable[..., Any]) -> Callable[..., Any]:
     """Have a hook raise at its call number `when`; `raised` tells when it has."""
     calls = iter(range(1 << 30))

@@ -112,6 +112,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         )
         if news != received:
             connector_output.finished_recving = news
+        self.offload_scheduler.reports.read()
 
     @survives(lambda self: (set(), set()))  # a report will tell
     def _take_ended_loads(self) -> tuple[set[str], set[str]]:
