@@ -25,54 +25,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache.errors import MissingKeyError, MisuseError
 from kv_offload.cache.index import SlotIndex
 from kv_offload.cache.policies import EvictionPolicy
-from kv_offload.cache.running import RunningOperations
-from kv_offload.cache.slots import NO_SLOTS, Key, Slots
-from kv_offload.errors import CapacityError
-
-SlotNumbers: TypeAlias = Slots | Sequence[int]
-"""What a caller may name slots by."""
+from kv_offload.cache.running import RunningOperations, distinct
+from kv_offload.cache.slots import NO_SLOTS, Key, MissingKeyError, Slots
 
 
 class PreparedStore(NamedTuple):
     """What `prepare_store` decided about its keys."""
 
     keys: Sequence[Key]
-    """The keys to be written, in the order in which they were given."""
+    """The keys to be written: the first of those that were given."""
     slots: Slots
     """The slot of each of `keys`."""
-    known: int
-    """Keys skipped because they are readable, being stored or repeated."""
     no_room: int
-    """Keys at the end skipped because no slot is free and none can be evicted."""
-    evicted: int
-    """Keys that were evicted to make room."""
+    """How many others there are: no slot is free for them, and none can be evicted."""
 
 
 class CacheManager:
     """Maps keys to the slots 0..`num_slots` - 1 and decides what is stored, loaded and evicted."""
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
-        """Manage `num_slots` slots, all free.
-
-        `policy` must be new and made for `num_slots` slots, and belongs to the manager afterwards.
-
-        Raises `CapacityError` for fewer than 1 slot and `MisuseError` for another policy.
-        """
-        if num_slots < 1:
-            raise CapacityError(f"a host cache of {num_slots} slots: give it memory for 1 or more")
-        if policy.capacity != num_slots or policy.resident():
-            raise MisuseError(
-                f"the policy is for {policy.capacity} slots and ranks {len(policy.resident())}: "
-                f"give a manager of {num_slots} slots a new one for {num_slots}"
-            )
+        """Own `policy`, which is new and made for `num_slots` slots."""
+        assert policy.capacity == num_slots, "the policy is for another number of slots"
         self._index = SlotIndex(num_slots)
         self._policy = policy
         self._running = RunningOperations(num_slots)  # those on orphans too
@@ -93,16 +73,9 @@ class CacheManager:
         return self._index.usable_slots
 
     def limit_slots(self, usable_slots: int) -> None:
-        """Give out slots below `usable_slots` only, until the next call.
-
-        Raises `MisuseError` beyond `num_slots`, and if a slot at or above it was given out.
-        """
+        """Give out slots below `usable_slots` only, until the next call. The limit never sinks."""
         given_out = self._index.given_out
-        if not given_out <= usable_slots <= self.num_slots:
-            raise MisuseError(
-                f"a limit of {usable_slots} slots: {given_out} of {self.num_slots} were "
-                "given out, name a number between"
-            )
+        assert given_out <= usable_slots <= self.num_slots, f"{given_out} slots were given out"
         self._index.usable_slots = usable_slots
 
     @property
@@ -167,59 +140,38 @@ class CacheManager:
         self._policy.hold(idle[::-1])
         if len(idle) < len(slots):
             # Some slots are repeated or have other readers: `use` puts all of them in order.
-            self._policy.use(slots[::-1])
+            self._policy.use(distinct(slots)[::-1])
         return slots
 
-    def complete_load(self, slots: SlotNumbers) -> None:
+    def complete_load(self, slots: Slots) -> None:
         """End one load of each slot, whether it failed or not; the last one lifts the hold.
 
         Raises `MisuseError` for a slot that has no load running; nothing is changed.
         """
-        idle = self._running.end_loads(np.asarray(slots, np.int32))
+        idle = self._running.end_loads(slots)
         self._policy.release(self._index.free_orphans(idle))
 
     def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> PreparedStore:
-        """Give slots to the keys that are not known, first to last, evicting others as needed.
+        """Give slots to distinct keys that have none, first to last, evicting others as needed.
 
-        No key of `keys` is evicted. Known ones count as accessed, so pass the whole run of a prefix
-        that is at hand. If the slots of its head are known already, pass them as `along`: they
-        count as more recent than `keys`. New keys are not readable, and no other key is given their
-        slots, until `complete_store`.
+        `along` names the slots of the same prefixes that are known. They are not evicted, and count
+        as accessed, more recently than `keys`. New keys are not readable, and no other key is given
+        their slots, until `complete_store`.
         """
-        found = self._index.find(keys)
-        new = list(dict.fromkeys(compress(keys, (found < 0).tolist())))
-        known = np.concatenate((along, found[found >= 0]))
-        prepared = self.prepare_new(new, known)
-        if len(known) > len(along):
-            # New keys may lie between known ones: put all of them in order.
-            used = self._index.find(keys)
-            self._policy.use(np.concatenate((along, used[used >= 0]))[::-1])
-        return prepared._replace(known=len(keys) - len(new))
-
-    def prepare_new(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> PreparedStore:
-        """Do as `prepare_store` with keys that the caller knows to be distinct and not known."""
         guarded = NO_SLOTS
         if len(along):
+            along = distinct(along)
             guarded = self._running.idle(along)
             self._policy.hold(guarded[::-1])
-        evictions_before = self._evictions
         slots = self._take_slots(keys)
         self._running.start_stores(slots)
         if len(along):
             self._policy.use(along[::-1])
             self._policy.release(guarded)
-        return PreparedStore(
-            keys[: len(slots)],
-            slots,
-            known=0,
-            no_room=len(keys) - len(slots),
-            evicted=self._evictions - evictions_before,
-        )
+        return PreparedStore(keys[: len(slots)], slots, len(keys) - len(slots))
 
     def _take_slots(self, keys: Sequence[Key]) -> Slots:
         """Give slots to the first of `keys`: free slots, then the slots of evicted keys."""
-        if not len(keys):
-            return NO_SLOTS
         free = self._index.take_free(keys)
         if len(free):
             self._policy.add(free, keys[: len(free)])
@@ -232,14 +184,13 @@ class CacheManager:
         self._forgotten_at[victims] = self.forgotten
         return np.concatenate((free, victims)) if len(free) else victims
 
-    def complete_store(self, slots: SlotNumbers, *, ok: bool = True) -> None:
+    def complete_store(self, slots: Slots, *, ok: bool = True) -> None:
         """End the store of each slot: its key becomes readable, or its slot free where it failed.
 
         Raises `MisuseError` for a slot that has no store running; nothing is changed.
         """
-        ended = np.asarray(slots, np.int32)
-        self._running.end_stores(ended)
-        owned = self._index.free_orphans(ended)
+        self._running.end_stores(slots)
+        owned = self._index.free_orphans(slots)
         if ok:
             self._policy.release(owned)
         else:

@@ -219,7 +219,7 @@ class StorePlanner:
         if not choice.new and not choice.along:
             return
         along = np.array(choice.along, np.int32) if choice.along else NO_SLOTS
-        prepared = self._manager.prepare_new(list(choice.new), along)
+        prepared = self._manager.prepare_store(list(choice.new), along)
         if prepared.no_room:
             self.skipped["pool_busy"] += prepared.no_room
         if prepared.keys:

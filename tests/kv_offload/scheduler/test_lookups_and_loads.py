@@ -41,6 +41,10 @@ class Loads:
         self.manager.complete_store(plan.slots)
         return dict(zip(slots, plan.slots.tolist(), strict=True))
 
+    def use(self, slots: Sequence[int]) -> None:
+        """Count an access to slots of the prefix."""
+        self.manager.prepare_store([], self.manager.find([self.key(slot) for slot in slots]))
+
     def key(self, slot: int, group: CacheGroup = FULL) -> bytes:
         """Return the key of a slot."""
         block_hash = HASHES[(slot + 1) * group.block_tokens // 4 - 1]
@@ -251,7 +255,7 @@ def test_an_eviction_of_others_has_the_blocks_looked_up_once(
 def test_an_eviction_of_its_own_shortens_the_answer(clock: list[float]) -> None:
     loads = Loads(num_slots=4)
     kept = loads.keep(range(4))
-    loads.manager.prepare_store([loads.key(slot) for slot in range(3)])  # uses them
+    loads.use(range(3))
     assert loads.match("a") == 16
     plan = loads.manager.prepare_store([b"newcomer"])
     assert plan.slots.tolist() == [kept[3]]
@@ -263,7 +267,7 @@ def test_a_proof_that_was_evicted_proves_nothing_any_more(clock: list[float]) ->
     group = CacheGroup(0, 4, sees_next_token=True)
     loads = Loads(group, num_slots=4)
     kept = loads.keep(range(4), group)
-    loads.manager.prepare_store([loads.key(slot) for slot in range(3)])  # uses them
+    loads.use(range(3))
     assert loads.match("a") == 12
     assert loads.manager.prepare_store([b"newcomer"]).slots.tolist() == [kept[3]]
     assert loads.match("a") == 8
