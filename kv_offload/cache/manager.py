@@ -5,20 +5,18 @@
 
 Any number of loads can read a key at once. A key is evicted only when no load reads it.
 
-`reset` forgets all keys at once, also keys that a load or a store is using. Their slots become
-orphans: no look-up finds them, and they are not given out until that load or store is completed.
-So operations are completed by slot, not by key.
+`reset` forgets all keys, also keys that a load or a store is using. Their slots become orphans (see
+`index`) until it is completed. So operations are completed by slot, not by key.
 
 The keys of one call are in prefix order, and the first of them is evicted last: a tail without its
-head is useless. `prepare_load` and `prepare_store` set that order, because they know all keys of
-the prefix. A job that was cut into slices completes head first, piece by piece, so the completions
-leave the order alone.
+head is useless. `prepare_load` and `prepare_store` set that order. Completions leave it alone,
+because a job may complete piece by piece.
 
 A prompt has thousands of blocks, so whole prefixes go in and out as batches: what is known of slots
 is in arrays, and Python code runs per key only where a key is given a slot.
 
 Not thread safe: one scheduler owns it. All operations but `reset` take O(1) amortised time per key,
-without a pause to reorganise, and memory grows with the slots that were used, not with `num_slots`.
+without a pause to reorganise. Memory is taken when slots are used, not for `num_slots` at once.
 """
 
 from __future__ import annotations
@@ -53,19 +51,16 @@ class CacheManager:
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         """Own `policy`, which is new and made for `num_slots` slots."""
         assert policy.capacity == num_slots, "the policy is for another number of slots"
+        self.num_slots = num_slots
+        self.evictions = 0
+        """Keys evicted since the start; `reset` neither counts nor clears them."""
         self._index = SlotIndex(num_slots)
         self._policy = policy
         self._running = RunningOperations(num_slots)  # those on orphans too
-        self._evictions = 0
         self._resets = 0
         # What `forgotten` was after the last eviction from each slot, and after the last reset.
         self._forgotten_at = np.zeros(num_slots, np.int64)
         self._reset_at = 0
-
-    @property
-    def num_slots(self) -> int:
-        """Slots in total."""
-        return self._index.num_slots
 
     @property
     def usable_slots(self) -> int:
@@ -84,14 +79,9 @@ class CacheManager:
         return self._index.slots_in_use
 
     @property
-    def evictions(self) -> int:
-        """Keys evicted since the start; `reset` neither counts nor clears them."""
-        return self._evictions
-
-    @property
     def forgotten(self) -> int:
         """Evictions and resets since the start. Until it changes, readable keys stay readable."""
-        return self._evictions + self._resets
+        return self.evictions + self._resets
 
     def keep_their_keys(self, slots: Slots, since: int) -> bool:
         """Say whether slots have the keys that they had when `forgotten` was `since`.
@@ -126,8 +116,8 @@ class CacheManager:
     def prepare_load(self, keys: Sequence[Key]) -> Slots:
         """Return the slots of `keys`, in order, and hold them against eviction; all or nothing.
 
-        Counts as an access to each key. The caller owns one hold per key until `complete_load`; a
-        key that is repeated has several.
+        Counts as an access. The caller owns one hold per key, repeated or not, until
+        `complete_load`.
 
         Raises `MissingKeyError` for a key that is not readable; nothing is changed.
         """
@@ -180,7 +170,7 @@ class CacheManager:
             return free
         victims = self._policy.replace(keys)
         self._index.replace(victims, keys[: len(victims)])
-        self._evictions += len(victims)
+        self.evictions += len(victims)
         self._forgotten_at[victims] = self.forgotten
         return np.concatenate((free, victims)) if len(free) else victims
 
@@ -208,10 +198,7 @@ class CacheManager:
         self._policy.clear()
 
     def check_integrity(self) -> None:
-        """Check all invariants, in O(num_slots).
-
-        Raises `AssertionError` naming the first that is broken.
-        """
+        """Raise `AssertionError` naming the first broken invariant, in O(num_slots)."""
         for part in (self._policy, self._index, self._running):
             part.check_integrity()
         running = {*np.flatnonzero(self._running.busy(self.num_slots)).tolist()}

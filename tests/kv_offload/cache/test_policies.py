@@ -161,7 +161,10 @@ class Named:
         t1, t2 = (
             [policy._key_of[slot] for slot in part.slots()] for part in (policy._t1, policy._t2)
         )
-        return t1, t2, policy._b1.keys(), policy._b2.keys(), policy._target
+        b1, b2 = (
+            [policy._ghost_at[place] for place in part.slots()] for part in (policy._b1, policy._b2)
+        )
+        return t1, t2, b1, b2, policy._target
 
 
 def assert_same_as_paper(capacity: int, trace: Iterable[int]) -> None:
@@ -456,13 +459,14 @@ def test_arc_bounds_its_ghosts_where_it_evicts_before_it_is_full() -> None:
     ("breakage", "message"),
     [
         ("arc._t1.append(1, held=False)", "a slot is in T1 and in T2"),
-        ("arc._b1.append('b')", "a key is in two of"),
-        ("for key in 'wxyz': arc._b1.append(key)", "L1 has 5 keys and exceeds 4"),
-        ("for key in 'vwxyz': arc._b2.append(key)", "5 ghosts exceed capacity 4"),
+        ("arc._remember(arc._b1, 'b')", "a key is in two of"),
+        ("for key in 'wxyz': arc._remember(arc._b1, key)", "L1 has 5 keys and exceeds 4"),
+        ("for key in 'vwxyz': arc._remember(arc._b2, key)", "5 ghosts exceed capacity 4"),
         ("arc._target = 4.5", "p is 4.5, not 0..4"),
         ("arc._t1.evictable += 1", "2 slots count as evictable, but 1 are"),
-        ("arc._b2._places['x'] = 0", "a ghost has no place"),
-        ("arc._b2.append('x'); arc._b2._key_of[0] = 'y'", "a ghost is lost"),
+        ("arc._place_of['x'] = 0", "a ghost is lost"),
+        ("arc._remember(arc._b2, 'x'); arc._ghost_at[0] = 'y'", "a ghost is lost"),
+        ("arc._ghost_at.append('x')", "a place is lost"),
     ],
 )
 def test_arc_check_integrity_names_what_is_broken(breakage: str, message: str) -> None:
