@@ -42,8 +42,6 @@ class SlotIndex:
         self._slot_of = KeyMap()
         self._key_of: list[Key] = []  # by slot; None if free or an orphan
         self._free: list[int] = []
-        # Zeros from the system take no memory until they are written.
-        self._orphan = np.zeros(num_slots, bool)
 
     @property
     def given_out(self) -> int:
@@ -53,7 +51,7 @@ class SlotIndex:
     @property
     def slots_in_use(self) -> int:
         """Slots that have a key, and orphans."""
-        return len(self._slot_of) + self.num_orphans
+        return self.given_out - len(self._free)
 
     def items(self) -> Iterator[tuple[Key, int]]:
         """Iterate over all keys and their slots, in no order."""
@@ -108,30 +106,26 @@ class SlotIndex:
 
     def forget(self, slots: Slots) -> None:
         """Forget the keys of `slots`, and free the slots."""
-        self._slot_of.remove_all([self._key_of[slot] for slot in slots.tolist()])
-        self._set_free(slots)
+        freed = slots.tolist()
+        self._slot_of.remove_all([self._key_of[slot] for slot in freed])
+        for slot in freed:
+            self._key_of[slot] = None
+        self._free += freed
 
     def free_orphans(self, slots: Slots) -> Slots:
         """Free the orphans among `slots`, and return the others."""
         if not self.num_orphans:
             return slots
-        orphan = self._orphan[slots]
-        freed: Slots = slots[orphan]
-        others: Slots = slots[~orphan]
-        self._orphan[freed] = False
+        # A slot that a load or a store has used has a key, or it is an orphan.
+        owned = np.array([self._key_of[slot] is not None for slot in slots.tolist()], bool)
+        freed = slots[~owned].tolist()
         self.num_orphans -= len(freed)
-        self._set_free(freed)
+        self._free += freed
+        others: Slots = slots[owned]
         return others
-
-    def _set_free(self, slots: Slots) -> None:
-        free = slots.tolist()
-        for slot in free:
-            self._key_of[slot] = None
-        self._free.extend(free)
 
     def clear(self, busy: NDArray[np.bool_]) -> None:
         """Forget all keys; the slots in `busy`, shape `(given_out,)`, become orphans."""
-        self._orphan[: self.given_out] = busy
         self.num_orphans = int(busy.sum())
         self._slot_of = KeyMap()
         self._key_of = [None] * self.given_out
@@ -140,18 +134,17 @@ class SlotIndex:
 
     def orphans(self) -> set[int]:
         """Return all orphans, in O(num_slots)."""
-        return {*np.flatnonzero(self._orphan).tolist()}
+        return {slot for slot, key in enumerate(self._key_of) if key is None} - {*self._free}
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming the first broken invariant, in O(num_slots)."""
-        orphans = self.orphans()
-        assert len(orphans) == self.num_orphans, "orphans are not counted right"
+        assert len(self.orphans()) == self.num_orphans, "orphans are not counted right"
         known = dict(self.items())
         for key, slot in known.items():
             assert 0 <= slot < self.given_out, f"slot {slot} is used that was never given out"
             assert self._key_of[slot] == key, f"slot {slot} of {key!r} is {self._key_of[slot]!r}'s"
         assert self.given_out <= self.usable_slots <= self.num_slots, "a slot does not exist"
-        all_slots = [*known.values(), *orphans, *self._free]
+        all_slots = [*known.values(), *self.orphans(), *self._free]
         assert sorted(all_slots) == list(range(self.given_out)), "a slot is lost or has two owners"
-        named = {slot for slot, key in enumerate(self._key_of) if key is not None}
-        assert named == {*known.values()}, "a slot without a key has a name"
+        named = [slot for slot in self._free if self._key_of[slot] is not None]
+        assert not named, "a slot without a key has a name"

@@ -65,6 +65,3 @@ class KeyMap:
 
     def __setitem__(self, key: Key, value: int) -> None:
         self._shards[hash(key) & _SHARD_BITS][key] = value
-
-    def __len__(self) -> int:
-        return sum(map(len, self._shards))

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.index import SlotIndex
-from kv_offload.cache.policies import EvictionPolicy
+from kv_offload.cache.policies.base import EvictionPolicy
 from kv_offload.cache.running import RunningOperations, distinct
 from kv_offload.cache.slots import NO_SLOTS, Key, MissingKeyError, Slots
 
@@ -68,7 +68,7 @@ class CacheManager:
         return self._index.usable_slots
 
     def limit_slots(self, usable_slots: int) -> None:
-        """Give out slots below `usable_slots` only, until the next call. The limit never sinks."""
+        """Give out slots below `usable_slots` only; no other slot was given out before."""
         given_out = self._index.given_out
         assert given_out <= usable_slots <= self.num_slots, f"{given_out} slots were given out"
         self._index.usable_slots = usable_slots

@@ -141,24 +141,23 @@ class PrefixMap:
         step = group.block_tokens // self._hash_block_tokens
         return hashes[(first + 1) * step - 1 : last * step : step]
 
-    def needed_slots(self, position: int, start_tokens: int, end_tokens: int) -> range:
-        """Return the slots that group `position` must load to extend a prefix to `end_tokens`."""
-        group = self.groups[position]
+    def needed_slots(self, group: CacheGroup, start_tokens: int, end_tokens: int) -> range:
+        """Return the slots that a group must load to extend a prefix to `end_tokens`."""
         first = max(start_tokens, group.first_needed_token(end_tokens))
         return range(first // group.block_tokens, end_tokens // group.block_tokens)
 
     def count_slots(self, start_tokens: int, end_tokens: int) -> int:
         """Return how many slots extend a prefix from `start_tokens` to `end_tokens`."""
-        positions = range(len(self.groups))
-        return sum(len(self.needed_slots(at, start_tokens, end_tokens)) for at in positions)
+        needed = (self.needed_slots(group, start_tokens, end_tokens) for group in self.groups)
+        return sum(map(len, needed))
 
     def needed_keys(
         self, hashes: Sequence[bytes], start_tokens: int, end_tokens: int
     ) -> list[SlotKey]:
         """Return the keys of the slots that extend a prefix from start to end, group by group."""
         keys: list[SlotKey] = []
-        for position, group in enumerate(self.groups):
-            slots = self.needed_slots(position, start_tokens, end_tokens)
+        for group in self.groups:
+            slots = self.needed_slots(group, start_tokens, end_tokens)
             keys += self.slot_keys(hashes, group, slots.start, slots.stop)
         return keys
 
@@ -177,8 +176,8 @@ class PrefixMap:
         previous = None
         while end > start_tokens and end != previous:
             previous = end
-            for position in range(len(self.groups)):
-                end = self._covered_end(position, hashes, readable, start_tokens, end)
+            for group in self.groups:
+                end = self._covered_end(group, hashes, readable, start_tokens, end)
                 if end <= start_tokens:
                     break
             if len(self.groups) == 1:
@@ -190,14 +189,13 @@ class PrefixMap:
 
     def _covered_end(
         self,
-        position: int,
+        group: CacheGroup,
         hashes: Sequence[bytes],
         readable: Readable,
         start_tokens: int,
         end_tokens: int,
     ) -> int:
         """Return the largest aligned end, at most `end_tokens`, that this group can serve."""
-        group = self.groups[position]
         # The proof is the slot after the end, so a missing slot moves the end one slot further.
         ahead = int(group.sees_next_token)
         if group.reads_all:
@@ -214,7 +212,7 @@ class PrefixMap:
         end = end_tokens
         while end > start_tokens:
             # A missing slot moves the end in front of it; the last missing one first.
-            slots = self.needed_slots(position, start_tokens, end)
+            slots = self.needed_slots(group, start_tokens, end)
             slots = range(slots.start, slots.stop + ahead)
             present = self._present(group, hashes, readable, slots)
             if present.all():

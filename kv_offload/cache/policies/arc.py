@@ -34,7 +34,6 @@ class ARCPolicy(EvictionPolicy):
         self.clear()
 
     def clear(self) -> None:
-        """See `EvictionPolicy.clear`."""
         self._t1, self._t2 = RecencyList(), RecencyList()
         self._key_of: list[Key] = []  # by slot; what is not resident does not matter
         # Ghosts have no slots. They have places, which are numbered as slots are.
@@ -45,7 +44,6 @@ class ARCPolicy(EvictionPolicy):
         self._target = 0.0  # p
 
     def add(self, slots: Slots, keys: Sequence[Key]) -> None:
-        """See `EvictionPolicy.add`."""
         entered = slots.tolist()
         for slot, key in zip(entered, keys, strict=True):
             home, _ = self._enter(key)
@@ -53,7 +51,6 @@ class ARCPolicy(EvictionPolicy):
         self._head_first(entered)
 
     def replace(self, keys: Sequence[Key]) -> Slots:
-        """See `EvictionPolicy.replace`."""
         slots = []
         for key in keys:
             if not self._t1.evictable and not self._t2.evictable:
@@ -133,13 +130,11 @@ class ARCPolicy(EvictionPolicy):
         self._key_of[slot] = key
         home.append(slot, held=True)
 
-    def use(self, slots: Slots) -> None:
-        """See `EvictionPolicy.use`; the paper's case I."""
+    def use(self, slots: Slots) -> None:  # the paper's case I
         for slot in slots.tolist():
             self._hit(slot)
 
     def hold(self, slots: Slots) -> None:
-        """See `EvictionPolicy.hold`; the paper's case I."""
         for slot in slots.tolist():
             self._hit(slot)
             self._t2.hold(slot)
@@ -154,12 +149,10 @@ class ARCPolicy(EvictionPolicy):
             self._t2.append(slot, held=False)
 
     def release(self, slots: Slots) -> None:
-        """See `EvictionPolicy.release`."""
         for slot in slots.tolist():
             self._list_of(slot).release(slot)
 
-    def discard(self, slots: Slots) -> None:
-        """See `EvictionPolicy.discard`; no ghost is left."""
+    def discard(self, slots: Slots) -> None:  # leaves no ghost
         for slot in slots.tolist():
             self._list_of(slot).remove(slot)
 
@@ -167,11 +160,9 @@ class ARCPolicy(EvictionPolicy):
         return self._t1 if slot in self._t1 else self._t2
 
     def resident(self) -> dict[int, bool]:
-        """See `EvictionPolicy.resident`."""
         return self._t1.holds() | self._t2.holds()
 
     def check_integrity(self) -> None:
-        """See `EvictionPolicy.check_integrity`."""
         for part in (self._t1, self._t2, self._b1, self._b2):
             part.check_integrity()
         t1, t2, b1, b2 = (part.length for part in (self._t1, self._t2, self._b1, self._b2))

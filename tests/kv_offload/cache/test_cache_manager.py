@@ -174,12 +174,6 @@ def test_a_failed_store_frees_its_slot_and_leaves_its_key_unknown(manager: Cache
     assert manager.evictions == 0
 
 
-def test_a_key_whose_store_failed_can_be_stored_again(manager: CacheManager) -> None:
-    manager.complete_store(manager.prepare_store([A]).slots, ok=False)
-    store(manager, A)
-    assert manager.lookup(A)
-
-
 def test_a_slot_that_is_being_written_is_not_given_out(manager: CacheManager) -> None:
     writing = slots_of(manager.prepare_store([A, B]))
     for key in (C, D, E, b"f"):
@@ -188,12 +182,6 @@ def test_a_slot_that_is_being_written_is_not_given_out(manager: CacheManager) ->
 
 
 # -- loading -----------------------------------------------------------------------------------
-
-
-def test_prepare_load_returns_slots_in_order(manager: CacheManager) -> None:
-    a, b, c = store(manager, A, B, C)
-    assert manager.prepare_load([C, A, B]).tolist() == [c, a, b]
-    manager.check_integrity()
 
 
 def test_prepare_load_is_all_or_nothing(manager: CacheManager) -> None:
@@ -233,16 +221,6 @@ def test_a_key_repeated_in_one_load_is_held_once_for_each(manager: CacheManager)
     assert manager.prepare_store([b"1", b"2", b"3", b"4"]).no_room == 1
     manager.complete_load(array(slot))
     assert manager.prepare_store([b"4"]).no_room == 0
-
-
-def test_both_readers_of_a_slot_can_be_completed_in_one_call(manager: CacheManager) -> None:
-    (slot,) = store(manager, A)
-    manager.prepare_load([A])
-    manager.prepare_load([A])
-    manager.complete_load(array(slot, slot))
-    with pytest.raises(MisuseError):
-        manager.complete_load(array(slot))
-    manager.check_integrity()
 
 
 # -- recency -----------------------------------------------------------------------------------
