@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,17 +31,6 @@ from kv_offload.cache.index import SlotIndex
 from kv_offload.cache.policies.base import EvictionPolicy
 from kv_offload.cache.running import RunningOperations, distinct
 from kv_offload.cache.slots import NO_SLOTS, Key, MissingKeyError, Slots
-
-
-class PreparedStore(NamedTuple):
-    """What `prepare_store` decided about its keys."""
-
-    keys: Sequence[Key]
-    """The keys to be written: the first of those that were given."""
-    slots: Slots
-    """The slot of each of `keys`."""
-    no_room: int
-    """How many others there are: no slot is free for them, and none can be evicted."""
 
 
 class CacheManager:
@@ -141,8 +129,10 @@ class CacheManager:
         idle = self._running.end_loads(slots)
         self._policy.release(self._index.free_orphans(idle))
 
-    def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> PreparedStore:
+    def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> Slots:
         """Give slots to distinct keys that have none, first to last, evicting others as needed.
+
+        Returns the slots; if no more are free and none can be evicted, the last keys get none.
 
         `along` names the slots of the same prefixes that are known. They are not evicted, and count
         as accessed, more recently than `keys`. New keys are not readable, and no other key is given
@@ -158,7 +148,7 @@ class CacheManager:
         if len(along):
             self._policy.use(along[::-1])
             self._policy.release(guarded)
-        return PreparedStore(keys[: len(slots)], slots, len(keys) - len(slots))
+        return slots
 
     def _take_slots(self, keys: Sequence[Key]) -> Slots:
         """Give slots to the first of `keys`: free slots, then the slots of evicted keys."""

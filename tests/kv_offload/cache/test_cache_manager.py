@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kv_offload.cache.index import RUN_SLOTS
-from kv_offload.cache.manager import CacheManager, PreparedStore
+from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import POLICIES, make_policy
 from kv_offload.cache.slots import MissingKeyError, MisuseError, Slots
 from kv_offload.errors import KVOffloadError
@@ -37,14 +37,6 @@ def array(*slots: int) -> Slots:
     return np.array(slots, np.int32)
 
 
-def slots_of(prepared: PreparedStore) -> list[int]:
-    return prepared.slots.tolist()
-
-
-def decided(prepared: PreparedStore) -> tuple[object, ...]:
-    return [*prepared.keys], slots_of(prepared), prepared.no_room
-
-
 def is_known(manager: CacheManager, *keys: bytes) -> bool:
     """Say whether any of the keys is readable or being stored."""
     return max(manager.slot_numbers(keys)) >= 0
@@ -52,10 +44,10 @@ def is_known(manager: CacheManager, *keys: bytes) -> bool:
 
 def store(manager: CacheManager, *keys: bytes) -> list[int]:
     prepared = manager.prepare_store(keys)
-    assert [*prepared.keys] == list(keys)
-    manager.complete_store(prepared.slots)
+    assert len(prepared) == len(keys)
+    manager.complete_store(prepared)
     manager.check_integrity()
-    return slots_of(prepared)
+    return prepared.tolist()
 
 
 def use(manager: CacheManager, *keys: bytes) -> None:
@@ -68,7 +60,7 @@ def eviction_order(manager: CacheManager, keys: Sequence[bytes]) -> list[bytes]:
     left = list(keys)
     for i in range(manager.num_slots):
         prepared = manager.prepare_store([b"newcomer %d" % i])
-        assert len(prepared.keys) == 1
+        assert len(prepared) == 1
         gone = [key for key in left if not manager.lookup(key)]
         left = [key for key in left if manager.lookup(key)]
         assert len(gone) <= 1
@@ -95,10 +87,10 @@ def test_nothing_is_built_for_slots_that_were_never_used(
     before_bytes = resident_bytes()
     manager = make_manager(10**8)
     prepared = manager.prepare_store([A, B])
-    manager.complete_store(prepared.slots)
+    manager.complete_store(prepared)
     manager.complete_load(manager.prepare_load([A, B]))
     manager.reset()
-    assert slots_of(manager.prepare_store([A])) == [0]
+    assert manager.prepare_store([A]).tolist() == [0]
     assert resident_bytes() - before_bytes < 100e6
 
 
@@ -107,7 +99,7 @@ def test_nothing_is_built_for_slots_that_were_never_used(
 
 def test_a_stored_key_is_readable_once_its_store_is_completed(manager: CacheManager) -> None:
     prepared = manager.prepare_store([A, B])
-    assert decided(prepared) == ([A, B], [0, 1], 0)
+    assert prepared.tolist() == [0, 1]
     assert manager.slots_in_use == 2
     assert is_known(manager, A)
     assert not manager.lookup(A)
@@ -121,7 +113,7 @@ def test_a_stored_key_is_readable_once_its_store_is_completed(manager: CacheMana
 
 
 def test_prepare_store_of_nothing(manager: CacheManager) -> None:
-    assert decided(manager.prepare_store([])) == ([], [], 0)
+    assert not len(manager.prepare_store([]))
     manager.complete_store(array())
     manager.complete_load(array())
     assert manager.prepare_load([]).tolist() == []
@@ -130,9 +122,9 @@ def test_prepare_store_of_nothing(manager: CacheManager) -> None:
 def test_prepare_store_accepts_the_head_of_what_has_no_room(manager: CacheManager) -> None:
     manager.prepare_load([A] if store(manager, A) else [])
     prepared = manager.prepare_store([B, C, D, E, b"f"])
-    assert decided(prepared) == ([B, C, D], [1, 2, 3], 2)
+    assert prepared.tolist() == [1, 2, 3]
     assert not is_known(manager, E)
-    assert decided(manager.prepare_store([E])) == ([], [], 1)
+    assert not len(manager.prepare_store([E]))
     assert manager.slots_in_use == 4
     manager.check_integrity()
 
@@ -141,10 +133,10 @@ def test_prepare_store_evicts_and_counts(manager: CacheManager) -> None:
     slots = dict(zip((A, B, C, D), store(manager, A, B, C, D), strict=True))
     prepared = manager.prepare_store([E, b"f"])
     assert (manager.evictions, manager.slots_in_use) == (2, 4)
-    assert sorted(slots_of(prepared)) == [slots[C], slots[D]]
+    assert sorted(prepared.tolist()) == [slots[C], slots[D]]
     assert [manager.lookup(key) for key in (A, B, C, D)] == [True, True, False, False]
     assert not is_known(manager, D)
-    manager.complete_store(prepared.slots)
+    manager.complete_store(prepared)
     manager.prepare_store([C])
     assert manager.evictions == 3
 
@@ -153,19 +145,19 @@ def test_prepare_store_never_evicts_what_goes_along(manager: CacheManager) -> No
     store(manager, A)
     store(manager, B, C, D)
     prepared = manager.prepare_store([b"1", b"2", b"3", b"4"], manager.find([A, B, A]))
-    assert decided(prepared) == ([b"1", b"2"], slots_of(prepared), 2)
+    assert manager.slot_numbers([b"1", b"2", b"3"]) == [*prepared.tolist(), -1]
     assert manager.lookup(A)
     assert manager.lookup(B)
     manager.check_integrity()
-    manager.complete_store(prepared.slots)
+    manager.complete_store(prepared)
     manager.prepare_store([b"5", b"6", b"7", b"8"])
     assert not manager.lookup(A), "the guard must not outlast the call"
 
 
 def test_a_failed_store_frees_its_slot_and_leaves_its_key_unknown(manager: CacheManager) -> None:
     prepared = manager.prepare_store([A, B])
-    manager.complete_store(prepared.slots[:1], ok=False)
-    manager.complete_store(prepared.slots[1:])
+    manager.complete_store(prepared[:1], ok=False)
+    manager.complete_store(prepared[1:])
     assert not is_known(manager, A)
     assert manager.lookup(B)
     assert manager.slots_in_use == 1
@@ -175,7 +167,7 @@ def test_a_failed_store_frees_its_slot_and_leaves_its_key_unknown(manager: Cache
 
 
 def test_a_slot_that_is_being_written_is_not_given_out(manager: CacheManager) -> None:
-    writing = slots_of(manager.prepare_store([A, B]))
+    writing = manager.prepare_store([A, B]).tolist()
     for key in (C, D, E, b"f"):
         assert store(manager, key)[0] not in writing
     assert is_known(manager, A)
@@ -203,13 +195,13 @@ def test_a_key_is_not_evicted_while_any_reader_is_left(manager: CacheManager) ->
     store(manager, B, C, D)
     for readers_left in (2, 1):
         prepared = manager.prepare_store([b"%d%d" % (readers_left, i) for i in range(4)])
-        assert (len(prepared.keys), prepared.no_room) == (3, 1)
-        assert slot not in slots_of(prepared)
+        assert len(prepared) == 3
+        assert slot not in prepared.tolist()
         assert manager.lookup(A)
-        manager.complete_store(prepared.slots)
+        manager.complete_store(prepared)
         manager.complete_load(array(slot))
         manager.check_integrity()
-    assert manager.prepare_store([b"%d" % i for i in range(4)]).no_room == 0
+    assert len(manager.prepare_store([b"%d" % i for i in range(4)])) == 4
     assert not manager.lookup(A)
 
 
@@ -218,9 +210,9 @@ def test_a_key_repeated_in_one_load_is_held_once_for_each(manager: CacheManager)
     assert manager.prepare_load([A, A]).tolist() == [slot, slot]
     manager.complete_load(array(slot))
     manager.check_integrity()
-    assert manager.prepare_store([b"1", b"2", b"3", b"4"]).no_room == 1
+    assert len(manager.prepare_store([b"1", b"2", b"3", b"4"])) == 3
     manager.complete_load(array(slot))
-    assert manager.prepare_store([b"4"]).no_room == 0
+    assert len(manager.prepare_store([b"4"])) == 1
 
 
 # -- recency -----------------------------------------------------------------------------------
@@ -254,7 +246,7 @@ def test_used_keys_outlive_others(manager: CacheManager) -> None:
 
 
 def test_a_key_can_be_used_while_it_is_being_stored(manager: CacheManager) -> None:
-    a, b, c, d = slots_of(manager.prepare_store([A, B, C, D]))
+    a, b, c, d = manager.prepare_store([A, B, C, D]).tolist()
     manager.prepare_store([], manager.find([C]))
     manager.complete_store(array(c, b, a, d))
     assert eviction_order(manager, [A, B, C, D]) == [D, B, A, C]
@@ -265,7 +257,7 @@ def test_a_key_can_be_used_while_it_is_being_stored(manager: CacheManager) -> No
 def test_keys_stored_together_are_evicted_tail_first(
     manager: CacheManager, slices: list[int], head_first: bool
 ) -> None:
-    slots = slots_of(manager.prepare_store([A, B, C, D]))
+    slots = manager.prepare_store([A, B, C, D]).tolist()
     pieces = [[slots.pop(0) for _ in range(size)] for size in slices]
     for piece in pieces if head_first else reversed(pieces):
         manager.complete_store(array(*piece))
@@ -299,7 +291,7 @@ def test_a_tail_stored_later_is_evicted_before_its_known_head(manager: CacheMana
     store(manager, A)
     store(manager, D)
     prepared = manager.prepare_store([B, C], manager.find([A]))
-    manager.complete_store(prepared.slots)
+    manager.complete_store(prepared)
     assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
 
 
@@ -321,7 +313,7 @@ def test_a_prefix_that_was_held_for_long_is_still_evicted_tail_first(
 def test_complete_store_refuses_slots_without_a_store_and_changes_nothing(
     manager: CacheManager,
 ) -> None:
-    a, b = slots_of(manager.prepare_store([A, B]))
+    a, b = manager.prepare_store([A, B]).tolist()
     (c,) = store(manager, C)
     manager.prepare_load([C])
     for slots in ([a, 3], [a, c], [a, a], [a, -1], [a, 99]):
@@ -339,7 +331,7 @@ def test_complete_load_refuses_slots_without_a_load_and_changes_nothing(
     manager: CacheManager,
 ) -> None:
     a, b = store(manager, A, B)
-    (c,) = slots_of(manager.prepare_store([C]))
+    (c,) = manager.prepare_store([C]).tolist()
     manager.prepare_load([A])
     for slots in ([a, b], [a, c], [a, a], [a, 3]):
         with pytest.raises(MisuseError, match="complete every prepared load once"):
@@ -369,14 +361,14 @@ def test_reset_keeps_the_slots_of_running_operations_until_they_complete(
     (loading,) = store(manager, A)
     manager.prepare_load([A])
     manager.prepare_load([A])
-    ok, failed = slots_of(manager.prepare_store([B, C]))
+    ok, failed = manager.prepare_store([B, C]).tolist()
     manager.reset()
     manager.check_integrity()
     assert manager.slots_in_use == 3
     assert not is_known(manager, A, B, C)
 
     prepared = manager.prepare_store([A, B])  # the same names, with new contents
-    assert (slots_of(prepared), prepared.no_room) == ([3], 1)
+    assert prepared.tolist() == [3]
     manager.complete_store(array(3))
 
     manager.complete_load(array(loading))
@@ -393,9 +385,9 @@ def test_reset_keeps_the_slots_of_running_operations_until_they_complete(
 
 
 def test_an_orphan_and_the_new_slot_of_its_key_do_not_mix(manager: CacheManager) -> None:
-    (old,) = slots_of(manager.prepare_store([A]))
+    (old,) = manager.prepare_store([A]).tolist()
     manager.reset()
-    (new,) = slots_of(manager.prepare_store([A]))
+    (new,) = manager.prepare_store([A]).tolist()
     assert new != old
     manager.complete_store(array(old))
     assert not manager.lookup(A)
@@ -406,9 +398,9 @@ def test_an_orphan_and_the_new_slot_of_its_key_do_not_mix(manager: CacheManager)
 
 
 def test_orphans_survive_a_second_reset(manager: CacheManager) -> None:
-    (first,) = slots_of(manager.prepare_store([A]))
+    (first,) = manager.prepare_store([A]).tolist()
     manager.reset()
-    (second,) = slots_of(manager.prepare_store([A]))
+    (second,) = manager.prepare_store([A]).tolist()
     manager.reset()
     manager.check_integrity()
     assert manager.slots_in_use == 2
@@ -421,7 +413,7 @@ def test_orphans_survive_a_second_reset(manager: CacheManager) -> None:
 def test_an_orphan_is_completed_as_what_it_was(manager: CacheManager) -> None:
     (loading,) = store(manager, A)
     manager.prepare_load([A])
-    (storing,) = slots_of(manager.prepare_store([B]))
+    (storing,) = manager.prepare_store([B]).tolist()
     manager.reset()
     with pytest.raises(MisuseError):
         manager.complete_store(array(loading))
@@ -441,13 +433,13 @@ def test_only_slots_below_the_limit_are_given_out(manager: CacheManager) -> None
     manager.limit_slots(2)
     assert (manager.num_slots, manager.usable_slots) == (4, 2)
     prepared = manager.prepare_store([A, B, C])
-    assert slots_of(prepared) == [0, 1]
-    assert (prepared.no_room, manager.evictions) == (1, 0)
+    assert prepared.tolist() == [0, 1]
+    assert manager.evictions == 0
     manager.complete_store(array(0, 1))
-    assert slots_of(manager.prepare_store([C])) in ([0], [1])
+    assert manager.prepare_store([C]).tolist() in ([0], [1])
     assert manager.evictions == 1
     manager.limit_slots(4)
-    assert slots_of(manager.prepare_store([D, E])) == [2, 3]
+    assert manager.prepare_store([D, E]).tolist() == [2, 3]
     assert manager.evictions == 1
     manager.check_integrity()
 
@@ -456,13 +448,13 @@ def test_the_limit_outlives_a_reset(manager: CacheManager) -> None:
     manager.limit_slots(1)
     store(manager, A)
     manager.reset()
-    assert slots_of(manager.prepare_store([A, B])) == [0]
+    assert manager.prepare_store([A, B]).tolist() == [0]
     manager.check_integrity()
 
 
 def test_without_a_usable_slot_nothing_is_stored(manager: CacheManager) -> None:
     manager.limit_slots(0)
-    assert decided(manager.prepare_store([A, B])) == ([], [], 2)
+    assert not len(manager.prepare_store([A, B]))
     manager.check_integrity()
 
 
@@ -498,7 +490,7 @@ def test_slots_are_found_in_whatever_order_keys_were_given_them() -> None:
 
 def test_a_key_whose_store_failed_is_not_found_by_way_of_its_neighbours() -> None:
     manager = CacheManager(4, make_policy("lru", 4))
-    slots = slots_of(manager.prepare_store([A, B, C]))
+    slots = manager.prepare_store([A, B, C]).tolist()
     manager.complete_store(array(slots[1]), ok=False)
     manager.complete_store(array(slots[0], slots[2]))
     assert manager.slot_numbers([A, B, C]) == [slots[0], -1, slots[2]]
@@ -511,7 +503,7 @@ def test_a_forgotten_key_is_not_found_by_way_of_its_neighbours() -> None:
     written = manager.prepare_store([A, B])
     manager.reset()
     assert store(manager, C, D) == [2, 3]
-    manager.complete_store(written.slots)
+    manager.complete_store(written)
     assert manager.slot_numbers([C, D, A, B]) == [2, 3, -1, -1]
     assert manager.slot_numbers([B, C, D]) == [-1, 2, 3]
     manager.check_integrity()

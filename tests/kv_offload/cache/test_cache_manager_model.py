@@ -80,10 +80,9 @@ class CacheManagerMachine(RuleBasedStateMachine):
         prepared = self.manager.prepare_store(new, along)
 
         room = free + len(evictable)
-        assert [*prepared.keys] == new[:room]
-        assert prepared.no_room == len(new) - len(prepared.keys)
-        self.evictions += max(0, len(prepared.keys) - free)
-        for key, slot in zip(prepared.keys, prepared.slots.tolist(), strict=True):
+        assert len(prepared) == len(new[:room])
+        self.evictions += max(0, len(prepared) - free)
+        for key, slot in zip(new[:room], prepared.tolist(), strict=True):
             assert 0 <= slot < self.usable
             if slot in self.in_use():
                 assert slot in evictable, "a slot was taken that is held or was given out twice"
@@ -205,7 +204,7 @@ class CacheManagerMachine(RuleBasedStateMachine):
         self.manager.reset()
         assert self.manager.slots_in_use == 0
         prepared = self.manager.prepare_store([b"%d" % i for i in range(self.manager.num_slots)])
-        assert {*prepared.slots.tolist()} == set(range(self.usable))
+        assert {*prepared.tolist()} == set(range(self.usable))
 
 
 class LRUMachine(CacheManagerMachine):
