@@ -38,7 +38,6 @@ class LRUPolicy(EvictionPolicy):
         self.clear()
 
     def clear(self) -> None:
-        """See `EvictionPolicy.clear`."""
         # Memory from the system costs nothing until it is written.
         self._log = np.empty(self._mask + 1, np.int32)
         self._entry_of = np.zeros(self.capacity, np.int64)  # the last of each slot; 0: not resident
@@ -50,12 +49,10 @@ class LRUPolicy(EvictionPolicy):
         self._first = self._unswept = self._swept = 1
 
     def add(self, slots: Slots, keys: Sequence[Key]) -> None:
-        """See `EvictionPolicy.add`; the keys do not matter."""
         self._append(slots[::-1])
         self._held[slots] = True
 
     def replace(self, keys: Sequence[Key]) -> Slots:
-        """See `EvictionPolicy.replace`; the keys do not matter."""
         # Sorted, so that keys that follow each other mostly get slots that do.
         slots = np.sort(self._pop_oldest(len(keys)))
         self._append(slots[::-1])
@@ -63,18 +60,15 @@ class LRUPolicy(EvictionPolicy):
         return slots
 
     def use(self, slots: Slots) -> None:
-        """See `EvictionPolicy.use`."""
         if self._parked:
             self._parked.difference_update(slots.tolist())
         self._append(slots)
 
     def hold(self, slots: Slots) -> None:
-        """See `EvictionPolicy.hold`."""
         self._append(slots)
         self._held[slots] = True
 
     def release(self, slots: Slots) -> None:
-        """See `EvictionPolicy.release`."""
         self._held[slots] = False
         if self._parked and (back := self._parked.intersection(slots.tolist())):
             self._parked -= back
@@ -83,7 +77,6 @@ class LRUPolicy(EvictionPolicy):
             self._write(self._first, parked)
 
     def discard(self, slots: Slots) -> None:
-        """See `EvictionPolicy.discard`."""
         self._held[slots] = False
         self._entry_of[slots] = 0
         self._parked.difference_update(slots.tolist())
@@ -140,7 +133,6 @@ class LRUPolicy(EvictionPolicy):
             self._first = self._unswept = self._swept = max(self._first, self._swept)
 
     def resident(self) -> dict[int, bool]:
-        """See `EvictionPolicy.resident`."""
         slots = np.flatnonzero(self._entry_of)
         return dict(zip(slots.tolist(), self._held[slots].tolist(), strict=True))
 
@@ -150,7 +142,6 @@ class LRUPolicy(EvictionPolicy):
         return slots[live]
 
     def check_integrity(self) -> None:
-        """See `EvictionPolicy.check_integrity`."""
         slots = self.resident()
         assert len(slots) <= self.capacity, f"{len(slots)} slots exceed capacity {self.capacity}"
         assert self._held.sum() == sum(slots.values()), "a held slot is not resident"
