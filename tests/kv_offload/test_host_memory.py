@@ -50,13 +50,6 @@ def test_without_cgroups_it_is_the_machine(tmp_path):
     assert machine.memory() == HostMemory(64 * GIB, str(machine.proc / "meminfo"))
 
 
-def test_v2_without_a_limit_is_the_machine(tmp_path):
-    machine = Machine(tmp_path, "0::/user.slice/job\n")
-    machine.limit("user.slice/job/memory.max", "max")
-    machine.limit("user.slice/memory.max", "max")
-    assert machine.memory().size_bytes == 64 * GIB
-
-
 @pytest.mark.parametrize("path", ["a/b/memory.max", "a/memory.max", "memory.max"])
 def test_v2_the_smallest_limit_on_the_way_up_counts(tmp_path, path):
     machine = Machine(tmp_path, "0::/a/b\n")
@@ -75,43 +68,62 @@ def test_v1_the_smallest_limit_on_the_way_up_counts(tmp_path, path):
     assert machine.memory() == HostMemory(8 * GIB, str(file))
 
 
-def test_v1_no_limit_is_the_machine(tmp_path):
-    machine = Machine(tmp_path, "4:memory:/a\n")
-    machine.limit("memory/a/memory.limit_in_bytes", NO_LIMIT_V1)
-    assert machine.memory().size_bytes == 64 * GIB
+V1_LIMIT, V2_LIMIT = "memory.limit_in_bytes", "memory.max"
 
 
-def test_v1_the_memory_controller_may_share_its_hierarchy(tmp_path):
-    machine = Machine(tmp_path, "4:cpu,memory:/a\n")
-    machine.limit("memory/a/memory.limit_in_bytes", 8 * GIB)
-    assert machine.memory().size_bytes == 8 * GIB
-
-
-@pytest.mark.parametrize(("v1", "v2"), [(8 * GIB, 16 * GIB), (16 * GIB, 8 * GIB)])
-def test_the_smaller_of_v1_and_v2_counts(tmp_path, v1, v2):
-    machine = Machine(tmp_path, "4:memory:/a\n0::/b\n")
-    machine.limit("memory/a/memory.limit_in_bytes", v1)
-    machine.limit("unified/b/memory.max", v2)
-    assert machine.memory().size_bytes == 8 * GIB
-
-
-def test_a_container_that_sees_only_its_own_root(tmp_path):
-    machine = Machine(tmp_path, "4:memory:/docker/0123abcd\n")
-    machine.limit("memory/memory.limit_in_bytes", 8 * GIB)
-    assert machine.memory().size_bytes == 8 * GIB
-
-
-def test_a_cgroup_outside_the_namespace_leaves_only_its_root(tmp_path):
-    machine = Machine(tmp_path, "0::/../a\n")
-    machine.limit("a/memory.max", 1 * GIB)  # another cgroup that happens to have that name
-    machine.limit("memory.max", 8 * GIB)
-    assert machine.memory().size_bytes == 8 * GIB
-
-
-def test_a_cgroup_of_other_processes_does_not_count(tmp_path):
-    machine = Machine(tmp_path, "0::/mine\n")
-    machine.limit("other/memory.max", 1 * GIB)
-    assert machine.memory().size_bytes == 64 * GIB
+@pytest.mark.parametrize(
+    ("cgroup", "limits", "size_bytes"),
+    [
+        pytest.param(
+            "0::/user.slice/job",
+            {"user.slice/job/memory.max": "max", "user.slice/memory.max": "max"},
+            64 * GIB,
+            id="v2 without a limit is the machine",
+        ),
+        pytest.param(
+            "4:memory:/a",
+            {f"memory/a/{V1_LIMIT}": NO_LIMIT_V1},
+            64 * GIB,
+            id="v1 without a limit is the machine",
+        ),
+        pytest.param(
+            "4:cpu,memory:/a",
+            {f"memory/a/{V1_LIMIT}": 8 * GIB},
+            8 * GIB,
+            id="v1 the memory controller may share its hierarchy",
+        ),
+        *(
+            pytest.param(
+                "4:memory:/a\n0::/b",
+                {f"memory/a/{V1_LIMIT}": v1 * GIB, f"unified/b/{V2_LIMIT}": v2 * GIB},
+                8 * GIB,
+                id=f"the smaller of v1 and v2 counts: {v1}, {v2}",
+            )
+            for v1, v2 in ((8, 16), (16, 8))
+        ),
+        pytest.param(
+            "4:memory:/docker/0123abcd",
+            {f"memory/{V1_LIMIT}": 8 * GIB},
+            8 * GIB,
+            id="a container that sees only its own root",
+        ),
+        pytest.param(
+            "0::/../a",
+            {f"a/{V2_LIMIT}": GIB, V2_LIMIT: 8 * GIB},
+            8 * GIB,
+            id="outside the namespace: a cgroup of that name is another one",
+        ),
+        pytest.param("0::/mine", {f"other/{V2_LIMIT}": GIB}, 64 * GIB, id="of other processes"),
+        pytest.param(
+            "0::/a", {f"a/{V2_LIMIT}": 128 * GIB}, 64 * GIB, id="a limit above the machine"
+        ),
+    ],
+)
+def test_which_limits_count(tmp_path, cgroup, limits, size_bytes):
+    machine = Machine(tmp_path, f"{cgroup}\n")
+    for path, limit in limits.items():
+        machine.limit(path, limit)
+    assert machine.memory().size_bytes == size_bytes
 
 
 def test_colons_and_odd_bytes_in_a_cgroup_path(tmp_path):
@@ -119,12 +131,6 @@ def test_colons_and_odd_bytes_in_a_cgroup_path(tmp_path):
     (machine.proc / "self/cgroup").write_bytes(b"0::/a:b/\xff\n")
     machine.limit("a:b/memory.max", 8 * GIB)
     assert machine.memory().size_bytes == 8 * GIB
-
-
-def test_a_limit_above_the_machine_does_not_count(tmp_path):
-    machine = Machine(tmp_path, "0::/a\n")
-    machine.limit("a/memory.max", 128 * GIB)
-    assert machine.memory() == HostMemory(64 * GIB, str(machine.proc / "meminfo"))
 
 
 def test_no_meminfo_is_refused(tmp_path):
@@ -216,17 +222,14 @@ def test_no_limit_has_no_use(tmp_path):
     assert machine.available().size_bytes == 48 * GIB
 
 
-def test_more_in_use_than_the_limit_leaves_nothing(tmp_path):
+@pytest.mark.parametrize(("used", "left"), [({"a/memory.current": 5 * GIB}, 0), ({}, 48 * GIB)])
+def test_more_in_use_than_the_limit_leaves_nothing_and_no_figure_does_not_count(
+    tmp_path, used, left
+):
     machine = Machine(tmp_path, "0::/a\n")
-    machine.limit("a/memory.max", 4 * GIB)
-    machine.limit("a/memory.current", 5 * GIB)
-    assert machine.available().size_bytes == 0
-
-
-def test_a_cgroup_without_figures_of_use_does_not_count(tmp_path):
-    machine = Machine(tmp_path, "0::/a\n")
-    machine.limit("a/memory.max", 4 * GIB)
-    assert machine.available().size_bytes == 48 * GIB
+    for path, content in {"a/memory.max": 4 * GIB, **used}.items():
+        machine.limit(path, content)
+    assert machine.available().size_bytes == left
 
 
 def test_meminfo_without_what_is_available_is_refused(tmp_path):
