@@ -68,62 +68,29 @@ def test_v1_the_smallest_limit_on_the_way_up_counts(tmp_path, path):
     assert machine.memory() == HostMemory(8 * GIB, str(file))
 
 
-V1_LIMIT, V2_LIMIT = "memory.limit_in_bytes", "memory.max"
+V1, V2 = "memory.limit_in_bytes", "memory.max"
+LIMITS = [
+    ("v2, no limit", "0::/job/a", {f"job/a/{V2}": "max", f"job/{V2}": "max"}, 64 * GIB),
+    ("v1, no limit", "4:memory:/a", {f"memory/a/{V1}": NO_LIMIT_V1}, 64 * GIB),
+    ("v1, a shared hierarchy", "4:cpu,memory:/a", {f"memory/a/{V1}": 8 * GIB}, 8 * GIB),
+    *(
+        (f"the smaller one: {v1}, {v2}", "4:memory:/a\n0::/b", limits, 8 * GIB)
+        for v1, v2 in ((8, 16), (16, 8))
+        for limits in [{f"memory/a/{V1}": v1 * GIB, f"unified/b/{V2}": v2 * GIB}]
+    ),
+    ("a container sees its own root", "4:memory:/docker/01ab", {f"memory/{V1}": 8 * GIB}, 8 * GIB),
+    ("another namespace's name", "0::/../a", {f"a/{V2}": GIB, V2: 8 * GIB}, 8 * GIB),
+    ("other processes", "0::/mine", {f"other/{V2}": GIB}, 64 * GIB),
+    ("more than the machine has", "0::/a", {f"a/{V2}": 128 * GIB}, 64 * GIB),
+]
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "limits", "size_bytes"),
-    [
-        pytest.param(
-            "0::/user.slice/job",
-            {"user.slice/job/memory.max": "max", "user.slice/memory.max": "max"},
-            64 * GIB,
-            id="v2 without a limit is the machine",
-        ),
-        pytest.param(
-            "4:memory:/a",
-            {f"memory/a/{V1_LIMIT}": NO_LIMIT_V1},
-            64 * GIB,
-            id="v1 without a limit is the machine",
-        ),
-        pytest.param(
-            "4:cpu,memory:/a",
-            {f"memory/a/{V1_LIMIT}": 8 * GIB},
-            8 * GIB,
-            id="v1 the memory controller may share its hierarchy",
-        ),
-        *(
-            pytest.param(
-                "4:memory:/a\n0::/b",
-                {f"memory/a/{V1_LIMIT}": v1 * GIB, f"unified/b/{V2_LIMIT}": v2 * GIB},
-                8 * GIB,
-                id=f"the smaller of v1 and v2 counts: {v1}, {v2}",
-            )
-            for v1, v2 in ((8, 16), (16, 8))
-        ),
-        pytest.param(
-            "4:memory:/docker/0123abcd",
-            {f"memory/{V1_LIMIT}": 8 * GIB},
-            8 * GIB,
-            id="a container that sees only its own root",
-        ),
-        pytest.param(
-            "0::/../a",
-            {f"a/{V2_LIMIT}": GIB, V2_LIMIT: 8 * GIB},
-            8 * GIB,
-            id="outside the namespace: a cgroup of that name is another one",
-        ),
-        pytest.param("0::/mine", {f"other/{V2_LIMIT}": GIB}, 64 * GIB, id="of other processes"),
-        pytest.param(
-            "0::/a", {f"a/{V2_LIMIT}": 128 * GIB}, 64 * GIB, id="a limit above the machine"
-        ),
-    ],
-)
-def test_which_limits_count(tmp_path, cgroup, limits, size_bytes):
+@pytest.mark.parametrize(("what", "cgroup", "limits", "size_bytes"), LIMITS)
+def test_which_limits_count(tmp_path, what, cgroup, limits, size_bytes):
     machine = Machine(tmp_path, f"{cgroup}\n")
     for path, limit in limits.items():
         machine.limit(path, limit)
-    assert machine.memory().size_bytes == size_bytes
+    assert machine.memory().size_bytes == size_bytes, what
 
 
 def test_colons_and_odd_bytes_in_a_cgroup_path(tmp_path):
