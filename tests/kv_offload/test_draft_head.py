@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.cache.prefix import CacheGroup
 from tests.kv_offload.test_hazards import HarshEngine, submit_stores_in_their_step, wrong_bytes
 from tests.support.played_cases import FULL, OTHER, PROMPT, WINDOW, both_runners, both_ways, store

@@ -30,8 +30,7 @@ MORE = [*PROMPT, *OTHER[:10]]
 def play(engine: PlayedEngine) -> None:
     """Run to the end, each step planned before the one in front of it is taken in."""
     for _ in range(400):
-        while len(engine.scheduled) + len(engine.executed) < engine.max_steps_under_way:
-            engine.schedule()
+        engine.schedule_all()
         while engine.scheduled:
             engine.execute()
         engine.run_copies()

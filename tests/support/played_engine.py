@@ -212,8 +212,17 @@ class PlayedEngine:
     def abort(self, *request_ids: str) -> None:
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
+    @property
+    def under_way(self) -> int:
+        return len(self.scheduled) + len(self.executed)
+
+    def schedule_all(self) -> None:
+        """Plan as many steps as may be under way."""
+        while self.under_way < self.max_steps_under_way:
+            self.schedule()
+
     def schedule(self) -> Any:
-        assert len(self.scheduled) + len(self.executed) < self.max_steps_under_way
+        assert self.under_way < self.max_steps_under_way
         output = self.scheduler.schedule()
         self.scheduled.append(output)
         return output

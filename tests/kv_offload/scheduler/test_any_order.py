@@ -93,9 +93,6 @@ class AnyOrder(RuleBasedStateMachine):
         good = self.engine.good_drafts(tokens)
         return good if len(tokens) % 3 else [1 - token for token in good]
 
-    def steps_under_way(self) -> int:
-        return len(self.engine.scheduled) + len(self.engine.executed)
-
     @precondition(lambda self: len(self.engine.scheduler.requests) < 7)
     @rule(
         line=st.sampled_from(LINES),
@@ -115,7 +112,7 @@ class AnyOrder(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.engine.abort(data.draw(st.sampled_from(sorted(self.engine.scheduler.requests))))
 
-    @precondition(lambda self: self.steps_under_way() < self.engine.max_steps_under_way)
+    @precondition(lambda self: self.engine.under_way < self.engine.max_steps_under_way)
     @rule()
     def schedule(self) -> None:
         self.engine.schedule()
@@ -162,7 +159,7 @@ class AnyOrder(RuleBasedStateMachine):
         engine = self.engine
         # vLLM cannot reset what waits with loaded KV, nor what a step under way will write.
         running = running and not (
-            self.steps_under_way()
+            self.engine.under_way
             or (stuck and engine.offload.loads.running)
             or any(
                 request_id in engine.offload.reports.running_loads()
@@ -173,7 +170,7 @@ class AnyOrder(RuleBasedStateMachine):
         )
         for rank in engine.ranks:
             rank.copies.stuck = stuck
-        must_succeed = running or not (engine.scheduler.requests or self.steps_under_way())
+        must_succeed = running or not (engine.scheduler.requests or self.engine.under_way)
         done = engine.reset(reset_connector=connector, reset_running_requests=running)
         assert done or not must_succeed
         assert not engine.offload.has_pending_stores

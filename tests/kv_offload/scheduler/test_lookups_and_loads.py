@@ -120,25 +120,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 # -- matching ----------------------------------------------------------------------------------
 
 
-def test_nothing_is_matched_in_an_empty_host_memory() -> None:
-    assert Loads().match("a") == 0
-
-
-def test_one_token_is_left_to_compute() -> None:
+@pytest.mark.parametrize(
+    ("kept", "start", "tokens", "matched"),
+    [
+        pytest.param(0, 0, 25, 0, id="an empty host memory"),
+        pytest.param(3, 0, 13, 12, id="one token is left to compute"),
+        pytest.param(3, 0, 12, 12, id="the engine computes the last one again"),
+        pytest.param(3, 0, 5, 4, id="a short prompt"),
+        pytest.param(3, 0, 4, 0, id="the last slot alone is not loaded"),
+        pytest.param(3, 8, 12, 0, id="nor behind a local hit"),
+        pytest.param(3, 4, 12, 8, id="with another one it is"),
+        pytest.param(3, 8, 13, 4, id="the token behind it is computed in any case"),
+        pytest.param(5, 8, 25, 12, id="a match counts from the local hit"),
+        pytest.param(2, 12, 25, 0, id="a local hit that covers more than host memory"),
+        pytest.param(5, 6, 25, 0, id="a local hit inside a block, the target of a copy-on-write"),
+    ],
+)
+def test_what_is_matched(kept: int, start: int, tokens: int, matched: int) -> None:
     loads = Loads()
-    loads.keep(range(3))
-    assert loads.match("a", tokens=13) == 12
-    assert loads.match("b", tokens=12) == 12, "the engine computes the last one again"
-    assert loads.match("c", tokens=5) == 4
-    assert loads.match("d", tokens=4) == 0
-
-
-def test_the_last_slot_alone_is_not_loaded() -> None:
-    loads = Loads()
-    loads.keep(range(3))
-    assert loads.match("a", start=8, tokens=12) == 0
-    assert loads.match("b", start=4, tokens=12) == 8
-    assert loads.match("c", start=8, tokens=13) == 4, "the token behind it is computed in any case"
+    loads.keep(range(kept))
+    assert loads.match("a", start, tokens) == matched
 
 
 @pytest.mark.parametrize(
@@ -154,26 +155,6 @@ def test_only_full_attention_serves_a_whole_request(group: CacheGroup) -> None:
     loads = Loads(group)
     loads.keep(range(4), group)
     assert loads.match("a", tokens=12) == 8
-
-
-def test_a_match_counts_from_the_local_hit() -> None:
-    loads = Loads()
-    loads.keep(range(5))
-    assert loads.match("a", start=8) == 12
-
-
-def test_a_local_hit_that_covers_more_than_host_memory_leaves_nothing() -> None:
-    loads = Loads()
-    loads.keep(range(2))
-    assert loads.match("a", start=12) == 0
-
-
-def test_a_local_hit_inside_a_block_is_not_extended() -> None:
-    """Its last block is the target of a copy-on-write."""
-    loads = Loads()
-    loads.keep(range(5))
-    assert loads.match("a", start=6) == 0
-    assert loads.match("a", start=8) == 12
 
 
 def test_a_local_hit_must_end_on_a_block_of_every_group() -> None:

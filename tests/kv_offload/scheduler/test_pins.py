@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-
 from kv_offload.engines.vllm.drain import drain_engine_core
 from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 from kv_offload.scheduler.budget import StoreBudget

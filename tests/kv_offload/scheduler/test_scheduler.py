@@ -57,6 +57,15 @@ def test_a_prompt_is_stored_once_and_served_later(
     engine.check_rest()
 
 
+def test_a_wrong_answer_is_found() -> None:
+    """The control of all tests here: the engine compares every token with the model's own."""
+    engine = PlayedEngine()
+    engine.add("a", PROMPT)
+    engine.expected["a"][1] ^= 1
+    with pytest.raises(AssertionError, match="a: wrong answer"):
+        engine.run()
+
+
 def test_a_chunked_prefill_stores_what_each_step_computed() -> None:
     engine = PlayedEngine(max_num_batched_tokens=10)
     request = engine.add("a", PROMPT, max_tokens=1)
@@ -239,7 +248,7 @@ def test_no_placeholder_of_asynchronous_scheduling_is_stored() -> None:
     counted_too_much, planned = 0, []
     engine.schedule()
     while engine.scheduler.has_unfinished_requests():
-        if len(engine.scheduled) + len(engine.executed) < 2:
+        if engine.under_way < 2:
             output = engine.schedule()
             scheduled = output.num_scheduled_tokens.get("a", 0)
             computed = dict(
@@ -269,7 +278,7 @@ def test_no_draft_is_stored(async_scheduling: bool, accepted: bool) -> None:
     request = engine.add("a", PROMPT[:6], max_tokens=24)
     counted_too_much, planned = 0, []
     while engine.scheduler.has_unfinished_requests():
-        while len(engine.scheduled) + len(engine.executed) < engine.max_steps_under_way:
+        while engine.under_way < engine.max_steps_under_way:
             output = engine.schedule()
             counted_too_much += bool(output.scheduled_spec_decode_tokens.get("a"))
             ends = ends_of(engine, request, stored_blocks(output))
