@@ -155,17 +155,22 @@ class Reports:
         self._stores.jobs.abandon()
         return drained
 
-    def running_loads(self) -> set[str]:
-        """Return the requests whose asynchronous loads some rank has not reported."""
-        return {tracked.request_id for tracked in self._requests if tracked.held is not None}
+    def running_loads(self, phase: Phase | None = None) -> set[str]:
+        """Return the requests whose asynchronous loads have not ended, as far as the engine knows.
 
-    def abandoned_loads(self) -> set[str]:
-        """Return the requests that ended while their loads run: the engine holds their blocks."""
+        With `phase` only those in that phase.
+        """
         return {
             tracked.request_id
             for tracked in self._requests
-            if tracked.held is not None and tracked.phase is Phase.ENDED
+            if tracked.held is not None
+            and phase in (None, tracked.phase)
+            and tracked.request_id not in self._received_unread
         }
+
+    def abandoned_loads(self) -> set[str]:
+        """Return the requests that ended while their loads run: the engine holds their blocks."""
+        return self.running_loads(Phase.ENDED)
 
     def waiting_loads(self) -> set[str]:
         """Return the requests that may wait for a load of ours, or for their turn after it."""

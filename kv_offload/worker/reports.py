@@ -11,12 +11,10 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 
 from kv_offload.messages import JobResult, LoadJob, OffloadWorkerMetadata
 from kv_offload.metrics import OffloadStats
 
-NOTHING = OffloadWorkerMetadata()
 REMEMBERED_LOSSES = 1024
 """Lost loads kept for a drain, which must name those whose report is still under way."""
 
@@ -27,9 +25,14 @@ class Reports:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._stats = OffloadStats()
-        # What our scheduler has not been told, and what it was told last.
-        self._next = OffloadWorkerMetadata()
-        self._last = OffloadWorkerMetadata()
+        # What our scheduler has not been told.
+        self._stores: dict[int, JobResult] = {}
+        self._loads: dict[int, frozenset[int]] = {}
+        self._failed_loads: set[str] = set()
+        self._lost_loads: set[int] = set()
+        # What it was told last of stores, and whether it was told of a lost load.
+        self._last_stores: dict[int, JobResult] = {}
+        self._told_loss = False
         # Requests whose asynchronous loads ended; the value is the load if it failed. vLLM has not
         # been told.
         self._received: dict[str, LoadJob | None] = {}
@@ -45,7 +48,7 @@ class Reports:
 
     def store_ended(self, job_id: int, *, ok: bool) -> None:
         """Take in that a store has ended."""
-        self._next.stores[job_id] = self.result(ok=ok)
+        self._stores[job_id] = self.result(ok=ok)
 
     def load_starts(self, job: LoadJob) -> None:
         """Take in that an asynchronous load starts: what was told last is of an earlier one."""
@@ -55,21 +58,20 @@ class Reports:
         """Take in that an asynchronous load has ended."""
         if failed:
             self._received[job.request_id] = job
-            failed_loads = self._next.failed_loads | {job.request_id}
-            self._next = replace(self._next, failed_loads=failed_loads)
+            self._failed_loads.add(job.request_id)
         else:
             self._received.setdefault(job.request_id, None)
 
     def synchronous_load_ended(self, job: LoadJob) -> None:
         """Take in that nothing copies to the blocks of a synchronous load any more."""
-        self._next.loads[job.job_id] = frozenset({self._rank})
+        self._loads[job.job_id] = frozenset({self._rank})
 
     def load_lost(self, job: LoadJob) -> None:
         """Take in that a forward read what this load had not brought: its request must end.
 
         The report of this very step says so. The load itself ends when its copies do.
         """
-        self._next = replace(self._next, lost_loads=self._next.lost_loads | {job.job_id})
+        self._lost_loads.add(job.job_id)
         self._lost_lately.append(job.job_id)
 
     def count(self, name: str, amount: float) -> None:
@@ -99,15 +101,32 @@ class Reports:
 
         `ready_slots` and `weight_loads` are as of now, and told where they have grown.
         """
-        self._last, self._next = self._next, OffloadWorkerMetadata()
-        report = replace(
-            self._last,
+        self._last_stores, self._stores = self._stores, {}
+        loads, self._loads = self._loads, {}
+        failed, lost = self._take_failed()
+        ready = self._if_grown("ready_slots", ready_slots)
+        weights = self._if_grown("weight_loads", weight_loads)
+        stores = self._last_stores
+        if not (stores or loads or failed or lost or load_speed or store_speed or ready or weights):
+            return None  # as in most steps
+        return OffloadWorkerMetadata(
+            stores=stores,
+            failed_loads=failed,
+            loads=loads,
+            lost_loads=lost,
             load_bytes_per_second=load_speed,
+            ready_slots=ready,
             store_bytes_per_second={} if store_speed is None else {self._rank: store_speed},
-            ready_slots=self._if_grown("ready_slots", ready_slots),
-            weight_loads=self._if_grown("weight_loads", weight_loads),
+            weight_loads=weights,
         )
-        return None if report == NOTHING else report
+
+    def _take_failed(self) -> tuple[frozenset[str], frozenset[int]]:
+        """Return the loads that failed and that were lost, and remember whether any was lost."""
+        failed, lost = frozenset(self._failed_loads), frozenset(self._lost_loads)
+        self._failed_loads.clear()
+        self._lost_loads.clear()
+        self._told_loss = bool(lost)
+        return failed, lost
 
     def _if_grown(self, name: str, value: int) -> dict[int, int]:
         if value <= self._told[name]:
@@ -120,11 +139,10 @@ class Reports:
 
         In this step vLLM takes in the tokens that were computed with them.
         """
-        failed, lost = self._next.failed_loads, self._next.lost_loads
-        self._next = replace(self._next, failed_loads=frozenset(), lost_loads=frozenset())
-        self._last = replace(self._last, lost_loads=lost)
-        report = OffloadWorkerMetadata(failed_loads=failed, lost_loads=lost)
-        return None if report == NOTHING else report
+        failed, lost = self._take_failed()
+        if not (failed or lost):
+            return None
+        return OffloadWorkerMetadata(failed_loads=failed, lost_loads=lost)
 
     def take_ended_loads(self) -> tuple[set[str], set[str]]:
         """Return the requests whose loads ended well and that a scheduler in this process awaits.
@@ -144,11 +162,10 @@ class Reports:
         Empty while the last report or the next one says that a load was lost: first the scheduler
         must distrust what was computed with that load, and a store may hold it.
         """
-        if self._next.lost_loads or self._last.lost_loads:
+        if self._lost_loads or self._told_loss:
             return {}
-        results = self._last.stores | self._next.stores
-        # The last report itself may still be read: it keeps its stores.
-        self._last, self._next = replace(self._last, stores={}), replace(self._next, stores={})
+        results = self._last_stores | self._stores
+        self._last_stores, self._stores = {}, {}  # not cleared: a report may hold the first
         return results
 
     def forgive_failed_loads(self) -> None:

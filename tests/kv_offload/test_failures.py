@@ -268,6 +268,30 @@ def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice() -> None:
     engine.check_rest()
 
 
+def test_a_drain_does_not_tell_of_a_load_whose_report_could_not_be_read() -> None:
+    """The engine has heard of the load, and has forgotten the request."""
+    engine = PlayedEngine(async_scheduling=True)
+    store(engine, PROMPT)
+    engine.add("a", PROMPT)
+    engine.step()  # submits the load
+    engine.abort("a")
+    engine.run_copies(Direction.LOAD)
+    raised: list[str] = []
+    for _ in range(2):  # when the report comes, and at the end of the step
+        wrap_hook(
+            engine.connector,
+            "offload_scheduler.reports.read",
+            functools.partial(raise_once, raised, 0),
+        )
+    engine.add("b", OTHER)
+    engine.step()
+    assert len(raised) == 2
+    assert "a" not in engine.scheduler.requests
+    engine.reset(reset_running_requests=True)
+    engine.run()
+    engine.check_rest()
+
+
 def raise_once(raised: list[str], when: int, hook: Callable[..., Any]) -> Callable[..., Any]:
     """Have a hook raise at its call number `when`; `raised` tells when it has."""
     calls = iter(range(1 << 30))

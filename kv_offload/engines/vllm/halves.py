@@ -31,21 +31,6 @@ def workers_of_process() -> list[Any]:
     return list(halves(get_kv_transfer_group(), "offload_worker"))
 
 
-def local_rank(engine_id: str | None) -> Any | None:
-    """Return the worker's half of this engine's connector if it lives in this process, else None.
-
-    With one rank vLLM runs the worker in the process and on the thread of the scheduler. A
-    MultiConnector adds up what its members report, so this does not look inside one.
-    """
-    from vllm.distributed import kv_transfer
-
-    if not kv_transfer.has_kv_transfer_group():
-        return None
-    connector = kv_transfer.get_kv_transfer_group()
-    half = getattr(connector, "offload_worker", None)
-    return half if half is not None and connector.engine_id == engine_id else None
-
-
 def own_reports(connector: Any, report: Any) -> Iterator[tuple[Any, OffloadWorkerMetadata]]:
     """Yield our schedulers, each with what its ranks report, also inside a MultiConnector."""
     if isinstance(report, OffloadWorkerMetadata):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed import kv_transfer
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
-from kv_offload.engines.vllm.halves import local_rank
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.metadata import ConnectorMetadata, convert
 from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacities
@@ -149,5 +149,12 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def _local_rank(self) -> OffloadWorker | None:
-        """Return the only rank, if it lives in this process, on the scheduler's thread."""
-        return local_rank(self.engine_id) if self._only_rank else None
+        """Return the only rank, if it lives in this process, on the scheduler's thread.
+
+        A MultiConnector adds up what its members report, so this does not look inside one.
+        """
+        if not self._only_rank or not kv_transfer.has_kv_transfer_group():
+            return None
+        connector = kv_transfer.get_kv_transfer_group()
+        rank: OffloadWorker | None = getattr(connector, "offload_worker", None)
+        return rank if rank is not None and connector.engine_id == self.engine_id else None
