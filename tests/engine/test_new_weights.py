@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kv_offload.scheduler.scheduler import OffloadScheduler
+from kv_offload.scheduler.contents import Contents
 from tests.engine.harness import BLOCK_TOKENS, Engine, Tokens, engine, random_tokens
 from tests.engine.weight_updates import WAYS, Weights, by_hand, write_new_weights
 
@@ -90,7 +90,7 @@ def test_weights_that_change_after_the_reset_count_too(
 def test_the_control_serves_old_kv(
     offloading: Engine, case: Case, way: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OffloadScheduler, "weights_change", lambda scheduler: False)
+    monkeypatch.setattr(Contents, "weights_change", lambda contents: False)
     way(offloading, case.weights)
     offloading.reset_gpu_cache()
     offloading.totals.clear()
