@@ -128,17 +128,12 @@ def _key(field: dataclasses.Field[Any], hint: Any) -> Key:
 
 
 _HINTS = get_type_hints(OffloadConfig, include_extras=True)
-SCHEMA = {
-    field.name: _key(field, _HINTS[field.name]) for field in dataclasses.fields(OffloadConfig)
-}
+SCHEMA = {f.name: _key(f, _HINTS[f.name]) for f in dataclasses.fields(OffloadConfig)}
 
 
 @dataclass(frozen=True, slots=True)
 class TracedConfig:
-    """A configuration, its file, and for every key the source and the value as it was written.
-
-    `host` is the memory that a percentage is of, and `replicas` how many engines divide it.
-    """
+    """A configuration, its file, and for every key the source and the value as it was written."""
 
     config: OffloadConfig
     file: Path | None

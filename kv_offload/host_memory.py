@@ -15,8 +15,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 HEADROOM_BYTES = 2 << 30
 """Memory that no pool takes: where none is left, the kernel ends processes. One half is for what
 engines need once they serve: requests, graphs, buffers of NCCL. The other half is for pools that
-grow at the same time and cannot see what the others are just taking: 32 MiB for each of 4 threads
-of 8 ranks. A sum, not a measurement."""
+grow at the same time unseen: 32 MiB for each of 4 threads of 8 ranks. A sum, not a measurement."""
 
 HEADROOM_PART = 16
 """A small machine keeps one part in so many of its memory free: 256 MiB of 4 GiB."""
@@ -38,10 +37,8 @@ def headroom_bytes(host: HostMemory) -> int:
 def read_host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
     """Return the smallest of the machine's memory and the limits of this process's cgroups.
 
-    It is what exists, not what is free. Limits outside the cgroup namespace cannot be seen.
-
-    Raises:
-        CapacityError: the machine's memory or a limit that exists cannot be read.
+    It is what exists, not what is free. Limits outside the cgroup namespace cannot be seen. Raises
+    `CapacityError` if the machine's memory or a limit that exists cannot be read.
     """
     return _smallest(_limits(proc, cgroups), proc, cgroups)
 
@@ -51,10 +48,8 @@ def read_available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMem
 
     That is the smallest of the machine's `MemAvailable` and, in every cgroup with a limit, the
     limit less what is in use. Cached files do not count as in use: the kernel drops them first.
-    Reads some ten files, in 0.3 ms on a machine with 2 cores. Any thread may call it.
-
-    Raises:
-        CapacityError: the machine's memory, a limit or its use cannot be read.
+    Reads some ten files, in 0.3 ms on a machine with 2 cores. Any thread may call it. Raises
+    `CapacityError` if the machine's memory, a limit or its use cannot be read.
     """
     return _smallest(_available(proc, cgroups), proc, cgroups)
 

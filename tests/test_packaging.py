@@ -213,10 +213,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_the_two_packages_and_all_device_code(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
-    assert {name.partition("/")[0].partition("-")[0] for name in names} == {
-        "kv_offload",
-        "kv_swap",
-    }
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"kv_offload", "kv_swap"}
     sources = {
         f"kv_swap/{file.relative_to(ROOT)}" for file in (ROOT / "csrc").rglob("*") if file.is_file()
     }

@@ -157,7 +157,7 @@ class SchedulerBed:
             prefix = self.new_prefix()
             # A key of the first cache group is the block's hash.
             keys = [block_name(prefix, index) for index in range(longest_prompt // BLOCK_TOKENS)]
-            self.manager.complete_store(self.manager.prepare_store(keys).slots)
+            self.manager.complete_store(self.manager.prepare_store(keys))
             self._stored_prefixes.append(prefix)
         assert self.manager.slots_in_use == slots
 

@@ -4,7 +4,8 @@
 - `index`: which key is in which slot, on a `key_map`.
 - `policies`: which slot is reused next.
 - `prefix`: from the tokens of a request to keys, and the longest prefix that can be loaded.
-- `slots`: the types that they share.
+- `running`: which slots are being read or written.
+- `slots`: the types and errors that they share.
 
 Pure Python and NumPy: nothing here imports an engine, a device or another folder of `kv_offload`.
 """

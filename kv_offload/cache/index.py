@@ -2,8 +2,8 @@
 
 A slot has a key, or it is
 
-- unused: it had no key since the last `clear`;
-- free: it lost its key because the store failed, or was an orphan until now;
+- unused: it never had a key;
+- free: it lost its key, because the store failed or by `clear`;
 - an orphan: `clear` forgot its key while a load or a store was running. No look-up finds an orphan,
   and it is given to no key, until that load or store has ended and the slot is freed.
 
@@ -35,26 +35,23 @@ class SlotIndex:
     """Maps keys to the slots 0..`num_slots` - 1; `CacheManager` decides what happens to them."""
 
     def __init__(self, num_slots: int) -> None:
-        """Make an index of `num_slots` slots, all unused."""
         self.num_slots = num_slots
         self.usable_slots = num_slots
         """Only slots below this are given out. Never below `given_out`."""
         self.num_orphans = 0
         self._slot_of = KeyMap()
-        self._key_of: list[Key] = []  # up to the last used slot; None if free or an orphan
+        self._key_of: list[Key] = []  # by slot; None if free or an orphan
         self._free: list[int] = []
-        # Zeros from the system take no memory until they are written.
-        self._orphan = np.zeros(num_slots, bool)
 
     @property
     def given_out(self) -> int:
-        """Slots from 0 on that are not unused; all others are unused, or orphans."""
+        """Slots from 0 on that are not unused; all others are."""
         return len(self._key_of)
 
     @property
     def slots_in_use(self) -> int:
         """Slots that have a key, and orphans."""
-        return len(self._slot_of) + self.num_orphans
+        return self.given_out - len(self._free)
 
     def items(self) -> Iterator[tuple[Key, int]]:
         """Iterate over all keys and their slots, in no order."""
@@ -88,10 +85,7 @@ class SlotIndex:
         return self._slot_of.get_all(keys)
 
     def take_free(self, keys: Sequence[Key]) -> Slots:
-        """Give free and unused slots to the first of `keys`, as many as there are.
-
-        The keys are distinct and have no slot.
-        """
+        """Give free and unused slots to the first of `keys`, which are distinct and new."""
         slots = NO_SLOTS
         if self._free:
             reused = [self._free.pop() for _ in range(min(len(self._free), len(keys)))]
@@ -99,26 +93,12 @@ class SlotIndex:
                 self._key_of[slot] = key
             slots = np.array(reused, np.int32)
         if len(slots) < len(keys) and self.given_out < self.usable_slots:
-            slots = np.concatenate((slots, self._take_unused(keys[len(slots) :])))
+            first = self.given_out
+            self._key_of += keys[len(slots) :][: self.usable_slots - first]
+            slots = np.concatenate((slots, np.arange(first, self.given_out, dtype=np.int32)))
         if len(slots):
             self._slot_of.add_all(keys[: len(slots)], slots.tolist())
         return slots
-
-    def _take_unused(self, keys: Sequence[Key]) -> Slots:
-        first = self.given_out
-        if not self.num_orphans:
-            self._key_of.extend(keys[: max(0, self.usable_slots - first)])
-            return np.arange(first, self.given_out, dtype=np.int32)
-        slots: list[int] = []
-        for slot in range(first, self.usable_slots):
-            if len(slots) == len(keys):
-                break
-            if self._orphan[slot]:
-                self._key_of.append(None)
-            else:
-                self._key_of.append(keys[len(slots)])
-                slots.append(slot)
-        return np.array(slots, np.int32)
 
     def replace(self, slots: Slots, keys: Sequence[Key]) -> None:
         """Forget the keys of `slots` and give the slots to `keys`, which are distinct and new."""
@@ -126,54 +106,45 @@ class SlotIndex:
 
     def forget(self, slots: Slots) -> None:
         """Forget the keys of `slots`, and free the slots."""
-        self._slot_of.remove_all([self._key_of[slot] for slot in slots.tolist()])
-        self._set_free(slots)
+        freed = slots.tolist()
+        self._slot_of.remove_all([self._key_of[slot] for slot in freed])
+        for slot in freed:
+            self._key_of[slot] = None
+        self._free += freed
 
     def free_orphans(self, slots: Slots) -> Slots:
         """Free the orphans among `slots`, and return the others."""
         if not self.num_orphans:
             return slots
-        orphan = self._orphan[slots]
-        freed: Slots = slots[orphan]
-        others: Slots = slots[~orphan]
-        self._orphan[freed] = False
+        # A slot that a load or a store has used has a key, or it is an orphan.
+        owned = np.array([self._key_of[slot] is not None for slot in slots.tolist()], bool)
+        freed = slots[~owned].tolist()
         self.num_orphans -= len(freed)
-        self._set_free(freed[freed < self.given_out])
+        self._free += freed
+        others: Slots = slots[owned]
         return others
 
-    def _set_free(self, slots: Slots) -> None:
-        free = slots.tolist()
-        for slot in free:
-            self._key_of[slot] = None
-        self._free.extend(free)
-
     def clear(self, busy: NDArray[np.bool_]) -> None:
-        """Forget all keys. Slots for which `busy[slot]` is true become orphans.
-
-        `busy` has shape `(given_out,)`.
-        """
-        orphan = self._orphan[: self.given_out]
-        self.num_orphans += int((busy & ~orphan).sum())
-        orphan |= busy
+        """Forget all keys; the slots in `busy`, shape `(given_out,)`, become orphans."""
+        self.num_orphans = int(busy.sum())
         self._slot_of = KeyMap()
-        self._key_of.clear()
-        self._free.clear()
+        self._key_of = [None] * self.given_out
+        # The last of these is given out first. So a prefix gets slots that follow each other.
+        self._free = np.flatnonzero(~busy)[::-1].tolist()
 
     def orphans(self) -> set[int]:
         """Return all orphans, in O(num_slots)."""
-        return {*np.flatnonzero(self._orphan).tolist()}
+        return {slot for slot, key in enumerate(self._key_of) if key is None} - {*self._free}
 
     def check_integrity(self) -> None:
-        """Check all invariants in O(num_slots); raise `AssertionError` naming the first broken."""
-        orphans = self.orphans()
-        assert len(orphans) == self.num_orphans, "orphans are not counted right"
+        """Raise `AssertionError` naming the first broken invariant, in O(num_slots)."""
+        assert len(self.orphans()) == self.num_orphans, "orphans are not counted right"
         known = dict(self.items())
         for key, slot in known.items():
             assert 0 <= slot < self.given_out, f"slot {slot} is used that was never given out"
             assert self._key_of[slot] == key, f"slot {slot} of {key!r} is {self._key_of[slot]!r}'s"
         assert self.given_out <= self.usable_slots <= self.num_slots, "a slot does not exist"
-        in_reach = [slot for slot in orphans if slot < self.given_out]
-        all_slots = [*known.values(), *in_reach, *self._free]
+        all_slots = [*known.values(), *self.orphans(), *self._free]
         assert sorted(all_slots) == list(range(self.given_out)), "a slot is lost or has two owners"
-        named = {slot for slot, key in enumerate(self._key_of) if key is not None}
-        assert named == {*known.values()}, "a slot without a key has a name"
+        named = [slot for slot in self._free if self._key_of[slot] is not None]
+        assert not named, "a slot without a key has a name"

@@ -16,10 +16,9 @@ _SHARD_BITS = NUM_SHARDS - 1
 class KeyMap:
     """Maps keys to ints as a dict does, spread over dicts that are small enough to be rebuilt."""
 
-    __slots__ = ("_length", "_shards")
+    __slots__ = ("_shards",)
 
     def __init__(self) -> None:
-        self._length = 0
         self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(NUM_SHARDS))
 
     def get(self, key: Key) -> int:
@@ -36,14 +35,12 @@ class KeyMap:
         shards = self._shards
         for key, value in zip(keys, values, strict=True):
             shards[hash(key) & _SHARD_BITS][key] = value
-        self._length += len(keys)
 
     def remove_all(self, keys: Sequence[Key]) -> None:
         """Take keys out, which are distinct. Raises `KeyError` for an unknown one."""
         shards = self._shards
         for key in keys:
             del shards[hash(key) & _SHARD_BITS][key]
-        self._length -= len(keys)
 
     def rename_all(self, key_of: list[Key], values: Sequence[int], keys: Sequence[Key]) -> None:
         """Map others to values that have keys; `key_of` has the key of each value, and is kept so.
@@ -59,9 +56,7 @@ class KeyMap:
 
     def pop(self, key: Key) -> int:
         """Take a key out and return what it mapped to. Raises `KeyError` for an unknown one."""
-        value = self._shards[hash(key) & _SHARD_BITS].pop(key)
-        self._length -= 1
-        return value
+        return self._shards[hash(key) & _SHARD_BITS].pop(key)
 
     def items(self) -> Iterator[tuple[Key, int]]:
         """Iterate over all (key, int) pairs, in no order."""
@@ -69,12 +64,4 @@ class KeyMap:
             yield from shard.items()
 
     def __setitem__(self, key: Key, value: int) -> None:
-        shard = self._shards[hash(key) & _SHARD_BITS]
-        self._length += key not in shard
-        shard[key] = value
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._shards[hash(key) & _SHARD_BITS]
-
-    def __len__(self) -> int:
-        return self._length
+        self._shards[hash(key) & _SHARD_BITS][key] = value

@@ -5,87 +5,50 @@
 
 Any number of loads can read a key at once. A key is evicted only when no load reads it.
 
-`reset` forgets all keys at once, also keys that a load or a store is using. Their slots become
-orphans: no look-up finds them, and they are not given out until that load or store is completed.
-So operations are completed by slot, not by key.
+`reset` forgets all keys, also keys that a load or a store is using. Their slots become orphans (see
+`index`) until it is completed. So operations are completed by slot, not by key.
 
 The keys of one call are in prefix order, and the first of them is evicted last: a tail without its
-head is useless. `prepare_load` and `prepare_store` set that order, because they know all keys of
-the prefix. A job that was cut into slices completes head first, piece by piece, so the completions
-leave the order alone.
+head is useless. `prepare_load` and `prepare_store` set that order. Completions leave it alone,
+because a job may complete piece by piece.
 
 A prompt has thousands of blocks, so whole prefixes go in and out as batches: what is known of slots
 is in arrays, and Python code runs per key only where a key is given a slot.
 
 Not thread safe: one scheduler owns it. All operations but `reset` take O(1) amortised time per key,
-without a pause to reorganise, and memory grows with the slots that were used, not with `num_slots`.
+without a pause to reorganise. Memory is taken when slots are used, not for `num_slots` at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache.errors import MissingKeyError, MisuseError
 from kv_offload.cache.index import SlotIndex
-from kv_offload.cache.policies import EvictionPolicy
-from kv_offload.cache.running import RunningOperations
-from kv_offload.cache.slots import NO_SLOTS, Key, Slots
-from kv_offload.errors import CapacityError
-
-SlotNumbers: TypeAlias = Slots | Sequence[int]
-"""What a caller may name slots by."""
-
-
-class PreparedStore(NamedTuple):
-    """What `prepare_store` decided about its keys."""
-
-    keys: Sequence[Key]
-    """The keys to be written, in the order in which they were given."""
-    slots: Slots
-    """The slot of each of `keys`."""
-    known: int
-    """Keys skipped because they are readable, being stored or repeated."""
-    no_room: int
-    """Keys at the end skipped because no slot is free and none can be evicted."""
-    evicted: int
-    """Keys that were evicted to make room."""
+from kv_offload.cache.policies.base import EvictionPolicy
+from kv_offload.cache.running import RunningOperations, distinct
+from kv_offload.cache.slots import NO_SLOTS, Key, MissingKeyError, Slots
 
 
 class CacheManager:
     """Maps keys to the slots 0..`num_slots` - 1 and decides what is stored, loaded and evicted."""
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
-        """Manage `num_slots` slots, all free.
-
-        `policy` must be new and made for `num_slots` slots, and belongs to the manager afterwards.
-
-        Raises `CapacityError` for fewer than 1 slot and `MisuseError` for another policy.
-        """
-        if num_slots < 1:
-            raise CapacityError(f"a host cache of {num_slots} slots: give it memory for 1 or more")
-        if policy.capacity != num_slots or policy.resident():
-            raise MisuseError(
-                f"the policy is for {policy.capacity} slots and ranks {len(policy.resident())}: "
-                f"give a manager of {num_slots} slots a new one for {num_slots}"
-            )
+        """Own `policy`, which is new and made for `num_slots` slots."""
+        assert policy.capacity == num_slots, "the policy is for another number of slots"
+        self.num_slots = num_slots
+        self.evictions = 0
+        """Keys evicted since the start; `reset` neither counts nor clears them."""
         self._index = SlotIndex(num_slots)
         self._policy = policy
         self._running = RunningOperations(num_slots)  # those on orphans too
-        self._evictions = 0
         self._resets = 0
         # What `forgotten` was after the last eviction from each slot, and after the last reset.
         self._forgotten_at = np.zeros(num_slots, np.int64)
         self._reset_at = 0
-
-    @property
-    def num_slots(self) -> int:
-        """Slots in total."""
-        return self._index.num_slots
 
     @property
     def usable_slots(self) -> int:
@@ -93,16 +56,9 @@ class CacheManager:
         return self._index.usable_slots
 
     def limit_slots(self, usable_slots: int) -> None:
-        """Give out slots below `usable_slots` only, until the next call.
-
-        Raises `MisuseError` beyond `num_slots`, and if a slot at or above it was given out.
-        """
+        """Give out slots below `usable_slots` only; no other slot was given out before."""
         given_out = self._index.given_out
-        if not given_out <= usable_slots <= self.num_slots:
-            raise MisuseError(
-                f"a limit of {usable_slots} slots: {given_out} of {self.num_slots} were "
-                "given out, name a number between"
-            )
+        assert given_out <= usable_slots <= self.num_slots, f"{given_out} slots were given out"
         self._index.usable_slots = usable_slots
 
     @property
@@ -111,14 +67,9 @@ class CacheManager:
         return self._index.slots_in_use
 
     @property
-    def evictions(self) -> int:
-        """Keys evicted since the start; `reset` neither counts nor clears them."""
-        return self._evictions
-
-    @property
     def forgotten(self) -> int:
         """Evictions and resets since the start. Until it changes, readable keys stay readable."""
-        return self._evictions + self._resets
+        return self.evictions + self._resets
 
     def keep_their_keys(self, slots: Slots, since: int) -> bool:
         """Say whether slots have the keys that they had when `forgotten` was `since`.
@@ -153,8 +104,8 @@ class CacheManager:
     def prepare_load(self, keys: Sequence[Key]) -> Slots:
         """Return the slots of `keys`, in order, and hold them against eviction; all or nothing.
 
-        Counts as an access to each key. The caller owns one hold per key until `complete_load`; a
-        key that is repeated has several.
+        Counts as an access. The caller owns one hold per key, repeated or not, until
+        `complete_load`.
 
         Raises `MissingKeyError` for a key that is not readable; nothing is changed.
         """
@@ -167,59 +118,40 @@ class CacheManager:
         self._policy.hold(idle[::-1])
         if len(idle) < len(slots):
             # Some slots are repeated or have other readers: `use` puts all of them in order.
-            self._policy.use(slots[::-1])
+            self._policy.use(distinct(slots)[::-1])
         return slots
 
-    def complete_load(self, slots: SlotNumbers) -> None:
+    def complete_load(self, slots: Slots) -> None:
         """End one load of each slot, whether it failed or not; the last one lifts the hold.
 
         Raises `MisuseError` for a slot that has no load running; nothing is changed.
         """
-        idle = self._running.end_loads(np.asarray(slots, np.int32))
+        idle = self._running.end_loads(slots)
         self._policy.release(self._index.free_orphans(idle))
 
-    def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> PreparedStore:
-        """Give slots to the keys that are not known, first to last, evicting others as needed.
+    def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> Slots:
+        """Give slots to distinct keys that have none, first to last, evicting others as needed.
 
-        No key of `keys` is evicted. Known ones count as accessed, so pass the whole run of a prefix
-        that is at hand. If the slots of its head are known already, pass them as `along`: they
-        count as more recent than `keys`. New keys are not readable, and no other key is given their
-        slots, until `complete_store`.
+        Returns the slots; if no more are free and none can be evicted, the last keys get none.
+
+        `along` names the slots of the same prefixes that are known. They are not evicted, and count
+        as accessed, more recently than `keys`. New keys are not readable, and no other key is given
+        their slots, until `complete_store`.
         """
-        found = self._index.find(keys)
-        new = list(dict.fromkeys(compress(keys, (found < 0).tolist())))
-        known = np.concatenate((along, found[found >= 0]))
-        prepared = self.prepare_new(new, known)
-        if len(known) > len(along):
-            # New keys may lie between known ones: put all of them in order.
-            used = self._index.find(keys)
-            self._policy.use(np.concatenate((along, used[used >= 0]))[::-1])
-        return prepared._replace(known=len(keys) - len(new))
-
-    def prepare_new(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> PreparedStore:
-        """Do as `prepare_store` with keys that the caller knows to be distinct and not known."""
         guarded = NO_SLOTS
         if len(along):
+            along = distinct(along)
             guarded = self._running.idle(along)
             self._policy.hold(guarded[::-1])
-        evictions_before = self._evictions
         slots = self._take_slots(keys)
         self._running.start_stores(slots)
         if len(along):
             self._policy.use(along[::-1])
             self._policy.release(guarded)
-        return PreparedStore(
-            keys[: len(slots)],
-            slots,
-            known=0,
-            no_room=len(keys) - len(slots),
-            evicted=self._evictions - evictions_before,
-        )
+        return slots
 
     def _take_slots(self, keys: Sequence[Key]) -> Slots:
         """Give slots to the first of `keys`: free slots, then the slots of evicted keys."""
-        if not len(keys):
-            return NO_SLOTS
         free = self._index.take_free(keys)
         if len(free):
             self._policy.add(free, keys[: len(free)])
@@ -228,18 +160,17 @@ class CacheManager:
             return free
         victims = self._policy.replace(keys)
         self._index.replace(victims, keys[: len(victims)])
-        self._evictions += len(victims)
+        self.evictions += len(victims)
         self._forgotten_at[victims] = self.forgotten
         return np.concatenate((free, victims)) if len(free) else victims
 
-    def complete_store(self, slots: SlotNumbers, *, ok: bool = True) -> None:
+    def complete_store(self, slots: Slots, *, ok: bool = True) -> None:
         """End the store of each slot: its key becomes readable, or its slot free where it failed.
 
         Raises `MisuseError` for a slot that has no store running; nothing is changed.
         """
-        ended = np.asarray(slots, np.int32)
-        self._running.end_stores(ended)
-        owned = self._index.free_orphans(ended)
+        self._running.end_stores(slots)
+        owned = self._index.free_orphans(slots)
         if ok:
             self._policy.release(owned)
         else:
@@ -257,10 +188,7 @@ class CacheManager:
         self._policy.clear()
 
     def check_integrity(self) -> None:
-        """Check all invariants, in O(num_slots).
-
-        Raises `AssertionError` naming the first that is broken.
-        """
+        """Raise `AssertionError` naming the first broken invariant, in O(num_slots)."""
         for part in (self._policy, self._index, self._running):
             part.check_integrity()
         running = {*np.flatnonzero(self._running.busy(self.num_slots)).tolist()}

@@ -17,15 +17,12 @@ from kv_offload.errors import UnsupportedError
 
 SlotKey = bytes
 KeyMaker = Callable[[bytes, int], bytes]
-"""vLLM's `make_block_hash_with_group_id`: the key under which its own pool knows a block.
-
-It appends to the hash a suffix that names the group."""
+"""vLLM's `make_block_hash_with_group_id`: makes its own pool's key of a hash and a group."""
 Readable = Callable[[Sequence[SlotKey]], NDArray[np.bool_]]
 """Says for each key whether host memory can serve it."""
 
 FIRST_LOOKUP_SLOTS = 8
-"""How many slots the search for the first missing one looks up at once. It starts with few, because
-the first slot of a new prompt is missing already."""
+"""How many slots a search looks up at first. They are few: a new prompt's first slot is missing."""
 
 LOOKUP_GROWTH = 4
 """If none of them is missing, the search goes on with this many times as many."""
@@ -61,10 +58,7 @@ class CacheGroup:
         return self.window_tokens is None and self.chunk_tokens is None and not self.holds_state
 
     def first_needed_token(self, end_tokens: int) -> int:
-        """Return the first token whose KV a query at position `end_tokens` still reads.
-
-        Returns `end_tokens` if it reads nothing before itself.
-        """
+        """Return the first token whose KV a query at `end_tokens` reads; `end_tokens` if none."""
         if self.holds_state:
             return max(0, end_tokens - 1)
         if self.chunk_tokens is not None:
@@ -75,10 +69,7 @@ class CacheGroup:
 
 
 def _group_suffix(make_key: KeyMaker, group_id: int) -> bytes:
-    """Return what the engine appends to a hash to name the group.
-
-    Raises `UnsupportedError` if it makes its keys in another way.
-    """
+    """Return what the engine appends to a hash to name the group. Raises `UnsupportedError`."""
     suffix = make_key(b"", group_id)
     made = make_key(b"hash", group_id)
     if made != b"hash" + suffix:
@@ -93,10 +84,7 @@ class PrefixMap:
     """Maps tokens of a request to slots and their keys, and finds the longest prefix to load."""
 
     def __init__(
-        self,
-        groups: Sequence[CacheGroup],
-        hash_block_tokens: int,
-        make_key: KeyMaker,
+        self, groups: Sequence[CacheGroup], hash_block_tokens: int, make_key: KeyMaker
     ) -> None:
         self.groups = tuple(groups)
         self._hash_block_tokens = hash_block_tokens
@@ -116,9 +104,9 @@ class PrefixMap:
         )
         """Whether a hit may cover all tokens of a request.
 
-        The engine then computes the last token again, which must find all that it reads. It does
-        where it reads every token before it. A window could begin one token too late for it, a
-        state would already include it, and KV that depends on the next token would have no proof.
+        The engine then computes the last token again, which must find all that it reads. A window
+        could begin one token too late for it, a state would already include it, and KV that depends
+        on the next token would have no proof.
         """
 
     def named_tokens(self, end_tokens: int) -> int:
@@ -141,8 +129,7 @@ class PrefixMap:
     ) -> list[SlotKey]:
         """Return the keys of slots `first` to `last` (exclusive), as far as hashes exist."""
         if group.group_id == 0:
-            # No suffix: these are the request's own bytes, whose hash Python has computed already.
-            # That counts, since most models have this group only, and prompts have many blocks.
+            # No suffix: Python has hashed the request's own bytes already, which saves much time.
             # They are shorter than keys with a suffix, so no two keys are the same.
             return list(self._ends(hashes, group, first, last))
         return self.pool_keys(hashes, group, first, last)
@@ -154,42 +141,33 @@ class PrefixMap:
         step = group.block_tokens // self._hash_block_tokens
         return hashes[(first + 1) * step - 1 : last * step : step]
 
-    def needed_slots(self, position: int, start_tokens: int, end_tokens: int) -> range:
-        """Return the slots that group `position` must load to extend a prefix to `end_tokens`."""
-        group = self.groups[position]
+    def needed_slots(self, group: CacheGroup, start_tokens: int, end_tokens: int) -> range:
+        """Return the slots that a group must load to extend a prefix to `end_tokens`."""
         first = max(start_tokens, group.first_needed_token(end_tokens))
         return range(first // group.block_tokens, end_tokens // group.block_tokens)
 
     def count_slots(self, start_tokens: int, end_tokens: int) -> int:
         """Return how many slots extend a prefix from `start_tokens` to `end_tokens`."""
-        return sum(
-            len(self.needed_slots(position, start_tokens, end_tokens))
-            for position in range(len(self.groups))
-        )
+        needed = (self.needed_slots(group, start_tokens, end_tokens) for group in self.groups)
+        return sum(map(len, needed))
 
     def needed_keys(
         self, hashes: Sequence[bytes], start_tokens: int, end_tokens: int
     ) -> list[SlotKey]:
-        """Return the keys of all slots that extend a prefix from start to end, in prefix order."""
+        """Return the keys of the slots that extend a prefix from start to end, group by group."""
         keys: list[SlotKey] = []
-        for position, group in enumerate(self.groups):
-            slots = self.needed_slots(position, start_tokens, end_tokens)
+        for group in self.groups:
+            slots = self.needed_slots(group, start_tokens, end_tokens)
             keys += self.slot_keys(hashes, group, slots.start, slots.stop)
         return keys
 
     def longest_hit(
-        self,
-        hashes: Sequence[bytes],
-        readable: Readable,
-        start_tokens: int,
-        limit_tokens: int,
+        self, hashes: Sequence[bytes], readable: Readable, start_tokens: int, limit_tokens: int
     ) -> int:
         """Return how far a prefix of `start_tokens` can be extended; `start_tokens` if it cannot.
 
-        Every group must cover the end. Full attention needs all slots from the start on. The other
-        groups need the blocks that a query at the end still reads: none where a chunk begins, the
-        last one for a state. If KV depends on the next token, the slot after the end must be
-        readable too; it may lie beyond `limit_tokens`.
+        Every group must have the blocks that a query at the end still reads. If KV depends on the
+        next token, the slot after the end must be readable too; it may lie beyond `limit_tokens`.
 
         A group that falls short lowers the end for all groups, so the search asks all of them
         again until the end stays.
@@ -198,8 +176,8 @@ class PrefixMap:
         previous = None
         while end > start_tokens and end != previous:
             previous = end
-            for position in range(len(self.groups)):
-                end = self._covered_end(position, hashes, readable, start_tokens, end)
+            for group in self.groups:
+                end = self._covered_end(group, hashes, readable, start_tokens, end)
                 if end <= start_tokens:
                     break
             if len(self.groups) == 1:
@@ -211,21 +189,18 @@ class PrefixMap:
 
     def _covered_end(
         self,
-        position: int,
+        group: CacheGroup,
         hashes: Sequence[bytes],
         readable: Readable,
         start_tokens: int,
         end_tokens: int,
     ) -> int:
         """Return the largest aligned end, at most `end_tokens`, that this group can serve."""
-        group = self.groups[position]
         # The proof is the slot after the end, so a missing slot moves the end one slot further.
         ahead = int(group.sees_next_token)
         if group.reads_all:
-            first, last = (
-                start_tokens // group.block_tokens,
-                end_tokens // group.block_tokens + ahead,
-            )
+            first = start_tokens // group.block_tokens
+            last = end_tokens // group.block_tokens + ahead
             count = FIRST_LOOKUP_SLOTS
             while first < last:
                 slots = range(first, min(first + count, last))
@@ -237,7 +212,7 @@ class PrefixMap:
         end = end_tokens
         while end > start_tokens:
             # A missing slot moves the end in front of it; the last missing one first.
-            slots = self.needed_slots(position, start_tokens, end)
+            slots = self.needed_slots(group, start_tokens, end)
             slots = range(slots.start, slots.stop + ahead)
             present = self._present(group, hashes, readable, slots)
             if present.all():
@@ -252,6 +227,4 @@ class PrefixMap:
         """Say for each slot whether it is readable; a slot without a hash is not."""
         keys = self.slot_keys(hashes, group, slots.start, slots.stop)
         present = readable(keys)
-        if len(keys) < len(slots):
-            present = np.append(present, np.zeros(len(slots) - len(keys), bool))
-        return present
+        return np.append(present, np.zeros(len(slots) - len(keys), bool))

@@ -5,15 +5,10 @@ Any number of loads may read a slot at once. Only one store writes it, and no lo
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from typing import NoReturn
-
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache.errors import MisuseError
-from kv_offload.cache.slots import Slots
+from kv_offload.cache.slots import MisuseError, Slots
 
 
 class RunningOperations:
@@ -26,10 +21,7 @@ class RunningOperations:
         self._writing: set[int] = set()
 
     def start_loads(self, slots: Slots) -> Slots:
-        """Begin one load of each slot; a repeated slot has several.
-
-        Returns the slots that had no load before, each once, in the order in which they come first.
-        """
+        """Begin one load of each slot; return the slots that had none, each once, in order."""
         idle = distinct(slots[self._readers[slots] == 0])
         if len(idle) == len(slots):
             self._readers[slots] = 1
@@ -43,20 +35,18 @@ class RunningOperations:
         Raises `MisuseError` for a slot that has no load running; nothing is changed.
         """
         ended, counts = np.unique(slots, return_counts=True)
-        exists = (ended >= 0) & (ended < len(self._readers))
-        left = np.where(exists, self._readers[np.where(exists, ended, 0)], 0) - counts
+        left = self._readers[ended] - counts
         if (left < 0).any():
-            at = int((left < 0).argmax())
             raise MisuseError(
-                f"{counts[at]} loads of slot {ended[at]} completed, but {left[at] + counts[at]} "
-                "are running: complete every prepared load once"
+                f"loads of slots {ended[left < 0].tolist()} were completed more often than "
+                "prepared: complete every prepared load once"
             )
         self._readers[ended] = left
         idle: Slots = ended[left == 0]
         return idle
 
     def start_stores(self, slots: Slots) -> None:
-        """Begin a store to each slot; no load or store of it runs."""
+        """Begin a store to each slot, which has no load and no store running."""
         self._writing.update(slots.tolist())
 
     def end_stores(self, slots: Slots) -> None:
@@ -67,16 +57,11 @@ class RunningOperations:
         names = slots.tolist()
         ended = set(names)
         if len(ended) < len(names) or not ended <= self._writing:
-            self._refuse_to_end(names)
+            raise MisuseError(
+                f"stores to slots {sorted(names)} were completed, but only stores to "
+                f"{sorted(self._writing & ended)} run: complete every prepared store once"
+            )
         self._writing -= ended
-
-    def _refuse_to_end(self, slots: Sequence[int]) -> NoReturn:
-        counts = Counter(slots)
-        slot = min(s for s, count in counts.items() if count > 1 or s not in self._writing)
-        raise MisuseError(
-            f"{counts[slot]} stores to slot {slot} completed, but {int(slot in self._writing)} is "
-            "running: complete every prepared store once"
-        )
 
     def not_written(self, slots: Slots) -> NDArray[np.bool_]:
         """Say for each slot that no store to it runs. -1, which is no slot, is not written."""
@@ -89,8 +74,9 @@ class RunningOperations:
         return ~np.isin(slots, writing) if writing else np.ones(len(slots), bool)
 
     def idle(self, slots: Slots) -> Slots:
-        """Return the slots that are neither read nor written, each once, in their order."""
-        return distinct(slots[self.not_written(slots) & (self._readers[slots] == 0)])
+        """Return the slots that are neither read nor written, in their order."""
+        idle: Slots = slots[self.not_written(slots) & (self._readers[slots] == 0)]
+        return idle
 
     def busy(self, count: int) -> NDArray[np.bool_]:
         """Say for each of the first `count` slots whether it is read or written."""
@@ -99,7 +85,7 @@ class RunningOperations:
         return busy
 
     def check_integrity(self) -> None:
-        """Check all invariants in O(num_slots); raise `AssertionError` naming the first broken."""
+        """Raise `AssertionError` naming the first broken invariant, in O(num_slots)."""
         assert (self._readers >= 0).all(), "a slot has fewer than no readers"
         read = self._writing & {*np.flatnonzero(self._readers).tolist()}
         assert not read, "a slot is read while it is written"

@@ -142,7 +142,7 @@ class Admissions:
         answer = tracked.answer
         self.go_on_without(request)
         block_ids = [list(group) for group in blocks.get_block_ids()]
-        if tracked.cursor is None:
+        if tracked.phase is Phase.WAITING:
             # Its blocks count among those that `lose` looks at, whatever has failed.
             self._requests.admit(tracked, Phase.READY, block_ids)
         if num_external_tokens and answer is not None:

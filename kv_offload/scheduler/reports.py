@@ -60,6 +60,9 @@ class Reports:
         `received` are those that the ranks' report names, `ended` those that the only rank has told
         of instead of a report, and `told_early` those that it told of and its last report names
         too. That report may be this one, or one that is still under way.
+
+        `read` must follow, once the engine's output names what this returns: an error in reading
+        must not make the engine hear of a load twice.
         """
         heard = {r for r in received | ended if self._is_due(r)}
         news = {*received, *ended} - heard
@@ -75,7 +78,6 @@ class Reports:
         if report is not None:
             self._unread.append(report)
         self._received_unread |= news
-        self.read()
         return news
 
     def _is_due(self, request_id: str) -> bool:

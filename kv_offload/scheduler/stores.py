@@ -219,13 +219,13 @@ class StorePlanner:
         if not choice.new and not choice.along:
             return
         along = np.array(choice.along, np.int32) if choice.along else NO_SLOTS
-        prepared = self._manager.prepare_new(list(choice.new), along)
-        if prepared.no_room:
-            self.skipped["pool_busy"] += prepared.no_room
-        if prepared.keys:
-            taken = len(prepared.keys)
+        stored = self._manager.prepare_store(list(choice.new), along)
+        taken = len(stored)
+        if taken < len(choice.new):
+            self.skipped["pool_busy"] += len(choice.new) - taken
+        if taken:
             self._budget.count_planned(taken)
-            self.jobs.pin(prepared.slots, choice.blocks[:taken])
+            self.jobs.pin(stored, choice.blocks[:taken])
 
     def _choose(
         self, choice: _Choice, span: _Span, keys: Sequence[SlotKey], slots: Sequence[int]

@@ -1,1 +1,1 @@
-"""Whether it has moved: one per rank, beside its model runner. Imports no engine."""
+"""A rank's half of the connector: it copies what the scheduler planned. Imports no engine."""

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kv_swap.engine import SwapEngine
 from kv_swap.factory import EngineKind, create_engine, numa_node
-from kv_swap.layout import KVLayout
-from kv_swap.memory.shared import SharedMemory
 
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import KVCaches
@@ -21,26 +17,6 @@ from kv_offload.worker.sharing import ALONE, Peers, arena_bytes, open_shared_mem
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """A rank's host memory: the transfer engine that owns it, its slots, and who shares it."""
-
-    transfer: SwapEngine
-    num_slots: int
-    peers: Peers
-    seconds: float
-
-    def describe(self) -> str:
-        """Return what it is like, for the log."""
-        layout = self.transfer.layout
-        sharing = f", kept once for {self.peers.count} ranks" if self.peers.count > 1 else ""
-        return (
-            f"{self.num_slots} slots, {self.transfer.ready_slots} of them ready, of "
-            f"{layout.slot_bytes} bytes ({self.num_slots * layout.slot_bytes / (1 << 30):.2f} "
-            f"GiB{sharing}) over {len(layout.regions)} regions, started in {self.seconds:.1f} s"
-        )
 
 
 def transfer_kind(config: OffloadConfig, device: torch.device) -> EngineKind:
@@ -69,21 +45,25 @@ def allocate(
     caches: KVCaches,
     layers: Sequence[str],
     output_copy_stream: torch.cuda.Stream | None,
-) -> Allocation:
-    """Allocate a rank's arena, and build the transfer engine, which holds it and the KV tensors.
+) -> tuple[SwapEngine, Peers]:
+    """Return a transfer engine that owns this rank's arena, and the ranks that share the arena.
 
     `peers` have the same KV bytes. They share one arena, or each has its own if one of them cannot
-    share: then the allocation's peers are `ALONE`. Peers must have the same `layers`, in the order
-    in which the engine registered them. Waits for the slowest peer. Raises `CapacityError`.
+    share: then `ALONE` is returned. The bytes of `layers`, in the order in which the engine
+    registered them, must be at the same places of a slot on all peers. Waits for the slowest peer.
+    The transfer engine holds the KV tensors. Raises `CapacityError`.
     """
-    started = time.monotonic()
     layout, device = caches.layout, caches.tensors[0].device
+    slot_bytes = layout.slot_bytes
     shared = None
     if peers.count > 1:
-        shared = _open_shared_memory(config, num_ranks, peers, kind, layout, layers, device)
+        nbytes = _count_slots(config, num_ranks, peers, slot_bytes) * slot_bytes
+        places = [(region.slot_offset_bytes, region.page_bytes) for region in layout.regions]
+        node = numa_node(kind, device)
+        shared = open_shared_memory(peers, nbytes, (tuple(layers), places), node)
     if shared is None:
         peers = ALONE
-    num_slots = _count_slots(config, num_ranks, peers, layout.slot_bytes)
+    num_slots = _count_slots(config, num_ranks, peers, slot_bytes)
     with shared or contextlib.nullcontext():
         transfer = create_engine(
             kind,
@@ -95,30 +75,7 @@ def allocate(
             shared=shared,
             room=growing_room(),
         )
-    return Allocation(transfer, num_slots, peers, time.monotonic() - started)
-
-
-def _open_shared_memory(
-    config: OffloadConfig,
-    num_ranks: int,
-    peers: Peers,
-    kind: EngineKind,
-    layout: KVLayout,
-    layers: Sequence[str],
-    device: torch.device,
-) -> SharedMemory | None:
-    """Return memory for the slots of all peers; None if one of them cannot share it.
-
-    Peers must have the same layers' bytes at the same places of a slot.
-    """
-    slot_bytes = layout.slot_bytes
-    places = [(region.slot_offset_bytes, region.page_bytes) for region in layout.regions]
-    return open_shared_memory(
-        peers,
-        _count_slots(config, num_ranks, peers, slot_bytes) * slot_bytes,
-        (tuple(layers), places),
-        numa_node(kind, device),
-    )
+    return transfer, peers
 
 
 def _count_slots(config: OffloadConfig, num_ranks: int, peers: Peers, slot_bytes: int) -> int:

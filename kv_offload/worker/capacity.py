@@ -1,13 +1,10 @@
-"""Whether a replica's share of host memory is there when it starts.
+"""Checks that a replica's share of host memory is available when the replica starts.
 
-What *exists* is the same for all replicas of a host: their shares and a headroom must fit it, all
-together (`kv_offload.config`). What is *available now* is not. A replica that started sooner has
-taken some of its share, and nobody can see how much. So each replica checks its own share only. A
-configuration that fits is then never refused, whoever comes first: what the others have taken was
-theirs. The ranks of one replica do check together, before any of them takes memory.
-
-If the replicas of a host, or strangers, want more than there is all the same, their pools stop
-growing (`kv_swap.memory.room`).
+`kv_offload.config` has checked that the shares of all replicas and a headroom fit the host. How
+much of its share an earlier replica has taken cannot be seen. So each replica checks its own share
+only: a configuration that fits is then never refused, whichever replica comes first. If the
+processes of a host want more than there is all the same, the pools stop growing
+(`kv_swap.memory.room`).
 """
 
 from __future__ import annotations
@@ -21,12 +18,7 @@ from kv_swap.memory.room import MemoryRoom
 
 from kv_offload.config import TracedConfig, describe_bytes
 from kv_offload.errors import CapacityError
-from kv_offload.host_memory import (
-    HostMemory,
-    headroom_bytes,
-    read_available_memory,
-    read_host_memory,
-)
+from kv_offload.host_memory import headroom_bytes, read_available_memory, read_host_memory
 from kv_offload.sizes import format_size
 
 logger = logging.getLogger(__name__)
@@ -34,25 +26,16 @@ logger = logging.getLogger(__name__)
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def check_available(
-    traced: TracedConfig,
-    gather: Callable[[Any], list[Any]],
-    *,
-    available: HostMemory | None = None,
-    boot: str | None = None,
-) -> None:
-    """Refuse a replica whose share is more than is available on this host now; log what it takes.
+def check_available(traced: TracedConfig, gather: Callable[[Any], list[Any]]) -> None:
+    """Refuse a replica whose share and the headroom are more than is available on this host now.
 
     All ranks of the replica call it before any of them takes memory. `gather` returns what each
-    gives, and waits for all. Of a replica that spans hosts each has as much as it has ranks.
-    `available` and `boot` stand in for what this rank reads.
-
-    Raises:
-        CapacityError: it is more, with the headroom; the message has the figures and the remedy.
+    gives, and waits for all. The share of a replica that spans hosts is divided by ranks. Raises
+    `CapacityError` with the figures and the remedy.
     """
-    own = (boot or _read_boot(), available or read_available_memory())
-    told = gather(own)
-    here = [memory for host, memory in told if host == own[0]]
+    this_host = read_boot()
+    told = gather((this_host, read_available_memory()))
+    here = [memory for host, memory in told if host == this_host]
     least = min(here, key=lambda memory: memory.size_bytes)
     share_bytes = traced.config.cpu_bytes * len(here) // len(told)
     headroom = headroom_bytes(traced.host)
@@ -92,20 +75,19 @@ def warn_of_hidden_replicas(traced: TracedConfig) -> None:
 
 
 def growing_room() -> MemoryRoom:
-    """Return what tells a growing pool how much memory it may take. Reads the machine's size.
+    """Return what tells a growing pool how much memory it may take.
 
-    Raises:
-        CapacityError: that cannot be read.
+    Raises `CapacityError` if the machine's size cannot be read.
     """
-    return MemoryRoom(_read_room, headroom_bytes(read_host_memory()))
+
+    def read() -> tuple[int, str]:
+        memory = read_available_memory()
+        return memory.size_bytes, memory.source
+
+    return MemoryRoom(read, headroom_bytes(read_host_memory()))
 
 
-def _read_room() -> tuple[int, str]:
-    memory = read_available_memory()
-    return memory.size_bytes, memory.source
-
-
-def _read_boot() -> str:
+def read_boot() -> str:
     """Return what tells this host from others, also from inside a container."""
     try:
         return _BOOT.read_text()

@@ -6,12 +6,11 @@ page-locks it, each stores a part of every job, each loads everything. Two thing
 
 - A slot becomes readable, or free, when *all* ranks have reported, shared or not. So no rank loads
   what another still writes, and none writes what another still loads.
-- Who has heard of a completion sees its bytes (`shared.py`); the report travels through
-  the scheduler, and so does the load that follows.
+- A rank that hears of a completion sees its bytes (`kv_swap.memory.shared`). The report travels
+  through the scheduler, and so does the load that follows.
 
-That the bytes are equal is vLLM's doing: same kernels, same shapes, and reductions that give every
-rank the same sums. Where they differed in a last bit, a rank would read what its neighbour
-computed, as far off as that neighbour's tokens are.
+vLLM makes the bytes equal: same kernels, same shapes, and reductions that give every rank the same
+sums. If a last bit differed, a rank would read what its neighbour computed.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kv_swap.errors import PinnedMemoryError
 from kv_swap.memory.shared import SharedMemory
 
-if TYPE_CHECKING:
-    from kv_offload.messages import Pairs, StoreJob
+from kv_offload.messages import Pairs, StoreJob
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,9 @@
 """Lets the forward begin while later layers of a load still arrive, where that is safe.
 
-A load that the forward waits for arrives in waves. Each wave is the KV of some consecutive layers.
-The compute stream waits for the first wave before the forward. It waits for the others as the
-layers come to them: vLLM calls the connector before an attention layer touches its KV. But not
-before every layer. A full CUDA graph is replayed without calls, and state-space layers, indexers
-and others read their KV without a call. So nothing is assumed:
+Each wave of a load is the KV of some consecutive layers. The compute stream waits for the first
+wave before the forward, and for the others as the layers come to them: vLLM calls the connector
+before an attention layer touches its KV. But not before every layer: a full CUDA graph is replayed
+without calls, and state-space layers, indexers and others read their KV without a call. So:
 
 - A layer's KV comes late only if the layer has called in an earlier forward of the same kind. Only
   forwards of the target model count. A draft head runs under a context of its own.
@@ -25,7 +24,6 @@ WEIGHTS = (3, 6, 6, 3, 2)
 """How a load is shared out among its waves. The first and the last wave are small: the first delays
 the forward, and the layers of the last are computed after the load. The waves are few because each
 slows the load (see `kernel.py`, which joins the first of them where all would cost too much)."""
-
 
 Forward = tuple[object, Hashable]
 """A forward whose attention layers call the connector: its context in vLLM, and its kind."""
@@ -138,16 +136,16 @@ class LayerWaves:
             return len(self.cut.waves) - 1
         return self.cut.wave_of.get(layer, 0)
 
-    def forward_ended(self) -> bool:
-        """Learn from the forward that has ended; return whether waves are possible from now on."""
+    def forward_ended(self) -> WaveCut | None:
+        """Learn from the forward that has ended; return the cut if that has given the first one."""
         forward, self._forward = self._forward, None
         if forward is None or forward[1] in self._learned:
-            return False
+            return None
         self._learned[forward[1]] = frozenset(self._order)
         if self.cut is not None:
-            return False
+            return None
         self.cut = cut_waves(list(self._order), self._regions_of, self._page_bytes)
-        return self.cut is not None
+        return self.cut
 
     def missed(self) -> list[str]:
         """Return the late layers that did not call, each once."""

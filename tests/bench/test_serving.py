@@ -145,11 +145,7 @@ def run_bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
 
 

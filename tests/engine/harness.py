@@ -142,7 +142,9 @@ class Engine:
     def reset_gpu_cache(self) -> None:
         """Forget the engine's own prefix cache, so that only host memory can serve a prefix."""
         assert self.llm.reset_prefix_cache() is True
-        stats = self.rank.take_stats()  # of the drain; the engine asks only at the end of a step
+        stats = (
+            self.rank.reports.take_stats()
+        )  # of the drain; the engine asks only at the end of a step
         self.totals.update(stats.data if stats is not None else {})
 
     def assert_nothing_left(self) -> None:

@@ -112,10 +112,6 @@ class DigestingEngine(SwapEngine):
     def wait(self, timeout_seconds: float) -> bool:
         return self.inner.wait(timeout_seconds)
 
-    @property
-    def can_load_in_waves(self) -> bool:
-        return self.inner.can_load_in_waves
-
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
         self.inner.set_waves(waves)
 

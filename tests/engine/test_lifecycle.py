@@ -109,7 +109,7 @@ def test_ended_copies_are_heard_of_before_their_report(
     """One rank lives beside the scheduler; here its reports say nothing of what has ended."""
     rank, prompt = offloading.rank, LONG
     monkeypatch.setattr(rank, "take_report", lambda: None)
-    monkeypatch.setattr(rank, "take_received", lambda: (set(), {}))
+    monkeypatch.setattr(rank.reports, "take_received", lambda: (set(), {}))
     assert offloading.generate([prompt]) == [plain(prompt)]
     offloading.settle()
     assert offloading.blocks_stored() == 10
@@ -257,7 +257,7 @@ def test_reset_gives_up_a_store_that_does_not_end(
     offloading: Engine, copies: Copies, plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What such a store copies is never served, and its slots stay taken until it ends."""
-    monkeypatch.setattr("kv_offload.worker.copies.DRAIN_SECONDS", 0.2)
+    monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.2)
     copies.hold(Direction.STORE)
     offloading.generate([LONG], max_tokens=1)
     assert offloading.llm.reset_prefix_cache() is True

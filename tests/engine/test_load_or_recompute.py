@@ -31,7 +31,7 @@ def test_what_is_sooner_is_done_and_the_tokens_stay_the_same(
     monkeypatch: pytest.MonkeyPatch,
     synchronous: bool,
 ) -> None:
-    monkeypatch.setattr("kv_offload.worker.rates.MEASURED_BYTES", 1)
+    monkeypatch.setattr("kv_offload.worker.copies.MEASURED_BYTES", 1)
     control, slow = Copies(), [False]
 
     def copy_runs(runs: Sequence[Run]) -> None:

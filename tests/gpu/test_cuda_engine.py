@@ -26,7 +26,14 @@ from kv_swap.cuda import kernel_path as kernel  # noqa: E402
 from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
 from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
 from kv_swap.cuda.streams import CopyStream  # noqa: E402
-from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, KernelFamily, SwapKernel, write_list  # noqa: E402
+from kv_swap.cuda.swap import (  # noqa: E402
+    LIST_BYTES,
+    MAX_PAIRS,
+    KernelFamily,
+    SwapKernel,
+    choose_family,
+    write_list,
+)
 from kv_swap.engine import Completion, Direction, SwapJob  # noqa: E402
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError  # noqa: E402
 from kv_swap.layout import KVLayout, TensorDescription  # noqa: E402
@@ -427,7 +434,6 @@ def test_waves_move_exactly_the_bytes_of_the_pairs(
     monkeypatch.setattr(kernel, limit, 16)
     monkeypatch.setattr(state, "choose_family", lambda device: family)
     engine, cache, slots = make_engine(num_blocks, pages, count)
-    assert engine.can_load_in_waves
     engine.set_waves(waves)
     randomize(cache.storage, slots)
     pairs = random_pairs(np.random.default_rng(count), num_blocks, count, count)
@@ -521,7 +527,7 @@ def test_every_stream_waits_for_its_wave() -> None:
 def test_waves_that_cannot_be_are_refused(path: str) -> None:
     engine, _, _ = make_engine(8, [(16, 16), (32, 64)], 8)
     job = SwapJob(4, LOAD, np.array([[3, 5]], np.int32), before_compute=True, in_waves=True)
-    assert engine.can_load_in_waves == (path == "kernel")
+    assert engine.can_load_before_compute == (path == "kernel")
     if path == "kernel":
         with pytest.raises(JobError, match="job 4: waves are of loads before compute, and to be s"):
             engine.submit(job)
@@ -632,7 +638,8 @@ def test_captured_launch_replays_another_list() -> None:
     arena = make_arena(cache, 64)
     slots = torch.from_numpy(arena.view())
     randomize(cache.storage)
-    kernel = SwapKernel(cache.layout, arena, cache.storage.device)
+    device = cache.storage.device
+    kernel = SwapKernel(cache.layout, arena, device, choose_family(device))
     lists = HostArena(1, LIST_BYTES, register=CudaRegistrar(cache.storage.device))
     target = lists.view()[0]
     write_list(target, np.empty((0, 2), np.int32))
@@ -780,6 +787,7 @@ def test_a_failed_launch_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 @dma_only
 def test_a_failed_slice_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dma, "SLICE_BYTES", 16 * MIB)
     engine, cache, slots = make_engine(64, [(MIB, 2 * MIB)], 64)
     randomize(cache.storage, slots)
     copy, calls = dma.Copier.copy, []
@@ -833,9 +841,7 @@ def test_more_slices_than_may_be_in_flight(
     engine.close()
 
 
-def test_slots_may_cross_from_one_registration_to_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_slots_may_cross_from_one_registration_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "PIECE_BYTES", 36 * KIB)
     engine, cache, slots = make_engine(32, [(40 * KIB, 40 * KIB)], 32)
     randomize(cache.storage)

@@ -30,7 +30,7 @@ with warnings.catch_warnings():
 from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
 from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
 from kv_swap.cuda.streams import CopyStream  # noqa: E402
-from kv_swap.cuda.swap import LIST_BYTES, SwapKernel, write_list  # noqa: E402
+from kv_swap.cuda.swap import LIST_BYTES, SwapKernel, choose_family, write_list  # noqa: E402
 from kv_swap.engine import Direction, SwapJob  # noqa: E402
 from kv_swap.memory.arena import HostArena  # noqa: E402
 
@@ -189,7 +189,7 @@ def test_the_destination_of_a_failed_load_holds_no_nan(
     runner.half.start_kv_transfers(plan(load=True))
     assert runner.engine.wait(30)
     runner.half.poll()
-    received, failed = runner.half.take_received()
+    received, failed = runner.half.reports.take_received()
     assert received == failed.keys() == {"a"}
     assert runner.block() == [found]
     assert runner.kv[BLOCK + 1].unique().tolist() == [POISON]
@@ -215,7 +215,7 @@ def test_tables_and_captured_graphs_are_valid_after_sleep_and_wake_up() -> None:
         arena = make_arena(cache, 64)
         device = cache.storage.device
         engine = CudaSwapEngine(cache.layout, arena, device, [cache.storage])
-        kernel = SwapKernel(cache.layout, arena, device)
+        kernel = SwapKernel(cache.layout, arena, device, choose_family(device))
         before = {d: table_of(kernel, d) for d in Direction}
         # The control: what a table that torch allocates here would look like afterwards.
         in_pool = torch.tensor(

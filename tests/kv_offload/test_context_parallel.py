@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.cache.prefix import CacheGroup
-from tests.kv_offload.test_hazards import OTHER, PROMPT, answer, store
+from tests.support.played_cases import OTHER, PROMPT, both_ways, store
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -19,14 +17,12 @@ def serve_again(engine: PlayedEngine) -> None:
     """Store a text, serve it again, and check every rank's bytes and every token."""
     store(engine, TEXT)
     engine.check_host_memory()
-    engine.add("again", TEXT)
-    engine.run()
+    engine.serve("again", TEXT)
     assert engine.totals["hit_tokens"] == 40
-    assert engine.answers["again"] == answer(TEXT)
     engine.check_rest()
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@both_ways
 @pytest.mark.parametrize("interleave", [1, 2, 4])
 def test_tokens_of_a_block_may_alternate_between_ranks_in_any_runs(
     async_scheduling: bool, interleave: int
@@ -39,7 +35,7 @@ def test_tokens_of_a_block_may_alternate_between_ranks_in_any_runs(
     serve_again(engine)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@both_ways
 @pytest.mark.parametrize(("prefill_ranks", "context_ranks"), [(2, 1), (2, 2), (2, 4), (4, 1)])
 def test_ranks_that_share_a_prefill_have_all_tokens_unless_decodes_split_them(
     async_scheduling: bool, prefill_ranks: int, context_ranks: int

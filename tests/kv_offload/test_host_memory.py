@@ -50,13 +50,6 @@ def test_without_cgroups_it_is_the_machine(tmp_path):
     assert machine.memory() == HostMemory(64 * GIB, str(machine.proc / "meminfo"))
 
 
-def test_v2_without_a_limit_is_the_machine(tmp_path):
-    machine = Machine(tmp_path, "0::/user.slice/job\n")
-    machine.limit("user.slice/job/memory.max", "max")
-    machine.limit("user.slice/memory.max", "max")
-    assert machine.memory().size_bytes == 64 * GIB
-
-
 @pytest.mark.parametrize("path", ["a/b/memory.max", "a/memory.max", "memory.max"])
 def test_v2_the_smallest_limit_on_the_way_up_counts(tmp_path, path):
     machine = Machine(tmp_path, "0::/a/b\n")
@@ -75,43 +68,29 @@ def test_v1_the_smallest_limit_on_the_way_up_counts(tmp_path, path):
     assert machine.memory() == HostMemory(8 * GIB, str(file))
 
 
-def test_v1_no_limit_is_the_machine(tmp_path):
-    machine = Machine(tmp_path, "4:memory:/a\n")
-    machine.limit("memory/a/memory.limit_in_bytes", NO_LIMIT_V1)
-    assert machine.memory().size_bytes == 64 * GIB
+V1, V2 = "memory.limit_in_bytes", "memory.max"
+LIMITS = [
+    ("v2, no limit", "0::/job/a", {f"job/a/{V2}": "max", f"job/{V2}": "max"}, 64 * GIB),
+    ("v1, no limit", "4:memory:/a", {f"memory/a/{V1}": NO_LIMIT_V1}, 64 * GIB),
+    ("v1, a shared hierarchy", "4:cpu,memory:/a", {f"memory/a/{V1}": 8 * GIB}, 8 * GIB),
+    *(
+        (f"the smaller one: {v1}, {v2}", "4:memory:/a\n0::/b", limits, 8 * GIB)
+        for v1, v2 in ((8, 16), (16, 8))
+        for limits in [{f"memory/a/{V1}": v1 * GIB, f"unified/b/{V2}": v2 * GIB}]
+    ),
+    ("a container sees its own root", "4:memory:/docker/01ab", {f"memory/{V1}": 8 * GIB}, 8 * GIB),
+    ("another namespace's name", "0::/../a", {f"a/{V2}": GIB, V2: 8 * GIB}, 8 * GIB),
+    ("other processes", "0::/mine", {f"other/{V2}": GIB}, 64 * GIB),
+    ("more than the machine has", "0::/a", {f"a/{V2}": 128 * GIB}, 64 * GIB),
+]
 
 
-def test_v1_the_memory_controller_may_share_its_hierarchy(tmp_path):
-    machine = Machine(tmp_path, "4:cpu,memory:/a\n")
-    machine.limit("memory/a/memory.limit_in_bytes", 8 * GIB)
-    assert machine.memory().size_bytes == 8 * GIB
-
-
-@pytest.mark.parametrize(("v1", "v2"), [(8 * GIB, 16 * GIB), (16 * GIB, 8 * GIB)])
-def test_the_smaller_of_v1_and_v2_counts(tmp_path, v1, v2):
-    machine = Machine(tmp_path, "4:memory:/a\n0::/b\n")
-    machine.limit("memory/a/memory.limit_in_bytes", v1)
-    machine.limit("unified/b/memory.max", v2)
-    assert machine.memory().size_bytes == 8 * GIB
-
-
-def test_a_container_that_sees_only_its_own_root(tmp_path):
-    machine = Machine(tmp_path, "4:memory:/docker/0123abcd\n")
-    machine.limit("memory/memory.limit_in_bytes", 8 * GIB)
-    assert machine.memory().size_bytes == 8 * GIB
-
-
-def test_a_cgroup_outside_the_namespace_leaves_only_its_root(tmp_path):
-    machine = Machine(tmp_path, "0::/../a\n")
-    machine.limit("a/memory.max", 1 * GIB)  # another cgroup that happens to have that name
-    machine.limit("memory.max", 8 * GIB)
-    assert machine.memory().size_bytes == 8 * GIB
-
-
-def test_a_cgroup_of_other_processes_does_not_count(tmp_path):
-    machine = Machine(tmp_path, "0::/mine\n")
-    machine.limit("other/memory.max", 1 * GIB)
-    assert machine.memory().size_bytes == 64 * GIB
+@pytest.mark.parametrize(("what", "cgroup", "limits", "size_bytes"), LIMITS)
+def test_which_limits_count(tmp_path, what, cgroup, limits, size_bytes):
+    machine = Machine(tmp_path, f"{cgroup}\n")
+    for path, limit in limits.items():
+        machine.limit(path, limit)
+    assert machine.memory().size_bytes == size_bytes, what
 
 
 def test_colons_and_odd_bytes_in_a_cgroup_path(tmp_path):
@@ -119,12 +98,6 @@ def test_colons_and_odd_bytes_in_a_cgroup_path(tmp_path):
     (machine.proc / "self/cgroup").write_bytes(b"0::/a:b/\xff\n")
     machine.limit("a:b/memory.max", 8 * GIB)
     assert machine.memory().size_bytes == 8 * GIB
-
-
-def test_a_limit_above_the_machine_does_not_count(tmp_path):
-    machine = Machine(tmp_path, "0::/a\n")
-    machine.limit("a/memory.max", 128 * GIB)
-    assert machine.memory() == HostMemory(64 * GIB, str(machine.proc / "meminfo"))
 
 
 def test_no_meminfo_is_refused(tmp_path):
@@ -216,17 +189,14 @@ def test_no_limit_has_no_use(tmp_path):
     assert machine.available().size_bytes == 48 * GIB
 
 
-def test_more_in_use_than_the_limit_leaves_nothing(tmp_path):
+@pytest.mark.parametrize(("used", "left"), [({"a/memory.current": 5 * GIB}, 0), ({}, 48 * GIB)])
+def test_more_in_use_than_the_limit_leaves_nothing_and_no_figure_does_not_count(
+    tmp_path, used, left
+):
     machine = Machine(tmp_path, "0::/a\n")
-    machine.limit("a/memory.max", 4 * GIB)
-    machine.limit("a/memory.current", 5 * GIB)
-    assert machine.available().size_bytes == 0
-
-
-def test_a_cgroup_without_figures_of_use_does_not_count(tmp_path):
-    machine = Machine(tmp_path, "0::/a\n")
-    machine.limit("a/memory.max", 4 * GIB)
-    assert machine.available().size_bytes == 48 * GIB
+    for path, content in {"a/memory.max": 4 * GIB, **used}.items():
+        machine.limit(path, content)
+    assert machine.available().size_bytes == left
 
 
 def test_meminfo_without_what_is_available_is_refused(tmp_path):
@@ -249,8 +219,7 @@ def test_memory_that_is_taken_is_no_longer_available():
 
 
 @pytest.mark.parametrize(
-    ("size_bytes", "headroom"),
-    [(1024 * GIB, 2 * GIB), (32 * GIB, 2 * GIB), (4 * GIB, GIB // 4)],
+    ("size_bytes", "headroom"), [(1024 * GIB, 2 * GIB), (32 * GIB, 2 * GIB), (4 * GIB, GIB // 4)]
 )
 def test_the_headroom_is_small(size_bytes, headroom):
     assert headroom_bytes(HostMemory(size_bytes, "")) == headroom

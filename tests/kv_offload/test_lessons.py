@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +22,6 @@ from tests.support.played_engine import PlayedEngine
 from tests.support.registrars import is_mapped
 
 pytestmark = pytest.mark.filterwarnings("default")
-
-ROOT = Path(__file__).parents[2]
 
 # -- host memory lives as long as any view of it (vLLM 45528) ----------------------------------
 
@@ -72,25 +68,9 @@ def test_keys_follow_the_blocks_of_the_final_configuration(monkeypatch: pytest.M
 
     monkeypatch.setattr(KVOffloadConnector, "__init__", build_with_placeholder)
     engine = PlayedEngine((CacheGroup(0, 4),))
-    engine.add("a", prompt, max_tokens=1)
-    engine.run()
+    engine.serve("a", prompt, max_tokens=1)
     assert engine.totals["stored_bytes"] == 3 * 64
     assert engine.scheduler.reset_prefix_cache()
-    engine.add("b", prompt, max_tokens=1)
-    engine.run()
+    engine.serve("b", prompt, max_tokens=1)
     assert engine.totals["hit_tokens"] == 12
     engine.check_rest()
-
-
-# -- the page ----------------------------------------------------------------------------------
-
-
-def test_every_test_that_the_page_names_exists() -> None:
-    page = (ROOT / "docs/design/lessons.md").read_text()
-    files = {path: (ROOT / path).read_text() for path in re.findall(r"tests/[\w/]+\.py", page)}
-    names = set(re.findall(r"\btest_\w+(?![\w.])", re.sub(r"tests/[\w/]+\.py", "", page)))
-    assert len(names) > 20
-    defined = {name for text in files.values() for name in re.findall(r"def (test_\w+)", text)}
-    assert names - defined == set()
-    for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", page):
-        assert f"def {name}(" in files[path]

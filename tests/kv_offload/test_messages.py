@@ -8,13 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from kv_offload.messages import (
-    JobResult,
-    LoadJob,
-    OffloadMetadata,
-    OffloadWorkerMetadata,
-    StoreJob,
-)
+from kv_offload.messages import JobResult, LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 
 
 def result(*ranks: int, ok: bool = True) -> JobResult:

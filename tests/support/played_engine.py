@@ -35,20 +35,10 @@ from tests.support.configurations import (
     make_request,
     make_vllm_config,
 )
-from tests.support.played_model import (
-    VOCABULARY,
-    PlayedModel,
-    Tokens,
-    answer,
-    name_prefixes,
-)
+from tests.support.played_model import VOCABULARY, PlayedModel, Tokens, answer, name_prefixes
 from tests.support.played_rank import PlayedExecutor, PlayedRank
 
 _COUNTERS = {metric.name for metric in METRICS if metric.kind == "counter"}
-
-PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
-"""Five blocks of four tokens and one token."""
-OTHER = [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
 
 
 class RestlessError(AssertionError):
@@ -84,6 +74,7 @@ class PlayedEngine:
         replica: int | None = None,
         beside: bool | None = None,
         locked_slots: int | None = None,
+        handshake: bool = True,
         **arguments: Any,
     ) -> None:
         plugin = {"cpu_bytes": slots * ranks * PAGE_WORDS * 8, **(plugin or {})}
@@ -133,9 +124,11 @@ class PlayedEngine:
             self.beside = beside
         if self.beside and ranks == 1:
             self.connector._local_rank = lambda: self.ranks[0].connector.offload_worker
-        self.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, r): rank.connector.get_handshake_metadata() for r, rank in enumerate(self.ranks)}
-        )
+        ranks_told = {
+            (0, i): r.connector.get_handshake_metadata() for i, r in enumerate(self.ranks)
+        }
+        if handshake:
+            self.connector.set_xfer_handshake_metadata_pp_aware(ranks_told)
         self.offload.load_mode.allowed = synchronous_loads
         self.offload.watch.load_rate.learn(float("inf"))
         kv = [rank.kv for rank in self.ranks]
@@ -151,6 +144,8 @@ class PlayedEngine:
         self.may_fail = plugin.get("on_load_failure") == "fail"
         """Whether a request may end with an error; also where the model may lose KV."""
         self.totals: Counter[str] = Counter()
+        self.gauges: dict[str, float] = {}
+        """What was reported last."""
         self.known: dict[bytes, NDArray[np.int64]] = {}
         """What every slot key stands for: a name of each token of the block; of states, one."""
         self._requests: list[tuple[Request, int]] = []
@@ -217,8 +212,17 @@ class PlayedEngine:
     def abort(self, *request_ids: str) -> None:
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
+    @property
+    def under_way(self) -> int:
+        return len(self.scheduled) + len(self.executed)
+
+    def schedule_all(self) -> None:
+        """Plan as many steps as may be under way."""
+        while self.under_way < self.max_steps_under_way:
+            self.schedule()
+
     def schedule(self) -> Any:
-        assert len(self.scheduled) + len(self.executed) < self.max_steps_under_way
+        assert self.under_way < self.max_steps_under_way
         output = self.scheduler.schedule()
         self.scheduled.append(output)
         return output
@@ -265,6 +269,7 @@ class PlayedEngine:
                 )
                 stats = getattr(ours, "data", ours)
                 self.totals.update({n: v for n, v in stats.items() if n in _COUNTERS})
+                self.gauges.update({n: v for n, v in stats.items() if n not in _COUNTERS})
         if self._drafts and not self.scheduler.scheduler_config.async_scheduling:
             self.scheduler.update_draft_token_ids(
                 DraftTokenIds(list(drafts), [list(tokens) for tokens in drafts.values()])
@@ -375,26 +380,3 @@ class PlayedEngine:
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
         self.check_host_memory()
         assert self.scheduler.reset_prefix_cache() is True
-
-
-def store(engine: PlayedEngine, prompt: Sequence[int], request_id: str = "stored") -> None:
-    """Compute a prompt, keep it in host memory, and forget it on the engine's side."""
-    engine.serve(request_id, prompt, 1)
-    forget(engine)
-
-
-def forget(engine: PlayedEngine) -> None:
-    """Forget what the engine has computed, and the totals."""
-    assert engine.scheduler.reset_prefix_cache() is True
-    engine.totals.clear()
-
-
-def pinned(engine: PlayedEngine) -> set[int]:
-    """Return the blocks that stores pin."""
-    return set(engine.offload.stores.jobs.pinned())
-
-
-def tables(engine: PlayedEngine, request: Request) -> list[list[int]]:
-    """Return a request's blocks by group, as the engine has them."""
-    manager = engine.scheduler.kv_cache_manager
-    return [list(group) for group in manager.get_block_ids(request.request_id)]

@@ -18,6 +18,7 @@ from kv_offload.cache.prefix import CacheGroup
 VOCABULARY = 2
 
 Tokens = list[int]
+Draft = Callable[[Tokens], Tokens]
 
 
 def name_prefix(previous: int, token: int) -> int:
@@ -38,7 +39,7 @@ def next_token(kv: int) -> int:
 
 
 def answer(prompt: Sequence[int], max_tokens: int = 4, weights: int = 0) -> Tokens:
-    """Return what the model answers where nothing is cached."""
+    """Return what the model answers without a cache."""
     kv = name_prefixes(prompt, weights)[-1]
     tokens: Tokens = []
     for _ in range(max_tokens):
@@ -59,6 +60,17 @@ class _ModelRequest:
         for token in self.tokens[len(self.names) :]:
             self.names.append(name_prefix(self.names[-1] if self.names else weights, token))
         return self.names
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a request's KV of one group is on one rank."""
+
+    request_id: str
+    rank: int
+    group: CacheGroup
+    words: NDArray[np.int64]
+    blocks: NDArray[np.int64]
 
 
 class PlayedModel:
@@ -113,25 +125,20 @@ class PlayedModel:
                 for ids, more in zip(request.block_ids, new_ids or (), strict=bool(new_ids)):
                     ids.extend(more)
 
-    def forward(self, output: Any, draft: Callable[[Tokens], Tokens]) -> list[Tokens]:
+    def forward(self, output: Any, draft: Draft) -> list[Tokens]:
         """Compute one step; return the sampled tokens by request, in the scheduler's order."""
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         self.drafts = {}
         return [
-            self._forward(request_id, computed[request_id], scheduled, output, draft)
-            for request_id, scheduled in output.num_scheduled_tokens.items()
+            self.forward_request(request_id, computed[request_id], output, draft)
+            for request_id in output.num_scheduled_tokens
         ]
 
-    def _forward(
-        self,
-        request_id: str,
-        computed: int,
-        scheduled: int,
-        output: Any,
-        draft: Callable[[Tokens], Tokens],
-    ) -> Tokens:
+    def forward_request(self, request_id: str, computed: int, output: Any, draft: Draft) -> Tokens:
+        """Compute the tokens of one request; return what is sampled."""
+        scheduled = output.num_scheduled_tokens[request_id]
         request = self.requests[request_id]
         known = len(request.tokens)
         # With asynchronous scheduling `computed` also counts drafts that were rejected meanwhile.
@@ -147,20 +154,15 @@ class PlayedModel:
         for token in drafts[: max(0, end - known)]:
             inputs.append(name_prefix(inputs[-1], token))
         places = [
-            (rank, group, words, np.array(request.block_ids[group.group_id], np.int64))
+            Place(request_id, rank, group, words, np.array(request.block_ids[group.group_id]))
             for rank, kv in enumerate(self.kv)
             for group, words in zip(self.groups, kv, strict=True)
         ]
-        right = all(
-            [self._check(request_id, *place, names, start) for place in places]  # noqa: C419
-        )
+        right = all([self.check(place, names, start) for place in places])  # noqa: C419
         if not right:
             inputs = [~name for name in inputs]
-        for rank, group, words, blocks in places:
-            if group.holds_state:
-                self._advance(group, words, blocks, inputs, start)
-            else:
-                self._write(rank, group, words, blocks, inputs, start)
+        for place in places:
+            self.write(place, inputs, start)
         if end - len(drafts) < known:
             return []
         sampled: Tokens = []
@@ -179,24 +181,17 @@ class PlayedModel:
         self.drafts[request_id] = draft(request.tokens)
         return sampled
 
-    def _check(
-        self,
-        request_id: str,
-        rank: int,
-        group: CacheGroup,
-        words: NDArray[np.int64],
-        blocks: NDArray[np.int64],
-        names: list[int],
-        start: int,
-    ) -> bool:
-        positions = self._own(rank, group.first_needed_token(start), start)
+    def check(self, place: Place, names: list[int], start: int) -> bool:
+        """Check the KV that the query at `start` reads."""
+        group = place.group
+        positions = self._own(place.rank, group.first_needed_token(start), start)
         row = 0 if group.holds_state else self._rows(group, positions)
-        found = words[blocks[positions // group.block_tokens], row]
+        found = place.words[place.blocks[positions // group.block_tokens], row]
         expected = np.array(names[:start], np.int64)[positions] + group.group_id
         wrong = np.flatnonzero((found != expected[:, None]).any(axis=1))
         assert not len(wrong) or self.may_lose_kv, (
-            f"{request_id}: rank {rank}, group {group.group_id}: wrong KV at {positions[wrong]}, "
-            f"read before position {start}"
+            f"{place.request_id}: rank {place.rank}, group {group.group_id}: wrong KV at "
+            f"{positions[wrong]}, read before position {start}"
         )
         return not len(wrong)
 
@@ -214,30 +209,15 @@ class PlayedModel:
         runs, inside = np.divmod(positions % group.block_tokens, self.interleave)
         return np.asarray(runs // self.context_ranks * self.interleave + inside)
 
-    def _write(
-        self,
-        rank: int,
-        group: CacheGroup,
-        words: NDArray[np.int64],
-        blocks: NDArray[np.int64],
-        inputs: list[int],
-        start: int,
-    ) -> None:
-        positions = self._own(rank, start, start + len(inputs))
-        targets = blocks[positions // group.block_tokens]
+    def write(self, place: Place, inputs: list[int], start: int) -> None:
+        """Write KV; a state that at the end of the step, in place while it stays in one block."""
+        group = place.group
+        positions = self._own(place.rank, start, start + len(inputs))
+        if group.holds_state:
+            positions = np.array([start + len(inputs) - 1])
+        targets = place.blocks[positions // group.block_tokens]
         assert targets.all(), "the null block is written"
-        values = np.array(inputs, np.int64)[positions - start, None] + group.group_id
-        words[targets, self._rows(group, positions)] = values
-
-    @staticmethod
-    def _advance(
-        group: CacheGroup,
-        words: NDArray[np.int64],
-        blocks: NDArray[np.int64],
-        inputs: list[int],
-        start: int,
-    ) -> None:
-        """Write the state at the end of a step, in place while it stays in one block."""
-        target = blocks[(start + len(inputs) - 1) // group.block_tokens]
-        assert target, "the null block is written"
-        words[target] = inputs[-1] + group.group_id
+        rows = 0 if group.holds_state else self._rows(group, positions)
+        place.words[targets, rows] = (
+            np.array(inputs, np.int64)[positions - start, None] + group.group_id
+        )

@@ -11,13 +11,7 @@ import torch
 from kv_swap.host.runs import copy_runs
 
 from kv_offload.config import OffloadConfig
-from kv_offload.messages import (
-    JobResult,
-    LoadJob,
-    OffloadMetadata,
-    OffloadWorkerMetadata,
-    StoreJob,
-)
+from kv_offload.messages import JobResult, LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 from kv_offload.worker.sharing import ALONE, Peers
 from kv_offload.worker.worker import OffloadWorker
 from tests.support.plain_rank import PAGE_WORDS, PlainRank

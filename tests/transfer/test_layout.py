@@ -122,14 +122,6 @@ def test_key_and_value_halves_are_two_regions() -> None:
     check_exact(layout, storage)
 
 
-def test_mla_is_one_region() -> None:
-    storage = Storage(6 * 16 * 576)
-    tensor = storage.describe("mla", 6, (6, 16, 576), (16 * 576, 576, 1), block_dim=0)
-    layout = KVLayout.from_tensors(6, [tensor])
-    assert layout.regions == (Region(storage.address, 16 * 576, 16 * 576, 0),)
-    check_exact(layout, storage)
-
-
 def test_padding_and_scales_inside_the_page_travel() -> None:
     # 4 heads of 64 bytes and 4 float32 scales in a page padded to 320 bytes.
     storage = Storage(5 * 320)
@@ -161,22 +153,30 @@ def test_padded_halves_are_extended_evenly() -> None:
     check_exact(layout, storage, padding=True)
 
 
-def test_packed_layers_become_one_page() -> None:
-    # Two layers of different page sizes, block-outer, and 32 bytes that belong to nobody.
-    storage = Storage(4 * 240)
-    small = storage.describe("small", 4, (4, 64), (240, 1), block_dim=0, offset=0)
-    large = storage.describe("large", 4, (4, 144), (240, 1), block_dim=0, offset=64)
-    layout = KVLayout.from_tensors(4, [large, small])
-    assert layout.regions == (Region(storage.address, 208, 240, 0),)
-    check_exact(layout, storage)
-
-
-def test_packed_layers_with_a_gap_stay_apart() -> None:
-    storage = Storage(4 * 256)
-    low = storage.describe("low", 4, (4, 64), (256, 1), block_dim=0, offset=0)
-    high = storage.describe("high", 4, (4, 64), (256, 1), block_dim=0, offset=128)
-    layout = KVLayout.from_tensors(4, [low, high])
-    assert len(layout.regions) == 2
+@pytest.mark.parametrize(
+    ("stride", "pages", "expected"),
+    [
+        # Layers of different page sizes, block-outer, then bytes that no tensor has.
+        (240, [(0, 64), (64, 144)], [(0, 208)]),
+        # A gap between them: they stay apart.
+        (256, [(0, 64), (128, 64)], [(0, 64), (128, 64)]),
+        # Mamba: convolution state and recurrent state are two views of the same padded page.
+        (256, [(0, 96), (96, 128)], [(0, 224)]),
+        # MLA: one tensor, one page.
+        (576, [(0, 576)], [(0, 576)]),
+    ],
+)
+def test_pages_that_touch_become_one(
+    stride: int, pages: list[tuple[int, int]], expected: list[tuple[int, int]]
+) -> None:
+    storage = Storage(4 * stride)
+    tensors = [
+        storage.describe(f"at {offset}", 4, (4, nbytes), (stride, 1), block_dim=0, offset=offset)
+        for offset, nbytes in pages
+    ]
+    layout = KVLayout.from_tensors(4, tensors[::-1])
+    found = sorted((r.address - storage.address, r.page_bytes) for r in layout.regions)
+    assert found == expected
     check_exact(layout, storage)
 
 
@@ -189,16 +189,6 @@ def test_overlaid_groups_are_copied_once() -> None:
         layout = KVLayout.from_tensors(6, group)
         assert layout.regions == (Region(storage.address, 512, 512, 0),)
         check_exact(layout, storage)
-
-
-def test_interleaved_views_of_one_page_are_joined() -> None:
-    # Mamba: convolution state and recurrent state are two views of the same padded page.
-    storage = Storage(3 * 256)
-    convolution = storage.describe("conv", 3, (3, 96), (256, 1), block_dim=0)
-    recurrent = storage.describe("ssm", 3, (3, 128), (256, 1), block_dim=0, offset=96)
-    layout = KVLayout.from_tensors(3, [recurrent, convolution])
-    assert layout.regions == (Region(storage.address, 224, 256, 0),)
-    check_exact(layout, storage)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -29,10 +29,9 @@ class SwapJob:
     """Copy whole blocks, one direction.
 
     `pairs` is int32 of shape `(n, 2)`, n >= 1: column 0 the block in the KV cache, column 1 the
-    slot in the arena. The engine does not keep `pairs` after `submit` returns. With
-    `before_compute`, for loads only, the copies do not queue behind other loads, and compute can be
-    made to wait for them, the host never: by `SwapEngine.await_loads`, or with `in_waves` besides
-    wave by wave in `SwapEngine.await_wave`.
+    slot in the arena. The engine does not keep `pairs` after `submit` returns. For loads only: with
+    `before_compute` the copies do not queue behind other loads, and compute waits for them where
+    `SwapEngine.await_loads` says so, or with `in_waves` wave by wave in `SwapEngine.await_wave`.
     """
 
     job_id: int
@@ -69,15 +68,16 @@ class SwapEngine(ABC):
 
     `submit`, `poll` and `zero_blocks` neither block nor synchronise. One thread calls all methods.
 
-    A load `before_compute` is not allowed to fail behind the back of the forward that reads it. All
-    that can fail is queueing its copies, and having compute wait for them: both are known before
-    the forward is queued, `await_loads` and `await_wave` tell, and `load_now` makes up for it.
+    A load `before_compute` never fails unnoticed by the forward that reads it. Only queueing its
+    copies, and having compute wait for them, can fail. `await_loads` and `await_wave` raise it
+    before the forward is queued, and `load_now` makes up for it.
     """
 
     def __init__(self, layout: KVLayout, num_slots: int) -> None:
         self.layout = layout
         self.num_slots = num_slots
-        # For `check_pairs`: the rows of a job in order, and for each place the row that named it.
+        self._undelivered = 0
+        # For `check_pairs`: rows in order, and for each place the row that named it last.
         self._rows = np.arange(max(layout.num_blocks, num_slots), dtype=np.int32)
         self._row_of = np.empty_like(self._rows)
 
@@ -87,32 +87,26 @@ class SwapEngine(ABC):
 
     @property
     def can_load_before_compute(self) -> bool:
-        """Whether `submit` takes jobs with `before_compute`; it refuses them otherwise."""
+        """Whether `submit` takes jobs with `before_compute`, also in waves."""
         return True
-
-    @property
-    def can_load_in_waves(self) -> bool:
-        """Whether `set_waves` and jobs with `in_waves` are taken."""
-        return False
 
     @abstractmethod
     def await_loads(self) -> None:
         """Have compute queued from now on wait for all loads `before_compute` submitted so far.
 
-        That is compute on the stream that is current now, and whole loads, in waves or not. Raises
+        Compute on the stream that is current now waits, for whole loads, in waves or not. Raises
         `CopyError` if the load submitted last has failed, or compute cannot be made to wait for it:
-        compute may go on only behind `load_now` then.
+        compute may then go on only after `load_now`.
         """
 
     @abstractmethod
     def load_now(self, pairs: NDArray[np.int32]) -> None:
-        """Load before any compute that is queued from now on, whatever it takes.
+        """Load the `pairs` of a load `before_compute` that was refused or failed, at any cost.
 
-        The last resort for a load `before_compute` that was refused or failed, whose `pairs` these
-        are; its own completion says nothing any more. Uses plain copies on the stream that is
+        The completion of that load says nothing any more. Uses plain copies on the stream that is
         current now, and neither the kernels, lists nor streams of jobs. Blocks the host until the
         bytes are there, and nothing else copies to these blocks. Raises `JobError` or `CopyError`;
-        then nobody knows what the blocks hold.
+        then the blocks may hold anything.
         """
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
@@ -124,11 +118,11 @@ class SwapEngine(ABC):
         raise JobError("this engine does not load in waves")
 
     def await_wave(self, wave: int) -> None:
-        """Have compute queued from now on wait for a wave of all loads in waves, and those before.
+        """Have compute queued from now on wait for a wave of the last load, and all waves before.
 
-        That is compute on the stream that is current now. Cheap where that has been asked before,
-        and where there is no such load. The caller awaits the last wave of a job before it submits
-        another job that uses its blocks or slots. Raises `CopyError` as `await_loads` does.
+        Compute on the stream that is current now waits. Costs little where it already waits, or
+        there is no such load. The caller awaits the last wave of a job before it submits another
+        job that uses its blocks or slots. Raises `CopyError` as `await_loads` does.
         """
         raise JobError("this engine does not load in waves")
 
@@ -163,16 +157,13 @@ class SwapEngine(ABC):
         """
 
     @property
-    @abstractmethod
     def in_flight(self) -> int:
         """Jobs submitted whose completion `poll` has not returned yet."""
+        return self._undelivered
 
     @property
     def ready_slots(self) -> int:
-        """Slots from 0 on that jobs may name by now. It only grows, at last to `num_slots`.
-
-        Unless memory cannot be page-locked: then it stays where it was.
-        """
+        """Slots from 0 on that jobs may name by now. Grows to what can be page-locked."""
         return self.num_slots
 
     def __enter__(self) -> Self:
@@ -182,7 +173,7 @@ class SwapEngine(ABC):
         self.close()
 
     def check_waves(self, waves: Sequence[Sequence[int]]) -> None:
-        """Raise `JobError` unless every region is in exactly one wave and no wave is empty."""
+        """Raise `JobError` unless every region is in one wave and no wave is empty."""
         named = sorted(region for wave in waves for region in wave)
         if named != list(range(len(self.layout.regions))) or not all(waves):
             raise JobError(
@@ -199,10 +190,7 @@ class SwapEngine(ABC):
                 )
 
     def check_pairs(self, job: SwapJob) -> None:
-        """Refuse a job that would copy out of bounds or write one place twice.
-
-        Raises `JobError`, naming the job, the pair and the limit.
-        """
+        """Raise `JobError` for a job that would copy out of bounds or write one place twice."""
         pairs = job.pairs
         if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype != np.int32 or len(pairs) == 0:
             raise JobError(

@@ -22,7 +22,7 @@ EngineKind = Literal["host", "cuda", "dma"]
 
 
 def numa_node(kind: EngineKind, device: torch.device) -> int | None:
-    """Return the NUMA node next to `device`; None on the host, or where there is but one."""
+    """Return the NUMA node next to `device`; None on the host, or on machines with one node."""
     return None if kind == "host" else device_node(CudaRegistrar(device).pci_bus_id)
 
 
@@ -39,13 +39,11 @@ def create_engine(
 ) -> SwapEngine:
     """Allocate an arena of `num_slots` and return the engine that copies to and from it.
 
-    `keep_alive` are the KV tensors behind `layout`, and `device` is theirs. `auto` is what fits it:
-    `cuda`, or `host` for any other. `host` is for KV caches in host memory; `cuda`
-    page-locks the arena, the most of it in the background (`SwapEngine.ready_slots`), and its
-    stores also wait for `output_copy_stream`; `dma` is `cuda` with the copy engine only. A `shared`
-    arena is the same memory in every process that passes a handle on it; the handle may be closed
-    afterwards. Page-locking in the background pauses while `room` has too little memory; the host's
-    arena gets its pages as slots are stored.
+    `keep_alive` are the KV tensors behind `layout`, and `device` is theirs; `auto` is `cuda` for a
+    CUDA device, else `host`. `cuda` page-locks the arena, most of it in the background
+    (`SwapEngine.ready_slots`) and while `room` has memory; its stores also wait for
+    `output_copy_stream`. `dma` is `cuda` with the copy engine only. A `shared` arena is the same
+    memory in every process that passes a handle on it; the handle may be closed afterwards.
     """
     device = device or keep_alive[0].device
     if kind == "auto":

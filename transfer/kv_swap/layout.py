@@ -61,7 +61,7 @@ class TensorDescription:
 class Region:
     """A run of pages: block `b` has `page_bytes` bytes at `address + b * block_stride_bytes`.
 
-    In a slot they start at `slot_offset_bytes`. `tensors` names those whose bytes lie in it.
+    In a slot they start at `slot_offset_bytes`. They belong to `tensors`.
     """
 
     address: int
@@ -100,14 +100,13 @@ class KVLayout:
         _refuse_shared_bytes(num_blocks, merged)
         starts = [piece.address for piece in merged]
         merged = list(dict.fromkeys(merged[bisect(starts, p.address) - 1] for p in pieces))
-        regions = []
-        slot_offset_bytes = 0
+        regions: list[Region] = []
+        offset = 0
         for piece in merged:
             _refuse_misalignment(piece)
-            regions.append(
-                Region(piece.address, piece.nbytes, piece.stride, slot_offset_bytes, piece.names)
-            )
-            slot_offset_bytes += piece.nbytes
+            address, stride = piece.address, piece.stride
+            regions.append(Region(address, piece.nbytes, stride, offset, piece.names))
+            offset += piece.nbytes
         return cls(num_blocks, tuple(regions))
 
 
@@ -119,11 +118,6 @@ class _Piece:
     address: int
     nbytes: int
     stride: int
-
-    @property
-    def name(self) -> str:
-        """One of the tensors, for messages."""
-        return min(self.names)
 
     @property
     def end(self) -> int:
@@ -239,8 +233,8 @@ def _refuse_shared_bytes(num_blocks: int, pieces: Sequence[_Piece]) -> None:
                 if shift >= high:
                     continue
             raise LayoutError(
-                f"{first.name} and {second.name} overlap where no copy could be exact: pages of "
-                f"{first.nbytes} and {second.nbytes} bytes, every {first.stride} and "
+                f"{min(first.names)} and {min(second.names)} overlap where no copy could be exact: "
+                f"pages of {first.nbytes} and {second.nbytes} bytes, every {first.stride} and "
                 f"{second.stride} bytes, {second.address - first.address} bytes apart, "
                 f"{num_blocks} blocks"
             )
@@ -254,5 +248,5 @@ def _refuse_misalignment(piece: _Piece) -> None:
     ):
         if value % PAGE_ALIGNMENT_BYTES:
             raise LayoutError(
-                f"{piece.name}: {what} {value} is no multiple of {PAGE_ALIGNMENT_BYTES} bytes"
+                f"{min(piece.names)}: {what} {value} is no multiple of {PAGE_ALIGNMENT_BYTES} bytes"
             )

@@ -7,8 +7,6 @@ from kv_offload.cache.policies.base import EvictionPolicy
 from kv_offload.cache.policies.lru import LRUPolicy
 from kv_offload.errors import ConfigError
 
-__all__ = ["POLICIES", "ARCPolicy", "EvictionPolicy", "LRUPolicy", "make_policy"]
-
 POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRUPolicy, "arc": ARCPolicy}
 
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kv_offload.cache.key_map import KeyMap
 from kv_offload.cache.policies.base import EvictionPolicy
-from kv_offload.cache.policies.ghosts import GhostList
 from kv_offload.cache.policies.recency import RecencyList
 from kv_offload.cache.slots import Key, Slots
 
@@ -26,8 +26,7 @@ from kv_offload.cache.slots import Key, Slots
 class ARCPolicy(EvictionPolicy):
     """Two lists by recency with a ghost list each. Keeps reused prefixes through scans of new ones.
 
-    `use` is the paper's hit, and so is `hold`; a held slot of T1 is therefore one that has not been
-    released since it was added.
+    `use` and `hold` are the paper's hits. So a held slot of T1 was not released since its `add`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -35,16 +34,16 @@ class ARCPolicy(EvictionPolicy):
         self.clear()
 
     def clear(self) -> None:
-        """See `EvictionPolicy.clear`."""
-        self._t1 = RecencyList()
-        self._t2 = RecencyList()
-        self._b1 = GhostList()
-        self._b2 = GhostList()
-        self._target = 0.0  # p
+        self._t1, self._t2 = RecencyList(), RecencyList()
         self._key_of: list[Key] = []  # by slot; what is not resident does not matter
+        # Ghosts have no slots. They have places, which are numbered as slots are.
+        self._b1, self._b2 = RecencyList(), RecencyList()
+        self._place_of = KeyMap()
+        self._ghost_at: list[Key] = []  # by place
+        self._free_places: list[int] = []
+        self._target = 0.0  # p
 
     def add(self, slots: Slots, keys: Sequence[Key]) -> None:
-        """See `EvictionPolicy.add`."""
         entered = slots.tolist()
         for slot, key in zip(entered, keys, strict=True):
             home, _ = self._enter(key)
@@ -52,7 +51,6 @@ class ARCPolicy(EvictionPolicy):
         self._head_first(entered)
 
     def replace(self, keys: Sequence[Key]) -> Slots:
-        """See `EvictionPolicy.replace`."""
         slots = []
         for key in keys:
             if not self._t1.evictable and not self._t2.evictable:
@@ -67,7 +65,7 @@ class ARCPolicy(EvictionPolicy):
         return np.array(slots, np.int32)
 
     def _head_first(self, slots: Sequence[int]) -> None:
-        """Make the first of slots that have just come in the most recent of them."""
+        """Make the first of some new slots the most recent of them."""
         if len(slots) > 1:
             for slot in reversed(slots):
                 self._list_of(slot).refresh(slot)
@@ -78,21 +76,24 @@ class ARCPolicy(EvictionPolicy):
         Returns the list that the key belongs to, and whether it was in B2.
         """
         t1, b1, b2 = self._t1, self._b1, self._b2
-        if key in b1:  # case II: T1 was too small
-            self._target = min(self._target + max(1.0, b2.length / b1.length), self.capacity)
-            b1.remove(key)
-            return self._t2, False
-        if key in b2:  # case III: T2 was too small
+        place = self._place_of.get(key)
+        if place < 0:  # case IV: never seen, or forgotten
+            l1 = t1.length + b1.length
+            if l1 == self.capacity:
+                if b1.length:
+                    self._forget(b1.pop_oldest())
+            elif l1 + self._t2.length + b2.length == 2 * self.capacity:
+                self._forget(b2.pop_oldest())
+            return t1, False
+        from_b2 = place in b2
+        if from_b2:  # case III: T2 was too small
             self._target = max(self._target - max(1.0, b1.length / b2.length), 0.0)
-            b2.remove(key)
-            return self._t2, True
-        l1 = t1.length + b1.length  # case IV: never seen, or forgotten
-        if l1 == self.capacity:
-            if b1.length:
-                b1.pop_oldest()
-        elif l1 + self._t2.length + b2.length == 2 * self.capacity:
-            b2.pop_oldest()
-        return t1, False
+            b2.remove(place)
+        else:  # case II: T1 was too small
+            self._target = min(self._target + max(1.0, b2.length / b1.length), self.capacity)
+            b1.remove(place)
+        self._forget(place)
+        return self._t2, from_b2
 
     def _evict(self, from_b2: bool, with_ghost: bool) -> int:
         """Run the paper's REPLACE for a key that was in B2 or not; return the slot it empties."""
@@ -103,10 +104,25 @@ class ARCPolicy(EvictionPolicy):
         else:
             slot, ghosts = t2.pop_oldest(), self._b2
         if with_ghost:
-            ghosts.append(self._key_of[slot])
+            self._remember(ghosts, self._key_of[slot])
             if self._b1.length + self._b2.length > self.capacity:
-                (self._b2 if self._b2.length else self._b1).pop_oldest()
+                self._forget((self._b2 if self._b2.length else self._b1).pop_oldest())
         return slot
+
+    def _remember(self, ghosts: RecencyList, key: Key) -> None:
+        if self._free_places:
+            place = self._free_places.pop()
+            self._ghost_at[place] = key
+        else:
+            place = len(self._ghost_at)
+            self._ghost_at.append(key)
+        self._place_of[key] = place
+        ghosts.append(place, held=False)
+
+    def _forget(self, place: int) -> None:
+        """Forget the ghost of a place that is in no list any more."""
+        self._place_of.pop(self._ghost_at[place])
+        self._free_places.append(place)
 
     def _insert(self, home: RecencyList, slot: int, key: Key) -> None:
         if slot >= len(self._key_of):
@@ -114,13 +130,11 @@ class ARCPolicy(EvictionPolicy):
         self._key_of[slot] = key
         home.append(slot, held=True)
 
-    def use(self, slots: Slots) -> None:
-        """See `EvictionPolicy.use`; the paper's case I."""
+    def use(self, slots: Slots) -> None:  # the paper's case I
         for slot in slots.tolist():
             self._hit(slot)
 
     def hold(self, slots: Slots) -> None:
-        """See `EvictionPolicy.hold`; the paper's case I."""
         for slot in slots.tolist():
             self._hit(slot)
             self._t2.hold(slot)
@@ -135,12 +149,10 @@ class ARCPolicy(EvictionPolicy):
             self._t2.append(slot, held=False)
 
     def release(self, slots: Slots) -> None:
-        """See `EvictionPolicy.release`."""
         for slot in slots.tolist():
             self._list_of(slot).release(slot)
 
-    def discard(self, slots: Slots) -> None:
-        """See `EvictionPolicy.discard`; no ghost is left."""
+    def discard(self, slots: Slots) -> None:  # leaves no ghost
         for slot in slots.tolist():
             self._list_of(slot).remove(slot)
 
@@ -148,18 +160,20 @@ class ARCPolicy(EvictionPolicy):
         return self._t1 if slot in self._t1 else self._t2
 
     def resident(self) -> dict[int, bool]:
-        """See `EvictionPolicy.resident`."""
         return self._t1.holds() | self._t2.holds()
 
     def check_integrity(self) -> None:
-        """See `EvictionPolicy.check_integrity`."""
         for part in (self._t1, self._t2, self._b1, self._b2):
             part.check_integrity()
         t1, t2, b1, b2 = (part.length for part in (self._t1, self._t2, self._b1, self._b2))
         slots = self.resident()
         assert len(slots) == t1 + t2, "a slot is in T1 and in T2"
-        keys = [*(self._key_of[slot] for slot in slots), *self._b1.keys(), *self._b2.keys()]
-        assert len(set(keys)) == len(keys), "a key is in two of T1, T2, B1 and B2"
+        places = [*self._b1.slots(), *self._b2.slots()]
+        ghosts = {self._ghost_at[place]: place for place in places}
+        keys = [*(self._key_of[slot] for slot in slots), *ghosts]
+        assert len({*keys}) == t1 + t2 + b1 + b2, "a key is in two of T1, T2, B1 and B2"
+        assert dict(self._place_of.items()) == ghosts, "a ghost is lost"
+        assert len(self._ghost_at) == len(places) + len(self._free_places), "a place is lost"
         assert t1 + t2 <= self.capacity, f"{t1 + t2} slots exceed capacity {self.capacity}"
         assert t1 + b1 <= self.capacity, f"L1 has {t1 + b1} keys and exceeds {self.capacity}"
         assert b1 + b2 <= self.capacity, f"{b1 + b2} ghosts exceed capacity {self.capacity}"

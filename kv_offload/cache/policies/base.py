@@ -12,17 +12,15 @@ from kv_offload.errors import CapacityError
 class EvictionPolicy(ABC):
     """Ranks the resident slots, those that have a key; at most `capacity` slots from 0 upwards.
 
-    A slot becomes resident through `add` or `replace`, when its store is prepared: that is when the
-    access happens that the policy should see. The slot is held from then on, because a slot that is
-    being written must not be evicted. `release` lets it be evicted. A slot that is being read is
-    held again.
+    A slot becomes resident when its store is prepared. It is held from then on: a slot that is
+    being written or read must not be evicted. `release` lets it be evicted.
 
-    The slot that was used last is the most recent. Within one call of `use` or `hold` that is the
-    last of `slots`. Within one call of `add` or `replace` it is the first: they get keys in prefix
-    order, and a head should outlive its tail. `release` does not change the order.
+    Of the slots of one call, the last that `use` or `hold` is given becomes the most recent, but
+    the first that `add` or `replace` is: they get keys in prefix order, and a head should outlive
+    its tail. `release` does not change the order.
 
-    All operations take O(1) amortised time per slot. They trust their caller, `CacheManager`: all
-    but `add` are for resident slots only, and only `use` may be given a slot twice.
+    All operations take O(1) amortised time per slot. They trust their caller, `CacheManager`: it
+    names each slot once, and only resident ones to all but `add`.
 
     Raises `CapacityError` for a capacity below 1.
     """
@@ -40,8 +38,7 @@ class EvictionPolicy(ABC):
     def replace(self, keys: Sequence[Key]) -> Slots:
         """Evict one key for each new key, `add` the slots for the new keys, and return the slots.
 
-        Held slots are not evicted; if too few others are left, the keys at the end get no slot.
-        This is one call, because which key is evicted may depend on the key that comes in.
+        If too few slots are not held, the keys at the end get none.
         """
 
     @abstractmethod
@@ -73,4 +70,4 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Check all invariants, in O(capacity). Raises `AssertionError` naming the first broken."""
+        """Raise `AssertionError` naming the first broken invariant, in O(capacity)."""

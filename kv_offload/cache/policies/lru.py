@@ -5,64 +5,147 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kv_offload.cache.policies.base import EvictionPolicy
-from kv_offload.cache.policies.use_log import UseLog
-from kv_offload.cache.slots import Key, Slots
+from kv_offload.cache.slots import NO_SLOTS, Key, Slots
+
+SLACK_ENTRIES = 4096
+"""How many stale entries are never worth a sweep."""
+
+WINDOW_ENTRIES = 64
+"""How many entries a search for victims looks at first, or as many as it wants if those are more.
+Each further look takes four times as many."""
 
 
 class LRUPolicy(EvictionPolicy):
-    """One order by recency. Cheapest, and right where reuse comes soon or not at all."""
+    """One order by recency. Cheapest, and right where reuse comes soon or not at all.
+
+    Each use appends an entry to a log, so whole batches are used at once. The last entry of a slot
+    is live, its earlier ones are stale. A search for victims drops the entries that it passes. It
+    parks the held slots among them: they have no entry until they are used or released.
+
+    If the log is long, each use also sweeps a few entries. The sweep begins at the newest entry and
+    goes to the oldest. It moves the live entries together, and the log then begins where they
+    begin. So the log is never reorganised at once, and has at most 32 bytes per slot.
+    """
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
+        # Entry i is at i & mask. Between two sweeps the log has at most 2 entries per slot and the
+        # slack. It grows by less than 2 per slot, and a third of the slack, until a sweep ends.
+        self._mask = (1 << (4 * capacity + 2 * SLACK_ENTRIES).bit_length()) - 1
         self.clear()
 
     def clear(self) -> None:
-        """See `EvictionPolicy.clear`."""
-        self._log = UseLog(self.capacity)
+        # Memory from the system costs nothing until it is written.
+        self._log = np.empty(self._mask + 1, np.int32)
+        self._entry_of = np.zeros(self.capacity, np.int64)  # the last of each slot; 0: not resident
         self._held = np.zeros(self.capacity, bool)
+        self._parked: set[int] = set()
+        self._next = 1
+        # Entries from `_first` to `_unswept` are still to be swept. Those from there to `_swept`
+        # are stale: the sweep has moved the live ones behind them.
+        self._first = self._unswept = self._swept = 1
 
     def add(self, slots: Slots, keys: Sequence[Key]) -> None:
-        """See `EvictionPolicy.add`; the keys do not matter."""
-        self._log.append_new(slots[::-1])
+        self._append(slots[::-1])
         self._held[slots] = True
 
     def replace(self, keys: Sequence[Key]) -> Slots:
-        """See `EvictionPolicy.replace`; the keys do not matter."""
         # Sorted, so that keys that follow each other mostly get slots that do.
-        slots = np.sort(self._log.pop_oldest(len(keys), self._held))
-        self._log.append_new(slots[::-1])
+        slots = np.sort(self._pop_oldest(len(keys)))
+        self._append(slots[::-1])
         self._held[slots] = True
         return slots
 
     def use(self, slots: Slots) -> None:
-        """See `EvictionPolicy.use`."""
-        self._log.append(slots)
+        if self._parked:
+            self._parked.difference_update(slots.tolist())
+        self._append(slots)
 
     def hold(self, slots: Slots) -> None:
-        """See `EvictionPolicy.hold`."""
-        self._log.append(slots)
+        self._append(slots)
         self._held[slots] = True
 
     def release(self, slots: Slots) -> None:
-        """See `EvictionPolicy.release`."""
         self._held[slots] = False
-        self._log.put_back(slots)
+        if self._parked and (back := self._parked.intersection(slots.tolist())):
+            self._parked -= back
+            parked = np.array(sorted(back, key=self._entry_of.__getitem__), np.int32)
+            self._first -= len(parked)
+            self._write(self._first, parked)
 
     def discard(self, slots: Slots) -> None:
-        """See `EvictionPolicy.discard`."""
         self._held[slots] = False
-        self._log.remove(slots)
+        self._entry_of[slots] = 0
+        self._parked.difference_update(slots.tolist())
+
+    def _append(self, slots: Slots) -> None:
+        self._write(self._next, slots)
+        self._next += len(slots)
+        if self._next - self._first > 2 * self.capacity + SLACK_ENTRIES:
+            self._sweep(4 * len(slots))
+
+    def _write(self, first: int, slots: Slots) -> None:
+        entries = np.arange(first, first + len(slots))
+        self._log[entries & self._mask] = slots
+        self._entry_of[slots] = entries
+
+    def _read(self, first: int, last: int) -> tuple[Slots, NDArray[np.bool_]]:
+        """Return the slots of entries `first` to `last` (exclusive), and which are live."""
+        entries = np.arange(first, last)
+        slots = self._log[entries & self._mask]
+        return slots, self._entry_of[slots] == entries
+
+    def _pop_oldest(self, count: int) -> Slots:
+        """Take up to `count` of the least recent slots that are not held out of the log."""
+        victims: list[Slots] = []
+        window = max(count, WINDOW_ENTRIES)
+        while count and self._first < self._next:
+            slots, live = self._read(self._first, min(self._first + window, self._next))
+            idle = live & ~self._held[slots]
+            wanted = np.flatnonzero(idle)[:count]
+            passed = len(slots) if len(wanted) < count else int(wanted[-1]) + 1
+            if len(wanted) < passed:
+                self._parked.update(slots[:passed][(live & ~idle)[:passed]].tolist())
+            victims.append(slots[wanted])
+            count -= len(wanted)
+            window *= 4
+            self._first += passed
+            self._skip_swept()
+        return victims[0] if len(victims) == 1 else np.concatenate([NO_SLOTS, *victims])
+
+    def _sweep(self, count: int) -> None:
+        """Move the live ones of the next `count` entries towards the newest."""
+        if self._unswept == self._first:
+            self._unswept = self._swept = self._next
+        first = max(self._first, self._unswept - count)
+        slots, live = self._read(first, self._unswept)
+        moved = slots[live]
+        self._unswept = first
+        self._swept -= len(moved)
+        self._write(self._swept, moved)
+        self._skip_swept()
+
+    def _skip_swept(self) -> None:
+        if self._unswept <= self._first:
+            self._first = self._unswept = self._swept = max(self._first, self._swept)
 
     def resident(self) -> dict[int, bool]:
-        """See `EvictionPolicy.resident`."""
-        held = np.flatnonzero(self._held).tolist()
-        return dict.fromkeys(self._log.slots().tolist(), False) | dict.fromkeys(held, True)
+        slots = np.flatnonzero(self._entry_of)
+        return dict(zip(slots.tolist(), self._held[slots].tolist(), strict=True))
+
+    def order(self) -> Slots:
+        """Return the slots that are not parked, from the least to the most recent, in O(n)."""
+        slots, live = self._read(self._first, self._next)
+        return slots[live]
 
     def check_integrity(self) -> None:
-        """See `EvictionPolicy.check_integrity`."""
-        self._log.check_integrity()
-        slots = self._log.length
-        assert slots <= self.capacity, f"{slots} slots exceed capacity {self.capacity}"
-        assert len(self.resident()) == slots, "a held slot is not resident"
+        slots = self.resident()
+        assert len(slots) <= self.capacity, f"{len(slots)} slots exceed capacity {self.capacity}"
+        assert self._held.sum() == sum(slots.values()), "a held slot is not resident"
+        listed = [*self.order().tolist(), *self._parked]
+        assert sorted(listed) == [*slots], "a slot is lost, or listed and parked"
+        assert self._next - self._first <= len(self._log), "the log has overwritten entries"
+        assert self._first <= self._unswept <= self._swept <= self._next, "a sweep went too far"

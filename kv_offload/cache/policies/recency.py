@@ -10,10 +10,9 @@ _ABSENT, _IDLE, _HELD, _PARKED = range(4)
 class RecencyList:
     """Slots from the least to the most recent; a held slot keeps its place but is not popped.
 
-    A search for a victim takes held slots that it meets at the old end out of the order, and parks
-    them. So it passes them once and not every time, and operations take O(1) amortised time. A
-    parked slot returns to the old end when it is released. Several parked slots keep their order if
-    the most recent of them is released first.
+    A search for a victim parks the held slots that it meets at the old end: it takes them out of
+    the order, so as to pass them once. A parked slot returns to the old end when it is released.
+    Several parked slots keep their order if the most recent of them is released first.
 
     All operations but `append` are for slots that are in the list.
     """
@@ -21,8 +20,7 @@ class RecencyList:
     __slots__ = ("_newer", "_older", "_state", "evictable", "length")
 
     def __init__(self) -> None:
-        # Slot i is node i + 1. Node 0 closes the circle: what is newer than it is the oldest, what
-        # is older than it the newest.
+        # Slot i is node i + 1. Node 0 closes the circle between the newest and the oldest.
         self._older = array("i", [0])
         self._newer = array("i", [0])
         self._state = bytearray([_ABSENT])
@@ -129,7 +127,7 @@ class RecencyList:
         return slot + 1 < len(self._state) and self._state[slot + 1] != _ABSENT
 
     def check_integrity(self) -> None:
-        """Check all invariants, in O(n). Raises `AssertionError` naming the first broken."""
+        """Raise `AssertionError` naming the first broken invariant, in O(n)."""
         listed, holds = self.slots(), self.holds()
         parked = {slot for slot in holds if self._state[slot + 1] == _PARKED}
         linked = [*listed, *parked]

@@ -64,8 +64,8 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         """
         scheduler = self.offload_scheduler
         if scheduler is None:
-            self.offload_worker.count_hook_errors(self.hook_errors.take())
-            return ConnectorStats.of(self.offload_worker.take_stats())
+            self.offload_worker.reports.count("hook_errors", self.hook_errors.take())
+            return ConnectorStats.of(self.offload_worker.reports.take_stats())
         scheduler.statistics.count("hook_errors", self.hook_errors.take())
         scheduler.reports.read()
         rank = self._local_rank()
@@ -74,7 +74,7 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         scheduler.watch.end()
         counted = scheduler.take_stats()
         # No step may follow that would report what was polled just now.
-        moved = None if rank is None else rank.take_stats()
+        moved = None if rank is None else rank.reports.take_stats()
         if counted is None or moved is None:
             return ConnectorStats.of(counted or moved)
         return ConnectorStats(counted.data).aggregate(moved)

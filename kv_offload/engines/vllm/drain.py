@@ -1,4 +1,4 @@
-"""What vLLM's scheduler does besides: it ends copies before a reset, and requests with wrong KV."""
+"""Ends copies before vLLM resets, requests with wrong KV, and recomputes those that got none."""
 
 from __future__ import annotations
 

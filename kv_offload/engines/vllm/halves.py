@@ -1,4 +1,4 @@
-"""Finds our two halves inside vLLM's objects, and what ranks reported to them."""
+"""Finds the plugin's two halves inside vLLM's objects, and what ranks reported to them."""
 
 from __future__ import annotations
 
@@ -58,18 +58,13 @@ def own_reports(connector: Any, report: Any) -> Iterator[tuple[Any, OffloadWorke
 
 def failed_loads(connector: Any, output: Any) -> set[str]:
     """Return the requests whose loads a step's output reports as failed."""
-    return {
-        request_id
-        for _, report in own_reports(connector, output.kv_connector_worker_meta)
-        for request_id in report.failed_loads
-    }
+    reports = own_reports(connector, output.kv_connector_worker_meta)
+    return set().union(*(report.failed_loads for _, report in reports))
 
 
 def requests_with_lost_kv(connector: Any, output: Any) -> set[str]:
     """Return the requests that have computed with KV that a step's output reports as lost."""
-    return {
-        request_id
-        for scheduler, report in own_reports(connector, output.kv_connector_worker_meta)
-        if report.lost_loads
-        for request_id in scheduler.lose(report.lost_loads)
-    }
+    reports = own_reports(connector, output.kv_connector_worker_meta)
+    return set().union(
+        *(half.lose(report.lost_loads) for half, report in reports if report.lost_loads)
+    )

@@ -28,10 +28,7 @@ class ConnectorStats(OffloadStats, KVConnectorStats):
     def aggregate(self, other: OffloadStats) -> ConnectorStats:
         """Add another rank's, or a later, set of figures."""
         for name, value in other.data.items():
-            if KINDS[name] == "counter":
-                self.count(name, value)
-            else:
-                self.gauge(name, value)
+            (self.count if KINDS[name] == "counter" else self.gauge)(name, value)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -58,7 +55,4 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         """Feed one engine's figures."""
         for name, value in transfer_stats_data.items():
             metric = self._metrics[name][engine_idx]
-            if KINDS[name] == "counter":
-                metric.inc(value)
-            else:
-                metric.set(value)
+            (metric.inc if KINDS[name] == "counter" else metric.set)(value)

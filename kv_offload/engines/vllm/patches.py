@@ -160,10 +160,8 @@ def _take_the_shortest_hit(original: Method, self: Any, *args: Any, **kwargs: An
 def _observe_dictionaries(
     original: Method, self: Any, transfer_stats_data: Any, engine_idx: int = 0
 ) -> Any:
-    as_sent = {
-        name: stats if isinstance(stats, dict) else {"data": stats.data}
-        for name, stats in transfer_stats_data.items()
-    }
+    figures = transfer_stats_data.items()
+    as_sent = {k: v if isinstance(v, dict) else {"data": v.data} for k, v in figures}
     return original(self, as_sent, engine_idx)
 
 

@@ -1,4 +1,4 @@
-"""Which versions of vLLM are supported, and what is named or counted otherwise in each."""
+"""Which versions of vLLM are supported, and what they name or count in different ways."""
 
 from __future__ import annotations
 
@@ -46,11 +46,10 @@ def reports_failed_requests(version: tuple[int, int]) -> bool:
 
 def layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, Any]:
     """Return the KV-cache spec of every layer; uniform groups keep one per layer."""
-    specs = {}
+    specs: dict[str, Any] = {}
     for group in kv_cache_config.kv_cache_groups:
         per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None) or {}
-        for name in group.layer_names:
-            specs[name] = per_layer.get(name, group.kv_cache_spec)
+        specs |= {name: per_layer.get(name, group.kv_cache_spec) for name in group.layer_names}
     return specs
 
 

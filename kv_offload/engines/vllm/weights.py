@@ -94,5 +94,4 @@ def hear_of_weight_loads(core: Any, schedulers: Sequence[Any]) -> None:
 
 def weight_loads_of_rank(_worker: Any) -> dict[int, int]:
     """Return how often this process's model has been given weights, by rank. Runs in the worker."""
-    loads = (worker.weight_loads.items() for worker in workers_of_process())
-    return dict(item for items in loads for item in items)
+    return {rank: n for worker in workers_of_process() for rank, n in worker.weight_loads.items()}

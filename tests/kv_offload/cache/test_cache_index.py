@@ -12,7 +12,8 @@ from kv_offload.cache.index import SlotIndex
     ("breakage", "message"),
     [
         ("index.num_orphans = 2", "orphans are not counted right"),
-        ("index._orphan[1] = True; index.num_orphans = 2", "a slot is lost or has two owners"),
+        ("index._key_of[1] = None; index.num_orphans = 2", "slot 1 of 'b' is None's"),
+        ("index._free.remove(3)", "orphans are not counted right"),
         ("index._slot_of['d'] = 4", "slot 4 is used that was never given out"),
         ("index._slot_of['d'] = -1", "slot -1 is used that was never given out"),
         ("index._slot_of['c'] = 1", "slot 1 of 'c' is 'b''s"),

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_offload.cache.errors import MissingKeyError, MisuseError
 from kv_offload.cache.index import RUN_SLOTS
-from kv_offload.cache.manager import CacheManager, PreparedStore
+from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import POLICIES, make_policy
-from kv_offload.errors import CapacityError, KVOffloadError
+from kv_offload.cache.slots import MissingKeyError, MisuseError, Slots
+from kv_offload.errors import KVOffloadError
 
 A, B, C, D, E = (bytes([letter]) * 32 for letter in b"abcde")
 
@@ -33,12 +33,8 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def slots_of(prepared: PreparedStore) -> list[int]:
-    return prepared.slots.tolist()
-
-
-def decided(prepared: PreparedStore) -> tuple[object, ...]:
-    return [*prepared.keys], slots_of(prepared), *prepared[2:]
+def array(*slots: int) -> Slots:
+    return np.array(slots, np.int32)
 
 
 def is_known(manager: CacheManager, *keys: bytes) -> bool:
@@ -48,10 +44,10 @@ def is_known(manager: CacheManager, *keys: bytes) -> bool:
 
 def store(manager: CacheManager, *keys: bytes) -> list[int]:
     prepared = manager.prepare_store(keys)
-    assert [*prepared.keys] == list(keys)
-    manager.complete_store(prepared.slots)
+    assert len(prepared) == len(keys)
+    manager.complete_store(prepared)
     manager.check_integrity()
-    return slots_of(prepared)
+    return prepared.tolist()
 
 
 def use(manager: CacheManager, *keys: bytes) -> None:
@@ -64,7 +60,7 @@ def eviction_order(manager: CacheManager, keys: Sequence[bytes]) -> list[bytes]:
     left = list(keys)
     for i in range(manager.num_slots):
         prepared = manager.prepare_store([b"newcomer %d" % i])
-        assert len(prepared.keys) == 1
+        assert len(prepared) == 1
         gone = [key for key in left if not manager.lookup(key)]
         left = [key for key in left if manager.lookup(key)]
         assert len(gone) <= 1
@@ -75,24 +71,6 @@ def eviction_order(manager: CacheManager, keys: Sequence[bytes]) -> list[bytes]:
 
 
 # -- construction ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_slots", [0, -3])
-def test_a_manager_needs_a_slot(num_slots: int) -> None:
-    with pytest.raises(CapacityError, match=f"{num_slots} slots: give it memory for 1 or more"):
-        CacheManager(num_slots, make_policy("lru", 1))
-
-
-def test_a_manager_refuses_a_policy_of_another_size() -> None:
-    with pytest.raises(MisuseError, match="for 4 slots and ranks 0: give a manager of 3 slots"):
-        CacheManager(3, make_policy("arc", 4))
-
-
-def test_a_manager_refuses_the_policy_of_another_manager() -> None:
-    policy = make_policy("lru", 3)
-    store(CacheManager(3, policy), A)
-    with pytest.raises(MisuseError, match="for 3 slots and ranks 1: give a manager of 3 slots"):
-        CacheManager(3, policy)
 
 
 def test_a_new_manager_is_empty(manager: CacheManager) -> None:
@@ -109,10 +87,10 @@ def test_nothing_is_built_for_slots_that_were_never_used(
     before_bytes = resident_bytes()
     manager = make_manager(10**8)
     prepared = manager.prepare_store([A, B])
-    manager.complete_store(prepared.slots)
+    manager.complete_store(prepared)
     manager.complete_load(manager.prepare_load([A, B]))
     manager.reset()
-    assert slots_of(manager.prepare_store([A])) == [0]
+    assert manager.prepare_store([A]).tolist() == [0]
     assert resident_bytes() - before_bytes < 100e6
 
 
@@ -121,12 +99,12 @@ def test_nothing_is_built_for_slots_that_were_never_used(
 
 def test_a_stored_key_is_readable_once_its_store_is_completed(manager: CacheManager) -> None:
     prepared = manager.prepare_store([A, B])
-    assert decided(prepared) == ([A, B], [0, 1], 0, 0, 0)
+    assert prepared.tolist() == [0, 1]
     assert manager.slots_in_use == 2
     assert is_known(manager, A)
     assert not manager.lookup(A)
     assert manager.readable_slots() == {}
-    manager.complete_store([0])
+    manager.complete_store(array(0))
     assert manager.lookup(A)
     assert is_known(manager, A)
     assert not manager.lookup(B)
@@ -134,27 +112,19 @@ def test_a_stored_key_is_readable_once_its_store_is_completed(manager: CacheMana
     manager.check_integrity()
 
 
-def test_prepare_store_skips_and_counts_known_and_repeated_keys(manager: CacheManager) -> None:
-    store(manager, A)
-    manager.prepare_store([B])
-    prepared = manager.prepare_store([A, B, C, D, C, A])
-    assert decided(prepared) == ([C, D], [2, 3], 4, 0, 0)
-    manager.check_integrity()
-
-
 def test_prepare_store_of_nothing(manager: CacheManager) -> None:
-    assert decided(manager.prepare_store([])) == ([], [], 0, 0, 0)
-    manager.complete_store([])
-    manager.complete_load([])
+    assert not len(manager.prepare_store([]))
+    manager.complete_store(array())
+    manager.complete_load(array())
     assert manager.prepare_load([]).tolist() == []
 
 
 def test_prepare_store_accepts_the_head_of_what_has_no_room(manager: CacheManager) -> None:
     manager.prepare_load([A] if store(manager, A) else [])
     prepared = manager.prepare_store([B, C, D, E, b"f"])
-    assert decided(prepared) == ([B, C, D], [1, 2, 3], 0, 2, 0)
+    assert prepared.tolist() == [1, 2, 3]
     assert not is_known(manager, E)
-    assert decided(manager.prepare_store([E])) == ([], [], 0, 1, 0)
+    assert not len(manager.prepare_store([E]))
     assert manager.slots_in_use == 4
     manager.check_integrity()
 
@@ -162,69 +132,48 @@ def test_prepare_store_accepts_the_head_of_what_has_no_room(manager: CacheManage
 def test_prepare_store_evicts_and_counts(manager: CacheManager) -> None:
     slots = dict(zip((A, B, C, D), store(manager, A, B, C, D), strict=True))
     prepared = manager.prepare_store([E, b"f"])
-    assert (prepared.evicted, manager.evictions, manager.slots_in_use) == (2, 2, 4)
-    assert sorted(slots_of(prepared)) == [slots[C], slots[D]]
+    assert (manager.evictions, manager.slots_in_use) == (2, 4)
+    assert sorted(prepared.tolist()) == [slots[C], slots[D]]
     assert [manager.lookup(key) for key in (A, B, C, D)] == [True, True, False, False]
     assert not is_known(manager, D)
-    manager.complete_store(prepared.slots)
-    assert manager.prepare_store([C]).evicted == 1
+    manager.complete_store(prepared)
+    manager.prepare_store([C])
     assert manager.evictions == 3
 
 
-def test_prepare_store_never_evicts_a_key_of_its_own(manager: CacheManager) -> None:
+def test_prepare_store_never_evicts_what_goes_along(manager: CacheManager) -> None:
     store(manager, A)
     store(manager, B, C, D)
-    prepared = manager.prepare_store([A, b"1", b"2", b"3", b"4", B])
-    assert decided(prepared) == ([b"1", b"2"], slots_of(prepared), 2, 2, 2)
+    prepared = manager.prepare_store([b"1", b"2", b"3", b"4"], manager.find([A, B, A]))
+    assert manager.slot_numbers([b"1", b"2", b"3"]) == [*prepared.tolist(), -1]
     assert manager.lookup(A)
     assert manager.lookup(B)
     manager.check_integrity()
-    manager.complete_store(prepared.slots)
+    manager.complete_store(prepared)
     manager.prepare_store([b"5", b"6", b"7", b"8"])
     assert not manager.lookup(A), "the guard must not outlast the call"
 
 
-def test_prepare_store_with_an_unhashable_key_changes_nothing(manager: CacheManager) -> None:
-    store(manager, A)
-    with pytest.raises(TypeError):
-        manager.prepare_store([A, B, []])  # type: ignore[list-item]
-    assert manager.slots_in_use == 1
-    assert not is_known(manager, B)
-    manager.check_integrity()
-
-
 def test_a_failed_store_frees_its_slot_and_leaves_its_key_unknown(manager: CacheManager) -> None:
     prepared = manager.prepare_store([A, B])
-    manager.complete_store(slots_of(prepared)[:1], ok=False)
-    manager.complete_store(slots_of(prepared)[1:])
+    manager.complete_store(prepared[:1], ok=False)
+    manager.complete_store(prepared[1:])
     assert not is_known(manager, A)
     assert manager.lookup(B)
     assert manager.slots_in_use == 1
     manager.check_integrity()
-    assert manager.prepare_store([A, C, D]).evicted == 0
+    store(manager, A, C, D)
     assert manager.evictions == 0
 
 
-def test_a_key_whose_store_failed_can_be_stored_again(manager: CacheManager) -> None:
-    manager.complete_store(slots_of(manager.prepare_store([A])), ok=False)
-    store(manager, A)
-    assert manager.lookup(A)
-
-
 def test_a_slot_that_is_being_written_is_not_given_out(manager: CacheManager) -> None:
-    writing = slots_of(manager.prepare_store([A, B]))
+    writing = manager.prepare_store([A, B]).tolist()
     for key in (C, D, E, b"f"):
         assert store(manager, key)[0] not in writing
     assert is_known(manager, A)
 
 
 # -- loading -----------------------------------------------------------------------------------
-
-
-def test_prepare_load_returns_slots_in_order(manager: CacheManager) -> None:
-    a, b, c = store(manager, A, B, C)
-    assert manager.prepare_load([C, A, B]).tolist() == [c, a, b]
-    manager.check_integrity()
 
 
 def test_prepare_load_is_all_or_nothing(manager: CacheManager) -> None:
@@ -236,7 +185,8 @@ def test_prepare_load_is_all_or_nothing(manager: CacheManager) -> None:
         assert isinstance(caught.value, KVOffloadError)
         assert isinstance(caught.value, KeyError)
     manager.check_integrity()
-    assert manager.prepare_store([C, D, E]).evicted == 1, "A must not be held"
+    manager.prepare_store([C, D, E])
+    assert manager.evictions == 1, "A must not be held"
 
 
 def test_a_key_is_not_evicted_while_any_reader_is_left(manager: CacheManager) -> None:
@@ -245,34 +195,24 @@ def test_a_key_is_not_evicted_while_any_reader_is_left(manager: CacheManager) ->
     store(manager, B, C, D)
     for readers_left in (2, 1):
         prepared = manager.prepare_store([b"%d%d" % (readers_left, i) for i in range(4)])
-        assert (len(prepared.keys), prepared.no_room) == (3, 1)
-        assert slot not in slots_of(prepared)
+        assert len(prepared) == 3
+        assert slot not in prepared.tolist()
         assert manager.lookup(A)
-        manager.complete_store(prepared.slots)
-        manager.complete_load([slot])
+        manager.complete_store(prepared)
+        manager.complete_load(array(slot))
         manager.check_integrity()
-    assert manager.prepare_store([b"%d" % i for i in range(4)]).evicted == 4
+    assert len(manager.prepare_store([b"%d" % i for i in range(4)])) == 4
     assert not manager.lookup(A)
 
 
 def test_a_key_repeated_in_one_load_is_held_once_for_each(manager: CacheManager) -> None:
     (slot,) = store(manager, A)
     assert manager.prepare_load([A, A]).tolist() == [slot, slot]
-    manager.complete_load([slot])
+    manager.complete_load(array(slot))
     manager.check_integrity()
-    assert manager.prepare_store([b"1", b"2", b"3", b"4"]).no_room == 1
-    manager.complete_load([slot])
-    assert manager.prepare_store([b"4"]).no_room == 0
-
-
-def test_both_readers_of_a_slot_can_be_completed_in_one_call(manager: CacheManager) -> None:
-    (slot,) = store(manager, A)
-    manager.prepare_load([A])
-    manager.prepare_load([A])
-    manager.complete_load([slot, slot])
-    with pytest.raises(MisuseError):
-        manager.complete_load([slot])
-    manager.check_integrity()
+    assert len(manager.prepare_store([b"1", b"2", b"3", b"4"])) == 3
+    manager.complete_load(array(slot))
+    assert len(manager.prepare_store([b"4"])) == 1
 
 
 # -- recency -----------------------------------------------------------------------------------
@@ -294,7 +234,7 @@ def test_known_keys_used_together_are_evicted_tail_first(manager: CacheManager, 
     if by == "load":
         use(manager, A, B, C, D)
     else:
-        assert decided(manager.prepare_store([A, B, C, D])) == ([], [], 4, 0, 0)
+        manager.prepare_store([], manager.find([A, B, C, D]))
     assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
 
 
@@ -306,9 +246,9 @@ def test_used_keys_outlive_others(manager: CacheManager) -> None:
 
 
 def test_a_key_can_be_used_while_it_is_being_stored(manager: CacheManager) -> None:
-    a, b, c, d = slots_of(manager.prepare_store([A, B, C, D]))
-    assert manager.prepare_store([C]).known == 1
-    manager.complete_store([c, b, a, d])
+    a, b, c, d = manager.prepare_store([A, B, C, D]).tolist()
+    manager.prepare_store([], manager.find([C]))
+    manager.complete_store(array(c, b, a, d))
     assert eviction_order(manager, [A, B, C, D]) == [D, B, A, C]
 
 
@@ -317,10 +257,10 @@ def test_a_key_can_be_used_while_it_is_being_stored(manager: CacheManager) -> No
 def test_keys_stored_together_are_evicted_tail_first(
     manager: CacheManager, slices: list[int], head_first: bool
 ) -> None:
-    slots = slots_of(manager.prepare_store([A, B, C, D]))
+    slots = manager.prepare_store([A, B, C, D]).tolist()
     pieces = [[slots.pop(0) for _ in range(size)] for size in slices]
     for piece in pieces if head_first else reversed(pieces):
-        manager.complete_store(piece)
+        manager.complete_store(array(*piece))
     assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
 
 
@@ -335,7 +275,7 @@ def test_keys_loaded_together_are_evicted_tail_first(
     slots = manager.prepare_load([A, B, C]).tolist()
     pieces = [[slots.pop(0) for _ in range(size)] for size in slices]
     for piece in pieces if head_first else reversed(pieces):
-        manager.complete_load(piece)
+        manager.complete_load(array(*piece))
     assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
 
 
@@ -350,8 +290,8 @@ def test_a_second_load_makes_a_key_recent_again(manager: CacheManager) -> None:
 def test_a_tail_stored_later_is_evicted_before_its_known_head(manager: CacheManager) -> None:
     store(manager, A)
     store(manager, D)
-    prepared = manager.prepare_store([A, B, C])
-    manager.complete_store(prepared.slots)
+    prepared = manager.prepare_store([B, C], manager.find([A]))
+    manager.complete_store(prepared)
     assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
 
 
@@ -373,17 +313,17 @@ def test_a_prefix_that_was_held_for_long_is_still_evicted_tail_first(
 def test_complete_store_refuses_slots_without_a_store_and_changes_nothing(
     manager: CacheManager,
 ) -> None:
-    a, b = slots_of(manager.prepare_store([A, B]))
+    a, b = manager.prepare_store([A, B]).tolist()
     (c,) = store(manager, C)
     manager.prepare_load([C])
     for slots in ([a, 3], [a, c], [a, a], [a, -1], [a, 99]):
         with pytest.raises(MisuseError, match="complete every prepared store once"):
-            manager.complete_store(slots)
+            manager.complete_store(array(*slots))
         assert not manager.lookup(A)
         manager.check_integrity()
-    manager.complete_store([a, b])
-    with pytest.raises(MisuseError, match=f"1 stores to slot {a} completed, but 0 is running"):
-        manager.complete_store([a], ok=False)
+    manager.complete_store(array(a, b))
+    with pytest.raises(MisuseError, match=rf"stores to slots \[{a}\] were completed"):
+        manager.complete_store(array(a), ok=False)
     assert manager.lookup(A)
 
 
@@ -391,15 +331,15 @@ def test_complete_load_refuses_slots_without_a_load_and_changes_nothing(
     manager: CacheManager,
 ) -> None:
     a, b = store(manager, A, B)
-    (c,) = slots_of(manager.prepare_store([C]))
+    (c,) = manager.prepare_store([C]).tolist()
     manager.prepare_load([A])
-    for slots in ([a, b], [a, c], [a, a], [a, -1], [a, 99]):
+    for slots in ([a, b], [a, c], [a, a], [a, 3]):
         with pytest.raises(MisuseError, match="complete every prepared load once"):
-            manager.complete_load(slots)
+            manager.complete_load(array(*slots))
         manager.check_integrity()
-    manager.complete_load([a])
-    with pytest.raises(MisuseError, match=f"1 loads of slot {a} completed, but 0 are running"):
-        manager.complete_load([a])
+    manager.complete_load(array(a))
+    with pytest.raises(MisuseError, match=rf"loads of slots \[{a}\] were completed"):
+        manager.complete_load(array(a))
 
 
 # -- reset -------------------------------------------------------------------------------------
@@ -421,22 +361,22 @@ def test_reset_keeps_the_slots_of_running_operations_until_they_complete(
     (loading,) = store(manager, A)
     manager.prepare_load([A])
     manager.prepare_load([A])
-    ok, failed = slots_of(manager.prepare_store([B, C]))
+    ok, failed = manager.prepare_store([B, C]).tolist()
     manager.reset()
     manager.check_integrity()
     assert manager.slots_in_use == 3
     assert not is_known(manager, A, B, C)
 
     prepared = manager.prepare_store([A, B])  # the same names, with new contents
-    assert (slots_of(prepared), prepared.no_room) == ([3], 1)
-    manager.complete_store([3])
+    assert prepared.tolist() == [3]
+    manager.complete_store(array(3))
 
-    manager.complete_load([loading])
+    manager.complete_load(array(loading))
     assert manager.slots_in_use == 4
-    manager.complete_load([loading])
+    manager.complete_load(array(loading))
     assert manager.slots_in_use == 3
-    manager.complete_store([ok])
-    manager.complete_store([failed], ok=False)
+    manager.complete_store(array(ok))
+    manager.complete_store(array(failed), ok=False)
     manager.check_integrity()
     assert manager.slots_in_use == 1
     assert manager.lookup(A)
@@ -445,26 +385,26 @@ def test_reset_keeps_the_slots_of_running_operations_until_they_complete(
 
 
 def test_an_orphan_and_the_new_slot_of_its_key_do_not_mix(manager: CacheManager) -> None:
-    (old,) = slots_of(manager.prepare_store([A]))
+    (old,) = manager.prepare_store([A]).tolist()
     manager.reset()
-    (new,) = slots_of(manager.prepare_store([A]))
+    (new,) = manager.prepare_store([A]).tolist()
     assert new != old
-    manager.complete_store([old])
+    manager.complete_store(array(old))
     assert not manager.lookup(A)
     assert is_known(manager, A)
-    manager.complete_store([new])
+    manager.complete_store(array(new))
     assert manager.prepare_load([A]).tolist() == [new]
     manager.check_integrity()
 
 
 def test_orphans_survive_a_second_reset(manager: CacheManager) -> None:
-    (first,) = slots_of(manager.prepare_store([A]))
+    (first,) = manager.prepare_store([A]).tolist()
     manager.reset()
-    (second,) = slots_of(manager.prepare_store([A]))
+    (second,) = manager.prepare_store([A]).tolist()
     manager.reset()
     manager.check_integrity()
     assert manager.slots_in_use == 2
-    manager.complete_store([first, second])
+    manager.complete_store(array(first, second))
     manager.check_integrity()
     assert manager.slots_in_use == 0
     assert sorted(store(manager, A, B, C, D)) == [0, 1, 2, 3]
@@ -473,14 +413,14 @@ def test_orphans_survive_a_second_reset(manager: CacheManager) -> None:
 def test_an_orphan_is_completed_as_what_it_was(manager: CacheManager) -> None:
     (loading,) = store(manager, A)
     manager.prepare_load([A])
-    (storing,) = slots_of(manager.prepare_store([B]))
+    (storing,) = manager.prepare_store([B]).tolist()
     manager.reset()
     with pytest.raises(MisuseError):
-        manager.complete_store([loading])
+        manager.complete_store(array(loading))
     with pytest.raises(MisuseError):
-        manager.complete_load([storing])
+        manager.complete_load(array(storing))
     with pytest.raises(MisuseError):
-        manager.complete_load([loading, loading])
+        manager.complete_load(array(loading, loading))
     assert manager.slots_in_use == 2
     manager.check_integrity()
 
@@ -493,15 +433,14 @@ def test_only_slots_below_the_limit_are_given_out(manager: CacheManager) -> None
     manager.limit_slots(2)
     assert (manager.num_slots, manager.usable_slots) == (4, 2)
     prepared = manager.prepare_store([A, B, C])
-    assert slots_of(prepared) == [0, 1]
-    assert (prepared.no_room, prepared.evicted) == (1, 0)
-    manager.complete_store([0, 1])
-    assert slots_of(manager.prepare_store([C])) in ([0], [1])
+    assert prepared.tolist() == [0, 1]
+    assert manager.evictions == 0
+    manager.complete_store(array(0, 1))
+    assert manager.prepare_store([C]).tolist() in ([0], [1])
     assert manager.evictions == 1
     manager.limit_slots(4)
-    prepared = manager.prepare_store([D, E])
-    assert slots_of(prepared) == [2, 3]
-    assert prepared.evicted == 0
+    assert manager.prepare_store([D, E]).tolist() == [2, 3]
+    assert manager.evictions == 1
     manager.check_integrity()
 
 
@@ -509,20 +448,20 @@ def test_the_limit_outlives_a_reset(manager: CacheManager) -> None:
     manager.limit_slots(1)
     store(manager, A)
     manager.reset()
-    assert slots_of(manager.prepare_store([A, B])) == [0]
+    assert manager.prepare_store([A, B]).tolist() == [0]
     manager.check_integrity()
 
 
 def test_without_a_usable_slot_nothing_is_stored(manager: CacheManager) -> None:
     manager.limit_slots(0)
-    assert decided(manager.prepare_store([A, B])) == ([], [], 0, 2, 0)
+    assert not len(manager.prepare_store([A, B]))
     manager.check_integrity()
 
 
 @pytest.mark.parametrize("usable_slots", [-1, 1, 5])
 def test_a_limit_that_cannot_be_is_refused(manager: CacheManager, usable_slots: int) -> None:
     store(manager, A, B)
-    with pytest.raises(MisuseError, match=f"limit of {usable_slots} slots: 2 of 4 were given out"):
+    with pytest.raises(AssertionError, match="2 slots were given out"):
         manager.limit_slots(usable_slots)
     assert manager.usable_slots == 4
     manager.limit_slots(2)
@@ -551,9 +490,9 @@ def test_slots_are_found_in_whatever_order_keys_were_given_them() -> None:
 
 def test_a_key_whose_store_failed_is_not_found_by_way_of_its_neighbours() -> None:
     manager = CacheManager(4, make_policy("lru", 4))
-    slots = slots_of(manager.prepare_store([A, B, C]))
-    manager.complete_store([slots[1]], ok=False)
-    manager.complete_store([slots[0], slots[2]])
+    slots = manager.prepare_store([A, B, C]).tolist()
+    manager.complete_store(array(slots[1]), ok=False)
+    manager.complete_store(array(slots[0], slots[2]))
     assert manager.slot_numbers([A, B, C]) == [slots[0], -1, slots[2]]
     assert manager.readable([A, B, C]).tolist() == [True, False, True]
     manager.check_integrity()
@@ -564,7 +503,7 @@ def test_a_forgotten_key_is_not_found_by_way_of_its_neighbours() -> None:
     written = manager.prepare_store([A, B])
     manager.reset()
     assert store(manager, C, D) == [2, 3]
-    manager.complete_store(written.slots)
+    manager.complete_store(written)
     assert manager.slot_numbers([C, D, A, B]) == [2, 3, -1, -1]
     assert manager.slot_numbers([B, C, D]) == [-1, 2, 3]
     manager.check_integrity()
@@ -577,16 +516,6 @@ def test_evicted_slots_are_given_in_order() -> None:
         for prefix in range(4):
             slots = store(manager, *(b"%d %d %d" % (round_, prefix, i) for i in range(16)))
             assert slots == [*range(16 * prefix, 16 * prefix + 16)]
-
-
-def test_new_keys_are_stored_as_if_they_had_been_looked_up(manager: CacheManager) -> None:
-    store(manager, A, B, C)
-    prepared = manager.prepare_new([D, E], manager.find([A]))
-    assert [*prepared.keys] == [D, E]
-    assert (prepared.known, prepared.no_room, prepared.evicted) == (0, 0, 1)
-    assert manager.lookup(A), "what goes along is not evicted"
-    manager.complete_store(prepared.slots)
-    manager.check_integrity()
 
 
 # -- check_integrity ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,14 +12,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kv_offload.cache.errors import MissingKeyError, MisuseError
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
+from kv_offload.cache.slots import MissingKeyError, MisuseError, Slots
 
 KEYS = [bytes([letter]) for letter in b"abcdefghij"]
 key_lists = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6)
 MIN_STEPS_BETWEEN_RESETS = 15
 """Else resets come so often that the pool is never full and hardly anything is evicted."""
+
+
+def array(slots: Iterable[int]) -> Slots:
+    return np.array([*slots], np.int32)
 
 
 @dataclass
@@ -71,15 +76,13 @@ class CacheManagerMachine(RuleBasedStateMachine):
         }
         free = self.usable - len(self.in_use())
 
-        prepared = self.manager.prepare_store(keys)
+        along = self.manager.find([key for key in keys if key in self.known()])
+        prepared = self.manager.prepare_store(new, along)
 
         room = free + len(evictable)
-        assert [*prepared.keys] == new[:room]
-        assert prepared.known == len(keys) - len(new)
-        assert prepared.no_room == len(new) - len(prepared.keys)
-        assert prepared.evicted == max(0, len(prepared.keys) - free)
-        self.evictions += prepared.evicted
-        for key, slot in zip(prepared.keys, prepared.slots.tolist(), strict=True):
+        assert len(prepared) == len(new[:room])
+        self.evictions += max(0, len(prepared) - free)
+        for key, slot in zip(new[:room], prepared.tolist(), strict=True):
             assert 0 <= slot < self.usable
             if slot in self.in_use():
                 assert slot in evictable, "a slot was taken that is held or was given out twice"
@@ -106,7 +109,7 @@ class CacheManagerMachine(RuleBasedStateMachine):
         self.finish_stores([slot for slot in self.writes if slot not in writes_before], ok=True)
 
     def finish_stores(self, slots: list[int], ok: bool) -> None:
-        self.manager.complete_store(slots, ok=ok)
+        self.manager.complete_store(array(slots), ok=ok)
         for slot in slots:
             key = self.writes.pop(slot)
             if key is not None and ok:
@@ -134,20 +137,22 @@ class CacheManagerMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.loads) - 1))
         load = self.loads[index]
         count = data.draw(st.integers(0, len(load.slots)))
-        self.manager.complete_load(load.slots[:count])
+        self.manager.complete_load(array(load.slots[:count]))
         del load.slots[:count]
         if not load.slots:
             del self.loads[index]
 
-    @rule(slots=st.lists(st.integers(-1, 8), min_size=1, max_size=3))
-    def misuse(self, slots: list[int]) -> None:
+    @rule(data=st.data())
+    def misuse(self, data: st.DataObject) -> None:
         """Complete what is not running; the invariants find out whether that changed anything."""
+        any_slot = st.integers(0, self.manager.num_slots - 1)
+        slots = data.draw(st.lists(any_slot, min_size=1, max_size=3))
         if len(set(slots)) < len(slots) or not self.writes.keys() >= set(slots):
             with pytest.raises(MisuseError):
-                self.manager.complete_store(slots)
+                self.manager.complete_store(array(slots))
         if Counter(slots) - Counter(slot for load in self.loads for slot in load.slots):
             with pytest.raises(MisuseError):
-                self.manager.complete_load(slots)
+                self.manager.complete_load(array(slots))
 
     @precondition(lambda self: self.steps_since_reset >= MIN_STEPS_BETWEEN_RESETS)
     @rule()
@@ -171,10 +176,10 @@ class CacheManagerMachine(RuleBasedStateMachine):
         self.gone |= {k for k, slot in self.remembered.items() if self.readable.get(k) != slot}
         since = self.remembered_at
         for key, slot in self.remembered.items():
-            kept = self.manager.keep_their_keys(np.array([slot], np.int32), since)
+            kept = self.manager.keep_their_keys(array([slot]), since)
             assert kept == (key not in self.gone)
         if self.remembered:
-            slots = np.array([*self.remembered.values()], np.int32)
+            slots = array(self.remembered.values())
             assert self.manager.keep_their_keys(slots, since) == (not self.gone)
 
     @invariant()
@@ -192,14 +197,14 @@ class CacheManagerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "manager"):
             return
-        self.manager.complete_store(list(self.writes))
+        self.manager.complete_store(array(self.writes))
         for load in self.loads:
-            self.manager.complete_load(load.slots)
+            self.manager.complete_load(array(load.slots))
         self.manager.check_integrity()
         self.manager.reset()
         assert self.manager.slots_in_use == 0
         prepared = self.manager.prepare_store([b"%d" % i for i in range(self.manager.num_slots)])
-        assert {*prepared.slots.tolist()} == set(range(self.usable))
+        assert {*prepared.tolist()} == set(range(self.usable))
 
 
 class LRUMachine(CacheManagerMachine):

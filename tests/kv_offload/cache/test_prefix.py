@@ -157,8 +157,8 @@ def test_the_longest_hit_is_what_brute_force_finds(case: Case) -> None:
 def test_needed_slots_hold_exactly_the_blocks_that_are_read(case: Case) -> None:
     alignment = case.prefixes.alignment_tokens
     for end in range(alignment * (case.start // alignment + 1), case.limit + 1, alignment):
-        for position, group in enumerate(case.prefixes.groups):
-            needed = case.prefixes.needed_slots(position, case.start, end)
+        for group in case.prefixes.groups:
+            needed = case.prefixes.needed_slots(group, case.start, end)
             assert set(needed) == case.blocks_read(group, end)
 
 
@@ -170,11 +170,7 @@ def test_a_hit_needs_readable_keys_only_and_all_of_them(case: Case) -> None:
     keys = case.prefixes.needed_keys(case.hashes, case.start, end)
     assert set(keys) <= case.readable_keys
     assert len(set(keys)) == len(keys)
-    expected = sum(
-        len(case.prefixes.needed_slots(position, case.start, end))
-        for position in range(len(case.prefixes.groups))
-    )
-    assert len(keys) == expected
+    assert len(keys) == case.prefixes.count_slots(case.start, end)
 
 
 @given(cases(), st.integers(0, 400))
@@ -367,13 +363,6 @@ def test_few_slots_are_looked_up_behind_the_first_that_is_missing(missing: int) 
     assert make_map(FULL).longest_hit(hashes, readable, 0, 1600) == 4 * missing
     assert asked == hashes[: len(asked)]
     assert len(asked) <= FIRST_LOOKUP_SLOTS + (LOOKUP_GROWTH + 1) * missing
-
-
-def test_the_hash_of_a_block_is_that_of_its_last_hash_block() -> None:
-    group = CacheGroup(3, 8)
-    prefixes = make_map(group, hash_block_tokens=2)
-    assert prefixes.pool_keys(HASHES, group, 0, 2) == [make_key(HASHES[i], 3) for i in (3, 7)]
-    assert prefixes.pool_keys(HASHES, group, 1, 2) == [make_key(HASHES[7], 3)]
 
 
 def test_a_block_without_a_hash_has_no_key() -> None:

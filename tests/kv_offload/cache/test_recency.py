@@ -1,12 +1,9 @@
-"""The lists that ARC is made of: slots by recency, and the keys that were evicted."""
+"""The lists by recency that ARC is made of."""
 
 from __future__ import annotations
 
-import tracemalloc
-
 import pytest
 
-from kv_offload.cache.policies.ghosts import GhostList
 from kv_offload.cache.policies.recency import RecencyList
 
 
@@ -44,30 +41,3 @@ def test_recency_list_check_integrity_names_what_is_broken(breakage: str, messag
     exec(breakage, {"slots": slots})
     with pytest.raises(AssertionError, match=message):
         slots.check_integrity()
-
-
-def test_ghost_list_keeps_the_order_and_forgets_what_left() -> None:
-    ghosts = GhostList()
-    for i in range(100):
-        ghosts.append(f"{i}")
-        if i >= 3:
-            ghosts.pop_oldest()
-    ghosts.remove("98")
-    ghosts.append("again")
-    ghosts.check_integrity()
-    assert ghosts.keys() == ["97", "99", "again"]
-    with pytest.raises(KeyError):
-        ghosts.remove("98")
-
-
-def test_ghost_list_takes_no_memory_for_keys_that_left() -> None:
-    ghosts = GhostList()
-    tracemalloc.start()
-    try:
-        for i in range(20_000):
-            ghosts.append(i)
-            ghosts.pop_oldest()
-        grown_bytes, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert grown_bytes < 100_000

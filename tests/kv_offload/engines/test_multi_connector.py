@@ -22,7 +22,9 @@ from kv_offload.engines.vllm.start import build as start
 from kv_offload.engines.vllm.start.ranks import ask_ranks
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import make_kv_cache_config, make_vllm_config
-from tests.support.played_engine import OTHER, PROMPT, PlayedEngine, answer, forget, store
+from tests.support.played_cases import OTHER, PROMPT, forget, store
+from tests.support.played_engine import PlayedEngine
+from tests.support.played_model import answer
 from tests.support.remote_connector import RemoteConnector, multi_config
 
 pytestmark = pytest.mark.filterwarnings("default")

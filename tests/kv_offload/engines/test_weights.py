@@ -22,7 +22,8 @@ from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.engines.vllm.weights import may_change_weights
 from kv_offload.errors import UnsupportedError
 from tests.kv_offload.test_hazards import OTHER, PROMPT
-from tests.support.played_engine import PlayedEngine, forget
+from tests.support.played_cases import forget
+from tests.support.played_engine import PlayedEngine
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -75,7 +76,7 @@ class OwnProcess(Played, EngineCoreProc):
 @pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The played engine has no engine core on its stack, so the check at start is left out."""
-    monkeypatch.setattr("kv_offload.engines.vllm.start.build.check_keep_on_sleep", lambda: None)
+    monkeypatch.setattr("kv_offload.engines.vllm.start.support.check_keep_on_sleep", lambda: None)
 
 
 def make(kind: Callable[[PlayedEngine], Any], *, keep: bool, **arguments: Any) -> Any:

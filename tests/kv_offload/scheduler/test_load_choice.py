@@ -29,13 +29,15 @@ class Chosen:
         tokens_per_second: float = 38_000,
         mode: Any = "measured",
         longest: int = 8192,
+        loads: int = 15,
+        steps: int = MIN_MEASUREMENTS,
     ) -> None:
         self.watch = StepWatch()
         self.queue = LoadQueue()
         self.choice = LoadChoice(mode, SLOT_BYTES, self.watch, self.queue)
-        self.link(bytes_per_second)
+        self.link(bytes_per_second, loads)
         for tokens in (1024, 8192):
-            for _ in range(MIN_MEASUREMENTS):
+            for _ in range(steps):
                 self.watch.prefill_rate.learn(tokens, 1, tokens / tokens_per_second)
         self.request("longest", longest, computed=longest)
 
@@ -88,18 +90,15 @@ def test_the_switch_turns_it_off() -> None:
     assert Chosen(EVEN / 100, mode="always_load").loads()
 
 
-@pytest.mark.parametrize("missing", ["load", "prefill", "length"])
-def test_without_evidence_it_loads(missing: str) -> None:
-    chosen = Chosen(EVEN / 10)
-    assert not chosen.loads()
-    if missing == "load":
-        chosen.watch.load_rate._recent._values.clear()
-        chosen.link(EVEN / 10, loads=MIN_MEASUREMENTS - 1)
-    elif missing == "prefill":
-        chosen.watch.prefill_rate._known_sizes.clear()
-    else:
-        chosen.choice._longest_tokens = 2000
-    assert chosen.loads()
+@pytest.mark.parametrize("known", ["loads", "steps"])
+def test_without_evidence_it_loads(known: str) -> None:
+    assert Chosen(EVEN / 10, **{known: MIN_MEASUREMENTS - 1}).loads()
+    assert not Chosen(EVEN / 10, **{known: MIN_MEASUREMENTS}).loads()
+
+
+def test_a_prompt_that_is_much_longer_than_any_computed_one_is_loaded() -> None:
+    assert Chosen(EVEN / 10, longest=2000).loads()
+    assert not Chosen(EVEN / 10, longest=2048).loads()
 
 
 def test_computing_must_be_clearly_sooner() -> None:

@@ -9,19 +9,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.medians import MIN_MEASUREMENTS
+from tests.support.played_cases import BLOCK, FULL, WINDOW, both_ways, forget
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import VOCABULARY, Tokens
 
 pytestmark = pytest.mark.filterwarnings("default")
-
-BLOCK = 4
-FULL, WINDOW = CacheGroup(0, BLOCK), CacheGroup(1, BLOCK, 6)
-
-both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 
 
 def prompt(seed: int, tokens: int = 21) -> Tokens:
@@ -34,11 +28,9 @@ def prompt(seed: int, tokens: int = 21) -> Tokens:
 def store(engine: PlayedEngine, prompts: Sequence[Tokens]) -> dict[str, Tokens]:
     """Compute prompts one by one, keep them in host memory only; return the answers."""
     for index, tokens in enumerate(prompts):
-        engine.add(f"r{index}", tokens, max_tokens=2)
-        engine.run()
+        engine.serve(f"r{index}", tokens, max_tokens=2)
     answers, engine.answers = engine.answers, {}
-    assert engine.scheduler.reset_prefix_cache() is True
-    engine.totals.clear()
+    forget(engine)
     return answers
 
 
@@ -70,13 +62,11 @@ def test_a_slow_link_has_prompts_computed_and_a_fast_one_loaded(
     )
     expected = store(engine, [prompt(0), prompt(1)])
     teach(engine, bytes_per_second=1e3)
-    engine.add("r0", prompt(0), max_tokens=2)
-    engine.run()
+    engine.serve("r0", prompt(0), max_tokens=2)
     assert engine.totals["recomputed_tokens"] == 20
     assert (engine.totals["hit_tokens"], engine.totals["loaded_bytes"]) == (0, 0)
     teach(engine, bytes_per_second=1e12)
-    engine.add("r1", prompt(1), max_tokens=2)
-    engine.run()
+    engine.serve("r1", prompt(1), max_tokens=2)
     assert engine.totals["recomputed_tokens"] == 20
     assert engine.totals["hit_tokens"] == 20
     assert engine.totals["loaded_bytes"] > 0
@@ -88,8 +78,7 @@ def test_the_switch_loads_always() -> None:
     engine = PlayedEngine(plugin={"load_or_recompute": "always_load"})
     store(engine, [prompt(0)])
     teach(engine, bytes_per_second=1e3)
-    engine.add("r0", prompt(0))
-    engine.run()
+    engine.serve("r0", prompt(0))
     assert engine.totals["hit_tokens"] == 20
     assert engine.totals["recomputed_tokens"] == 0
 
@@ -128,21 +117,6 @@ def test_a_request_that_goes_away_while_it_waits_leaves_nothing() -> None:
 # -- what is learnt from steps -----------------------------------------------------------------
 
 
-class Timed:
-    """An engine whose steps take the time that the test says."""
-
-    def __init__(self, engine: PlayedEngine, now: list[float]) -> None:
-        self.engine = engine
-        self._now = now
-
-    def step(self, seconds: float) -> None:
-        self.engine.schedule()
-        self.engine.execute()
-        self._now[0] += seconds
-        self.engine.run_copies()
-        self.engine.process()
-
-
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that the watch reads, in an only element."""
@@ -153,21 +127,27 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return clock
 
 
+def timed_step(engine: PlayedEngine, now: list[float], seconds: float) -> None:
+    engine.schedule()
+    engine.execute()
+    now[0] += seconds
+    engine.run_copies()
+    engine.process()
+
+
 def test_the_speed_of_computing_is_learnt_from_steps_of_prompts(now: list[float]) -> None:
     engine = PlayedEngine(blocks=200, max_model_len=256, max_num_batched_tokens=128)
-    timed = Timed(engine, now)
     for index in range(MIN_MEASUREMENTS):
         assert engine.offload.watch.prefill_rate.tokens_per_second is None
         engine.add(f"r{index}", prompt(index, 100), max_tokens=4)
-        timed.step(0.010)  # the prompt
+        timed_step(engine, now, 0.010)  # the prompt
         for _ in range(4):
-            timed.step(0.004)  # decodes, and the last stores
+            timed_step(engine, now, 0.004)  # decodes, and the last stores
         now[0] += 60  # nobody sends anything
     rate = engine.offload.watch.prefill_rate.tokens_per_second
     assert rate == pytest.approx(100 / 0.010)
     engine.run()
-    reported = engine.offload.statistics._gauges_told["prefill_tokens_per_second"]
-    assert reported == pytest.approx(100 / 0.010)
+    assert engine.gauges["prefill_tokens_per_second"] == pytest.approx(100 / 0.010)
 
 
 def test_with_two_steps_under_way_a_step_takes_from_one_end_to_the_next(now: list[float]) -> None:
@@ -183,26 +163,20 @@ def test_with_two_steps_under_way_a_step_takes_from_one_end_to_the_next(now: lis
         engine.process()
     rate = engine.offload.watch.prefill_rate.tokens_per_second
     assert rate == pytest.approx(64 / 0.010)
-    engine.run()
-    engine.check_rest()
+    engine.rest()
 
 
 def test_a_step_that_waits_for_its_load_says_nothing_about_computing(now: list[float]) -> None:
     engine = PlayedEngine(
-        blocks=200,
-        slots=200,
-        max_model_len=256,
-        max_num_batched_tokens=256,
-        synchronous_loads=True,
+        blocks=200, slots=200, max_model_len=256, max_num_batched_tokens=256, synchronous_loads=True
     )
     store(engine, [prompt(index, 100) for index in range(4)])
-    engine.offload.watch.prefill_rate._recent.clear()
     for index in range(4):
         engine.add(f"r{index}", [*prompt(index, 100), *prompt(50 + index, 100)], max_tokens=1)
-        Timed(engine, now).step(0.5)
+        timed_step(engine, now, 0.5)
         engine.run()
     assert engine.totals["synchronous_loads"] == 4
-    assert not engine.offload.watch.prefill_rate._recent
+    assert engine.offload.watch.prefill_rate.tokens_per_second is None
 
 
 # -- how many loads run side by side -----------------------------------------------------------
@@ -251,8 +225,7 @@ def test_hits_behind_a_prompt_that_takes_all_tokens_of_the_steps_are_not_asked_f
         engine.add(f"r{index}", prompt(index))
     loads = [loads_of(engine.step(copies=True)) for _ in range(5)]
     assert loads == [[], [], [], [], ["r0", "r1"]]
-    engine.run()
-    engine.check_rest()
+    engine.rest()
 
 
 def test_hits_behind_a_full_batch_are_not_asked_for() -> None:
@@ -269,5 +242,4 @@ def test_hits_behind_a_full_batch_are_not_asked_for() -> None:
         loads = loads_of(engine.step(copies=True))
         assert not (full and loads)
     assert loads == ["r0", "r1"]
-    engine.run()
-    engine.check_rest()
+    engine.rest()

@@ -38,8 +38,12 @@ class Loads:
     def keep(self, slots: Sequence[int], group: CacheGroup = FULL) -> dict[int, int]:
         """Store slots of the prefix; return where each of them is."""
         plan = self.manager.prepare_store([self.key(slot, group) for slot in slots])
-        self.manager.complete_store(plan.slots)
-        return dict(zip(slots, plan.slots.tolist(), strict=True))
+        self.manager.complete_store(plan)
+        return dict(zip(slots, plan.tolist(), strict=True))
+
+    def use(self, slots: Sequence[int]) -> None:
+        """Count an access to slots of the prefix."""
+        self.manager.prepare_store([], self.manager.find([self.key(slot) for slot in slots]))
 
     def key(self, slot: int, group: CacheGroup = FULL) -> bytes:
         """Return the key of a slot."""
@@ -101,7 +105,7 @@ class Loads:
         newcomers = [b"newcomer %d" % i for i in range(self.manager.num_slots)]
         plan = self.manager.prepare_store(newcomers)
         held = self.manager.lookup(self.key(slot))
-        self.manager.complete_store(plan.slots, ok=False)
+        self.manager.complete_store(plan, ok=False)
         return held
 
 
@@ -116,25 +120,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 # -- matching ----------------------------------------------------------------------------------
 
 
-def test_nothing_is_matched_in_an_empty_host_memory() -> None:
-    assert Loads().match("a") == 0
-
-
-def test_one_token_is_left_to_compute() -> None:
+@pytest.mark.parametrize(
+    ("kept", "start", "tokens", "matched"),
+    [
+        pytest.param(0, 0, 25, 0, id="an empty host memory"),
+        pytest.param(3, 0, 13, 12, id="one token is left to compute"),
+        pytest.param(3, 0, 12, 12, id="the engine computes the last one again"),
+        pytest.param(3, 0, 5, 4, id="a short prompt"),
+        pytest.param(3, 0, 4, 0, id="the last slot alone is not loaded"),
+        pytest.param(3, 8, 12, 0, id="nor behind a local hit"),
+        pytest.param(3, 4, 12, 8, id="with another one it is"),
+        pytest.param(3, 8, 13, 4, id="the token behind it is computed in any case"),
+        pytest.param(5, 8, 25, 12, id="a match counts from the local hit"),
+        pytest.param(2, 12, 25, 0, id="a local hit that covers more than host memory"),
+        pytest.param(5, 6, 25, 0, id="a local hit inside a block, the target of a copy-on-write"),
+    ],
+)
+def test_what_is_matched(kept: int, start: int, tokens: int, matched: int) -> None:
     loads = Loads()
-    loads.keep(range(3))
-    assert loads.match("a", tokens=13) == 12
-    assert loads.match("b", tokens=12) == 12, "the engine computes the last one again"
-    assert loads.match("c", tokens=5) == 4
-    assert loads.match("d", tokens=4) == 0
-
-
-def test_the_last_slot_alone_is_not_loaded() -> None:
-    loads = Loads()
-    loads.keep(range(3))
-    assert loads.match("a", start=8, tokens=12) == 0
-    assert loads.match("b", start=4, tokens=12) == 8
-    assert loads.match("c", start=8, tokens=13) == 4, "the token behind it is computed in any case"
+    loads.keep(range(kept))
+    assert loads.match("a", start, tokens) == matched
 
 
 @pytest.mark.parametrize(
@@ -150,26 +155,6 @@ def test_only_full_attention_serves_a_whole_request(group: CacheGroup) -> None:
     loads = Loads(group)
     loads.keep(range(4), group)
     assert loads.match("a", tokens=12) == 8
-
-
-def test_a_match_counts_from_the_local_hit() -> None:
-    loads = Loads()
-    loads.keep(range(5))
-    assert loads.match("a", start=8) == 12
-
-
-def test_a_local_hit_that_covers_more_than_host_memory_leaves_nothing() -> None:
-    loads = Loads()
-    loads.keep(range(2))
-    assert loads.match("a", start=12) == 0
-
-
-def test_a_local_hit_inside_a_block_is_not_extended() -> None:
-    """Its last block is the target of a copy-on-write."""
-    loads = Loads()
-    loads.keep(range(5))
-    assert loads.match("a", start=6) == 0
-    assert loads.match("a", start=8) == 12
 
 
 def test_a_local_hit_must_end_on_a_block_of_every_group() -> None:
@@ -236,25 +221,25 @@ def test_an_eviction_of_others_has_the_blocks_looked_up_once(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = Loads(num_slots=5)
-    loads.manager.complete_store(loads.manager.prepare_store([b"other"]).slots)
+    loads.manager.complete_store(loads.manager.prepare_store([b"other"]))
     loads.keep(range(4))
     assert loads.match("a") == 16
-    loads.manager.complete_store(loads.manager.prepare_store([b"newcomer"]).slots)
+    loads.manager.complete_store(loads.manager.prepare_store([b"newcomer"]))
     assert not loads.manager.lookup(b"other")
     counts = count_lookups(loads, monkeypatch)
     assert [loads.match("a") for _ in range(3)] == [16, 16, 16]
     assert counts == [4]
-    loads.manager.complete_store(loads.manager.prepare_store([b"another"]).slots)
+    loads.manager.complete_store(loads.manager.prepare_store([b"another"]))
     assert loads.match("a") == 12
 
 
 def test_an_eviction_of_its_own_shortens_the_answer(clock: list[float]) -> None:
     loads = Loads(num_slots=4)
     kept = loads.keep(range(4))
-    loads.manager.prepare_store([loads.key(slot) for slot in range(3)])  # uses them
+    loads.use(range(3))
     assert loads.match("a") == 16
     plan = loads.manager.prepare_store([b"newcomer"])
-    assert plan.slots.tolist() == [kept[3]]
+    assert plan.tolist() == [kept[3]]
     assert loads.match("a") == 12
 
 
@@ -263,9 +248,9 @@ def test_a_proof_that_was_evicted_proves_nothing_any_more(clock: list[float]) ->
     group = CacheGroup(0, 4, sees_next_token=True)
     loads = Loads(group, num_slots=4)
     kept = loads.keep(range(4), group)
-    loads.manager.prepare_store([loads.key(slot) for slot in range(3)])  # uses them
+    loads.use(range(3))
     assert loads.match("a") == 12
-    assert loads.manager.prepare_store([b"newcomer"]).slots.tolist() == [kept[3]]
+    assert loads.manager.prepare_store([b"newcomer"]).tolist() == [kept[3]]
     assert loads.match("a") == 8
 
 
@@ -549,7 +534,7 @@ def test_a_key_that_was_evicted_since_the_match_makes_the_plan_incomplete() -> N
     loads.keep(range(2))
     assert loads.match("a", tokens=9) == 8
     plan = loads.manager.prepare_store([b"newcomer"])
-    loads.manager.complete_store(plan.slots)
+    loads.manager.complete_store(plan)
     job = loads.plan("a", 0, 8, [10, 11])
     assert job.incomplete
     loads.complete("a")

@@ -158,15 +158,8 @@ def test_each_step_continues_where_the_last_one_ended() -> None:
     planned = [
         stores.plan(request, ids, end=end, cursor=cursor) for end in (3, 4, 11, 11, 12, 20, 20)
     ]
-    assert [blocks_of(job) if job else [] for job in planned] == [
-        [],
-        ids[:1],
-        ids[1:2],
-        [],
-        ids[2:3],
-        ids[3:],
-        [],
-    ]
+    expected = [[], ids[:1], ids[1:2], [], ids[2:3], ids[3:], []]
+    assert [blocks_of(job) if job else [] for job in planned] == expected
     assert [job.job_id for job in planned if job] == [0, 1, 2, 3]
 
 
@@ -309,23 +302,16 @@ def test_unpinned_blocks_leave_tail_first_and_after_all_others() -> None:
     assert stores.allocate(8) == [*reversed(older), *reversed(ids)]
 
 
-def test_a_store_ends_when_its_last_rank_reports() -> None:
+@pytest.mark.parametrize("reports", [(RANK_1, RANK_0), (RANK_0, RANK_1), (RANK_0 | RANK_1,)])
+def test_a_store_ends_when_its_last_rank_reports(reports: Sequence[frozenset[int]]) -> None:
     stores = Stores(ranks=2)
     request, ids = stores.compute(2)
     job = stores.plan(request, ids, end=8)
-    stores.end(job, RANK_1)
-    assert stores.references(ids) == [2, 2]
-    assert stores.readable(request) == [False, False]
-    stores.end(job, RANK_0)
+    for ranks in reports:
+        assert stores.references(ids) == [2, 2]
+        assert stores.readable(request) == [False, False]
+        stores.end(job, ranks)
     assert stores.references(ids) == [1, 1]
-    assert stores.readable(request) == [True, True]
-
-
-def test_both_ranks_may_report_at_once() -> None:
-    stores = Stores(ranks=2)
-    request, ids = stores.compute(2)
-    job = stores.plan(request, ids, end=8)
-    stores.end(job, RANK_0 | RANK_1)
     assert stores.readable(request) == [True, True]
 
 
@@ -423,10 +409,7 @@ def test_what_the_cap_held_back_follows_when_pins_are_released() -> None:
     request, ids = stores.compute(18)
     cursor = stores.cursor(request, ids)
     stored: list[int] = []
-    for _ in range(18):
-        job = stores.plan(request, ids, end=72, cursor=cursor)
-        if job is None:
-            break
+    while job := stores.plan(request, ids, end=72, cursor=cursor):
         stored += blocks_of(job)
         stores.end(job)
     assert stored == ids

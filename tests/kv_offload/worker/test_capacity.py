@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -29,7 +30,7 @@ def available(size_bytes: int) -> HostMemory:
 
 def check(traced: TracedConfig, size_bytes: int) -> None:
     """Check the only rank of a replica."""
-    check_available(traced, lambda own: [own], available=available(size_bytes))
+    Ranks(("a", size_bytes)).check(0, traced)
 
 
 def test_what_is_available_is_enough_to_the_byte() -> None:
@@ -70,7 +71,11 @@ class Ranks:
 
     def check(self, rank: int, traced: TracedConfig) -> None:
         host, memory = self._told[rank]
-        check_available(traced, self._gather, available=memory, boot=host)
+        with (
+            mock.patch("kv_offload.worker.capacity.read_available_memory", return_value=memory),
+            mock.patch("kv_offload.worker.capacity.read_boot", return_value=host),
+        ):
+            check_available(traced, self._gather)
 
     def _gather(self, own: Any) -> list[Any]:
         self.calls += 1

@@ -141,7 +141,7 @@ def test_each_rank_stores_its_part_and_loads_everything(ranks: Ranks) -> None:
     pairs = np.array([(5, 4), (6, 6), (7, 7)], np.int32)
     ranks.step(loads=[LoadJob(0, "request", pairs)])
     for half, kv in zip(ranks.halves, ranks.kvs, strict=True):
-        assert half.take_received()[0] == {"request"}
+        assert half.reports.take_received()[0] == {"request"}
         assert kv["layer.0"][5:, 0, 0].tolist() == [expected[0], expected[2], expected[3]]
 
 
@@ -155,7 +155,7 @@ def two_layers(reverse: bool) -> dict[str, torch.Tensor]:
 
 
 def test_layers_lie_elsewhere_on_another_rank() -> None:
-    """Allocators owe nobody an order: one rank's last layer may have the lowest address."""
+    """Allocators promise no order: one rank's last layer may have the lowest address."""
     ranks = Ranks([two_layers(reverse=False), two_layers(reverse=True)]).start()
     assert {half.sharing_ranks for half in ranks.halves} == {2}
     ranks.store(0, (1, 0), (2, 1))

@@ -164,14 +164,14 @@ def test_a_load_that_fails_before_the_forward_is_made_good(
 ) -> None:
     expected = poison(stored)
     fail_once(stored, monkeypatch, method)
-    stored.half.take_stats()
+    stored.half.reports.take_stats()
     metadata = stored.begin(loads=[synchronous(0, "a", (4, 2)), synchronous(1, "b", (5, 2))])
     assert holds(stored, 4, expected) == holds(stored, 5, expected) == [True]
     assert stored.half.drain([], []).loading == set()
     stored.end(metadata)
     report = stored.report()
     assert (report.loads, report.lost_loads) == ({0: ENDED, 1: ENDED}, set())
-    stats = stored.half.take_stats()
+    stats = stored.half.reports.take_stats()
     assert stats is not None
     assert stats.data["repaired_loads"] == 2
 
@@ -219,12 +219,12 @@ def test_a_step_that_an_error_interrupted_copies_at_once(stored: Rank, started: 
     assert stored.transfer.wait(10)
     stored.end(metadata)
     assert stored.report().loads == {0: ENDED}
-    received, failed = stored.half.take_received()
+    received, failed = stored.half.reports.take_received()
     assert (received, failed.keys()) == ({"b"}, set() if started else {"b"})
 
 
 def test_a_lost_load_that_was_refused_ends_too(layers: Rank) -> None:
-    """Its step is cut short before the forward; nobody may wait for its slots forever."""
+    """Its step is cut short before the forward; no request may wait for its slots forever."""
     layers.half.start_copies(type(layers.begin())((), (synchronous(0, "a", (NO_BLOCK, 2)),)))
     layers.end(layers.begin())
     report = layers.report()

@@ -44,7 +44,7 @@ def test_what_a_silent_layer_reads_comes_first() -> None:
     layers = alone(4) | {"state": frozenset([2, 4])}
     cut = cut_waves([f"layer.{i}" for i in range(4)], layers, [16] * 6)
     assert cut is not None
-    assert cut.waves == ((2, 4, 5, 0), (1,), (3,)), "region 5 belongs to nobody"
+    assert cut.waves == ((2, 4, 5, 0), (1,), (3,)), "no layer has region 5"
     assert cut.wave_of == {"layer.1": 1, "layer.3": 2}
 
 

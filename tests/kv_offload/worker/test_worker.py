@@ -1,6 +1,11 @@
-"""The order of a step, and what survives an error in the middle of one."""
+"""The order of a step, what survives an error in the middle of one, sleep and the end."""
 
 from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
 
 import pytest
 
@@ -8,7 +13,16 @@ pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
 
-from tests.support.rank import Rank, load, metadata_of, result, store, synchronous
+from tests.support.rank import (
+    BLOCK_BYTES,
+    Gate,
+    Rank,
+    load,
+    metadata_of,
+    result,
+    store,
+    synchronous,
+)
 
 
 def test_copies_start_before_the_step_is_prepared_and_the_forward_waits_before_it_runs(
@@ -54,7 +68,7 @@ def test_a_hook_starts_what_an_error_kept_an_earlier_one_from_starting(
     assert rank.transfer.wait(10)
     rank.end(metadata)
     assert torch.equal(rank.kv[6], rank.kv[1])
-    assert rank.half.take_received() == ({"b"}, {})
+    assert rank.half.reports.take_received() == ({"b"}, {})
     assert rank.report().loads == {0: frozenset({0})}
 
 
@@ -92,4 +106,118 @@ def test_weights_that_a_rank_was_given_are_reported_once() -> None:
     rank.engine.weight_loads = 3
     assert rank.report().weight_loads == rank.half.weight_loads == {1: 3}
     assert rank.half.take_report() is None
+    rank.half.shutdown()
+
+
+def test_bytes_and_seconds_are_counted(rank: Rank) -> None:
+    rank.step(store(0, (1, 2), (3, 4)))
+    rank.step(loads=[load(0, "a", (5, 2))])
+    stats = rank.half.reports.take_stats()
+    assert stats is not None
+    assert stats.data.pop("stored_seconds") > 0
+    assert stats.data.pop("loaded_seconds") > 0
+    assert stats.data == {"stored_bytes": 2 * BLOCK_BYTES, "loaded_bytes": BLOCK_BYTES}
+    assert rank.half.reports.take_stats() is None
+
+
+def test_a_drain_is_bounded(rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.1)
+    gate.opened.clear()
+    rank.step(store(0, (1, 2)))
+    started = time.monotonic()
+    assert rank.half.drain([store(1, (3, 4))], [0]).stores == {}
+    assert time.monotonic() - started < 5
+    gate.opened.set()
+    rank.step()
+    assert rank.report().stores == {0: result(), 1: result()}
+
+
+# -- the end -----------------------------------------------------------------------------------
+
+
+def forget_kv(rank: Rank) -> weakref.ref[torch.Tensor]:
+    """Drop the test's own reference to the KV tensor."""
+    tensor = weakref.ref(rank.layers.pop("layer.0"))
+    gc.collect()
+    return tensor
+
+
+def test_shutdown_lets_go_of_the_kv_tensors() -> None:
+    """A reference that is left keeps GPU memory, or dangles after a sleep."""
+    rank = Rank().start()
+    rank.step(store(0, (1, 2)))
+    rank.step(loads=[load(0, "a", (3, 2))])
+    tensor = forget_kv(rank)
+    assert tensor() is not None
+    rank.half.shutdown()
+    gc.collect()
+    assert tensor() is None
+
+
+def test_shutdown_waits_for_what_runs(gate: Gate) -> None:
+    rank = Rank().start()
+    gate.opened.clear()
+    rank.step(store(0, (1, 2)))
+    rank.half.submit_stores()
+    transfer = rank.transfer
+    threading.Timer(0.1, gate.opened.set).start()
+    rank.half.shutdown()
+    assert [done.error for done in transfer.poll()] == [None]
+
+
+def test_shutdown_may_come_twice_or_before_the_start() -> None:
+    rank = Rank()
+    rank.half.shutdown()
+    rank.start()
+    rank.half.shutdown()
+    rank.half.shutdown()
+    rank.half.poll()
+    assert rank.half.drain([], []).stores == {}
+    assert rank.half.take_report() is None
+
+
+# -- sleep -------------------------------------------------------------------------------------
+
+
+def test_a_sleeping_rank_lets_go_of_the_kv_tensors_and_takes_them_again(gate: Gate) -> None:
+    rank = Rank().start()
+    before = rank.kv.clone()
+    rank.step(store(0, (1, 2)))
+    gate.opened.clear()
+    rank.half.submit_stores()
+    threading.Timer(0.1, gate.opened.set).start()
+    rank.half.unregister_kv_caches()
+    assert rank.transfer.wait(0), "a copy would run while its memory is unmapped"
+    assert rank.transfer.keep_alive(()) == ()
+    rank.half.unregister_kv_caches()
+    rank.half.restore_kv_caches()
+    rank.half.restore_kv_caches()
+    (held,) = rank.transfer.keep_alive([rank.kv])
+    assert held is rank.kv
+    rank.kv[:] = -1
+    rank.step(loads=[load(0, "a", (5, 2))])
+    assert torch.equal(rank.kv[5], before[1])
+    rank.half.shutdown()
+
+
+def test_nothing_is_taken_again_that_is_gone() -> None:
+    rank = Rank().start()
+    rank.half.unregister_kv_caches()
+    assert forget_kv(rank)() is None
+    rank.half.restore_kv_caches()
+    rank.half.shutdown()
+
+
+def test_a_rank_whose_copies_do_not_end_keeps_the_kv_tensors(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.1)
+    rank = Rank().start()
+    rank.step(store(0, (1, 2)))
+    gate.opened.clear()
+    rank.half.submit_stores()
+    rank.half.unregister_kv_caches()
+    tensor = forget_kv(rank)
+    assert tensor() is not None
+    gate.opened.set()
     rank.half.shutdown()

@@ -356,18 +356,6 @@ def test_compute_cannot_wait_for_a_load_that_failed() -> None:
     assert failed.error is not None
 
 
-def test_a_load_that_does_not_fit_at_once_fails() -> None:
-    device = FakeDevice(2, 2)
-    lane = make_lane(device)
-    submit_waves(lane, 1, 4)
-    lane.fail_unqueued()
-    with pytest.raises(CopyError, match="2 slices are in flight, no more fit"):
-        lane.await_wave(3)
-    device.complete(2)
-    (failed,) = lane.advance()
-    assert "2 slices are in flight, no more fit" in str(failed.error)
-
-
 def test_a_wait_that_fails_fails_the_load() -> None:
     device = FakeDevice(8, 8)
     lane = make_lane(device)

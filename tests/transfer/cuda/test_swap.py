@@ -45,7 +45,8 @@ def test_tiles_cover_every_byte_of_their_wave_once_and_fit(
     assert (firsts[0], firsts[-1]) == (0, len(table))
     # What `WaveTable` allocates before it knows the waves.
     assert len(table) <= sum(-(-nbytes // shape.tile_bytes) for nbytes in pages)
-    assert table.shape[1] <= min(shape.segments_per_tile, len(pages))
+    per_tile = 2 + shape.tile_bytes // min(pages)
+    assert table.shape[1] <= min(shape.segments_per_tile, len(pages), per_tile)
     words = table.astype(np.int64)
     nbytes, tile_bytes = words[:, :, 3] & 0xFFFFFFFF, words[:, :, 3] >> 32
     assert (tile_bytes == nbytes.sum(axis=1, keepdims=True)).all()

@@ -239,26 +239,6 @@ def test_dropping_everything_in_mid_copy(gate: Gate) -> None:
     assert owner() is None
 
 
-def test_memory_without_any_view_lives_until_the_copy_ends(gate: Gate) -> None:
-    layout, storage = packed(4, 64, 64)
-    arena = HostArena(4, 64, register=None)
-    owner = weakref.ref(arena._owner)
-    engine = HostSwapEngine(layout, arena, [storage.data])
-    engine.submit(job(1, STORE, [(2, 3)]))
-    engine.submit(job(2, LOAD, [(1, 1)]))
-    assert gate.reached.acquire(timeout=10)
-    (thread,) = copy_threads()
-    del engine, arena
-    gc.collect()
-    assert owner() is not None
-    assert thread.is_alive()
-    gate.open()
-    thread.join(10)
-    gc.collect()
-    assert owner() is None
-    assert len(gate.runs) == 2
-
-
 def test_close_drops_references_and_keeps_completions() -> None:
     layout, storage = packed(4, 64, 64)
     arena = HostArena(4, 64, register=None)
@@ -447,25 +427,12 @@ def test_an_arena_that_does_not_fit_is_refused() -> None:
         HostSwapEngine(layout, HostArena(2, 48, register=None), [storage.data])
 
 
-def test_no_thread_per_dropped_engine() -> None:
-    layout, storage = packed(4, 64, 64)
-    for _ in range(5):
-        engine = HostSwapEngine(layout, HostArena(2, 64, register=None), [storage.data])
-        engine.submit(job(1, STORE, [(0, 0)]))
-    del engine
-
-
 def test_more_runs_than_one_call_takes() -> None:
     source = np.random.default_rng(0).integers(0, 256, (3000, 16), np.uint8)
     target = np.zeros_like(source)
-    rows = np.random.default_rng(1).permutation(len(source))
-    copy_runs(
-        [
-            (target.ctypes.data + 16 * int(row), source.ctypes.data + 16 * i, 16)
-            for i, row in enumerate(rows)
-        ]
-    )
-    assert (target[rows] == source).all()
+    base = source.ctypes.data
+    copy_runs([(target.ctypes.data + 16 * i, base + 16 * (2999 - i), 16) for i in range(3000)])
+    assert (target == source[::-1]).all()
 
 
 def test_an_address_that_is_not_mapped_is_an_error_not_a_crash() -> None:

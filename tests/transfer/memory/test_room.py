@@ -16,9 +16,3 @@ def test_the_figures_are_all_named() -> None:
     assert figures == (
         "1000 bytes are available (meminfo), 701 are wanted next, and 300 must stay free"
     )
-
-
-def test_every_question_reads_anew() -> None:
-    readings = iter([(1000, ""), (500, "")])
-    room = MemoryRoom(lambda: next(readings), headroom_bytes=0)
-    assert [room.spare_bytes(100)[0] for _ in range(2)] == [900, 400]

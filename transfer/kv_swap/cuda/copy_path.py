@@ -23,8 +23,8 @@ class CopyPath(ABC):
     """Queues the copies of one direction, between one layout and one arena.
 
     A lane cuts a job with `slices`, hands them to `queue` in order, and records an event behind
-    each. It has at most `max_in_flight` slices queued whose event has not completed, and queues at
-    most `slices_per_call` within one call of the engine. `call` names in errors what failed.
+    each. At most `max_in_flight` slices are in flight, and one call of the engine queues at most
+    `slices_per_call`. `call` names in errors what failed.
     """
 
     call: str
@@ -40,10 +40,9 @@ class CopyPath(ABC):
 
     @abstractmethod
     def queue(self, part: Slice, stream: Stream) -> None:
-        """Queue a slice; it has ended when what is queued on `stream` afterwards begins.
+        """Queue a slice on `stream`. Neither blocks nor allocates on the device.
 
-        It begins only after all that was queued on `stream` before. Neither blocks nor allocates
-        on the device. Raises `RuntimeError` from CUDA; part of the slice may then be queued.
+        Raises `RuntimeError` from CUDA; part of the slice may then be queued.
         """
 
     def warm_up(self, stream: Stream) -> None:  # noqa: B027 - not every path needs it

@@ -15,26 +15,21 @@ def import_cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
+        import torch
+
+        major = 12 if str(torch.version.cuda).startswith("12.") else 13
         raise DeviceError(
             f"CuPy, which compiles and launches the copy kernels, cannot be imported: {error}; "
-            f"install it with pip install {_package()}"
+            f"install it with pip install cupy-cuda{major}x"
         ) from error
     return cupy
 
 
 def device_index(device: torch.device) -> int:
-    """Return the index of a CUDA device; that of the current device if it carries none."""
+    """Return the index of a CUDA device; the current device for one without."""
     import torch
 
     if device.type != "cuda":
         raise DeviceError(f"device {device} is no CUDA device; use the host engine for it")
     index: int = torch.cuda.current_device() if device.index is None else device.index
     return index
-
-
-def _package() -> str:
-    """Name the CuPy that matches the installed torch."""
-    import torch
-
-    version: str | None = torch.version.cuda
-    return f"cupy-cuda{12 if version is not None and version.startswith('12.') else 13}x"

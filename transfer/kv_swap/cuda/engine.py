@@ -35,10 +35,10 @@ _POLL_SECONDS = 0.0001
 class CudaSwapEngine(SwapEngine):
     """Copies between KV tensors on `device` and a registered arena, a stream per direction.
 
-    `keep_alive` are the tensors behind `layout`. Stores wait for `output_copy_stream` besides the
-    compute stream, which is whatever stream is current on `device` at each call. With
-    `copy_engine_only` no kernel copies, though the device might run them. `seconds` of a completion
-    are the device's: from when the compute stream reached the point of submission.
+    `keep_alive` are the tensors behind `layout`. Stores wait for `output_copy_stream` and for the
+    compute stream, which is the stream current on `device` at each call. With `copy_engine_only` no
+    kernel copies. `seconds` of a completion are the device's: from when the compute stream reached
+    the point of submission.
 
     The constructor compiles the kernels, allocates all it needs and synchronises; construct it
     before any CUDA graph is captured.
@@ -63,8 +63,8 @@ class CudaSwapEngine(SwapEngine):
             )
         if not arena.registered:
             raise PinnedMemoryError(
-                f"the arena of {arena.nbytes} bytes is not page-locked, so no kernel can reach it; "
-                f"make it with register=CudaRegistrar(device)"
+                f"the arena of {arena.nbytes} bytes is not page-locked; make it with "
+                f"register=CudaRegistrar(device)"
             )
         super().__init__(layout, arena.num_slots)
         import torch
@@ -77,7 +77,6 @@ class CudaSwapEngine(SwapEngine):
         # For `load_now`, which uses nothing that jobs use.
         self._copier = Copier(self._device)
         self._done: deque[Completion] = deque()
-        self._undelivered = 0
         self._closed = False
         self._num_waves = 0
         self._release = weakref.finalize(self, release, self._state)
@@ -108,12 +107,7 @@ class CudaSwapEngine(SwapEngine):
         lane = self._state.lanes["before_compute" if job.before_compute else job.direction]
         lane.submit(job, nbytes)
         if job.before_compute:
-            lane.fail_unqueued()  # nobody could be made to wait for the rest
-
-    @property
-    def can_load_in_waves(self) -> bool:
-        """Where compute can wait for loads at all."""
-        return self.can_load_before_compute
+            lane.fail_unqueued()
 
     def await_loads(self) -> None:
         """See `SwapEngine`."""
@@ -122,7 +116,7 @@ class CudaSwapEngine(SwapEngine):
             lane.await_all()
 
     def load_now(self, pairs: NDArray[np.int32]) -> None:
-        """See `SwapEngine`: by `cudaMemcpyAsync`, some microseconds of the host for every page."""
+        """See `SwapEngine`: by one `cudaMemcpyAsync` for every page."""
         job = SwapJob(-1, Direction.LOAD, pairs)
         self.check_pairs(job)
         lane = self._state.lanes.get("before_compute")
@@ -134,8 +128,7 @@ class CudaSwapEngine(SwapEngine):
             )
         compute = self._cuda.current_stream(self._device)
         try:
-            # What the failed job has queued writes the same bytes to the same blocks, but must not
-            # do so when the forward has gone on.
+            # What the failed job has queued must not write after the forward has gone on.
             lane.stream.stream.synchronize()
             self._copier.copy(cut_copies(self.layout, arena, Direction.LOAD, pairs), compute)
             compute.synchronize()
@@ -145,10 +138,7 @@ class CudaSwapEngine(SwapEngine):
             ) from error
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
-        """Queue the writing of the table that waves need; see `SwapEngine`.
-
-        Raises `JobError`, or `CopyError` from CUDA.
-        """
+        """Queue the writing of the waves' table. Raises `JobError`, or `CopyError` from CUDA."""
         self.check_waves(waves)
         lane = self._state.lanes.get("before_compute")
         table = self._state.wave_table
@@ -186,10 +176,7 @@ class CudaSwapEngine(SwapEngine):
         return True
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Queue the zeroing on the compute stream; see `BlockZeroer`.
-
-        Raises `JobError`, or `CopyError` from CUDA.
-        """
+        """Queue the zeroing on the compute stream. Raises `JobError`, or `CopyError` from CUDA."""
         self.check_blocks(blocks)
         zeroer = self._state.zeroer
         if self._closed or zeroer is None:
@@ -216,11 +203,6 @@ class CudaSwapEngine(SwapEngine):
         arena = self._state.arena
         return self.num_slots if arena is None else arena.ready_slots
 
-    @property
-    def in_flight(self) -> int:
-        """Jobs whose completion has not been polled."""
-        return self._undelivered
-
     def _capturing(self) -> bool:
         try:
             return bool(self._cuda.is_current_stream_capturing())
@@ -229,10 +211,7 @@ class CudaSwapEngine(SwapEngine):
             return False
 
     def _advance(self) -> bool:
-        """Move the lanes on; True if they are idle.
-
-        Not within a capture: querying an event would invalidate it.
-        """
+        """Move the lanes on, except in a capture: a query would end it. True if they are idle."""
         lanes = self._state.lanes.values()
         if lanes and not self._capturing():
             for lane in lanes:

@@ -1,8 +1,7 @@
 """The path of the swap kernels: a slice is one launch, its pairs a list in page-locked memory.
 
 The lists lie in a ring with an entry for every slice that may be in flight. Until a slice has
-ended, its kernel reads its entry, the table of segments and the source pages, and writes the
-destination pages; the host writes other entries, never this one.
+ended, its kernel reads its entry and the table of segments; the host writes other entries only.
 """
 
 from __future__ import annotations

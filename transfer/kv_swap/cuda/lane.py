@@ -1,10 +1,9 @@
 """Jobs of one direction over one copy path: cut into slices, an event behind each.
 
-Who may touch what while a slice is in flight, which is from when it was queued until its event
-completes:
-- its copies read the source and write the destination pages, and what the path keeps for it;
-- the owners of the blocks and slots leave both sides alone until the job's completion.
-Slices of one lane run in the order in which they were queued; those of two lanes run side by side.
+A slice is in flight from when it was queued until its event completes. Meanwhile its copies read
+the source pages and what the path keeps for it, and write the destination pages. The owners of the
+blocks and slots leave both sides alone until the job's completion. Slices of one lane run in the
+order in which they were queued; slices of two lanes run side by side.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A job on its way: `following` is its next slice to queue, `in_flight` counts those queued.
+    """A job on its way: `following` is its next slice to queue, `rest` has those after it.
 
-    `rest` has the slices after it.
+    `in_flight` counts the queued ones.
     """
 
     job_id: int
@@ -47,7 +46,7 @@ class _Running:
 
     @property
     def ended(self) -> bool:
-        # Also after an error the job holds its blocks and slots until its last slice has ended.
+        # After an error, too, the job holds its blocks and slots until its last slice has ended.
         return self.in_flight == 0 and not self.to_queue
 
 
@@ -60,9 +59,9 @@ class Lane:
         self._direction = direction
         self._jobs: deque[_Running] = deque()
         self._slices: deque[tuple[Event, _Running]] = deque()
-        # Behind the last slice of every range of waves, by its first, of the job submitted last if
-        # it comes in waves. An event may have been recycled: then its waves have ended, and waiting
-        # for whatever it was recorded for since does no harm.
+        # Of the job submitted last, if it comes in waves: the event behind the last slice of every
+        # range of waves, by its first wave. An event may have been recycled: then its waves have
+        # ended, and waiting for what it was recorded for since does no harm.
         self._waves: dict[int, Event] = {}
         self._awaited: tuple[int, int] | None = None
 
@@ -74,7 +73,7 @@ class Lane:
     def submit(self, job: SwapJob, nbytes: int) -> None:
         """Order the job after what is queued on the compute stream now, and queue what may be.
 
-        Slices of earlier jobs that were not queued yet will wait for that too, which harms nobody.
+        Slices of earlier jobs that were not queued yet will wait for that too, which does no harm.
         """
         started = failure = None
         try:
@@ -107,10 +106,8 @@ class Lane:
         """
         self._raise_failure()
         stream = self.stream.compute_stream()
-        if self._awaited is not None:
-            awaited_stream, awaited_wave = self._awaited
-            if wave <= awaited_wave and stream == awaited_stream:
-                return
+        if self._awaited and stream == self._awaited[0] and wave <= self._awaited[1]:
+            return
         for first in reversed(self._waves):
             if first <= wave:
                 self._make_wait(stream, self._waves[first])
@@ -124,7 +121,7 @@ class Lane:
             raise error
 
     def fail_unqueued(self) -> None:
-        """Fail the jobs of which slices are still to be queued: nobody could be made to wait."""
+        """Fail the jobs with slices still to be queued: compute could not be made to wait."""
         full = RuntimeError(f"{len(self._slices)} slices are in flight, no more fit")
         for running in self._jobs:
             if running.to_queue:
@@ -144,14 +141,10 @@ class Lane:
         except RuntimeError as error:
             # Querying an event fails only when the CUDA context is lost; no copy runs on then.
             self._slices.clear()
+            lost = "; the CUDA context is lost, end this process and start the engine anew"
             for running in self._jobs:
                 running.in_flight = 0
-                self._fail(
-                    running,
-                    "querying its event",
-                    error,
-                    "; the CUDA context is lost, end this process and start the engine anew",
-                )
+                self._fail(running, "querying its event", error, lost)
         self._queue()
         completions = []
         while self._jobs and self._jobs[0].ended:
@@ -160,15 +153,9 @@ class Lane:
                 running.seconds = time.perf_counter() - running.submitted
             elif running.started is not None:
                 self.stream.recycle(running.started)
-            completions.append(
-                Completion(
-                    running.job_id,
-                    self._direction,
-                    running.nbytes,
-                    running.seconds,
-                    running.error,
-                )
-            )
+            job_id, nbytes = running.job_id, running.nbytes
+            done = Completion(job_id, self._direction, nbytes, running.seconds, running.error)
+            completions.append(done)
         return completions
 
     def _collect(self) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def source_directory() -> Path:
-    """Return the folder of device code: inside the package once installed, else beside it."""
+    """Return the folder of device code: inside the package once installed, else in the checkout."""
     package = Path(__file__).parents[1]
     installed = package / "csrc"
     return installed if installed.exists() else package.parent.parent / "csrc"

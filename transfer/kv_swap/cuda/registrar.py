@@ -23,9 +23,6 @@ _CAPTURE_MODE_RELAXED = 2
 class CudaRegistrar:
     """Registers host memory so that kernels of `device` reach it through its host address.
 
-    CuPy's `hostRegister` rather than torch's `cudart().cudaHostRegister`: it raises with the CUDA
-    error's name instead of returning a code, and the kernels need CuPy anyway.
-
     Raises `DeviceError` without CuPy, `PinnedMemoryError` where the device cannot use host
     pointers.
     """
@@ -38,8 +35,8 @@ class CudaRegistrar:
         if not runtime.deviceGetAttribute(attribute, self._index):
             raise PinnedMemoryError(
                 f"CUDA device {self._index} cannot reach registered host memory through its host "
-                f"address (cudaDevAttrCanUseHostPointerForRegisteredMem is 0, as under WSL), which "
-                f"the copy kernels need; run on Linux with a driver that supports it"
+                f"address (cudaDevAttrCanUseHostPointerForRegisteredMem is 0, as under WSL); run "
+                f"on Linux with a driver that supports it"
             )
 
     @property
@@ -63,9 +60,9 @@ class CudaRegistrar:
 def _allowed_beside_captures() -> Iterator[None]:
     """Keep a registration on this thread from invalidating a CUDA graph captured on another.
 
-    Captures of torch are of mode `global`: CUDA then refuses calls that might synchronise
-    on every thread, and ends the capture. A thread in relaxed mode is exempt, and nothing that is
-    captured depends on memory that is not registered yet. Raises `RuntimeError` from CUDA.
+    Captures of torch are of mode `global`: CUDA then refuses calls that might synchronise on every
+    thread, and ends the capture. A thread in relaxed mode is exempt, and no capture depends on
+    memory that is not registered yet. Raises `RuntimeError` from CUDA.
     """
     mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
     _exchange_capture_mode(mode)

@@ -42,7 +42,7 @@ class State:
 
 
 _LEAKED: list[State] = []
-"""What copies used of which nobody knows whether they have ended; it is never freed."""
+"""Of copies that may still run; it is never freed."""
 
 
 def make_state(
@@ -92,7 +92,7 @@ def _make_lane(
 def release(state: State) -> None:
     """Let the streams run out, then drop what their copies used. Runs once, on any thread.
 
-    Slices that were not queued are not queued any more: nobody is left to hear of their job.
+    Slices that were not queued are dropped.
     """
     for lane in state.lanes.values():
         try:

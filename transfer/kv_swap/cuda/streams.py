@@ -18,9 +18,9 @@ class CopyStream:
     `num_events` events are made here and reused; recording one again does not disturb a wait that
     was queued on its earlier recording. More are made only while more are out.
 
-    A copy begins only after these calls, so they take the shortest way: torch's events and streams
-    by their handles, through CuPy. Events are asked through torch: CuPy's query leaves an error
-    behind where one has not completed, and torch might come upon it.
+    A copy begins only after these calls, so they take the shortest way: the handles of torch's
+    events and streams, through CuPy. Events are queried through torch: CuPy's query leaves an error
+    behind where one has not completed, and torch might raise it.
     """
 
     def __init__(
@@ -44,20 +44,15 @@ class CopyStream:
         self._output_event: Event = self._new_event()
 
     def compute_stream(self) -> int:
-        """Return the handle of the stream current on the calling thread.
-
-        Asked for every time: it may be another one in the next step.
-        """
+        """Return the handle of the current stream; the next step may have another."""
         handle: int = self._current_stream(self._index)
         return handle
 
     def wait_stream(self) -> Event:
         """Make this stream wait for all that is queued on the compute stream now.
 
-        And for the output-copy stream, where there is one: a store then never delays the copies on
-        it, which the caller is waiting for.
-
-        Returns the event on the compute stream; give it back with `recycle`.
+        And on the output-copy stream, where there is one: then a store never delays copies for
+        which the caller waits. Returns the event on the compute stream; `recycle` it.
         """
         if self._current_device() != self._index:
             with self._device(self._index):  # each device has a default stream, of handle 0
@@ -76,9 +71,9 @@ class CopyStream:
         """Make what is queued from now on on `stream`, which compute runs on, wait for `event`."""
         if self._current_device() == self._index:
             self._wait_event(stream, event.cuda_event)
-            return
-        with self._device(self._index):
-            self._wait_event(stream, event.cuda_event)
+        else:
+            with self._device(self._index):
+                self._wait_event(stream, event.cuda_event)
 
     def record(self) -> Event:
         """Return an event that completes with all copies queued so far."""

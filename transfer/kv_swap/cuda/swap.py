@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from kv_swap.cuda.device import device_index, import_cupy
 from kv_swap.cuda.launcher import Launcher, compiled, source_directory
 from kv_swap.engine import Direction
-from kv_swap.errors import DeviceError
 from kv_swap.layout import KVLayout, Region
 from kv_swap.memory.arena import HostArena
 
@@ -63,8 +62,8 @@ class KernelFamily:
 def compile_options(family: KernelFamily) -> tuple[str, ...]:
     """Return the options for NVRTC.
 
-    A digest of the headers is among them, because CuPy's cache on disk does not look into what a
-    source includes and would keep kernels of an older header.
+    Among them a digest of the headers: CuPy's cache on disk does not look into what a source
+    includes, and would keep kernels of an older header.
     """
     include = source_directory() / "include"
     digest = hashlib.sha256()
@@ -80,10 +79,7 @@ def compile_options(family: KernelFamily) -> tuple[str, ...]:
 
 
 def write_list(target: NDArray[np.uint8], pairs: NDArray[np.int32]) -> None:
-    """Write `pairs`, `(n, 2)` with n <= MAX_PAIRS, as a list into `target`, `(LIST_BYTES,)`.
-
-    No kernel that reads the list may be running.
-    """
+    """Write `pairs`, `(n, 2)` with n <= MAX_PAIRS, into `target`, which no kernel may read."""
     # As bytes: NumPy's own assignments take three times as long for few pairs.
     listed, pairs_bytes = target.data, pairs.tobytes()
     listed[_HEADER_BYTES : _HEADER_BYTES + len(pairs_bytes)] = pairs_bytes
@@ -156,28 +152,19 @@ class SwapKernel:
     """
 
     def __init__(
-        self,
-        layout: KVLayout,
-        arena: HostArena,
-        device: torch.device,
-        family: KernelFamily | None = None,
+        self, layout: KVLayout, arena: HostArena, device: torch.device, family: KernelFamily
     ) -> None:
         cuda = import_cupy().cuda
         self._index = device_index(device)
         self._arena = arena
         self._current_device: Any = cuda.runtime.getDevice
         self._device: Any = cuda.Device
-        chosen = family or choose_family(device)
-        if chosen is None:
-            raise DeviceError(
-                f"CUDA device {self._index} runs no copy kernels, use its copy engine"
-            )
-        self.family = chosen
+        self.family = family
         self._arguments: dict[Direction, _Arguments] = {}
         self._launchers: dict[Direction, Launcher] = {}
         self._whole: dict[Direction, Tiles] = {}
-        with compiled(chosen.source, compile_options(chosen), device) as module:
-            for direction, shape in chosen.shapes.items():
+        with compiled(family.source, compile_options(family), device) as module:
+            for direction, shape in family.shapes.items():
                 function = module.get_function(f"swap_{direction.value}")
                 table, _ = cut_tiles([layout.regions], shape)
                 arguments = _Arguments(arena=arena.address, slot_bytes=arena.slot_bytes)
@@ -197,12 +184,9 @@ class SwapKernel:
     ) -> None:
         """Queue the copy of the pairs listed at `list_address` (page-locked) on `stream`.
 
-        Of whole slots, or of `tiles`, which the caller keeps as they are until the kernel has ended
-        and which were cut with the launch shape of this family and direction.
-
-        Does not block and allocates nothing; may be captured in a CUDA graph. The list is read
-        when the kernel runs, not now, and must stay as it is until the kernel has ended. Raises
-        `RuntimeError` from CUDA.
+        Of whole slots, or of `tiles`, which were cut with the launch shape of this direction. List
+        and tiles are read when the kernel runs, and must stay as they are until it has ended. Does
+        not block and allocates nothing; may be captured in a CUDA graph. Raises `RuntimeError`.
         """
         tiles = tiles or self._whole[direction]
         arguments = self._arguments[direction]
@@ -212,9 +196,9 @@ class SwapKernel:
         arguments.segments_per_tile = tiles.segments_per_tile
         if self._current_device() == self._index:
             self._launchers[direction](stream.cuda_stream)
-            return
-        with self._device(self._index):
-            self._launchers[direction](stream.cuda_stream)
+        else:
+            with self._device(self._index):
+                self._launchers[direction](stream.cuda_stream)
 
 
 def choose_family(device: torch.device) -> KernelFamily | None:

@@ -1,4 +1,4 @@
-"""The tiles of loads that arrive in waves: a table in which those of a wave lie together."""
+"""The tiles of loads that arrive in waves: a table in which the tiles of a wave lie together."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ class WaveTable:
         self.layout = layout
         self._shape = shape
         self._runtime: Any = cuda.runtime
-        # Cut alone a region has as many tiles as it ever needs, whatever the waves.
+        # A region cut alone has as many tiles as it ever needs, whatever the waves. A tile of many
+        # segments holds all but the first and the last of them whole.
         pages = [region.page_bytes for region in layout.regions]
         num_tiles = sum(-(-page_bytes // shape.tile_bytes) for page_bytes in pages)
-        nbytes = num_tiles * min(shape.segments_per_tile, len(pages)) * _SEGMENT_BYTES
+        per_tile = min(shape.segments_per_tile, len(pages), 2 + shape.tile_bytes // min(pages))
+        nbytes = num_tiles * per_tile * _SEGMENT_BYTES
         with cuda.Device(device_index(device)):
             self._memory = cuda.Memory(nbytes)
         self._written = HostArena(1, nbytes, register=registrar)

@@ -7,7 +7,6 @@ must not leave half a block behind.
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,28 +46,20 @@ SOURCE = "zero.cu"
 
 
 def cut_runs(layout: KVLayout) -> NDArray[np.uint64]:
-    """Return the table: `(n, 4)` of address in block 0, block stride, bytes and 0, each run once.
+    """Return the table: `(n, 4)` of address in block 0, block stride, bytes and 0.
 
     Each byte of a block is in one run: a layout has already joined tensors that share their bytes.
     """
     rows = [
-        (
-            region.address + offset,
-            region.block_stride_bytes,
-            min(_RUN_BYTES, region.page_bytes - offset),
-            0,
-        )
-        for region in layout.regions
-        for offset in range(0, region.page_bytes, _RUN_BYTES)
+        (r.address + offset, r.block_stride_bytes, min(_RUN_BYTES, r.page_bytes - offset), 0)
+        for r in layout.regions
+        for offset in range(0, r.page_bytes, _RUN_BYTES)
     ]
     return np.array(rows, np.uint64)
 
 
 def write_list(target: NDArray[np.uint8], blocks: Sequence[int]) -> None:
-    """Write at most MAX_BLOCKS block ids as a list into `target`, `(LIST_BYTES,)`.
-
-    No kernel that reads the list may be running.
-    """
+    """Write at most MAX_BLOCKS block ids as a list into `target`, which no kernel may read."""
     words = target.view(np.int32)
     words[4 : 4 + len(blocks)] = blocks
     words[0] = len(blocks)
@@ -85,10 +76,8 @@ class _Arguments(ctypes.Structure):
 class ZeroKernel:
     """The kernel of csrc/zero.cu, bound to a layout.
 
-    A layout of attention tensors, as Mamba state is never to be zeroed here, and of the manager's
-    blocks, whatever blocks its kernels use. Any dtype whose zero is all bits zero, as of bf16, fp8
-    and int8. Keeps no tensor alive. Compiles and synchronises, see `compiled`. Raises
-    `DeviceError`.
+    Of any dtype whose zero is all bits zero, as of bf16, fp8 and int8. Keeps no tensor alive.
+    Compiles and synchronises, see `compiled`. Raises `DeviceError`.
     """
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
@@ -104,10 +93,9 @@ class ZeroKernel:
             self._launcher = Launcher(function, table, self._arguments, ctas, _THREADS)
 
     def launch(self, list_address: int, stream: torch.cuda.Stream) -> None:
-        """Queue the zeroing of the blocks listed at `list_address` (page-locked) on `stream`.
+        """Queue the zeroing of the blocks listed at `list_address` on `stream`.
 
-        Does not block and allocates nothing; may be captured in a CUDA graph. The list is read when
-        the kernel runs and must stay as it is until then. Raises `RuntimeError` from CUDA.
+        As `SwapKernel.launch`: the list is read when the kernel runs.
         """
         self._arguments.list_address = list_address
         with self._device(self._index):
@@ -128,34 +116,30 @@ class BlockZeroer:
         self._ring = ring.view()
         self._ring_address = ring.address
         self._next_entry = 0
-        self._reads: deque[Any] = deque()
-        self._events = [torch.cuda.Event() for _ in range(RING_ENTRIES)]
+        # Each completes when its list has been read.
+        self._reads = [torch.cuda.Event() for _ in range(RING_ENTRIES)]
         # CUDA loads a kernel, and torch makes an event, at first use: now and not within a step.
         stream = torch.cuda.Stream(device)
         self._kernel.launch(self._ring_address, stream)
-        for event in self._events:
-            event.record(stream)
+        for read in self._reads:
+            read.record(stream)
         stream.synchronize()
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Queue the zeroing of every page of `blocks` on the current stream.
 
-        Waits for the device only when all lists of the ring are still to be read, which takes more
-        than 65,536 blocks queued. Raises `CopyError` from CUDA.
+        Waits for the device only when more than 65,536 blocks are queued, as all lists are still to
+        be read then. Raises `CopyError` from CUDA.
         """
         stream = self._cuda.current_stream(self._index)
         try:
             for first in range(0, len(blocks), MAX_BLOCKS):
-                if len(self._reads) == RING_ENTRIES:
-                    read = self._reads.popleft()
-                    read.synchronize()
-                    self._events.append(read)
-                write_list(self._ring[self._next_entry], blocks[first : first + MAX_BLOCKS])
-                self._kernel.launch(self._ring_address + self._next_entry * LIST_BYTES, stream)
-                event = self._events.pop()
-                event.record(stream)
-                self._reads.append(event)
-                self._next_entry = (self._next_entry + 1) % RING_ENTRIES
+                entry = self._next_entry
+                self._reads[entry].synchronize()
+                write_list(self._ring[entry], blocks[first : first + MAX_BLOCKS])
+                self._kernel.launch(self._ring_address + entry * LIST_BYTES, stream)
+                self._reads[entry].record(stream)
+                self._next_entry = (entry + 1) % RING_ENTRIES
         except RuntimeError as error:
             raise CopyError(
                 f"launching zero_pages failed with {error}: zeroing {len(blocks)} blocks of "
@@ -164,6 +148,5 @@ class BlockZeroer:
 
     def synchronize(self) -> None:
         """Wait until the device has read every list, so that the ring may be freed."""
-        for event in self._reads:
-            event.synchronize()
-        self._reads.clear()
+        for read in self._reads:
+            read.synchronize()

@@ -44,10 +44,8 @@ class _Arrival:
 class HostSwapEngine(SwapEngine):
     """Copies between KV tensors and an arena that both lie in host memory.
 
-    `keep_alive` are the objects that own the memory behind `layout`; they and the arena are held
-    until `close`, or until the last copy after the engine was dropped.
-
-    Raises `LayoutError` if a slot of the arena does not fit the layout.
+    `keep_alive` own the memory behind `layout`; they and the arena are held until `close`, or until
+    the last copy after the engine was dropped. Raises `LayoutError` if a slot does not fit.
     """
 
     def __init__(self, layout: KVLayout, arena: HostArena, keep_alive: Sequence[object]) -> None:
@@ -58,7 +56,6 @@ class HostSwapEngine(SwapEngine):
         super().__init__(layout, arena.num_slots)
         self._arena_address = arena.address
         self._state = WorkerState(arena, tuple(keep_alive))
-        self._undelivered = 0
         self._waves: list[KVLayout] = []
         self._arrival: _Arrival | None = None
         # Why the load before compute that was submitted last failed.
@@ -110,11 +107,6 @@ class HostSwapEngine(SwapEngine):
             time.perf_counter(),
             cut_runs(layout, slot_bytes, self._arena_address, job.direction, pairs),
         )
-
-    @property
-    def can_load_in_waves(self) -> bool:
-        """Always."""
-        return True
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
         """See `SwapEngine`."""
@@ -174,8 +166,8 @@ class HostSwapEngine(SwapEngine):
     def poll(self) -> list[Completion]:
         """Return what has ended, in the order of its end.
 
-        While something runs the worker gets a chance at the GIL first: a caller that spins through
-        empty steps, as it does in one process, would otherwise keep it for 5 ms at a time.
+        The worker gets a chance at the GIL first: a caller that spins through empty steps would
+        otherwise keep it for 5 ms at a time.
         """
         if not self._undelivered:
             return []
@@ -215,8 +207,3 @@ class HostSwapEngine(SwapEngine):
         """See `SwapEngine`."""
         held, self._state.keep_alive = self._state.keep_alive, tuple(objects)
         return held
-
-    @property
-    def in_flight(self) -> int:
-        """Jobs whose completion has not been polled."""
-        return self._undelivered

@@ -23,21 +23,12 @@ _MAX_RUNS = 1024
 
 _read_memory = ctypes.CDLL(None, use_errno=True).process_vm_readv
 _read_memory.restype = ctypes.c_ssize_t
-_read_memory.argtypes = [
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_ulong,
-    ctypes.c_void_p,
-    ctypes.c_ulong,
-    ctypes.c_ulong,
-]
+_vector = (ctypes.c_void_p, ctypes.c_ulong)
+_read_memory.argtypes = (ctypes.c_int, *_vector, *_vector, ctypes.c_ulong)
 
 
 def copy_runs(runs: Sequence[Run]) -> None:
-    """Copy the runs, in order. Raises `OSError` for an address that is not mapped.
-
-    The caller keeps the memory alive. Runs must not overlap.
-    """
+    """Copy runs that do not overlap. Raises `OSError` for an address that is not mapped."""
     for first in range(0, len(runs), _MAX_RUNS):
         _copy_batch(runs[first : first + _MAX_RUNS])
 

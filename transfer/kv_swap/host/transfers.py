@@ -77,9 +77,8 @@ def work(state: WorkerState) -> None:
 
 def run(transfer: Transfer) -> Completion:
     """Copy all slices; return how the job ended."""
-    completion = None
-    while completion is None:
-        completion = _advance(transfer)
+    while (completion := _advance(transfer)) is None:
+        pass
     return completion
 
 
@@ -121,7 +120,7 @@ def cut_runs(
 ) -> Iterator[Run]:
     """Yield (destination, source, bytes); pages adjacent on both sides are one run.
 
-    `layout` may have some of the regions only; `slot_bytes` are those of a slot of the arena.
+    `layout` may have some of the regions only; an arena slot has `slot_bytes`.
     A run is cut at half a slice, so that a slice never grows beyond one and a half.
     """
     pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]

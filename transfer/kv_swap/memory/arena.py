@@ -74,7 +74,7 @@ class HostArena:
             try:
                 self._registration.start(background=background)
             except BaseException:
-                # Whoever handles the error holds this frame, and with it the owner.
+                # The traceback holds this frame, and with it the owner.
                 self._owner.release()
                 raise
 

@@ -83,9 +83,9 @@ class Mapping:
                     raise OSError(code, os.strerror(code))
 
     def discard(self, offset: int) -> None:
-        """Return the pages from `offset`, that of a page, to the system, unless they are shared.
+        """Return the pages from `offset` on to the system, unless other processes may use them.
 
-        Nothing may be registered there. Pages of a shared mapping may be in use by others.
+        A page begins at `offset`, and nothing from there on may be registered.
         """
         if not self.shared:
             self._memory.madvise(mmap.MADV_DONTNEED, offset, self.nbytes - offset)
@@ -97,5 +97,5 @@ class Mapping:
         return f"from {'where its creator placed it' if self.shared else 'any NUMA node'}"
 
     def close(self) -> None:
-        """Unmap. Nothing may be registered, and nobody may touch it afterwards."""
+        """Unmap. Nothing may be registered, and no access may follow."""
         self._memory.close()

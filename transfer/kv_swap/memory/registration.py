@@ -2,24 +2,22 @@
 
 Threads. Each takes the next piece, gives it pages, which takes most of the time, and registers it.
 `ready_bytes` grows with the run of pieces from the first one on that are all registered. Threads
-hold the mapping through this object and never its users. Whoever comes last, the threads or the
-users' `release`, unregisters and unmaps. So no thread touches memory that is gone, and `release`
-waits for no thread.
+hold the mapping through this object and never its users. The last thread or `release`, whichever
+comes later, unregisters and unmaps. So no thread touches memory that is gone, and `release` waits
+for no thread.
 
 Both steps make the rest of the process wait, so both are short: giving pages to shared memory holds
 the lock on the process' memory map, registering holds the driver's too. One thread at a time
-registers, and then leaves the driver alone for `REST` times as long as that took: a caller that
-captures its graphs or runs its first steps meanwhile makes hundreds of calls a second.
+registers, and then leaves the driver alone for `REST` times as long as that took: a starting engine
+makes hundreds of calls a second.
 
 Growing must not exhaust the host. Where a `MemoryRoom` is given, a thread that finds too little
-memory for its piece waits and looks again, as long as the pool has users. What is registered stays
-usable.
+memory for its piece waits and looks again, as long as the pool has users.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import math
 import mmap
@@ -37,18 +35,16 @@ from kv_swap.memory.room import MemoryRoom
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 20
-"""Bytes of one registration, at most. The driver makes every launch and capture wait while it
-registers one: 5 to 7 ms on the host of an H200, 2 to 4 ms for 64 MiB, which are slower by the byte,
-and 18 to 26 ms for 1 GiB (bench/swap/pinning.py). One of 512 GiB or more is known to fail."""
+"""Bytes of one registration, at most: launches and captures wait for it, 5 to 7 ms on the host of
+an H200, and 18 to 26 ms for 1 GiB (bench/swap/pinning.py). 512 GiB or more are known to fail."""
 
 NUM_THREADS = 4
-"""Threads that give pages and register. There, with a rest of 3, one locked 5 GiB/s, two 9, four 12
-and eight 10. The first touch of a virtual machine's memory takes several times as long."""
+"""Threads that give pages and register. There one locked 5 GiB/s, two 9, four 12 and eight 10."""
 
 REST = 7.0
 """How long the driver is left alone after a registration in the background, in units of its time.
-There an inference engine with a pool of 50 GiB started 0.3 s later than one without (medians, by
-turns), and 1.0 s with a rest of 3; the pool took 9 to 13 s instead of 5 to 7."""
+There an inference engine with a pool of 50 GiB started 0.3 s later than one without, and 1.0 s with
+a rest of 3; the pool took 9 to 13 s instead of 5 to 7."""
 
 POPULATE_BYTES = 32 << 20
 """Bytes that get pages before a thread looks whether it should stop: some milliseconds, or 0.2 s
@@ -113,9 +109,9 @@ class Registration:
     def start(self, *, background: bool) -> None:
         """Register the first piece on this thread and the others on threads of their own.
 
-        Returns after the first with `background`, else after all, without looking at the room.
-        Raises `PinnedMemoryError` if one of these fails, and then waits for no more than is
-        running. A failure in the background is logged: what was registered before it stays usable.
+        Returns after the first with `background`, else after all, whatever room there is. Raises
+        `PinnedMemoryError` if one of these fails. A failure in the background is logged: what was
+        registered before it stays usable.
         """
         first = self._claim()
         assert first == 0, "a registration is started once"
@@ -126,7 +122,8 @@ class Registration:
             if not background:
                 self.wait(None)
         if self._failures and not (background and self.ready_bytes):
-            raise PinnedMemoryError(self._describe_failure()) from self._first_failure()
+            cause = self._failures[min(self._failures)]
+            raise PinnedMemoryError(self._describe_failure()) from cause
 
     def wait(self, timeout_seconds: float | None) -> bool:
         """Block until no thread runs any more; False on timeout."""
@@ -144,8 +141,6 @@ class Registration:
             if self._running_threads:
                 return
         self._pieces.close()
-
-    # -- threads -------------------------------------------------------------------------------
 
     def _start_threads(self) -> None:
         count = min(NUM_THREADS, self._pieces.count - 1, len(os.sched_getaffinity(0)))
@@ -216,8 +211,7 @@ class Registration:
     def _wait_for_room(self, piece: int) -> int:
         """Block until a piece's other pages leave the headroom free; return what is left above it.
 
-        Pieces that begin before it come first, so that slots become ready in order. Returns less
-        than 0 where it is time to stop, or another piece has failed.
+        Pieces before it come first, so that slots become ready in order. Below 0: end the thread.
         """
         if self._room is None or not self._background:
             return sys.maxsize
@@ -242,20 +236,17 @@ class Registration:
                     self._mapping.nbytes,
                     figures,
                 )
-            with self._changed:
-                self._changed.wait_for(functools.partial(self._has_news, lowest), RETRY_SECONDS)
-
-    def _has_news(self, lowest: int) -> bool:
-        """Whether a thread that waits should look again: `lowest` was the first piece taken."""
-        return self._is_over() or min(self._missing) != lowest
+            with self._changed:  # until there is news, or for a while
+                deadline = time.monotonic() + RETRY_SECONDS
+                while not self._is_over() and min(self._missing) == lowest:
+                    if not self._changed.wait(deadline - time.monotonic()):
+                        break
 
     def _stop(self) -> None:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()  # threads that wait for room
         self.wait(_EXIT_SECONDS)
-
-    # -- the end -------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """End the background work, on its last thread: undo what no slot can use, and report."""
@@ -272,16 +263,14 @@ class Registration:
                 time.monotonic() - self._started,
             )
 
-    def _first_failure(self) -> Exception:
-        return self._failures[min(self._failures)]
-
     def _describe_failure(self) -> str:
-        start, end = self._pieces.range(min(self._failures))
+        piece = min(self._failures)
+        start, end = self._pieces.range(piece)
         kept = ""
         if self._background and self.ready_bytes:
             kept = f"only the first {self.ready_bytes} are used; "
         return (
             f"cannot page-lock {self._mapping.nbytes} bytes of host memory: registering bytes "
-            f"{start} to {end} failed with {self._first_failure()}; {kept}"
+            f"{start} to {end} failed with {self._failures[piece]}; {kept}"
             f"{describe_limits()}; use a smaller pool, raise the limit, or free memory"
         )

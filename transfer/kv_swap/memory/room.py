@@ -10,19 +10,15 @@ from dataclasses import dataclass
 class MemoryRoom:
     """What is available on this host, and what of it stays free of pools.
 
-    `read` returns the bytes that this process could take now, and where the figure is from. Threads
-    of the pool call it, several at a time; it may take part of a millisecond. What it raises counts
-    as a failure to lock memory.
+    `read` returns the bytes that this process could take now, and where the figure is from. Several
+    threads call it at a time. What it raises counts as a failure to lock memory.
     """
 
     read: Callable[[], tuple[int, str]]
     headroom_bytes: int
 
     def spare_bytes(self, nbytes: int) -> tuple[int, str]:
-        """Return what is left above the headroom after taking `nbytes` more, and the figures.
-
-        Below 0, `nbytes` must not be taken now.
-        """
+        """Return what is left above the headroom after taking `nbytes`, and the figures."""
         available_bytes, source = self.read()
         figures = (
             f"{available_bytes} bytes are available ({source}), {nbytes} are wanted next, and "

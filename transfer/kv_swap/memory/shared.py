@@ -80,7 +80,7 @@ class SharedMemory:
     def attach(cls, name: str, nbytes: int, timeout_seconds: float) -> SharedMemory:
         """Get the memory that another process creates under `name`, now or within the timeout.
 
-        Raises `PinnedMemoryError` if nobody offers it in time, or it has another size.
+        Raises `PinnedMemoryError` if none is offered in time, or it has another size.
         """
         deadline = time.monotonic() + timeout_seconds
         while (fd := _ask(name)) is None:
@@ -107,7 +107,7 @@ class SharedMemory:
     def prefer_node(self, node: int, part: int, num_parts: int) -> bool:
         """Have the pages of one of `num_parts` equal parts come from a NUMA node while it has some.
 
-        For pages that nobody has touched yet, in any process. False where the system refuses.
+        For pages that no process has touched yet. False where the system refuses.
         """
         pages = -(-self.nbytes // mmap.PAGESIZE)
         first, end = (pages * bound // num_parts * mmap.PAGESIZE for bound in (part, part + 1))

@@ -43,7 +43,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         """Take the ranks' capacities, or ask for them: a MultiConnector passes on another member's.
 
-        Raises `UnsupportedError` where they cannot be asked.
+        Raises `UnsupportedError` if they cannot be asked.
         """
         capacities = [rank for rank in metadata.values() if isinstance(rank, WorkerCapacity)]
         if self._is_member:
@@ -112,6 +112,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         )
         if news != received:
             connector_output.finished_recving = news
+        self.offload_scheduler.reports.read()
 
     @survives(lambda self: (set(), set()))  # a report will tell
     def _take_ended_loads(self) -> tuple[set[str], set[str]]:

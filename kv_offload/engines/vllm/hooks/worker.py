@@ -127,7 +127,7 @@ class WorkerHooks(KVConnectorBase_V1):
         if self.has_connector_metadata():
             self.offload_worker.prepare_store_kv(self._get_connector_metadata())
         self.offload_worker.poll()
-        received, self._failed_loads = self.offload_worker.take_received()
+        received, self._failed_loads = self.offload_worker.reports.take_received()
         return None, received or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -145,7 +145,7 @@ class WorkerHooks(KVConnectorBase_V1):
             return set()
         return {int(block) for job in self._failed_loads.values() for block in job.pairs[:, 0]}
 
-    @survives(lambda self: ConnectorWorkerMetadata.of(self.offload_worker.take_losses()))
+    @survives(lambda self: ConnectorWorkerMetadata.of(self.offload_worker.reports.take_losses()))
     def build_connector_worker_meta(self) -> ConnectorWorkerMetadata | None:
         """Report the stores that ended, and again the loads that failed.
 

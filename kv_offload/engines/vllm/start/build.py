@@ -13,21 +13,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from kv_offload.config import TracedConfig, trace_config
 from kv_offload.engines.vllm import patches
 from kv_offload.engines.vllm.runner import VLLMRank, callers
-from kv_offload.engines.vllm.start.groups import (
-    cache_groups,
-    has_draft_head,
-    ranks_with_equal_bytes,
-)
-from kv_offload.engines.vllm.start.ranks import (
-    count_local_replicas,
-    gather_over_ranks,
-    tensor_parallel_ranks,
-)
-from kv_offload.engines.vllm.start.support import (
-    check_keep_on_sleep,
-    check_supported,
-    consequences,
-)
+from kv_offload.engines.vllm.start import groups, ranks, support
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.worker.capacity import check_available, describe_share, warn_of_hidden_replicas
@@ -64,11 +50,11 @@ def read_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engi
     Called while the connector is built. Raises `ConfigError`, `CapacityError`, `UnsupportedError`.
     """
     version = vllm_version()
-    replicas = count_local_replicas(vllm_config)
+    replicas = ranks.count_local_replicas(vllm_config)
     options = vllm_config.kv_transfer_config.kv_connector_extra_config
     traced = trace_config(options, replicas=replicas.count)
     enclosing = enclosing_configs()
-    check_supported(traced.config, vllm_config, kv_cache_config, version, enclosing)
+    support.check_supported(traced.config, vllm_config, kv_cache_config, version, enclosing)
     return Engine(vllm_config, kv_cache_config, version, traced, replicas.hidden, enclosing)
 
 
@@ -92,47 +78,46 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
     Ranks that cannot share memory, and pipeline stages with larger blocks, hold fewer slots.
     """
     config, vllm_config, enclosing = engine.traced.config, engine.vllm_config, engine.enclosing
-    for consequence in consequences(config, vllm_config, enclosing):
+    for consequence in support.consequences(config, vllm_config, enclosing):
         logger.warning("kv-offload: %s", consequence)
     # Read by the engine's scheduler after it has built its connector.
     engine_config = enclosing[-1] if enclosing else vllm_config.kv_transfer_config
     engine_config.kv_load_failure_policy = config.on_load_failure
     parallel = vllm_config.parallel_config
-    groups = cache_groups(
+    cache_groups = groups.cache_groups(
         engine.kv_cache_config,
         parallel.decode_context_parallel_size,
-        draft_head=has_draft_head(vllm_config),
+        draft_head=groups.has_draft_head(vllm_config),
     )
     slot_bytes = bytes_per_block(engine.kv_cache_config)
-    sharing_ranks = ranks_with_equal_bytes(parallel, engine.kv_cache_config)
+    sharing_ranks = groups.ranks_with_equal_bytes(parallel, engine.kv_cache_config)
     rank_bytes = arena_bytes(config.cpu_bytes, parallel.world_size, sharing_ranks)
     if config.keep_on_sleep:
-        check_keep_on_sleep()
-    holds_state = any(group.holds_state for group in groups)
-    patches.install_for_scheduler(
-        patches.Setup(engine.version, config, holds_state, is_member=bool(enclosing))
-    )
+        support.check_keep_on_sleep()
+    holds_state = any(group.holds_state for group in cache_groups)
+    setup = patches.Setup(engine.version, config, holds_state, is_member=bool(enclosing))
+    patches.install_for_scheduler(setup)
     logger.info("kv-offload: %s", config.describe())
     logger.info("kv-offload: %s", describe_share(engine.traced))
     if engine.hidden_replicas:
         warn_of_hidden_replicas(engine.traced)
 
     def make(pool: BlockPool, num_slots: int) -> OffloadScheduler:
-        ranks, make_key = parallel.world_size, make_block_hash_with_group_id
-        return OffloadScheduler(config, groups, pool, num_slots, slot_bytes, ranks, make_key)
+        sizes = (num_slots, slot_bytes, parallel.world_size)
+        return OffloadScheduler(config, cache_groups, pool, *sizes, make_block_hash_with_group_id)
 
     return max(1, rank_bytes // slot_bytes), make
 
 
 def build_worker(engine: Engine) -> OffloadWorker:
     """Build a rank's half. No rank takes memory before all have looked how much there is."""
-    check_available(engine.traced, gather_over_ranks)
+    check_available(engine.traced, ranks.gather_over_ranks)
     parallel = engine.vllm_config.parallel_config
-    shares = ranks_with_equal_bytes(parallel, engine.kv_cache_config) > 1
+    shares = groups.ranks_with_equal_bytes(parallel, engine.kv_cache_config) > 1
     return OffloadWorker(
         engine.traced.config,
         VLLMRank(engine.kv_cache_config),
         parallel.rank,
         parallel.world_size,
-        Peers(*tensor_parallel_ranks()) if shares else ALONE,
+        Peers(*ranks.tensor_parallel_ranks()) if shares else ALONE,
     )

@@ -18,8 +18,9 @@ WINDOW_SPEC = "SlidingWindowSpec"
 CHUNK_SPEC = "ChunkedLocalAttentionSpec"
 STATE_SPEC = "MambaSpec"
 SPECS = FULL_SPECS | {WINDOW_SPEC, CHUNK_SPEC, STATE_SPEC}
-"""Names of vLLM's KV-cache specs whose blocks, once the pool knows them by hash, are written no
-more. Subclasses with other rules have names of their own and are refused."""
+"""Names of vLLM's KV-cache specs whose blocks are written no more once the pool knows them by hash.
+
+Subclasses with other rules have names of their own and are refused."""
 
 
 def has_draft_head(vllm_config: VllmConfig) -> bool:

@@ -31,8 +31,8 @@ _REPLICA_ID = re.compile(r"_dp[0-9]+$")
 def ask_ranks(method: Callable[[Any], Any]) -> list[Any]:
     """Have every rank call `method(worker)` and return the answers, in the order of the ranks.
 
-    Blocks. The engine core is looked for on the call stack: it calls a hook while it is built.
-    Raises `UnsupportedError` where there is none.
+    Blocks. Raises `UnsupportedError` unless the engine core, which calls a hook while it is built,
+    is on the call stack.
     """
     for core in callers():
         if hasattr(core, "model_executor"):
@@ -50,10 +50,9 @@ def rank_capacities(_worker: Any) -> list[WorkerCapacity]:
 
 
 def tensor_parallel_ranks() -> tuple[int, int, Callable[[Any], list[Any]]]:
-    """Return this rank's index in its tensor-parallel group, their number, and how they agree.
+    """Return this rank's index in its tensor-parallel group, their number, and a function.
 
-    The last returns what each rank of the group gives, in order; all must call it. It goes through
-    the group's CPU side, and blocks.
+    The function returns what each rank of the group gives, in order. All must call it; it blocks.
     """
     from vllm.distributed.parallel_state import get_tp_group
 
@@ -62,11 +61,11 @@ def tensor_parallel_ranks() -> tuple[int, int, Callable[[Any], list[Any]]]:
 
 
 def gather_over_ranks(value: Any) -> list[Any]:
-    """Return what each rank of this replica gives, this one's first where it is alone.
+    """Return what each rank of this replica gives; this rank's alone if vLLM has formed no groups.
 
-    All ranks of the replica must call it; blocks. Where no engine has formed groups the caller is
-    alone. It goes through the groups of tensor, pipeline and prefill context parallelism, in turn:
-    vLLM's group of all ranks has the other replicas' too in a mixture of experts.
+    All ranks of the replica must call it; it blocks. It goes through the groups of tensor, pipeline
+    and prefill context parallelism, in turn: for a mixture of experts vLLM's group of all ranks has
+    the other replicas' too.
     """
     import torch
     from vllm.distributed import parallel_state
@@ -102,7 +101,7 @@ def count_local_replicas(
 ) -> LocalReplicas:
     """Return how many replicas of this engine run on this host, as far as it can be seen.
 
-    Equal in all processes of a replica. Other engines on the host are not counted.
+    All processes of a replica get the same answer. Other engines on the host are not counted.
     """
     parallel = vllm_config.parallel_config
     noted = int(getattr(parallel, NOTED_REPLICAS, 1))

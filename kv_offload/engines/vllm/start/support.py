@@ -16,13 +16,10 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-CACHE_DTYPES = frozenset(
-    {
-        *("auto", "float16", "bfloat16", "float32"),
-        *("fp8", "fp8_e4m3", "fp8_e5m2"),
-        *("fp8_per_token_head", "int8_per_token_head"),
-    }
-)
+CACHE_DTYPES = {
+    *("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    *("fp8_per_token_head", "int8_per_token_head"),
+}
 """Cache types whose pages carry all that is needed to read them back.
 
 With one scale per tensor the scales are the layer's own and never change. With one per token and
@@ -51,13 +48,10 @@ def check_supported(
     version: tuple[int, int],
     enclosing: Sequence[KVTransferConfig] = (),
 ) -> None:
-    """Raise one `UnsupportedError` that lists everything that stands in the way.
-
-    `enclosing` are the configurations of the MultiConnectors around this connector, inner first.
-    """
+    """Raise one `UnsupportedError` that lists everything that stands in the way."""
     problems = [
-        *_engine_problems(config, vllm_config, kv_cache_config, version),
-        *_member_problems(config, vllm_config, enclosing),
+        *_engine_problems(config, vllm_config, len(kv_cache_config.kv_cache_groups), version),
+        *(_member_problems(config, vllm_config, enclosing[-1]) if enclosing else ()),
         *_model_problems(kv_cache_config),
         *_state_problems(vllm_config, kv_cache_config),
         *_draft_problems(vllm_config),
@@ -68,10 +62,7 @@ def check_supported(
 
 
 def _engine_problems(
-    config: OffloadConfig,
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    version: tuple[int, int],
+    config: OffloadConfig, vllm_config: VllmConfig, num_groups: int, version: tuple[int, int]
 ) -> Iterator[str]:
     cache = vllm_config.cache_config
     role = vllm_config.kv_transfer_config.kv_role
@@ -101,27 +92,24 @@ def _engine_problems(
                 "cascade attention is on, and this vLLM counts the plugin's references as a common "
                 "prefix: set disable_cascade_attn"
             )
-        if config.on_load_failure == "fail" and len(kv_cache_config.kv_cache_groups) > 1:
+        if config.on_load_failure == "fail" and num_groups > 1:
             yield (
                 "on_load_failure is 'fail', which this vLLM cannot do for a model with "
-                f"{len(kv_cache_config.kv_cache_groups)} KV-cache groups: use 'recompute'"
+                f"{num_groups} KV-cache groups: use 'recompute'"
             )
 
 
 def _member_problems(
-    config: OffloadConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
+    config: OffloadConfig, vllm_config: VllmConfig, outermost: KVTransferConfig
 ) -> Iterator[str]:
-    """Say what does not fit the MultiConnectors around this connector."""
-    if not enclosing:
-        return
     name = vllm_config.kv_transfer_config.kv_connector
-    count = _count_members(enclosing[-1].kv_connector_extra_config, name)
+    count = _count_members(outermost.kv_connector_extra_config, name)
     if count > 1:
         yield (
             f"the MultiConnector has {count} members {name}, which would keep the same blocks: "
             "list it once"
         )
-    policy = enclosing[-1].kv_load_failure_policy
+    policy = outermost.kv_load_failure_policy
     if config.on_load_failure == "fail" and policy != "fail":
         yield (
             "on_load_failure is 'fail', and kv_load_failure_policy of the MultiConnector, which "
@@ -170,7 +158,6 @@ def _model_problems(kv_cache_config: KVCacheConfig) -> Iterator[str]:
 
 
 def _state_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    """Say which settings leave states (Mamba, gated delta nets) without final blocks."""
     specs = layer_specs(kv_cache_config).values()
     states = [spec for spec in specs if type(spec).__name__ == STATE_SPEC]
     if not states:
@@ -199,7 +186,6 @@ def _state_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def _draft_problems(vllm_config: VllmConfig) -> Iterator[str]:
-    """Say which ways of drafting leave blocks that are not final, or not known to be."""
     speculative = vllm_config.speculative_config
     if speculative is None:
         return

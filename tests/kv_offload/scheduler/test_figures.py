@@ -1,0 +1,154 @@
+"""Figures, and the slots that the ranks have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+
+from kv_offload.messages import DrainAnswer, StoreJob, WorkerCapacity
+from kv_offload.scheduler.statistics import GAUGE_SECONDS
+from tests.support.configurations import make_kv_cache_config
+from tests.support.manual_copies import ManualSwapEngine
+from tests.support.played_cases import FULL, OTHER, PROMPT, WINDOW, blocks, forget
+from tests.support.played_engine import PlayedEngine
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+def test_figures_of_a_round_trip() -> None:
+    engine = PlayedEngine()
+    engine.serve("a", PROMPT, max_tokens=1)
+    store_figures = {name: value for name, value in engine.totals.items() if value}
+    assert store_figures.pop("stored_seconds") > 0
+    assert store_figures == {"lookup_tokens": 21, "stored_bytes": blocks(5)}
+    forget(engine)
+    engine.serve("b", PROMPT, max_tokens=1)
+    load_figures = {name: value for name, value in engine.totals.items() if value}
+    assert load_figures.pop("loaded_seconds") > 0
+    assert load_figures == {"lookup_tokens": 21, "hit_tokens": 20, "loaded_bytes": blocks(5)}
+
+
+def test_gauges_are_reported_when_they_change() -> None:
+    engine = PlayedEngine(slots=7)
+    assert engine.offload.take_stats().data == {
+        "slots": 7,
+        "slots_in_use": 0,
+        "running_loads": 0,
+        "running_stores": 0,
+        "pinned_blocks": 0,
+        "waiting_slots": 0,
+        "load_bytes_per_second": 0.0,
+        "prefill_tokens_per_second": 0.0,
+    }
+    assert engine.offload.take_stats() is None
+
+
+def test_gauges_are_reported_now_and_then_while_requests_run_and_at_their_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(
+        "kv_offload.scheduler.statistics.time", SimpleNamespace(monotonic=lambda: now[0])
+    )
+    engine = PlayedEngine(slots=7)
+    engine.offload.take_stats()
+    engine.add("a", PROMPT, max_tokens=2)
+    engine.schedule()
+    assert engine.offload.take_stats().data == {"lookup_tokens": 21}, "counters are at once"
+    now[0] += GAUGE_SECONDS
+    assert engine.offload.take_stats().data == {
+        "slots_in_use": 4,
+        "running_stores": 1,
+        "pinned_blocks": 4,
+    }
+    engine.run()
+    assert engine.gauges == {"slots_in_use": 5, "running_stores": 0, "pinned_blocks": 0}
+
+
+def test_evictions_are_counted_once() -> None:
+    engine = PlayedEngine(slots=5)
+    for request_id, prompt in (("a", PROMPT), ("b", OTHER)):
+        engine.serve(request_id, prompt, max_tokens=1)
+    assert engine.totals["evictions"] == 5
+    engine.check_rest()
+
+
+def test_the_smallest_rank_decides_on_the_slots() -> None:
+    engine = PlayedEngine(slots=64, ranks=2)
+    assert engine.offload.manager.num_slots == 64
+    engine.connector.set_xfer_handshake_metadata_pp_aware(
+        {
+            (0, 0): WorkerCapacity(0, 40, 40),
+            (0, 1): WorkerCapacity(1, 30, 30),
+            (0, 2): SimpleNamespace(),
+        }
+    )
+    assert engine.offload.manager.num_slots == engine.offload.manager.usable_slots == 30
+    engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace()})
+    assert engine.offload.manager.num_slots == 30
+
+
+def test_only_slots_that_are_ready_on_every_rank_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory becomes ready while the engine serves; each rank says so at the end of a step."""
+    ready: dict[Any, int] = {}
+    monkeypatch.setattr(
+        ManualSwapEngine, "ready_slots", property(lambda made: ready.get(made, 2)), raising=True
+    )
+    engine = PlayedEngine(ranks=2, plugin={"max_pinned_share": 1.0})
+    manager = engine.offload.manager
+    assert (manager.usable_slots, manager.num_slots) == (2, 64)
+    engine.serve("a", PROMPT, max_tokens=1)
+    assert engine.totals["stored_bytes"] == blocks(2 * 2)
+    assert engine.totals["skipped_copy_failed"] == 0
+    first, second = (rank.copies for rank in engine.ranks)
+    ready[first] = 40
+    engine.serve("b", OTHER, max_tokens=1)
+    assert manager.usable_slots == 2, "the other rank is not as far"
+    ready[second] = 30
+    engine.serve("c", [*OTHER[4:], *PROMPT], max_tokens=8)
+    assert manager.usable_slots == 30
+    assert manager.slots_in_use > 2
+    manager.check_integrity()
+    engine.offload.ranks_ready({0: 40, 1: 35})
+    assert engine.offload.take_stats().data["slots"] == 35
+
+
+def test_before_every_rank_has_spoken_no_slot_is_used() -> None:
+    """A connector inside another one may never see the ranks' capacities, only their reports."""
+    engine = PlayedEngine(ranks=2, handshake=False)
+    offload = engine.offload
+    offload.ranks_ready({1: 50})
+    assert offload.manager.usable_slots == 0
+    engine.serve("a", PROMPT)
+    assert offload.manager.usable_slots == 64
+    assert engine.totals["stored_bytes"] > 0
+
+
+def test_a_configuration_names_the_slots_of_all_ranks() -> None:
+    """The capacity that the scheduler plans with before the ranks have told theirs."""
+    groups = (FULL, WINDOW)
+    assert make_kv_cache_config(groups, 40).num_blocks == 40
+    engine = PlayedEngine(groups, ranks=2, plugin={"cpu_bytes": 2 * 64 * 3 * 5 + 100})
+    assert engine.offload.manager.num_slots == 15
+
+
+def test_a_drain_hands_out_what_was_not_sent_once() -> None:
+    engine = PlayedEngine()
+    engine.add("a", PROMPT, max_tokens=1)
+    engine.step(2)
+    engine.abort("a")
+    unsent, running = engine.offload.reports.begin_drain()
+    assert all(isinstance(job, StoreJob) for job in unsent)
+    assert {job.job_id for job in unsent} <= set(running)
+    assert Counter(running).most_common(1)[0][1] == 1
+    assert engine.offload.reports.begin_drain() == ((), running)
+    nothing = DrainAnswer({}, frozenset(), frozenset())
+    assert engine.offload.reports.end_drain(nothing) is False
+    assert engine.offload.reports.begin_drain() == ((), ())
+    assert engine.offload.reports.end_drain(nothing) is True

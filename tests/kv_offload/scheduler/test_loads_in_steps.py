@@ -1,0 +1,327 @@
+"""Loads on one and on two ranks, their ends, failures and sharing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_swap.engine import Direction
+from vllm.v1.request import RequestStatus
+
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
+from kv_offload.messages import LoadJob
+from kv_offload.scheduler.loads import BUSY_SECONDS, IDLE_SECONDS, WHOLE_SECONDS
+from tests.support.played_cases import (
+    BLOCK,
+    FULL,
+    OTHER,
+    PROMPT,
+    WINDOW,
+    blocks,
+    both_ways,
+    forget,
+    store,
+)
+from tests.support.played_engine import PlayedEngine, RestlessError
+from tests.support.played_model import answer
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+NEWER = reports_failed_requests(vllm_version())
+
+
+@pytest.mark.parametrize("first_rank", [0, 1])
+def test_a_load_ends_when_both_ranks_have_it(first_rank: int) -> None:
+    engine = PlayedEngine(ranks=2)
+    store(engine, PROMPT)
+    request = engine.add("a", PROMPT)
+    engine.step()
+    engine.ranks[first_rank].copies.run()
+    engine.step(3)
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert engine.offload.loads.running == 1
+    engine.ranks[1 - first_rank].copies.run()
+    engine.step(2)
+    assert request.status == RequestStatus.RUNNING
+    engine.rest()
+
+
+def test_a_synchronous_load_is_before_the_forward_of_the_step_that_admits_its_request() -> None:
+    engine = PlayedEngine(synchronous_loads=True)
+    store(engine, PROMPT)
+    engine.add("second", PROMPT, max_tokens=1)
+    output = engine.schedule()
+    (load,) = output.kv_connector_metadata.loads
+    assert load.synchronous
+    assert output.num_scheduled_tokens == {"second": 1}
+    assert engine.offload.has_pending_work, "its slots are held until the ranks report"
+    engine.execute()
+    engine.process()
+    assert engine.ended["second"] == "length"
+    assert not engine.offload.has_pending_work
+    engine.rest()
+
+
+def test_a_synchronous_load_keeps_its_slots_until_every_rank_has_reported() -> None:
+    engine = PlayedEngine(synchronous_loads=True, ranks=2)
+    store(engine, PROMPT)
+    engine.add("second", PROMPT, max_tokens=1)
+    (load,) = engine.schedule().kv_connector_metadata.loads
+    loads, manager = engine.offload.loads, engine.offload.manager
+    loads.complete_synchronous({load.job_id: frozenset({1})})
+    manager.reset()
+    assert manager.slots_in_use == len(load.pairs), "a reset frees all slots but those of loads"
+    loads.complete_synchronous({load.job_id: frozenset({0})})
+    assert manager.slots_in_use == 0
+
+
+def test_two_requests_of_one_step_share_what_was_loaded_for_the_first() -> None:
+    engine = PlayedEngine(synchronous_loads=True)
+    store(engine, PROMPT)
+    loaded_before = engine.totals["loaded_bytes"]
+    engine.add("second", PROMPT)
+    engine.serve("third", PROMPT)
+    assert engine.totals["loaded_bytes"] - loaded_before == blocks(5)
+    engine.check_rest()
+
+
+def load_of_five_slots(engine: PlayedEngine, request_id: str, seconds: float) -> LoadJob:
+    """Return the load that a hit gets where it takes this long, and run it."""
+    engine.offload.watch.load_rate.learn(blocks(5) / seconds)
+    engine.add(request_id, PROMPT)
+    (load,) = engine.schedule().kv_connector_metadata.loads
+    assert len(load.pairs) == 5
+    return load
+
+
+@pytest.mark.parametrize("faster", [0.9, 1.1])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_load_is_synchronous_if_it_is_short_for_a_lone_request_or_beside_others(
+    faster: float, beside: bool
+) -> None:
+    engine = PlayedEngine(blocks=80, synchronous_loads=True)
+    store(engine, PROMPT)
+    if beside:
+        engine.add("other", OTHER, max_tokens=9)
+        engine.step()
+    limit = BUSY_SECONDS if beside else IDLE_SECONDS
+    load = load_of_five_slots(engine, "second", limit / faster)
+    assert load.synchronous == (faster > 1)
+    engine.rest()
+
+
+WHOLE = PROMPT[:20]
+
+
+def admit(engine: PlayedEngine, request_id: str) -> tuple[LoadJob, int]:
+    """Step until a request is admitted; return its load and how many tokens are computed then."""
+    jobs: list[LoadJob] = []
+    for _ in range(10):
+        output = engine.step(copies=True)
+        jobs += output.kv_connector_metadata.loads
+        if request_id in output.num_scheduled_tokens:
+            (job,) = jobs
+            return job, output.num_scheduled_tokens[request_id]
+    raise AssertionError(f"{request_id} is not admitted")
+
+
+@both_ways
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_tokens_are_loaded_and_the_last_one_is_computed_again(
+    ranks: int, synchronous: bool, async_scheduling: bool
+) -> None:
+    engine = PlayedEngine(
+        ranks=ranks, synchronous_loads=synchronous, async_scheduling=async_scheduling
+    )
+    store(engine, WHOLE)
+    stored = engine.offload.manager.slots_in_use
+    engine.add("a", WHOLE, max_tokens=2)
+    job, tokens = admit(engine, "a")
+    assert (job.whole, job.synchronous, len(job.pairs), tokens) == (True, synchronous, 5, 1)
+    engine.run()
+    assert engine.offload.manager.slots_in_use == stored, "nothing is stored a second time"
+    engine.add("b", [*WHOLE, 0, 1], max_tokens=2)
+    engine.rest()
+
+
+@both_ways
+def test_a_load_of_all_tokens_that_fails_is_recomputed(async_scheduling: bool) -> None:
+    engine = PlayedEngine(async_scheduling=async_scheduling)
+    store(engine, WHOLE)
+    engine.add("a", WHOLE)
+    engine.schedule()
+    engine.execute()
+    engine.run_copies(Direction.LOAD, fail=True)
+    engine.process()
+    engine.rest()
+    assert engine.totals["failed_loads"] == 1
+
+
+def test_a_load_of_all_tokens_brings_what_the_device_lacks() -> None:
+    """Not the last block alone: computing it takes no longer than it."""
+    engine = PlayedEngine()
+    store(engine, WHOLE)
+    engine.add("first", WHOLE[:13], max_tokens=1)  # leaves three blocks on the device
+    engine.run()
+    engine.add("second", WHOLE)
+    job, tokens = admit(engine, "second")
+    assert (job.whole, len(job.pairs), tokens) == (True, 2, 1)
+    engine.run()
+    engine.add("third", WHOLE)
+    loaded = engine.totals["loaded_bytes"]
+    engine.run()
+    assert engine.totals["loaded_bytes"] == loaded
+    engine.check_rest()
+
+
+def test_behind_a_long_load_of_a_lone_request_its_last_slot_is_computed() -> None:
+    engine = PlayedEngine(synchronous_loads=True)
+    store(engine, WHOLE)
+    engine.offload.watch.load_rate.learn(blocks(1) / WHOLE_SECONDS)
+    engine.add("a", WHOLE)
+    job, tokens = admit(engine, "a")
+    assert (job.whole, job.synchronous, len(job.pairs), tokens) == (False, True, 4, 4)
+    engine.rest()
+
+
+def test_a_second_request_waits_for_the_load_of_its_prefix() -> None:
+    engine = PlayedEngine()
+    store(engine, PROMPT)
+    engine.add("first", PROMPT)
+    engine.add("second", [*PROMPT[:16], 0, 0, 0])
+    engine.step(3)
+    assert engine.offload.loads.running == 1
+    engine.run()
+    assert engine.totals["loaded_bytes"] == blocks(5)
+    engine.check_rest()
+
+
+def test_a_follower_loads_itself_when_the_first_is_aborted() -> None:
+    engine = PlayedEngine()
+    store(engine, PROMPT)
+    engine.add("first", PROMPT)
+    engine.add("second", PROMPT)
+    engine.step()
+    engine.abort("first")
+    engine.run()
+    assert engine.totals["loaded_bytes"] == blocks(10)
+    engine.check_rest()
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)])
+def test_a_failed_load_is_recomputed_and_not_tried_again(
+    groups: tuple[CacheGroup, ...], failing: Sequence[int]
+) -> None:
+    engine = PlayedEngine(groups, ranks=2)
+    store(engine, PROMPT)
+    engine.add("a", PROMPT)
+    engine.step()
+    for rank in failing:
+        engine.ranks[rank].copies.run(fail=True)
+    engine.step(2)
+    engine.run_copies()
+    engine.run()
+    assert engine.totals["failed_loads"] == 1
+    engine.serve("b", PROMPT)
+    assert engine.totals["failed_loads"] == 1
+    forget(engine)
+    engine.serve("c", PROMPT)
+    assert engine.totals["hit_tokens"] == 20
+    engine.check_rest()
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (FULL,),
+        pytest.param(
+            (FULL, WINDOW),
+            marks=pytest.mark.skipif(not NEWER, reason="refused at start by this vLLM"),
+        ),
+    ],
+)
+def test_a_failed_load_may_end_its_request(groups: tuple[CacheGroup, ...]) -> None:
+    engine = PlayedEngine(groups, ranks=2, plugin={"on_load_failure": "fail"})
+    store(engine, PROMPT)
+    request = engine.add("a", PROMPT)
+    engine.step()
+    engine.ranks[0].copies.run(fail=True)
+    engine.step()
+    engine.run_copies()
+    engine.run()
+    assert request.status == RequestStatus.FINISHED_ERROR
+    engine.add("b", PROMPT)
+    engine.rest()
+    assert engine.ended["b"] == "length"
+
+
+def test_a_request_that_fails_and_is_aborted_leaves_nothing() -> None:
+    engine = PlayedEngine(ranks=2)
+    store(engine, PROMPT)
+    engine.add("a", PROMPT)
+    engine.step()
+    engine.ranks[0].copies.run(fail=True)
+    engine.step()
+    engine.abort("a")
+    engine.step()
+    engine.rest()
+
+
+@pytest.mark.xfail(
+    not NEWER,
+    strict=True,
+    raises=RestlessError,
+    reason="this vLLM scans a request that was told to wait before those behind it that hold "
+    "loaded blocks, and stops at it when it does not fit",
+)
+def test_a_request_that_waited_and_does_not_fit_starves_nobody() -> None:
+    """`long` waits for the load of `first`; meanwhile others load behind it and fill the pool."""
+    engine = PlayedEngine(blocks=18, max_model_len=64, max_num_batched_tokens=64)
+    third = [1, 1, *OTHER[:19]]
+    for index, prompt in enumerate((PROMPT[:9], OTHER, third)):
+        store(engine, prompt, f"stored{index}")
+    engine.add("first", PROMPT[:9])
+    engine.add("long", [*PROMPT[:8], *OTHER, *third], max_tokens=4)
+    engine.add("other", OTHER)
+    engine.add("third", third)
+    engine.step()
+    assert "first" in engine.offload.reports.running_loads()
+    assert "long" not in engine.offload.reports.running_loads()
+    engine.run()
+    assert len(engine.answers["long"]) == 4
+    engine.check_rest()
+
+
+@pytest.mark.parametrize("replaces_resumed", [False, True], ids=["runner V1", "runner V2"])
+@both_ways
+def test_a_resumed_request_is_followed_to_its_new_blocks(
+    replaces_resumed: bool, async_scheduling: bool
+) -> None:
+    """Runner V1 hears of it among the cached requests, runner V2 among the new ones."""
+    engine = PlayedEngine(
+        blocks=16,
+        max_model_len=48,
+        async_scheduling=async_scheduling,
+        replaces_resumed=replaces_resumed,
+    )
+    requests = [
+        engine.add("older", OTHER[:20], max_tokens=24),
+        engine.add("younger", PROMPT[:16], max_tokens=20),
+    ]
+    for _ in range(200):
+        if not engine.scheduler.has_unfinished_requests():
+            break
+        engine.step(copies=True)
+        engine.check_host_memory()
+        engine.check_pins()
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert engine.answers == {"older": answer(OTHER[:20], 24), "younger": answer(PROMPT[:16], 20)}
+    engine.run()
+    assert engine.totals["stored_bytes"] == blocks(43 // BLOCK + 35 // BLOCK)
+    engine.check_rest()

@@ -1,0 +1,92 @@
+"""Texts, groups and short steps for tests of the played engine; skips where there is no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from vllm.v1.request import Request
+
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.scheduler.budget import MIN_HORIZON_SECONDS, StoreBudget
+from tests.support.configurations import PAGE_WORDS
+from tests.support.played_engine import PlayedEngine
+
+BLOCK = 4
+FULL, WINDOW = CacheGroup(0, BLOCK), CacheGroup(1, BLOCK, 6)
+CHUNKS = CacheGroup(1, BLOCK, chunk_tokens=8)
+STATE = CacheGroup(1, BLOCK, holds_state=True)
+
+SLOT_BYTES = PAGE_WORDS * 8
+"""Of a slot in host memory, whatever its group."""
+
+PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
+"""Five blocks of four tokens and one token."""
+OTHER = [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
+
+both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+both_runners = pytest.mark.parametrize("replaces_resumed", [False, True], ids=["V1", "V2"])
+
+
+def blocks(count: int) -> int:
+    """Return the bytes of blocks in the totals."""
+    return count * SLOT_BYTES
+
+
+def store(engine: PlayedEngine, prompt: Sequence[int], request_id: str = "stored") -> None:
+    """Compute a prompt, keep it in host memory, and forget it on the engine's side."""
+    engine.serve(request_id, prompt, 1)
+    forget(engine)
+
+
+def forget(engine: PlayedEngine) -> None:
+    """Forget what the engine has computed, and the totals."""
+    assert engine.scheduler.reset_prefix_cache() is True
+    engine.totals.clear()
+
+
+def pinned(engine: PlayedEngine) -> set[int]:
+    """Return the blocks that stores pin."""
+    return set(engine.offload.stores.jobs.pinned())
+
+
+def tables(engine: PlayedEngine, request: Request) -> list[list[int]]:
+    """Return a request's blocks by group, as the engine has them."""
+    manager = engine.scheduler.kv_cache_manager
+    return [list(group) for group in manager.get_block_ids(request.request_id)]
+
+
+def stored_blocks(output: Any) -> list[int]:
+    """Return the blocks whose stores a step plans."""
+    return [int(b) for job in output.kv_connector_metadata.stores for b in job.pairs[:, 0]]
+
+
+def ends_of(engine: PlayedEngine, request: Request, ids: Sequence[int]) -> list[int]:
+    """Return how many tokens of the request are in and before each of its blocks."""
+    (table,) = tables(engine, request)
+    return [(table.index(block) + 1) * BLOCK for block in ids]
+
+
+def clocked(clock: Callable[[], float], **arguments: Any) -> PlayedEngine:
+    """Return an engine whose budget of stores reads this clock."""
+    with mock.patch(
+        "kv_offload.scheduler.scheduler.StoreBudget",
+        lambda slot_bytes: StoreBudget(slot_bytes, clock),
+    ):
+        return PlayedEngine(**arguments)
+
+
+def narrow(engine: PlayedEngine, slots: int) -> PlayedEngine:
+    """Have the link so slow that this many slots may be on their way; one of them always."""
+    engine.offload.budget.learn(blocks(1) * (slots + 0.5) / MIN_HORIZON_SECONDS)
+    return engine
+
+
+def slow(slots: int, **arguments: Any) -> PlayedEngine:
+    """Return an engine with a narrow link, whose steps take no time."""
+    return narrow(clocked(lambda: 0.0, **arguments), slots)
