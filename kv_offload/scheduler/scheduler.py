@@ -272,10 +272,7 @@ class OffloadScheduler:
         return {tracked.request_id for tracked in lost}
 
     def others_load_failed(self) -> None:
-        """Hear that a step may have computed on blocks which another connector failed to load.
-
-        The engine has such steps done again. What they stored must not become readable.
-        """
+        """Let nothing become readable that may hold what another connector failed to load."""
         self.stores.jobs.distrust()
 
     # -- between steps -------------------------------------------------------------------------
