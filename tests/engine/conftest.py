@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -27,11 +28,16 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def frozen_imports(model_folder: Path) -> Iterator[None]:
-    """Keep modules out of garbage collections; a first engine imports what vLLM imports late."""
-    with engine(model_folder):
-        pass
-    with imports.frozen():
-        yield
+    """Keep modules out of garbage collections; a first engine imports what vLLM imports late.
+
+    What vLLM asks a kind of model before it starts one, it asks in a process that imports all of
+    vLLM, unless an earlier run left the answers in `VLLM_CACHE_ROOT`. Here it asks in this process.
+    """
+    with mock.patch("vllm.model_executor.models.registry._run_in_subprocess", lambda call: call()):
+        with engine(model_folder):
+            pass
+        with imports.frozen():
+            yield
 
 
 @pytest.fixture(
