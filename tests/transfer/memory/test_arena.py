@@ -296,7 +296,10 @@ def test_the_driver_is_left_alone_after_each_registration_in_the_background(
         assert next_began - ended >= rest * (ended - began)
 
 
-def test_a_slot_is_ready_only_with_its_last_byte(small_pieces: int) -> None:
+def test_a_slot_is_ready_only_with_its_last_byte(
+    small_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "NUM_THREADS", 1)  # pieces come to the gate in order
     registrar = GatedRegistrar()
     arena = HostArena(3, PIECE + PAGE, register=registrar, background=True)
     assert arena.piece_bytes == PIECE
