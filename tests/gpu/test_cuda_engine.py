@@ -582,6 +582,7 @@ def test_load_waits_for_compute(ordered: bool, monkeypatch: pytest.MonkeyPatch) 
     if not ordered:
         monkeypatch.setattr(CopyStream, "wait_stream", no_wait)
     slots.fill_(7)
+    cache.storage.zero_()  # CUDA loads a kernel at its first use, which waits for all that runs
     gate = Gate()
     with torch.cuda.stream(torch.cuda.Stream()):
         gate.hold()
