@@ -112,6 +112,11 @@ class RankEngine(Protocol):
     The engine's model runner is on the call stack then.
     """
 
+    gives_idle_blocks: bool
+    """Whether no forward of an earlier step reads or writes a block that a request is given.
+
+    Where that is not known, a load must wait for those forwards."""
+
     def describe_kv_caches(self, kv_caches: Mapping[str, Any]) -> KVCaches:
         """Return what the engine registered; raises `UnsupportedError` if it cannot be copied."""
 

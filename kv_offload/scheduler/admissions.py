@@ -59,7 +59,9 @@ class Admissions:
             return tokens, False
         slots = self._prefixes.count_slots(start, start + tokens)
         idle = self._requests.admitted == (tracked.cursor is not None)
-        synchronous = self._may_be_synchronous and self._mode.is_synchronous(slots, idle=idle)
+        synchronous = self._may_be_synchronous and self._mode.is_synchronous(
+            slots, idle=idle, queued_seconds=self._choice.queued_seconds()
+        )
         if not self._choice.loads(start, tokens, slots, synchronous=synchronous):
             tracked.answer = Answer(start, declined_tokens=tokens)
             return 0, False

@@ -5,7 +5,8 @@ load runs while others are computed, but its request joins a step only after the
 of its end: at least one step late, and while others decode a step is longer than a small load.
 The GPU waits for a synchronous load, not the host, in the very step that admits its request; all
 requests of that step wait with it. So a load is synchronous if it takes less time than the wait
-is worth: next to nothing while others run, more while none does.
+is worth: next to nothing while others run, more while none does. Where a load starts while steps
+before still compute, what it takes until they have ended is no wait.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from __future__ import annotations
 import time
 from typing import Literal
 
-from kv_offload.medians import RecentMedian
-from kv_offload.scheduler.rates import LoadQueue, LoadRate
+from kv_offload.scheduler.rates import LoadQueue
 from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.scheduler.steps import StepWatch
 
@@ -40,6 +40,14 @@ BUSY_SECONDS = 0.0005
 With 0.003 the tokens of 16 decodes came 8.8 ms apart at p99 beside synchronous loads of 1.3 ms,
 where 5.9 ms was seen of a connector that loads asynchronously (32 layers with one KV head, on an
 H200, 22 Nov 2026)."""
+
+START_SECONDS = 0.001
+"""From the choice of a load to its first copy: the rest of the plan, and the launch of copies (half
+a millisecond each with 32 layers on an H200's host, 22 Nov 2026)."""
+
+TRUSTED_SHARE = 0.8
+"""How much of the expected time of the steps under way a load counts on. They are medians, and a
+load that takes longer than they do delays everybody."""
 
 IDLE_SECONDS = 0.1
 """The same where nobody runs: bounds how long a request that comes meanwhile waits."""
@@ -135,27 +143,39 @@ class LoadMode:
     """Decides by the time that loads take.
 
     `slot_bytes` are those of a slot on one rank. Where some rank cannot have compute wait for a
-    load on its device, `allowed` is set to False.
+    load on its device, `allowed` is set to False. `overlaps` says that a load runs while the steps
+    under way compute.
     """
 
-    def __init__(self, slot_bytes: int, load_rate: LoadRate, decode_seconds: RecentMedian) -> None:
+    def __init__(self, slot_bytes: int, watch: StepWatch) -> None:
         self.allowed = True
+        self.overlaps = False
         self._slot_bytes = slot_bytes
-        self._load_rate = load_rate
-        self._decode_seconds = decode_seconds
+        self._watch = watch
         self._seconds = 0.0
 
     def next_step(self) -> None:
         """Forget the loads of the step before."""
         self._seconds = 0.0
 
-    def is_synchronous(self, num_slots: int, *, idle: bool) -> bool:
+    def is_synchronous(self, num_slots: int, *, idle: bool, queued_seconds: float) -> bool:
         """Say whether one more load, of `num_slots`, fits before this step's forward.
 
-        `idle` says that no other request runs or is loaded.
+        `idle` says that no other request runs or is loaded. Loads planned before take the link for
+        `queued_seconds` more.
         """
-        limit = IDLE_SECONDS if idle else BUSY_SECONDS
-        return self.allowed and self._seconds + self._load_seconds(num_slots) <= limit
+        if not self.allowed:
+            return False
+        limit, own = IDLE_SECONDS if idle else BUSY_SECONDS, self._load_seconds(num_slots)
+        if self._seconds + own <= limit:
+            return True
+        return queued_seconds + own <= self._hidden_seconds() + limit
+
+    def _hidden_seconds(self) -> float:
+        """Return how much time loads have that start now until this step's forward could begin."""
+        if not self.overlaps:
+            return 0.0
+        return max(0.0, TRUSTED_SHARE * self._watch.seconds_left() - START_SECONDS)
 
     def brings_last_slot(self, num_slots: int, *, idle: bool) -> bool:
         """Say whether a synchronous load of all tokens is better than one without the last slot.
@@ -164,7 +184,8 @@ class LoadMode:
         """
         if not idle:
             return True
-        decode = self._decode_seconds.value if self._decode_seconds else ASSUMED_DECODE_SECONDS
+        known = self._watch.decode_seconds
+        decode = known.value if known else ASSUMED_DECODE_SECONDS
         return self._load_seconds(num_slots) + decode <= WHOLE_SECONDS
 
     def count(self, num_slots: int) -> None:
@@ -172,4 +193,4 @@ class LoadMode:
         self._seconds += self._load_seconds(num_slots)
 
     def _load_seconds(self, num_slots: int) -> float:
-        return self._load_rate.seconds(num_slots * self._slot_bytes)
+        return self._watch.load_rate.seconds(num_slots * self._slot_bytes)

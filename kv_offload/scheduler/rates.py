@@ -14,6 +14,11 @@ MIN_TOKENS_PER_REQUEST = 10
 """A step with fewer is one of decodes, or of drafts: most of its tokens are not of prompts."""
 
 
+def tells_of_prompts(tokens: int, requests: int) -> bool:
+    """Whether the time of a step of so many tokens, of so many requests, is that of prompts."""
+    return tokens >= MIN_PREFILL_TOKENS and tokens >= requests * MIN_TOKENS_PER_REQUEST
+
+
 class LoadRate:
     """Bytes per second of one rank's loads, from those that ran alone, of the slowest rank."""
 
@@ -77,7 +82,7 @@ class PrefillRate:
 
     def learn(self, tokens: int, requests: int, seconds: float) -> None:
         """Take the time of one step; those that tell nothing about prompts are left out."""
-        if tokens >= MIN_PREFILL_TOKENS and tokens >= requests * MIN_TOKENS_PER_REQUEST:
+        if tells_of_prompts(tokens, requests):
             size = tokens.bit_length()
             if size not in self._recent:
                 self._recent[size] = RecentMedian()

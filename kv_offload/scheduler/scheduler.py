@@ -56,7 +56,7 @@ class OffloadScheduler:
         self.load_choice = LoadChoice(
             config.load_or_recompute, slot_bytes, self.watch, self.loads.queue
         )
-        self.load_mode = LoadMode(slot_bytes, self.watch.load_rate, self.watch.decode_seconds)
+        self.load_mode = LoadMode(slot_bytes, self.watch)
         self.budget = StoreBudget(slot_bytes)
         self.stores = StorePlanner(
             self.prefixes,

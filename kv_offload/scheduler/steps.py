@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_offload.engine import StepOutput
 from kv_offload.medians import RecentMedian
-from kv_offload.scheduler.rates import LoadRate, PrefillRate
+from kv_offload.scheduler.rates import LoadRate, PrefillRate, tells_of_prompts
 
 
 @dataclass(slots=True)
@@ -54,6 +55,13 @@ class StepClock:
                 # Whoever drives the engine may have done something else meanwhile.
                 self._under_way[0].paused = now - self._ended
         self._under_way.append(step)
+
+    def under_way(self, now: float) -> tuple[Sequence[Step], float]:
+        """Return the steps that have not ended, and for how long the oldest of them runs."""
+        steps = self._under_way
+        if not steps:
+            return (), 0.0
+        return steps, now - max(steps[0].begun, self._computed_until)
 
     def end(self, now: float) -> tuple[Step, float] | None:
         """Return the oldest step under way, which ends now, with its seconds.
@@ -106,6 +114,17 @@ class StepWatch:
             self.decode_seconds.add(seconds)
         if not step.waits:
             self.prefill_rate.learn(step.tokens, step.requests, seconds)
+
+    def seconds_left(self) -> float:
+        """Return for how long the steps under way will yet compute; 0 without evidence."""
+        steps, ran = self._clock.under_way(time.monotonic())
+        return max(0.0, sum(map(self._expected_seconds, steps)) - ran)
+
+    def _expected_seconds(self, step: Step) -> float:
+        """Return what a step takes at least: a prompt's tokens, or else a token of each request."""
+        if tells_of_prompts(step.tokens, step.requests):
+            return self.prefill_rate.seconds(step.tokens) or 0.0
+        return self.decode_seconds.value if step.tokens and self.decode_seconds else 0.0
 
     def gauges(self) -> dict[str, float]:
         """Return what was measured, by the names of the metrics; 0 for what was not."""

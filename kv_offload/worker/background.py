@@ -86,8 +86,8 @@ class BackgroundCopies:
         """Take in the loads of a step."""
         self._loads_to_start = deque(jobs)
 
-    def start_loads(self) -> None:
-        """Start the loads of this step that have not started."""
+    def start_loads(self, *, behind_compute: bool) -> None:
+        """Start the loads of this step that have not started; see `SwapJob.behind_compute`."""
         while self._loads_to_start:
             job = self._loads_to_start.popleft()
             if job.incomplete:
@@ -95,7 +95,8 @@ class BackgroundCopies:
                 continue
             self._reports.load_starts(job)
             self._loading[job.job_id] = job
-            if not self._start(SwapJob(job.job_id, Direction.LOAD, job.pairs)):
+            swap = SwapJob(job.job_id, Direction.LOAD, job.pairs, behind_compute=behind_compute)
+            if not self._start(swap):
                 self._fail_load(self._loading.pop(job.job_id))
 
     def fail_loads(self) -> None:

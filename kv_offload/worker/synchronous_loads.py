@@ -86,8 +86,11 @@ class SynchronousLoads:
         if cut_short is not None:
             self._end(cut_short)
 
-    def start(self) -> None:
-        """Start this step's loads, unless they were; a failure is kept for `make_forward_wait`."""
+    def start(self, *, behind_compute: bool) -> None:
+        """Start this step's loads, unless they were; a failure is kept for `make_forward_wait`.
+
+        See `SwapJob.behind_compute`.
+        """
         arrival = self._arriving
         if arrival is None or arrival.started:
             return
@@ -101,7 +104,14 @@ class SynchronousLoads:
             return
         pairs, job_id = _all_pairs(arrival.jobs), arrival.job_id
         arrival.error = self._copies.start(
-            SwapJob(job_id, Direction.LOAD, pairs, before_compute=True, in_waves=arrival.in_waves)
+            SwapJob(
+                job_id,
+                Direction.LOAD,
+                pairs,
+                before_compute=True,
+                in_waves=arrival.in_waves,
+                behind_compute=behind_compute,
+            )
         )
         if arrival.error is None:
             self._copying[job_id] = arrival

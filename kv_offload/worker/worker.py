@@ -166,18 +166,24 @@ class OffloadWorker:
         """Start the stores that the last step queued; they wait for all compute until now."""
         self._background.submit_stores()
 
-    def start_copies(self, metadata: OffloadMetadata) -> None:
+    def start_copies(self, metadata: OffloadMetadata, *, first: bool = False) -> None:
         """Start the last step's stores, then this step's loads, unless they were started.
 
         Called as soon as the engine will not zero or copy any block before this step's forward:
         both could undo a load. From then until the forward, nothing touches the destinations: no
         forward reads or writes the blocks of an asynchronous load, because its request waits. This
         step's forward reads the blocks of synchronous loads; `start_kv_transfers` makes it wait.
+
+        `first` says that nothing of this step is queued yet. Forwards of earlier steps may still
+        run then. They do not touch the destinations if `RankEngine.gives_idle_blocks`, and a load
+        does not wait for them; what this rank itself has queued, the zeroing of a failed load's
+        blocks, every load waits for.
         """
         self._take_loads(metadata)
         self.submit_stores()
-        self._synchronous.start()
-        self._background.start_loads()
+        behind_compute = not (first and self._rank_engine.gives_idle_blocks)
+        self._synchronous.start(behind_compute=behind_compute)
+        self._background.start_loads(behind_compute=behind_compute)
 
     def start_kv_transfers(self, metadata: OffloadMetadata) -> None:
         """Start this step's copies if they were not, and have its forward wait for what it reads.
@@ -254,6 +260,19 @@ class OffloadWorker:
         """
         self.poll()
         return self.reports.take_ended_stores()
+
+    def fence_loads(self) -> bool:
+        """Have loads wait for all forwards until now, so that blocks of these may be given away.
+
+        Called between steps. Returns False if CUDA refuses.
+        """
+        try:
+            if self.transfer is not None:
+                self.transfer.fence_loads()
+        except CopyError as error:
+            self._copies.log.error("%s", error)
+            return False
+        return True
 
     def drain(self, unsent: Sequence[StoreJob], running: Sequence[int]) -> DrainAnswer:
         """Submit what is queued, wait, bounded, for all copies, and return what has ended.

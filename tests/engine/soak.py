@@ -170,9 +170,9 @@ def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
 
     start = OffloadWorker.start_copies
 
-    def start_copies(worker: OffloadWorker, metadata: OffloadMetadata) -> None:
+    def start_copies(worker: OffloadWorker, metadata: OffloadMetadata, **how: bool) -> None:
         made[-1].expect_rewritten(metadata.loads)
-        start(worker, metadata)
+        start(worker, metadata, **how)
 
     copy_runs = transfers.copy_runs
     slowness = random.Random(chance.random())  # of its own: the copies' thread draws from it

@@ -84,9 +84,9 @@ def test_copies_start_before_the_step_is_prepared_unless_that_changes_blocks(
     runner = offloading.core.model_executor.driver_worker.worker.model_runner
     start_copies, prepare = rank.start_copies, runner._update_states
 
-    def started(metadata: OffloadMetadata) -> None:
+    def started(metadata: OffloadMetadata, **how: bool) -> None:
         told.append("loads" if metadata.loads else "copies")
-        start_copies(metadata)
+        start_copies(metadata, **how)
 
     def prepared(output: object) -> object:
         told.append("prepared")

@@ -24,6 +24,7 @@ pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not ins
 from kv_swap.cuda import dma, state, swap_bulk, swap_vector  # noqa: E402
 from kv_swap.cuda import kernel_path as kernel  # noqa: E402
 from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda.lane import Lane  # noqa: E402
 from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
 from kv_swap.cuda.streams import CopyStream  # noqa: E402
 from kv_swap.cuda.swap import (  # noqa: E402
@@ -40,7 +41,7 @@ from kv_swap.layout import KVLayout, TensorDescription  # noqa: E402
 from kv_swap.memory import registration  # noqa: E402
 from kv_swap.memory.arena import HostArena  # noqa: E402
 
-from tests.gpu.gate import Gate  # noqa: E402
+from tests.gpu.gate import HELD_SECONDS, Gate  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -593,6 +594,63 @@ def test_load_waits_for_compute(ordered: bool, monkeypatch: pytest.MonkeyPatch) 
     torch.cuda.synchronize()
     assert cache.tensors[0][3].unique().tolist() == [7 if ordered else 0]
     assert not cache.tensors[0][4].any()
+    engine.close()
+
+
+@pytest.mark.parametrize("before_compute", [False, True])
+def test_a_load_may_run_ahead_of_compute(before_compute: bool) -> None:
+    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
+    job = load_ahead(engine, before_compute)
+    slots.fill_(7)
+    cache.storage.zero_()
+    gate = Gate()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gate.hold()
+        engine.submit(job)
+        gate.open(engine, after_copies=True)
+    (done,) = finish(engine)
+    torch.cuda.synchronize()
+    assert done.error is None
+    assert 0 < done.seconds < HELD_SECONDS
+    assert cache.tensors[0][3].unique().tolist() == [7]
+    engine.close()
+
+
+def load_ahead(engine: CudaSwapEngine, before_compute: bool) -> SwapJob:
+    if before_compute and not engine.can_load_before_compute:
+        pytest.skip("compute cannot wait for the copy engine")
+    pairs = np.array([[3, 5]], np.int32)
+    return SwapJob(1, LOAD, pairs, before_compute=before_compute, behind_compute=False)
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+@pytest.mark.parametrize("call", ["fence_loads", "zero_blocks"])
+@pytest.mark.parametrize("before_compute", [False, True])
+def test_a_fence_keeps_loads_behind_compute(
+    before_compute: bool, call: str, fenced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a control, in which the block is zeroed after it was loaded."""
+    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
+    job = load_ahead(engine, before_compute)
+    slots.fill_(7)
+    cache.storage.zero_()
+    engine.zero_blocks([3])
+    torch.cuda.synchronize()
+    if not fenced:
+        monkeypatch.setattr(Lane, "wait_for_compute", lambda lane: None)
+    gate = Gate()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gate.hold()
+        if call == "fence_loads":
+            cache.storage.zero_()
+            engine.fence_loads()
+        else:
+            engine.zero_blocks([3])
+        engine.submit(job)
+        gate.open(engine, after_copies=not fenced)
+    finish(engine)
+    torch.cuda.synchronize()
+    assert cache.tensors[0][3].unique().tolist() == [7 if fenced else 0]
     engine.close()
 
 

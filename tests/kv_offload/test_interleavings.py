@@ -38,6 +38,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from tests.support.hooks import HOOKS, wrap_hook
+from tests.support.lagging_engine import LaggingEngine
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -77,6 +78,7 @@ class Interleavings(RuleBasedStateMachine):
         blocks=st.sampled_from((14, 20, 40)),
         slots=st.sampled_from((64, 64, 8, 3)),
         locked=st.sampled_from((True, True, True, False)),
+        lags=st.booleans(),
     )
     def start(
         self,
@@ -86,8 +88,11 @@ class Interleavings(RuleBasedStateMachine):
         blocks: int,
         slots: int,
         locked: bool,
+        lags: bool,
     ) -> None:
-        self.engine = PlayedEngine(
+        late = lags and self.async_scheduling
+        make = functools.partial(LaggingEngine, eager=False) if late else PlayedEngine
+        self.engine = make(
             ranks=self.ranks,
             async_scheduling=self.async_scheduling,
             synchronous_loads=synchronous,
@@ -214,7 +219,7 @@ class Interleavings(RuleBasedStateMachine):
     def execute(self) -> None:
         self.engine.execute()
 
-    @precondition(lambda self: bool(self.engine.executed))
+    @precondition(lambda self: self.engine.under_way > len(self.engine.scheduled))
     @rule()
     def process(self) -> None:
         self.engine.process()

@@ -113,6 +113,9 @@ class ManualSwapEngine(SwapEngine):
             self.run_all()
         return not self.stuck
 
+    def fence_loads(self) -> None:
+        """Nothing computes meanwhile."""
+
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         self.check_blocks(blocks)
         for block in blocks:

@@ -18,6 +18,7 @@ class PlainRank:
     """Describes tensors whose first dimension is the block; tests set what it answers besides."""
 
     def __init__(self) -> None:
+        self.gives_idle_blocks = False
         self.weight_loads = 0
         self.context: object | None = None
         self.forward: tuple[object, Hashable] | None = None

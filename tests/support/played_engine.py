@@ -235,6 +235,9 @@ class PlayedEngine:
         sampled = self.forward(output)
         self.take_results(output, sampled, [rank.end(output) for rank in self.ranks])
 
+    def compute(self) -> None:
+        """Have the device compute what it was given; here that was done at once."""
+
     def forward(self, output: Any) -> list[Tokens]:
         return self.model.forward(output, self.propose if self._drafts else lambda _: [])
 
@@ -291,7 +294,7 @@ class PlayedEngine:
                 rank.copies.run(rank.copies.submitted.index(job), fail=fail)
 
     def finish_steps(self) -> None:
-        while self.scheduled or self.executed:
+        while self.under_way:
             if self.scheduled:
                 self.execute()
             self.process()

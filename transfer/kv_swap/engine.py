@@ -32,6 +32,8 @@ class SwapJob:
     slot in the arena. The engine does not keep `pairs` after `submit` returns. For loads only: with
     `before_compute` the copies do not queue behind other loads, and compute waits for them where
     `SwapEngine.await_loads` says so, or with `in_waves` wave by wave in `SwapEngine.await_wave`.
+    Without `behind_compute` a load may start while compute still runs that was queued before it;
+    the caller knows that none of it touches the blocks.
     """
 
     job_id: int
@@ -39,11 +41,12 @@ class SwapJob:
     pairs: NDArray[np.int32]
     before_compute: bool = False
     in_waves: bool = False
+    behind_compute: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A job that has ended. `seconds` runs from its submission to the end of its last copy.
+    """A job that has ended. `seconds` runs from when its copies could start to the end of the last.
 
     On the host a load in waves counts only what its copies took: compute runs between them.
     With `error` set the destination (slots of a store, blocks of a load) holds garbage.
@@ -61,12 +64,14 @@ class SwapEngine(ABC):
 
     Ordering. A store reads its blocks after everything that was queued on the compute stream, and
     on the output-copy stream where one was given, when `submit` was called. A load writes its
-    blocks after everything queued on the compute stream at that moment. Nothing else is ordered:
-    two jobs may run in any order or at once, so the caller must not have a block or slot written by
-    one job while another that uses it is in flight. Loads are never queued behind more than one
-    slice of a store.
+    blocks after everything that was queued on the compute stream when `submit` was called, or if
+    its job is not `behind_compute`, at the last `fence_loads` or `zero_blocks`. Nothing else is
+    ordered: two jobs may run in any order or at once, so the caller must not have a block or slot
+    written by one job while another that uses it is in flight. Loads are never queued behind more
+    than one slice of a store.
 
-    `submit`, `poll` and `zero_blocks` neither block nor synchronise. One thread calls all methods.
+    `submit`, `poll`, `fence_loads` and `zero_blocks` neither block nor synchronise. One thread
+    calls all methods.
 
     A load `before_compute` never fails unnoticed by the forward that reads it. Only queueing its
     copies, and having compute wait for them, can fail. `await_loads` and `await_wave` raise it
@@ -135,8 +140,15 @@ class SwapEngine(ABC):
         """Block until every submitted copy has ended; False on timeout. Consumes no completion."""
 
     @abstractmethod
+    def fence_loads(self) -> None:
+        """Have every load that is submitted later come after all compute that is queued now.
+
+        Also one without `behind_compute`. Raises `CopyError`; then nothing is ordered.
+        """
+
+    @abstractmethod
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Zero every page of `blocks`, before any compute queued later reads them.
+        """Zero every page of `blocks`, before compute queued later reads and loads write them.
 
         No job that uses one of them may be in flight. Raises `JobError` for a block out of range
         and on a closed engine.
@@ -197,6 +209,8 @@ class SwapEngine(ABC):
                 f"job {job.job_id}: pairs must be a non-empty int32 array of shape (n, 2), "
                 f"got {pairs.dtype} of shape {pairs.shape}"
             )
+        if job.direction is Direction.STORE and not job.behind_compute:
+            raise JobError(f"job {job.job_id}: a store reads what compute wrote, so it comes after")
         limits = (self.layout.num_blocks, self.ready_slots)
         # Few NumPy calls, on indices of NumPy's own type: every copy waits for this. As unsigned
         # numbers negative ones are out of range as well.

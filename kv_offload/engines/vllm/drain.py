@@ -34,7 +34,7 @@ def reset_after_drain(
     hear_of_weight_loads(self, schedulers)
     # Running requests can make the reset fail. Then those that wait for loads keep waiting.
     drain_engine_core(self, requeue=reset_running_requests or not self.scheduler.running)
-    with blocks_freed_at_once(self.scheduler):
+    with blocks_freed_at_once(self):
         done = original(self, reset_running_requests, *args, **kwargs)
     if done:
         for scheduler in schedulers:
@@ -78,6 +78,11 @@ def drain_rank(_worker: Any, unsent: Sequence[StoreJob], running: Sequence[int])
     return merged
 
 
+def fence_rank(_worker: Any) -> bool:
+    """Fence the loads of this process's rank; see `OffloadWorker.fence_loads`."""
+    return False not in [worker.fence_loads() for worker in workers_of_process()]
+
+
 def _deliver_loads(engine_scheduler: Any, request_ids: set[str]) -> None:
     """Tell vLLM's scheduler that all ranks have ended these loads: it frees aborted requests.
 
@@ -113,19 +118,25 @@ def _give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
 
 
 @contextlib.contextmanager
-def blocks_freed_at_once(engine_scheduler: Any) -> Iterator[None]:
+def blocks_freed_at_once(core: Any) -> Iterator[None]:
     """Have vLLM's scheduler free at once all blocks that it holds back for steps in flight.
 
     With a connector it keeps what a request frees until those steps have ended: they may still
     write the block, and a load into it might not wait for them. A reset of running requests raises
-    then. Our loads do wait (`SwapEngine`), and the forwards of a rank follow one another. Nothing
-    is known of other connectors, so inside a MultiConnector nothing changes.
+    then. The ranks have executed all steps that were launched, so from now on their loads wait for
+    these, and the forwards of a rank follow one another. Nothing is known of other connectors, so
+    inside a MultiConnector nothing changes.
     """
+    engine_scheduler = core.scheduler
     alone = getattr(engine_scheduler.get_kv_connector(), "offload_scheduler", None) is not None
     if not alone or not getattr(engine_scheduler, "defer_block_free", False):
         yield
         return
     ended = engine_scheduler.processed_step_seq
+    in_flight = ended < engine_scheduler.sched_step_seq
+    if in_flight and not all(core.model_executor.collective_rpc(fence_rank)):
+        yield
+        return
     engine_scheduler.processed_step_seq = engine_scheduler.sched_step_seq
     engine_scheduler._drain_deferred_frees()
     engine_scheduler.processed_step_seq = ended

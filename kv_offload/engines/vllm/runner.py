@@ -34,7 +34,8 @@ def find_runner() -> Any | None:
 class VLLMRank:
     """Implements `kv_offload.engine.RankEngine`."""
 
-    def __init__(self, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, kv_cache_config: KVCacheConfig, *, gives_idle_blocks: bool) -> None:
+        self.gives_idle_blocks = gives_idle_blocks
         self._kv_cache_config = kv_cache_config
 
     def describe_kv_caches(self, kv_caches: Mapping[str, Any]) -> KVCaches:

@@ -248,15 +248,22 @@ def test_a_reset_holds_back_no_block_of_steps_in_flight(
 
     wrap(monkeypatch, "reset_prefix_cache", reset_prefix_cache)
     ours = connector_of(events)
-    for connector, expected in (
-        (ours, (False, [])),
-        (SimpleNamespace(_connectors=[ours, SimpleNamespace()]), (True, [4, 5])),
-        (None, (True, [4, 5])),
+    for connector, fenced, expected in (
+        (ours, [True, True], (False, [])),
+        (ours, [True, False], (True, [4, 5])),
+        (SimpleNamespace(_connectors=[ours, SimpleNamespace()]), [True], (True, [4, 5])),
+        (None, [True], (True, [4, 5])),
     ):
         scheduler = scheduler_with(connector)
+        core = core_of(scheduler)
+        asked: list[Any] = []
+        core.model_executor = SimpleNamespace(
+            collective_rpc=lambda call, asked=asked, fenced=fenced: asked.append(call) or fenced
+        )
         with pytest.raises(RuntimeError, match="reset failed"):
-            core_of(scheduler).reset_prefix_cache()
+            core.reset_prefix_cache()
         assert seen.pop() == expected
+        assert asked == [drain.fence_rank] * (connector is ours)
         assert (scheduler.defer_block_free, scheduler.processed_step_seq) == (True, 3)
     assert "told" not in events
 
@@ -269,7 +276,9 @@ def test_a_reset_hears_of_weights_drains_and_tells(
         return "done"
 
     wrap(monkeypatch, "reset_prefix_cache", reset_prefix_cache)
-    core = core_of(scheduler_with(connector_of(events)))
+    scheduler = scheduler_with(connector_of(events))
+    scheduler.processed_step_seq = scheduler.sched_step_seq  # so that no rank is asked
+    core = core_of(scheduler)
     assert core.reset_prefix_cache(True, connector=True) == "done"
     assert events == ["weights", ("drain", True), ("reset", True, True), "told"]
     events.clear()

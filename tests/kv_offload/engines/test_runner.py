@@ -21,7 +21,7 @@ from kv_offload.engines.vllm.runner import VLLMRank, before_each_step
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-RANK = VLLMRank(None)  # type: ignore[arg-type]
+RANK = VLLMRank(None, gives_idle_blocks=False)  # type: ignore[arg-type]
 find_output_copy_stream = RANK.find_output_copy_stream
 count_weight_loads = RANK.count_weight_loads
 forward_context = RANK.forward_context

@@ -2,25 +2,27 @@ from __future__ import annotations
 
 import pytest
 
-from kv_offload.medians import ASSUMED_BYTES_PER_SECOND, RecentMedian
+from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
 from kv_offload.scheduler.loads import (
     ASSUMED_DECODE_SECONDS,
     BUSY_SECONDS,
     IDLE_SECONDS,
+    START_SECONDS,
+    TRUSTED_SHARE,
     WHOLE_SECONDS,
     LoadMode,
 )
-from kv_offload.scheduler.rates import LoadRate
+from kv_offload.scheduler.steps import StepWatch
 
 SLOT_BYTES = 1_000_000
 
 
-def make_mode(rate: LoadRate | None = None, decodes: RecentMedian | None = None) -> LoadMode:
-    return LoadMode(
-        SLOT_BYTES,
-        LoadRate() if rate is None else rate,
-        RecentMedian() if decodes is None else decodes,
-    )
+def make_mode(watch: StepWatch | None = None) -> LoadMode:
+    return LoadMode(SLOT_BYTES, StepWatch() if watch is None else watch)
+
+
+def fits(mode: LoadMode, slots: int, *, idle: bool = False, queued_seconds: float = 0.0) -> bool:
+    return mode.is_synchronous(slots, idle=idle, queued_seconds=queued_seconds)
 
 
 def slots_in(seconds: float, bytes_per_second: float = ASSUMED_BYTES_PER_SECOND) -> int:
@@ -30,40 +32,40 @@ def slots_in(seconds: float, bytes_per_second: float = ASSUMED_BYTES_PER_SECOND)
 @pytest.mark.parametrize(("idle", "seconds"), [(True, IDLE_SECONDS), (False, BUSY_SECONDS)])
 def test_a_load_is_synchronous_up_to_its_limit(idle: bool, seconds: float) -> None:
     mode = make_mode()
-    assert mode.is_synchronous(slots_in(seconds), idle=idle)
-    assert not mode.is_synchronous(slots_in(seconds) + 1, idle=idle)
+    assert fits(mode, slots_in(seconds), idle=idle)
+    assert not fits(mode, slots_in(seconds) + 1, idle=idle, queued_seconds=BUSY_SECONDS)
 
 
 def test_the_loads_of_a_step_share_the_limit() -> None:
     mode = make_mode()
     half = slots_in(BUSY_SECONDS) // 2
     mode.count(half)
-    assert mode.is_synchronous(half, idle=False)
+    assert fits(mode, half)
     mode.count(half)
-    assert not mode.is_synchronous(half, idle=False)
+    assert not fits(mode, half, queued_seconds=BUSY_SECONDS)
     mode.next_step()
-    assert mode.is_synchronous(half, idle=False)
+    assert fits(mode, half)
 
 
 def test_the_measured_speed_replaces_the_assumed_one() -> None:
-    rate = LoadRate()
-    mode = make_mode(rate)
+    watch = StepWatch()
+    mode = make_mode(watch)
     slots = slots_in(BUSY_SECONDS, 50e9)
-    assert not mode.is_synchronous(slots, idle=False)
-    rate.learn(50e9)
-    assert mode.is_synchronous(slots, idle=False)
-    assert not mode.is_synchronous(slots + 1, idle=False)
+    assert not fits(mode, slots)
+    watch.load_rate.learn(50e9)
+    assert fits(mode, slots)
+    assert not fits(mode, slots + 1)
 
 
 def test_none_is_synchronous_where_that_is_not_possible() -> None:
     mode = make_mode()
     mode.allowed = False
-    assert not mode.is_synchronous(1, idle=True)
+    assert not fits(mode, 1, idle=True)
 
 
 def test_a_lone_request_gets_its_last_slot_if_load_and_decode_are_short_together() -> None:
-    decode_seconds = RecentMedian()
-    mode = make_mode(decodes=decode_seconds)
+    watch = StepWatch()
+    mode, decode_seconds = make_mode(watch), watch.decode_seconds
     slots = slots_in(WHOLE_SECONDS - ASSUMED_DECODE_SECONDS)
     assert mode.brings_last_slot(slots - 1, idle=True)
     assert not mode.brings_last_slot(slots + 2, idle=True)
@@ -77,3 +79,34 @@ def test_a_lone_request_gets_its_last_slot_if_load_and_decode_are_short_together
 
 def test_beside_others_every_load_brings_the_last_slot() -> None:
     assert make_mode().brings_last_slot(slots_in(1.0), idle=False)
+
+
+class Computing(StepWatch):
+    """Steps under way that will yet compute for a given time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.left = seconds
+
+    def seconds_left(self) -> float:
+        return self.left
+
+
+def test_a_load_that_overlaps_may_take_until_the_steps_under_way_have_ended() -> None:
+    mode = make_mode(Computing(0.1))
+    hidden = TRUSTED_SHARE * 0.1 - START_SECONDS
+    slots = slots_in(hidden + BUSY_SECONDS)
+    assert not fits(mode, slots)
+    mode.overlaps = True
+    assert fits(mode, slots)
+    assert not fits(mode, slots + 1)
+    assert not fits(mode, slots, queued_seconds=BUSY_SECONDS), "loads before it take the link"
+    mode.allowed = False
+    assert not fits(mode, slots)
+
+
+def test_a_step_that_has_all_but_ended_hides_nothing() -> None:
+    mode = make_mode(Computing(START_SECONDS / 2))
+    mode.overlaps = True
+    assert fits(mode, slots_in(BUSY_SECONDS))
+    assert not fits(mode, slots_in(BUSY_SECONDS) + 1)

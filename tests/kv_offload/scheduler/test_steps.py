@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
 import pytest
 
-from kv_offload.scheduler.steps import Step, StepClock
+from kv_offload.scheduler.steps import Step, StepClock, StepWatch
 
 
 def step(tokens: int = 1) -> Step:
@@ -88,3 +92,65 @@ def test_a_step_left_from_before_a_pause_shortens_no_step(tokens: int) -> None:
     assert seconds(clock, 5.020) is None
     clock.begin(step(0), 5.0201)
     assert seconds(clock, 5.026) == 0.026
+
+
+# -- how long the steps under way will yet take --------------------------------------------------
+
+
+class Watched:
+    """A watch whose clock stands where the test puts it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.watch = StepWatch()
+
+    def clock(self) -> Any:
+        return mock.patch("kv_offload.scheduler.steps.time.monotonic", return_value=self.now)
+
+    def begin(self, tokens: int, requests: int) -> None:
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens=dict.fromkeys(map(str, range(requests)), 1),
+            total_num_scheduled_tokens=tokens,
+        )
+        with self.clock():
+            self.watch.begin(output, loads=False, waits=False)
+
+    def end(self) -> None:
+        with self.clock():
+            self.watch.end()
+
+    def seconds_left(self) -> float:
+        with self.clock():
+            return self.watch.seconds_left()
+
+    def run(self, tokens: int, requests: int, seconds: float) -> None:
+        self.begin(tokens, requests)
+        self.now += seconds
+        self.end()
+
+
+def test_without_evidence_no_time_is_left() -> None:
+    watched = Watched()
+    assert watched.seconds_left() == 0
+    watched.begin(1024, 1)
+    assert watched.seconds_left() == 0
+
+
+def test_steps_under_way_take_what_such_steps_took() -> None:
+    watched = Watched()
+    for _ in range(3):
+        watched.run(1024, 1, 0.1)
+        watched.run(4, 4, 0.01)
+    assert watched.seconds_left() == 0
+    watched.begin(1024, 1)
+    watched.now += 0.03
+    assert watched.seconds_left() == pytest.approx(0.07)
+    watched.begin(4, 4)
+    assert watched.seconds_left() == pytest.approx(0.08)
+    watched.now += 0.07
+    watched.end()
+    assert watched.seconds_left() == pytest.approx(0.01)
+    watched.begin(0, 0)
+    assert watched.seconds_left() == pytest.approx(0.01)
+    watched.now += 5
+    assert watched.seconds_left() == 0

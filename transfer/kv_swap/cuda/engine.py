@@ -38,7 +38,7 @@ class CudaSwapEngine(SwapEngine):
     `keep_alive` are the tensors behind `layout`. Stores wait for `output_copy_stream` and for the
     compute stream, which is the stream current on `device` at each call. With `copy_engine_only` no
     kernel copies. `seconds` of a completion are the device's: from when the compute stream reached
-    the point of submission.
+    the point of submission, or for a load that does not wait for it, from when earlier loads ended.
 
     The constructor compiles the kernels, allocates all it needs and synchronises; construct it
     before any CUDA graph is captured.
@@ -87,9 +87,9 @@ class CudaSwapEngine(SwapEngine):
         return "before_compute" in self._state.lanes
 
     def submit(self, job: SwapJob) -> None:
-        """Queue the job behind what is queued on the compute stream now; see `SwapEngine`.
+        """Queue the job, behind what is queued on the compute stream now if it is to come after it.
 
-        Raises `JobError`; a failure of CUDA becomes the job's completion.
+        See `SwapEngine`. Raises `JobError`; a failure of CUDA becomes the job's completion.
         """
         self.check_pairs(job)
         if self._closed:
@@ -175,6 +175,15 @@ class CudaSwapEngine(SwapEngine):
             time.sleep(_POLL_SECONDS)
         return True
 
+    def fence_loads(self) -> None:
+        """See `SwapEngine`: an event that the streams of loads wait for."""
+        try:
+            for name, lane in self._state.lanes.items():
+                if name is not Direction.STORE:
+                    lane.wait_for_compute()
+        except RuntimeError as error:
+            raise CopyError(f"having loads wait for compute failed with {error}") from error
+
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Queue the zeroing on the compute stream. Raises `JobError`, or `CopyError` from CUDA."""
         self.check_blocks(blocks)
@@ -182,6 +191,7 @@ class CudaSwapEngine(SwapEngine):
         if self._closed or zeroer is None:
             raise JobError(f"zeroing {len(blocks)} blocks was asked of an engine that is closed")
         zeroer.zero(blocks)
+        self.fence_loads()
 
     def close(self, timeout_seconds: float = 30.0) -> None:
         """Wait for what is in flight, then let go of everything; completions can still be polled.

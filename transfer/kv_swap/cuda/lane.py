@@ -71,14 +71,15 @@ class Lane:
         return not self._jobs
 
     def submit(self, job: SwapJob, nbytes: int) -> None:
-        """Order the job after what is queued on the compute stream now, and queue what may be.
+        """Order the job after what is queued on the compute stream now, if it is to come behind it.
 
-        Slices of earlier jobs that were not queued yet will wait for that too, which does no harm.
+        Then queue what may be. Slices of earlier jobs that were not queued yet will wait for
+        compute too, which does no harm.
         """
         started = failure = None
         try:
             # First: what the device does about it goes on while the slice is made.
-            started = self.stream.wait_stream()
+            started = self.stream.wait_stream() if job.behind_compute else self.stream.record()
         except RuntimeError as error:
             failure = error
         rest = self.path.slices(job.pairs.copy(), in_waves=job.in_waves)
@@ -86,9 +87,14 @@ class Lane:
         self._awaited = None
         running = _Running(job.job_id, nbytes, rest, time.perf_counter(), next(rest), started)
         if failure is not None:
-            self._fail(running, "waiting for the compute stream", failure)
+            call = "waiting for the compute stream" if job.behind_compute else "recording an event"
+            self._fail(running, call, failure)
         self._jobs.append(running)
         self._queue()
+
+    def wait_for_compute(self) -> None:
+        """Order all slices queued from now on after what is queued on the compute stream now."""
+        self.stream.recycle(self.stream.wait_stream())
 
     def await_all(self) -> None:
         """Make what the compute stream is given from now on wait for all slices queued so far.

@@ -68,7 +68,7 @@ class WorkerHooks(KVConnectorBase_V1):
         """
         metadata = scheduler_output.kv_connector_metadata
         if isinstance(metadata, OffloadMetadata) and not changes_blocks(scheduler_output):
-            self.offload_worker.start_copies(metadata)
+            self.offload_worker.start_copies(metadata, first=True)
 
     @survives(lambda self, metadata: None)  # what is queued stays so
     def handle_preemptions(self, kv_connector_metadata: OffloadMetadata) -> None:

@@ -14,6 +14,7 @@ from kv_offload.config import TracedConfig, trace_config
 from kv_offload.engines.vllm import patches
 from kv_offload.engines.vllm.runner import VLLMRank, callers
 from kv_offload.engines.vllm.start import groups, ranks, support
+from kv_offload.engines.vllm.start.ordering import gives_idle_blocks
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.worker.capacity import check_available, describe_share, warn_of_hidden_replicas
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from kv_offload.cache.prefix import CacheGroup
     from kv_offload.engine import BlockPool
 
     SchedulerMaker = Callable[[BlockPool, int], OffloadScheduler]
@@ -84,11 +86,8 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
     engine_config = enclosing[-1] if enclosing else vllm_config.kv_transfer_config
     engine_config.kv_load_failure_policy = config.on_load_failure
     parallel = vllm_config.parallel_config
-    cache_groups = groups.cache_groups(
-        engine.kv_cache_config,
-        parallel.decode_context_parallel_size,
-        draft_head=groups.has_draft_head(vllm_config),
-    )
+    cache_groups = _cache_groups(engine)
+    overlaps = gives_idle_blocks(vllm_config, cache_groups) and not enclosing
     slot_bytes = bytes_per_block(engine.kv_cache_config)
     sharing_ranks = groups.ranks_with_equal_bytes(parallel, engine.kv_cache_config)
     rank_bytes = arena_bytes(config.cpu_bytes, parallel.world_size, sharing_ranks)
@@ -104,9 +103,21 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
 
     def make(pool: BlockPool, num_slots: int) -> OffloadScheduler:
         sizes = (num_slots, slot_bytes, parallel.world_size)
-        return OffloadScheduler(config, cache_groups, pool, *sizes, make_block_hash_with_group_id)
+        scheduler = OffloadScheduler(
+            config, cache_groups, pool, *sizes, make_block_hash_with_group_id
+        )
+        scheduler.load_mode.overlaps = overlaps
+        return scheduler
 
     return max(1, rank_bytes // slot_bytes), make
+
+
+def _cache_groups(engine: Engine) -> tuple[CacheGroup, ...]:
+    return groups.cache_groups(
+        engine.kv_cache_config,
+        engine.vllm_config.parallel_config.decode_context_parallel_size,
+        draft_head=groups.has_draft_head(engine.vllm_config),
+    )
 
 
 def build_worker(engine: Engine) -> OffloadWorker:
@@ -116,7 +127,10 @@ def build_worker(engine: Engine) -> OffloadWorker:
     shares = groups.ranks_with_equal_bytes(parallel, engine.kv_cache_config) > 1
     return OffloadWorker(
         engine.traced.config,
-        VLLMRank(engine.kv_cache_config),
+        VLLMRank(
+            engine.kv_cache_config,
+            gives_idle_blocks=gives_idle_blocks(engine.vllm_config, _cache_groups(engine)),
+        ),
         parallel.rank,
         parallel.world_size,
         Peers(*ranks.tensor_parallel_ranks()) if shares else ALONE,

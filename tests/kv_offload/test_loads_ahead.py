@@ -1,0 +1,267 @@
+"""Loads that are copied while a step that was launched before them has not been computed.
+
+The argument that this is safe stands in `kv_offload.engines.vllm.start.ordering`. `LaggingEngine`
+computes each step as late as a device may and copies such loads at once, so a load into a block
+that a launched step touches gives wrong KV. Each rule of vLLM that the argument rests on is taken
+out once, and then the test fails.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_swap.engine import SwapJob
+from kv_swap.errors import CopyError
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm.start.ordering import gives_idle_blocks
+from kv_offload.worker.worker import OffloadWorker
+from tests.support.configurations import make_vllm_config
+from tests.support.lagging_engine import LaggingEngine
+from tests.support.played_cases import (
+    CHUNKS,
+    FULL,
+    OTHER,
+    PROMPT,
+    STATE,
+    WINDOW,
+    both_runners,
+    store,
+    tables,
+)
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+both_kinds = pytest.mark.parametrize("synchronous", [False, True], ids=["waiting", "before"])
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["reports", "beside"])
+def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether an only rank is asked what has ended, besides reporting it."""
+    monkeypatch.setattr(LaggingEngine, "beside", request.param)
+    return bool(request.param)
+
+
+def make(groups: tuple[CacheGroup, ...] = (FULL,), **more: Any) -> LaggingEngine:
+    arguments: dict[str, Any] = {"async_scheduling": True, "max_model_len": 44, "blocks": 12}
+    return LaggingEngine(groups, **(arguments | more))
+
+
+def blocks_of(jobs: Sequence[SwapJob]) -> set[int]:
+    """Return the GPU blocks of jobs."""
+    return {int(block) for job in jobs for block in job.pairs[:, 0]}
+
+
+# -- the last owner of the blocks --------------------------------------------------------------
+
+
+def busy(engine: LaggingEngine, steps: int) -> None:
+    """Run steps as a busy engine does: one is planned and launched while another computes."""
+    for _ in range(steps):
+        engine.schedule_all()
+        while engine.scheduled:
+            engine.execute()
+        engine.process()
+
+
+def take_over(engine: LaggingEngine, end: Callable[[], object]) -> tuple[set[int], set[int]]:
+    """End a request with a step of it in flight; others load into its blocks as soon as they can.
+
+    Returns those of its blocks that were loaded, and those that were ahead of a launched step.
+    """
+    store(engine, PROMPT)
+    store(engine, PROMPT[4:], "second")
+    owner = engine.add("owner", OTHER, max_tokens=20)
+    busy(engine, 8)
+    engine.schedule_all()
+    engine.execute()
+    owned = set(tables(engine, owner)[0])
+    engine.loaded.clear()
+    engine.ran_ahead.clear()
+    end()
+    engine.add("loads", PROMPT)
+    engine.add("loads too", PROMPT[4:])
+    busy(engine, 12)
+    engine.rest()
+    return owned & blocks_of(engine.loaded), owned & blocks_of(engine.ran_ahead)
+
+
+@both_runners
+@both_kinds
+@pytest.mark.parametrize("how", ["is aborted", "is preempted by a reset", "comes to its end"])
+def test_blocks_of_a_request_that_has_a_step_in_flight_when_it(
+    synchronous: bool, replaces_resumed: bool, how: str
+) -> None:
+    engine = make(synchronous_loads=synchronous, replaces_resumed=replaces_resumed)
+
+    def end() -> None:
+        if how == "is aborted":
+            engine.abort("owner")
+        elif how == "is preempted by a reset":
+            assert engine.reset(reset_running_requests=True)
+        else:
+            tokens = len(engine.answers["owner"]) + 1
+            engine.scheduler.requests["owner"].max_tokens = tokens
+            engine.expected["owner"] = engine.expected["owner"][:tokens]
+
+    loaded, ahead = take_over(engine, end)
+    assert loaded, "the test must load into blocks of the last owner"
+    assert bool(ahead) == (how != "is preempted by a reset")
+
+
+@both_kinds
+def test_if_blocks_were_freed_at_once_a_launched_step_would_spoil_the_load(
+    monkeypatch: pytest.MonkeyPatch, synchronous: bool
+) -> None:
+    """The control: vLLM does not keep back what steps in flight use."""
+    engine = make(synchronous_loads=synchronous)
+
+    def end() -> None:
+        monkeypatch.setattr(engine.scheduler, "defer_block_free", False)
+        engine.abort("owner")
+
+    with pytest.raises(AssertionError, match=r"wrong KV at|holds another prefix"):
+        take_over(engine, end)
+
+
+def test_without_a_fence_a_reset_would_let_a_load_run_ahead_of_the_steps_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control: a reset frees what steps in flight use."""
+    monkeypatch.setattr(OffloadWorker, "fence_loads", lambda worker: True)
+    engine = make()
+    with pytest.raises(AssertionError, match=r"wrong KV at|holds another prefix"):
+        take_over(engine, lambda: engine.reset(reset_running_requests=True))
+
+
+def test_a_reset_frees_nothing_at_once_if_loads_cannot_be_fenced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make()
+    engine.add("owner", OTHER, max_tokens=20)
+    busy(engine, 8)
+    engine.schedule_all()
+    engine.execute()
+
+    def refuse() -> None:
+        raise CopyError("injected fault: no event")
+
+    monkeypatch.setattr(engine.ranks[0].copies, "fence_loads", refuse)
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        engine.reset(reset_running_requests=True)
+    assert engine.scheduler.defer_block_free
+    engine.rest()
+
+
+# -- blocks that a window or a chunk leaves behind ---------------------------------------------
+
+
+def leave_behind(engine: LaggingEngine) -> None:
+    """Decode through many windows, whose blocks others load into: few are free otherwise."""
+    texts = [random.Random(seed).choices([0, 1], k=21) for seed in range(6)]
+    for index, text in enumerate(texts):
+        store(engine, text, f"stored {index}")
+    engine.add("moves on", OTHER, max_tokens=60)
+    engine.add("moves on, too", PROMPT, max_tokens=60)
+    for index in range(24):
+        engine.add(f"loads {index}", texts[index % len(texts)], max_tokens=2)
+        busy(engine, 3)
+    engine.rest()
+    assert len(engine.ran_ahead) > 5, "the test must load ahead of launched steps"
+
+
+MOVES_ON = CacheGroup(0, 4, 6)
+TIGHT = {"max_model_len": 96, "blocks": 10}
+
+
+@pytest.mark.parametrize(
+    "group", [MOVES_ON, CacheGroup(0, 4, chunk_tokens=8)], ids=["window", "chunks"]
+)
+@both_runners
+def test_blocks_that_a_launched_step_reads_for_the_last_time(
+    group: CacheGroup, replaces_resumed: bool
+) -> None:
+    leave_behind(make((group,), replaces_resumed=replaces_resumed, **TIGHT))
+
+
+def test_if_windows_moved_on_with_the_plan_a_launched_step_would_read_what_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control: blocks are freed by planned tokens, not by those whose output is known."""
+    engine = make((MOVES_ON,), **TIGHT)
+    remove = KVCacheCoordinator.remove_skipped_blocks
+
+    def remove_as_planned(
+        coordinator: KVCacheCoordinator, request_id: str, tokens: int, *rest: Any, **more: Any
+    ) -> None:
+        tokens += engine.scheduler.requests[request_id].num_in_flight_tokens
+        remove(coordinator, request_id, tokens, *rest, **more)
+
+    monkeypatch.setattr(KVCacheCoordinator, "remove_skipped_blocks", remove_as_planned)
+    with pytest.raises(AssertionError, match=r"wrong KV at|holds another prefix"):
+        leave_behind(engine)
+
+
+# -- where loads do not run ahead --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("groups", "more"),
+    [
+        ((FULL,), {"async_scheduling": False}),
+        ((FULL,), {"drafts": 2}),
+        ((FULL, STATE), {}),
+    ],
+    ids=["one step in flight", "drafts", "states"],
+)
+def test_loads_wait_where_launched_steps_may_touch_their_blocks(
+    groups: tuple[CacheGroup, ...], more: dict[str, Any]
+) -> None:
+    engine = make(groups, blocks=40, synchronous_loads=True, **more)
+    store(engine, PROMPT)
+    engine.add("decodes", OTHER, max_tokens=12)
+    busy(engine, 4)
+    engine.add("loads", PROMPT)
+    busy(engine, 4)
+    engine.rest()
+    assert engine.totals["hit_tokens"] > 0
+    assert not engine.ran_ahead
+
+
+def test_loads_wait_in_a_step_that_zeroes_blocks() -> None:
+    engine = make(blocks=40)
+    store(engine, PROMPT)
+    engine.add("decodes", OTHER, max_tokens=12)
+    busy(engine, 4)
+    engine.add("loads", PROMPT)
+    engine.schedule_all()
+    output = engine.scheduled[-1]
+    assert output.kv_connector_metadata.loads
+    output.new_block_ids_to_zero = [b for b in range(1, 40) if not engine.pool.blocks[b].ref_cnt]
+    engine.execute()
+    engine.rest()
+    assert engine.totals["hit_tokens"] > 0
+    assert not engine.ran_ahead
+
+
+@pytest.mark.parametrize(
+    ("more", "role", "idle"),
+    [
+        ({"async_scheduling": True}, "kv_both", True),
+        ({"async_scheduling": False}, "kv_both", False),
+        ({"async_scheduling": True, "drafts": 2}, "kv_both", False),
+        ({"async_scheduling": True}, "kv_producer", False),
+    ],
+)
+def test_which_engines_give_idle_blocks(more: dict[str, Any], role: str, idle: bool) -> None:
+    config = make_vllm_config({}, **more)
+    config.kv_transfer_config.kv_role = role
+    assert gives_idle_blocks(config, [FULL, WINDOW, CHUNKS]) is idle
+    assert not gives_idle_blocks(config, [FULL, STATE])
