@@ -2,7 +2,7 @@
 
 usage: python -m bench.serving [--shape small|gqa8|mqa] [--out FOLDER]
                                [--connectors off,kv-offload,vllm,vllm-simple]
-                               [--sections ttft,throughput,latency,pairs,start]
+                               [--sections ttft,throughput,latency,pairs,conversations,start]
                                [--separate-core] [--options JSON]
 
 Every connector gets an engine in a process of its own: the same shape with random weights, the same
@@ -13,6 +13,8 @@ prompts, the same GPU cache, as much host memory. docs/benchmarks/serving.md exp
     latency     time from token to token of running decodes: alone, while others' prompts are
                 computed and stored, and while they are loaded
     pairs       throughput at 0 % hits of `off` and `kv-offload`, by turns, with its 95 % interval
+    conversations  users who come back with longer prompts, 16 at a time: time to first token, and
+                from token to token; with an engine whose GPU cache holds everything, by turns
     start       engines started five times more, by turns, now that all is compiled; only if named
 
 The exit status is 1 if this project or the engine without offloading failed, or if this project

@@ -14,6 +14,7 @@ import numpy as np
 from bench.hook_clock import ConnectorClock
 from bench.serving.connector import TOTALS_VARIABLE, SharedTotals
 from bench.serving.shapes import Shape, transfer_config
+from bench.serving.timeline import HitTimeline
 
 Prompt = dict[str, list[int]]
 CAPTURED_BATCHES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
@@ -63,8 +64,8 @@ class ServingEngine:
         self.separate_core = separate_core
         self.on_gpu = torch.cuda.is_available()
         self.item_bytes = 2 if self.on_gpu else 4
-        self.clock = ConnectorClock()
-        _put_on_new_connectors(self.clock)
+        self.clock, self.timeline = ConnectorClock(), HitTimeline()
+        _put_on_new_connectors(self.clock, self.timeline)
         model = model or self._folder.name
         _model_config(shape).save_pretrained(model)
         self.memory_before = memory()
@@ -76,9 +77,10 @@ class ServingEngine:
             skip_tokenizer_init=True,
             dtype="bfloat16" if self.on_gpu else "float32",
             block_size=shape.block_tokens,
-            num_gpu_blocks_override=shape.gpu_blocks,
+            num_gpu_blocks_override=shape.cache_blocks(connector),
             # Two engines may share the device, so neither may measure what is free.
-            kv_cache_memory_bytes=shape.gpu_blocks * shape.block_bytes(self.item_bytes),
+            kv_cache_memory_bytes=shape.cache_blocks(connector)
+            * shape.block_bytes(self.item_bytes),
             gpu_memory_utilization=0.4,
             max_model_len=shape.max_model_len,
             enforce_eager=not self.on_gpu,
@@ -174,9 +176,10 @@ class ServingEngine:
         """Queue one request."""
         self.llm.llm_engine.add_request(request_id, prompt, self._parameters(max_tokens))
 
-    def step(self) -> list[str]:
-        """Run one step; return the ids of the requests that have a new token."""
-        return [one.request_id for one in self.llm.llm_engine.step() if one.outputs[0].token_ids]
+    def step(self) -> dict[str, list[int]]:
+        """Run one step; return the new tokens of each request that has some."""
+        found = {one.request_id: one.outputs[0].token_ids for one in self.llm.llm_engine.step()}
+        return {request_id: list(tokens) for request_id, tokens in found.items() if tokens}
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests, and step until nothing is left."""
@@ -213,14 +216,18 @@ def _model_config(shape: Shape) -> Any:
     )
 
 
-def _put_on_new_connectors(clock: ConnectorClock) -> None:
-    """Have every connector that vLLM builds in this process timed."""
+def _put_on_new_connectors(clock: ConnectorClock, timeline: HitTimeline) -> None:
+    """Have every connector that vLLM builds in this process timed, and ours watched as well."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kv_offload.engines.vllm.connector import KVOffloadConnector
 
     original = KVConnectorFactory.create_connector
 
     def create_connector(*arguments: Any, **named: Any) -> Any:
         connector = original(*arguments, **named)
+        if isinstance(connector, KVOffloadConnector):
+            timeline.put_on(connector)
         clock.put_on(connector)
         return connector
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.serving import sections
+from bench.serving.conversations import conversations
 from bench.serving.engine import ServingEngine, import_engine, memory
 from bench.serving.process import ANSWER
 from bench.serving.shapes import SHAPES
@@ -30,6 +31,7 @@ def serve(engine: ServingEngine) -> None:
         "ttft": sections.ttft,
         "throughput": sections.throughput,
         "latency": sections.latency,
+        "conversations": conversations,
         "turn": sections.turn,
         "link": sections.link,
         "memory": lambda engine: {

@@ -29,7 +29,8 @@ def tables(document: Document) -> str:
     results: dict[str, Any] = document["results"]
     parts = [_heading(document)]
     parts += [_ttft(document), _throughput(document), _pairs(document), _latency(document)]
-    parts += [_host_time(document), _starts(document), _memory(document)]
+    parts += [_host_time(document), _conversations(document), _hits(document)]
+    parts += [_starts(document), _memory(document)]
     notes = [f"- failed: {result['error']}" for result in results.values() if "error" in result]
     peers = [name for name in results if name.startswith("vllm") and "error" not in results[name]]
     if peers:
@@ -65,6 +66,9 @@ def _proofs(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, int]]]:
         for name, measured in result.get(section, {}).items():
             for load in measured.get("loads", ()):
                 yield f"{section} {name}", load
+    for measured in result.get("conversations", ()):
+        for load in measured["loads"]:
+            yield "conversations", load
 
 
 def floor_seconds(document: Document, tokens: int) -> float | None:
@@ -174,6 +178,51 @@ def _host_time(document: Document) -> str:
         rows.append([label, *(f"{1e6 * t['mean']:,.0f} / {1e6 * t['p99']:,.0f}" for t in times)])
     question = "How much host time do the connector's hooks take in a step? us, mean / p99"
     return _table(question, ["", *found], rows)
+
+
+def _conversations(document: Document) -> str:
+    found = _measured(document, "conversations")
+    if not found:
+        return ""
+    rows = []
+    for name, rounds in found.items():
+        first, between = (
+            [held[times] for held in rounds] for times in ("first_token", "between_tokens")
+        )
+        rows.append(
+            [
+                name,
+                _values([held["seconds"] for held in rounds], 1, 1),
+                *(
+                    _values([times[key] for times in first], 1e3, 0)
+                    for key in ("mean", "p50", "p99")
+                ),
+                _values([times["p99"] for times in between], 1e3, 0),
+            ]
+        )
+    load = document["shape"]["conversations"]
+    question = (
+        f"How long do {load['count']} conversations of {load['turns']} turns take, "
+        f"{load['at_once']} at a time? s, and ms, by rounds"
+    )
+    head = ["", "seconds", "first token, mean", "median", "p99", "between tokens, p99"]
+    return _table(question, head, rows)
+
+
+def _values(values: Sequence[float], scale: float, digits: int) -> str:
+    return " / ".join(f"{scale * value:,.{digits}f}" for value in values)
+
+
+def _hits(document: Document) -> str:
+    rounds = _measured(document, "conversations").get("kv-offload")
+    if not rounds:
+        return ""
+    rows: list[list[str]] = []
+    for kind, hits in rounds[-1]["hits"].items():
+        rows.append([f"**{kind}**, {hits['hits']} hits of {hits['bytes'] / MIB:,.0f} MiB", ""])
+        rows.append(["its copies alone", f"{1e3 * hits['copying']:,.1f}"])
+        rows += [[span, f"{1e3 * took:,.1f}"] for span, took in hits["spans"].items()]
+    return _table("Where does the time of a hit among others go? ms, medians", ["", "ms"], rows)
 
 
 def _starts(document: Document) -> str:

@@ -11,13 +11,15 @@ from typing import Any
 from bench.machine import machine
 from bench.serving.process import EngineError, EngineProcess, progress
 from bench.serving.report import save
-from bench.serving.shapes import SHAPES
+from bench.serving.shapes import LIMIT, SHAPES
 from bench.serving.stats import ratio_interval
 
-SECTIONS = ("ttft", "throughput", "latency", "pairs", "start")
+SECTIONS = ("ttft", "throughput", "latency", "pairs", "conversations", "start")
 OF_ONE_ENGINE = ("ttft", "throughput", "latency")
 """Sections that need one engine only; their functions are in `sections.py`."""
 STARTS = 5
+ROUNDS = 2
+"""How often each engine holds conversations, each time started anew, by turns."""
 
 
 class Bench:
@@ -60,12 +62,19 @@ class Bench:
                         self._measure(ours)
                     if off is not None and ours is not None:
                         self._measure_pairs(off, ours)
+        if chosen == ["conversations"]:
+            rest = []  # they start engines of their own
         for connector in rest:
             with self._engine(self._spawn(connector)) as engine:
                 if engine is not None:
                     self._measure(engine)
+        if "conversations" in chosen:
+            for turn, engine in enumerate(self._by_turns([*connectors, LIMIT], ROUNDS)):
+                held = self.results[engine.connector].setdefault("conversations", [])
+                held.append(engine.ask("conversations", seed=turn // (len(connectors) + 1)))
         if "start" in chosen:
-            self._measure_starts(connectors)
+            for _ in self._by_turns(connectors, STARTS):
+                pass
 
     def _keep(self) -> None:
         """Write what is known so far: a run takes minutes, and may be cut short."""
@@ -126,13 +135,15 @@ class Bench:
         self.pairs = ratio_interval(ratios)
         self._keep()
 
-    def _measure_starts(self, connectors: Sequence[str]) -> None:
-        """Start every engine again, by turns; its process is made while the one before it runs."""
-        order = list(connectors) * STARTS
+    def _by_turns(self, connectors: Sequence[str], rounds: int) -> Iterator[EngineProcess]:
+        """Start every engine so often, by turns; a process is made while the one before it runs."""
+        order = list(connectors) * rounds
         ahead = [self._spawn(order.pop(0))]
         while ahead:
-            engine = ahead.pop()
+            process = ahead.pop()
             if order:
                 ahead.append(self._spawn(order.pop(0)))
-            with self._engine(engine):
-                self._keep()
+            with self._engine(process) as engine:
+                if engine is not None:
+                    yield engine
+            self._keep()

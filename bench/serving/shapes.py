@@ -8,6 +8,31 @@ from typing import Any
 GIB = 1 << 30
 CONNECTORS = ("off", "kv-offload", "vllm", "vllm-simple")
 """No offloading; this project; vLLM's `OffloadingConnector`; vLLM's `SimpleCPUOffloadConnector`."""
+LIMIT = "limit"
+"""No offloading, and a GPU cache for everything that conversations ever use again."""
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Users who come back: `count` conversations of `turns` questions, `at_once` open at a time.
+
+    Each begins with the same `system_tokens` and a history of its own, of a random length within
+    `history_tokens`. Each turn adds `new_tokens` and is answered with `answer_tokens`.
+    """
+
+    count: int
+    turns: int
+    at_once: int
+    system_tokens: int
+    history_tokens: tuple[int, int]
+    new_tokens: int
+    answer_tokens: int
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest conversation at its end."""
+        turn = self.new_tokens + self.answer_tokens
+        return self.system_tokens + self.history_tokens[1] + self.turns * turn
 
 
 @dataclass(frozen=True)
@@ -40,6 +65,15 @@ class Shape:
     other_tokens: int
     steps_between: int
     """Prompts that others send meanwhile, one every so many steps."""
+    conversations: Conversations
+
+    def cache_blocks(self, connector: str) -> int:
+        """Blocks of the GPU's cache: `gpu_blocks`, or of the limit as many as are ever used."""
+        if connector != LIMIT:
+            return self.gpu_blocks
+        system = self.conversations.system_tokens
+        own_blocks = (self.conversations.most_tokens - system) // self.block_tokens + 2
+        return self.conversations.count * own_blocks + system // self.block_tokens + 64
 
     @property
     def host_bytes(self) -> int:
@@ -50,7 +84,8 @@ class Shape:
     def max_model_len(self) -> int:
         """Tokens of the longest request."""
         decoded = self.decode_prompt_tokens + 64 * self.other_prompts * self.steps_between
-        return max(*self.prompt_tokens, self.batch_tokens, decoded) + self.block_tokens
+        longest = max(*self.prompt_tokens, self.batch_tokens, self.conversations.most_tokens)
+        return max(longest, decoded) + self.block_tokens
 
     def block_bytes(self, item_bytes: int) -> int:
         """Bytes of a block over all layers."""
@@ -82,6 +117,15 @@ _ON_GPU: dict[str, Any] = {
     "other_prompts": 48,
     "other_tokens": 4096,
     "steps_between": 4,
+    "conversations": Conversations(
+        count=48,
+        turns=6,
+        at_once=16,
+        system_tokens=1024,
+        history_tokens=(1000, 4000),
+        new_tokens=700,
+        answer_tokens=64,
+    ),
 }
 SHAPES = {
     "small": Shape(
@@ -106,6 +150,15 @@ SHAPES = {
         other_prompts=6,
         other_tokens=256,
         steps_between=4,
+        conversations=Conversations(
+            count=32,
+            turns=3,
+            at_once=4,
+            system_tokens=64,
+            history_tokens=(256, 1024),
+            new_tokens=96,
+            answer_tokens=8,
+        ),
     ),
     # 50 GiB: the 48 prompts of 8,192 tokens are 48 GiB, and what was stored before goes first.
     "gqa8": Shape(
@@ -134,7 +187,7 @@ def transfer_config(
     connector: str, host_bytes: int, options: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Return vLLM's `kv_transfer_config` for one of `CONNECTORS`; `options` are for ours."""
-    if connector == "off":
+    if connector in ("off", LIMIT):
         return None
     if connector == "kv-offload":
         return {

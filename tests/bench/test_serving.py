@@ -152,7 +152,8 @@ def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) -> None:
-    run = run_bench(tmp_path, "--connectors", "off,kv-offload,vllm")
+    sections = "ttft,throughput,latency,pairs"
+    run = run_bench(tmp_path, "--connectors", "off,kv-offload,vllm", "--sections", sections)
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads((tmp_path / "serving-small.json").read_text())
     assert found["shape"]["name"] == "small"
@@ -193,6 +194,44 @@ def test_engines_are_started_again_by_turns(
     assert all(seconds > 0.1 for result in found.values() for seconds in result["starts"])
     began = re.findall(r"\] (\S+): starting an engine", capfd.readouterr().err)
     assert began == ["off", "kv-offload"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_conversations_are_held_by_turns_and_come_back_from_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("vllm", reason="needs vLLM, which is not installed")
+    monkeypatch.setattr(runs, "ROUNDS", 1)
+    words = ["--sections", "conversations", "--connectors", "kv-offload", "--out", str(tmp_path)]
+    assert serving.main(words) == 0
+    found = json.loads((tmp_path / "serving-small.json").read_text())["results"]
+    assert list(found) == ["kv-offload", "limit"]
+    load = SMALL.conversations
+    for result in found.values():
+        (held,) = result["conversations"]
+        assert held["turns"] == load.count * load.turns
+        assert held["between_tokens"]["count"] == held["turns"] * (load.answer_tokens - 1)
+        assert 0 < held["first_token"]["p50"] < held["first_token"]["p99"] < held["seconds"]
+    (ours,) = found["kv-offload"]["conversations"]
+    assert 0 < ours["loads"][0]["least_bytes"] <= ours["loads"][0]["loaded_bytes"]
+    for hits in ours["hits"].values():
+        assert hits["hits"] > 0
+        assert hits["median hit"]["asked"] == 0 < hits["median hit"]["planned"]
+        assert hits["median hit"]["planned"] < hits["median hit"]["first token"]
+        assert all(seconds > 0 for seconds in hits["spans"].values())
+    assert "Where does the time of a hit among others go?" in capfd.readouterr().out
+
+
+def test_what_is_ever_used_again_fits_the_limits_cache() -> None:
+    for shape in SHAPES.values():
+        load = shape.conversations
+        own = load.most_tokens - load.system_tokens
+        assert shape.cache_blocks("limit") * shape.block_tokens > load.count * own
+        assert shape.cache_blocks("limit") > shape.cache_blocks("kv-offload")
+        assert load.most_tokens < shape.max_model_len
+        loaded_again = load.count * (load.system_tokens + load.history_tokens[0])
+        assert loaded_again > shape.gpu_blocks * shape.block_tokens // 2
 
 
 @pytest.mark.slow
