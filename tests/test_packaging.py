@@ -29,7 +29,8 @@ ALLOWED = {
     "scheduler": LEAVES | {"cache"},
     "worker": LEAVES | {"kv_swap"},
     "engines": LEAVES | {"cache", "scheduler", "worker", "kv_swap"},
-    "cli": LEAVES | {"engines"},
+    "sizing": LEAVES,
+    "cli": LEAVES | {"engines", "sizing"},
     # The leaves among themselves.
     "": frozenset[str](),
     "engine": frozenset[str](),
