@@ -30,7 +30,8 @@ ALLOWED = {
     "worker": LEAVES | {"kv_swap"},
     "engines": LEAVES | {"cache", "scheduler", "worker", "kv_swap"},
     "sizing": LEAVES,
-    "cli": LEAVES | {"engines", "sizing"},
+    "doctor": LEAVES | {"engines", "worker", "kv_swap"},
+    "cli": LEAVES | {"engines", "sizing", "doctor"},
     # The leaves among themselves.
     "": frozenset[str](),
     "engine": frozenset[str](),
@@ -43,6 +44,9 @@ ALLOWED = {
     "metrics": frozenset[str](),
 }
 """Which room of `kv_offload` may import which, `TYPE_CHECKING` imports aside."""
+
+CONSTANTS = "kv_offload.engines.vllm.versions"
+"""The only module of an engine that the doctor imports: it runs where the engine is broken."""
 
 STILL: set[str] = set()
 """What is still to be taken apart."""
@@ -90,6 +94,8 @@ def forbidden(name: str, imports: set[str]) -> list[str]:
             wrong.add(f"kv_offload.{name} imports {other}")
         if top == "vllm" and room != "engines":
             wrong.add(f"kv_offload.{name} imports vllm")
+        if room == "doctor" and other == "engines" and not target.startswith(CONSTANTS):
+            wrong.add(f"kv_offload.{name} imports {target}")
     return sorted(wrong)
 
 
@@ -123,6 +129,14 @@ def test_kv_swap_imports_only_in_the_allowed_directions() -> None:
         ("worker.worker", "from kv_offload import scheduler", "scheduler"),
         ("worker.worker", "from .. import scheduler", "scheduler"),
         ("worker.worker", "from kv_offload.engines.vllm import versions", "engines"),
+        ("doctor.versions", "from kv_offload.engines.vllm.versions import NEWEST", None),
+        (
+            "doctor.versions",
+            "import kv_offload.engines.vllm.plugin",
+            "kv_offload.engines.vllm.plugin",
+        ),
+        ("doctor.versions", "import vllm", "vllm"),
+        ("sizing.slots", "from kv_offload.worker import sharing", "worker"),
         ("cache.manager", "import vllm.config", "vllm"),
         ("cache.manager", "def f():\n  import vllm", "vllm"),
         ("cache.policies.lru", "from ...config import X", None),

@@ -129,14 +129,13 @@ def _model(file: Path, values: Mapping[str, Any], outer: Mapping[str, Any]) -> M
         )
     else:
         heads = _positive(file, values, "num_attention_heads")
-        key = next((key for key in KV_HEADS if values.get(key) is not None), None)
-        kv_heads = heads if key is None else _positive(file, values, key)
-        key = next((key for key in HEAD_SIZES if values.get(key)), None)
-        head_size = (
-            _positive(file, values, "hidden_size") // heads
-            if key is None
-            else _positive(file, values, key)
-        )
+        named_heads = next((key for key in KV_HEADS if values.get(key) is not None), None)
+        kv_heads = heads if named_heads is None else _positive(file, values, named_heads)
+        named_size = next((key for key in HEAD_SIZES if values.get(key)), None)
+        if named_size is None:
+            head_size = _positive(file, values, "hidden_size") // heads
+        else:
+            head_size = _positive(file, values, named_size)
         if values.get("v_head_dim", head_size) not in (head_size, None):
             raise _unsupported(file, model_type, "has values of another size than keys")
     quantization = outer.get("quantization_config") or {}
