@@ -154,19 +154,22 @@ class TracedConfig:
 
 def describe_bytes(size_bytes: int) -> str:
     """Return a size as people read it, and exactly."""
-    return f"{format_size(size_bytes)} ({size_bytes} bytes)"
+    exactly = f"{size_bytes} byte{'' if size_bytes == 1 else 's'}"
+    return exactly if size_bytes < 1024 else f"{format_size(size_bytes)} ({exactly})"
 
 
 def trace_config(
     extra_config: Mapping[str, Any],
     environ: Mapping[str, str] = os.environ,
     *,
+    file: str | None = None,
     host: HostMemory | None = None,
     replicas: int = 1,
 ) -> TracedConfig:
     """Return the effective configuration of an engine with this `kv_connector_extra_config`.
 
-    The file is `extra_config["config_file"]`, else what `KV_OFFLOAD_CONFIG_FILE` names, else none.
+    The file is `file`, which a command was given, else `extra_config["config_file"]`, else what
+    `KV_OFFLOAD_CONFIG_FILE` names, else none.
     `host` stands in for `read_host_memory()`. The data-parallel `replicas` on this host divide a
     percentage, and each takes an absolute size for itself.
 
@@ -175,15 +178,17 @@ def trace_config(
         CapacityError: all replicas together ask for more than this machine or its cgroup has, less
             the headroom. What is free now is not looked at: see `kv_offload.worker.capacity`.
     """
-    file: Path | None = None
+    path: Path | None = None
     in_file: Mapping[Any, Any] = {}
-    if FILE_KEY in extra_config:
-        file, in_file = _read_file(EXTRA_CONFIG, FILE_KEY, extra_config[FILE_KEY])
+    if file is not None:
+        path, in_file = _read_file("", file)
+    elif FILE_KEY in extra_config:
+        path, in_file = _read_file(f"{EXTRA_CONFIG}: {FILE_KEY}: ", extra_config[FILE_KEY])
     elif FILE_VARIABLE in environ:
-        file, in_file = _read_file("environment", FILE_VARIABLE, environ[FILE_VARIABLE])
+        path, in_file = _read_file(f"environment: {FILE_VARIABLE}: ", environ[FILE_VARIABLE])
     layers = (
         (DEFAULT, {key.name: key.default for key in SCHEMA.values()}),
-        (str(file), in_file),
+        (str(path), in_file),
         (EXTRA_CONFIG, {k: v for k, v in extra_config.items() if k != FILE_KEY}),
     )
     host = host or read_host_memory()
@@ -193,7 +198,7 @@ def trace_config(
         for name, value in values.items():
             effective[name] = _checked(source, name, value, host.size_bytes // replicas)
             given[name] = (source, value)
-    traced = TracedConfig(OffloadConfig(**effective), file, given, host, replicas)
+    traced = TracedConfig(OffloadConfig(**effective), path, given, host, replicas)
     headroom = headroom_bytes(host)
     if traced.config.cpu_bytes * replicas + headroom > host.size_bytes:
         raise CapacityError(
@@ -224,18 +229,18 @@ def _checked(source: str, name: Any, value: Any, whole_bytes: int) -> Any:
         raise _bad_value(source, name, value, str(error), remedy) from error
 
 
-def _read_file(source: str, name: str, value: Any) -> tuple[Path, Mapping[Any, Any]]:
+def _read_file(named_by: str, value: Any) -> tuple[Path, Mapping[Any, Any]]:
     remedy = "Give the path of a YAML file that this process can read."
     if not isinstance(value, str) or not value:
-        raise _bad_value(source, name, value, "not a path", remedy)
+        raise ConfigError(f"{named_by}{_show(value)}: not a path. {remedy}")
     try:
         path = Path(os.path.expanduser(value)).absolute()
         # A pipe without a writer would block the engine's start, and a device may never end.
         content = path.read_bytes() if stat.S_ISREG(path.stat().st_mode) else None
     except (OSError, ValueError) as error:
-        raise _bad_value(source, name, value, f"cannot be read: {error}", remedy) from error
+        raise ConfigError(f"{named_by}{_show(value)}: cannot be read: {error}. {remedy}") from error
     if content is None:
-        raise _bad_value(source, name, value, f"{path} is not a regular file", remedy)
+        raise ConfigError(f"{named_by}{_show(value)}: {path} is not a regular file. {remedy}")
     return path, _parse(path, content)
 
 
