@@ -20,7 +20,18 @@ PLUGIN_GROUP = "vllm.general_plugins"
 # -- imports -----------------------------------------------------------------------------------
 
 LEAVES = frozenset(
-    {"", "config", "engine", "errors", "host_memory", "medians", "messages", "metrics", "sizes"}
+    {
+        "",
+        "config",
+        "config_file",
+        "engine",
+        "errors",
+        "host_memory",
+        "medians",
+        "messages",
+        "metrics",
+        "sizes",
+    }
 )
 """Modules at the top of `kv_offload`, which every room may import; `""` is the package itself."""
 
@@ -39,7 +50,8 @@ ALLOWED = {
     "medians": frozenset[str](),
     "sizes": frozenset({"errors"}),
     "host_memory": frozenset({"errors"}),
-    "config": frozenset({"errors", "host_memory", "sizes"}),
+    "config": frozenset({"config_file", "errors", "host_memory", "sizes"}),
+    "config_file": frozenset({"errors"}),
     "messages": frozenset[str](),
     "metrics": frozenset[str](),
 }

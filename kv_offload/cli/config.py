@@ -51,8 +51,7 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    extra_config = {} if arguments.file is None else {FILE_KEY: arguments.file}
-    traced = trace_config(extra_config)
+    traced = trace_config({}, file=arguments.file)
     argument = _vllm_argument(traced)
     print(argument if arguments.argument else _describe(traced, argument))
     return 0

@@ -51,6 +51,6 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         status: int = arguments.run(arguments)
     except KVOffloadError as error:
-        print(f"kv-offload: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     return status

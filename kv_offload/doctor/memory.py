@@ -6,7 +6,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from kv_offload.config import FILE_KEY, TracedConfig, trace_config
+from kv_offload.config import TracedConfig, trace_config
 from kv_offload.doctor.report import Check, not_checked
 from kv_offload.errors import CapacityError, KVOffloadError
 from kv_offload.host_memory import headroom_bytes, read_available_memory
@@ -20,12 +20,11 @@ def read_configuration(file: str | None, replicas: int) -> tuple[Check, TracedCo
     """Read a configuration as an engine does, and check that its size fits the machine."""
     name = "configuration"
     try:
-        traced = trace_config({} if file is None else {FILE_KEY: file}, replicas=replicas)
-    except CapacityError as error:
-        return Check(name=name, state="problem", found=str(error), needed="a size that fits"), None
+        traced = trace_config({}, file=file, replicas=replicas)
     except KVOffloadError as error:
-        needed = "a file that kv-offload config accepts"
-        return Check(name=name, state="problem", found=str(error), needed=needed), None
+        fits = isinstance(error, CapacityError)
+        needed = "a size that fits" if fits else "a file that kv-offload config accepts"
+        return Check(name=name, state="problem", found=error.args[0], needed=needed), None
     origin = "the defaults" if traced.file is None else str(traced.file)
     found = f"{origin}; cpu_bytes is {format_size(traced.config.cpu_bytes)}"
     each = " for each replica" if replicas > 1 else ""
@@ -65,7 +64,7 @@ def check_free(traced: TracedConfig) -> Check:
     needed_bytes = all_bytes + headroom_bytes(traced.host)
     needed = f"{format_size(needed_bytes)}: cpu_bytes and what must stay free"
     try:
-        check_available(traced, lambda mine: [mine])
+        warning = check_available(traced, lambda mine: [mine])
     except CapacityError:
         return Check(
             name="free memory",
@@ -76,12 +75,11 @@ def check_free(traced: TracedConfig) -> Check:
             "engine that runs already holds its own.",
         )
     if needed_bytes > free.size_bytes:
+        needed = f"{needed}, for {traced.replicas} replicas"
+        warning = "The last replicas will not start, unless some run already."
+    if warning is not None:
         return Check(
-            name="free memory",
-            state="warning",
-            found=found,
-            needed=f"{needed}, for {traced.replicas} replicas",
-            remedy="The last replicas will not start, unless some run already.",
+            name="free memory", state="warning", found=found, needed=needed, remedy=warning
         )
     return Check(name="free memory", state="ok", found=found, needed=needed)
 

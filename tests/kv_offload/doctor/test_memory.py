@@ -37,7 +37,8 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("size", "replicas", "state"),
     [
-        ("30GiB", 1, "ok"),
+        ("25GiB", 1, "ok"),
+        ("26GiB", 1, "warning"),  # more than 80 %
         ("31GiB", 1, "problem"),  # 2 GiB must stay free
         ("15GiB", 2, "ok"),
         ("16GiB", 2, "warning"),
