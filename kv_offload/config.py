@@ -9,18 +9,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import reprlib
-import shlex
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
-import yaml
 from msgspec import Meta
 
+from kv_offload.config_file import read_file, show
 from kv_offload.errors import CapacityError, ConfigError
 from kv_offload.host_memory import HostMemory, headroom_bytes, read_host_memory
 from kv_offload.sizes import format_size, parse_size
@@ -145,7 +142,7 @@ class TracedConfig:
         """Return what `cpu_bytes` asks for, for an error: where from, as written, in bytes."""
         source, value = self.given["cpu_bytes"]
         size_bytes = self.config.cpu_bytes
-        text = f"{source}: cpu_bytes: {_show(value)}: asks for {describe_bytes(size_bytes)}"
+        text = f"{source}: cpu_bytes: {show(value)}: asks for {describe_bytes(size_bytes)}"
         if self.replicas > 1:
             all_bytes = describe_bytes(size_bytes * self.replicas)
             text += f" for each of {self.replicas} replicas on this host, {all_bytes} in all"
@@ -154,19 +151,22 @@ class TracedConfig:
 
 def describe_bytes(size_bytes: int) -> str:
     """Return a size as people read it, and exactly."""
-    return f"{format_size(size_bytes)} ({size_bytes} bytes)"
+    exactly = f"{size_bytes} byte{'' if size_bytes == 1 else 's'}"
+    return exactly if size_bytes < 1024 else f"{format_size(size_bytes)} ({exactly})"
 
 
 def trace_config(
     extra_config: Mapping[str, Any],
     environ: Mapping[str, str] = os.environ,
     *,
+    file: str | None = None,
     host: HostMemory | None = None,
     replicas: int = 1,
 ) -> TracedConfig:
     """Return the effective configuration of an engine with this `kv_connector_extra_config`.
 
-    The file is `extra_config["config_file"]`, else what `KV_OFFLOAD_CONFIG_FILE` names, else none.
+    The file is `file`, which a command was given, else `extra_config["config_file"]`, else what
+    `KV_OFFLOAD_CONFIG_FILE` names, else none.
     `host` stands in for `read_host_memory()`. The data-parallel `replicas` on this host divide a
     percentage, and each takes an absolute size for itself.
 
@@ -175,15 +175,17 @@ def trace_config(
         CapacityError: all replicas together ask for more than this machine or its cgroup has, less
             the headroom. What is free now is not looked at: see `kv_offload.worker.capacity`.
     """
-    file: Path | None = None
+    path: Path | None = None
     in_file: Mapping[Any, Any] = {}
-    if FILE_KEY in extra_config:
-        file, in_file = _read_file(EXTRA_CONFIG, FILE_KEY, extra_config[FILE_KEY])
+    if file is not None:
+        path, in_file = read_file("", file)
+    elif FILE_KEY in extra_config:
+        path, in_file = read_file(f"{EXTRA_CONFIG}: {FILE_KEY}: ", extra_config[FILE_KEY])
     elif FILE_VARIABLE in environ:
-        file, in_file = _read_file("environment", FILE_VARIABLE, environ[FILE_VARIABLE])
+        path, in_file = read_file(f"environment: {FILE_VARIABLE}: ", environ[FILE_VARIABLE])
     layers = (
         (DEFAULT, {key.name: key.default for key in SCHEMA.values()}),
-        (str(file), in_file),
+        (str(path), in_file),
         (EXTRA_CONFIG, {k: v for k, v in extra_config.items() if k != FILE_KEY}),
     )
     host = host or read_host_memory()
@@ -193,7 +195,7 @@ def trace_config(
         for name, value in values.items():
             effective[name] = _checked(source, name, value, host.size_bytes // replicas)
             given[name] = (source, value)
-    traced = TracedConfig(OffloadConfig(**effective), file, given, host, replicas)
+    traced = TracedConfig(OffloadConfig(**effective), path, given, host, replicas)
     headroom = headroom_bytes(host)
     if traced.config.cpu_bytes * replicas + headroom > host.size_bytes:
         raise CapacityError(
@@ -208,7 +210,7 @@ def _checked(source: str, name: Any, value: Any, whole_bytes: int) -> Any:
     key = SCHEMA.get(name)
     if key is None:
         known = [*SCHEMA, FILE_KEY] if source == EXTRA_CONFIG else [*SCHEMA]
-        shown = name if isinstance(name, str) else _show(name)
+        shown = name if isinstance(name, str) else show(name)
         near = difflib.get_close_matches(shown, known, n=1)
         hint = f"Did you mean {near[0]}? " if near else ""
         remedy = f"{hint}Correct or remove it; the keys are {', '.join(known)}."
@@ -224,89 +226,5 @@ def _checked(source: str, name: Any, value: Any, whole_bytes: int) -> Any:
         raise _bad_value(source, name, value, str(error), remedy) from error
 
 
-def _read_file(source: str, name: str, value: Any) -> tuple[Path, Mapping[Any, Any]]:
-    remedy = "Give the path of a YAML file that this process can read."
-    if not isinstance(value, str) or not value:
-        raise _bad_value(source, name, value, "not a path", remedy)
-    try:
-        path = Path(os.path.expanduser(value)).absolute()
-        # A pipe without a writer would block the engine's start, and a device may never end.
-        content = path.read_bytes() if stat.S_ISREG(path.stat().st_mode) else None
-    except (OSError, ValueError) as error:
-        raise _bad_value(source, name, value, f"cannot be read: {error}", remedy) from error
-    if content is None:
-        raise _bad_value(source, name, value, f"{path} is not a regular file", remedy)
-    return path, _parse(path, content)
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which would keep the last of two equal keys and say nothing."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[str, int] = {}
-        # `!!map x` brings a node that is no mapping; PyYAML refuses it below.
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in lines:
-                given = f"{key.value}: {_show(value.value)}"
-                problem = f"{given}: this key was given before, in line {lines[key.value]}"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            lines[key.value] = key.start_mark.line + 1
-        return super().construct_mapping(node, deep=deep)
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep=deep)
-        except (ValueError, LookupError, AttributeError) as error:
-            # What PyYAML itself lets out for `2024-13-45`, `!!bool x` or `!!timestamp x`.
-            problem = f"{_show(node.value)} is not a valid {node.tag.rpartition(':')[2]}"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
-
-
-def _parse(path: Path, content: bytes) -> Mapping[Any, Any]:
-    """Return the top-level mapping of a YAML file; an empty file is an empty mapping."""
-    line, column = 1, 1
-    try:
-        values = yaml.load(content.decode("utf-8"), _Loader)
-        if values is None:
-            return {}
-        if isinstance(values, dict):
-            return values
-        problem = f"the top level is {_show(values)}, but it must be a mapping of keys to values"
-    except UnicodeDecodeError as error:
-        line, column = _position(content[: error.start].decode("utf-8"))
-        problem = f"byte 0x{content[error.start]:02x} is not UTF-8"
-    except yaml.reader.ReaderError as error:
-        line, column = _position(content.decode("utf-8")[: error.position])
-        problem = f"character {error.character:#x} is not allowed in YAML"
-    except yaml.MarkedYAMLError as error:
-        if error.problem_mark is not None:
-            line, column = error.problem_mark.line + 1, error.problem_mark.column + 1
-        problem = ", ".join(part for part in (error.context, error.problem) if part)
-    except RecursionError:
-        problem = "nested too deeply"
-    raise ConfigError(
-        f"{path}, line {line}, column {column}: {problem}. "
-        f"Correct the file; `kv-offload config {shlex.quote(str(path))}` checks it."
-    )
-
-
-def _position(before: str) -> tuple[int, int]:
-    return before.count("\n") + 1, len(before) - before.rfind("\n")
-
-
 def _bad_value(source: str, name: str, value: Any, reason: str, remedy: str) -> ConfigError:
-    return ConfigError(f"{source}: {name}: {_show(value)}: {reason}. {remedy}")
-
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 100
-_REPR.maxlevel = 2
-
-
-def _show(value: Any) -> str:
-    try:
-        return _REPR.repr(value)
-    except ValueError:  # an integer with more digits than Python prints
-        return "a huge integer"
+    return ConfigError(f"{source}: {name}: {show(value)}: {reason}. {remedy}")

@@ -5,12 +5,17 @@
     ├── UnsupportedError   this engine, model or configuration cannot be served correctly
     └── CapacityError      the machine cannot give the memory that was asked for
 
-A message names the value, the limit and the remedy.
+A message names the value, the limit and the remedy. As text it begins with `kv-offload: `, by which
+it is found in an engine's log.
 """
 
 
 class KVOffloadError(Exception):
     """Base of every error that this package raises."""
+
+    def __str__(self) -> str:
+        """Return the message with the name of the plugin in front."""
+        return f"kv-offload: {super().__str__()}"
 
 
 class ConfigError(KVOffloadError, ValueError):

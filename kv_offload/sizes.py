@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-UNITS = ("B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")
+UNITS = ("B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB", "Ki", "Mi", "Gi", "Ti")
 _BINARY_UNITS = ("TiB", "GiB", "MiB", "KiB")
 _UNIT_BYTES = {
     unit.lower(): (1024 if "i" in unit else 1000) ** "bkmgt".index(unit[0].lower())
@@ -17,7 +17,8 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z%]*)\s*", re.ASCII | re.IGN
 def parse_size(text: str, whole_bytes: int) -> int:
     """Return the bytes that `text` means, rounded down: `48GiB`, `1.5 TB`, or `40%` of a whole.
 
-    Units are matched without regard to case, so `Gb` is a gigabyte, not a gigabit.
+    Units are matched without regard to case, so `Gb` is a gigabyte, not a gigabit. `Gi`, as
+    Kubernetes writes it, is `GiB`.
 
     Raises:
         ValueError: not a positive number with a unit of `UNITS` or `%`, or less than one byte.

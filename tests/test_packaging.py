@@ -20,7 +20,18 @@ PLUGIN_GROUP = "vllm.general_plugins"
 # -- imports -----------------------------------------------------------------------------------
 
 LEAVES = frozenset(
-    {"", "config", "engine", "errors", "host_memory", "medians", "messages", "metrics", "sizes"}
+    {
+        "",
+        "config",
+        "config_file",
+        "engine",
+        "errors",
+        "host_memory",
+        "medians",
+        "messages",
+        "metrics",
+        "sizes",
+    }
 )
 """Modules at the top of `kv_offload`, which every room may import; `""` is the package itself."""
 
@@ -29,7 +40,9 @@ ALLOWED = {
     "scheduler": LEAVES | {"cache"},
     "worker": LEAVES | {"kv_swap"},
     "engines": LEAVES | {"cache", "scheduler", "worker", "kv_swap"},
-    "cli": LEAVES | {"engines"},
+    "sizing": LEAVES,
+    "doctor": LEAVES | {"engines", "worker", "kv_swap"},
+    "cli": LEAVES | {"engines", "sizing", "doctor"},
     # The leaves among themselves.
     "": frozenset[str](),
     "engine": frozenset[str](),
@@ -37,11 +50,15 @@ ALLOWED = {
     "medians": frozenset[str](),
     "sizes": frozenset({"errors"}),
     "host_memory": frozenset({"errors"}),
-    "config": frozenset({"errors", "host_memory", "sizes"}),
+    "config": frozenset({"config_file", "errors", "host_memory", "sizes"}),
+    "config_file": frozenset({"errors"}),
     "messages": frozenset[str](),
     "metrics": frozenset[str](),
 }
 """Which room of `kv_offload` may import which, `TYPE_CHECKING` imports aside."""
+
+CONSTANTS = "kv_offload.engines.vllm.versions"
+"""The only module of an engine that the doctor imports: it runs where the engine is broken."""
 
 STILL: set[str] = set()
 """What is still to be taken apart."""
@@ -89,6 +106,8 @@ def forbidden(name: str, imports: set[str]) -> list[str]:
             wrong.add(f"kv_offload.{name} imports {other}")
         if top == "vllm" and room != "engines":
             wrong.add(f"kv_offload.{name} imports vllm")
+        if room == "doctor" and other == "engines" and not target.startswith(CONSTANTS):
+            wrong.add(f"kv_offload.{name} imports {target}")
     return sorted(wrong)
 
 
@@ -122,6 +141,14 @@ def test_kv_swap_imports_only_in_the_allowed_directions() -> None:
         ("worker.worker", "from kv_offload import scheduler", "scheduler"),
         ("worker.worker", "from .. import scheduler", "scheduler"),
         ("worker.worker", "from kv_offload.engines.vllm import versions", "engines"),
+        ("doctor.versions", "from kv_offload.engines.vllm.versions import NEWEST", None),
+        (
+            "doctor.versions",
+            "import kv_offload.engines.vllm.plugin",
+            "kv_offload.engines.vllm.plugin",
+        ),
+        ("doctor.versions", "import vllm", "vllm"),
+        ("sizing.slots", "from kv_offload.worker import sharing", "worker"),
         ("cache.manager", "import vllm.config", "vllm"),
         ("cache.manager", "def f():\n  import vllm", "vllm"),
         ("cache.policies.lru", "from ...config import X", None),

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kv_swap.engine import SwapEngine
+from kv_swap.errors import DeviceError, PinnedMemoryError
 from kv_swap.factory import EngineKind, create_engine, numa_node
 
-from kv_offload.config import OffloadConfig
+from kv_offload.config import OffloadConfig, describe_bytes
 from kv_offload.engine import KVCaches
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.worker.capacity import growing_room
@@ -51,7 +52,8 @@ def allocate(
     `peers` have the same KV bytes. They share one arena, or each has its own if one of them cannot
     share: then `ALONE` is returned. The bytes of `layers`, in the order in which the engine
     registered them, must be at the same places of a slot on all peers. Waits for the slowest peer.
-    The transfer engine holds the KV tensors. Raises `CapacityError`.
+    The transfer engine holds the KV tensors. Raises `CapacityError`, and `UnsupportedError` where
+    the device cannot run the copy kernels.
     """
     layout, device = caches.layout, caches.tensors[0].device
     slot_bytes = layout.slot_bytes
@@ -64,17 +66,22 @@ def allocate(
     if shared is None:
         peers = ALONE
     num_slots = _count_slots(config, num_ranks, peers, slot_bytes)
-    with shared or contextlib.nullcontext():
-        transfer = create_engine(
-            kind,
-            layout,
-            num_slots,
-            device=device,
-            keep_alive=caches.tensors,
-            output_copy_stream=output_copy_stream,
-            shared=shared,
-            room=growing_room(),
-        )
+    try:
+        with shared or contextlib.nullcontext():
+            transfer = create_engine(
+                kind,
+                layout,
+                num_slots,
+                device=device,
+                keep_alive=caches.tensors,
+                output_copy_stream=output_copy_stream,
+                shared=shared,
+                room=growing_room(),
+            )
+    except PinnedMemoryError as error:
+        raise CapacityError(str(error)) from error
+    except DeviceError as error:
+        raise UnsupportedError(str(error)) from error
     return transfer, peers
 
 
@@ -83,8 +90,9 @@ def _count_slots(config: OffloadConfig, num_ranks: int, peers: Peers, slot_bytes
     share_bytes = arena_bytes(config.cpu_bytes, num_ranks, peers.count)
     if share_bytes < slot_bytes:
         num_arenas = num_ranks // peers.count
+        holder = f"each of {num_arenas} ranks" if num_arenas > 1 else "this engine"
         raise CapacityError(
-            f"cpu_bytes gives each of {num_arenas} ranks {share_bytes} bytes, and one slot takes "
-            f"{slot_bytes}: set cpu_bytes to {slot_bytes * num_arenas} or more"
+            f"cpu_bytes gives {holder} {describe_bytes(share_bytes)}, and one slot takes "
+            f"{describe_bytes(slot_bytes)}: set cpu_bytes to {slot_bytes * num_arenas} or more"
         )
     return share_bytes // slot_bytes

@@ -23,15 +23,20 @@ from kv_offload.sizes import format_size
 
 logger = logging.getLogger(__name__)
 
+LARGE_PART = 0.8
+"""Of what is available; more than this is said at the start. A choice, not a measurement: the rest
+is all that requests, page tables and other processes have to grow in."""
+
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def check_available(traced: TracedConfig, gather: Callable[[Any], list[Any]]) -> None:
+def check_available(traced: TracedConfig, gather: Callable[[Any], list[Any]]) -> str | None:
     """Refuse a replica whose share and the headroom are more than is available on this host now.
 
     All ranks of the replica call it before any of them takes memory. `gather` returns what each
-    gives, and waits for all. The share of a replica that spans hosts is divided by ranks. Raises
-    `CapacityError` with the figures and the remedy.
+    gives, and waits for all. The share of a replica that spans hosts is divided by ranks. Returns a
+    warning if the share is more than `LARGE_PART` of what is available. Raises `CapacityError` with
+    the figures and the remedy.
     """
     this_host = read_boot()
     told = gather((this_host, read_available_memory()))
@@ -46,6 +51,14 @@ def check_available(traced: TracedConfig, gather: Callable[[Any], list[Any]]) ->
             f"available now ({least.source}), of which {format_size(headroom)} must stay free. "
             f"Lower cpu_bytes, end what else takes memory, or give the process more."
         )
+    part = share_bytes / least.size_bytes
+    if part <= LARGE_PART:
+        return None
+    return (
+        f"cpu_bytes takes {part:.0%} of the {format_size(least.size_bytes)} that are available now "
+        f"({least.source}), more than {LARGE_PART:.0%}: if anything else on this host grows, the "
+        "kernel may end a process. Lower cpu_bytes unless nothing else runs here"
+    )
 
 
 def describe_share(traced: TracedConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.host_memory import headroom_bytes, read_host_memory
 from tests.engine.harness import engine, random_tokens, transfer_config
+from tests.support.small_models import write_model
 
 
 def refusal(models: Path, plugin: dict[str, Any], error: type[Exception], **arguments: Any) -> str:
@@ -67,9 +69,47 @@ def test_unknown_key(model_folder: Path) -> None:
     assert "eviction_policy" in message
 
 
+def test_a_wrong_setting_is_refused_before_weights_are_read(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """A model without weights: who reads them gets another error, as the control shows."""
+    bare = tmp_path / "qwen3"
+    shutil.copytree(write_model("qwen3", model_folder / "qwen3"), bare)
+    (bare / "model.safetensors").unlink()
+    message = refusal(tmp_path, {"evicton_policy": "lru"}, ConfigError)
+    assert message.startswith("kv-offload: kv_connector_extra_config: evicton_policy: ")
+    message = refusal(tmp_path, {}, UnsupportedError, enable_prefix_caching=False)
+    assert message.startswith("kv-offload: this engine cannot be served correctly: prefix caching")
+    with pytest.raises(RuntimeError, match="model weights"), engine(tmp_path, plugin={}):
+        pass
+    _forget_half_started_engine()
+
+
+def test_vllms_own_offloading_beside_the_plugin(model_folder: Path) -> None:
+    message = refusal(model_folder, {}, ConfigError, kv_offloading_size=1.0)
+    assert message.startswith("kv-offload: --kv-offloading-size 1.0: ")
+
+
+def test_the_start_says_how_large_the_pool_is(
+    model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """32 tokens and 32768 bytes a block; the engine has 400 blocks."""
+    with engine(model_folder, plugin={"cpu_bytes": 600 * 32768}):
+        pass
+    assert "host memory holds 19200 tokens, 1.5 times the 12800 tokens of the" in caplog.text
+    assert "vLLM's own kv_load_failure_policy is not read" in caplog.text
+    assert "smaller" not in caplog.text
+    with engine(model_folder, plugin={"cpu_bytes": 100 * 32768}):
+        pass
+    assert "host memory holds 3200 tokens, 0.25 times the 12800 tokens of the" in caplog.text
+    (warning,) = [record for record in caplog.records if "smaller" in record.getMessage()]
+    assert warning.levelname == "WARNING"
+    assert "Give cpu_bytes 4 times as much or more" in warning.getMessage()
+
+
 def test_pool_smaller_than_a_slot(model_folder: Path) -> None:
     message = refusal(model_folder, {"cpu_bytes": 1000}, CapacityError)
-    assert "1000 bytes" in message
+    assert message.startswith("kv-offload: cpu_bytes gives this engine 1000 bytes, and one slot ")
     assert "set cpu_bytes to 32768 or more" in message
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_offload.config import DEFAULT, SCHEMA, OffloadConfig, trace_config
+from kv_offload.config import DEFAULT, SCHEMA, OffloadConfig, describe_bytes, trace_config
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError
 from kv_offload.host_memory import HostMemory
 
@@ -39,7 +39,10 @@ def load(extra_config=None, environ=None, replicas=1):
 def refusal(extra_config=None, environ=None, kind=ConfigError, replicas=1):
     with pytest.raises(kind) as caught:
         load(extra_config, environ, replicas)
-    return str(caught.value)
+    message = str(caught.value)
+    assert message.startswith("kv-offload: ")
+    assert message.count("kv-offload: ") == 1
+    return message.removeprefix("kv-offload: ")
 
 
 @pytest.fixture
@@ -494,3 +497,33 @@ def test_the_documented_errors_are_real(write, tmp_path):
     for error, content in zip(errors, contents, strict=True):
         message = refusal({"config_file": write(content, name="kv-offload.yaml")})
         assert message.replace(str(tmp_path), "/srv") == error
+
+
+# -- the file of a command -----------------------------------------------------------------------
+
+
+def test_the_file_of_a_command_is_read_in_place_of_the_others(tmp_path):
+    file = tmp_path / "kv.yaml"
+    file.write_text("store_after_uses: 3")
+    environ = {"KV_OFFLOAD_CONFIG_FILE": "/missing.yaml"}
+    traced = trace_config({}, environ, file=str(file), host=HOST)
+    assert traced.config.store_after_uses == 3
+    assert traced.file == file
+    assert traced.given["store_after_uses"] == (str(file), 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("missing.yaml", "cannot be read: "), ("", "not a path. ")]
+)
+def test_a_wrong_file_of_a_command_is_named_as_it_was_given(name, problem):
+    with pytest.raises(ConfigError) as caught:
+        trace_config({}, {}, file=name, host=HOST)
+    assert str(caught.value).startswith(f"kv-offload: {name!r}: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(1, "1 byte"), (1000, "1000 bytes"), (1024, "1 KiB (1024 bytes)"), (5 << 30, "5 GiB (")],
+)
+def test_sizes_in_messages(size_bytes, text):
+    assert describe_bytes(size_bytes).startswith(text)

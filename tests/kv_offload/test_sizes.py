@@ -17,6 +17,10 @@ UNIT_BYTES = {
     "MiB": 2**20,
     "GiB": 2**30,
     "TiB": 2**40,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
 }
 
 
@@ -31,6 +35,8 @@ def test_units_are_those_of_the_oracle():
         ("48 GB", 48 * 10**9),
         ("512MiB", 512 << 20),
         ("1.5GiB", 3 * GIB // 2),
+        ("4Gi", 4 * GIB),
+        ("512Mi", 512 << 20),
         ("1gib", GIB),
         ("1GIB", GIB),
         ("1Gb", 10**9),
@@ -64,8 +70,8 @@ def test_sizes_that_are_accepted(text, size_bytes):
         ("nan%", "not a positive number and a unit"),
         ("48", "the unit is missing"),
         ("1.5", "the unit is missing"),
-        ("48G", "unknown unit 'G', known are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB and %"),
-        ("48Gi", "unknown unit 'Gi'"),
+        ("48G", f"unknown unit 'G', known are {', '.join(UNITS)} and %"),
+        ("48Gib%", "unknown unit 'Gib%'"),
         ("48%%", "unknown unit '%%'"),
         ("48%GiB", "unknown unit '%GiB'"),
         ("0GiB", "less than one byte"),

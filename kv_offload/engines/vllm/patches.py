@@ -145,10 +145,17 @@ def _method_of_class(owner: Any, name: str) -> Method:
     return method
 
 
-def _note_replicas(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _note_replicas_and_check(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.kv_transfer_config is None:  # the plugin is installed, but nobody asked for it
+        return original(self, *args, **kwargs)
+    # Imported here: it imports this module, and most processes never need it.
+    from kv_offload.engines.vllm.start import early
+
+    early.check_arguments(self)
     config = original(self, *args, **kwargs)
     parallel = config.parallel_config
     setattr(parallel, NOTED_REPLICAS, int(parallel.data_parallel_size_local))
+    early.check_settings(config)
     return config
 
 
@@ -176,7 +183,9 @@ def _tell_first(
 EXECUTE_MODEL = Patch("model runner.execute_model", _tell_first, "rank")
 LOAD_WEIGHTS = Patch("model.load_weights", _tell_first, "rank")
 PATCHES = (
-    Patch("vllm.engine.arg_utils:EngineArgs.create_engine_config", _note_replicas, "process"),
+    Patch(
+        "vllm.engine.arg_utils:EngineArgs.create_engine_config", _note_replicas_and_check, "process"
+    ),
     Patch("vllm.v1.engine.core:EngineCore.reset_prefix_cache", drain.reset_after_drain),
     Patch("vllm.v1.engine.core:EngineCore.collective_rpc", weights.watch_call),
     Patch(

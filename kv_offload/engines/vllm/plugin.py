@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 from kv_offload.engines.vllm.patches import install_in_process
 
 CONNECTOR = "KVOffloadConnector"
+PREFIX = "kv-offload: "
+"""How every line of ours begins, errors included (`kv_offload.errors`)."""
 VLLM_LOG = logging.getLogger("vllm.kv_offload")
 """Only children of the logger `vllm` have a handler."""
 
 
 class _Forward(logging.Handler):
-    """Hands records to vLLM's log."""
+    """Hands records to vLLM's log, each with the name of the plugin in front."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record as if it were logged there."""
+        """Write a record as if it were logged there. `kv_swap` does not know whose part it is."""
         if VLLM_LOG.isEnabledFor(record.levelno):
+            message = record.getMessage()
+            if not message.startswith(PREFIX):
+                record = copy.copy(record)
+                record.msg, record.args = f"{PREFIX}{message}", None
             VLLM_LOG.handle(record)
 
 

@@ -21,7 +21,7 @@ def check_version(version: str) -> tuple[int, int]:
         major, minor = -1, -1
     if not OLDEST <= (major, minor) <= NEWEST:
         raise UnsupportedError(
-            f"kv-offload works with vLLM {dotted(OLDEST)} to {dotted(NEWEST)}, this is "
+            f"works with vLLM {dotted(OLDEST)} to {dotted(NEWEST)}, this is "
             f"{version!r}; install a vLLM in that range or a kv-offload that supports yours"
         )
     return major, minor

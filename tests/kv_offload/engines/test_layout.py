@@ -209,7 +209,7 @@ def test_too_few_blocks_to_tell_them_from_keys_and_values(blocks: int) -> None:
 
 def test_a_page_that_is_smaller_than_its_data() -> None:
     message = refusal({"layer": cache(BLOCKS, HEADS, TOKENS, 4 * HEAD_SIZE)}, config())
-    assert message.startswith("layer: page_bytes is 512")
+    assert message.startswith("kv-offload: layer: page_bytes is 512")
 
 
 def test_a_page_that_is_not_aligned() -> None:

@@ -71,8 +71,8 @@ def test_both_logs_go_to_vllms(
     chosen_level(logging.INFO)
     logging.getLogger(f"{name}.some.module").info("page-locked %d bytes", 5)
     logging.getLogger(f"{name}.some.module").debug("not asked for")
-    assert shown == ["page-locked 5 bytes"]
+    assert shown == ["kv-offload: page-locked 5 bytes"]
     chosen_level(logging.ERROR)
     logging.getLogger(name).info("not of interest to this user")
-    logging.getLogger(name).error("of interest")
-    assert shown == ["page-locked 5 bytes", "of interest"]
+    logging.getLogger(name).error("kv-offload: of %s", "interest")
+    assert shown == ["kv-offload: page-locked 5 bytes", "kv-offload: of interest"]

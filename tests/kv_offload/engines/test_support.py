@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ from kv_offload.engines.vllm.start.support import (
     DRAFT_HEADS,
     check_supported,
     consequences,
+    describe_policy,
 )
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import UnsupportedError
@@ -60,10 +62,11 @@ class Engine:
         """Return the only problem that the check lists."""
         with pytest.raises(UnsupportedError) as caught:
             self.check()
-        head, *problems = str(caught.value).split("\n  - ")
-        assert head == "kv-offload cannot serve this engine correctly:"
-        assert len(problems) == 1, problems
-        return problems[0]
+        head = "kv-offload: this engine cannot be served correctly: "
+        assert str(caught.value).startswith(head)
+        problem = str(caught.value).removeprefix(head)
+        assert not problem.startswith("(1)"), problem
+        return problem
 
 
 @pytest.fixture
@@ -361,6 +364,33 @@ def test_one_layer_of_a_uniform_group_is_enough_to_refuse(engine: Engine) -> Non
     assert "layers with a OtherSpec" in engine.refusal()
 
 
+def test_two_policies_for_failed_loads_that_differ(engine: Engine) -> None:
+    """The other way round is vLLM's default, `fail`, beside ours: only said, not refused."""
+    engine.check()
+    engine.config = dataclasses.replace(engine.config, on_load_failure="fail")
+    engine.check()
+    engine.vllm.kv_transfer_config.kv_load_failure_policy = "recompute"
+    assert engine.refusal() == (
+        "on_load_failure is 'fail', and kv_load_failure_policy is 'recompute': remove one of the "
+        "two"
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "done", "other"),
+    [("recompute", "computed again", "fail"), ("fail", "failed", "recompute")],
+)
+def test_the_start_says_which_policy_for_failed_loads_counts(
+    engine: Engine, policy: Any, done: str, other: str
+) -> None:
+    config = dataclasses.replace(engine.config, on_load_failure=policy)
+    assert describe_policy(config) == (
+        f"a request whose load fails is {done} (on_load_failure: {policy}); vLLM's own "
+        "kv_load_failure_policy is not read: for the other choice set on_load_failure: "
+        f"{other}"
+    )
+
+
 def test_everything_that_stands_in_the_way_is_listed_at_once(engine: Engine) -> None:
     engine.vllm.kv_transfer_config.kv_role = "kv_consumer"
     engine.vllm.cache_config.enable_prefix_caching = False
@@ -369,12 +399,14 @@ def test_everything_that_stands_in_the_way_is_listed_at_once(engine: Engine) -> 
     engine.vllm.speculative_config = speculative("dflash")
     with pytest.raises(UnsupportedError) as caught:
         engine.check()
-    _, *problems = str(caught.value).split("\n  - ")
+    message = str(caught.value)
+    assert "\n" not in message, "one line of a log, which a search for kv-offload: finds"
+    _, *problems = re.split(r"\(\d\) ", message)
     beginnings = [
         "kv_role is ",
         "prefix caching is off",
-        "the model has",
         "speculative method",
+        "the model has",
     ]
     for problem, beginning in zip(problems, beginnings, strict=True):
         assert problem.startswith(beginning)

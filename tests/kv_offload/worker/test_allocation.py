@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
+from kv_swap.errors import DeviceError, PinnedMemoryError
 
 from kv_offload.config import OffloadConfig
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
@@ -30,10 +31,31 @@ def test_a_share_below_one_slot_is_refused_with_the_size_that_is_needed() -> Non
     with pytest.raises(CapacityError) as caught:
         Rank(num_ranks=2, cpu_bytes=100).start()
     message = str(caught.value)
-    assert "each of 2 ranks 50 bytes" in message
-    assert "one slot takes 64" in message
+    assert "each of 2 ranks 50 bytes, and one slot takes 64 bytes: " in message
     assert "set cpu_bytes to 128 or more" in message
     Rank(num_ranks=2, cpu_bytes=128).start().half.shutdown()
+
+
+@pytest.mark.parametrize(("cpu_bytes", "given"), [(1, "1 byte"), (50, "50 bytes")])
+def test_a_single_rank_is_called_this_engine(cpu_bytes: int, given: str) -> None:
+    with pytest.raises(CapacityError, match=f"cpu_bytes gives this engine {given}, and one slot"):
+        Rank(cpu_bytes=cpu_bytes).start()
+
+
+@pytest.mark.parametrize(
+    ("error", "ours"),
+    [(PinnedMemoryError, CapacityError), (DeviceError, UnsupportedError)],
+)
+def test_errors_of_the_transfer_package_become_the_plugins(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception], ours: type[Exception]
+) -> None:
+    def fail(*_args: Any, **_kwargs: Any) -> None:
+        raise error("cannot page-lock 5 bytes")
+
+    monkeypatch.setattr("kv_offload.worker.allocation.create_engine", fail)
+    with pytest.raises(ours) as caught:
+        Rank().start()
+    assert str(caught.value) == "kv-offload: cannot page-lock 5 bytes"
 
 
 def test_a_transfer_engine_for_another_device_is_refused() -> None:

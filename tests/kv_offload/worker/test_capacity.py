@@ -28,9 +28,9 @@ def available(size_bytes: int) -> HostMemory:
     return HostMemory(size_bytes, "MemAvailable in /proc/meminfo")
 
 
-def check(traced: TracedConfig, size_bytes: int) -> None:
-    """Check the only rank of a replica."""
-    Ranks(("a", size_bytes)).check(0, traced)
+def check(traced: TracedConfig, size_bytes: int) -> str | None:
+    """Check the only rank of a replica; return the warning."""
+    return Ranks(("a", size_bytes)).check(0, traced)
 
 
 def test_what_is_available_is_enough_to_the_byte() -> None:
@@ -38,11 +38,23 @@ def test_what_is_available_is_enough_to_the_byte() -> None:
     with pytest.raises(CapacityError) as caught:
         check(asking("100GiB"), 100 * GIB + HEADROOM - 1)
     assert str(caught.value) == (
-        "kv_connector_extra_config: cpu_bytes: '100GiB': asks for 100 GiB (107374182400 bytes), "
-        "but only 102 GiB (109521666047 bytes) are available now (MemAvailable in /proc/meminfo), "
-        "of which 2 GiB must stay free. Lower cpu_bytes, end what else takes memory, or give the "
-        "process more."
+        "kv-offload: kv_connector_extra_config: cpu_bytes: '100GiB': asks for 100 GiB "
+        "(107374182400 bytes), but only 102 GiB (109521666047 bytes) are available now "
+        "(MemAvailable in /proc/meminfo), of which 2 GiB must stay free. Lower cpu_bytes, end what "
+        "else takes memory, or give the process more."
     )
+
+
+def test_a_share_above_80_percent_of_what_is_available_is_said() -> None:
+    assert check(asking("100GiB"), 125 * GIB) is None
+    assert check(asking("100GiB"), 125 * GIB - 1) == (
+        "cpu_bytes takes 80% of the 125 GiB that are available now (MemAvailable in "
+        "/proc/meminfo), more than 80%: if anything else on this host grows, the kernel may end a "
+        "process. Lower cpu_bytes unless nothing else runs here"
+    )
+    ranks = Ranks(("a", 200 * GIB), ("b", 60 * GIB))
+    assert ranks.check(0, asking("100GiB")) is None
+    assert "takes 83% of the 60 GiB" in (ranks.check(1, asking("100GiB")) or "")
 
 
 @pytest.mark.parametrize("cpu_bytes", ["80%", 80 * HOST.size_bytes // 100])
@@ -69,13 +81,13 @@ class Ranks:
         self._told = [(host, available(size_bytes)) for host, size_bytes in told]
         self.calls = 0
 
-    def check(self, rank: int, traced: TracedConfig) -> None:
+    def check(self, rank: int, traced: TracedConfig) -> str | None:
         host, memory = self._told[rank]
         with (
             mock.patch("kv_offload.worker.capacity.read_available_memory", return_value=memory),
             mock.patch("kv_offload.worker.capacity.read_boot", return_value=host),
         ):
-            check_available(traced, self._gather)
+            return check_available(traced, self._gather)
 
     def _gather(self, own: Any) -> list[Any]:
         self.calls += 1

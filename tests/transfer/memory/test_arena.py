@@ -5,6 +5,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -318,6 +319,22 @@ def test_the_end_is_logged_with_where_the_memory_is(
     arena = HostArena(16, PAGE, register=Registrar(), background=True)
     assert arena.wait_ready(30)
     assert f"page-locked {16 * PAGE} bytes from any NUMA node" in caplog.text
+
+
+def test_progress_is_logged_every_so_often(
+    small_pieces: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "kv_swap")
+
+    def lines() -> list[str]:
+        arena = HostArena(16, PAGE, register=Registrar(), background=True)
+        assert arena.wait_ready(30)
+        return [r.getMessage() for r in caplog.records if "the pool grows" in r.getMessage()]
+
+    assert lines() == [], "the control: it takes less than the ten seconds between two lines"
+    monkeypatch.setattr(registration, "PROGRESS_SECONDS", 0.0)
+    first, *_ = lines()
+    assert re.fullmatch(r"page-locked 0\.0 of 0\.0 GiB after 0 s; the pool grows meanwhile", first)
 
 
 def test_a_failure_in_the_background_caps_the_arena(

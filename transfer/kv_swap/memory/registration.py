@@ -58,6 +58,9 @@ way. Not always, since looking takes 0.3 ms, most of it with the GIL (2 cores)."
 RETRY_SECONDS = 5.0
 """How long a thread that found too little memory waits before it looks again."""
 
+PROGRESS_SECONDS = 10.0
+"""Seconds between two lines of the log that say how far the background work is."""
+
 _EXIT_SECONDS = 10.0
 """Bound of the wait, at the end of the process, for registrations that run."""
 
@@ -87,7 +90,7 @@ class Registration:
         self._mapping = mapping
         self._pieces = Pieces(mapping, registrar, piece_bytes)
         self._room = room
-        self._started = time.monotonic()
+        self._started = self._last_line = time.monotonic()
         self._background = False
         self._driver_turn = threading.Lock()
         # Guards all below. Its lock is reentrant: `release` runs as a finaliser, anywhere.
@@ -154,6 +157,7 @@ class Registration:
     def _work(self) -> None:
         while (piece := self._claim()) is not None:
             self._register(piece)
+            self._log_progress()
         with self._changed:
             if self._running_threads > 1:
                 self._running_threads -= 1
@@ -165,6 +169,20 @@ class Registration:
             released = self._released
         if released:
             self._pieces.close()
+
+    def _log_progress(self) -> None:
+        """Say how far it is, every so often. Here, because an idle engine does nothing else."""
+        now = time.monotonic()
+        with self._changed:
+            if self._is_over() or now - self._last_line < PROGRESS_SECONDS:
+                return
+            self._last_line = now
+        logger.info(
+            "page-locked %.1f of %.1f GiB after %.0f s; the pool grows meanwhile",
+            self.ready_bytes / (1 << 30),
+            self._mapping.nbytes / (1 << 30),
+            now - self._started,
+        )
 
     def _claim(self) -> int | None:
         """Return the next piece; `None` if there is none, one has failed, or it is time to stop."""

@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.metadata import ConnectorMetadata, convert
+from kv_offload.engines.vllm.start.pool import log_pool
 from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacities
 from kv_offload.messages import OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.scheduler.scheduler import OffloadScheduler
@@ -57,6 +58,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
             self.offload_scheduler.ranks_ready({c.rank: c.ready_slots for c in capacities})
             if not all(rank.synchronous_loads for rank in capacities):
                 self.offload_scheduler.load_mode.allowed = False
+            log_pool(self._vllm_config, self._kv_cache_config, self._num_slots)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Build the scheduler's half: the block sizes are final now."""

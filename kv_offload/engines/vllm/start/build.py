@@ -97,6 +97,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
     setup = patches.Setup(engine.version, config, holds_state, is_member=bool(enclosing))
     patches.install_for_scheduler(setup)
     logger.info("kv-offload: %s", config.describe())
+    logger.info("kv-offload: %s", support.describe_policy(config))
     logger.info("kv-offload: %s", describe_share(engine.traced))
     if engine.hidden_replicas:
         warn_of_hidden_replicas(engine.traced)
@@ -122,8 +123,10 @@ def _cache_groups(engine: Engine) -> tuple[CacheGroup, ...]:
 
 def build_worker(engine: Engine) -> OffloadWorker:
     """Build a rank's half. No rank takes memory before all have looked how much there is."""
-    check_available(engine.traced, ranks.gather_over_ranks)
+    warning = check_available(engine.traced, ranks.gather_over_ranks)
     parallel = engine.vllm_config.parallel_config
+    if warning and parallel.rank == 0:
+        logger.warning("kv-offload: %s", warning)
     shares = groups.ranks_with_equal_bytes(parallel, engine.kv_cache_config) > 1
     return OffloadWorker(
         engine.traced.config,

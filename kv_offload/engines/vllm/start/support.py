@@ -49,20 +49,52 @@ def check_supported(
     enclosing: Sequence[KVTransferConfig] = (),
 ) -> None:
     """Raise one `UnsupportedError` that lists everything that stands in the way."""
-    problems = [
-        *_engine_problems(config, vllm_config, len(kv_cache_config.kv_cache_groups), version),
-        *(_member_problems(config, vllm_config, enclosing[-1]) if enclosing else ()),
-        *_model_problems(kv_cache_config),
-        *_state_problems(vllm_config, kv_cache_config),
-        *_draft_problems(vllm_config),
-    ]
+    _refuse(
+        [
+            *_setting_problems(config, vllm_config, version, enclosing),
+            *_model_problems(config, kv_cache_config, version),
+            *_state_problems(vllm_config, kv_cache_config),
+        ]
+    )
+
+
+def check_settings(
+    config: OffloadConfig,
+    vllm_config: VllmConfig,
+    version: tuple[int, int],
+    enclosing: Sequence[KVTransferConfig] = (),
+) -> None:
+    """Raise `UnsupportedError` for what stands in the way whatever the model's caches are.
+
+    That is known before the engine loads its weights; `check_supported` looks at the rest, too.
+    """
+    _refuse([*_setting_problems(config, vllm_config, version, enclosing)])
+
+
+def _refuse(problems: Sequence[str]) -> None:
     if problems:
-        listed = "".join(f"\n  - {problem}" for problem in problems)
-        raise UnsupportedError(f"kv-offload cannot serve this engine correctly:{listed}")
+        # One line, so that whoever looks for `kv-offload:` in a log finds all of it.
+        numbered = [f"({number}) {problem}" for number, problem in enumerate(problems, 1)]
+        listed = " ".join(numbered) if len(problems) > 1 else problems[0]
+        raise UnsupportedError(f"this engine cannot be served correctly: {listed}")
+
+
+def _setting_problems(
+    config: OffloadConfig,
+    vllm_config: VllmConfig,
+    version: tuple[int, int],
+    enclosing: Sequence[KVTransferConfig],
+) -> Iterator[str]:
+    yield from _engine_problems(config, vllm_config, version)
+    if enclosing:
+        yield from _member_problems(config, vllm_config, enclosing[-1])
+    else:
+        yield from _policy_problems(config, vllm_config.kv_transfer_config)
+    yield from _draft_problems(vllm_config)
 
 
 def _engine_problems(
-    config: OffloadConfig, vllm_config: VllmConfig, num_groups: int, version: tuple[int, int]
+    config: OffloadConfig, vllm_config: VllmConfig, version: tuple[int, int]
 ) -> Iterator[str]:
     cache = vllm_config.cache_config
     role = vllm_config.kv_transfer_config.kv_role
@@ -86,17 +118,20 @@ def _engine_problems(
             "engine computed, not of those that host memory brings back: remove "
             "--enable-return-routed-experts"
         )
-    if version < (0, 32):
-        if not vllm_config.model_config.disable_cascade_attn:
-            yield (
-                "cascade attention is on, and this vLLM counts the plugin's references as a common "
-                "prefix: set disable_cascade_attn"
-            )
-        if config.on_load_failure == "fail" and num_groups > 1:
-            yield (
-                "on_load_failure is 'fail', which this vLLM cannot do for a model with "
-                f"{num_groups} KV-cache groups: use 'recompute'"
-            )
+    if version < (0, 32) and not vllm_config.model_config.disable_cascade_attn:
+        yield (
+            "cascade attention is on, and this vLLM counts the plugin's references as a common "
+            "prefix: set disable_cascade_attn"
+        )
+
+
+def _policy_problems(config: OffloadConfig, transfer: KVTransferConfig) -> Iterator[str]:
+    # vLLM's default is 'fail', so 'recompute' is the user's. The other way round nobody can tell.
+    if config.on_load_failure == "fail" and transfer.kv_load_failure_policy != "fail":
+        yield (
+            f"on_load_failure is 'fail', and kv_load_failure_policy is "
+            f"{transfer.kv_load_failure_policy!r}: remove one of the two"
+        )
 
 
 def _member_problems(
@@ -145,9 +180,27 @@ def consequences(
         )
 
 
-def _model_problems(kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    if not kv_cache_config.kv_cache_groups:
+def describe_policy(config: OffloadConfig) -> str:
+    """Return what becomes of a failed load, and which of vLLM's settings does not count, to log."""
+    done = "computed again" if config.on_load_failure == "recompute" else "failed"
+    other = "fail" if config.on_load_failure == "recompute" else "recompute"
+    return (
+        f"a request whose load fails is {done} (on_load_failure: {config.on_load_failure}); vLLM's "
+        f"own kv_load_failure_policy is not read: for the other choice set on_load_failure: {other}"
+    )
+
+
+def _model_problems(
+    config: OffloadConfig, kv_cache_config: KVCacheConfig, version: tuple[int, int]
+) -> Iterator[str]:
+    num_groups = len(kv_cache_config.kv_cache_groups)
+    if not num_groups:
         yield "the model has no KV cache"
+    if version < (0, 32) and config.on_load_failure == "fail" and num_groups > 1:
+        yield (
+            "on_load_failure is 'fail', which this vLLM cannot do for a model with "
+            f"{num_groups} KV-cache groups: use 'recompute'"
+        )
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         yield "a second block pool in host memory (HiSparse) has ids of its own"
     kinds = {type(spec).__name__ for spec in layer_specs(kv_cache_config).values()}

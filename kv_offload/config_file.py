@@ -1,0 +1,104 @@
+"""Reads the YAML file of the configuration; every way in which a file can be wrong is one error."""
+
+from __future__ import annotations
+
+import os
+import reprlib
+import shlex
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kv_offload.errors import ConfigError
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
+_REPR.maxlevel = 2
+
+
+def show(value: Any) -> str:
+    """Return a value as a message shows it: shortened, and never an error of its own."""
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        return "a huge integer"
+
+
+def read_file(named_by: str, value: Any) -> tuple[Path, Mapping[Any, Any]]:
+    """Return the absolute path of a YAML file and its top-level mapping; an empty file has none.
+
+    `value` is the path as the user gave it; `named_by` says where, in front of every message of it.
+    Raises `ConfigError`, with line and column where the content is wrong.
+    """
+    remedy = "Give the path of a YAML file that this process can read."
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{named_by}{show(value)}: not a path. {remedy}")
+    try:
+        path = Path(os.path.expanduser(value)).absolute()
+        # A pipe without a writer would block the engine's start, and a device may never end.
+        content = path.read_bytes() if stat.S_ISREG(path.stat().st_mode) else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{named_by}{show(value)}: cannot be read: {error}. {remedy}") from error
+    if content is None:
+        raise ConfigError(f"{named_by}{show(value)}: {path} is not a regular file. {remedy}")
+    return path, _parse(path, content)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which would keep the last of two equal keys and say nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        # `!!map x` brings a node that is no mapping; PyYAML refuses it below.
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in lines:
+                given = f"{key.value}: {show(value.value)}"
+                problem = f"{given}: this key was given before, in line {lines[key.value]}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            lines[key.value] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep=deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, LookupError, AttributeError) as error:
+            # What PyYAML itself lets out for `2024-13-45`, `!!bool x` or `!!timestamp x`.
+            problem = f"{show(node.value)} is not a valid {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+
+
+def _parse(path: Path, content: bytes) -> Mapping[Any, Any]:
+    """Return the top-level mapping of a YAML file; an empty file is an empty mapping."""
+    line, column = 1, 1
+    try:
+        values = yaml.load(content.decode("utf-8"), _Loader)
+        if values is None:
+            return {}
+        if isinstance(values, dict):
+            return values
+        problem = f"the top level is {show(values)}, but it must be a mapping of keys to values"
+    except UnicodeDecodeError as error:
+        line, column = _position(content[: error.start].decode("utf-8"))
+        problem = f"byte 0x{content[error.start]:02x} is not UTF-8"
+    except yaml.reader.ReaderError as error:
+        line, column = _position(content.decode("utf-8")[: error.position])
+        problem = f"character {error.character:#x} is not allowed in YAML"
+    except yaml.MarkedYAMLError as error:
+        if error.problem_mark is not None:
+            line, column = error.problem_mark.line + 1, error.problem_mark.column + 1
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+    except RecursionError:
+        problem = "nested too deeply"
+    raise ConfigError(
+        f"{path}, line {line}, column {column}: {problem}. "
+        f"Correct the file; `kv-offload config {shlex.quote(str(path))}` checks it."
+    )
+
+
+def _position(before: str) -> tuple[int, int]:
+    return before.count("\n") + 1, len(before) - before.rfind("\n")

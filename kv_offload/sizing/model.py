@@ -1,0 +1,200 @@
+"""Reads from a Hugging Face config.json what decides the size of a KV cache."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kv_offload.errors import ConfigError, UnsupportedError
+
+INNER = ("thinker_config", "text_config", "language_config", "llm_config")
+"""Where a model with several parts keeps the configuration of the part that has a KV cache."""
+
+LATENT = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe"})
+"""Values of `model_type` for which vLLM keeps one latent KV head, and nothing else."""
+
+ALL_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
+"""Values of `model_type` whose layers all have the window, if the configuration has one."""
+
+KINDS = {
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "window",
+    "chunked_attention": "chunk",
+}
+"""What an entry of `layer_types` means."""
+
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+
+HEAD_SIZES = ("head_dim", "kv_channels")
+
+STRANGERS = {
+    "layers with states (Mamba, linear attention, convolutions)": re.compile(
+        r"mamba|ssm_|^state_size$|linear_(attn|num|key|conv)|conv_L_cache|lru_width|attn_layer_|"
+        r"attn_type_list|layers_block_type|hybrid_override_pattern|rwkv"
+    ),
+    "a sparse or compressed cache": re.compile(r"^index_(topk|n_heads|head_dim)|^compress_ratios"),
+    "cross attention": re.compile(r"^is_encoder_decoder$|^cross_attention_layers$"),
+    "layers of different shapes": re.compile(
+        r"^block_configs$|^global_head_dim$|^num_global_key_value_heads$|^swa_|^per_layer_config$|"
+        r"^hybrid_layer_pattern$|^attention_other_setting$|^multi_query$"
+    ),
+    "layers that read the cache of others": re.compile(r"^num_kv_shared_layers$"),
+}
+"""Keys of models whose cache has parts that the formula lacks, where their value is not empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The shape of a model's KV cache, over all tensor-parallel ranks."""
+
+    model_type: str
+    layers: dict[str, int]
+    """How many layers of each kind (`full`, `window`, `chunk`) there are; no kind has none."""
+    window_tokens: int
+    """What a layer with a window reads; 0 where no layer has one."""
+    kv_heads: int
+    head_size: int
+    latent: bool
+    """Whether keys and values are one vector: multi-head latent attention."""
+    cache_is_quantized: bool
+    """Whether the checkpoint itself asks for another type of cache than the model's."""
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Numbers that one layer keeps for one token."""
+        return self.kv_heads * self.head_size * (1 if self.latent else 2)
+
+
+def read_model(path: Path) -> Model:
+    """Read a config.json, or the one in a folder.
+
+    Where transformers is installed it adds what the file leaves to the defaults of its model.
+
+    Raises:
+        ConfigError: no such file, not JSON, or a value that is missing or not a positive integer.
+        UnsupportedError: the cache has parts whose size the file does not tell.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        given = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file}: cannot be read as JSON: {error}. Give the config.json of a model, as Hugging "
+            "Face has it, or the folder that holds it"
+        ) from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{file}: holds a {type(given).__name__}, but a config.json is an object")
+    outer = given
+    filled = _defaults(given)
+    while inner := next((key for key in INNER if isinstance(given.get(key), dict)), None):
+        given = given[inner]
+        filled = filled[inner] if isinstance(filled.get(inner), dict) else _defaults(given)
+    values = {**filled, **{key: value for key, value in given.items() if value is not None}}
+    return _model(file, values, outer)
+
+
+def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the defaults of its model; empty where nobody knows them."""
+    try:
+        from transformers import CONFIG_MAPPING
+
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # of remarks about tokens
+        filled: dict[str, Any] = (
+            CONFIG_MAPPING[given["model_type"]].from_dict(dict(given)).to_dict()
+        )
+    except Exception:  # noqa: BLE001 - a model that it does not know, or a file that it refuses
+        return {}
+    return filled
+
+
+def _model(file: Path, values: Mapping[str, Any], outer: Mapping[str, Any]) -> Model:
+    model_type = str(values.get("model_type", outer.get("model_type", "unknown")))
+    for problem, keys in STRANGERS.items():
+        for key, value in values.items():
+            if keys.search(key) and value:
+                raise _unsupported(file, model_type, f"has {problem} ({key})")
+    latent = "kv_lora_rank" in values and values["kv_lora_rank"] is not None
+    if latent and model_type not in LATENT:
+        raise _unsupported(file, model_type, "has latent attention in a form that is not known")
+    if latent:
+        kv_heads = 1
+        head_size = _positive(file, values, "kv_lora_rank") + _positive(
+            file, values, "qk_rope_head_dim"
+        )
+    else:
+        heads = _positive(file, values, "num_attention_heads")
+        named_heads = next((key for key in KV_HEADS if values.get(key) is not None), None)
+        kv_heads = heads if named_heads is None else _positive(file, values, named_heads)
+        named_size = next((key for key in HEAD_SIZES if values.get(key)), None)
+        if named_size is None:
+            head_size = _positive(file, values, "hidden_size") // heads
+        else:
+            head_size = _positive(file, values, named_size)
+        if values.get("v_head_dim", head_size) not in (head_size, None):
+            raise _unsupported(file, model_type, "has values of another size than keys")
+    quantization = outer.get("quantization_config") or {}
+    layers = _layers(file, values, model_type)
+    return Model(
+        model_type=model_type,
+        layers=layers,
+        window_tokens=_positive(file, values, "sliding_window") if "window" in layers else 0,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        latent=latent,
+        cache_is_quantized=any("kv_cache" in key and quantization[key] for key in quantization),
+    )
+
+
+def _layers(file: Path, values: Mapping[str, Any], model_type: str) -> dict[str, int]:
+    """Return the number of layers of each kind."""
+    count = _positive(file, values, "num_hidden_layers")
+    types = values.get("layer_types")
+    if types is None:
+        has_window = values.get("sliding_window") and values.get("use_sliding_window", True)
+        if not has_window and not values.get("attention_chunk_size"):
+            return {"full": count}
+        if model_type in ALL_WINDOWS:
+            return {"window": count}
+        raise ConfigError(
+            f"{file}: {model_type} has windows or chunks, and no layer_types says in which layers. "
+            "Run kv-offload in a Python with transformers, which knows the defaults of models, or "
+            "add layer_types to the file"
+        )
+    strange = [kind for kind in types if kind not in KINDS]
+    if strange:
+        raise _unsupported(file, model_type, f"has layers of the type {strange[0]}")
+    kinds = [KINDS[kind] for kind in types]
+    if len(kinds) != count:
+        raise ConfigError(
+            f"{file}: layer_types has {len(kinds)} entries, num_hidden_layers is {count}: correct "
+            "one of them"
+        )
+    return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+
+def _positive(file: Path, values: Mapping[str, Any], key: str) -> int:
+    value = values.get(key)
+    if value is None:
+        raise ConfigError(
+            f"{file}: has no {key}. Give the config.json of a model that generates text; if it "
+            "leaves values to defaults, run kv-offload in a Python with transformers, which knows "
+            "them"
+        )
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"{file}: {key} is {value!r}, but one positive integer for all layers is needed"
+        )
+    return value
+
+
+def _unsupported(file: Path, model_type: str, problem: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{file}: {model_type} {problem}, whose size this file does not tell. Start the engine "
+        "with kv-offload: its log says how many bytes a slot takes"
+    )

@@ -1,0 +1,92 @@
+"""The commands of README.md that prove a hit, as they stand, on vLLM's CPU engine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.small_models import write_model
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "docs/use/start.md"]
+
+
+def block(page: Path, *parts: str) -> str:
+    """Return the only block of commands on a page that has all of these parts."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    blocks = [text for language, text in fences if not language]
+    (found,) = [commands for commands in blocks if all(part in commands for part in parts)]
+    return str(found)
+
+
+def commands_here(commands: str, model: Path, port: int) -> str:
+    """Return commands for this environment, model and port in place of those that a user has."""
+    for written, here in (
+        ("make demo && . .venv/bin/activate\n", ""),
+        (".venv/models/qwen3-float32", str(model)),
+        ("localhost:8000", f"localhost:{port}"),
+        ("vllm.entrypoints.openai.api_server", f"vllm.entrypoints.openai.api_server --port {port}"),
+    ):
+        commands = commands.replace(written, here)
+    return commands
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_last_line_proves_a_hit(page: Path, model_folder: Path, tmp_path: Path) -> None:
+    model = write_model("qwen3", model_folder / "qwen3")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": ":".join(sys.path),
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    start = block(page, "make demo &&", "vllm.entrypoints.openai.api_server")
+    log = tmp_path / "server.log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            ["bash", "-c", commands_here(start, model, port)],
+            cwd=tmp_path,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        proof = subprocess.run(
+            ["bash", "-c", commands_here(block(page, "reset_prefix_cache", "ask;"), model, port)],
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+        )
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+    assert proof.returncode == 0, log.read_text()[-6000:]
+    first, again, *figures = proof.stdout.replace('{"success":true}', "").split("\n")
+    assert first == again
+    assert re.fullmatch('"text":"t.*"', first)
+    (hits,) = [line for line in figures if line.startswith("vllm:host_kv_cache_hit_tokens_total{")]
+    assert hits.endswith(" 384.0")
+    log_lines = log.read_text()
+    assert "kv-offload: host memory holds 2097152 tokens, 16 times the 131072 tokens" in log_lines
+
+
+def test_the_pages_prove_it_with_the_same_commands() -> None:
+    """The test above runs the CPU's; a GPU's differ in the server only."""
+    readme, start = PAGES
+    assert block(readme, "make demo &&") == block(start, "make demo &&")
+    assert block(readme, "vllm serve") == block(start, "export VLLM_SERVER_DEV_MODE", "vllm serve")
+    ask = re.compile(r"^ask\(\).*?^ask;[^\n]*$", re.DOTALL | re.MULTILINE)
+    assert ask.findall(readme.read_text()) == ask.findall(start.read_text()) != []

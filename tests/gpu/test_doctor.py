@@ -1,0 +1,37 @@
+"""What `kv-offload doctor` reads from a real driver and measures on a real link."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kv_offload.doctor.devices import check_links, check_nodes, check_rates
+from kv_offload.doctor.nvml import read_machine
+from kv_offload.doctor.versions import check_driver, read_torch
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+
+def test_the_driver_runs_the_torch_that_runs_here() -> None:
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    assert check_driver(read_torch(), read_machine()).state == "ok"
+
+
+def test_every_gpu_has_a_link_and_a_node() -> None:
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    machine = read_machine()
+    assert len(machine.gpus) >= torch.cuda.device_count()
+    assert len([*check_links(machine)]) == len(machine.gpus)
+    assert [*check_nodes(machine)]
+
+
+@pytest.mark.parametrize("kind", ["auto", "dma"])
+def test_every_gpu_is_measured(kind: Any) -> None:
+    checks = [*check_rates(read_machine(), read_torch(), kind)]
+    assert len(checks) == torch.cuda.device_count()
+    for check in checks:
+        assert "GB/s to host memory" in check.found, check
+        assert ("the copy engine" in check.found) == (kind == "dma")

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kv_offload.doctor.copies import Rates, measure
+from kv_offload.doctor.devices import check_links, check_nodes, check_rates, judge_rates
+from kv_offload.doctor.nvml import Gpu, Machine, read_machine
+from kv_offload.doctor.versions import Torch
+
+
+def gpu(**more: Any) -> Gpu:
+    link = {"generation": 5, "max_generation": 5, "width": 16, "max_width": 16}
+    known = {"index": 0, "name": "NVIDIA H200", "uuid": "GPU-1", "pci_bus_id": "0000:1a:00.0"}
+    return Gpu(**(known | link | more))
+
+
+# -- NVML --------------------------------------------------------------------------------------
+
+
+def test_a_machine_without_nvml_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # importing it raises
+    assert read_machine().problem == "the Python package nvidia-ml-py is not installed"
+
+
+def test_a_machine_without_a_driver_says_why() -> None:
+    if importlib.util.find_spec("pynvml") is None:
+        pytest.skip("needs nvidia-ml-py, which is not installed")
+    machine = read_machine()
+    if machine.gpus:
+        pytest.skip("this machine has a GPU")
+    assert machine.problem.startswith("no NVIDIA driver answers: ")
+
+
+class PlayedNVML(ModuleType):
+    """NVML of a machine with one GPU, which does not tell its link to a guest."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *, broken: bool = False) -> None:
+        super().__init__("pynvml")
+        self.is_open = False
+        self.broken = broken
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        self.is_open = True
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.is_open = False
+
+    def __getattr__(self, name: str) -> Any:
+        if "Pcie" in name or self.broken:
+            return self.refuse
+        pci = SimpleNamespace(domain=0, bus=0x1A, device=0)
+        told = {
+            "nvmlDeviceGetCount": 1,
+            "nvmlDeviceGetHandleByIndex": "handle",
+            "nvmlDeviceGetName": "NVIDIA H200",
+            "nvmlDeviceGetUUID": "GPU-1",
+            "nvmlDeviceGetPciInfo": pci,
+            "nvmlSystemGetDriverVersion": "580.159.04",
+            "nvmlSystemGetCudaDriverVersion_v2": 13010,
+        }[name]
+        return lambda *_arguments: told
+
+    def refuse(self, *_arguments: Any) -> None:
+        raise self.NVMLError("Not Supported")
+
+
+def test_what_nvml_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real library is asked in tests/gpu/test_doctor.py."""
+    played = PlayedNVML()
+    monkeypatch.setitem(sys.modules, "pynvml", played)
+    unknown = {"generation": None, "max_generation": None, "width": None, "max_width": None}
+    assert read_machine() == Machine(driver="580.159.04", cuda=(13, 1), gpus=(gpu(**unknown),))
+    assert not played.is_open
+
+
+def test_an_error_of_nvml_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedNVML(broken=True)
+    monkeypatch.setitem(sys.modules, "pynvml", played)
+    assert read_machine().problem == "NVML gave an error: Not Supported"
+    assert not played.is_open
+
+
+# -- links -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "state"),
+    [
+        ({}, "ok"),
+        ({"generation": 1}, "ok"),
+        ({"width": 8}, "warning"),
+        ({"width": None}, "not checked"),
+        ({"max_generation": None}, "not checked"),
+    ],
+)
+def test_a_narrow_link_is_a_warning(more: dict[str, Any], state: str) -> None:
+    (check,) = check_links(Machine(gpus=(gpu(**more),)))
+    assert (check.name, check.state) == ("GPU 0", state)
+
+
+def test_without_a_gpu_the_reason_is_told() -> None:
+    (check,) = check_links(Machine(problem="no driver answers"))
+    assert (check.state, check.found) == ("not checked", "no driver answers")
+
+
+# -- rates -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("store", "load", "path", "kind", "of", "state"),
+    [
+        (50e9, 49e9, "the kernels", "auto", gpu(), "ok"),
+        (50e9, 20e9, "the kernels", "auto", gpu(), "warning"),
+        (50e9, 20e9, "the kernels", "auto", gpu(max_generation=4, max_width=8), "ok"),
+        (50e9, 49e9, "the copy engine", "auto", gpu(), "warning"),
+        (50e9, 49e9, "the copy engine", "dma", gpu(), "ok"),
+        (50e9, 49e9, "the kernels", "auto", None, "not checked"),
+        (50e9, 49e9, "the kernels", "auto", gpu(max_generation=9), "not checked"),
+    ],
+)
+def test_rates_against_the_link(
+    store: float, load: float, path: Any, kind: Any, of: Gpu | None, state: str
+) -> None:
+    check = judge_rates("copy rate", Rates(store, load, path), of, kind)
+    assert check.state == state
+    assert f"{store / 1e9:.1f} GB/s to host memory, {load / 1e9:.1f} GB/s back" in check.found
+
+
+@pytest.mark.parametrize(
+    ("torch", "asked", "reason"),
+    [
+        (Torch("2", "13.0"), False, "--no-measure was given"),
+        (None, True, "torch is not installed in this Python"),
+        (Torch("2+cpu", None), True, "torch is built without CUDA"),
+    ],
+)
+def test_what_is_not_measured_is_told(torch: Torch | None, asked: bool, reason: str) -> None:
+    (check,) = check_rates(Machine(), torch, "auto", asked=asked)
+    assert (check.state, check.found) == ("not checked", reason)
+
+
+def test_without_a_gpu_nothing_is_measured() -> None:
+    torch = pytest.importorskip("torch", reason="needs torch, which is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    (check,) = check_rates(Machine(), Torch("2.11.0", "13.0"), "auto")
+    assert (check.state, check.found) == ("not checked", "torch sees no GPU")
+
+
+def test_a_torch_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it raises
+    (check,) = check_rates(Machine(), Torch("2.11.0", "13.0"), "auto")
+    assert check.state == "not checked"
+    assert check.found.startswith("torch cannot be imported")
+
+
+def test_the_host_copies_both_ways() -> None:
+    torch = pytest.importorskip("torch", reason="needs torch, which is not installed")
+    rates = measure(torch.device("cpu"), "auto")
+    assert rates.path == "the host"
+    assert rates.store > 0
+    assert rates.load > 0
+
+
+# -- nodes -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine_files(tmp_path: Path) -> Path:
+    """A machine of two nodes whose GPU is at node 1, and a process that may use node 0 only."""
+    nodes, device = tmp_path / "devices/system/node", tmp_path / "bus/pci/devices/0000:1a:00.0"
+    nodes.mkdir(parents=True)
+    device.mkdir(parents=True)
+    (tmp_path / "self").mkdir()
+    (nodes / "online").write_text("0-1\n")
+    (device / "numa_node").write_text("1\n")
+    (tmp_path / "self/status").write_text("Name:\tpython\nMems_allowed_list:\t0\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("allowed", "state"), [("0", "warning"), ("0-1", "ok"), ("0,1", "ok"), ("2-3", "warning")]
+)
+def test_a_gpu_at_a_node_that_this_process_may_not_use(
+    machine_files: Path, allowed: str, state: str
+) -> None:
+    (machine_files / "self/status").write_text(f"Mems_allowed_list:\t{allowed}\n")
+    (check,) = check_nodes(Machine(gpus=(gpu(),)), machine_files, machine_files)
+    assert check.state == state
+    assert check.found == f"GPU 0 is at node 1, this process may use {allowed}"
+
+
+def test_a_machine_with_one_node_is_fine(machine_files: Path) -> None:
+    (machine_files / "devices/system/node/online").write_text("0\n")
+    (check,) = check_nodes(Machine(gpus=(gpu(),)), machine_files, machine_files)
+    assert (check.state, check.found) == ("ok", "this machine has one")
+
+
+@pytest.mark.parametrize(
+    ("gone", "machine", "reason"),
+    [
+        ("devices/system/node/online", Machine(gpus=(gpu(),)), "cannot be read"),
+        ("bus/pci/devices/0000:1a:00.0/numa_node", Machine(gpus=(gpu(),)), "does not tell that of"),
+        (None, Machine(), "this process may use 0 of 0-1; no GPU is seen"),
+    ],
+)
+def test_what_is_not_told_is_not_checked(
+    machine_files: Path, gone: str | None, machine: Machine, reason: str
+) -> None:
+    if gone is not None:
+        (machine_files / gone).unlink()
+    (check,) = check_nodes(machine, machine_files, machine_files)
+    assert check.state == "not checked"
+    assert reason in check.found

@@ -1,0 +1,100 @@
+"""`kv-offload doctor` as a user runs it, here and where nothing is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_offload.cli.main import main
+
+DOCS = Path(__file__).parents[3] / "docs/use/doctor.md"
+
+BARE = """
+import sys
+for name in ("torch", "vllm", "cupy", "pynvml", "transformers"):
+    sys.modules[name] = None
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name == "torch" else found(name)
+from kv_offload.cli.main import main
+sys.exit(main(["doctor", "--json"]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("KV_OFFLOAD_CONFIG_FILE", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Return the exit status and the lines by name."""
+    status = main(["doctor", "--no-measure", "--json", *arguments])
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    return status, {check["name"]: check for check in checks}
+
+
+def test_a_wrong_file_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kv.yaml").write_text("cpu_bytes: 1MiB")
+    status, checks = report(capsys, "kv.yaml", "--replicas", "2")
+    assert checks["configuration"]["state"] == "ok"
+    assert status == int(any(check["state"] == "problem" for check in checks.values()))
+    (tmp_path / "kv.yaml").write_text("cpu_byte: 1MiB")
+    status, checks = report(capsys, "kv.yaml")
+    assert (status, checks["configuration"]["state"]) == (1, "problem")
+
+
+def test_text_is_plain_where_no_terminal_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--no-measure"])
+    output = capsys.readouterr().out
+    assert "\033" not in output
+    assert max(map(len, output.splitlines())) <= 100
+    assert len(output.splitlines()) <= 60, "one page"
+
+
+@pytest.mark.parametrize(("environ", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_a_terminal_gets_colour(environ: dict[str, str], coloured: bool) -> None:
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "kv_offload.cli", "doctor", "--no-measure"]
+    with subprocess.Popen(
+        command, stdout=theirs, env={"PYTHONPATH": os.pathsep.join(sys.path), **environ}
+    ):
+        os.close(theirs)
+        output = b""
+        with contextlib.suppress(OSError):  # how a terminal ends whose last user is gone
+            while part := os.read(ours, 4096):
+                output += part
+    os.close(ours)
+    assert (b"\033[32mok" in output) == coloured
+    assert b"Python" in output
+
+
+def test_replicas_are_counted_from_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--replicas", "0"]) == 2
+    assert capsys.readouterr().err == "kv-offload: --replicas is 0: give 1 or more\n"
+
+
+def test_it_runs_where_nothing_is_installed() -> None:
+    done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    for name in ("torch", "CuPy", "NVIDIA driver", "GPU", "copy rate"):
+        assert checks[name]["state"] == "not checked", checks[name]
+        assert checks[name]["found"]
+
+
+def test_the_page_explains_every_line(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--no-measure", "--json"])
+    names = {check["name"] for check in json.loads(capsys.readouterr().out)["checks"]}
+    explained = set(re.findall(r"^\| ([^|]+?) \|", DOCS.read_text(), re.MULTILINE))
+    assert {name for name in names if not re.match(r"(GPU|copy rate) ?", name)} <= explained
+    assert {"GPU", "copy rate"} <= explained

@@ -1,0 +1,153 @@
+"""Wrong settings are refused while vLLM resolves them, before any weight is read."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from kv_offload.engines.vllm.plugin import register
+from kv_offload.engines.vllm.start import early
+from kv_offload.errors import CapacityError, ConfigError, KVOffloadError, UnsupportedError
+from kv_offload.host_memory import read_host_memory
+from tests.support.configurations import make_vllm_config
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    register()
+
+
+def around(plugin: dict[str, Any], **outer: Any) -> dict[str, Any]:
+    """Return the configuration of a MultiConnector with our connector as a member."""
+    member = {
+        "kv_connector": "KVOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": plugin,
+    }
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [member]},
+        **outer,
+    }
+
+
+def refusal(error: type[KVOffloadError], plugin: dict[str, Any], **arguments: Any) -> str:
+    """Have vLLM resolve a user's arguments; return the refusal."""
+    with pytest.raises(error) as caught:
+        make_vllm_config(plugin, **arguments)
+    assert str(caught.value).startswith("kv-offload: ")
+    assert str(caught.value).count("kv-offload: ") == 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("inside", [None, around], ids=["alone", "in a MultiConnector"])
+def test_a_wrong_key_or_value(inside: Any) -> None:
+    assert "Did you mean eviction_policy?" in refusal(
+        ConfigError, {"eviction_polcy": "arc"}, transfer_config=inside
+    )
+    assert "use 'auto' or 'host'" in refusal(
+        ConfigError, {"transfer_engine": "cuda"}, transfer_config=inside
+    )
+    make_vllm_config({"eviction_policy": "arc"}, transfer_config=inside)
+
+
+def test_more_memory_than_all_replicas_have_together() -> None:
+    size_bytes = read_host_memory().size_bytes * 6 // 10
+    message = refusal(CapacityError, {"cpu_bytes": size_bytes}, replicas=2)
+    assert "for each of 2 replicas on this host" in message
+
+
+def test_settings_that_do_not_fit_each_other() -> None:
+    def role(plugin: dict[str, Any]) -> dict[str, Any]:
+        (member,) = around(plugin)["kv_connector_extra_config"]["connectors"]
+        return {**member, "kv_role": "kv_consumer"}
+
+    assert "set it to 'kv_both'" in refusal(UnsupportedError, {}, transfer_config=role)
+    assert "kv_load_failure_policy of the MultiConnector" in refusal(
+        UnsupportedError,
+        {"on_load_failure": "fail"},
+        transfer_config=lambda plugin: around(plugin, kv_load_failure_policy="recompute"),
+    )
+
+
+def test_a_vllm_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.40.1")
+    assert "works with vLLM 0.26 to 0.33, this is '0.40.1'" in refusal(UnsupportedError, {})
+
+
+def test_an_engine_on_another_host_is_left_to_that_host() -> None:
+    config = make_vllm_config({})
+    config.kv_transfer_config.kv_connector_extra_config["eviction_polcy"] = "arc"
+    with pytest.raises(ConfigError):
+        early.check_settings(config)
+    for name, value in (("data_parallel_backend", "ray"), ("distributed_executor_backend", "ray")):
+        before = getattr(config.parallel_config, name)
+        setattr(config.parallel_config, name, value)
+        early.check_settings(config)
+        setattr(config.parallel_config, name, before)
+    config.parallel_config.data_parallel_size_local = 0
+    early.check_settings(config)
+
+
+def test_without_the_plugin_nothing_is_looked_at() -> None:
+    config = make_vllm_config({})
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"eviction_polcy": "arc"},
+    )
+    early.check_settings(config)
+    config.kv_transfer_config = None
+    early.check_settings(config)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_gpu_without_cupy(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_vllm_config({})
+    config.device_config.device_type = "cuda"
+    find = importlib.util.find_spec
+    spec = find("json") if installed else None
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: spec if name == "cupy" else find(name)
+    )
+    monkeypatch.setitem(sys.modules, "cupy", None)  # importing it raises
+    if installed:
+        early.check_settings(config)
+    else:
+        with pytest.raises(UnsupportedError, match=r"CuPy, .* install it with pip install cupy-"):
+            early.check_settings(config)
+
+
+# -- --kv-offloading-size ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [None, around], ids=["alone", "in a MultiConnector"])
+def test_a_setting_with_which_vllm_replaces_the_plugin(inside: Any) -> None:
+    config = make_vllm_config({}, transfer_config=inside)
+    arguments = EngineArgs(model="unused", kv_transfer_config=config.kv_transfer_config)
+    early.check_arguments(arguments)
+    arguments.kv_offloading_size = 4.0
+    as_dictionary = EngineArgs(
+        model="unused", kv_transfer_config=around({}), kv_offloading_size=4.0
+    )
+    with pytest.raises(ConfigError, match="--kv-offloading-size"):
+        early.check_arguments(as_dictionary)
+    with pytest.raises(ConfigError, match=r"--kv-offloading-size 4\.0: .* Remove --kv-offloading"):
+        early.check_arguments(arguments)
+    arguments.kv_transfer_config = None
+    early.check_arguments(arguments)
+    arguments.kv_transfer_config = KVTransferConfig(
+        kv_connector="OffloadingConnector", kv_role="kv_both"
+    )
+    early.check_arguments(arguments)

@@ -1,0 +1,152 @@
+"""What is read from a config.json, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_offload.errors import ConfigError, UnsupportedError
+from kv_offload.sizing.model import Model, read_model
+from tests.support.published_models import PUBLISHED
+
+LLAMA = PUBLISHED["Llama-3.1-8B"]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    def read(config: Any) -> Model:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return read_model(tmp_path)
+
+    return read
+
+
+@pytest.fixture
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # importing it raises
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "kv_heads", "head_size", "latent"),
+    [
+        ("Llama-3.1-8B", {"full": 32}, 8, 128, False),
+        ("Qwen3-32B", {"full": 64}, 8, 128, False),
+        ("gpt-oss-120b", {"window": 18, "full": 18}, 8, 64, False),
+        ("DeepSeek-V3", {"full": 61}, 1, 576, True),
+    ],
+)
+@pytest.mark.usefixtures("without_transformers")
+def test_the_shape_of_a_model(
+    read: Any, name: str, layers: dict[str, int], kv_heads: int, head_size: int, latent: bool
+) -> None:
+    model = read(PUBLISHED[name])
+    assert model.layers == layers
+    assert (model.kv_heads, model.head_size, model.latent) == (kv_heads, head_size, latent)
+
+
+@pytest.mark.parametrize("part", ["text_config", "llm_config", "thinker_config"])
+@pytest.mark.usefixtures("without_transformers")
+def test_a_model_with_several_parts_has_its_cache_in_the_text_part(read: Any, part: str) -> None:
+    assert read({"model_type": "pictures", part: LLAMA}) == read(LLAMA)
+    assert read({part: {"text_config": LLAMA}}) == read(LLAMA)
+
+
+def test_the_file_itself_may_be_named(tmp_path: Path, read: Any) -> None:
+    (tmp_path / "other.json").write_text(json.dumps(LLAMA))
+    assert read_model(tmp_path / "other.json") == read(LLAMA)
+
+
+def test_transformers_adds_what_a_file_leaves_to_defaults(read: Any) -> None:
+    pytest.importorskip("transformers", reason="needs transformers, which is not installed")
+    assert read(PUBLISHED["gemma-3-27b"]).layers == {"window": 52, "full": 10}
+    assert read({"model_type": "llama", "head_dim": None}).head_size == 128
+
+
+@pytest.mark.usefixtures("without_transformers")
+def test_without_transformers_a_file_must_say_which_layers_have_windows(read: Any) -> None:
+    with pytest.raises(ConfigError, match="no layer_types says in which layers"):
+        read(PUBLISHED["gemma-3-27b"])
+
+
+@pytest.mark.parametrize(
+    ("more", "layers"),
+    [
+        ({"sliding_window": 4096, "model_type": "mistral"}, {"window": 32}),
+        ({"sliding_window": None, "model_type": "mistral"}, {"full": 32}),
+        ({"sliding_window": 4096, "use_sliding_window": False}, {"full": 32}),
+        ({"layer_types": ["full_attention"] * 32, "sliding_window": 4096}, {"full": 32}),
+        ({"layer_types": ["chunked_attention", "full_attention"] * 16}, {"chunk": 16, "full": 16}),
+    ],
+)
+@pytest.mark.usefixtures("without_transformers")
+def test_kinds_of_layers(read: Any, more: dict[str, Any], layers: dict[str, int]) -> None:
+    assert read({**LLAMA, **more}).layers == layers
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"mamba_d_state": 16}, "has layers with states"),
+        ({"linear_num_key_heads": 2}, "has layers with states"),
+        ({"layer_types": ["linear_attention"] * 32}, "has layers of the type linear_attention"),
+        ({"index_topk": 2048}, "has a sparse or compressed cache"),
+        ({"is_encoder_decoder": True}, "has cross attention"),
+        ({"block_configs": [{}]}, "has layers of different shapes"),
+        ({"num_kv_shared_layers": 10}, "has layers that read the cache of others"),
+        ({"kv_lora_rank": 256, "qk_rope_head_dim": 32}, "has latent attention in a form that is"),
+        ({"v_head_dim": 64}, "has values of another size than keys"),
+    ],
+)
+@pytest.mark.usefixtures("without_transformers")
+def test_what_the_formula_lacks_is_refused(read: Any, more: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"config.json: llama {problem}") as caught:
+        read({**LLAMA, **more})
+    assert "its log says how many bytes a slot takes" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["jamba", "falcon_h1", "qwen3_next"])
+def test_models_with_states_are_refused(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("transformers", reason="needs transformers, which is not installed")
+    from tests.support.small_models import MODELS
+
+    MODELS[kind]().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="layers with states"):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[1]", "holds a list, but a config.json is an object"),
+        ('{"model_type": "llama2"}', "has no num_attention_heads"),
+        (json.dumps({**LLAMA, "num_key_value_heads": [8, 4]}), r"is \[8, 4\], but one positive"),
+        (json.dumps({**LLAMA, "num_hidden_layers": 0}), "num_hidden_layers is 0, but one positive"),
+        (json.dumps({**LLAMA, "layer_types": ["sliding_attention"] * 32}), "no sliding_window"),
+        (json.dumps({**LLAMA, "layer_types": ["attention"]}), "layer_types has 1 entries"),
+    ],
+)
+@pytest.mark.usefixtures("without_transformers")
+def test_bad_files_are_refused(tmp_path: Path, content: str, problem: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=problem):
+        read_model(tmp_path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read as JSON: .*No such file"):
+        read_model(tmp_path)
+
+
+@pytest.mark.usefixtures("without_transformers")
+def test_a_checkpoint_may_ask_for_another_type_of_cache(read: Any) -> None:
+    def quantized(value: Any) -> bool:
+        model: Model = read({**LLAMA, "quantization_config": {"kv_cache_scheme": value}})
+        return model.cache_is_quantized
+
+    assert quantized({"num_bits": 8})
+    assert not quantized(None)

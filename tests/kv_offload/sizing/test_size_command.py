@@ -1,0 +1,93 @@
+"""`kv-offload size` as a user runs it, and the figures of docs/use/sizing.md, which are its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kv_offload.cli.main import main
+from tests.support.published_models import PUBLISHED
+
+DOCS = Path(__file__).parents[3] / "docs/use/sizing.md"
+
+
+def run(folder: Path, name: str, *options: str) -> int:
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    return main(["size", str(folder), *options])
+
+
+def test_heads_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("-tp", "16", "--kv-cache-dtype", "fp8", "--block-size", "32", "--cpu-bytes", "2GiB")
+    assert run(tmp_path, "Llama-3.1-8B", *options) == 0
+    assert capsys.readouterr().out == (
+        "model            llama, 32 layers with full attention, 8 KV heads of 128\n"
+        "bytes per token  131,072 = 2 x 32 layers x 16 KV heads x 128 x 1 byte\n"
+        "bytes per block  4,194,304, 32 tokens\n"
+        "bytes per slot   262,144 on a rank, as the log of the start says\n"
+        "in 1 GiB         8,192 tokens, 256 blocks\n"
+        "in 2 GiB         16,384 tokens, 512 blocks\n"
+        "\n"
+        "Bytes per token, block and prompt are those of all 16 ranks together, and 2 ranks each "
+        "keep the same\nKV head.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shown"),
+    [
+        ("Llama-3.1-8B", ["--kv-cache-dtype", "int8_per_token_head"], "x 1 byte + scales"),
+        ("Llama-3.1-8B", ["--cpu-bytes", "2097152"], "in 2 MiB         16 tokens, 1 blocks"),
+        ("gpt-oss-120b", [], "4,718,592 more for windows, as 128 tokens take"),
+        ("gpt-oss-120b", [], "groups of 18 layers: 1 with windows and 1 with full attention."),
+        ("DeepSeek-V3", ["-tp", "8"], "The 8 ranks hold equal bytes and keep them once."),
+    ],
+)
+def test_what_else_decides(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    options: list[str],
+    shown: str,
+) -> None:
+    assert run(tmp_path, name, *options) == 0
+    output = capsys.readouterr().out
+    assert shown in output
+    assert max(map(len, output.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("size", ["", "-1", "0", "4 lightyears"])
+def test_a_size_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str) -> None:
+    assert run(tmp_path, "Llama-3.1-8B", f"--cpu-bytes={size}") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"kv-offload: --cpu-bytes is {size!r}: ")
+    assert "Give bytes, a size (48GiB), or a share" in error
+
+
+def table() -> dict[str, list[str]]:
+    """Return the rows of the page's table of models, by model."""
+    rows = [row.split("|")[1:-1] for row in re.findall(r"^\|.*\|$", DOCS.read_text(), re.MULTILINE)]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    return {row[0]: row[1:] for row in cells if row[0] in PUBLISHED}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_documented_table_is_what_the_command_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    if name == "gemma-3-27b":
+        pytest.importorskip("transformers", reason="needs transformers, which is not installed")
+    run(tmp_path, name)
+    printed = dict(
+        re.findall(r"^(bytes per \w+|in 1 GiB) +([0-9,]+)", capsys.readouterr().out, re.M)
+    )
+    row = [printed["bytes per token"], printed.get("bytes per prompt", "0"), printed["in 1 GiB"]]
+    assert table()[name] == row
+
+
+def test_the_documented_run_is_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (printed,) = re.findall(r"```\n(model  .*?)```", DOCS.read_text(), re.DOTALL)
+    run(tmp_path, "gpt-oss-120b", "--cpu-bytes", "64GiB")
+    assert capsys.readouterr().out == printed

@@ -1,0 +1,47 @@
+"""What well-known models have published in their config.json, as far as it decides their size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _dense(kind: str, layers: int, heads: int, kv_heads: int, hidden: int, **more: Any) -> Any:
+    return {
+        "model_type": kind,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": hidden,
+        "torch_dtype": "bfloat16",
+        **more,
+    }
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": _dense("llama", 32, 32, 8, 4096),
+    "Llama-3.3-70B": _dense("llama", 80, 64, 8, 8192),
+    "Qwen3-8B": _dense("qwen3", 36, 32, 8, 4096, head_dim=128, use_sliding_window=False),
+    "Qwen3-32B": _dense("qwen3", 64, 64, 8, 5120, head_dim=128, use_sliding_window=False),
+    "Qwen3-235B-A22B": _dense(
+        "qwen3_moe", 94, 64, 4, 4096, head_dim=128, use_sliding_window=False, sliding_window=None
+    ),
+    "gpt-oss-120b": _dense(
+        *("gpt_oss", 36, 64, 8, 2880),
+        head_dim=64,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 18,
+    ),
+    "gemma-3-27b": {
+        "model_type": "gemma3",
+        # It leaves which layers have a window to the defaults: five, then one without.
+        "text_config": _dense("gemma3_text", 62, 32, 16, 5376, head_dim=128, sliding_window=1024),
+    },
+    "DeepSeek-V3": _dense(
+        *("deepseek_v3", 61, 128, 128, 7168),
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+    ),
+}
+"""By name: Hugging Face's config.json, less what does not decide the size of the KV cache."""
