@@ -90,6 +90,21 @@ def test_vllms_own_offloading_beside_the_plugin(model_folder: Path) -> None:
     assert message.startswith("kv-offload: --kv-offloading-size 1.0: ")
 
 
+def test_an_engine_without_the_plugin_says_so(
+    model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A shell that loses an error of `kv-offload config` leaves vLLM an empty argument."""
+    line = "kv-offload: not in use: --kv-transfer-config is not given, or is empty"
+    with engine(model_folder):
+        pass
+    assert line in caplog.text
+    caplog.clear()
+    with engine(model_folder, plugin={}):
+        pass
+    assert "kv-offload: " in caplog.text
+    assert line not in caplog.text
+
+
 def test_the_start_says_how_large_the_pool_is(
     model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -182,6 +182,12 @@ SERVE = 'ARGUMENT=$({command} config --argument kv-offload.yaml) && {serve} "$AR
 """The way of README.md."""
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/use/start.md", "docs/use/configuration.md"])
+def test_the_pages_start_a_server_in_the_way_that_is_tested(page):
+    written = SERVE.format(command="kv-offload", serve="vllm serve").removesuffix('"$ARGUMENT"')
+    assert written in (DOCS.parents[2] / page).read_text()
+
+
 @pytest.mark.parametrize("shell", ["sh", "bash"])
 def test_a_wrong_file_starts_no_server(tmp_path, shell):
     def serve():

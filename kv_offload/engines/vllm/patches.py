@@ -146,7 +146,9 @@ def _method_of_class(owner: Any, name: str) -> Method:
 
 
 def _note_replicas_and_check(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if self.kv_transfer_config is None:  # the plugin is installed, but nobody asked for it
+    if self.kv_transfer_config is None:
+        # What vLLM also makes of an empty argument, which a shell's mistake can leave.
+        logger.info("kv-offload: not in use: --kv-transfer-config is not given, or is empty")
         return original(self, *args, **kwargs)
     # Imported here: it imports this module, and most processes never need it.
     from kv_offload.engines.vllm.start import early
