@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/use/*.md"))]
 HOST = HostMemory(256 << 30, "/proc/meminfo")
 
-RUN = {"kv-offload", "kv-offload config", "echo", "printf"}
+RUN = {"kv-offload config", "kv-offload --version", "echo", "printf"}
 STAND_INS = {"vllm", "python"}
 """They write down their `--kv-transfer-config`: what the shell makes of the page reaches them."""
 
@@ -57,7 +57,7 @@ class Block:
 
     @property
     def programs(self) -> list[str]:
-        """What its commands begin with; the second word too where the first is `kv-offload`."""
+        """What its commands begin with; after `kv-offload` also its command or option."""
         text = re.sub(r"(^|\s)#.*$", "", self.text.replace("\\\n", " "), flags=re.MULTILINE)
         lexer = shlex.shlex(text, posix=True, punctuation_chars="();|&<>\n")
         lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t", "", True
@@ -72,7 +72,7 @@ class Block:
             if set(token) <= set("();|&\n"):
                 begins = not token.startswith(")")
             elif begins:
-                pair = token == "kv-offload" and re.fullmatch("[a-z]+", following)
+                pair = token == "kv-offload" and re.fullmatch("(--)?[a-z]+", following)
                 found.append(f"{token} {following}" if pair else token)
                 begins = False
         return found
@@ -221,6 +221,11 @@ def test_the_documented_refusal_of_a_version_is_real() -> None:
         ("export A=1 B=2\ncurl -d '{a; b}' c | grep d\n", ["export", "curl", "grep"], False),
         ("vllm serve \\\n  --x '(a | b)'\n", ["vllm"], True),
         ("kv-offload status URL\n", ["kv-offload status"], False),
+        (
+            "kv-offload 0.1.0 doctor\n\nVersions (as found)\n",
+            ["kv-offload", "Versions", "as"],
+            False,
+        ),
         ("kv-offload: rank 0 holds 16384 slots\n", ["kv-offload:"], False),
         ("an engine's output\n", [], False),
     ],
