@@ -4,6 +4,7 @@
 # make gpu-test  every test that needs a GPU, on a host that has CUDA, CuPy and vLLM
 # make check   ruff and mypy
 # make wheel   the wheel, installed into an empty environment and tried there
+# make site    the documentation as web pages, in .site/html
 #
 # Nothing is needed but Linux, Python 3.11 or newer with pip, and make. Each target makes the
 # environment that it needs in this folder (.venv, .venv-0.28.0, .venv-wheel), once. Where PYTHON has
@@ -18,7 +19,7 @@ ENGINES ?= 0.32.0 0.28.0
 TESTS ?= tests
 ARGUMENTS ?=
 
-.PHONY: demo test test-all gpu-test check wheel clean
+.PHONY: demo test test-all gpu-test check wheel site clean
 .DEFAULT_GOAL := demo
 
 environment := $(PYTHON) bench/environment.py
@@ -63,5 +64,13 @@ wheel:
 	cd .venv-wheel && bin/kv-offload config
 	cd .venv-wheel && bin/python ../bench/check_installed.py ../csrc
 
+# The pages lie as they do in the checkout, so that their links to one another and to results work.
+site:
+	rm -rf .site
+	mkdir -p .site/pages/bench
+	ln -s $(addprefix ../../,$(wildcard *.md) LICENSE docs) .site/pages
+	ln -s ../../../bench/results .site/pages/bench
+	@$(in_venv) -m mkdocs build --strict
+
 clean:
-	rm -rf .venv .venv-* dist
+	rm -rf .venv .venv-* .site dist

@@ -328,7 +328,7 @@ def test_an_empty_variable_is_not_taken_for_an_absent_one():
         ("loop", "Too many levels of symbolic links"),
         ("x" * 300, "File name too long"),
         ("~nobody-has-this-name/kv.yaml", "No such file or directory"),
-        ("a\0b", "null byte"),
+        ("a\0b", "null "),
         (".", "is not a regular file"),
         ("pipe", "is not a regular file"),
     ],

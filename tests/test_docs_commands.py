@@ -1,0 +1,242 @@
+"""Commands, configurations and arguments in README.md and docs/use are run or read as they stand.
+
+What is in a fence is told by its language or, without one, by its first word: a program of `RUN`,
+`STAND_INS`, `BUILTINS` or `NOT_RUN` makes it commands, anything else output. All commands of a page
+run in one folder, in order. A block with a program of `NOT_RUN` is not run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kv_offload.config import EXTRA_CONFIG, SCHEMA, trace_config
+from kv_offload.engines.vllm.plugin import CONNECTOR
+from kv_offload.engines.vllm.versions import check_version
+from kv_offload.errors import UnsupportedError
+from kv_offload.host_memory import HostMemory
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/use/*.md"))]
+HOST = HostMemory(256 << 30, "/proc/meminfo")
+
+RUN = {"kv-offload config", "kv-offload --version", "echo", "printf"}
+STAND_INS = {"vllm", "python"}
+"""They write down their `--kv-transfer-config`: what the shell makes of the page reaches them."""
+
+BUILTINS = {"export", "cd", "ask"}
+NOT_RUN = {
+    "kv-offload doctor": "its answer depends on the machine",
+    "kv-offload status": "needs a server",
+    "kv-offload size": "needs a model's configuration",
+    "curl": "needs a server",
+    "ps": "looks for an engine",
+    "cat": "needs cgroup version 2",
+    ".": "needs the demo's environment",
+    "make": "installs an environment; CI runs it",
+    "pip": "needs a network",
+    "docker": "needs Docker",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    text: str
+
+    @property
+    def programs(self) -> list[str]:
+        """What its commands begin with; after `kv-offload` also its command or option."""
+        text = re.sub(r"(^|\s)#.*$", "", self.text.replace("\\\n", " "), flags=re.MULTILINE)
+        lexer = shlex.shlex(text, posix=True, punctuation_chars="();|&<>\n")
+        lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t", "", True
+        found, begins = [], True
+        try:
+            tokens = list(lexer)
+        except ValueError:
+            return []  # an apostrophe in the output of a command
+        for token, following in zip(tokens, [*tokens[1:], "\n"], strict=True):
+            if begins and re.fullmatch(r"\w+=.*", token):
+                continue
+            if set(token) <= set("();|&\n"):
+                begins = not token.startswith(")")
+            elif begins:
+                pair = token == "kv-offload" and re.fullmatch("(--)?[a-z]+", following)
+                found.append(f"{token} {following}" if pair else token)
+                begins = False
+        return found
+
+    @property
+    def is_commands(self) -> bool:
+        first = next(iter(self.programs), "")
+        known = first in {*RUN, *STAND_INS, *BUILTINS, *NOT_RUN} or first.startswith("kv-offload ")
+        return self.language in {"sh", "bash"} or (not self.language and known)
+
+    @property
+    def is_run(self) -> bool:
+        return self.is_commands and not NOT_RUN.keys() & set(self.programs)
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    fence = r"^( *)```(\w*)\n(.*?)^\1```$"
+    for indent, language, text in re.findall(fence, page.read_text(), re.DOTALL | re.MULTILINE):
+        yield Block(language, re.sub(f"^{indent}", "", text, flags=re.MULTILINE))
+
+
+def page_name(page: Path) -> str:
+    return page.name
+
+
+def check_transfer_config(text: str) -> list[dict[str, Any]]:
+    """Have the plugin check its settings in a value of `--kv-transfer-config`, and return them."""
+    config = json.loads(text)
+    members = [config, *config.get(EXTRA_CONFIG, {}).get("connectors", ())]
+    ours = [member for member in members if member["kv_connector"] == CONNECTOR]
+    assert len(ours) == 1, text
+    extra = ours[0].get(EXTRA_CONFIG, {})
+    trace_config({k: v for k, v in extra.items() if k != "config_file"}, {}, host=HOST)
+    return ours
+
+
+STAND_IN = """#!/bin/sh
+while [ $# -gt 1 ]; do
+    if [ "$1" = --kv-transfer-config ]; then echo "$2" >> "$SERVED"; exit 0; fi
+    shift
+done
+exit 64
+"""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    found = [block for block in blocks(page) if block.is_run]
+    if not found:
+        pytest.skip("nothing that can run here")
+    unknown = {name for block in found for name in block.programs} - RUN - STAND_INS - BUILTINS
+    assert not unknown, "say in RUN or NOT_RUN what is to be done with it"
+    tools, folder, served = tmp_path / "tools", tmp_path / "here", tmp_path / "served"
+    tools.mkdir(), folder.mkdir(), served.touch()
+    cli = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kv_offload.cli "$@"\n'
+    for name, script in {"kv-offload": cli, **dict.fromkeys(STAND_INS, STAND_IN)}.items():
+        (tools / name).write_text(script)
+        (tools / name).chmod(0o755)
+    for example in configurations(page):  # what the page has the reader write
+        (folder / "kv-offload.yaml").write_text(example)
+    environment = {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'transfer'}",
+        "HOME": str(folder),
+        "SERVED": str(served),
+    }
+    script = "\n".join(block.text for block in found)
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", script],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
+    for value in served.read_text().splitlines():
+        check_transfer_config(value)
+
+
+def configurations(page: Path) -> Iterator[str]:
+    """Yield the page's examples of the YAML file."""
+    for block in blocks(page):
+        if block.language == "yaml":
+            first, *others = yaml.safe_load_all(block.text)
+            if not others and SCHEMA.keys() & first.keys():
+                yield block.text
+
+
+def manifests(page: Path) -> Iterator[dict[str, Any]]:
+    for block in blocks(page):
+        if block.language == "yaml" and "apiVersion:" in block.text:
+            yield from yaml.safe_load_all(block.text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_examples_are_accepted(page: Path, tmp_path: Path) -> None:
+    """Python is compiled, YAML read: with its keys for us or, in a manifest, for Kubernetes."""
+    for block in blocks(page):
+        if block.language == "python":
+            compile(block.text, str(page), "exec")
+        elif block.language == "yaml":
+            assert all(isinstance(part, dict) for part in yaml.safe_load_all(block.text))
+    for example in configurations(page):
+        file = tmp_path / "kv-offload.yaml"
+        file.write_text(example)
+        trace_config({"config_file": str(file)}, {}, host=HOST)
+    for value in re.findall(r"--kv-transfer-config '(\{.*?\})'", page.read_text()):
+        check_transfer_config(value)
+
+
+def test_the_manifest_fits_together(tmp_path: Path) -> None:
+    """What is mounted exists, the file is where the argument says, and it fits the limit."""
+    config, deployment = manifests(ROOT / "docs/use/containers.md")
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert set(mounts.values()) == set(volumes)
+    selector, labels = deployment["spec"]["selector"], deployment["spec"]["template"]["metadata"]
+    assert selector["matchLabels"].items() <= labels["labels"].items()
+    resources = container["resources"]
+    assert resources["requests"] == resources["limits"]
+
+    arguments = container["args"]
+    (ours,) = check_transfer_config(arguments[arguments.index("--kv-transfer-config") + 1])
+    path = Path(ours[EXTRA_CONFIG]["config_file"])
+    assert volumes[mounts[str(path.parent)]]["configMap"]["name"] == config["metadata"]["name"]
+    file = tmp_path / path.name
+    file.write_text(config["data"][path.name])
+    assert resources["limits"]["memory"].endswith("Gi")
+    limit = int(resources["limits"]["memory"].removesuffix("Gi")) << 30
+    pool = trace_config({"config_file": str(file)}, {}, host=HostMemory(limit, "")).config.cpu_bytes
+    assert limit - pool >= 16 << 30, "as the table of the page says"
+
+
+def test_the_documented_refusal_of_a_version_is_real() -> None:
+    text = (ROOT / "docs/use/operating.md").read_text()
+    (shown,) = re.findall(r"^kv-offload:? (works with vLLM .*, this is .*)$", text, re.MULTILINE)
+    with pytest.raises(UnsupportedError) as caught:
+        check_version("0.34.0")
+    assert str(caught.value).partition("works with")[1:] == shown.partition("works with")[1:]
+
+
+@pytest.mark.parametrize(
+    ("text", "programs", "runs"),
+    [
+        ("kv-offload config x   # (see y; z)\n", ["kv-offload config"], True),
+        ("A=$(kv-offload config x) && vllm serve y\n", ["kv-offload config", "vllm"], True),
+        ("export A=1 B=2\ncurl -d '{a; b}' c | grep d\n", ["export", "curl", "grep"], False),
+        ("vllm serve \\\n  --x '(a | b)'\n", ["vllm"], True),
+        ("kv-offload status URL\n", ["kv-offload status"], False),
+        (
+            "kv-offload 0.1.0 doctor\n\nVersions (as found)\n",
+            ["kv-offload", "Versions", "as"],
+            False,
+        ),
+        ("kv-offload: rank 0 holds 16384 slots\n", ["kv-offload:"], False),
+        ("an engine's output\n", [], False),
+    ],
+)
+def test_what_runs_is_told_by_its_programs(text: str, programs: list[str], runs: bool) -> None:
+    block = Block("", text)
+    assert block.programs == programs
+    assert block.is_run is runs
+
+
+def test_every_program_that_is_named_here_is_in_a_page() -> None:
+    """A rule that fits nothing would hide that a page is no longer read."""
+    named = {name for page in PAGES for block in blocks(page) for name in block.programs}
+    assert {"kv-offload config", "vllm", "echo", "curl", "docker", "pip", "ps"} <= named
