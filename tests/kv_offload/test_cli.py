@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -15,6 +16,24 @@ from kv_offload.host_memory import HostMemory
 
 DOCS = Path(__file__).parents[2] / "docs/use/configuration.md"
 PRINT_LAST = "import sys; print(sys.argv[-1])"
+PYTHON = shlex.quote(sys.executable)
+COMMAND = f"{PYTHON} -m kv_offload.cli"
+
+
+def environment():
+    return os.environ | {"PYTHONPATH": ":".join(sys.path)}
+
+
+def kv_offload_command(*arguments, stdout):
+    """Run the command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "kv_offload.cli", *arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        check=False,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +108,7 @@ def test_awkward_paths_survive_the_shell(tmp_path, capsys, name):
     assert main(["config", name]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     done = subprocess.run(
-        ["sh", "-c", f'{shlex.quote(sys.executable)} -c "{PRINT_LAST}" {line}'],
+        ["sh", "-c", f'{PYTHON} -c "{PRINT_LAST}" {line}'],
         capture_output=True,
         check=True,
     )
@@ -119,15 +138,66 @@ def test_errors_are_one_message_and_status_2(tmp_path, capsys, content, message)
 
 
 def test_a_missing_file_is_status_2_and_no_traceback(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "kv_offload.cli", "config", "missing.yaml"],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": ":".join(sys.path)},
-    )
+    done = kv_offload_command("config", "missing.yaml", stdout=subprocess.PIPE)
     assert done.returncode == 2
     assert f"No such file or directory: '{tmp_path}/missing.yaml'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [(["config"], 141), (["--version"], 0), (["config", "--help"], 0)],  # argparse ignores it
+)
+def test_a_reader_that_went_away_is_no_error_of_ours(arguments, status):
+    """As in `kv-offload config | head -1`: quiet, with the status of a tool that SIGPIPE ended."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as closed:
+        done = kv_offload_command(*arguments, stdout=closed)
+    assert done.returncode == status
+    assert done.stderr == ""
+
+
+def test_closed_standard_output_is_no_error():
+    command = f"{COMMAND} config >&-"
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, env=environment(), check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_argument_alone_is_what_vllm_takes(tmp_path, capsys):
+    (tmp_path / "kv.yaml").write_text("cpu_bytes: 1MiB")
+    assert main(["config", "--argument", "kv.yaml"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "kv_connector": "KVOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"config_file": str(tmp_path / "kv.yaml")},
+    }
+
+
+SERVE = 'ARGUMENT=$({command} config --argument kv-offload.yaml) && {serve} "$ARGUMENT"'
+"""The way of README.md."""
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_a_wrong_file_starts_no_server(tmp_path, shell):
+    def serve():
+        script = SERVE.format(command=COMMAND, serve=f'{PYTHON} -c "{PRINT_LAST}"')
+        return subprocess.run(
+            [shell, "-c", script], capture_output=True, text=True, env=environment(), check=False
+        )
+
+    (tmp_path / "kv-offload.yaml").write_text("eviction_polcy: arc\n")
+    done = serve()
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Did you mean eviction_policy?" in done.stderr
+    (tmp_path / "kv-offload.yaml").write_text("eviction_policy: arc\n")
+    done = serve()
+    assert done.returncode == 0, "the control"
+    extra_config = json.loads(done.stdout)["kv_connector_extra_config"]
+    assert trace_config(extra_config, {}).config.eviction_policy == "arc"
 
 
 def test_version(capsys):
