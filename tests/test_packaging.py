@@ -29,7 +29,8 @@ ALLOWED = {
     "scheduler": LEAVES | {"cache"},
     "worker": LEAVES | {"kv_swap"},
     "engines": LEAVES | {"cache", "scheduler", "worker", "kv_swap"},
-    "cli": LEAVES | {"engines"},
+    "status": LEAVES,
+    "cli": LEAVES | {"engines", "status"},
     # The leaves among themselves.
     "": frozenset[str](),
     "engine": frozenset[str](),
