@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -53,7 +54,11 @@ def serving(folder: Path, **plugin: Any) -> Iterator[str]:
     }
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT
+            command,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # with a group of its own
         )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -69,7 +74,12 @@ def serving(folder: Path, **plugin: Any) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # vLLM's engine too, if that lives on
+            process.wait()
 
 
 def get(url: str, body: dict[str, Any] | None = None) -> str:
