@@ -26,12 +26,16 @@ _SKIPPED = "Slots not stored because "
 def page(
     url: str, everything: Figures, by_engine: Sequence[Figures] = (), note: str = ""
 ) -> RenderableType:
-    """Return the page: all engines together, each one if there are several, and a note."""
-    parts: list[RenderableType] = [_title(url, everything), _table(everything)]
-    if len(by_engine) > 1:
-        parts.append(_engines(by_engine))
+    """Return the page: a note, all engines together, and each one if there are several.
+
+    What is wrong comes first: a low terminal shows the top.
+    """
+    parts: list[RenderableType] = [_title(url, everything)]
     if note:
         parts.append(Text(note, style="bold red"))
+    parts.append(_table(everything))
+    if len(by_engine) > 1:
+        parts.append(_engines(by_engine))
     return Group(*parts)
 
 
@@ -56,6 +60,12 @@ def _table(figures: Figures) -> Table:
         share = "" if whole is None else _share(count, whole)
         table.add_row(f"  {what}", _number(count.total), share, _rate(count), style=style)
 
+    heading("Errors")
+    errors = {name: value for name, value in figures.errors.items() if value}
+    for name, value in errors.items():
+        table.add_row(f"  {name}: {_HELP[name]}", _number(value), style="bold red")
+    if not errors:
+        table.add_row("  none since the start", style="green")
     heading("Tokens of prompts")
     row("from the GPU's own cache", figures.gpu_tokens, figures.prompt_tokens)
     row("from host memory: not computed", figures.host_tokens, figures.prompt_tokens, "green")
@@ -70,7 +80,7 @@ def _table(figures: Figures) -> Table:
     times = figures.load_times
     if times.median_seconds is not None and times.slowest_hundredth_seconds is not None:
         median, slowest = _time(times.median_seconds), _time(times.slowest_hundredth_seconds)
-        table.add_row(f"  a load takes {median} (median), 99 % at most {slowest}")
+        table.add_row(f"  a load takes {median}, 99 %: {slowest}")
     heading("Host memory")
     _add_pool(table, figures)
     row("slots given to another block", figures.pool.evictions)
@@ -87,12 +97,6 @@ def _table(figures: Figures) -> Table:
             table.add_row(f"  {text}", _number(value))
     if not any(value for _, value in waiting):
         table.add_row("  nothing")
-    heading("Errors")
-    errors = {name: value for name, value in figures.errors.items() if value}
-    for name, value in errors.items():
-        table.add_row(f"  {name}: {_HELP[name]}", _number(value), style="bold red")
-    if not errors:
-        table.add_row("  none since the start", style="green")
     return table
 
 
@@ -165,7 +169,7 @@ def _traffic(copied: Count) -> tuple[str, str, str]:
 
 def _speed(copies: Copies) -> str:
     speed = copies.bytes_per_second
-    return f", at {format_size(int(speed))}/s while copies ran" if speed else ""
+    return f", at {format_size(int(speed))}/s" if speed else ""
 
 
 def _time(seconds: float) -> str:

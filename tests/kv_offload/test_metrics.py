@@ -72,6 +72,13 @@ def test_every_metric_is_documented_as_its_help_says() -> None:
     ]
 
 
+def test_the_page_that_is_shown_was_recorded() -> None:
+    shown = re.findall(r"^vllm:\w+\{.*$", DOCS.read_text(), re.MULTILINE)
+    assert len(shown) == 6
+    recorded = Path(__file__).parent / "status/pages/hits.txt"
+    assert set(shown) <= set(recorded.read_text().splitlines())
+
+
 def test_every_reason_to_skip_a_store_has_a_remedy() -> None:
     table = rows("When something is not stored")
     assert [row.split("|")[1].strip() for row in table] == [f"`skipped_{r}`" for r in SKIP_REASONS]
