@@ -3,7 +3,8 @@
     KVOffloadError
     ├── ConfigError        what the user wrote is wrong: carries the path of the bad value
     ├── UnsupportedError   this engine, model or configuration cannot be served correctly
-    └── CapacityError      the machine cannot give the memory that was asked for
+    ├── CapacityError      the machine cannot give the memory that was asked for
+    └── ServerError        the metrics of a running server cannot be read
 
 A message names the value, the limit and the remedy. As text it begins with `kv-offload: `, by which
 it is found in an engine's log.
@@ -28,3 +29,7 @@ class UnsupportedError(KVOffloadError, RuntimeError):
 
 class CapacityError(KVOffloadError, RuntimeError):
     """The memory asked for does not exist, is not available, or cannot hold a single slot."""
+
+
+class ServerError(KVOffloadError, RuntimeError):
+    """A server is not there, is not vLLM, or runs without the plugin."""

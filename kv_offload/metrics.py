@@ -6,20 +6,23 @@ engine is built in a process, and the prefixes of its own offloading connectors 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal
 
+Kind = Literal["counter", "gauge", "histogram"]
 SkipReason = Literal["moved_on", "used_too_little", "no_budget", "pool_busy", "copy_failed"]
-"""Why a full slot was not stored.
 
-moved_on: the engine gave a block to somebody else before its store was planned, also where the
-    store had waited for a budget.
-used_too_little: `store_after_uses` is not reached.
-no_budget: it waited for a budget behind too many others, or none would ever have been left.
-pool_busy: every slot of the pool is being read or written.
-copy_failed: a rank reported an error.
-"""
-SKIP_REASONS: tuple[SkipReason, ...] = get_args(SkipReason)
+SKIP_REASONS: Mapping[SkipReason, str] = {
+    "moved_on": "Slots not stored because vLLM reused the block before it could be stored.",
+    "used_too_little": "Slots not stored because their prefix was used less often than "
+    "store_after_uses asks.",
+    "no_budget": "Slots not stored because too much waited already, or because the engine came to "
+    "rest and could not pin the block.",
+    "pool_busy": "Slots not stored because every slot of host memory was being read or written.",
+    "copy_failed": "Slots not stored because the copy failed; the log has the error.",
+}
+"""Why a full slot was not stored. `skipped_<reason>` counts it; the text is its help."""
 
 PREFIX = "vllm:host_kv_cache_"
 
@@ -29,22 +32,39 @@ class Metric:
     """One figure: `name` in the stats, `vllm:host_kv_cache_<name>` in Prometheus."""
 
     name: str
-    kind: Literal["counter", "gauge"]
+    kind: Kind
     documentation: str
+    buckets: tuple[float, ...] = ()
+    """Of a histogram: the upper bounds, without infinity."""
 
 
 def _metrics(kind: Literal["counter", "gauge"], **documentation: str) -> list[Metric]:
     return [Metric(name, kind, text) for name, text in documentation.items()]
 
 
+LOAD_SECONDS_BUCKETS = tuple(step * 10.0**power for power in range(-4, 1) for step in (1, 2.5, 5))
+"""0.1 ms, below which a load is all start, to 5 s, when something is wrong.
+
+0.5 ms and 100 ms are among them: what synchronous loads may take beside others, and alone."""
+
+LOAD_BYTES_BUCKETS = tuple(4.0**power for power in range(8, 18))
+"""64 KiB, a block of a small model, to 16 GiB, a long prompt of a large one.
+
+16 MiB is among them: from there on a synchronous load arrives in waves."""
+
+HIT_TOKENS_BUCKETS = tuple(2.0**power for power in range(6, 19))
+"""64 tokens, a few blocks, to 262,144. In steps of two, as the time that a hit saves grows with its
+tokens."""
+
 METRICS = (
     *_metrics(
         "counter",
-        lookup_tokens="Tokens looked up in host memory after the GPU prefix cache.",
+        lookup_tokens="Tokens of prompts looked up in host memory, those that the GPU's prefix "
+        "cache had left out.",
         hit_tokens="Tokens loaded from host memory instead of being computed.",
         recomputed_tokens="Tokens that host memory had but that were computed, since that was "
         "sooner.",
-        evictions="Slots whose content was replaced.",
+        evictions="Slots whose content was replaced by another block's.",
         stored_bytes="Bytes copied to host memory, over all ranks.",
         stored_seconds="Time from submitting stores to their end, over all ranks.",
         loaded_bytes="Bytes copied from host memory, over all ranks.",
@@ -56,17 +76,16 @@ METRICS = (
         lost_requests="Requests that ended with an error since a forward read KV that was not "
         "loaded.",
         hook_errors="Errors within the plugin that the engine survived.",
-        **{
-            f"skipped_{reason}": f"Slots not stored: {reason.replace('_', ' ')}."
-            for reason in SKIP_REASONS
-        },
-        deferred_slots="Slots of ended requests that no store budget was left for and that wait "
-        "for one.",
+        **{f"skipped_{reason}": text for reason, text in SKIP_REASONS.items()},
+        deferred_slots="Slots that an ended request left without a store budget. They were put in "
+        "the queue that waiting_slots shows.",
     ),
     *_metrics(
         "gauge",
         slots_in_use="Slots that hold KV or are being written.",
-        slots="Slots in the pool that may be used.",
+        slots="Slots whose memory is ready on every rank, as of the engine's last step.",
+        pool_slots="Slots that the pool has when all of its memory is ready.",
+        slot_bytes="Bytes of one slot on one rank.",
         running_loads="Loads that some rank has not completed.",
         running_stores="Stores that some rank has not completed.",
         pinned_blocks="GPU blocks kept from reuse until their store has ended.",
@@ -76,15 +95,36 @@ METRICS = (
         prefill_tokens_per_second="Speed of computing prompts in large steps; 0 until it was "
         "measured.",
     ),
+    Metric(
+        "load_seconds",
+        "histogram",
+        "Time from submitting a load to its end, on the first rank; one value for each load.",
+        LOAD_SECONDS_BUCKETS,
+    ),
+    Metric(
+        "load_bytes",
+        "histogram",
+        "Bytes of a load on the first rank; one value for each load.",
+        LOAD_BYTES_BUCKETS,
+    ),
+    Metric(
+        "request_hit_tokens",
+        "histogram",
+        "Tokens that a hit saved its request from computing; one value for each hit.",
+        HIT_TOKENS_BUCKETS,
+    ),
 )
-KINDS = {metric.name: metric.kind for metric in METRICS}
+KINDS: Mapping[str, Kind] = {metric.name: metric.kind for metric in METRICS}
 
 
 @dataclass
 class OffloadStats:
-    """Figures by metric name, in a flat dictionary: counters add up, a gauge has its last value."""
+    """Figures by metric name, in a flat dictionary that can be sent to another process.
 
-    data: dict[str, float] = field(default_factory=dict)
+    Counters add up, a gauge has its last value, a histogram has a list of values.
+    """
+
+    data: dict[str, Any] = field(default_factory=dict)
 
     def count(self, name: str, amount: float) -> None:
         """Add to a counter."""
@@ -94,6 +134,10 @@ class OffloadStats:
     def gauge(self, name: str, value: float) -> None:
         """Set a gauge."""
         self.data[name] = value
+
+    def observe(self, name: str, *values: float) -> None:
+        """Add values to a histogram."""
+        self.data.setdefault(name, []).extend(values)
 
     def is_empty(self) -> bool:
         """Tell whether there is nothing to report."""

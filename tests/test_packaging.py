@@ -42,7 +42,8 @@ ALLOWED = {
     "engines": LEAVES | {"cache", "scheduler", "worker", "kv_swap"},
     "sizing": LEAVES,
     "doctor": LEAVES | {"engines", "worker", "kv_swap"},
-    "cli": LEAVES | {"engines", "sizing", "doctor"},
+    "status": LEAVES,
+    "cli": LEAVES | {"engines", "sizing", "doctor", "status"},
     # The leaves among themselves.
     "": frozenset[str](),
     "engine": frozenset[str](),

@@ -16,7 +16,9 @@ from kv_offload.engines.vllm.versions import bytes_per_block
 from kv_offload.metrics import METRICS
 
 TOTALS_VARIABLE = "KV_OFFLOAD_BENCH_TOTALS"
-KINDS = {"pool_bytes": "counter", "ready_bytes": "counter"} | {m.name: m.kind for m in METRICS}
+KINDS = {"pool_bytes": "counter", "ready_bytes": "counter"} | {
+    m.name: m.kind for m in METRICS if m.kind != "histogram"
+}
 PLACES = {name: place for place, name in enumerate(KINDS)}
 
 
@@ -36,11 +38,11 @@ class SharedTotals:
     def __getitem__(self, name: str) -> int:
         return int(self._values[PLACES[name]])
 
-    def add(self, data: dict[str, float]) -> None:
+    def add(self, data: dict[str, Any]) -> None:
         """Take in a connector's stats, in the only process that writes: counters are summed."""
         values = self._values
-        for name, value in data.items():
-            place = PLACES[name]
+        for name in data.keys() & PLACES.keys():
+            place, value = PLACES[name], data[name]
             values[place] = values[place] + value if KINDS[name] == "counter" else value
 
     def counters(self) -> dict[str, float]:

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 
 from kv_offload import __version__
-from kv_offload.cli import config, doctor, size
+from kv_offload.cli import config, doctor, size, status
 from kv_offload.errors import KVOffloadError
 
-COMMANDS = (config, doctor, size)
+COMMANDS = (config, doctor, size, status)
 """The modules of the subcommands, in the order of `kv-offload --help`."""
 
 CLOSED_PIPE = 128 + signal.SIGPIPE

@@ -102,6 +102,7 @@ class Admissions:
             self._statistics.count("recomputed_tokens", answer.declined_tokens)
             self._choice.declined()
         if num_external_tokens:
+            self._statistics.observe("request_hit_tokens", num_external_tokens)
             self._choice.loaded()
             if answer.tokens == num_external_tokens:
                 end = answer.end_tokens

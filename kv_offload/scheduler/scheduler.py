@@ -70,7 +70,7 @@ class OffloadScheduler:
         self.leftovers = Leftovers(self.stores)
         self.contents = Contents(self.manager, self.leftovers, keeps_on_sleep=config.keep_on_sleep)
         self.statistics = Statistics(
-            self.manager, self.loads, self.stores, self.leftovers, self.watch
+            self.manager, self.loads, self.stores, self.leftovers, self.watch, slot_bytes
         )
         self.admissions = Admissions(
             self.requests,

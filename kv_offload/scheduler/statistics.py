@@ -25,12 +25,14 @@ class Statistics:
         stores: StorePlanner,
         leftovers: Leftovers,
         watch: StepWatch,
+        slot_bytes: int,
     ) -> None:
         self._manager = manager
         self._loads = loads
         self._stores = stores
         self._leftovers = leftovers
         self._watch = watch
+        self._slot_bytes = slot_bytes
         self._stats = OffloadStats()
         self._evictions_told = 0
         self._gauges_told: dict[str, float] = {}
@@ -39,6 +41,15 @@ class Statistics:
     def count(self, name: str, amount: float) -> None:
         """Add to the counter `name` of `kv_offload.metrics`."""
         self._stats.count(name, amount)
+
+    def observe(self, name: str, value: float) -> None:
+        """Add a value to the histogram `name` of `kv_offload.metrics`."""
+        self._stats.observe(name, value)
+
+    @property
+    def has_told(self) -> bool:
+        """Whether the gauges have been told at least once: until then they read 0."""
+        return bool(self._gauges_told)
 
     def take(self, *, idle: bool) -> OffloadStats | None:
         """Return the counters since the last call, and gauges that changed; None if nothing did.
@@ -66,6 +77,8 @@ class Statistics:
         gauges: dict[str, float] = {
             "slots": self._manager.usable_slots,
             "slots_in_use": self._manager.slots_in_use,
+            "pool_slots": self._manager.num_slots,
+            "slot_bytes": self._slot_bytes,
             "running_loads": self._loads.running,
             "running_stores": self._stores.jobs.running,
             "pinned_blocks": self._stores.jobs.pinned_blocks,

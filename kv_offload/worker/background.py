@@ -118,6 +118,7 @@ class BackgroundCopies:
         if job is None:
             return False
         if done.error is None:
+            self._reports.load_copied(done.nbytes, done.seconds)
             self._reports.load_ended(job, failed=False)
         else:
             self._fail_load(job)

@@ -78,6 +78,12 @@ class Reports:
         """Add to a metric."""
         self._stats.count(name, amount)
 
+    def load_copied(self, nbytes: int, seconds: float) -> None:
+        """Count a load whose copies ended well, once: of all ranks only the first does."""
+        if self._rank == 0:
+            self._stats.observe("load_bytes", nbytes)
+            self._stats.observe("load_seconds", seconds)
+
     def take_received(self) -> tuple[set[str], dict[str, LoadJob]]:
         """Return the requests whose loads ended, each once, and the loads of those that failed."""
         received, self._received = self._received, {}

@@ -258,7 +258,9 @@ class SynchronousLoads:
             arrival.error = done.error  # it is made good before the forward, or lost after it
             return
         for job in arrival.jobs:
-            if done.error is not None and not arrival.lost:
+            if done.error is None and not arrival.lost:
+                self._copies.reports.load_copied(self._nbytes([job]), done.seconds)
+            elif not arrival.lost:
                 self._lose(job, done.error)
             self._copies.reports.synchronous_load_ended(job)
 

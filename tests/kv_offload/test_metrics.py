@@ -37,7 +37,48 @@ def test_every_reason_to_skip_a_store_has_a_counter() -> None:
     assert {f"skipped_{reason}" for reason in SKIP_REASONS} <= counters
 
 
-def test_every_metric_is_documented() -> None:
-    rows = (Path(__file__).parents[2] / "docs/use/metrics.md").read_text().splitlines()
-    table = [row for row in rows if row.startswith("| `")]
-    assert table == [f"| `{m.name}` | {m.kind} | {m.documentation} |" for m in METRICS]
+def test_a_histogram_has_buckets_that_grow_and_nothing_else_has_any() -> None:
+    for metric in METRICS:
+        assert bool(metric.buckets) == (metric.kind == "histogram")
+        assert list(metric.buckets) == sorted(set(metric.buckets))
+
+
+def test_values_of_a_histogram_are_kept_in_order() -> None:
+    figures = OffloadStats()
+    figures.observe("load_bytes", 3)
+    figures.observe("load_bytes", 1, 2)
+    assert figures.data == {"load_bytes": [3, 1, 2]}
+
+
+def test_every_help_says_more_than_its_name() -> None:
+    """`Slots not stored: moved on.` did not."""
+    for metric in METRICS:
+        words = set(re.findall(r"[a-z]+", metric.documentation.lower()))
+        assert len(words - set(metric.name.split("_"))) >= 4, metric
+
+
+DOCS = Path(__file__).parents[2] / "docs/use/metrics.md"
+
+
+def rows(heading: str) -> list[str]:
+    """Return the rows of the table below a heading of the documentation that begin with a name."""
+    section = DOCS.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return [row for row in section.splitlines() if row.startswith("| `")]
+
+
+def test_every_metric_is_documented_as_its_help_says() -> None:
+    assert rows("All metrics") == [
+        f"| `{m.name}` | {m.kind} | {m.documentation} |" for m in METRICS
+    ]
+
+
+def test_the_page_that_is_shown_was_recorded() -> None:
+    shown = re.findall(r"^vllm:\w+\{.*$", DOCS.read_text(), re.MULTILINE)
+    assert len(shown) == 6
+    recorded = Path(__file__).parent / "status/pages/hits.txt"
+    assert set(shown) <= set(recorded.read_text().splitlines())
+
+
+def test_every_reason_to_skip_a_store_has_a_remedy() -> None:
+    table = rows("When something is not stored")
+    assert [row.split("|")[1].strip() for row in table] == [f"`skipped_{r}`" for r in SKIP_REASONS]

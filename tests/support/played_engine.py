@@ -8,6 +8,7 @@ says so. Every token that a client gets is compared with what the model answers 
 from __future__ import annotations
 
 import dataclasses
+import queue
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.halves import halves
 from kv_offload.engines.vllm.plugin import CONNECTOR
-from kv_offload.metrics import METRICS
+from kv_offload.metrics import KINDS
 from tests.support.configurations import (
     PAGE_WORDS,
     make_kv_cache_config,
@@ -37,8 +38,6 @@ from tests.support.configurations import (
 )
 from tests.support.played_model import VOCABULARY, PlayedModel, Tokens, answer, name_prefixes
 from tests.support.played_rank import PlayedExecutor, PlayedRank
-
-_COUNTERS = {metric.name for metric in METRICS if metric.kind == "counter"}
 
 
 class RestlessError(AssertionError):
@@ -133,6 +132,7 @@ class PlayedEngine:
         self.offload.watch.load_rate.learn(float("inf"))
         kv = [rank.kv for rank in self.ranks]
         self.model = PlayedModel(self.groups, kv, context_ranks, interleave)
+        self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._drafts = drafts
         self.propose: Callable[[Tokens], Tokens] = self.good_drafts
@@ -146,6 +146,8 @@ class PlayedEngine:
         self.totals: Counter[str] = Counter()
         self.gauges: dict[str, float] = {}
         """What was reported last."""
+        self.observed: dict[str, list[float]] = {}
+        """Of histograms, all that was reported."""
         self.known: dict[bytes, NDArray[np.int64]] = {}
         """What every slot key stands for: a name of each token of the block; of states, one."""
         self._requests: list[tuple[Request, int]] = []
@@ -169,6 +171,7 @@ class PlayedEngine:
         core.scheduler = self.scheduler
         core.model_executor = self.model_executor
         core.mm_receiver_cache = None
+        core.output_queue = self._sent
         return core
 
     @property
@@ -264,19 +267,26 @@ class PlayedEngine:
                 if one.finish_reason is not None:
                     self.ended[one.request_id] = str(one.finish_reason)
                 self.check_answer(one.request_id)
-            if outputs.scheduler_stats is not None:
-                stats = outputs.scheduler_stats.kv_connector_stats or {}
-                # Inside a MultiConnector: up to 0.31 an object, then a dictionary.
-                ours = stats.get(
-                    CONNECTOR, {} if isinstance(self.connector, MultiConnector) else stats
-                )
-                stats = getattr(ours, "data", ours)
-                self.totals.update({n: v for n, v in stats.items() if n in _COUNTERS})
-                self.gauges.update({n: v for n, v in stats.items() if n not in _COUNTERS})
+            self._take_stats(outputs.scheduler_stats)
         if self._drafts and not self.scheduler.scheduler_config.async_scheduling:
             self.scheduler.update_draft_token_ids(
                 DraftTokenIds(list(drafts), [list(tokens) for tokens in drafts.values()])
             )
+
+    def _take_stats(self, scheduler_stats: Any) -> None:
+        """Do as vLLM's front end does with the figures that an engine core sends."""
+        if scheduler_stats is None:
+            return
+        stats = scheduler_stats.kv_connector_stats or {}
+        # Inside a MultiConnector: up to 0.31 an object, then a dictionary.
+        ours = stats.get(CONNECTOR, {} if isinstance(self.connector, MultiConnector) else stats)
+        for name, value in getattr(ours, "data", ours).items():
+            if KINDS[name] == "counter":
+                self.totals[name] += value
+            elif KINDS[name] == "gauge":
+                self.gauges[name] = value
+            else:
+                self.observed.setdefault(name, []).extend(value)
 
     def step(self, steps: int = 1, *, copies: bool = False) -> Any:
         """Schedule, execute and process; with `copies`, all submitted jobs end in time."""
@@ -310,7 +320,15 @@ class PlayedEngine:
 
     def reset(self, **arguments: bool) -> bool:
         """Reset the prefix cache as `EngineCore` does, which drains first."""
-        return bool(self.core.reset_prefix_cache(**arguments))
+        done = bool(self.core.reset_prefix_cache(**arguments))
+        self.hear()
+        return done
+
+    def hear(self) -> None:
+        """Take in what the engine core has sent to its front end between steps."""
+        while not self._sent.empty():
+            _, outputs = self._sent.get()
+            self._take_stats(outputs.scheduler_stats)
 
     def check_answer(self, request_id: str) -> None:
         """Check that a client has got what the model answers without a cache, as far as it is."""

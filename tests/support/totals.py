@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kv_offload.engines.vllm.connector import KVOffloadConnector
+from kv_offload.metrics import KINDS
 
 
 @contextlib.contextmanager
@@ -23,7 +24,7 @@ def counted_stats() -> Iterator[Counter[str]]:
     def take(self: KVOffloadConnector) -> Any:
         stats = original(self)
         if stats is not None:
-            totals.update(stats.data)
+            totals.update({n: v for n, v in stats.data.items() if KINDS[n] != "histogram"})
         return stats
 
     KVOffloadConnector.get_kv_connector_stats = take

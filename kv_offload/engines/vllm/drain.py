@@ -14,6 +14,7 @@ from kv_offload.engines.vllm.halves import (
     schedulers_of,
     workers_of_process,
 )
+from kv_offload.engines.vllm.idle import tell_front_end
 from kv_offload.engines.vllm.weights import hear_of_weight_loads
 from kv_offload.messages import DrainAnswer, StoreJob
 
@@ -39,6 +40,7 @@ def reset_after_drain(
     if done:
         for scheduler in schedulers:
             scheduler.contents.engine_was_reset()
+    tell_front_end(self, schedulers)
     return done
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 
-from kv_offload.metrics import KINDS, METRICS, PREFIX, OffloadStats
+from kv_offload.metrics import KINDS, METRICS, PREFIX, Metric, OffloadStats
 
 
 class ConnectorStats(OffloadStats, KVConnectorStats):
@@ -28,12 +30,25 @@ class ConnectorStats(OffloadStats, KVConnectorStats):
     def aggregate(self, other: OffloadStats) -> ConnectorStats:
         """Add another rank's, or a later, set of figures."""
         for name, value in other.data.items():
-            (self.count if KINDS[name] == "counter" else self.gauge)(name, value)
+            kind = KINDS[name]
+            if kind == "counter":
+                self.count(name, value)
+            elif kind == "gauge":
+                self.gauge(name, value)
+            else:
+                self.observe(name, *value)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the figures for vLLM's periodic log line."""
-        return {name: round(value, 4) for name, value in self.data.items()}
+        """Return the figures for vLLM's periodic log line; of a histogram median and maximum."""
+        line: dict[str, int | float] = {}
+        for name, value in self.data.items():
+            if KINDS[name] == "histogram":
+                line[f"{name}_median"] = round(statistics.median(value), 4)
+                line[f"{name}_max"] = round(max(value), 4)
+            else:
+                line[name] = round(value, 4)
+        return line
 
 
 class ConnectorPromMetrics(KVConnectorPromMetrics):
@@ -41,18 +56,38 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, vllm_config: Any, metric_types: Any, labels: Any, per_engine: Any) -> None:
         super().__init__(vllm_config, metric_types, labels, per_engine)
-        classes = {"counter": self._counter_cls, "gauge": self._gauge_cls}
         # One child per engine and metric now, so that each reads 0 before its first event.
         self._metrics = {
             metric.name: {
                 engine: family.labels(*labelvalues) for engine, labelvalues in per_engine.items()
             }
             for metric in METRICS
-            for family in [classes[metric.kind](PREFIX + metric.name, metric.documentation, labels)]
+            for family in [_register(metric, metric_types, labels)]
         }
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Feed one engine's figures."""
         for name, value in transfer_stats_data.items():
-            metric = self._metrics[name][engine_idx]
-            (metric.inc if KINDS[name] == "counter" else metric.set)(value)
+            metric, kind = self._metrics[name][engine_idx], KINDS[name]
+            if kind == "counter":
+                metric.inc(value)
+            elif kind == "gauge":
+                metric.set(value)
+            else:
+                for one in value:
+                    metric.observe(one)
+
+
+def _register(metric: Metric, metric_types: Any, labels: Any) -> Any:
+    """Return the family of a metric, of vLLM's class for its kind."""
+    shared = {
+        "name": PREFIX + metric.name,
+        "documentation": metric.documentation,
+        "labelnames": labels,
+    }
+    if metric.kind == "counter":
+        return metric_types[Counter](**shared)
+    if metric.kind == "gauge":
+        # Of several API servers each hears of other steps: what was said last is true.
+        return metric_types[Gauge](**shared, multiprocess_mode="mostrecent")
+    return metric_types[Histogram](**shared, buckets=metric.buckets)

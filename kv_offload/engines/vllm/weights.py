@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kv_offload.engines.vllm.halves import schedulers_of, workers_of_process
+from kv_offload.engines.vllm.idle import tell_front_end
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,11 @@ def watch_call(
 ) -> Any:
     """Run around `EngineCore.collective_rpc`."""
     if may_change_weights(method):
-        for scheduler in schedulers_of(self):
+        schedulers = schedulers_of(self)
+        for scheduler in schedulers:
             if scheduler.contents.weights_change():
                 logger.info("kv-offload: host memory emptied: %r may change weights", method)
+        tell_front_end(self, schedulers)
     return original(self, method, *args, **kwargs)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +17,18 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 import vllm
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.utils import floatToGoString
 
 from kv_offload.engines.vllm.connector import KVOffloadConnector
 from kv_offload.engines.vllm.metrics import ConnectorPromMetrics, ConnectorStats
-from kv_offload.metrics import METRICS, PREFIX
+from kv_offload.metrics import METRICS, PREFIX, Metric
 
 COUNTERS = [metric.name for metric in METRICS if metric.kind == "counter"]
 GAUGES = [metric.name for metric in METRICS if metric.kind == "gauge"]
+HISTOGRAMS = [metric.name for metric in METRICS if metric.kind == "histogram"]
 
 
-def stats(**figures: float) -> ConnectorStats:
+def stats(**figures: float | list[float]) -> ConnectorStats:
     return ConnectorStats(data=dict(figures))
 
 
@@ -48,6 +53,14 @@ def test_aggregating_leaves_the_other_alone() -> None:
     assert other.data == {"stored_bytes": 5}
 
 
+def test_values_of_histograms_are_collected() -> None:
+    """vLLM adds up in the first of several: what was added must not be shared with it."""
+    later = stats(load_bytes=[3], load_seconds=[0.5])
+    total = stats(load_bytes=[1, 2]).aggregate(later).aggregate(stats(load_seconds=[0.25]))
+    assert total.data == {"load_bytes": [1, 2, 3], "load_seconds": [0.5, 0.25]}
+    assert later.data == {"load_bytes": [3], "load_seconds": [0.5]}
+
+
 def test_reset_forgets_everything_and_shares_nothing() -> None:
     figures = stats(evictions=1)
     data = figures.data
@@ -62,10 +75,14 @@ def test_the_log_line_has_figures_of_a_readable_length() -> None:
         "stored_seconds": 0.1235,
         "slots": 3,
     }
+    assert stats(load_seconds=[0.123456, 3, 0.2]).reduce() == {
+        "load_seconds_median": 0.2,
+        "load_seconds_max": 3,
+    }
 
 
 def test_stats_cross_a_process_boundary() -> None:
-    figures = stats(stored_bytes=5, slots=2)
+    figures = stats(stored_bytes=5, slots=2, load_bytes=[7, 8])
     assert pickle.loads(pickle.dumps(figures)).data == figures.data
     rebuilt = KVOffloadConnector.build_kv_connector_stats(data=figures.data)
     assert isinstance(rebuilt, ConnectorStats)
@@ -115,7 +132,8 @@ def value(registry: CollectorRegistry, name: str, engine: int = 0) -> float | No
 def test_every_metric_reads_zero_before_its_first_event(registry: CollectorRegistry) -> None:
     build(registry, engines=2)
     for engine in (0, 1):
-        assert {value(registry, metric.name, engine) for metric in METRICS} == {0.0}
+        names = [*COUNTERS, *GAUGES, *(f"{name}_count" for name in HISTOGRAMS)]
+        assert {value(registry, name, engine) for name in names} == {0.0}
 
 
 def test_counters_grow_and_gauges_are_set(registry: CollectorRegistry) -> None:
@@ -135,3 +153,51 @@ def test_what_the_stats_hold_can_be_observed(registry: CollectorRegistry, name: 
     (figures.count if name in COUNTERS else figures.gauge)(name, 2)
     build(registry).observe(figures.data)
     assert value(registry, name) == 2
+
+
+@pytest.mark.parametrize("metric", [m for m in METRICS if m.kind == "histogram"], ids=str)
+def test_a_histogram_has_its_values_in_its_buckets(
+    registry: CollectorRegistry, metric: Metric
+) -> None:
+    figures = ConnectorStats()
+    least, most = metric.buckets[0], metric.buckets[-1]
+    figures.observe(metric.name, least, most, 2 * most)
+    build(registry, engines=2).observe(figures.data, engine_idx=1)
+    assert value(registry, f"{metric.name}_count", 1) == 3
+    assert value(registry, f"{metric.name}_sum", 1) == least + 3 * most
+    assert value(registry, f"{metric.name}_count", 0) == 0
+    labels = {"model_name": "m", "engine": "1"}
+    for bound, below in ((least, 1), (most, 2), (float("inf"), 3)):
+        at = labels | {"le": floatToGoString(bound)}
+        assert registry.get_sample_value(f"{PREFIX}{metric.name}_bucket", at) == below
+
+
+GAUGES_OF_TWO_SERVERS = """
+import functools, sys
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from types import SimpleNamespace
+from kv_offload.engines.vllm.metrics import ConnectorPromMetrics
+types = {kind: functools.partial(kind, registry=None) for kind in (Counter, Gauge, Histogram)}
+metrics = ConnectorPromMetrics(
+    SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]}
+)
+metrics.observe({"slots": float(sys.argv[1]), "evictions": 2})
+registry = CollectorRegistry()
+MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+
+
+def test_a_gauge_of_several_api_servers_has_the_last_value(tmp_path: Path) -> None:
+    """Each of them hears of some steps only; vLLM has them share a folder."""
+    for slots in ("5", "7"):
+        page = subprocess.run(
+            [sys.executable, "-c", GAUGES_OF_TWO_SERVERS, slots],
+            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    assert f'{PREFIX}slots{{engine="0"}} 7.0' in page.splitlines()
+    assert f'{PREFIX}evictions_total{{engine="0"}} 4.0' in page.splitlines()

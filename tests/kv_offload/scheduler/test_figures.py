@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kv_swap.engine import Direction
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
@@ -17,6 +18,7 @@ from tests.support.configurations import make_kv_cache_config
 from tests.support.manual_copies import ManualSwapEngine
 from tests.support.played_cases import FULL, OTHER, PROMPT, WINDOW, blocks, forget
 from tests.support.played_engine import PlayedEngine
+from tests.support.remote_connector import multi_config
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -32,12 +34,124 @@ def test_figures_of_a_round_trip() -> None:
     load_figures = {name: value for name, value in engine.totals.items() if value}
     assert load_figures.pop("loaded_seconds") > 0
     assert load_figures == {"lookup_tokens": 21, "hit_tokens": 20, "loaded_bytes": blocks(5)}
+    assert engine.observed.pop("load_seconds") == [pytest.approx(engine.totals["loaded_seconds"])]
+    assert engine.observed == {"load_bytes": [blocks(5)], "request_hit_tokens": [20]}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("synchronous", [False, True], ids=["asynchronous", "synchronous"])
+def test_histograms_have_each_load_once(ranks: int, synchronous: bool) -> None:
+    """However many ranks copy it, and though the loads of one step arrive as one transfer."""
+    engine = PlayedEngine(ranks=ranks, synchronous_loads=synchronous)
+    for request_id, prompt in (("a", PROMPT), ("b", OTHER)):
+        engine.serve(request_id, prompt, max_tokens=1)
+    forget(engine)
+    for request_id, prompt in (("c", PROMPT), ("d", OTHER)):
+        engine.add(request_id, prompt, max_tokens=1)
+    engine.run()
+    assert engine.totals["synchronous_loads"] == 2 * synchronous
+    assert sorted(engine.observed["request_hit_tokens"]) == [20, 20]
+    assert engine.observed["load_bytes"] == [blocks(5), blocks(5)]
+    assert engine.totals["loaded_bytes"] == ranks * blocks(10)
+    assert len(engine.observed["load_seconds"]) == 2
+    assert min(engine.observed["load_seconds"]) > 0
+
+
+def test_a_load_that_failed_is_in_no_histogram_of_loads() -> None:
+    engine = PlayedEngine()
+    engine.serve("a", PROMPT, max_tokens=1)
+    forget(engine)
+    engine.add("b", PROMPT, max_tokens=1)
+    engine.step(1)
+    engine.run_copies(Direction.LOAD, fail=True)
+    engine.run()
+    assert engine.totals["failed_loads"] == 1
+    assert engine.observed == {"request_hit_tokens": [20]}
+
+
+# -- what an idle engine tells -----------------------------------------------------------------
+
+
+def test_an_engine_that_has_just_started_steps_until_it_has_told_its_pool() -> None:
+    engine = PlayedEngine(slots=7)
+    assert engine.scheduler.has_requests()
+    engine.step()
+    assert not engine.scheduler.has_requests()
+    assert (engine.gauges["slots"], engine.gauges["pool_slots"]) == (7, 7)
+
+
+def test_an_engine_that_comes_to_rest_has_told_its_gauges() -> None:
+    engine = PlayedEngine()
+    engine.serve("a", PROMPT, max_tokens=1)
+    assert engine.gauges["slots_in_use"] == engine.offload.manager.slots_in_use == 5
+    names = ("running_loads", "running_stores", "pinned_blocks", "waiting_slots")
+    assert {engine.gauges[name] for name in names} == {0}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"transfer_config": multi_config}],
+    ids=["alone", "in a MultiConnector"],
+)
+def test_a_reset_of_an_idle_engine_tells_that_host_memory_is_empty(
+    arguments: dict[str, Any],
+) -> None:
+    engine = PlayedEngine(**arguments)
+    engine.serve("a", PROMPT, max_tokens=1)
+    assert engine.gauges["slots_in_use"] == 5
+    assert engine.reset(reset_connector=True)
+    assert not engine.scheduler.has_requests(), "no step follows"
+    assert engine.gauges["slots_in_use"] == 0
+    engine.check_rest()
+
+
+def test_a_reset_that_changes_no_figure_sends_nothing() -> None:
+    engine = PlayedEngine()
+    engine.serve("a", PROMPT, max_tokens=1)
+    core = engine.core
+    assert core.reset_prefix_cache()
+    assert core.output_queue.empty()
+
+
+def test_new_weights_of_an_idle_engine_tell_that_host_memory_is_empty() -> None:
+    engine = PlayedEngine()
+    engine.serve("a", PROMPT, max_tokens=1)
+    engine.core.collective_rpc("update_weights")
+    engine.hear()
+    assert engine.gauges["slots_in_use"] == 0
+
+
+def test_an_engine_in_its_users_process_tells_with_its_next_step() -> None:
+    engine = PlayedEngine()
+    engine.serve("a", PROMPT, max_tokens=1)
+    core = engine.core
+    del core.output_queue
+    assert core.reset_prefix_cache(reset_connector=True)
+    assert engine.gauges["slots_in_use"] == 5
+    engine.step()
+    assert engine.gauges["slots_in_use"] == 0
+
+
+def test_a_front_end_that_cannot_be_told_fails_no_reset(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = PlayedEngine()
+    engine.serve("a", PROMPT, max_tokens=1)
+
+    def fail(**_: Any) -> None:
+        raise TypeError("another version of vLLM")
+
+    monkeypatch.setattr(engine.scheduler, "make_stats", fail)
+    assert engine.reset(reset_connector=True)
+    assert "metrics stand still until the engine's next step" in caplog.text
 
 
 def test_gauges_are_reported_when_they_change() -> None:
     engine = PlayedEngine(slots=7)
     assert engine.offload.take_stats().data == {
         "slots": 7,
+        "pool_slots": 7,
+        "slot_bytes": 64,
         "slots_in_use": 0,
         "running_loads": 0,
         "running_stores": 0,

@@ -174,6 +174,17 @@ def test_a_load_that_fails_before_the_forward_is_made_good(
     stats = stored.half.reports.take_stats()
     assert stats is not None
     assert stats.data["repaired_loads"] == 2
+    assert not {"load_bytes", "load_seconds"} & stats.data.keys(), "their time says nothing"
+
+
+def test_loads_that_arrive_together_count_one_by_one(stored: Rank) -> None:
+    """Each has its own bytes and the time of all."""
+    stored.half.reports.take_stats()
+    stored.step(loads=[synchronous(0, "a", (4, 2), (5, 2)), synchronous(1, "b", (6, 2))])
+    stats = stored.half.reports.take_stats()
+    assert stats is not None
+    assert stats.data["load_bytes"] == [2 * BLOCK_BYTES, BLOCK_BYTES]
+    assert stats.data["load_seconds"] == [stats.data["loaded_seconds"]] * 2
 
 
 @pytest.mark.parametrize("wave", [0, 1])

@@ -138,8 +138,12 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Keep an idle engine stepping until the last store is reported."""
-        return self.offload_scheduler.has_pending_work
+        """Keep an idle engine stepping until the last store is reported.
+
+        Also for the one step after the start that tells how large the pool is.
+        """
+        scheduler = self.offload_scheduler
+        return scheduler.has_pending_work or not scheduler.statistics.has_told
 
     def has_pending_block_frees(self) -> bool:
         """Let the engine wait for a store rather than preempt a request. From vLLM 0.32."""

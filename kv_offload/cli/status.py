@@ -1,0 +1,126 @@
+"""`kv-offload status`: what the metrics of a running server say, live in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import signal
+import time
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from kv_offload.errors import ServerError
+from kv_offload.status.figures import Figures, figures
+from kv_offload.status.read import Reading, metrics_url, read
+from kv_offload.status.view import page
+
+INTERVAL_SECONDS = 2.0
+PIPE_COLUMNS = 110
+"""The width of a page that is written to no terminal."""
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit status that a shell shows for a tool that Ctrl-C ended before it had done anything."""
+
+
+def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `kv-offload status URL`."""
+    parser = subcommands.add_parser(
+        "status",
+        help="show what a running server's metrics say",
+        description="Read the metrics of a running vLLM server and show them, again and again "
+        "until Ctrl-C: hit rates, copies, the pool, what was not stored and why, what waits, "
+        "errors. Without a terminal one page is printed.",
+    )
+    parser.add_argument(
+        "url", metavar="URL", help="the server: localhost:8000, or http://localhost:8000/metrics"
+    )
+    parser.add_argument(
+        "--interval",
+        type=_seconds,
+        default=INTERVAL_SECONDS,
+        metavar="SECONDS",
+        help="time between two readings (default %(default)s)",
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--once", action="store_true", help="print one page and end")
+    how.add_argument("--json", action="store_true", help="print one reading as JSON and end")
+    parser.set_defaults(run=_run)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.1 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and any number of seconds")
+    return seconds
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    url = metrics_url(arguments.url)
+    try:
+        reading = read(url)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if arguments.json:
+        print(json.dumps(as_json(reading), indent=2))
+        return 0
+    console = Console()
+    if arguments.once or not console.is_terminal:
+        if not console.is_terminal:
+            console = Console(width=PIPE_COLUMNS)
+        console.print(_draw(url, reading))
+        return 0
+    _watch(console, url, reading, arguments.interval)
+    return 0
+
+
+def _watch(console: Console, url: str, reading: Reading, interval: float) -> None:
+    """Show a page every `interval` seconds until Ctrl-C; the last one stays on the terminal."""
+    shown = _draw(url, reading)
+    try:
+        with Live(shown, console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                before, note = reading, ""
+                try:
+                    reading = read(url)
+                except ServerError as error:
+                    note = f"{error}. Shown is what was read before; trying again."
+                shown = _draw(url, reading, before, note)
+                live.update(shown, refresh=True)
+    except KeyboardInterrupt:
+        console.print(shown)
+
+
+def _draw(
+    url: str, reading: Reading, before: Reading | None = None, note: str = ""
+) -> RenderableType:
+    if before is reading:
+        before = None
+    each = [figures(reading, before, [engine]) for engine in reading.engines]
+    return page(url, figures(reading, before), each, note)
+
+
+def as_json(reading: Reading) -> dict[str, object]:
+    """Return one reading for programs: all engines together, and by engine.
+
+    What needs two readings, rates since the last one, is left out.
+    """
+    return {
+        **_totals(figures(reading)),
+        "by_engine": {e: _totals(figures(reading, None, [e])) for e in reading.engines},
+    }
+
+
+def _totals(figures: Figures) -> dict[str, object]:
+    def plain(value: object) -> object:
+        if isinstance(value, dict):
+            if value.keys() == {"total", "per_second"}:
+                return value["total"]
+            return {key: plain(inner) for key, inner in value.items() if key != "seconds"}
+        return value
+
+    flat = plain(dataclasses.asdict(figures))
+    assert isinstance(flat, dict)
+    return flat

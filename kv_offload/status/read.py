@@ -1,0 +1,127 @@
+"""Reads the metrics page of a running vLLM server."""
+
+from __future__ import annotations
+
+import http.client
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kv_offload.errors import ServerError
+from kv_offload.metrics import PREFIX
+
+ENGINE_PREFIX = "vllm:"
+TIMEOUT_SECONDS = 10.0
+
+NO_ENGINE = (
+    "{address} has no metrics of vLLM: it is another server, or vLLM was started with "
+    "--disable-log-stats; give the address of vLLM's API server, started without that argument"
+)
+NO_PLUGIN = (
+    "{address} is a vLLM server without kv-offload: look for lines that begin with kv-offload: in "
+    "its log. If there are none, it was started without --kv-transfer-config, or with "
+    "--kv-offloading-size, which replaces the connector; start it with what "
+    "`kv-offload config` prints"
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a page said at one moment."""
+
+    taken: float
+    """Seconds of a monotonic clock."""
+    engines: tuple[str, ...]
+    """The engines of the server (data-parallel replicas), by the label `engine`."""
+    model: str
+    values: Mapping[tuple[str, str], float]
+    """By name as on the page, and engine."""
+    buckets: Mapping[tuple[str, str], Mapping[float, float]]
+    """Of histograms, by name without `_bucket`, and engine: how many values up to each bound."""
+
+
+def metrics_url(address: str) -> str:
+    """Return the URL of the metrics page: of `host:port`, of a server's URL, or of the page.
+
+    Raises `ServerError` for what is no URL of HTTP.
+    """
+    url = address if "://" in address else f"http://{address}"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port
+    except ValueError:
+        known = False
+    if not known:
+        raise ServerError(
+            f"{address!r} is no address of a server; write localhost:8000 or http://localhost:8000"
+        )
+    path = parts.path.rstrip("/").removesuffix("/metrics")
+    return urllib.parse.urlunsplit((parts.scheme, parts.netloc, f"{path}/metrics", "", ""))
+
+
+def read(url: str) -> Reading:
+    """Get a metrics page and read it.
+
+    Raises `ServerError` where the server cannot be reached, answers with an error, or has no
+    metrics of ours; the message says what may be the reason.
+    """
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
+            page = response.read().decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise ServerError(
+            f"{url} answers with HTTP status {error.code} ({error.reason}); vLLM's API server has "
+            "its metrics at /metrics: check the address, and what stands in front of the server"
+        ) from error
+    except (OSError, http.client.HTTPException) as error:
+        why = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise ServerError(
+            f"{url} cannot be reached: {why}; check the address, and that the server has started "
+            "(it answers when the model is loaded)"
+        ) from error
+    return parse(page, url)
+
+
+def parse(page: str, address: str) -> Reading:
+    """Read a page in the text format of Prometheus.
+
+    Raises `ServerError` where it is in another format or has no metrics of ours.
+    """
+    values: dict[tuple[str, str], float] = {}
+    buckets: dict[tuple[str, str], dict[float, float]] = {}
+    models: set[str] = set()
+    try:
+        families = list(text_string_to_metric_families(page))
+    except ValueError as error:
+        raise ServerError(
+            f"{address} is no page of metrics ({error}); give the address of vLLM's API server"
+        ) from error
+    for family in families:
+        for sample in family.samples if family.name.startswith(ENGINE_PREFIX) else ():
+            engine = sample.labels.get("engine", "")
+            if sample.name.startswith(PREFIX):
+                models.add(sample.labels.get("model_name", ""))
+            if "le" in sample.labels:
+                name = sample.name.removesuffix("_bucket")
+                bounds = buckets.setdefault((name, engine), {})
+                bounds[float(sample.labels["le"])] = sample.value
+            else:
+                key = sample.name, engine
+                values[key] = values.get(key, 0.0) + sample.value
+    if not values:
+        raise ServerError(NO_ENGINE.format(address=address))
+    engines = sorted({engine for name, engine in values if name.startswith(PREFIX)}, key=_by_number)
+    if not engines:
+        raise ServerError(NO_PLUGIN.format(address=address))
+    return Reading(time.monotonic(), tuple(engines), ", ".join(sorted(models)), values, buckets)
+
+
+def _by_number(engine: str) -> tuple[int, str]:
+    return int(engine) if engine.isdecimal() else -1, engine

@@ -1,0 +1,176 @@
+"""Draws figures as a page for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kv_offload.metrics import METRICS, SKIP_REASONS
+from kv_offload.sizes import format_size
+from kv_offload.status.figures import Copies, Count, Figures
+
+WAITS = {
+    "running_loads": "loads under way",
+    "running_stores": "stores under way",
+    "waiting_slots": "slots of ended requests that wait to be stored",
+    "pinned_blocks": "GPU blocks that a store keeps from reuse",
+}
+_HELP = {metric.name: metric.documentation for metric in METRICS}
+_SKIPPED = "Slots not stored because "
+
+
+def page(
+    url: str, everything: Figures, by_engine: Sequence[Figures] = (), note: str = ""
+) -> RenderableType:
+    """Return the page: a note, all engines together, and each one if there are several.
+
+    What is wrong comes first: a low terminal shows the top.
+    """
+    parts: list[RenderableType] = [_title(url, everything)]
+    if note:
+        parts.append(Text(note, style="bold red"))
+    parts.append(_table(everything))
+    if len(by_engine) > 1:
+        parts.append(_engines(by_engine))
+    return Group(*parts)
+
+
+def _title(url: str, figures: Figures) -> Text:
+    count = len(figures.engines)
+    engines = f"engine {figures.engines[0]}" if count == 1 else f"{count} engines together"
+    return Text.assemble(("kv-offload", "bold"), f" at {url}: {figures.model}, {engines}")
+
+
+def _table(figures: Figures) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    table.add_column("since the start", justify="right")
+    table.add_column("share", justify="right")
+    seconds = figures.seconds
+    table.add_column("" if seconds is None else f"last {seconds:.1f} s", justify="right")
+
+    def heading(text: str) -> None:
+        table.add_row(Text(text, style="bold cyan"))
+
+    def row(what: str, count: Count, whole: Count | None = None, style: str = "") -> None:
+        share = "" if whole is None else _share(count, whole)
+        table.add_row(f"  {what}", _number(count.total), share, _rate(count), style=style)
+
+    heading("Errors")
+    errors = {name: value for name, value in figures.errors.items() if value}
+    for name, value in errors.items():
+        table.add_row(f"  {name}: {_HELP[name]}", _number(value), style="bold red")
+    if not errors:
+        table.add_row("  none since the start", style="green")
+    heading("Tokens of prompts")
+    row("from the GPU's own cache", figures.gpu_tokens, figures.prompt_tokens)
+    row("from host memory: not computed", figures.host_tokens, figures.prompt_tokens, "green")
+    row("computed", figures.computed_tokens, figures.prompt_tokens)
+    heading("Asked of host memory, in tokens")
+    row("looked up", figures.lookup_tokens)
+    row("loaded: the hit rate", figures.host_tokens, figures.lookup_tokens, "green")
+    row("there, but sooner computed", figures.recomputed_tokens, figures.lookup_tokens)
+    heading("Copies")
+    for what, copies in (("to host memory", figures.stored), ("from host memory", figures.loaded)):
+        table.add_row(f"  {what}{_speed(copies)}", *_traffic(copies.bytes))
+    times = figures.load_times
+    if times.median_seconds is not None and times.slowest_hundredth_seconds is not None:
+        median, slowest = _time(times.median_seconds), _time(times.slowest_hundredth_seconds)
+        table.add_row(f"  a load takes {median}, 99 %: {slowest}")
+    heading("Host memory")
+    _add_pool(table, figures)
+    row("slots given to another block", figures.pool.evictions)
+    heading("Not stored, in slots")
+    skipped = {name: count for name, count in figures.skipped.items() if count.total}
+    for reason, count in skipped.items():
+        row(_reason(reason), count)
+    if not skipped:
+        table.add_row("  nothing")
+    heading("Waiting now")
+    waiting = [(text, figures.waiting[name]) for name, text in WAITS.items()]
+    for text, value in waiting:
+        if value:
+            table.add_row(f"  {text}", _number(value))
+    if not any(value for _, value in waiting):
+        table.add_row("  nothing")
+    return table
+
+
+def _add_pool(table: Table, figures: Figures) -> None:
+    pool = figures.pool
+    used, slots = (format_size(int(n * pool.slot_bytes)) for n in (pool.slots_in_use, pool.slots))
+    rank = "on one rank" if len(figures.engines) == 1 else "on one rank of each engine"
+    table.add_row(
+        f"  in use: {used} of {slots} {rank}",
+        f"{_number(pool.slots_in_use)} slots",
+        _share(Count(pool.slots_in_use, None), Count(pool.slots, None)),
+        ProgressBar(total=max(1.0, pool.slots), completed=pool.slots_in_use, width=12),
+    )
+    if pool.ready_slots < pool.slots:
+        table.add_row(
+            "  ready; the rest is being page-locked (as of the last step)",
+            f"{_number(pool.ready_slots)} slots",
+            _share(Count(pool.ready_slots, None), Count(pool.slots, None)),
+            style="yellow",
+        )
+
+
+def _engines(by_engine: Sequence[Figures]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
+    columns = ("engine", "hit rate", "tokens from host memory", "slots in use", "of", "errors")
+    for column in columns:
+        table.add_column(column, justify="right", header_style="bold cyan")
+    for figures in by_engine:
+        errors = sum(figures.errors.values())
+        table.add_row(
+            *figures.engines,
+            _share(figures.host_tokens, figures.lookup_tokens),
+            _number(figures.host_tokens.total),
+            _number(figures.pool.slots_in_use),
+            _number(figures.pool.slots),
+            _number(errors),
+            style="bold red" if errors else "",
+        )
+    return table
+
+
+def _reason(reason: str) -> str:
+    return (
+        next(text for name, text in SKIP_REASONS.items() if name == reason)
+        .removeprefix(_SKIPPED)
+        .rstrip(".")
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _share(part: Count, whole: Count) -> str:
+    return f"{100 * part.total / whole.total:.1f} %" if whole.total else ""
+
+
+def _rate(count: Count) -> str:
+    return "" if count.per_second is None else f"{count.per_second:,.0f}/s"
+
+
+def _traffic(copied: Count) -> tuple[str, str, str]:
+    rate = copied.per_second
+    return (
+        format_size(int(copied.total)),
+        "",
+        "" if rate is None else f"{format_size(int(rate))}/s",
+    )
+
+
+def _speed(copies: Copies) -> str:
+    speed = copies.bytes_per_second
+    return f", at {format_size(int(speed))}/s" if speed else ""
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

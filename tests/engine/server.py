@@ -1,0 +1,135 @@
+"""An OpenAI-compatible server with the plugin, on loopback, and what a client asks of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.engine.harness import random_tokens, transfer_config
+from tests.support.small_models import write_model
+
+START_SECONDS = 240
+BLOCK_TOKENS = 32
+SLOT_BYTES = 32768
+"""Of a block of the small model."""
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def serving(folder: Path, **plugin: Any) -> Iterator[str]:
+    """Start a server whose files lie in `folder`; yield its base URL."""
+    port = free_port()
+    log = folder / "server.log"
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(write_model("qwen3", folder / "qwen3"))),
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "small"),
+        *("--enforce-eager", "--dtype", "float32"),
+        *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "1024"),
+        *("--kv-cache-memory-bytes", str(16 << 20)),
+        *("--kv-transfer-config", json.dumps(transfer_config(plugin))),
+    ]
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # adds POST /reset_prefix_cache
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # with a group of its own
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                get(url + "/health")
+                break
+            except OSError:
+                assert process.poll() is None, log.read_text()[-6000:]
+                assert time.monotonic() < deadline, log.read_text()[-6000:]
+                time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # vLLM's engine too, if that lives on
+            process.wait()
+
+
+def get(url: str, body: dict[str, Any] | None = None) -> str:
+    """Get a page, or post `body`; return the answer."""
+    request = urllib.request.Request(
+        url,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return str(response.read().decode())
+
+
+def metric(url: str, name: str) -> float:
+    """Return the sum of a metric's samples."""
+    values = [
+        float(line.rsplit(" ", 1)[1])
+        for line in get(url + "/metrics").splitlines()
+        if line.split("{")[0] == name
+    ]
+    assert values, f"no metric {name}"
+    return sum(values)
+
+
+def wait_for(url: str, name: str, value: float, seconds: float = 20) -> None:
+    """Wait until a metric has at least this value, or exactly where it is 0."""
+    deadline = time.monotonic() + seconds
+    while (found := metric(url, name)) < value or (value == 0 and found):
+        assert time.monotonic() < deadline, f"{name} is {found}, not {value}"
+        time.sleep(0.2)
+
+
+def complete(url: str, seed: int, tokens: int = 300) -> str:
+    """Return what the model answers to a prompt of random tokens."""
+    body = {
+        "model": "small",
+        "prompt": " ".join(f"t{token}" for token in random_tokens(tokens, seed=seed)),
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    return str(json.loads(get(url + "/v1/completions", body))["choices"][0]["text"])
+
+
+def hit(url: str, seed: int, tokens: int = 300) -> tuple[str, str]:
+    """Have a prompt stored, forgotten by vLLM and loaded; return its answers before and after."""
+    stored = metric(url, "vllm:host_kv_cache_stored_bytes_total")
+    first = complete(url, seed, tokens)
+    # The engine idles now; it must still have reported its stores.
+    blocks = tokens // BLOCK_TOKENS
+    wait_for(url, "vllm:host_kv_cache_stored_bytes_total", stored + blocks * SLOT_BYTES)
+    get(url + "/reset_prefix_cache", {})
+    return first, complete(url, seed, tokens)

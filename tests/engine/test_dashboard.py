@@ -1,0 +1,176 @@
+"""The dashboard's queries and the alerts, evaluated by a Prometheus that scrapes a server."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import time
+import urllib.parse
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kv_offload.metrics import PREFIX
+from tests.engine.server import free_port, get, hit, metric, serving
+from tests.grafana.dashboard import ALERTS, DASHBOARD, QUERIES, alert_rules, filled_in
+
+pytestmark = pytest.mark.slow
+WINDOW = "1m"
+
+
+class Prometheus:
+    """A Prometheus on loopback."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def ask(self, path: str, **arguments: str) -> Any:
+        query = urllib.parse.urlencode(arguments)
+        answer = json.loads(get(f"http://{self._address}/api/v1/{path}?{query}"))
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """Return what an expression is now: a list of series."""
+        series: list[dict[str, Any]] = self.ask("query", query=expression)["result"]
+        return series
+
+    def value(self, expression: str) -> float | None:
+        series = self.query(expression)
+        return float(series[0]["value"][1]) if series else None
+
+    def wait_for(self, expression: str, value: float) -> None:
+        """Wait until Prometheus has scraped at least this value."""
+        deadline = time.monotonic() + 60
+        while (found := self.value(expression)) is None or found < value:
+            assert time.monotonic() < deadline, f"{expression} is {found}"
+            time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Prometheus]]:
+    """A server that has had hits, and a Prometheus that has scraped it before and after."""
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.skip("needs prometheus, as Debian's package of that name brings it")
+    folder = tmp_path_factory.mktemp("scraped")
+    with serving(folder) as server:
+        config = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(ALERTS)],
+            "scrape_configs": [
+                {
+                    "job_name": "vllm",
+                    "static_configs": [{"targets": [server.removeprefix("http://")]}],
+                }
+            ],
+        }
+        (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+        address = f"127.0.0.1:{free_port()}"
+        with (folder / "prometheus.log").open("wb") as log:
+            process = subprocess.Popen(
+                [
+                    program,
+                    f"--config.file={folder}/prometheus.yml",
+                    f"--storage.tsdb.path={folder}/data",
+                    f"--web.listen-address={address}",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        prometheus = Prometheus(address)
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    get(f"http://{address}/-/ready")
+                    break
+                except OSError:
+                    assert process.poll() is None, (folder / "prometheus.log").read_text()
+                    assert time.monotonic() < deadline
+                    time.sleep(0.2)
+            prometheus.wait_for("count_over_time(up[1m])", 2)
+            for seed in (1, 2, 3):
+                first, again = hit(server, seed)
+                assert first == again
+            hits = metric(server, f"{PREFIX}hit_tokens_total")
+            assert hits == 3 * 288
+            prometheus.wait_for(f"{PREFIX}hit_tokens_total", hits)
+            yield server, prometheus
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def test_every_query_of_the_dashboard_has_a_value(scraped: tuple[str, Prometheus]) -> None:
+    _, prometheus = scraped
+    wrong = {}
+    for name, query in QUERIES.items():
+        value = prometheus.value(filled_in(query, WINDOW))
+        if value is None or not math.isfinite(value) or value < 0:
+            wrong[name] = value
+    assert not wrong
+    assert prometheus.query(f"{PREFIX}no_such_metric") == [], "the control"
+
+
+def test_the_queries_say_what_happened(scraped: tuple[str, Prometheus]) -> None:
+    _, prometheus = scraped
+
+    def value(name: str) -> float:
+        found = prometheus.value(filled_in(QUERIES[name], WINDOW))
+        assert found is not None
+        return found
+
+    # Prometheus stretches what it saw to the ends of the window: by up to half here.
+    assert value("Tokens not computed again, tokens") == pytest.approx(3 * 288, rel=0.5)
+    assert value("Hit rate of host memory, hit rate") == pytest.approx(864 / 1800, rel=0.1)
+    assert value("Hit rates, host memory") == pytest.approx(864 / 1800, rel=0.1)
+    assert value("Hit rates, GPU cache") == 0
+    assert value("Host memory in use, in use") == pytest.approx(27 / 2048)
+    assert value("Errors, errors") == 0
+    assert 128 < value("Tokens that a hit saves, median") < 512
+    assert 65536 < value("Size of a load, median") < 1 << 20
+    assert 0 < value("Time of a load, median") < 1
+    assert value("Speed while copying, from host memory") > 1e6
+
+
+def test_the_variables_have_values(scraped: tuple[str, Prometheus]) -> None:
+    server, prometheus = scraped
+    found = {}
+    for variable in DASHBOARD["templating"]["list"]:
+        if variable["type"] == "query":
+            metric_name, label = variable["query"]["query"][len("label_values(") : -1].split(", ")
+            found[label] = {series["metric"][label] for series in prometheus.query(metric_name)}
+    assert found == {"instance": {server.removeprefix("http://")}, "model_name": {"small"}}
+
+
+def test_the_alerts_are_evaluated_and_a_healthy_server_raises_none(
+    scraped: tuple[str, Prometheus],
+) -> None:
+    _, prometheus = scraped
+    deadline = time.monotonic() + 30
+    while True:
+        (group,) = prometheus.ask("rules")["groups"]
+        if all(rule["health"] != "unknown" for rule in group["rules"]):
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    states = {rule["name"]: (rule["health"], rule["state"]) for rule in group["rules"]}
+    assert states == {rule["alert"]: ("ok", "inactive") for rule in alert_rules()}
+
+
+def test_vllms_own_metrics_agree_with_ours(scraped: tuple[str, Prometheus]) -> None:
+    """What `docs/use/metrics.md` says of them."""
+    _, prometheus = scraped
+    for theirs, ours in {
+        "vllm:external_prefix_cache_queries_total": f"{PREFIX}lookup_tokens_total",
+        "vllm:external_prefix_cache_hits_total": f"{PREFIX}hit_tokens_total",
+    }.items():
+        assert prometheus.value(theirs) == prometheus.value(ours) != 0
+    asked = prometheus.value("vllm:prefix_cache_queries_total")
+    assert asked == 6 * 300
+    left = "vllm:prefix_cache_queries_total - vllm:prefix_cache_hits_total"
+    assert prometheus.value(left) == prometheus.value(f"{PREFIX}lookup_tokens_total")

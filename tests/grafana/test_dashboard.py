@@ -1,0 +1,98 @@
+"""The dashboard and the alert rules as files; `tests/engine/test_dashboard.py` runs the queries."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kv_offload.metrics import METRICS, PREFIX
+from kv_offload.status.figures import ERRORS
+from tests.grafana.dashboard import ALERTS, DASHBOARD, QUERIES, alert_rules
+
+TESTS_OF_ALERTS = Path(__file__).parent / "alerts.yml"
+EXPORTED = {
+    PREFIX + metric.name + suffix
+    for metric in METRICS
+    for suffix in {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket"]}[metric.kind]
+}
+OF_VLLM = {"vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"}
+
+
+@pytest.mark.parametrize(
+    "query", [*QUERIES.values(), *(rule["expr"] for rule in alert_rules())], ids=str
+)
+def test_a_query_names_metrics_that_exist(query: str) -> None:
+    names = set(re.findall(r"vllm:\w+", query))
+    assert names
+    assert names <= EXPORTED | OF_VLLM
+
+
+def test_every_error_is_on_the_dashboard_and_has_an_alert() -> None:
+    alerts = "".join(rule["expr"] for rule in alert_rules())
+    for name in ERRORS:
+        assert f"{name}_total" in QUERIES["Errors, errors"]
+        assert f"{name}_total" in alerts
+
+
+@pytest.mark.parametrize("panel", DASHBOARD["panels"], ids=lambda panel: panel["title"])
+def test_a_panel_says_what_it_shows(panel: dict) -> None:
+    assert panel["description"].endswith(".")
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    assert panel["datasource"]["uid"] == "${datasource}"
+    for target in panel["targets"]:
+        assert target["datasource"] == panel["datasource"]
+        for metric in re.findall(r"vllm:\w+(.?)", target["expr"]):
+            assert metric == "{", "every metric is chosen by server and model"
+
+
+def test_the_dashboard_asks_for_a_data_source_servers_and_models() -> None:
+    names = {variable["name"]: variable["type"] for variable in DASHBOARD["templating"]["list"]}
+    assert names == {"datasource": "datasource", "instance": "query", "model": "query"}
+    used = set(re.findall(r"\$(\w+)", " ".join(QUERIES.values())))
+    assert used == {"instance", "model", "__rate_interval", "__range"}
+
+
+def test_panels_do_not_overlap() -> None:
+    taken = [
+        (x, y)
+        for panel in DASHBOARD["panels"]
+        for place in [panel["gridPos"]]
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(taken) == len(set(taken))
+    assert max(x for x, _ in taken) < 24
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+def test_every_alert_has_a_remedy_and_a_case_in_which_it_fires() -> None:
+    cases = yaml.safe_load(TESTS_OF_ALERTS.read_text())["tests"]
+    fires = "".join(
+        sample["labels"]
+        for case in cases
+        for query in case.get("promql_expr_test", ())
+        for sample in query.get("exp_samples", ())
+    )
+    silent = {rule["alertname"] for rule in cases[0]["alert_rule_test"]}
+    for rule in alert_rules():
+        assert rule["labels"]["severity"] in {"warning", "critical"}
+        assert len(rule["annotations"]["description"]) > 100
+        assert f'alertname="{rule["alert"]}"' in fires
+        assert rule["alert"] in silent
+
+
+@pytest.mark.parametrize(
+    "command", [["check", "rules", str(ALERTS)], ["test", "rules", str(TESTS_OF_ALERTS)]]
+)
+def test_promtool_accepts_the_alerts(command: list[str]) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("needs promtool, which Debian's package prometheus brings")
+    done = subprocess.run([promtool, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,111 @@
+"""Reading the metrics page of a server, and what is said of one that has none."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from kv_offload.errors import ServerError
+from kv_offload.metrics import METRICS, PREFIX
+from kv_offload.status.read import metrics_url, parse, read
+from tests.kv_offload.status.server import page_server, recorded
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("localhost:8000", "http://localhost:8000/metrics"),
+        ("10.0.0.7", "http://10.0.0.7/metrics"),
+        ("[::1]:8000", "http://[::1]:8000/metrics"),
+        ("http://localhost:8000", "http://localhost:8000/metrics"),
+        ("http://localhost:8000/", "http://localhost:8000/metrics"),
+        ("http://localhost:8000/metrics", "http://localhost:8000/metrics"),
+        ("https://gate.example/engines/3?a=b", "https://gate.example/engines/3/metrics"),
+    ],
+)
+def test_addresses_of_a_server(address: str, url: str) -> None:
+    assert metrics_url(address) == url
+
+
+@pytest.mark.parametrize("address", ["", "http://", "ftp://a:1", "localhost:http", "[::1:8000"])
+def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
+    with pytest.raises(ServerError, match="write localhost:8000") as caught:
+        metrics_url(address)
+    assert repr(address) in str(caught.value)
+
+
+def test_a_recorded_page_has_every_metric() -> None:
+    reading = parse(recorded("hits"), "here")
+    assert (reading.engines, reading.model) == (("0",), "small")
+    for metric in METRICS:
+        name = PREFIX + metric.name
+        if metric.kind == "histogram":
+            assert reading.values[f"{name}_count", "0"] == 3
+            assert len(reading.buckets[name, "0"]) == len(metric.buckets) + 1
+        else:
+            suffix = "_total" if metric.kind == "counter" else ""
+            assert (f"{name}{suffix}", "0") in reading.values
+    assert reading.values["vllm:host_kv_cache_hit_tokens_total", "0"] == 3 * 288
+    assert reading.values["vllm:prefix_cache_queries_total", "0"] == 6 * 300
+
+
+def test_engines_are_told_apart_and_put_in_order() -> None:
+    page = recorded("hits")
+    several = "".join(page.replace('engine="0"', f'engine="{engine}"') for engine in (10, 2, 0))
+    assert parse(several, "here").engines == ("0", "2", "10")
+
+
+def test_samples_that_differ_in_other_labels_are_added() -> None:
+    """Of several API servers each may have samples of its own."""
+    name = "vllm:host_kv_cache_slots"
+    page = f'{name}{{engine="0",pid="1"}} 5\n{name}{{engine="0",pid="2"}} 2\n'
+    assert parse(page, "here").values == {(name, "0"): 7}
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("", "has no metrics of vLLM: .*--disable-log-stats"),
+        ("python_info 1\n", "has no metrics of vLLM"),
+        ('vllm:num_requests_running{engine="0"} 0\n', "without kv-offload: .*--kv-offloading-size"),
+        ("<html>It works</html>", "no page of metrics .*API server"),
+    ],
+)
+def test_a_page_without_our_metrics_says_what_may_be_the_reason(page: str, message: str) -> None:
+    with page_server(page) as server, pytest.raises(ServerError, match=message) as caught:
+        read(metrics_url(server.address))
+    assert server.address in str(caught.value)
+
+
+def test_a_status_of_http_is_named() -> None:
+    with page_server() as server:
+        server.status = 503
+        with pytest.raises(ServerError, match=r"HTTP status 503 .*check the address"):
+            read(metrics_url(server.address))
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = metrics_url(f"127.0.0.1:{probe.getsockname()[1]}")
+        with pytest.raises(ServerError, match=r"cannot be reached: .*refused; check"):
+            read(url)
+
+
+def test_what_is_no_http_is_no_traceback() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.listen()
+        url = metrics_url(f"127.0.0.1:{listener.getsockname()[1]}")
+
+        def hang_up() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"220 mail.example\r\n")
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        with pytest.raises(ServerError, match="cannot be reached"):
+            read(url)
+        thread.join()

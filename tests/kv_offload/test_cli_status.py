@@ -1,0 +1,151 @@
+"""`kv-offload status`, against a server that answers with recorded pages."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kv_offload.cli.main import main
+from tests.kv_offload.status.server import PageServer, page_server, recorded
+
+
+@pytest.fixture
+def server() -> Iterator[PageServer]:
+    with page_server(recorded("hits")) as made:
+        yield made
+
+
+def test_once_prints_one_page(server: PageServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", server.address, "--once"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith(f"kv-offload at http://{server.address}/metrics: small, engine 0\n")
+    assert re.search(r"from host memory: not computed +864 +48\.0 %", output)
+    assert "\x1b" not in output
+    assert server.answered == 1
+
+
+def test_without_a_terminal_one_page_is_printed(
+    server: PageServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", f"http://{server.address}/metrics"]) == 0
+    assert "none since the start" in capsys.readouterr().out
+    assert server.answered == 1
+
+
+def test_json_is_one_reading(server: PageServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.page += recorded("hits").replace('engine="0"', 'engine="1"')
+    assert main(["status", server.address, "--json"]) == 0
+    reading = json.loads(capsys.readouterr().out)
+    assert reading["engines"] == ["0", "1"]
+    assert reading["host_tokens"] == 2 * 864
+    assert reading["by_engine"]["1"]["host_tokens"] == 864
+    assert reading["pool"]["slots"] == 2 * 2048
+    assert reading["stored"]["bytes"] == 2 * 27 * 32768
+    assert reading["skipped"]["pool_busy"] == reading["errors"]["hook_errors"] == 0
+    assert reading["load_times"].keys() == {"median_seconds", "slowest_hundredth_seconds"}
+    assert "seconds" not in reading
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [("python_info 1\n", "no metrics of vLLM"), ("vllm:a 1\n", "without kv-offload")],
+)
+def test_a_server_without_our_metrics_is_one_line_and_status_2(
+    server: PageServer, capsys: pytest.CaptureFixture[str], page: str, message: str
+) -> None:
+    server.page = page
+    assert main(["status", server.address]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("kv-offload: http://")
+    assert message in output.err
+    assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("interval", ["0", "-1", "inf", "nan", "soon"])
+def test_an_interval_that_is_none_is_refused(
+    interval: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["status", "localhost:1", f"--interval={interval}"])
+    assert caught.value.code == 2
+    assert "--interval" in capsys.readouterr().err
+
+
+def watch(server: PageServer, readings: int, meanwhile: str | None = None) -> tuple[int, str]:
+    """Run in a terminal until so many readings were taken, then press Ctrl-C."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kv_offload.cli", "status", server.address, "--interval=0.1"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "110", "LINES": "50"},
+    )
+    os.close(theirs)
+    reader = threading.Thread(target=read_all, args=(ours, output := bytearray()))
+    reader.start()  # a terminal that nobody reads would stop the process
+    try:
+        deadline = time.monotonic() + 60
+        while server.answered < readings:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+            if server.answered and meanwhile is not None:
+                server.page = meanwhile
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        status = process.wait(30)
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
+        os.close(ours)
+    return status, output.decode()
+
+
+def read_all(terminal: int, output: bytearray) -> None:
+    with contextlib.suppress(OSError):  # the other end is closed
+        while part := os.read(terminal, 65536):
+            output += part
+
+
+def test_a_terminal_shows_rates_until_ctrl_c(server: PageServer) -> None:
+    status, output = watch(server, readings=4)
+    assert status == 0
+    assert "Traceback" not in output
+    assert re.search(r"last 0\.\d s", output)
+    assert "\x1b[?1049l" in output, "the terminal is as it was"
+    last = output.rpartition("\x1b[?1049l")[2]
+    assert "none since the start" in last, "the last page stays"
+
+
+def test_a_server_that_goes_away_is_waited_for(server: PageServer) -> None:
+    status, output = watch(server, readings=4, meanwhile="")
+    assert status == 0
+    plain = re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output))
+    assert "has no metrics of vLLM" in plain
+    assert "Shown is what was read before; trying again." in plain
+    assert "864" in output.rpartition("\x1b[?1049l")[2]
+
+
+def test_ctrl_c_before_the_first_page_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kv_offload.cli.status.read", interrupt)
+    assert main(["status", "localhost:8000"]) == 130
+    assert capsys.readouterr().err == ""
