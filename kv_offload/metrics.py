@@ -68,7 +68,7 @@ METRICS = (
         stored_bytes="Bytes copied to host memory, over all ranks.",
         stored_seconds="Time from submitting stores to their end, over all ranks.",
         loaded_bytes="Bytes copied from host memory, over all ranks.",
-        loaded_seconds="Time from submitting loads to their end, over all ranks.",
+        loaded_seconds="Time from when loads could start to their end, over all ranks.",
         synchronous_loads="Loads that the forward of their step waited for.",
         failed_loads="Requests whose load failed and that were recomputed.",
         repaired_loads="Loads that failed just before a forward and were copied at once, over all "
@@ -98,7 +98,7 @@ METRICS = (
     Metric(
         "load_seconds",
         "histogram",
-        "Time from submitting a load to its end, on the first rank; one value for each load.",
+        "Time from when a load could start to its end, on the first rank; one value for each load.",
         LOAD_SECONDS_BUCKETS,
     ),
     Metric(

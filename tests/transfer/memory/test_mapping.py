@@ -31,6 +31,20 @@ def test_a_mapping_is_whole_pages_that_do_not_exist_yet() -> None:
     assert not is_mapped(made.address)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_children_and_core_dumps_do_not_get_it(shared: bool) -> None:
+    fd = os.memfd_create("test") if shared else None
+    if fd is not None:
+        os.ftruncate(fd, 4 * PAGE)
+    made = Mapping(4 * PAGE, fd=fd)
+    areas = Path("/proc/self/smaps").read_text()
+    (flags,) = re.findall(rf"^{made.address:x}-.*?^VmFlags: (.*?)$", areas, re.DOTALL | re.M)
+    assert {"dc", "dd"} <= set(flags.split())
+    made.close()
+    if fd is not None:
+        os.close(fd)
+
+
 def test_populating_gives_pages_to_exactly_the_range() -> None:
     made = Mapping(64 * PAGE)
     made.populate(8 * PAGE, 16 * PAGE)

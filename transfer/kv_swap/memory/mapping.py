@@ -49,6 +49,8 @@ class Mapping:
             ) from error
         # Children must not inherit it: the kernel copies page-locked memory at fork.
         self._memory.madvise(mmap.MADV_DONTFORK)
+        # A core dump would be as large as the pool, and have what users wrote.
+        self._memory.madvise(mmap.MADV_DONTDUMP)
         # Advice only, refused by kernels without transparent huge pages: fewer pages to lock.
         with contextlib.suppress(OSError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
