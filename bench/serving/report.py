@@ -93,13 +93,9 @@ def _heading(document: Document) -> str:
     machine = document["machine"]
     names = ("gpu", "driver", "platform", "vllm", "torch", "commit", "date")
     facts = ", ".join(f"{name} {machine[name]}" for name in names if machine.get(name))
-    if not _on_gpu(document):
+    if "gpu" not in machine:
         facts += "\n\nWithout a GPU: the times show that the bench works, and nothing else."
     return f"# {document['shape']['name']}, {document['mode']}\n\n{facts}"
-
-
-def _on_gpu(document: Document) -> bool:
-    return "gpu" in document["machine"]
 
 
 def _measured(document: Document, section: str) -> dict[str, Any]:
@@ -154,11 +150,6 @@ def _pairs(document: Document) -> str:
     pairs = document["pairs"]
     if not pairs:
         return ""
-    if not _on_gpu(document):
-        return (
-            "**What does storing cost?** Not shown: without a GPU, compute and copies share the "
-            "cores, and a ratio says more about these than about storing"
-        )
     return (
         f"**What does storing cost?** Throughput at 0 % hits, kv-offload / off, {pairs['pairs']} "
         f"pairs by turns: {pairs['ratio']:.4f}, 95 % interval {pairs['low']:.4f} to "

@@ -131,7 +131,7 @@ class Bench:
             order = (off, ours) if seed % 2 else (ours, off)
             rates = {engine.connector: engine.ask("turn", seed=seed) for engine in order}
             ratios.append(rates["kv-offload"] / rates["off"])
-            progress(f"pair {seed} measured")
+            progress(f"pair {seed}: kv-offload / off = {ratios[-1]:.4f}")
         self.pairs = ratio_interval(ratios)
         self._keep()
 
