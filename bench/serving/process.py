@@ -23,9 +23,9 @@ _BEGAN = time.monotonic()
 
 _DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 if not Path("/dev/nvidiactl").exists():
-    # vLLM's CPU engine computes with as many OpenMP threads as there are cores, and these spin while
-    # they wait for each other. A third thread, such as that of our copies, then makes two of them
-    # share a core: on two cores, prompts took 20 times as long in most runs.
+    # vLLM's CPU engine computes with as many OpenMP threads as there are cores, and these spin
+    # while they wait for each other. A further thread, such as that of our copies, makes two of
+    # them share a core: on two cores, prompts took 20 times as long in most runs.
     _DEFAULTS["OMP_WAIT_POLICY"] = "passive"
 
 
