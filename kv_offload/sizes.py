@@ -45,6 +45,7 @@ def format_size(size_bytes: int) -> str:
     """
     for unit in _BINARY_UNITS:
         if size_bytes >= _UNIT_BYTES[unit.lower()]:
-            number = f"{size_bytes / _UNIT_BYTES[unit.lower()]:.2f}".rstrip("0").rstrip(".")
+            hundredths = round(Fraction(100 * size_bytes, _UNIT_BYTES[unit.lower()]))
+            number = f"{hundredths // 100}.{hundredths % 100:02}".rstrip("0").rstrip(".")
             return f"{number} {unit}"
     return f"{size_bytes} B"

@@ -31,8 +31,9 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser = subcommands.add_parser(
         "config",
         help="check a configuration and print it with the argument for vLLM",
-        description="Check a configuration, print every effective value with its source, "
-        "and print the argument that gives it to vLLM.",
+        description="Check a configuration, print every effective value with its source, and\n"
+        "print the argument that gives it to vLLM. The exit status is 2 if the file is\n"
+        "wrong, else 0.",
         epilog=f"keys:\n{keys}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

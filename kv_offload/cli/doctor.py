@@ -19,7 +19,7 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         help="check this machine, its versions and a configuration",
         description="Check this machine, the installed versions and a configuration. Every line "
         "says what was found, what is needed and what to do. The exit status is 1 if there is a "
-        "problem, else 0.",
+        "problem, 2 if an argument is wrong, else 0.",
     )
     parser.add_argument(
         "file",
@@ -62,6 +62,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(report.as_json(title, sections))
     else:
-        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        colour = sys.stdout is not None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(report.as_text(title, sections, colour=colour))
     return report.exit_status(sections)

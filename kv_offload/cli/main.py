@@ -6,20 +6,23 @@ Each subcommand is a module with `add_command`, which adds its parser and sets `
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import signal
 import sys
 from collections.abc import Sequence
 
 from kv_offload import __version__
-from kv_offload.cli import config, doctor, size, status
 from kv_offload.errors import KVOffloadError
-
-COMMANDS = (config, doctor, size, status)
-"""The modules of the subcommands, in the order of `kv-offload --help`."""
 
 CLOSED_PIPE = 128 + signal.SIGPIPE
 """The exit status that a shell shows for a tool whose reader went away, as in `... | head -1`."""
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit status that a shell shows for a tool that Ctrl-C ended before it was done."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What writing to a full disk, or beyond a limit, fails with."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,29 +31,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: from argparse, for `--help`, `--version` and arguments that it refuses.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it is None where a shell has closed it
+        # A path or a model's name may have letters that a locale such as C lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             return _run(argv)
         finally:
             print(end="", flush=True)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except BrokenPipeError:
-        # Python flushes standard output once more when it ends, and would complain there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return CLOSED_PIPE
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _drop_output()
+        print(
+            f"kv-offload: standard output cannot be written: {error}. Free space, or write "
+            "elsewhere.",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _drop_output() -> None:
+    """Drop what is still to be written: Python tries it once more when it ends, and complains."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
-        prog="kv-offload", description="A second, larger KV cache in host memory for vLLM engines."
+        prog="kv-offload",
+        description="A second, larger KV cache in host memory for vLLM engines.",
+        epilog="`kv-offload COMMAND --help` says more. The exit status is 0 if all is well, 1 if "
+        "doctor found a problem, and 2, with a message, if an argument, a file or a server is "
+        "wrong.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in COMMANDS:
+    # Here and not above: loading them takes long enough for a Ctrl-C.
+    from kv_offload.cli import config, doctor, size, status
+
+    for command in (config, doctor, size, status):
         command.add_command(subcommands)
     arguments = parser.parse_args(argv)
     try:
-        status: int = arguments.run(arguments)
+        exit_status: int = arguments.run(arguments)
     except KVOffloadError as error:
         print(error, file=sys.stderr)
         return 2
-    return status
+    return exit_status

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from kv_offload.config_file import show
 from kv_offload.errors import ConfigError
 from kv_offload.host_memory import read_host_memory
 from kv_offload.sizes import format_size, parse_size
@@ -25,12 +26,18 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         "size",
         help="say how much host memory the tokens of a model take",
         description="Say how many bytes a token and a block of a model take in host memory, and "
-        "how many of them fit. Reads the model's config.json only.",
+        "how many of them fit. Reads the model's config.json only, and downloads nothing. The exit "
+        "status is 2 if the file or an argument is wrong, else 0.",
     )
     parser.add_argument("model", metavar="MODEL_CONFIG", help="a config.json, or its folder")
     parser.add_argument("--cpu-bytes", metavar="SIZE", help="as in the configuration: 48GiB, 25%%")
     parser.add_argument(
-        "--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="default: 1"
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share the KV heads (default: 1)",
     )
     parser.add_argument(
         "--kv-cache-dtype",
@@ -83,7 +90,7 @@ def _parse_cpu_bytes(text: str) -> int:
         return parse_size(f"{text}B" if text.isdecimal() else text, read_host_memory().size_bytes)
     except ValueError as error:
         raise ConfigError(
-            f"--cpu-bytes is {text!r}: {error}. Give bytes, a size (48GiB), or a share of this "
+            f"--cpu-bytes is {show(text)}: {error}. Give bytes, a size (48GiB), or a share of this "
             "machine's memory (25%)"
         ) from error
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
-import signal
 import time
 
 from rich.console import Console, RenderableType
@@ -20,8 +18,7 @@ from kv_offload.status.view import page
 INTERVAL_SECONDS = 2.0
 PIPE_COLUMNS = 110
 """The width of a page that is written to no terminal."""
-INTERRUPTED = 128 + signal.SIGINT
-"""The exit status that a shell shows for a tool that Ctrl-C ended before it had done anything."""
+LONGEST_INTERVAL_SECONDS = 86400.0
 
 
 def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,7 +28,8 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         help="show what a running server's metrics say",
         description="Read the metrics of a running vLLM server and show them, again and again "
         "until Ctrl-C: hit rates, copies, the pool, what was not stored and why, what waits, "
-        "errors. Without a terminal one page is printed.",
+        "errors. Without a terminal one page is printed. The exit status is 2 if there is no "
+        "server or it has no metrics of kv-offload, else 0.",
     )
     parser.add_argument(
         "url", metavar="URL", help="the server: localhost:8000, or http://localhost:8000/metrics"
@@ -41,7 +39,7 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         type=_seconds,
         default=INTERVAL_SECONDS,
         metavar="SECONDS",
-        help="time between two readings (default %(default)s)",
+        help="time between two readings (default: %(default)s)",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="print one page and end")
@@ -50,18 +48,20 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0.1 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and any number of seconds")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= LONGEST_INTERVAL_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds between 0.1 and {LONGEST_INTERVAL_SECONDS:g}"
+        )
     return seconds
 
 
 def _run(arguments: argparse.Namespace) -> int:
     url = metrics_url(arguments.url)
-    try:
-        reading = read(url)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    reading = read(url)
     if arguments.json:
         print(json.dumps(as_json(reading), indent=2))
         return 0
@@ -69,7 +69,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.once or not console.is_terminal:
         if not console.is_terminal:
             console = Console(width=PIPE_COLUMNS)
-        console.print(_draw(url, reading))
+        with console.capture() as capture:
+            console.print(_draw(url, reading))
+        print(capture.get(), end="")  # rich itself would end the program at a closed pipe
         return 0
     _watch(console, url, reading, arguments.interval)
     return 0

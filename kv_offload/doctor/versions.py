@@ -51,11 +51,17 @@ def installed(*names: str) -> dict[str, str]:
 
 
 def read_torch() -> Torch | None:
-    """Return what torch says of itself, without importing it, which takes seconds."""
+    """Return what torch says of itself, without importing it, which takes seconds.
+
+    None if there is no torch, or a damaged one, which `check_versions` tells apart.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    values = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    try:
+        values = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    except Exception:  # noqa: BLE001 - whatever a damaged file makes of it
+        return None
     return Torch(str(values["__version__"]), values.get("cuda"))
 
 
@@ -64,7 +70,8 @@ def check_versions(torch: Torch | None, machine: Machine) -> Iterator[Check]:
     yield Check(name="Python", state="ok", found=platform.python_version(), needed="3.11 or newer")
     vllm = installed(*VLLM_NAMES)
     yield check_vllm(vllm)
-    yield check_torch(torch, _pins(vllm))
+    damaged = None if torch else importlib.util.find_spec("torch")
+    yield check_torch(torch, _pins(vllm)) if damaged is None else _damaged(damaged.origin)
     names = [f"cupy-cuda{major}x" for major in CUPY_NEEDED]
     yield check_cupy(torch, installed(*names, *OTHER_CUPY))
     yield check_driver(torch, machine)
@@ -112,6 +119,16 @@ def check_torch(torch: Torch | None, pins: set[str]) -> Check:
             remedy="Install vLLM again; something has replaced its torch.",
         )
     return Check(name="torch", state="ok", found=found, needed=needed)
+
+
+def _damaged(torch: str | None) -> Check:
+    return Check(
+        name="torch",
+        state="problem",
+        found=f"{torch or 'a folder of this name'} has no version.py that can be read",
+        needed="a torch that can be imported",
+        remedy="Install vLLM again, or remove from Python's path what is called torch.",
+    )
 
 
 def check_cupy(torch: Torch | None, found: dict[str, str]) -> Check:

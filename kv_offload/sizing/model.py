@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kv_offload.config_file import show
 from kv_offload.errors import ConfigError, UnsupportedError
 
 INNER = ("thinker_config", "text_config", "language_config", "llm_config")
@@ -20,6 +22,12 @@ LATENT = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "p
 
 ALL_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Values of `model_type` whose layers all have the window, if the configuration has one."""
+
+MAX_NUMBER = 1 << 31
+"""No layer, head or window of a model is as many."""
+
+MAX_FILE_BYTES = 64 << 20
+"""A config.json has some kilobytes; what is larger are weights, named by mistake."""
 
 KINDS = {
     "full_attention": "full",
@@ -77,19 +85,33 @@ def read_model(path: Path) -> Model:
     Where transformers is installed it adds what the file leaves to the defaults of its model.
 
     Raises:
-        ConfigError: no such file, not JSON, or a value that is missing or not a positive integer.
+        ConfigError: no such file, too large, not JSON, or a value that is missing or of another
+            kind than is needed.
         UnsupportedError: the cache has parts whose size the file does not tell.
     """
     file = path / "config.json" if path.is_dir() else path
+    remedy = (
+        "Give the path of a model's config.json, as Hugging Face has it, or of the folder that "
+        "holds it; nothing is downloaded by a model's name"
+    )
     try:
-        given = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+        found = file.stat()
+        regular = stat.S_ISREG(found.st_mode)  # a pipe may never end
+        small = found.st_size <= MAX_FILE_BYTES
+        given = json.loads(file.read_bytes()) if regular and small else None
+    except (OSError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON: {error}. {remedy}") from error
+    if not regular:
+        raise ConfigError(f"{file}: is not a regular file. {remedy}")
+    if not small:
         raise ConfigError(
-            f"{file}: cannot be read as JSON: {error}. Give the config.json of a model, as Hugging "
-            "Face has it, or the folder that holds it"
-        ) from error
+            f"{file}: has {found.st_size:,} bytes, but a config.json has at most "
+            f"{MAX_FILE_BYTES:,}. {remedy}"
+        )
     if not isinstance(given, dict):
-        raise ConfigError(f"{file}: holds a {type(given).__name__}, but a config.json is an object")
+        raise ConfigError(
+            f"{file}: holds a {type(given).__name__}, but a config.json is an object. {remedy}"
+        )
     outer = given
     filled = _defaults(given)
     while inner := next((key for key in INNER if isinstance(given.get(key), dict)), None):
@@ -134,11 +156,18 @@ def _model(file: Path, values: Mapping[str, Any], outer: Mapping[str, Any]) -> M
         named_size = next((key for key in HEAD_SIZES if values.get(key)), None)
         if named_size is None:
             head_size = _positive(file, values, "hidden_size") // heads
+            if not head_size:
+                raise ConfigError(
+                    f"{file}: hidden_size is {values['hidden_size']}, less than one for each of "
+                    f"{heads} heads (num_attention_heads): correct one of them"
+                )
         else:
             head_size = _positive(file, values, named_size)
         if values.get("v_head_dim", head_size) not in (head_size, None):
             raise _unsupported(file, model_type, "has values of another size than keys")
-    quantization = outer.get("quantization_config") or {}
+    quantization = outer.get("quantization_config")
+    if not isinstance(quantization, dict):
+        quantization = {}
     layers = _layers(file, values, model_type)
     return Model(
         model_type=model_type,
@@ -166,6 +195,8 @@ def _layers(file: Path, values: Mapping[str, Any], model_type: str) -> dict[str,
             "Run kv-offload in a Python with transformers, which knows the defaults of models, or "
             "add layer_types to the file"
         )
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise ConfigError(f"{file}: layer_types is {show(types)}, but a list of names is needed")
     strange = [kind for kind in types if kind not in KINDS]
     if strange:
         raise _unsupported(file, model_type, f"has layers of the type {strange[0]}")
@@ -186,9 +217,10 @@ def _positive(file: Path, values: Mapping[str, Any], key: str) -> int:
             "leaves values to defaults, run kv-offload in a Python with transformers, which knows "
             "them"
         )
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_NUMBER:
         raise ConfigError(
-            f"{file}: {key} is {value!r}, but one positive integer for all layers is needed"
+            f"{file}: {key} is {show(value)}, but one positive integer for all layers is needed, "
+            f"of at most {MAX_NUMBER:,}"
         )
     return value
 

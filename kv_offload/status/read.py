@@ -54,12 +54,15 @@ def metrics_url(address: str) -> str:
     try:
         parts = urllib.parse.urlsplit(url)
         known = parts.scheme in ("http", "https") and bool(parts.hostname)
+        known = known and "@" not in parts.netloc and url.isascii()
         _ = parts.port
+        (parts.hostname or "").encode("idna")  # refuses what is no name of a host
     except ValueError:
         known = False
     if not known:
         raise ServerError(
-            f"{address!r} is no address of a server; write localhost:8000 or http://localhost:8000"
+            f"{_short(address)!r} is no address of a server; write localhost:8000 or "
+            "http://localhost:8000: ASCII letters, no password, and a port of at most 65535"
         )
     path = parts.path.rstrip("/").removesuffix("/metrics")
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc, f"{path}/metrics", "", ""))
@@ -77,13 +80,14 @@ def read(url: str) -> Reading:
     except urllib.error.HTTPError as error:
         error.close()
         raise ServerError(
-            f"{url} answers with HTTP status {error.code} ({error.reason}); vLLM's API server has "
-            "its metrics at /metrics: check the address, and what stands in front of the server"
+            f"{url} answers with HTTP status {error.code} ({_short(error.reason)}); vLLM's API "
+            "server has its metrics at /metrics: check the address, and what stands in front of it"
         ) from error
     except (OSError, http.client.HTTPException) as error:
         why = error.reason if isinstance(error, urllib.error.URLError) else error
         raise ServerError(
-            f"{url} cannot be reached: {why}; check the address, and that the server has started "
+            f"{url} cannot be reached: {_short(why)}; check the address (http or https, the host, "
+            "the port: vLLM's is 8000 if --port names no other), and that the server has started "
             "(it answers when the model is loaded)"
         ) from error
     return parse(page, url)
@@ -98,29 +102,36 @@ def parse(page: str, address: str) -> Reading:
     buckets: dict[tuple[str, str], dict[float, float]] = {}
     models: set[str] = set()
     try:
-        families = list(text_string_to_metric_families(page))
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples if family.name.startswith(ENGINE_PREFIX) else ():
+                engine = sample.labels.get("engine", "")
+                if sample.name.startswith(PREFIX):
+                    models.add(sample.labels.get("model_name", ""))
+                if "le" in sample.labels:
+                    name = sample.name.removesuffix("_bucket")
+                    bounds = buckets.setdefault((name, engine), {})
+                    bounds[float(sample.labels["le"])] = sample.value
+                else:
+                    key = sample.name, engine
+                    values[key] = values.get(key, 0.0) + sample.value
     except ValueError as error:
         raise ServerError(
-            f"{address} is no page of metrics ({error}); give the address of vLLM's API server"
+            f"{address} is no page of metrics ({_short(error)}); give the address of vLLM's API "
+            "server"
         ) from error
-    for family in families:
-        for sample in family.samples if family.name.startswith(ENGINE_PREFIX) else ():
-            engine = sample.labels.get("engine", "")
-            if sample.name.startswith(PREFIX):
-                models.add(sample.labels.get("model_name", ""))
-            if "le" in sample.labels:
-                name = sample.name.removesuffix("_bucket")
-                bounds = buckets.setdefault((name, engine), {})
-                bounds[float(sample.labels["le"])] = sample.value
-            else:
-                key = sample.name, engine
-                values[key] = values.get(key, 0.0) + sample.value
     if not values:
         raise ServerError(NO_ENGINE.format(address=address))
     engines = sorted({engine for name, engine in values if name.startswith(PREFIX)}, key=_by_number)
     if not engines:
         raise ServerError(NO_PLUGIN.format(address=address))
     return Reading(time.monotonic(), tuple(engines), ", ".join(sorted(models)), values, buckets)
+
+
+def _short(what: object) -> str:
+    """Return what another program said as one line that a terminal can show."""
+    line = " ".join(str(what).split())
+    line = "".join(letter if letter.isprintable() else "?" for letter in line)
+    return line if len(line) <= 120 else f"{line[:117]}..."
 
 
 def _by_number(engine: str) -> tuple[int, str]:

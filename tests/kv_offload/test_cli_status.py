@@ -73,14 +73,14 @@ def test_a_server_without_our_metrics_is_one_line_and_status_2(
     assert output.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("interval", ["0", "-1", "inf", "nan", "soon"])
+@pytest.mark.parametrize("interval", ["0", "-1", "inf", "1e308", "nan", "soon"])
 def test_an_interval_that_is_none_is_refused(
     interval: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["status", "localhost:1", f"--interval={interval}"])
     assert caught.value.code == 2
-    assert "--interval" in capsys.readouterr().err
+    assert "is not a number of seconds between 0.1 and 86400" in capsys.readouterr().err
 
 
 def watch(server: PageServer, readings: int, meanwhile: str | None = None) -> tuple[int, str]:
@@ -138,14 +138,3 @@ def test_a_server_that_goes_away_is_waited_for(server: PageServer) -> None:
     assert "has no metrics of vLLM" in plain
     assert "Shown is what was read before; trying again." in plain
     assert "864" in output.rpartition("\x1b[?1049l")[2]
-
-
-def test_ctrl_c_before_the_first_page_is_quiet(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(_: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("kv_offload.cli.status.read", interrupt)
-    assert main(["status", "localhost:8000"]) == 130
-    assert capsys.readouterr().err == ""

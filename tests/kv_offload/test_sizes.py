@@ -117,6 +117,7 @@ def test_a_percentage_is_rounded_down(percent, whole_bytes):
     ("size_bytes", "text"),
     [
         (1, "1 B"),
+        ((10**400) << 40, f"{10**400} TiB"),
         (1023, "1023 B"),
         (1024, "1 KiB"),
         (100 * GIB, "100 GiB"),

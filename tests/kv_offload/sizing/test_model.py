@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,37 @@ def test_a_checkpoint_may_ask_for_another_type_of_cache(read: Any) -> None:
 
     assert quantized({"num_bits": 8})
     assert not quantized(None)
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"layer_types": 5}, "layer_types is 5, but a list of names is needed"),
+        ({"layer_types": [["full_attention"]]}, "layer_types is .* a list of names is needed"),
+        ({"hidden_size": 1, "head_dim": None}, "hidden_size is 1, less than one for each of 32"),
+        ({"num_hidden_layers": 10**400}, "num_hidden_layers is 1000.*of at most 2,147,483,648"),
+    ],
+)
+def test_values_that_no_model_has_are_refused(
+    read: Any, more: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        read({**LLAMA, **more})
+    assert len(str(caught.value)) < 300
+
+
+def test_an_unknown_form_of_quantization_is_no_type_of_cache(read: Any) -> None:
+    assert not read({**LLAMA, "quantization_config": [8]}).cache_is_quantized
+
+
+def test_what_is_no_file_of_that_kind_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe: is not a regular file"):
+        read_model(tmp_path / "pipe")
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(5 << 30)
+    with pytest.raises(ConfigError, match="5,368,709,120 bytes, but a config"):
+        read_model(tmp_path / "model.safetensors")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
+        read_model(tmp_path / "deep.json")

@@ -29,7 +29,13 @@ def test_addresses_of_a_server(address: str, url: str) -> None:
     assert metrics_url(address) == url
 
 
-@pytest.mark.parametrize("address", ["", "http://", "ftp://a:1", "localhost:http", "[::1:8000"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("", "http://", "ftp://a:1", "localhost:http", "localhost:65536", "[::1:8000"),
+        *("a..b:80", f"{'a' * 64}:80", "http://localhost/ü", "me:secret@localhost:8000"),
+    ],
+)
 def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
     with pytest.raises(ServerError, match="write localhost:8000") as caught:
         metrics_url(address)
@@ -109,3 +115,13 @@ def test_what_is_no_http_is_no_traceback() -> None:
         with pytest.raises(ServerError, match="cannot be reached"):
             read(url)
         thread.join()
+
+
+@pytest.mark.parametrize(
+    "page", ["<html>\n<body>no</body></html>", f'{PREFIX}slots{{le="many"}} 1', "\x00\x1b" * 999]
+)
+def test_another_page_is_one_short_line(page: str) -> None:
+    with pytest.raises(ServerError, match="here is no page of metrics") as caught:
+        parse(page, "here")
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 300
