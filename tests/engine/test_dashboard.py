@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from kv_offload.metrics import PREFIX
-from tests.engine.server import hit, metric, serving
-from tests.grafana.dashboard import DASHBOARD, QUERIES, alert_rules, filled_in
-from tests.grafana.prometheus import PROGRAM, Prometheus, scraping
+from tests.support.dashboard import DASHBOARD, QUERIES, alert_rules, filled_in
+from tests.support.prometheus import PROGRAM, Prometheus, scraping
+from tests.support.server import hit, metric, serving
 
 pytestmark = pytest.mark.slow
 WINDOW = "1m"

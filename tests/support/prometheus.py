@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.engine.server import free_port, get
-from tests.grafana.dashboard import ALERTS
+from tests.support.dashboard import ALERTS
+from tests.support.server import free_port, get
 
 PROGRAM = shutil.which("prometheus")
 """None where Debian's package `prometheus`, or another that brings it, is not installed."""
