@@ -46,7 +46,7 @@ def test_the_command_writes_the_pictures_of_a_server(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="needs vLLM, which is not installed")
     if shutil.which("prometheus") is None:
         pytest.skip("needs prometheus, as Debian's package of that name brings it")
-    command = [sys.executable, "-m", "bench.screens", "--out", str(tmp_path), "--seconds", "8"]
+    command = [sys.executable, "-m", "bench.screens", "--out", str(tmp_path), "--seconds", "5"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "transfer"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
