@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,11 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from kv_offload.engines.vllm.halves import halves
-from tests.support.small_models import VOCABULARY, write_draft_head, write_model
+from tests.support.inputs import Tokens, random_tokens, transfer_config
+from tests.support.small_models import write_draft_head, write_model
 from tests.support.totals import counted_stats
 
 BLOCK_TOKENS = 32
-Tokens = list[int]
-
-
-def random_tokens(count: int, seed: int) -> Tokens:
-    """Return tokens that no other seed shares a prefix with."""
-    return [int(t) for t in np.random.default_rng(seed).integers(3, VOCABULARY, count)]
 
 
 def prompts_with_shared_prefix(
@@ -242,19 +236,6 @@ def engine(
             running.llm.llm_engine.engine_core.shutdown()
             del running.llm
             gc.collect()
-
-
-def transfer_config(plugin: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration that a user writes, with room for a few thousand small blocks."""
-    config = {
-        "kv_connector": "KVOffloadConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes": "64MiB", **plugin},
-    }
-    if not entry_points(group="vllm.general_plugins", name="kv_offload"):
-        # Run from a checkout, on a host where nothing can be installed.
-        config["kv_connector_module_path"] = "kv_offload.engines.vllm.connector"
-    return config
 
 
 class Copies:

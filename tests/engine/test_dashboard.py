@@ -2,107 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
-import subprocess
 import time
-import urllib.parse
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from kv_offload.metrics import PREFIX
-from tests.engine.server import free_port, get, hit, metric, serving
-from tests.grafana.dashboard import ALERTS, DASHBOARD, QUERIES, alert_rules, filled_in
+from tests.support.dashboard import DASHBOARD, QUERIES, alert_rules, filled_in
+from tests.support.prometheus import PROGRAM, Prometheus, scraping
+from tests.support.server import hit, metric, serving
 
 pytestmark = pytest.mark.slow
 WINDOW = "1m"
 
 
-class Prometheus:
-    """A Prometheus on loopback."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def ask(self, path: str, **arguments: str) -> Any:
-        query = urllib.parse.urlencode(arguments)
-        answer = json.loads(get(f"http://{self._address}/api/v1/{path}?{query}"))
-        assert answer["status"] == "success", answer
-        return answer["data"]
-
-    def query(self, expression: str) -> list[dict[str, Any]]:
-        """Return what an expression is now: a list of series."""
-        series: list[dict[str, Any]] = self.ask("query", query=expression)["result"]
-        return series
-
-    def value(self, expression: str) -> float | None:
-        series = self.query(expression)
-        return float(series[0]["value"][1]) if series else None
-
-    def wait_for(self, expression: str, value: float) -> None:
-        """Wait until Prometheus has scraped at least this value."""
-        deadline = time.monotonic() + 60
-        while (found := self.value(expression)) is None or found < value:
-            assert time.monotonic() < deadline, f"{expression} is {found}"
-            time.sleep(0.2)
-
-
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Prometheus]]:
     """A server that has had hits, and a Prometheus that has scraped it before and after."""
-    program = shutil.which("prometheus")
-    if program is None:
+    if PROGRAM is None:
         pytest.skip("needs prometheus, as Debian's package of that name brings it")
     folder = tmp_path_factory.mktemp("scraped")
-    with serving(folder) as server:
-        config = {
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-            "rule_files": [str(ALERTS)],
-            "scrape_configs": [
-                {
-                    "job_name": "vllm",
-                    "static_configs": [{"targets": [server.removeprefix("http://")]}],
-                }
-            ],
-        }
-        (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
-        address = f"127.0.0.1:{free_port()}"
-        with (folder / "prometheus.log").open("wb") as log:
-            process = subprocess.Popen(
-                [
-                    program,
-                    f"--config.file={folder}/prometheus.yml",
-                    f"--storage.tsdb.path={folder}/data",
-                    f"--web.listen-address={address}",
-                ],
-                stdout=log,
-                stderr=log,
-            )
-        prometheus = Prometheus(address)
-        try:
-            deadline = time.monotonic() + 60
-            while True:
-                try:
-                    get(f"http://{address}/-/ready")
-                    break
-                except OSError:
-                    assert process.poll() is None, (folder / "prometheus.log").read_text()
-                    assert time.monotonic() < deadline
-                    time.sleep(0.2)
-            prometheus.wait_for("count_over_time(up[1m])", 2)
-            for seed in (1, 2, 3):
-                first, again = hit(server, seed)
-                assert first == again
-            hits = metric(server, f"{PREFIX}hit_tokens_total")
-            assert hits == 3 * 288
-            prometheus.wait_for(f"{PREFIX}hit_tokens_total", hits)
-            yield server, prometheus
-        finally:
-            process.terminate()
-            process.wait(30)
+    with serving(folder) as server, scraping(server, folder) as prometheus:
+        for seed in (1, 2, 3):
+            first, again = hit(server, seed)
+            assert first == again
+        hits = metric(server, f"{PREFIX}hit_tokens_total")
+        assert hits == 3 * 288
+        prometheus.wait_for(f"{PREFIX}hit_tokens_total", hits)
+        yield server, prometheus
 
 
 def test_every_query_of_the_dashboard_has_a_value(scraped: tuple[str, Prometheus]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kv_offload.cli.main import main
 from kv_offload.metrics import PREFIX
-from tests.engine.server import SLOT_BYTES, get, hit, metric, serving, wait_for
+from tests.support.server import SLOT_BYTES, get, hit, metric, serving, wait_for
 
 
 @pytest.fixture(scope="module")

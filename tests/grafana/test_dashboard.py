@@ -12,7 +12,7 @@ import yaml
 
 from kv_offload.metrics import METRICS, PREFIX
 from kv_offload.status.figures import ERRORS
-from tests.grafana.dashboard import ALERTS, DASHBOARD, QUERIES, alert_rules
+from tests.support.dashboard import ALERTS, DASHBOARD, QUERIES, alert_rules
 
 TESTS_OF_ALERTS = Path(__file__).parent / "alerts.yml"
 EXPORTED = {

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.engine.harness import random_tokens, transfer_config
+from tests.support.inputs import random_tokens, transfer_config
 from tests.support.small_models import write_model
 
 START_SECONDS = 240

@@ -1,0 +1,30 @@
+"""What a test gives an engine: tokens, and the configuration of the plugin."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+import numpy as np
+
+from tests.support.small_models import VOCABULARY
+
+Tokens = list[int]
+
+
+def random_tokens(count: int, seed: int) -> Tokens:
+    """Return tokens that no other seed shares a prefix with."""
+    return [int(t) for t in np.random.default_rng(seed).integers(3, VOCABULARY, count)]
+
+
+def transfer_config(plugin: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration that a user writes, with room for a few thousand small blocks."""
+    config = {
+        "kv_connector": "KVOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes": "64MiB", **plugin},
+    }
+    if not entry_points(group="vllm.general_plugins", name="kv_offload"):
+        # Run from a checkout, on a host where nothing can be installed.
+        config["kv_connector_module_path"] = "kv_offload.engines.vllm.connector"
+    return config
