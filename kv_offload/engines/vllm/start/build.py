@@ -87,7 +87,9 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
     engine_config.kv_load_failure_policy = config.on_load_failure
     parallel = vllm_config.parallel_config
     cache_groups = _cache_groups(engine)
-    overlaps = gives_idle_blocks(vllm_config, cache_groups) and not enclosing
+    # Inside a MultiConnector, and where fresh blocks are zeroed, loads start just before a forward.
+    starts_late = bool(enclosing) or engine.kv_cache_config.needs_kv_cache_zeroing
+    overlaps = gives_idle_blocks(vllm_config, cache_groups) and not starts_late
     slot_bytes = bytes_per_block(engine.kv_cache_config)
     sharing_ranks = groups.ranks_with_equal_bytes(parallel, engine.kv_cache_config)
     rank_bytes = arena_bytes(config.cpu_bytes, parallel.world_size, sharing_ranks)
