@@ -124,6 +124,9 @@ class DigestingEngine(SwapEngine):
     def load_now(self, pairs: NDArray[np.int32]) -> None:
         raise AssertionError("no copy fails here")
 
+    def fence_loads(self) -> None:
+        self.inner.fence_loads()
+
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         self.inner.zero_blocks(blocks)
 
