@@ -60,7 +60,10 @@ class Admissions:
         slots = self._prefixes.count_slots(start, start + tokens)
         idle = self._requests.admitted == (tracked.cursor is not None)
         synchronous = self._may_be_synchronous and self._mode.is_synchronous(
-            slots, idle=idle, queued_seconds=self._choice.queued_seconds()
+            slots,
+            request.num_tokens - (start + tokens),
+            idle=idle,
+            queued_seconds=self._choice.queued_seconds(),
         )
         if not self._choice.loads(start, tokens, slots, synchronous=synchronous):
             tracked.answer = Answer(start, declined_tokens=tokens)
@@ -108,6 +111,9 @@ class Admissions:
                 end = answer.end_tokens
             tracked.loaded = (start, end)
             self._plan_load(tracked, start, end, synchronous=answer.synchronous)
+        if not asynchronous:
+            slots = self._prefixes.count_slots(start, end) if num_external_tokens else 0
+            self._mode.count(slots, request.num_tokens - end)
         tracked.answer = None
 
     def _plan_load(
@@ -115,7 +121,6 @@ class Admissions:
     ) -> None:
         if synchronous:
             self._statistics.count("synchronous_loads", 1)
-            self._mode.count(self._prefixes.count_slots(start, end))
         keys = self._loads.add(
             tracked,
             start,

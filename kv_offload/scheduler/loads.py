@@ -4,9 +4,10 @@ Computed where that was measured to be sooner. Loaded otherwise, in one of two w
 load runs while others are computed, but its request joins a step only after the scheduler has heard
 of its end: at least one step late, and while others decode a step is longer than a small load.
 The GPU waits for a synchronous load, not the host, in the very step that admits its request; all
-requests of that step wait with it. So a load is synchronous if it takes less time than the wait
-is worth: next to nothing while others run, more while none does. Where a load starts while steps
-before still compute, what it takes until they have ended is no wait.
+requests of that step wait with it. So a load is synchronous if it delays the step by less than that
+is worth: next to nothing while others run, more while none does. Not all that a load takes is a
+delay. It may run while the steps before compute. Its waves arrive while the layers before them
+compute, which takes long where the step computes prompts.
 """
 
 from __future__ import annotations
@@ -41,6 +42,19 @@ With 0.003 the tokens of 16 decodes came 8.8 ms apart at p99 beside synchronous 
 where 5.9 ms was seen of a connector that loads asynchronously (32 layers with one KV head, on an
 H200, 22 Nov 2026)."""
 
+BUSY_SHARE = 0.25
+"""What they may take besides, as a share of the time in which the step computes prompts: its tokens
+are late already, and the request would wait for one such step at least. With less, half of the
+loads of conversations miss their step; with more, loads of long prompts with short questions keep
+others waiting for longer than they save."""
+
+IDLE_SECONDS = 0.1
+"""The same where nobody runs: bounds how long a request that comes meanwhile waits."""
+
+WAVES_SHARE = 0.65
+"""How much of a load its step's forward hides where it takes as long: all but the largest wave,
+which has 0.3 of it (see `worker/waves.py`), and a little more because copies slow each other."""
+
 START_SECONDS = 0.001
 """From the choice of a load to its first copy: the rest of the plan, and the launch of copies (half
 a millisecond each with 32 layers on an H200's host, 22 Nov 2026)."""
@@ -49,8 +63,6 @@ TRUSTED_SHARE = 0.8
 """How much of the expected time of the steps under way a load counts on. They are medians, and a
 load that takes longer than they do delays everybody."""
 
-IDLE_SECONDS = 0.1
-"""The same where nobody runs: bounds how long a request that comes meanwhile waits."""
 
 WHOLE_SECONDS = 0.009
 """Up to this, load and step of a decode together, a load brings all tokens of a lone request.
@@ -152,24 +164,33 @@ class LoadMode:
         self.overlaps = False
         self._slot_bytes = slot_bytes
         self._watch = watch
-        self._seconds = 0.0
+        self.next_step()
 
     def next_step(self) -> None:
-        """Forget the loads of the step before."""
+        """Forget what the step before computes and loads."""
         self._seconds = 0.0
+        self._tokens = 0
+        self._in_waves = True
 
-    def is_synchronous(self, num_slots: int, *, idle: bool, queued_seconds: float) -> bool:
-        """Say whether one more load, of `num_slots`, fits before this step's forward.
+    def is_synchronous(
+        self, num_slots: int, tokens_left: int, *, idle: bool, queued_seconds: float
+    ) -> bool:
+        """Say whether one more load, of `num_slots`, delays this step by little enough.
 
-        `idle` says that no other request runs or is loaded. Loads planned before take the link for
-        `queued_seconds` more.
+        It leaves `tokens_left` of its request to be computed. `idle` says that no other request
+        runs or is loaded. Loads planned before take the link for `queued_seconds` more.
         """
         if not self.allowed:
             return False
         limit, own = IDLE_SECONDS if idle else BUSY_SECONDS, self._load_seconds(num_slots)
         if self._seconds + own <= limit:
             return True
-        return queued_seconds + own <= self._hidden_seconds() + limit
+        forward = 0.0
+        if self._in_waves and tokens_left:
+            forward = self._watch.prompt_seconds(self._tokens + tokens_left)
+        load = queued_seconds + own - self._hidden_seconds()
+        delay = load - WAVES_SHARE * min(load, forward)
+        return delay <= limit + BUSY_SHARE * forward
 
     def _hidden_seconds(self) -> float:
         """Return how much time loads have that start now until this step's forward could begin."""
@@ -188,9 +209,14 @@ class LoadMode:
         decode = known.value if known else ASSUMED_DECODE_SECONDS
         return self._load_seconds(num_slots) + decode <= WHOLE_SECONDS
 
-    def count(self, num_slots: int) -> None:
-        """Count a load that is synchronous."""
+    def count(self, num_slots: int, tokens_left: int) -> None:
+        """Count a request that this step computes: the slots of its synchronous load, if any.
+
+        With a load that leaves no tokens, none of the step's loads arrives in waves.
+        """
         self._seconds += self._load_seconds(num_slots)
+        self._tokens += tokens_left
+        self._in_waves = self._in_waves and tokens_left > 0
 
     def _load_seconds(self, num_slots: int) -> float:
         return self._watch.load_rate.seconds(num_slots * self._slot_bytes)

@@ -93,6 +93,7 @@ class StepWatch:
         self.decode_seconds = RecentMedian()
         """Of steps in which every request computed one token, and no load was under way."""
         self._clock = StepClock()
+        self._most_tokens = 0
 
     def begin(self, output: StepOutput, *, loads: bool, waits: bool) -> None:
         """Take a step that is all planned: what planning takes is not the fault of copies.
@@ -101,6 +102,7 @@ class StepWatch:
         """
         requests = len(output.num_scheduled_tokens)
         step = Step(output.total_num_scheduled_tokens, requests, loads, waits)
+        self._most_tokens = max(self._most_tokens, step.tokens)
         self._clock.begin(step, time.monotonic())
 
     def end(self) -> None:
@@ -119,6 +121,14 @@ class StepWatch:
         """Return for how long the steps under way will yet compute; 0 without evidence."""
         steps, ran = self._clock.under_way(time.monotonic())
         return max(0.0, sum(map(self._expected_seconds, steps)) - ran)
+
+    def prompt_seconds(self, tokens: int) -> float:
+        """Return how long a step takes that computes prompts; 0 without evidence.
+
+        Of so many `tokens`, or of as many as any step has computed: more may not fit in one.
+        """
+        tokens = min(tokens, self._most_tokens)
+        return self.prefill_rate.seconds(tokens) or 0.0 if tells_of_prompts(tokens, 1) else 0.0
 
     def _expected_seconds(self, step: Step) -> float:
         """Return what a step takes at least: a prompt's tokens, or else a token of each request."""

@@ -6,9 +6,11 @@ from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
 from kv_offload.scheduler.loads import (
     ASSUMED_DECODE_SECONDS,
     BUSY_SECONDS,
+    BUSY_SHARE,
     IDLE_SECONDS,
     START_SECONDS,
     TRUSTED_SHARE,
+    WAVES_SHARE,
     WHOLE_SECONDS,
     LoadMode,
 )
@@ -21,8 +23,10 @@ def make_mode(watch: StepWatch | None = None) -> LoadMode:
     return LoadMode(SLOT_BYTES, StepWatch() if watch is None else watch)
 
 
-def fits(mode: LoadMode, slots: int, *, idle: bool = False, queued_seconds: float = 0.0) -> bool:
-    return mode.is_synchronous(slots, idle=idle, queued_seconds=queued_seconds)
+def fits(
+    mode: LoadMode, slots: int, tokens: int = 1, *, idle: bool = False, queued_seconds: float = 0.0
+) -> bool:
+    return mode.is_synchronous(slots, tokens, idle=idle, queued_seconds=queued_seconds)
 
 
 def slots_in(seconds: float, bytes_per_second: float = ASSUMED_BYTES_PER_SECOND) -> int:
@@ -39,9 +43,9 @@ def test_a_load_is_synchronous_up_to_its_limit(idle: bool, seconds: float) -> No
 def test_the_loads_of_a_step_share_the_limit() -> None:
     mode = make_mode()
     half = slots_in(BUSY_SECONDS) // 2
-    mode.count(half)
+    mode.count(half, 1)
     assert fits(mode, half)
-    mode.count(half)
+    mode.count(half, 1)
     assert not fits(mode, half, queued_seconds=BUSY_SECONDS)
     mode.next_step()
     assert fits(mode, half)
@@ -110,3 +114,57 @@ def test_a_step_that_has_all_but_ended_hides_nothing() -> None:
     mode.overlaps = True
     assert fits(mode, slots_in(BUSY_SECONDS))
     assert not fits(mode, slots_in(BUSY_SECONDS) + 1)
+
+
+FORWARD = 0.02
+"""Seconds in which `Prompts` computes `TOKENS`."""
+TOKENS = 1000
+
+
+class Prompts(StepWatch):
+    """No step is under way; one computes prompts at a steady speed."""
+
+    def prompt_seconds(self, tokens: int) -> float:
+        return FORWARD * tokens / TOKENS
+
+
+LONGEST = (FORWARD * BUSY_SHARE + BUSY_SECONDS) / (1 - WAVES_SHARE)
+"""A load that is hidden by `FORWARD` up to what may delay others."""
+
+
+def test_a_forward_over_prompts_hides_most_of_a_load() -> None:
+    assert LONGEST < FORWARD
+    mode, slots = make_mode(Prompts()), slots_in(LONGEST)
+    assert fits(mode, slots, TOKENS)
+    assert not fits(mode, slots + 1, TOKENS)
+    assert not fits(mode, slots, TOKENS // 2)
+    assert not fits(mode, slots, TOKENS, queued_seconds=BUSY_SECONDS)
+
+
+def test_a_forward_hides_no_more_than_its_share() -> None:
+    mode, forward = make_mode(Prompts()), FORWARD / 10
+    slots = slots_in(forward * (WAVES_SHARE + BUSY_SHARE) + BUSY_SECONDS)
+    assert slots > slots_in(forward), "the load takes longer than the forward"
+    assert fits(mode, slots, TOKENS // 10)
+    assert not fits(mode, slots + 1, TOKENS // 10)
+
+
+def test_the_prompts_of_a_step_hide_its_loads_together() -> None:
+    mode, slots = make_mode(Prompts()), slots_in(LONGEST) // 2
+    mode.count(slots, TOKENS // 2)
+    arrived = {"queued_seconds": slots * SLOT_BYTES / ASSUMED_BYTES_PER_SECOND}
+    assert fits(mode, slots - 1, TOKENS // 2, **arrived)
+    mode.count(0, TOKENS)
+    assert fits(mode, 2 * slots, TOKENS // 2, **arrived), "prompts without a load count as well"
+    mode.next_step()
+    assert not fits(mode, 2 * slots, TOKENS // 2, **arrived)
+
+
+def test_nothing_hides_loads_that_cannot_arrive_in_waves() -> None:
+    """The forward writes to what a load of all tokens brings, so all loads come before it."""
+    mode, slots = make_mode(Prompts()), slots_in(LONGEST)
+    assert not fits(mode, slots, 0)
+    mode.count(1, 0)
+    assert not fits(mode, slots, TOKENS)
+    mode.next_step()
+    assert fits(mode, slots, TOKENS)

@@ -154,3 +154,15 @@ def test_steps_under_way_take_what_such_steps_took() -> None:
     assert watched.seconds_left() == pytest.approx(0.01)
     watched.now += 5
     assert watched.seconds_left() == 0
+
+
+def test_prompts_take_as_long_as_they_did_in_the_largest_step_at_most() -> None:
+    watched = Watched()
+    assert watched.watch.prompt_seconds(1024) == 0
+    for _ in range(3):
+        watched.run(1024, 1, 0.1)
+        watched.run(256, 1, 0.05)
+    assert watched.watch.prompt_seconds(1) == 0, "a decode"
+    assert watched.watch.prompt_seconds(256) == pytest.approx(0.05)
+    assert watched.watch.prompt_seconds(1024) == pytest.approx(0.1)
+    assert watched.watch.prompt_seconds(100_000) == pytest.approx(0.1), "no step computes as many"
