@@ -43,10 +43,12 @@ class ServingEngine:
         options: dict[str, Any],
         separate_core: bool,
         model: str | None = None,
+        step_tokens: int | None = None,
     ) -> None:
         """Start an engine; the model's configuration goes to the folder `model`, if that is given.
 
-        What was compiled for a model is found again under the same path only.
+        What was compiled for a model is found again under the same path only. `step_tokens` are
+        computed in a step at most; without them, as many as vLLM chooses.
         """
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(separate_core))
         self._folder = tempfile.TemporaryDirectory()
@@ -83,6 +85,7 @@ class ServingEngine:
             * shape.block_bytes(self.item_bytes),
             gpu_memory_utilization=0.4,
             max_model_len=shape.max_model_len,
+            max_num_batched_tokens=step_tokens,
             enforce_eager=not self.on_gpu,
             **({"kv_transfer_config": transfer} if transfer else {}),
             **(

@@ -42,7 +42,13 @@ class EngineProcess:
     """A process for one engine; it imports vLLM at once, and starts the engine when asked to."""
 
     def __init__(
-        self, shape: str, connector: str, separate_core: bool, options: Any, model: str
+        self,
+        shape: str,
+        connector: str,
+        separate_core: bool,
+        options: Any,
+        model: str,
+        step_tokens: int | None = None,
     ) -> None:
         self.connector = connector
         self.counted: dict[str, dict[str, float]] = {}
@@ -53,6 +59,7 @@ class EngineProcess:
             "separate_core": separate_core,
             "options": options,
             "model": model,
+            "step_tokens": step_tokens,
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.serving.process_main", json.dumps(arguments)],

@@ -11,7 +11,7 @@ from typing import Any
 from bench.machine import machine
 from bench.serving.process import EngineError, EngineProcess, progress
 from bench.serving.report import save
-from bench.serving.shapes import LIMIT, SHAPES
+from bench.serving.shapes import LIMIT, SERVER_STEP_TOKENS, SHAPES
 from bench.serving.stats import ratio_interval
 
 SECTIONS = ("ttft", "throughput", "latency", "pairs", "conversations", "start")
@@ -69,7 +69,8 @@ class Bench:
                 if engine is not None:
                     self._measure(engine)
         if "conversations" in chosen:
-            for turn, engine in enumerate(self._by_turns([*connectors, LIMIT], ROUNDS)):
+            engines = self._by_turns([*connectors, LIMIT], ROUNDS, SERVER_STEP_TOKENS)
+            for turn, engine in enumerate(engines):
                 held = self.results[engine.connector].setdefault("conversations", [])
                 held.append(engine.ask("conversations", seed=turn // (len(connectors) + 1)))
         if "start" in chosen:
@@ -81,7 +82,7 @@ class Bench:
         if self._arguments.out:
             save(self.document(), self._arguments.out)
 
-    def _spawn(self, connector: str) -> EngineProcess:
+    def _spawn(self, connector: str, step_tokens: int | None = None) -> EngineProcess:
         """Make the process of an engine that is to be started later."""
         arguments = self._arguments
         return EngineProcess(
@@ -90,6 +91,7 @@ class Bench:
             arguments.separate_core,
             arguments.options,
             self._model,
+            step_tokens,
         )
 
     @contextlib.contextmanager
@@ -135,14 +137,16 @@ class Bench:
         self.pairs = ratio_interval(ratios)
         self._keep()
 
-    def _by_turns(self, connectors: Sequence[str], rounds: int) -> Iterator[EngineProcess]:
+    def _by_turns(
+        self, connectors: Sequence[str], rounds: int, step_tokens: int | None = None
+    ) -> Iterator[EngineProcess]:
         """Start every engine so often, by turns; a process is made while the one before it runs."""
         order = list(connectors) * rounds
-        ahead = [self._spawn(order.pop(0))]
+        ahead = [self._spawn(order.pop(0), step_tokens)]
         while ahead:
             process = ahead.pop()
             if order:
-                ahead.append(self._spawn(order.pop(0)))
+                ahead.append(self._spawn(order.pop(0), step_tokens))
             with self._engine(process) as engine:
                 if engine is not None:
                     yield engine

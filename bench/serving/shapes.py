@@ -10,6 +10,9 @@ CONNECTORS = ("off", "kv-offload", "vllm", "vllm-simple")
 """No offloading; this project; vLLM's `OffloadingConnector`; vLLM's `SimpleCPUOffloadConnector`."""
 LIMIT = "limit"
 """No offloading, and a GPU cache for everything that conversations ever use again."""
+SERVER_STEP_TOKENS = 8192
+"""What `vllm serve` computes in a step at most, by default on a GPU with 70 GiB or more. An engine
+in one process computes twice as many."""
 
 
 @dataclass(frozen=True)
