@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from kv_offload.config_file import read_file, show
+from kv_offload.config_file import as_yaml, read_file, show
 from kv_offload.errors import CapacityError, ConfigError
 from kv_offload.host_memory import HostMemory, headroom_bytes, read_host_memory
 from kv_offload.sizes import format_size, parse_size
@@ -102,7 +102,7 @@ class OffloadConfig:
     def describe(self) -> str:
         """Return the effective configuration as one line for the log."""
         shown = self.to_dict() | {"cpu_bytes": format_size(self.cpu_bytes)}
-        return ", ".join(f"{name}={value}" for name, value in shown.items())
+        return ", ".join(f"{name}={as_yaml(value)}" for name, value in shown.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,11 @@ class Key:
     description: str
     allowed: str
     default: Any
+
+    @property
+    def written_default(self) -> str:
+        """The default as a user writes it into the file."""
+        return as_yaml(self.default)
 
 
 def _key(field: dataclasses.Field[Any], hint: Any) -> Key:
@@ -221,7 +226,8 @@ def _checked(source: str, name: Any, value: Any, whole_bytes: int) -> Any:
         return msgspec.convert(value, key.type)
     except ValueError as error:
         remedy = (
-            f"Allowed: {key.allowed}. Correct it, or remove it to get the default, {key.default}."
+            f"Allowed: {key.allowed}. Correct it, or remove it to get the default, "
+            f"{key.written_default}."
         )
         raise _bad_value(source, name, value, str(error), remedy) from error
 

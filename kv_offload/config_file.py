@@ -27,6 +27,11 @@ def show(value: Any) -> str:
         return "a huge integer"
 
 
+def as_yaml(value: Any) -> str:
+    """Return a plain value as a user writes it into the file: `false`, `25%`."""
+    return yaml.safe_dump([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
+
+
 def read_file(named_by: str, value: Any) -> tuple[Path, Mapping[Any, Any]]:
     """Return the absolute path of a YAML file and its top-level mapping; an empty file has none.
 

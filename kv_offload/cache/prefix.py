@@ -43,6 +43,8 @@ class CacheGroup:
       fed both. The KV of a block's last token then depends on a token that the block's hash does
       not cover. The hash of the next block covers it. So a hit needs a proof: the block after its
       end is readable too.
+    - `retention_tokens`: of a window, the engine names the blocks before the end of a prompt and
+      before each multiple of this alone; 0 is the end of a prompt alone, None is all blocks.
     """
 
     group_id: int
@@ -51,6 +53,7 @@ class CacheGroup:
     chunk_tokens: int | None = None
     holds_state: bool = False
     sees_next_token: bool = False
+    retention_tokens: int | None = None
 
     @property
     def reads_all(self) -> bool:
@@ -145,6 +148,27 @@ class PrefixMap:
         """Return the slots that a group must load to extend a prefix to `end_tokens`."""
         first = max(start_tokens, group.first_needed_token(end_tokens))
         return range(first // group.block_tokens, end_tokens // group.block_tokens)
+
+    def count_named(self, group: CacheGroup, slots: Sequence[int], prompt_tokens: int) -> int:
+        """Return how many of these slots of a request the engine names once they are computed.
+
+        Of states and, with `retention_tokens`, of windows it names the blocks that a hit at certain
+        tokens reads, and no others. Which states these are is not known here: none counts.
+        """
+        if group.holds_state:
+            return 0
+        if group.retention_tokens is None:
+            return len(slots)
+        # The last token of a prompt is always computed, so its end is before that.
+        at_end = self.needed_slots(group, 0, self._align(prompt_tokens - 1))
+        return sum(slot in at_end or self._is_retained(group, slot) for slot in slots)
+
+    def _is_retained(self, group: CacheGroup, slot: int) -> bool:
+        """Say whether a hit at the next multiple of `retention_tokens` reads this slot."""
+        if not group.retention_tokens:
+            return False
+        end = math.ceil((slot + 1) * group.block_tokens / group.retention_tokens)
+        return slot in self.needed_slots(group, 0, end * group.retention_tokens)
 
     def count_slots(self, start_tokens: int, end_tokens: int) -> int:
         """Return how many slots extend a prefix from `start_tokens` to `end_tokens`."""

@@ -25,7 +25,8 @@ from kv_offload.sizes import format_size
 def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `kv-offload config [--argument] [FILE]`."""
     keys = "\n".join(
-        f"  {key.name} (default {key.default})\n    {key.description}\n    Allowed: {key.allowed}."
+        f"  {key.name} (default {key.written_default})\n    {key.description}\n"
+        f"    Allowed: {key.allowed}."
         for key in SCHEMA.values()
     )
     parser = subcommands.add_parser(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from kv_offload import __version__
+from kv_offload.cli.terminal import shows_colour
 from kv_offload.config import FILE_VARIABLE
 from kv_offload.doctor import devices, engine, memory, nvml, report, versions
 from kv_offload.errors import ConfigError
@@ -62,6 +62,5 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(report.as_json(title, sections))
     else:
-        colour = sys.stdout is not None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        print(report.as_text(title, sections, colour=colour))
+        print(report.as_text(title, sections, colour=shows_colour()))
     return report.exit_status(sections)

@@ -10,6 +10,7 @@ import time
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from kv_offload.cli.terminal import is_terminal, shows_colour
 from kv_offload.errors import ServerError
 from kv_offload.status.figures import Figures, figures
 from kv_offload.status.read import Reading, metrics_url, read
@@ -65,10 +66,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_json(reading), indent=2))
         return 0
-    console = Console()
-    if arguments.once or not console.is_terminal:
-        if not console.is_terminal:
-            console = Console(width=PIPE_COLUMNS)
+    # Told, not left to rich: it would look at FORCE_COLOR for a pipe, and keep bold for NO_COLOR.
+    console = Console(
+        force_terminal=is_terminal(),
+        color_system="auto" if shows_colour() else None,
+        width=None if is_terminal() else PIPE_COLUMNS,
+    )
+    if arguments.once or not is_terminal():
         with console.capture() as capture:
             console.print(_draw(url, reading))
         print(capture.get(), end="")  # rich itself would end the program at a closed pipe

@@ -234,15 +234,15 @@ class StorePlanner:
 
         `slots` has what the cache manager says of `keys`. Returns how many slots were passed.
         """
-        _, group, _, hashes, group_blocks, first, last = span
+        cursor, group, _, hashes, group_blocks, first, last = span
         unknown: Sequence[int] = [index for index, slot in enumerate(slots) if slot < 0]
-        passed = len(keys)
+        passed, gone = len(keys), list[int]()
         if unknown:
             start = first + unknown[0]
             expected = self._prefixes.pool_keys(hashes, group, start, last)
             blocks = group_blocks[start:last]
             pool_blocks = self._pool.blocks
-            # Null blocks have no hash, so they are caught here too.
+            null = self._pool.null_block.block_id  # has no hash either
             found = [pool_blocks[block].block_hash for block in blocks]
             all_valid = found == expected
             new = keys[unknown[0] :]
@@ -265,9 +265,7 @@ class StorePlanner:
                 continue  # another request of this step has the same prefix
             at = index - unknown[0]
             if not all_valid and found[at] != expected[at]:
-                # Of states, only those at the ends of prefill chunks and those that a decode
-                # passed were ever made: what is missing was not lost.
-                self.skipped["moved_on"] += not group.holds_state
+                gone += [first + index] if blocks[at] != null else ()  # null: it was never there
             elif not choice.slots_left > 0:
                 passed = index
                 break
@@ -277,6 +275,9 @@ class StorePlanner:
                 choice.slots_left -= 1
                 choice.new[key] = None
                 choice.blocks.append(blocks[at])
+        if gone:  # what the engine never names was not lost
+            prompt_tokens = cursor.request.num_prompt_tokens
+            self.skipped["moved_on"] += self._prefixes.count_named(group, gone, prompt_tokens)
         choice.along += [slot for slot in slots[:passed] if slot >= 0]
         return passed
 

@@ -14,9 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kv_offload.errors import ServerError
 from kv_offload.metrics import PREFIX
+from kv_offload.sizes import format_size
 
 ENGINE_PREFIX = "vllm:"
 TIMEOUT_SECONDS = 10.0
+MAX_PAGE_BYTES = 16 << 20
+"""What is read of an answer at most: a page has some 100 KiB for each engine of the server."""
 
 NO_ENGINE = (
     "{address} has no metrics of vLLM: it is another server, or vLLM was started with "
@@ -71,12 +74,12 @@ def metrics_url(address: str) -> str:
 def read(url: str) -> Reading:
     """Get a metrics page and read it.
 
-    Raises `ServerError` where the server cannot be reached, answers with an error, or has no
-    metrics of ours; the message says what may be the reason.
+    Raises `ServerError` where the server cannot be reached, answers with an error or with more than
+    `MAX_PAGE_BYTES`, or has no metrics of ours; the message says what may be the reason.
     """
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
-            page = response.read().decode(errors="replace")
+            answer = response.read(MAX_PAGE_BYTES + 1)
     except urllib.error.HTTPError as error:
         error.close()
         raise ServerError(
@@ -90,7 +93,12 @@ def read(url: str) -> Reading:
             "the port: vLLM's is 8000 if --port names no other), and that the server has started "
             "(it answers when the model is loaded)"
         ) from error
-    return parse(page, url)
+    if len(answer) > MAX_PAGE_BYTES:
+        raise ServerError(
+            f"{url} answers with more than {format_size(MAX_PAGE_BYTES)}, the limit for a page of "
+            "metrics: it is no page of vLLM's; give the address of vLLM's API server"
+        )
+    return parse(answer.decode(errors="replace"), url)
 
 
 def parse(page: str, address: str) -> Reading:

@@ -74,9 +74,10 @@ def test_the_last_line_proves_a_hit(page: Path, model_folder: Path, tmp_path: Pa
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(60)
     assert proof.returncode == 0, log.read_text()[-6000:]
-    first, again, *figures = proof.stdout.replace('{"success":true}', "").split("\n")
+    first, again, *figures = proof.stdout.splitlines()
     assert first == again
     assert re.fullmatch('"text":"t.*"', first)
+    assert all(line.startswith("vllm:host_kv_cache_") for line in figures), "nothing else is shown"
     (hits,) = [line for line in figures if line.startswith("vllm:host_kv_cache_hit_tokens_total{")]
     assert hits.endswith(" 384.0")
     log_lines = log.read_text()

@@ -221,7 +221,7 @@ def test_help_describes_every_key(capsys):
     assert caught.value.code == 0
     output = capsys.readouterr().out
     for key in SCHEMA.values():
-        assert f"{key.name} (default {key.default})\n    {key.description}" in output
+        assert f"{key.name} (default {key.written_default})\n    {key.description}" in output
         assert f"Allowed: {key.allowed}." in output
 
 

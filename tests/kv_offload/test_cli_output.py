@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,11 +43,14 @@ def commands(tmp_path: Path) -> Iterator[dict[str, str]]:
         }
 
 
-def run_in_shell(folder: Path, command: str, **more: str) -> subprocess.CompletedProcess[str]:
+def run_in_shell(
+    folder: Path, command: str, stdout: int = subprocess.PIPE, **more: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": ":".join([str(folder), *sys.path]), **more},
         check=False,
@@ -76,6 +81,41 @@ def test_a_reader_that_went_away_is_no_error(
 ) -> None:
     done = run_in_shell(tmp_path, f"({commands[name]}; echo $? >&2) | true")
     assert done.stderr == "141\n"
+
+
+def run_on_terminal(folder: Path, command: str, **more: str) -> str:
+    """Return what a command writes to a terminal of its own."""
+    ours, theirs = os.openpty()
+    parts: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := os.read(ours, 65536):
+                parts.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        run_in_shell(folder, command, stdout=theirs, TERM="xterm-256color", **more)
+    finally:
+        os.close(theirs)
+        reader.join()
+        os.close(ours)
+    return b"".join(parts).decode()
+
+
+@pytest.mark.parametrize("name", ["doctor", "status"])
+def test_escapes_are_for_terminals_that_want_colour(
+    commands: dict[str, str], tmp_path: Path, name: str
+) -> None:
+    command = commands[name] + (" --once" if name == "status" else "")
+    assert "\x1b[" in run_on_terminal(tmp_path, command)
+    without = run_on_terminal(tmp_path, command, NO_COLOR="1")
+    forced = {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "CLICOLOR_FORCE": "1"}
+    piped = run_in_shell(tmp_path, command, TERM="xterm-256color", **forced).stdout
+    for output in (without, piped):
+        assert output
+        assert "\x1b" not in output
 
 
 @pytest.mark.parametrize("name", COMMANDS)

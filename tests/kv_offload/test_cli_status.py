@@ -83,7 +83,9 @@ def test_an_interval_that_is_none_is_refused(
     assert "is not a number of seconds between 0.1 and 86400" in capsys.readouterr().err
 
 
-def watch(server: PageServer, readings: int, meanwhile: str | None = None) -> tuple[int, str]:
+def watch(
+    server: PageServer, readings: int, meanwhile: str | None = None, **more: str
+) -> tuple[int, str]:
     """Run in a terminal until so many readings were taken, then press Ctrl-C."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
@@ -91,7 +93,7 @@ def watch(server: PageServer, readings: int, meanwhile: str | None = None) -> tu
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "110", "LINES": "50"},
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "110", "LINES": "50", **more},
     )
     os.close(theirs)
     reader = threading.Thread(target=read_all, args=(ours, output := bytearray()))
@@ -129,6 +131,15 @@ def test_a_terminal_shows_rates_until_ctrl_c(server: PageServer) -> None:
     assert "\x1b[?1049l" in output, "the terminal is as it was"
     last = output.rpartition("\x1b[?1049l")[2]
     assert "none since the start" in last, "the last page stays"
+
+
+def test_a_terminal_without_colour_is_shown_none(server: PageServer) -> None:
+    style = re.compile(r"\x1b\[[0-9;]*m")
+    assert style.search(watch(server, readings=2)[1])
+    status, output = watch(server, readings=4, NO_COLOR="1")
+    assert status == 0
+    assert not style.search(output)
+    assert "\x1b[?1049l" in output, "the terminal is as it was"
 
 
 def test_a_server_that_goes_away_is_waited_for(server: PageServer) -> None:

@@ -140,7 +140,7 @@ def test_bad_values_are_refused_with_source_path_value_and_remedy(write, key, va
         assert message.startswith(f"{source}: {key}: {value!r}: ")
         assert reason in message
         assert f"Allowed: {SCHEMA[key].allowed}. Correct it, or remove it" in message
-        assert message.endswith(f"to get the default, {SCHEMA[key].default}.")
+        assert message.endswith(f"to get the default, {SCHEMA[key].written_default}.")
 
 
 @pytest.mark.parametrize("text", [".nan", ".inf", "-.inf"])
@@ -438,6 +438,16 @@ def test_describe_is_one_line_with_every_key():
     assert line.startswith("cpu_bytes=1.5 GiB, eviction_policy=lru, ")
     assert "\n" not in line
     assert all(f"{name}=" in line for name in SCHEMA)
+    assert ", keep_on_sleep=false, " in line
+
+
+def test_a_default_is_shown_as_a_user_writes_it(write):
+    shown = {key.name: key.written_default for key in SCHEMA.values()}
+    assert shown["keep_on_sleep"] == "false"
+    assert shown["cpu_bytes"] == "25%"
+    assert shown["max_pinned_share"] == "0.8"
+    file = write("".join(f"{name}: {text}\n" for name, text in shown.items()))
+    assert load({"config_file": str(file)}) == load({})
 
 
 def test_the_eviction_policies_are_those_that_exist():
@@ -467,7 +477,7 @@ def test_the_module_needs_neither_the_engine_nor_a_device():
 
 def test_the_documented_table_is_the_schema():
     rows = [
-        f"| `{key.name}` | {key.description} | {key.allowed} | `{key.default}` |"
+        f"| `{key.name}` | {key.description} | {key.allowed} | `{key.written_default}` |"
         for key in SCHEMA.values()
     ]
     documented = [line for line in DOCS.read_text().splitlines() if line.startswith("| `")]

@@ -27,6 +27,9 @@ from vllm.v1.request import Request
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 
+RETENTION = "prefix_cache_retention_interval"
+"""vLLM's setting for windows; 0, its default since 0.32, keeps them only where a prompt ends."""
+
 PAGE_WORDS = 8
 """Words of 8 bytes in a block of a group, whatever its tokens: vLLM makes pages equal."""
 
@@ -101,6 +104,7 @@ def make_tensor(size: int, layers: list[str], page_bytes: int) -> KVCacheTensor:
 
 def make_kv_cache_config(groups: Sequence[CacheGroup], num_blocks: int) -> KVCacheConfig:
     """Return a configuration of one layer per group; all of them overlay the same bytes."""
+    retention = {g.retention_tokens for g in groups} - {None}
     layers = [f"layer.{group.group_id}" for group in groups]
     return KVCacheConfig(
         num_blocks=num_blocks,
@@ -114,6 +118,7 @@ def make_kv_cache_config(groups: Sequence[CacheGroup], num_blocks: int) -> KVCac
             )
             for layer, group in zip(layers, groups, strict=True)
         ],
+        **({RETENTION: retention.pop()} if retention else {}),
     )
 
 

@@ -19,7 +19,7 @@ def _dense(kind: str, layers: int, heads: int, kv_heads: int, hidden: int, **mor
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": _dense("llama", 32, 32, 8, 4096),
-    "Llama-3.3-70B": _dense("llama", 80, 64, 8, 8192),
+    "Llama-3.1-70B": _dense("llama", 80, 64, 8, 8192),
     "Qwen3-8B": _dense("qwen3", 36, 32, 8, 4096, head_dim=128, use_sliding_window=False),
     "Qwen3-32B": _dense("qwen3", 64, 64, 8, 5120, head_dim=128, use_sliding_window=False),
     "Qwen3-235B-A22B": _dense(
@@ -44,4 +44,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         v_head_dim=128,
     ),
 }
-"""By name: Hugging Face's config.json, less what does not decide the size of the KV cache."""
+"""By name: Hugging Face's config.json, less what does not decide the size of the KV cache.
+
+Compared with what the models' makers, or their libraries, say of these checkpoints: Llama with
+`models/sku_list.py` of meta-llama/llama-models, Qwen3 with `gpt/model/qwen3.py` of NVIDIA/NeMo,
+gpt-oss with `gpt_oss/torch/model.py` of openai/gpt-oss, gemma with `gemma/config.py` of
+google/gemma_pytorch, DeepSeek with the defaults of its class in transformers.
+"""

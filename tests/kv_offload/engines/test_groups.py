@@ -19,6 +19,7 @@ from kv_offload.engines.vllm.start.groups import (
     cache_groups,
     ranks_with_equal_bytes,
 )
+from kv_offload.engines.vllm.versions import vllm_version
 from tests.support.configurations import make_kv_cache_config, make_spec
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -26,6 +27,10 @@ pytestmark = pytest.mark.filterwarnings("default")
 FULL, WINDOW = CacheGroup(0, 4), CacheGroup(1, 4, 6)
 CHUNKS = CacheGroup(1, 4, chunk_tokens=8)
 STATE = CacheGroup(1, 4, holds_state=True)
+
+names_some = pytest.mark.skipif(
+    vllm_version() < (0, 32), reason="this vLLM names all blocks of a window by default"
+)
 
 # -- groups ------------------------------------------------------------------------------------
 
@@ -38,6 +43,12 @@ def test_groups_keep_the_order_of_the_block_tables() -> None:
         CacheGroup(3, 4, chunk_tokens=8),
         CacheGroup(4, 4, holds_state=True),
     )
+    assert cache_groups(make_kv_cache_config(groups, 40)) == groups
+
+
+@names_some
+def test_windows_of_which_vllm_names_some_blocks() -> None:
+    groups = (FULL, dataclasses.replace(WINDOW, retention_tokens=0))
     assert cache_groups(make_kv_cache_config(groups, 40)) == groups
 
 

@@ -10,6 +10,7 @@ from kv_swap.engine import Direction
 from vllm.v1.core.kv_cache_utils import get_group_id
 
 from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm.versions import vllm_version
 from tests.support.played_cases import (
     BLOCK,
     CHUNKS,
@@ -145,6 +146,29 @@ def test_groups_with_blocks_of_two_sizes_lose_no_block() -> None:
     engine.serve("a", PROMPT, max_tokens=4)
     assert engine.totals["skipped_moved_on"] == 0
     assert engine.totals["stored_bytes"] == blocks(3 + 6)
+    engine.check_rest()
+
+
+@pytest.mark.skipif(
+    vllm_version() < (0, 32), reason="this vLLM names all blocks of a window by default"
+)
+@both_ways
+@pytest.mark.parametrize("full", [(), (FULL,)], ids=["windows alone", "mixed"])
+def test_what_vllm_does_not_name_of_a_window_is_not_counted_as_lost(
+    async_scheduling: bool, full: tuple[CacheGroup, ...]
+) -> None:
+    """By default it names the window where a prompt ends: no hit can end anywhere else."""
+    window = CacheGroup(len(full), BLOCK, 6, retention_tokens=0)
+    engine = PlayedEngine((*full, window), async_scheduling=async_scheduling)
+    prompt = PROMPT[:17]
+    for request_id in ("first", "hit on the GPU"):
+        engine.serve(request_id, prompt, max_tokens=1)
+        assert engine.totals["stored_bytes"] == blocks(2 + 4 * len(full))
+        assert engine.totals["skipped_moved_on"] == 0
+    forget(engine)
+    engine.serve("hit in host memory", prompt, max_tokens=1)
+    assert engine.totals["hit_tokens"] == 16
+    assert engine.totals["skipped_moved_on"] == 0
     engine.check_rest()
 
 

@@ -256,7 +256,19 @@ def test_null_blocks_are_not_planned() -> None:
     job = stores.plan(request, [null.block_id, null.block_id, *ids[2:]], end=16)
     assert blocks_of(job) == ids[2:]
     assert null.ref_cnt == references
-    assert stores.skipped() == {"moved_on": 2}
+    assert stores.skipped() == {}, "this request never had them"
+
+
+@pytest.mark.parametrize(
+    ("retention_tokens", "lost"), [(None, 8), (0, 2), (16, 5)], ids=["all", "end", "16"]
+)
+def test_a_block_that_vllm_does_not_name_is_not_lost(
+    retention_tokens: int | None, lost: int
+) -> None:
+    """A hit of 28 tokens reads slots 5 and 6, one of 16 slots 2, 3, one of 32 slots 6, 7."""
+    stores = Stores(CacheGroup(0, 4, 6, retention_tokens=retention_tokens))
+    assert stores.plan(stores.new_request(8), stores.allocate(8), end=32) is None
+    assert stores.skipped() == {"moved_on": lost}
 
 
 # -- pins --------------------------------------------------------------------------------------
@@ -686,7 +698,7 @@ def test_every_reason_not_to_store_occurs() -> None:
         job = stores.plan(first, [first_ids[0]], end=4)
     stores.end(job, ok=False)  # copy_failed
     second, second_ids = stores.compute(3, first_token=9)
-    stale = [*second_ids[:2], stores.pool.null_block.block_id]
+    stale = [*second_ids[:2], *stores.allocate(1)]
     for _ in range(2):  # moved_on, and both slots are taken
         stores.plan(second, stale, end=12)
     counted |= stores.skipped().keys()

@@ -67,6 +67,18 @@ def test_transformers_adds_what_a_file_leaves_to_defaults(read: Any) -> None:
     assert read({"model_type": "llama", "head_dim": None}).head_size == 128
 
 
+@pytest.mark.parametrize(
+    ("name", "class_name"), [("gpt-oss-120b", "GptOssConfig"), ("DeepSeek-V3", "DeepseekV3Config")]
+)
+def test_the_defaults_of_transformers_are_these_models(name: str, class_name: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    defaults = getattr(transformers, class_name)().to_dict()
+    assert {key: defaults.get(key) for key in PUBLISHED[name]} == {
+        **PUBLISHED[name],
+        "torch_dtype": None,  # says how the weights are kept, which a class does not know
+    }
+
+
 @pytest.mark.usefixtures("without_transformers")
 def test_without_transformers_a_file_must_say_which_layers_have_windows(read: Any) -> None:
     with pytest.raises(ConfigError, match="no layer_types says in which layers"):

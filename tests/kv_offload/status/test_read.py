@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 
@@ -9,7 +10,7 @@ import pytest
 
 from kv_offload.errors import ServerError
 from kv_offload.metrics import METRICS, PREFIX
-from kv_offload.status.read import metrics_url, parse, read
+from kv_offload.status.read import MAX_PAGE_BYTES, metrics_url, parse, read
 from tests.kv_offload.status.server import page_server, recorded
 
 
@@ -115,6 +116,32 @@ def test_what_is_no_http_is_no_traceback() -> None:
         with pytest.raises(ServerError, match="cannot be reached"):
             read(url)
         thread.join()
+
+
+@pytest.mark.parametrize("header", ["", "Transfer-Encoding: chunked\r\n"], ids=["bare", "chunked"])
+def test_an_answer_without_end_is_refused_at_the_limit(header: str) -> None:
+    part = b"vllm:endless 1\n" * 4096
+    piece = b"%x\r\n%b\r\n" % (len(part), part) if header else part
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = metrics_url(f"127.0.0.1:{listener.getsockname()[1]}")
+        sent = 0
+
+        def stream() -> None:
+            nonlocal sent
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):  # the reader has gone
+                connection.recv(65536)
+                connection.sendall(f"HTTP/1.1 200 OK\r\n{header}\r\n".encode())
+                while sent < 4 * MAX_PAGE_BYTES:
+                    connection.sendall(piece)
+                    sent += len(piece)
+
+        thread = threading.Thread(target=stream)
+        thread.start()
+        with pytest.raises(ServerError, match=r"more than 16 MiB, the limit .*; give the address"):
+            read(url)
+        thread.join()
+    assert sent < 2 * MAX_PAGE_BYTES, "no more is read than the limit, and what is on its way"
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,11 @@ def cache_groups(
 
     With decode context parallelism a block holds the tokens of all its ranks' blocks; with prefill
     context parallelism alone every rank holds them all. Not all versions of vLLM tell which groups
-    hold the layers of a draft head, so here all of them count as such.
+    hold the layers of a draft head, so here all of them count as such. From 0.32 the configuration
+    says which blocks of a window vLLM names.
     """
     specs = layer_specs(kv_cache_config)
+    retention_tokens = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
     groups = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         members = [specs[name] for name in group.layer_names]
@@ -49,6 +51,8 @@ def cache_groups(
         split = all(getattr(spec, "dcp_sharded", True) for spec in members)
         ranks = decode_context_parallel_size if split else 1
         rule = _reading_rule(members)
+        if "window_tokens" in rule:
+            rule["retention_tokens"] = retention_tokens
         block_tokens = group.kv_cache_spec.block_size * ranks
         groups.append(CacheGroup(group_id, block_tokens, **rule, sees_next_token=draft_head))
     return tuple(groups)
