@@ -236,13 +236,14 @@ class StorePlanner:
         """
         cursor, group, _, hashes, group_blocks, first, last = span
         unknown: Sequence[int] = [index for index, slot in enumerate(slots) if slot < 0]
-        passed, gone = len(keys), list[int]()
+        passed = len(keys)
+        gone: list[int] = []
         if unknown:
             start = first + unknown[0]
             expected = self._prefixes.pool_keys(hashes, group, start, last)
             blocks = group_blocks[start:last]
             pool_blocks = self._pool.blocks
-            null = self._pool.null_block.block_id  # has no hash either
+            null = self._pool.null_block.block_id  # stands for a block that the request never had
             found = [pool_blocks[block].block_hash for block in blocks]
             all_valid = found == expected
             new = keys[unknown[0] :]
@@ -265,7 +266,8 @@ class StorePlanner:
                 continue  # another request of this step has the same prefix
             at = index - unknown[0]
             if not all_valid and found[at] != expected[at]:
-                gone += [first + index] if blocks[at] != null else ()  # null: it was never there
+                if blocks[at] != null:
+                    gone.append(first + index)
             elif not choice.slots_left > 0:
                 passed = index
                 break

@@ -48,5 +48,9 @@ class Gate:
     def open(self, engine: Any, *, after_copies: bool) -> None:
         """Open, and assert that the engine's copies have ended before; or that they have not."""
         ended = engine.wait(ENDS_SECONDS if after_copies else HELD_SECONDS)
-        self._open.fill_(1)
+        self.release()
         assert ended is after_copies
+
+    def release(self) -> None:
+        """Open."""
+        self._open.fill_(1)

@@ -41,7 +41,7 @@ from kv_swap.layout import KVLayout, TensorDescription  # noqa: E402
 from kv_swap.memory import registration  # noqa: E402
 from kv_swap.memory.arena import HostArena  # noqa: E402
 
-from tests.gpu.gate import HELD_SECONDS, Gate  # noqa: E402
+from tests.gpu.gate import ENDS_SECONDS, HELD_SECONDS, Gate  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -299,31 +299,40 @@ def test_store_waits_for_the_output_copy_stream(awaited: bool) -> None:
 @kernel_only
 @pytest.mark.parametrize("awaited", [True, False])
 def test_compute_waits_for_a_load_before_it(awaited: bool) -> None:
-    """Without a word from the host; other loads go on meanwhile. With a control."""
-    num_blocks, count = 8192, 2048  # 512 and 128 MiB: some milliseconds each
+    """Without a word from the host, and not for another load. With a control."""
+    num_blocks = 16
     engine, cache, slots = make_engine(num_blocks, [(64 * KIB, 64 * KIB)], num_blocks)
     cache.storage.fill_(1)
     slots.fill_(9)
-    last = cache.tensors[0][count - 8 : count]
-    seen = torch.empty_like(last)
-    seen.copy_(last)  # what CUDA loads at first use, it loads now
-    torch.cuda.synchronize()
+    seen = torch.empty_like(cache.tensors[0][:8])
+    seen.copy_(cache.tensors[0][:8])  # what CUDA loads at first use, it loads now
+    before, other, compute = Gate(), Gate(), torch.cuda.Stream()
     every = np.arange(num_blocks, dtype=np.int32)
     pairs = np.stack([every, every], 1)
-    engine.submit(SwapJob(1, LOAD, pairs[count:]))
-    engine.submit(SwapJob(2, LOAD, pairs[:count], before_compute=True))
+    for gate, job in (
+        (other, SwapJob(1, LOAD, pairs[8:])),
+        (before, SwapJob(2, LOAD, pairs[:8], before_compute=True)),
+    ):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            gate.hold()
+            engine.submit(job)
+    with torch.cuda.stream(compute):
+        if awaited:
+            engine.await_loads()
+        seen.copy_(cache.tensors[0][:8])
     if awaited:
-        engine.await_loads()
-    seen.copy_(last)
-    torch.cuda.current_stream().synchronize()
-    others_are_late = not engine._state.lanes[LOAD]._slices[-1][0].query()
-    torch.cuda.synchronize()
-    if awaited:
-        assert seen.unique().tolist() == [9]
-    else:
-        assert 1 in seen.unique().tolist(), "nobody waits unless told to"
-    assert others_are_late, "neither must wait for the other load"
-    assert {completion.job_id for completion in finish(engine)} == {1, 2}
+        time.sleep(HELD_SECONDS)
+        assert not compute.query()
+        before.release()
+    compute.synchronize()
+    assert seen.unique().tolist() == [9 if awaited else 1]
+    before.release()
+    deadline = time.monotonic() + ENDS_SECONDS
+    while not (ended := engine.poll()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert [completion.job_id for completion in ended] == [2]
+    other.open(engine, after_copies=False)
+    assert [completion.job_id for completion in finish(engine)] == [1]
     engine.close()
 
 
@@ -951,14 +960,15 @@ def test_zero_blocks_comes_before_later_compute() -> None:
 def test_wait_times_out() -> None:
     engine, _, _ = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
     assert engine.wait(0)
-    for _ in range(10):
-        busy()
+    gate = Gate()
+    gate.hold()
     engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
     started = time.perf_counter()
     assert not engine.wait(0.02)
     assert 0.02 <= time.perf_counter() - started < 0.5
     assert engine.in_flight == 1
-    assert engine.wait(60)
+    gate.release()
+    assert engine.wait(ENDS_SECONDS)
     assert engine.in_flight == 1
     assert len(engine.poll()) == 1
     assert engine.in_flight == 0

@@ -30,7 +30,8 @@ def run_module(
     """
     words = [str(a) if isinstance(a, str | Path) else json.dumps(a) for a in arguments]
     modules = ["tests.support.forked", module] if forks else [module]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    paths = [str(ROOT), str(ROOT / "transfer"), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(paths).rstrip(os.pathsep)
     process = subprocess.Popen(
         [sys.executable, "-X", "faulthandler", "-m", *modules, *words],
         cwd=ROOT,
