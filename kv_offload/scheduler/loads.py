@@ -44,9 +44,8 @@ H200, 22 Nov 2026)."""
 
 BUSY_SHARE = 0.25
 """What they may take besides, as a share of the time in which the step computes prompts: its tokens
-are late already, and the request would wait for one such step at least. With less, half of the
-loads of conversations miss their step; with more, loads of long prompts with short questions keep
-others waiting for longer than they save."""
+are late already, and the request would wait for one such step at least. Without it most loads of
+conversations miss their step (calculated by tests/kv_offload/test_conversations.py)."""
 
 IDLE_SECONDS = 0.1
 """The same where nobody runs: bounds how long a request that comes meanwhile waits."""
