@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import queue
-from collections import Counter, deque
+from collections import ChainMap, Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,11 +123,9 @@ class PlayedEngine:
             self.beside = beside
         if self.beside and ranks == 1:
             self.connector._local_rank = lambda: self.ranks[0].connector.offload_worker
-        ranks_told = {
-            (0, i): r.connector.get_handshake_metadata() for i, r in enumerate(self.ranks)
-        }
         if handshake:
-            self.connector.set_xfer_handshake_metadata_pp_aware(ranks_told)
+            told = self.model_executor.get_kv_connector_handshake_metadata()
+            self.connector.set_xfer_handshake_metadata_pp_aware(dict(ChainMap(*told)))
         self.offload.load_mode.allowed = synchronous_loads
         self.offload.watch.load_rate.learn(float("inf"))
         kv = [rank.kv for rank in self.ranks]

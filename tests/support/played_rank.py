@@ -10,7 +10,10 @@ from unittest import mock
 import torch
 from numpy.typing import NDArray
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+)
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -22,6 +25,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from tests.support.played_engine import PlayedEngine
+
+
+REGISTERS_AGAIN = hasattr(KVConnectorBase_V1, "restore_kv_caches")
+"""Whether vLLM takes the KV caches from its connectors for a sleep, from 0.33 on."""
 
 
 class PlayedWeights:
@@ -130,12 +137,26 @@ class PlayedExecutor:
         """Discard the KV cache; with `level` 2 the weights too, which come back as others."""
         self.collective_rpc("sleep")
         for rank in self._engine.ranks:
+            if REGISTERS_AGAIN:
+                rank.connector.unregister_kv_caches()
             rank.memory.fill_(-1)
         if level > 1:
             self._engine.change_weights()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """The memory is there."""
+        if REGISTERS_AGAIN and (tags is None or "kv_cache" in tags):
+            for rank in self._engine.ranks:
+                rank.connector.restore_kv_caches()
+
+    def get_kv_connector_handshake_metadata(self) -> list[dict[tuple[int, int], Any]]:
+        """Return what each rank says of itself, which vLLM asks for at the start, and from 0.33
+        when it wakes up.
+        """
+        return [
+            {(0, index): rank.connector.get_handshake_metadata()}
+            for index, rank in enumerate(self._engine.ranks)
+        ]
 
     def reset_mm_cache(self) -> None:
         """There is none."""

@@ -21,7 +21,6 @@ from kv_swap.engine import Direction, SwapJob
 from kv_swap.factory import create_engine
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
@@ -36,6 +35,7 @@ from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors
 from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import make_vllm_config
+from tests.support.planning import get_kv_cache_config_from_groups
 
 pytestmark = pytest.mark.filterwarnings("default")
 

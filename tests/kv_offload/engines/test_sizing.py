@@ -13,7 +13,6 @@ import torch
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
 from kv_offload.engines.vllm.start.support import CACHE_DTYPES
@@ -22,6 +21,7 @@ from kv_offload.sizing.model import Model, read_model
 from kv_offload.sizing.slots import CACHE_DTYPES as SIZES
 from kv_offload.sizing.slots import slot_size
 from tests.support.configurations import make_vllm_config
+from tests.support.planning import get_kv_cache_config_from_groups, get_kv_cache_groups
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -14,7 +14,6 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 import torch
 from vllm.config import MultiModalConfig
 from vllm.model_executor.layers.attention.encoder_only_attention import EncoderOnlyAttention
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -37,6 +36,7 @@ from kv_offload.engines.vllm.start.support import (
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import make_kv_cache_config, make_spec, make_vllm_config
+from tests.support.planning import get_kv_cache_groups
 
 pytestmark = pytest.mark.filterwarnings("default")
 
