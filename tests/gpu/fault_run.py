@@ -158,7 +158,7 @@ def main(models: str, arguments: dict[str, Any]) -> None:
     with engine(Path(models), "llama_wide", {"cpu_bytes": "256MiB"}, **settings) as ours:
         mode = ours.offload.load_mode
         mode.allowed = True
-        mode.is_synchronous = lambda num_slots, *, idle: chance.random() < 0.6
+        mode.is_synchronous = lambda *_slots, **_busy: chance.random() < 0.6
         result["asynchronous"] = ours.core.batch_queue is not None
 
         def compare(name: str, *, empty: bool = True) -> None:

@@ -299,40 +299,48 @@ def test_store_waits_for_the_output_copy_stream(awaited: bool) -> None:
 @kernel_only
 @pytest.mark.parametrize("awaited", [True, False])
 def test_compute_waits_for_a_load_before_it(awaited: bool) -> None:
-    """Without a word from the host, and not for another load. With a control."""
-    num_blocks = 16
-    engine, cache, slots = make_engine(num_blocks, [(64 * KIB, 64 * KIB)], num_blocks)
+    """Without a word from the host. With a control."""
+    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
     cache.storage.fill_(1)
     slots.fill_(9)
-    seen = torch.empty_like(cache.tensors[0][:8])
-    seen.copy_(cache.tensors[0][:8])  # what CUDA loads at first use, it loads now
-    before, other, compute = Gate(), Gate(), torch.cuda.Stream()
-    every = np.arange(num_blocks, dtype=np.int32)
-    pairs = np.stack([every, every], 1)
-    for gate, job in (
-        (other, SwapJob(1, LOAD, pairs[8:])),
-        (before, SwapJob(2, LOAD, pairs[:8], before_compute=True)),
-    ):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            gate.hold()
-            engine.submit(job)
+    seen = cache.tensors[0].clone()
+    gate, compute = Gate(), torch.cuda.Stream()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gate.hold()
+        engine.submit(SwapJob(1, LOAD, np.array([[3, 5]], np.int32), before_compute=True))
     with torch.cuda.stream(compute):
         if awaited:
             engine.await_loads()
-        seen.copy_(cache.tensors[0][:8])
+        seen.copy_(cache.tensors[0])
     if awaited:
         time.sleep(HELD_SECONDS)
         assert not compute.query()
-        before.release()
+        gate.release()
     compute.synchronize()
-    assert seen.unique().tolist() == [9 if awaited else 1]
-    before.release()
-    deadline = time.monotonic() + ENDS_SECONDS
-    while not (ended := engine.poll()) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert [completion.job_id for completion in ended] == [2]
-    other.open(engine, after_copies=False)
-    assert [completion.job_id for completion in finish(engine)] == [1]
+    assert seen[3].unique().tolist() == [9 if awaited else 1]
+    gate.release()
+    assert len(finish(engine)) == 1
+    engine.close()
+
+
+@kernel_only
+def test_compute_waits_for_no_other_load() -> None:
+    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
+    cache.storage.fill_(1)
+    slots.fill_(9)
+    seen = cache.tensors[0].clone()
+    gate, compute = Gate(), torch.cuda.Stream()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gate.hold()
+        engine.submit(SwapJob(1, LOAD, np.array([[2, 5]], np.int32)))
+    with torch.cuda.stream(compute):
+        engine.submit(SwapJob(2, LOAD, np.array([[3, 5]], np.int32), before_compute=True))
+        engine.await_loads()
+        seen.copy_(cache.tensors[0])
+    compute.synchronize()
+    assert seen[3].unique().tolist() == [9]
+    gate.open(engine, after_copies=False)
+    assert {completion.job_id for completion in finish(engine)} == {1, 2}
     engine.close()
 
 
