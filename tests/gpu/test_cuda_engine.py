@@ -325,21 +325,24 @@ def test_compute_waits_for_a_load_before_it(awaited: bool) -> None:
 
 @kernel_only
 def test_compute_waits_for_no_other_load() -> None:
-    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
-    cache.storage.fill_(1)
+    """All is queued before anything runs, so the device alone decides what comes first."""
+    num_blocks, count = 8192, 2048  # 384 and 128 MiB: some milliseconds each
+    engine, cache, slots = make_engine(num_blocks, [(64 * KIB, 64 * KIB)], num_blocks)
     slots.fill_(9)
-    seen = cache.tensors[0].clone()
-    gate, compute = Gate(), torch.cuda.Stream()
+    every = np.arange(num_blocks, dtype=np.int32)
+    pairs = np.stack([every, every], 1)
+    gate, went_on = Gate(), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(torch.cuda.Stream()):
         gate.hold()
-        engine.submit(SwapJob(1, LOAD, np.array([[2, 5]], np.int32)))
-    with torch.cuda.stream(compute):
-        engine.submit(SwapJob(2, LOAD, np.array([[3, 5]], np.int32), before_compute=True))
+        engine.submit(SwapJob(1, LOAD, pairs[count:]))
+        engine.submit(SwapJob(2, LOAD, pairs[:count], before_compute=True))
         engine.await_loads()
-        seen.copy_(cache.tensors[0])
-    compute.synchronize()
-    assert seen[3].unique().tolist() == [9]
-    gate.open(engine, after_copies=False)
+        went_on.record()
+    other_ended = engine._state.lanes[LOAD]._slices[-1][0]
+    gate.release()
+    torch.cuda.synchronize()
+    assert went_on.elapsed_time(other_ended) > 0
+    assert (cache.blocks() == 9).all()
     assert {completion.job_id for completion in finish(engine)} == {1, 2}
     engine.close()
 
