@@ -87,6 +87,7 @@ def watch(
     server: PageServer, readings: int, meanwhile: str | None = None, **more: str
 ) -> tuple[int, str]:
     """Run in a terminal until so many readings were taken, then press Ctrl-C."""
+    answered = server.answered + readings
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "kv_offload.cli", "status", server.address, "--interval=0.1"],
@@ -100,7 +101,7 @@ def watch(
     reader.start()  # a terminal that nobody reads would stop the process
     try:
         deadline = time.monotonic() + 60
-        while server.answered < readings:
+        while server.answered < answered:
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
