@@ -34,7 +34,6 @@ MAX_LENGTH_RATIO = 2
 LOAD_EVERY = 32
 """Of the hits that are to be computed every so many is loaded, to measure the link again."""
 
-
 BUSY_SECONDS = 0.0005
 """What the synchronous loads of one step may take from others that run: a tenth of a token.
 
@@ -48,7 +47,8 @@ are late already, and the request would wait for one such step at least. Without
 conversations miss their step (calculated by tests/kv_offload/test_conversations.py)."""
 
 IDLE_SECONDS = 0.1
-"""The same where nobody runs: bounds how long a request that comes meanwhile waits."""
+"""What the synchronous loads of a step may take where no other request runs: a request that comes
+meanwhile waits for as long."""
 
 WAVES_SHARE = 0.65
 """How much of a load its step's forward hides where it takes as long: all but the largest wave,
@@ -62,7 +62,6 @@ TRUSTED_SHARE = 0.8
 """How much of the expected time of the steps under way a load counts on. They are medians, and a
 load that takes longer than they do delays everybody."""
 
-
 WHOLE_SECONDS = 0.009
 """Up to this, load and step of a decode together, a load brings all tokens of a lone request.
 
@@ -71,7 +70,7 @@ last slot its tokens are computed, and the host starts their layers one by one w
 arrives in waves. That hides the forward behind a load that is long enough; but up to here (9 to 10
 ms from the start of a load on, on an H200's host with 32 layers) it is the host that takes longest.
 Time to first token with and without the last slot, ms: 9.2 and 10.5 where load and decode took 7.8,
-16.6 and 21.8 where 7.7, but 12.3 and 10.4 where 10.5 (bench/results/h200/whole-*.json)."""
+16.6 and 21.8 where 7.7, but 12.3 and 10.4 where 10.5 (H200, 22 Nov 2026)."""
 
 ASSUMED_DECODE_SECONDS = 0.005
 """A step of a decode until one was timed."""

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
+# With 8, the default, more streams share a queue. What stands behind one that a test holds waits.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-"""Of the streams of a process more than 8 would share a queue by default. What stands behind a
-stream that a test holds would then wait as well."""
 
 LONGEST_FIRST = ("test_soak.py", "test_parallel.py", "test_engine.py", "test_lessons.py")
 """Run by several processes (`-n 16 --dist loadgroup`), what came last would be waited for alone."""
