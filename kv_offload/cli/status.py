@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import signal
 import time
+from types import FrameType
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -84,9 +86,10 @@ def _run(arguments: argparse.Namespace) -> int:
 def _watch(console: Console, url: str, reading: Reading, interval: float) -> None:
     """Show a page every `interval` seconds until Ctrl-C; the last one stays on the terminal."""
     shown = _draw(url, reading)
+    interrupt = _Interrupt()
     try:
-        with Live(shown, console=console, screen=True, auto_refresh=False) as live:
-            while True:
+        with interrupt, Live(shown, console=console, screen=True, auto_refresh=False) as live:
+            while not interrupt.seen:
                 time.sleep(interval)
                 before, note = reading, ""
                 try:
@@ -96,7 +99,29 @@ def _watch(console: Console, url: str, reading: Reading, interval: float) -> Non
                 shown = _draw(url, reading, before, note)
                 live.update(shown, refresh=True)
     except KeyboardInterrupt:
-        console.print(shown)
+        pass
+    console.print(shown)
+
+
+class _Interrupt:
+    """Remembers a Ctrl-C: Python drops its exception where it meets a destructor, such as that of
+    a closed socket, and goes on."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._outer = signal.getsignal(signal.SIGINT)
+
+    def __enter__(self) -> None:
+        if callable(self._outer):  # else the signal is ignored, as in the background of a script
+            signal.signal(signal.SIGINT, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        if callable(self._outer):
+            signal.signal(signal.SIGINT, self._outer)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
 
 
 def _draw(
