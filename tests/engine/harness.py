@@ -143,7 +143,7 @@ class Engine:
 
     def assert_nothing_left(self) -> None:
         """No pin, job, reader or writer is left once the engine rests."""
-        assert self.rank.transfer.wait(30)
+        assert self.rank.transfer.wait(120)
         self.generate([random_tokens(3, seed=0)], max_tokens=1)  # a step, for the last reports
         self.settle()
         assert not self.offload.has_pending_stores
@@ -264,7 +264,7 @@ class Copies:
 
     def copy_runs(self, runs: Sequence[Run]) -> None:
         direction = self._direction(runs[0][0])
-        assert self._open[direction].wait(60)
+        assert self._open[direction].wait(120)
         self._copied[direction] += 1
         every = self._failing.get(direction)
         if every is not None and (self._copied[direction] - 1) % every == 0:
