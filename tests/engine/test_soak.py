@@ -20,11 +20,11 @@ from tests.engine.soak import DigestingEngine, Question, Soak, check, soak
 from tests.support.kv_memory import Storage
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "180"))
-SEED = int(os.environ.get("SOAK_SEED", random.randrange(1 << 31)))
-"""Printed by the run; set `SOAK_SEED` to replay it."""
+SEED = int(os.environ.get("SOAK_SEED", "0"))
+"""Of the decisions: the same in every run, unless `SOAK_SEED` is set to look further."""
 
 
-@pytest.mark.timeout(SECONDS + 300)
+@pytest.mark.timeout(SECONDS + 900)
 @pytest.mark.parametrize(
     ("kind", "synchronous"), [("qwen3", False), ("qwen3", True), ("gemma3", False)]
 )
