@@ -3,8 +3,35 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import pytest
+
+# What a user's shell may have, and what changes an answer that a test looks at.
+for name in (
+    *("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"),
+    *("KV_OFFLOAD_CONFIG_FILE", "PROMETHEUS_MULTIPROC_DIR"),
+):
+    os.environ.pop(name, None)
+# Servers of tests are on loopback, which no proxy can reach.
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*"
+
+try:
+    import hypothesis
+except ImportError:  # the tests that need it say so
+    pass
+else:
+    # The same examples on every machine, however slow it is: a failure is the change's that shows
+    # it first. Tests that hunt for the unexpected have seeds of their own, and print them.
+    hypothesis.settings.register_profile(
+        "everywhere",
+        deadline=None,
+        derandomize=True,
+        database=None,
+        print_blob=True,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("everywhere")
 
 
 @pytest.fixture(autouse=True)

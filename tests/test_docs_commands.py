@@ -142,7 +142,7 @@ def test_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     script = "\n".join(block.text for block in found)
     done = subprocess.run(
         ["bash", "-e", "-o", "pipefail", "-c", script],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
     for value in served.read_text().splitlines():

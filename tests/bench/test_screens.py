@@ -42,6 +42,7 @@ def check(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_command_writes_the_pictures_of_a_server(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="needs vLLM, which is not installed")
     if shutil.which("prometheus") is None:

@@ -165,6 +165,7 @@ def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("default")
 def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) -> None:
     sections = "ttft,throughput,latency,pairs"
@@ -197,6 +198,7 @@ def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("default")
 def test_engines_are_started_again_by_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -212,6 +214,7 @@ def test_engines_are_started_again_by_turns(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("default")
 def test_conversations_are_held_by_turns_and_come_back_from_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -250,6 +253,7 @@ def test_what_is_ever_used_again_fits_the_limits_cache() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("default")
 def test_loads_are_proven_with_the_engine_core_in_a_process_of_its_own(tmp_path: Path) -> None:
     arguments = ("--separate-core", "--sections", "ttft", "--connectors", "kv-offload")

@@ -9,7 +9,11 @@ from unittest import mock
 import pytest
 
 from tests.engine.harness import Copies, engine
-from tests.support import imports
+from tests.support import imports, processes
+
+ENGINE_SECONDS = 1800
+"""Ends a hang. A test may have processes import vLLM five times, and each takes a minute where four
+others want the same core."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,6 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents:
             item.add_marker("engine")
             item.add_marker(pytest.mark.filterwarnings("default"))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(ENGINE_SECONDS))
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +39,10 @@ def frozen_imports(model_folder: Path) -> Iterator[None]:
     What vLLM asks a kind of model before it starts one, it asks in a process that imports all of
     vLLM, unless an earlier run left the answers in `VLLM_CACHE_ROOT`. Here it asks in this process.
     """
-    with mock.patch("vllm.model_executor.models.registry._run_in_subprocess", lambda call: call()):
+    with (
+        mock.patch.object(processes, "LIMIT_SECONDS", ENGINE_SECONDS - 300),
+        mock.patch("vllm.model_executor.models.registry._run_in_subprocess", lambda call: call()),
+    ):
         with engine(model_folder):
             pass
         with imports.frozen():

@@ -65,7 +65,7 @@ def watch(_worker: Any) -> dict[str, Any]:
 def digests(_worker: Any, kind: str) -> dict[str, Any]:
     """Return the digest of every block that was `stored` or `loaded`, as it is now, by its slot."""
     half = our_half()
-    assert half.transfer.wait(10)
+    assert half.transfer.wait(120)
     storages = [
         (storage.data_ptr(), as_bytes(storage, tensor.device).cpu().numpy())
         for storage, tensor in kv_storages(half)
@@ -84,7 +84,7 @@ def digests(_worker: Any, kind: str) -> dict[str, Any]:
 def poison(_worker: Any) -> None:
     """Overwrite the whole KV cache of this rank."""
     half = our_half()
-    assert half.transfer.wait(10)
+    assert half.transfer.wait(120)
     for storage, tensor in kv_storages(half):
         as_bytes(storage, tensor.device).fill_(0x7F)
     if torch.cuda.is_available():

@@ -16,7 +16,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,15 @@ from numpy.typing import NDArray
 from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
 from kv_offload.messages import LoadJob, OffloadMetadata
 from kv_offload.worker.worker import OffloadWorker
-from tests.engine.harness import BLOCK_TOKENS, Engine, Tokens, engine, greedy, random_tokens
+from tests.engine.harness import (
+    BLOCK_TOKENS,
+    PATIENCE_SECONDS,
+    Engine,
+    Tokens,
+    engine,
+    greedy,
+    random_tokens,
+)
 from tests.support.processes import print_result
 
 GPU_BLOCKS = 24
@@ -40,8 +48,12 @@ GPU_BLOCKS = 24
 POOL_SLOTS = 40
 MAX_LIVE = 8
 MAX_TOKENS = 40
+NEEDED = ("answered", "aborted", "reset", "preempted", "evictions", "digests_load")
+"""What a run proves little without; on a slow machine it goes on for as long."""
+MOST_EXTRA_ACTIONS = 20_000
 PATIENCE_STEPS = 20_000
-"""Steps without a finished request after which the engine is taken to be stuck."""
+"""Steps without a finished request after which the engine is taken to be stuck; where that is a
+failure, only after `PATIENCE_SECONDS` too."""
 
 
 # -- digests -----------------------------------------------------------------------------------
@@ -260,6 +272,7 @@ class Soak:
         self.live: dict[str, tuple[Question, int]] = {}
         self.happened: Counter[str] = Counter()
         self._steps_since_finish = 0
+        self._last_finish = time.monotonic()
         preempt = running.scheduler._preempt_request
 
         def count_and_preempt(*arguments: Any, **more: Any) -> Any:
@@ -318,7 +331,9 @@ class Soak:
 
     def step(self) -> None:
         finished = self.engine.step()
-        self._steps_since_finish = 0 if finished else self._steps_since_finish + 1
+        self._steps_since_finish += 1
+        if finished or not self.live:
+            self._steps_since_finish, self._last_finish = 0, time.monotonic()
         for request_id, output in finished.items():
             question, tokens = self.live.pop(request_id)
             answer = list(output.outputs[0].token_ids)
@@ -331,7 +346,10 @@ class Soak:
             self.happened["same"] += answer == question.answer[:tokens]
         if self._steps_since_finish > PATIENCE_STEPS and self.live:
             # vLLM 0.26 to 0.31 can leave a request waiting behind one that does not fit.
-            assert not reports_failed_requests(vllm_version()), f"nothing ends: {self.live.keys()}"
+            if reports_failed_requests(vllm_version()):
+                late = time.monotonic() - self._last_finish
+                assert late < PATIENCE_SECONDS, f"nothing ends: {self.live.keys()}"
+                return
             self.happened["starved"] += 1
             for request_id in sorted(self.live):
                 self.abort(request_id)
@@ -354,6 +372,8 @@ def soak(
 ) -> dict[str, Any]:
     """Run for about `seconds`; return counts of what happened. Raises `AssertionError`.
 
+    Runs longer, by `MOST_EXTRA_ACTIONS` at most, where something of `NEEDED` has not happened yet.
+
     With a `tolerance` above 0 an answer may differ from the first token on that the model itself
     found as likely as another, within that difference of log-probability: on a GPU rounding depends
     on the batch.
@@ -375,25 +395,39 @@ def soak(
         }
         with engine(models, kind, plugin, **tight, **arguments) as running:
             run = Soak(running, questions, chance, tolerance)
+            (digests,) = made
+
+            def result() -> dict[str, Any]:
+                checked = {f"digests_{way}": count for way, count in digests.checked.items()}
+                totals = {name: int(value) for name, value in running.totals.items()}
+                return {**run.happened, **checked, **totals}
+
             until = time.monotonic() + seconds
             while time.monotonic() < until:
                 run.act()
+            for _ in range(MOST_EXTRA_ACTIONS):
+                if not missing(result()):
+                    break
+                run.act()
             run.finish()
             run.happened["asynchronous"] = running.core.batch_queue is not None
-            totals = {name: int(value) for name, value in running.totals.items()}
-    (digests,) = made
+            found = result()
     assert not digests._jobs
-    return {**run.happened, **{f"digests_{k}": v for k, v in digests.checked.items()}, **totals}
+    return found
+
+
+def missing(result: Mapping[str, Any]) -> list[str]:
+    """Return what of `NEEDED` has not happened."""
+    return [name for name in NEEDED if not result.get(name)]
 
 
 def check(result: dict[str, Any], least_same: float = 0.95) -> None:
-    """Check that a soak did what it is for; how much of it depends on the machine.
+    """Check that a soak did what it is for.
 
     Every answer was accepted; at least this share must be the very tokens, not just tokens that the
     model prefers as much within the tolerance.
     """
-    for name in ("answered", "aborted", "reset", "preempted", "evictions", "digests_load"):
-        assert result.get(name, 0) > 0, f"{name} is missing in {result}"
+    assert missing(result) == [], result
     assert result["same"] >= least_same * result["answered"], result
 
 

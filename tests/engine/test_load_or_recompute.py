@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kv_swap.host.runs import Run
+from kv_swap.engine import Completion, Direction
 
-from tests.engine.harness import BLOCK_TOKENS, Copies, engine, random_tokens
+from tests.engine.harness import BLOCK_TOKENS, engine, random_tokens
 
 PROMPTS = [random_tokens(400 + index, seed=70 + index) for index in range(4)]
 STORED_TOKENS = 400 // BLOCK_TOKENS * BLOCK_TOKENS
-SLOW_SECONDS = 0.25
-"""Of a load: several times what the engine needs to compute such a prompt."""
+FAST, SLOW = 1e15, 1.0
+"""Bytes per second of the link: on any machine far faster, and far slower, than computing."""
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +31,19 @@ def test_what_is_sooner_is_done_and_the_tokens_stay_the_same(
     synchronous: bool,
 ) -> None:
     monkeypatch.setattr("kv_offload.worker.copies.MEASURED_BYTES", 1)
-    control, slow = Copies(), [False]
-
-    def copy_runs(runs: Sequence[Run]) -> None:
-        if slow[0] and control.is_load(runs):
-            time.sleep(SLOW_SECONDS)
-        control.copy_runs(runs)
-
-    monkeypatch.setattr("kv_swap.host.transfers.copy_runs", copy_runs)
     with engine(model_folder, plugin={}, synchronous_loads=synchronous) as offloading:
+        speed, poll = FAST, offloading.rank.transfer.poll
+
+        def timed_poll() -> list[Completion]:
+            """Tell of loads as if the link had the speed of the moment."""
+            return [
+                replace(done, seconds=done.nbytes / speed)
+                if done.direction is Direction.LOAD
+                else done
+                for done in poll()
+            ]
+
+        offloading.rank.transfer.poll = timed_poll
 
         def serve() -> int:
             """Serve all prompts, one by one; return how many blocks were loaded for them."""
@@ -55,7 +58,7 @@ def test_what_is_sooner_is_done_and_the_tokens_stay_the_same(
         watch = offloading.offload.watch
         assert watch.prefill_rate.tokens_per_second is not None
         assert watch.load_rate.measured_bytes_per_second is not None
-        slow[0] = True
+        speed = SLOW
         for _ in range(6):
             if not offloading.totals["recomputed_tokens"]:
                 serve()  # until most loads that are remembered were slow ones

@@ -183,7 +183,7 @@ def test_what_the_other_member_failed_to_load_is_not_stored(
         rank = running.rank
         submit = rank.submit_stores
         # The copies end before the next forward would give them the right bytes.
-        rank.submit_stores = lambda: (submit(), rank.transfer.wait(10))
+        rank.submit_stores = lambda: (submit(), rank.transfer.wait(120))
         received = ask(running, "receives", SENT, **sent.kv_transfer_params)
         assert list(received.outputs[0].token_ids) == answer
         running.settle()

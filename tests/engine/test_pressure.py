@@ -75,5 +75,5 @@ def test_shutdown_with_work_in_flight(model_folder: Path, copies: Copies) -> Non
         engine_thread = offloading.rank.transfer._thread
         assert engine_thread.is_alive()
         copies.release()
-    engine_thread.join(10)
+    engine_thread.join(120)
     assert not engine_thread.is_alive()

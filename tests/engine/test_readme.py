@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.server import end, held_port
 from tests.support.small_models import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -42,9 +42,22 @@ def commands_here(commands: str, model: Path, port: int) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_last_line_proves_a_hit(page: Path, model_folder: Path, tmp_path: Path) -> None:
     model = write_model("qwen3", model_folder / "qwen3")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with held_port() as port:
+        proof, log_lines = prove(page, model, port, tmp_path)
+    assert proof.returncode == 0, log_lines[-6000:]
+    first, again, *figures = proof.stdout.splitlines()
+    assert first == again
+    assert re.fullmatch('"text":"t.*"', first)
+    assert all(line.startswith("vllm:host_kv_cache_") for line in figures), "nothing else is shown"
+    (hits,) = [line for line in figures if line.startswith("vllm:host_kv_cache_hit_tokens_total{")]
+    assert hits.endswith(" 384.0")
+    assert "kv-offload: host memory holds 2097152 tokens, 16 times the 131072 tokens" in log_lines
+
+
+def prove(
+    page: Path, model: Path, port: int, folder: Path
+) -> tuple[subprocess.CompletedProcess[str], str]:
+    """Run a page's commands with a server in `folder`; return the last block's run and the log."""
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -52,11 +65,11 @@ def test_the_last_line_proves_a_hit(page: Path, model_folder: Path, tmp_path: Pa
         "VLLM_LOGGING_LEVEL": "INFO",
     }
     start = block(page, "make demo &&", "vllm.entrypoints.openai.api_server")
-    log = tmp_path / "server.log"
+    log = folder / "server.log"
     with log.open("wb") as output:
         server = subprocess.Popen(
             ["bash", "-c", commands_here(start, model, port)],
-            cwd=tmp_path,
+            cwd=folder,
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -72,16 +85,8 @@ def test_the_last_line_proves_a_hit(page: Path, model_folder: Path, tmp_path: Pa
         )
     finally:
         os.killpg(server.pid, signal.SIGTERM)
-        server.wait(60)
-    assert proof.returncode == 0, log.read_text()[-6000:]
-    first, again, *figures = proof.stdout.splitlines()
-    assert first == again
-    assert re.fullmatch('"text":"t.*"', first)
-    assert all(line.startswith("vllm:host_kv_cache_") for line in figures), "nothing else is shown"
-    (hits,) = [line for line in figures if line.startswith("vllm:host_kv_cache_hit_tokens_total{")]
-    assert hits.endswith(" 384.0")
-    log_lines = log.read_text()
-    assert "kv-offload: host memory holds 2097152 tokens, 16 times the 131072 tokens" in log_lines
+        end(server)
+    return proof, log.read_text()
 
 
 def test_the_pages_prove_it_with_the_same_commands() -> None:

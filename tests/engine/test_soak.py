@@ -20,11 +20,11 @@ from tests.engine.soak import DigestingEngine, Question, Soak, check, soak
 from tests.support.kv_memory import Storage
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "180"))
-SEED = int(os.environ.get("SOAK_SEED", random.randrange(1 << 31)))
-"""Printed by the run; set `SOAK_SEED` to replay it."""
+SEED = int(os.environ.get("SOAK_SEED", "0"))
+"""Of the decisions: the same in every run, unless `SOAK_SEED` is set to look further."""
 
 
-@pytest.mark.timeout(SECONDS + 300)
+@pytest.mark.timeout(SECONDS + 900)
 @pytest.mark.parametrize(
     ("kind", "synchronous"), [("qwen3", False), ("qwen3", True), ("gemma3", False)]
 )
@@ -51,12 +51,12 @@ def test_a_load_of_other_bytes_than_were_stored_is_noticed(changed: str) -> None
     inner = HostSwapEngine(layout, arena, [storage])
     engine = DigestingEngine(inner, ctypes.string_at, lambda *_: None)
     engine.submit(SwapJob(0, Direction.STORE, np.array([[3, 1]], np.int32)))
-    assert engine.wait(10)
+    assert engine.wait(120)
     assert len(engine.poll()) == 1
     if changed == "slot":
         arena.view()[1, 17] ^= 1
     engine.submit(SwapJob(0, Direction.LOAD, np.array([[6, 1]], np.int32)))
-    assert engine.wait(10)
+    assert engine.wait(120)
     if changed == "slot":
         with pytest.raises(AssertionError, match="block 6 is not what was stored in slot 1"):
             engine.poll()

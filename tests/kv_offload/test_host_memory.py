@@ -212,10 +212,13 @@ def test_what_this_machine_has_available():
 
 
 def test_memory_that_is_taken_is_no_longer_available():
-    before = read_available_memory().size_bytes
-    taken = bytearray(b"x") * (256 << 20)
-    assert before - read_available_memory().size_bytes > 64 << 20  # others take and free some too
-    del taken
+    drops = []
+    while len(drops) < 10 and not (drops and drops[-1] > 64 << 20):  # others take and free some too
+        before = read_available_memory().size_bytes
+        taken = bytearray(b"x") * (256 << 20)
+        drops.append(before - read_available_memory().size_bytes)
+        del taken
+    assert drops[-1] > 64 << 20, drops
 
 
 @pytest.mark.parametrize(

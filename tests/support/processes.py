@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+LIMIT_SECONDS = 500.0
+"""Below the limit of a test, whose end would say less."""
 
 
 def run_module(
     module: str,
     *arguments: object,
-    timeout_seconds: float = 500,
+    timeout_seconds: float | None = None,
     forks: bool = False,
     **environment: str,
 ) -> Any:
@@ -25,9 +27,10 @@ def run_module(
 
     Arguments that are not text or paths are passed as JSON. The process sees this checkout before
     any installed copy, and `environment` besides what this process has. With `forks` its engines
-    fork their processes, as in `forked`. One that takes longer than `timeout_seconds` is ended, and
-    the assertion says where each of its threads was.
+    fork their processes, as in `forked`. One that takes longer than `timeout_seconds`, or else
+    `LIMIT_SECONDS`, is ended, and the assertion says where each of its threads was.
     """
+    timeout_seconds = timeout_seconds or LIMIT_SECONDS
     words = [str(a) if isinstance(a, str | Path) else json.dumps(a) for a in arguments]
     modules = ["tests.support.forked", module] if forks else [module]
     paths = [str(ROOT), str(ROOT / "transfer"), os.environ.get("PYTHONPATH", "")]

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.dashboard import ALERTS
-from tests.support.server import free_port, get
+from tests.support.server import get, held_port
 
 PROGRAM = shutil.which("prometheus")
 """None where Debian's package `prometheus`, or another that brings it, is not installed."""
+WINDOW = "1h"
+"""Of queries: longer than the tests with a Prometheus take on any machine."""
 
 
 class Prometheus:
@@ -42,7 +44,7 @@ class Prometheus:
 
     def wait_for(self, expression: str, value: float) -> None:
         """Wait until Prometheus has scraped at least this value."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while (found := self.value(expression)) is None or found < value:
             assert time.monotonic() < deadline, f"{expression} is {found}"
             time.sleep(0.2)
@@ -63,7 +65,12 @@ def scraping(server: str, folder: Path) -> Iterator[Prometheus]:
         ],
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
-    address = f"127.0.0.1:{free_port()}"
+    with held_port() as port, _scraping(folder, f"127.0.0.1:{port}") as prometheus:
+        yield prometheus
+
+
+@contextlib.contextmanager
+def _scraping(folder: Path, address: str) -> Iterator[Prometheus]:
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(
             [
@@ -77,7 +84,7 @@ def scraping(server: str, folder: Path) -> Iterator[Prometheus]:
         )
     prometheus = Prometheus(address)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while True:
             try:
                 get(f"http://{address}/-/ready")
@@ -86,8 +93,11 @@ def scraping(server: str, folder: Path) -> Iterator[Prometheus]:
                 assert process.poll() is None, (folder / "prometheus.log").read_text()
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
-        prometheus.wait_for("count_over_time(up[1m])", 2)
+        prometheus.wait_for(f"count_over_time(up[{WINDOW}])", 2)
         yield prometheus
     finally:
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(120)
+        finally:
+            process.kill()

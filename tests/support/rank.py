@@ -107,7 +107,7 @@ class Rank:
     def step(self, *stores: StoreJob, loads: Sequence[LoadJob] = ()) -> None:
         """Run a step's hooks; its loads end within it, its stores within the next one."""
         metadata = self.begin(*stores, loads=loads)
-        assert self.transfer.wait(10)
+        assert self.transfer.wait(120)
         self.end(metadata)
 
     def store(self, *jobs: StoreJob) -> None:
@@ -130,7 +130,7 @@ class Gate:
         self.failing = False
 
     def copy_runs(self, runs: Any) -> None:
-        assert self.opened.wait(30)
+        assert self.opened.wait(120)
         if self.failing:
             raise OSError("injected fault")
         copy_runs(runs)

@@ -18,24 +18,34 @@ from typing import Any
 from tests.support.inputs import random_tokens, transfer_config
 from tests.support.small_models import write_model
 
-START_SECONDS = 240
+START_SECONDS = 480
 BLOCK_TOKENS = 32
 SLOT_BYTES = 32768
 """Of a block of the small model."""
 
 
-def free_port() -> int:
-    """Return a port of loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """Yield a port of loopback that nobody else is given before a server listens on it.
+
+    The socket that has it never listens, so Linux lets another one have it that has set
+    SO_REUSEADDR too, as servers do.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 @contextlib.contextmanager
 def serving(folder: Path, **plugin: Any) -> Iterator[str]:
     """Start a server whose files lie in `folder`; yield its base URL."""
-    port = free_port()
+    with held_port() as port, _serving(folder, port, plugin) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def _serving(folder: Path, port: int, plugin: dict[str, Any]) -> Iterator[str]:
     log = folder / "server.log"
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -73,13 +83,17 @@ def serving(folder: Path, **plugin: Any) -> Iterator[str]:
                 time.sleep(0.5)
         yield url
     finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # vLLM's engine too, if that lives on
-            process.wait()
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a server that has a process group of its own, and its engine."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(60)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def get(url: str, body: dict[str, Any] | None = None) -> str:
@@ -89,7 +103,7 @@ def get(url: str, body: dict[str, Any] | None = None) -> str:
         data=None if body is None else json.dumps(body).encode(),
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=120) as response:
+    with urllib.request.urlopen(request, timeout=300) as response:
         return str(response.read().decode())
 
 
@@ -104,9 +118,9 @@ def metric(url: str, name: str) -> float:
     return sum(values)
 
 
-def wait_for(url: str, name: str, value: float, seconds: float = 20) -> None:
+def wait_for(url: str, name: str, value: float) -> None:
     """Wait until a metric has at least this value, or exactly where it is 0."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 300
     while (found := metric(url, name)) < value or (value == 0 and found):
         assert time.monotonic() < deadline, f"{name} is {found}, not {value}"
         time.sleep(0.2)

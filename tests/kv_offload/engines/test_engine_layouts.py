@@ -188,12 +188,12 @@ def round_trip(built: Built, moves: Sequence[tuple[int, int]] = ((1, 5), (3, 2))
     try:
         pairs = np.array([(source, slot) for slot, (source, _) in enumerate(moves)], np.int32)
         engine.submit(SwapJob(0, Direction.STORE, pairs))
-        assert engine.wait(10)
+        assert engine.wait(120)
         for storage in built.storages():
             storage.fill_(POISON)
         pairs = np.array([(target, slot) for slot, (_, target) in enumerate(moves)], np.int32)
         engine.submit(SwapJob(1, Direction.LOAD, pairs))
-        assert engine.wait(10)
+        assert engine.wait(120)
         assert [done.error for done in engine.poll()] == [None, None]
     finally:
         engine.close()

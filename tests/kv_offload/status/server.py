@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import socketserver
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,15 @@ def recorded(name: str) -> str:
     return (PAGES / f"{name}.txt").read_text()
 
 
-class PageServer(http.server.ThreadingHTTPServer):
-    """Answers `/metrics` with `page` and `status`, everything else with 404."""
+class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """Answers `/metrics` with `page` and `status`, everything else with 404.
+
+    No server of `http.server`: those ask for the name of their address, and a machine without a
+    name server may wait long for that.
+    """
+
+    daemon_threads = True
+    allow_reuse_address = True
 
     page = ""
     status = 200
@@ -25,7 +33,7 @@ class PageServer(http.server.ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.server_port}"
+        return f"127.0.0.1:{self.server_address[1]}"
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -224,7 +224,7 @@ def test_a_drain_keeps_the_loads_that_ended_for_the_next_report(
     metadata = rank.begin(loads=[load(0, "a", (1, 2)), load(1, "b", (3, 1000))])
     assert rank.half.drain([], []).loading == {"a"}
     gate.opened.set()
-    assert rank.transfer.wait(10)
+    assert rank.transfer.wait(120)
     assert rank.half.drain([], []).loading == set()
     rank.end(metadata)
     assert rank.half.reports.take_received() == ({"a", "b"}, {})

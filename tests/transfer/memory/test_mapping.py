@@ -17,7 +17,7 @@ from kv_swap.memory import mapping
 from kv_swap.memory.mapping import Mapping
 from kv_swap.memory.numa import device_node, prefer_node
 
-from tests.support.registrars import PAGE, is_mapped, policy_of, resident_bytes
+from tests.support.registrars import PAGE, is_mapped, policy_of, resident_bytes, usable_node
 
 # -- mappings ----------------------------------------------------------------------------------
 
@@ -57,34 +57,54 @@ def test_populating_gives_pages_to_exactly_the_range() -> None:
 GIB = 1 << 30
 
 
-def waits_beside(work: Callable[[], object]) -> tuple[float, float]:
+FEW_MAPS = 10
+"""Fewer tell nothing: either the work held up the others, or the machine did."""
+ATTEMPTS = 20
+"""A busy machine may hold up either thread for as long as the work takes, but not every time."""
+
+
+def longest_map_beside(work: Callable[[], object]) -> float:
     """Map and unmap memory until `work`, on another thread, has ended.
 
-    Returns the seconds of the work, and of the longest of these maps.
+    Returns how long the longest of these maps took, as a share of the work; 1 if there were few.
     """
-    longest = 0.0
-    thread = threading.Thread(target=work)
-    started = time.perf_counter()
+    times: list[float] = []
+    maps: list[float] = []
+
+    def run() -> None:
+        times.append(time.perf_counter())
+        work()
+        times.append(time.perf_counter())
+
+    thread = threading.Thread(target=run)
     thread.start()
     while thread.is_alive():
-        began = time.perf_counter()
+        works, began = len(times) == 1, time.perf_counter()
         with mmap.mmap(-1, 64 << 10) as memory:
             memory[0] = 1
-        longest = max(longest, time.perf_counter() - began)
+        if works:
+            maps.append(time.perf_counter() - began)
         time.sleep(0.0002)
-    return time.perf_counter() - started, longest
+    return max(maps) / (times[1] - times[0]) if len(maps) >= FEW_MAPS else 1.0
 
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_no_mmap_waits_until_all_pages_are_there(asked: bool) -> None:
     """A start maps memory hundreds of times, and must not wait for the pool. With a control."""
-    made = Mapping(GIB)
-    populate = ctypes.CDLL(None).madvise if asked else made.populate
-    arguments = (ctypes.c_void_p(made.address), ctypes.c_size_t(GIB), 23) if asked else (0, GIB)
-    seconds, longest = waits_beside(lambda: populate(*arguments))
-    assert resident_bytes(made.address) == GIB
-    made.close()
-    assert (longest > seconds / 2) == asked, f"pages: {seconds:.3f} s, an mmap: {longest:.3f} s"
+    madvise, shares = ctypes.CDLL(None).madvise, []
+    while len(shares) < ATTEMPTS and not (shares and (shares[-1] > 0.5) == asked):
+        made = Mapping(GIB)
+        where = ctypes.c_void_p(made.address)
+        if asked and madvise(where, ctypes.c_size_t(PAGE), 23):
+            pytest.skip("needs Linux 5.14 or newer")
+
+        def populate(made: Mapping = made, where: ctypes.c_void_p = where) -> None:
+            madvise(where, ctypes.c_size_t(GIB), 23) if asked else made.populate(0, GIB)
+
+        shares.append(longest_map_beside(populate))
+        assert resident_bytes(made.address) == GIB
+        made.close()
+    assert (shares[-1] > 0.5) == asked, f"the longest mmap took these shares of the work: {shares}"
 
 
 def test_a_kernel_that_cannot_populate_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,10 +156,11 @@ def test_a_file_that_is_too_short_cannot_be_mapped() -> None:
 
 
 def test_pages_come_from_the_node_that_was_asked_for() -> None:
-    plain, bound = Mapping(8 * PAGE), Mapping(8 * PAGE, numa_node=0)
-    assert policy_of(plain.address) != "prefer:0"
-    assert policy_of(bound.address) == "prefer:0"
-    assert bound.describe() == "from NUMA node 0"
+    node = usable_node()
+    plain, bound = Mapping(8 * PAGE), Mapping(8 * PAGE, numa_node=node)
+    assert policy_of(plain.address) != f"prefer:{node}"
+    assert policy_of(bound.address) == f"prefer:{node}"
+    assert bound.describe() == f"from NUMA node {node}"
     bound.populate(0, 8 * PAGE)
     plain.close()
     bound.close()

@@ -22,7 +22,7 @@ from kv_swap.memory import registration, shared
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.shared import SharedMemory
 
-from tests.support.registrars import PAGE, GatedRegistrar, Registrar, policy_of
+from tests.support.registrars import PAGE, GatedRegistrar, Registrar, policy_of, usable_node
 
 SLOTS, SLOT_BYTES = 6, PAGE + 16
 NBYTES = SLOTS * SLOT_BYTES
@@ -40,8 +40,19 @@ def say(*words):
 def hear(word):
     assert sys.stdin.readline().strip() == word
 """
+EARLY = """
+from kv_swap.memory import shared
+ask = shared._ask
+def ask_and_say(name):
+    found = ask(name)
+    say("found" if found else "found nothing")
+    shared._ask = ask
+    return found
+shared._ask = ask_and_say
+"""
+"""Says what the first look for the memory finds."""
 PEER = """
-with SharedMemory.attach(name, nbytes, 30) as memory:
+with SharedMemory.attach(name, nbytes, 120) as memory:
     mine = arena(memory).view()
 say("read", *mine[:, 7])
 hear("write")
@@ -54,7 +65,7 @@ memory = SharedMemory.create(name, nbytes, 1)
 mine = arena(memory).view()
 mine[:] = 7
 say("created")
-assert memory.wait_attached(30)
+assert memory.wait_attached(120)
 say("attached")
 hear("end")
 """
@@ -83,11 +94,11 @@ class Peer:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(120)
 
     def end(self) -> None:
         self.say("end")
-        assert self.process.wait(30) == 0
+        assert self.process.wait(120) == 0
 
 
 @pytest.fixture
@@ -129,7 +140,7 @@ def test_two_processes_see_each_other_s_bytes(name: str, peers: list[Peer]) -> N
         view[:] = [[i] for i in range(SLOTS)]
         assert os.fstat(memory.fileno()).st_size == ROUNDED
         peers.append(Peer(PEER, name))
-        assert memory.wait_attached(30)
+        assert memory.wait_attached(120)
         assert traces(name) == [], "nobody can find it any more, so nobody has to remove it"
     assert peers[0].hear() == "read 0 1 2 3 4 5"
     peers[0].say("write")
@@ -140,10 +151,10 @@ def test_two_processes_see_each_other_s_bytes(name: str, peers: list[Peer]) -> N
 
 
 def test_a_peer_may_come_before_the_creator(name: str, peers: list[Peer]) -> None:
-    peers.append(Peer(PEER, name))
-    time.sleep(0.3)
+    peers.append(Peer(EARLY + PEER, name))
+    assert peers[0].hear() == "found nothing"
     with SharedMemory.create(name, NBYTES, 1) as memory:
-        assert memory.wait_attached(30)
+        assert memory.wait_attached(120)
     assert peers[0].hear() == "read 0 0 0 0 0 0"
     peers[0].kill()
 
@@ -152,11 +163,12 @@ def test_all_peers_get_the_same_memory(name: str, peers: list[Peer]) -> None:
     with SharedMemory.create(name, NBYTES, 3) as memory:
         view = HostArena(SLOTS, SLOT_BYTES, register=None, shared=memory).view()
         peers += [Peer(PEER, name) for _ in range(2)]
-        assert not memory.wait_attached(1), "one is missing"
+        for peer in peers:
+            assert peer.hear() == "read 0 0 0 0 0 0"
+        assert not memory.wait_attached(0.1), "one is missing"
         peers.append(Peer(PEER, name))
-        assert memory.wait_attached(30)
-    for peer in peers:
-        assert peer.hear() == "read 0 0 0 0 0 0"
+        assert memory.wait_attached(120)
+    assert peers[2].hear() == "read 0 0 0 0 0 0"
     peers[1].say("write")
     assert peers[1].hear() == "wrote"
     assert (view[4] == 99).all()
@@ -165,11 +177,11 @@ def test_all_peers_get_the_same_memory(name: str, peers: list[Peer]) -> None:
 def test_memory_outlives_a_killed_creator_and_then_vanishes(name: str, peers: list[Peer]) -> None:
     peers.append(Peer(CREATOR, name))
     assert peers[0].hear() == "created"
-    with SharedMemory.attach(name, NBYTES, 30) as memory:
+    with SharedMemory.attach(name, NBYTES, 120) as memory:
         view = HostArena(SLOTS, SLOT_BYTES, register=None, shared=memory).view()
     assert peers[0].hear() == "attached"
     peers[0].process.send_signal(signal.SIGKILL)
-    peers[0].process.wait(30)
+    peers[0].process.wait(120)
     assert (view == 7).all()
     view[0] = 1
     assert traces(name) == []
@@ -185,14 +197,18 @@ mine[:] = 7
 say("created")
 hear("end")
 """
-    before = shared_bytes()
-    peers.append(Peer(script, name))
-    assert peers[0].hear() == "created"
-    assert shared_bytes() - before > 32 << 20
-    assert traces(name) != []
-    peers[0].kill()
-    assert traces(name) == []
-    assert shared_bytes() - before < 32 << 20
+    for _ in range(10):  # other processes take and give back shared memory meanwhile
+        before = shared_bytes()
+        peers.append(Peer(script, name))
+        assert peers[-1].hear() == "created"
+        taken = shared_bytes() - before
+        assert traces(name) != []
+        peers[-1].kill()
+        assert traces(name) == []
+        if taken > 32 << 20 > shared_bytes() - before:
+            break
+    else:
+        pytest.fail("in ten runs more than half of the memory was never there, or never gone")
     with pytest.raises(PinnedMemoryError, match="within 0 s"):
         SharedMemory.attach(name, NBYTES, 0)
     SharedMemory.create(name, NBYTES, 1).close()
@@ -203,14 +219,14 @@ def test_each_process_registers_its_own_mapping(name: str, monkeypatch: pytest.M
     registrars = Registrar(), GatedRegistrar()
     with SharedMemory.create(name, NBYTES, 1) as memory:
         first = HostArena(SLOTS, SLOT_BYTES, register=registrars[0], shared=memory)
-        with SharedMemory.attach(name, NBYTES, 30) as handle:
+        with SharedMemory.attach(name, NBYTES, 120) as handle:
             second = HostArena(
                 SLOTS, SLOT_BYTES, register=registrars[1], background=True, shared=handle
             )
     assert first.address != second.address
     assert (first.ready_slots, second.ready_slots) == (SLOTS, 3)
     registrars[1].let_in()
-    assert second.wait_ready(30)
+    assert second.wait_ready(120)
     assert [sum(made.live.values()) for made in registrars] == [ROUNDED, ROUNDED]
     first.view()[5] = 8
     del first
@@ -242,14 +258,14 @@ def test_a_name_that_is_taken(name: str) -> None:
     with pytest.raises(PinnedMemoryError, match=r"AF_UNIX path too long.*less than 90 letters"):
         SharedMemory.create(name.rjust(110, "n"), NBYTES, 1)
     with SharedMemory.create(name.rjust(89, "n"), NBYTES, 1) as memory:
-        SharedMemory.attach(name.rjust(89, "n"), NBYTES, 30).close()
-        assert memory.wait_attached(30)
+        SharedMemory.attach(name.rjust(89, "n"), NBYTES, 120).close()
+        assert memory.wait_attached(120)
 
 
 def test_another_size_is_refused(name: str) -> None:
     with SharedMemory.create(name, NBYTES, 1) as memory:
         with pytest.raises(PinnedMemoryError, match=f"has {ROUNDED} bytes, this process wants"):
-            SharedMemory.attach(name, NBYTES + PAGE, 30)
+            SharedMemory.attach(name, NBYTES + PAGE, 120)
         with pytest.raises(PinnedMemoryError, match=f"make it of {2 * SLOT_BYTES}"):
             HostArena(2, SLOT_BYTES, register=None, shared=memory)
 
@@ -258,7 +274,7 @@ def test_nobody_offers(name: str) -> None:
     started = time.monotonic()
     with pytest.raises(PinnedMemoryError, match=f"{name}.*within 1 s.*see its log"):
         SharedMemory.attach(name, NBYTES, 1)
-    assert 1 <= time.monotonic() - started < 10
+    assert 1 <= time.monotonic() - started < 60
 
 
 def test_a_closed_handle_offers_no_longer(name: str) -> None:
@@ -291,25 +307,25 @@ def test_other_users_get_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         uid = os.getuid()
         monkeypatch.setattr(os, "getuid", lambda: uid + 1)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(30)
+            connection.settimeout(120)
             connection.connect(shared._address(name))
             assert socket.recv_fds(connection, 1, 1)[:2] == (b"", [])
         assert shared._ask(name) is None
         monkeypatch.undo()
         assert not memory.wait_attached(0)
-        SharedMemory.attach(name, NBYTES, 30).close()
-        assert memory.wait_attached(30)
+        SharedMemory.attach(name, NBYTES, 120).close()
+        assert memory.wait_attached(120)
 
 
 def test_a_peer_that_ends_in_between_is_not_counted(name: str) -> None:
     with SharedMemory.create(name, NBYTES, 1) as memory:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(shared._address(name))
-        with SharedMemory.attach(name, NBYTES, 30) as handle:
+        with SharedMemory.attach(name, NBYTES, 120) as handle:
             mapped = mmap.mmap(handle.fileno(), ROUNDED)
             assert mapped[:4] == bytes(4)
             mapped.close()
-        assert memory.wait_attached(30)
+        assert memory.wait_attached(120)
 
 
 # -- NUMA --------------------------------------------------------------------------------------
@@ -317,11 +333,12 @@ def test_a_peer_that_ends_in_between_is_not_counted(name: str) -> None:
 
 def test_each_part_comes_from_the_node_that_was_asked_for(name: str) -> None:
     """The second of two parts, of 3 and 4 pages; every mapping of the file sees it."""
+    node = usable_node()
     with SharedMemory.create(name, 7 * PAGE, 0) as memory:
-        assert memory.prefer_node(0, 1, 2)
+        assert memory.prefer_node(node, 1, 2)
         for offset, expected in ((0, False), (3 * PAGE, True)):
             with mmap.mmap(memory.fileno(), PAGE, flags=mmap.MAP_SHARED, offset=offset) as mapped:
                 address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-                assert (policy_of(address) == "prefer:0") is expected
-        assert memory.prefer_node(0, 1, 20), "a part without a page"
+                assert (policy_of(address) == f"prefer:{node}") is expected
+        assert memory.prefer_node(node, 1, 20), "a part without a page"
         assert not memory.prefer_node(1023, 0, 2), "a node that does not exist"
