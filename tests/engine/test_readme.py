@@ -15,12 +15,12 @@ from tests.support.server import end, held_port
 from tests.support.small_models import write_model
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "docs/use/start.md"]
+README = ROOT / "README.md"
 
 
-def block(page: Path, *parts: str) -> str:
-    """Return the only block of commands on a page that has all of these parts."""
-    fences = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+def block(*parts: str) -> str:
+    """Return the only block of commands that has all of these parts."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
     blocks = [text for language, text in fences if not language]
     (found,) = [commands for commands in blocks if all(part in commands for part in parts)]
     return str(found)
@@ -39,32 +39,31 @@ def commands_here(commands: str, model: Path, port: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_last_line_proves_a_hit(page: Path, model_folder: Path, tmp_path: Path) -> None:
+def test_the_last_line_proves_a_hit(model_folder: Path, tmp_path: Path) -> None:
     model = write_model("qwen3", model_folder / "qwen3")
     with held_port() as port:
-        proof, log_lines = prove(page, model, port, tmp_path)
+        proof, log_lines = prove(model, port, tmp_path)
     assert proof.returncode == 0, log_lines[-6000:]
     first, again, *figures = proof.stdout.splitlines()
     assert first == again
-    assert re.fullmatch('"text":"t.*"', first)
+    words = re.findall(r"t\d+", first)
+    assert len(words) == 8
+    assert len(set(words)) > 4, "the model tells the prompt's tokens apart"
     assert all(line.startswith("vllm:host_kv_cache_") for line in figures), "nothing else is shown"
     (hits,) = [line for line in figures if line.startswith("vllm:host_kv_cache_hit_tokens_total{")]
     assert hits.endswith(" 384.0")
     assert "kv-offload: host memory holds 2097152 tokens, 16 times the 131072 tokens" in log_lines
 
 
-def prove(
-    page: Path, model: Path, port: int, folder: Path
-) -> tuple[subprocess.CompletedProcess[str], str]:
-    """Run a page's commands with a server in `folder`; return the last block's run and the log."""
+def prove(model: Path, port: int, folder: Path) -> tuple[subprocess.CompletedProcess[str], str]:
+    """Run the commands with a server in `folder`; return the last block's run and the log."""
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": ":".join(sys.path),
         "VLLM_LOGGING_LEVEL": "INFO",
     }
-    start = block(page, "make demo &&", "vllm.entrypoints.openai.api_server")
+    start = block("make demo &&", "vllm.entrypoints.openai.api_server")
     log = folder / "server.log"
     with log.open("wb") as output:
         server = subprocess.Popen(
@@ -77,7 +76,7 @@ def prove(
         )
     try:
         proof = subprocess.run(
-            ["bash", "-c", commands_here(block(page, "reset_prefix_cache", "ask;"), model, port)],
+            ["bash", "-c", commands_here(block("reset_prefix_cache", "ask;"), model, port)],
             capture_output=True,
             text=True,
             timeout=500,
@@ -87,12 +86,3 @@ def prove(
         os.killpg(server.pid, signal.SIGTERM)
         end(server)
     return proof, log.read_text()
-
-
-def test_the_pages_prove_it_with_the_same_commands() -> None:
-    """The test above runs the CPU's; a GPU's differ in the server only."""
-    readme, start = PAGES
-    assert block(readme, "make demo &&") == block(start, "make demo &&")
-    assert block(readme, "vllm serve") == block(start, "export VLLM_SERVER_DEV_MODE", "vllm serve")
-    ask = re.compile(r"^ask\(\).*?^ask;[^\n]*$", re.DOTALL | re.MULTILINE)
-    assert ask.findall(readme.read_text()) == ask.findall(start.read_text()) != []
