@@ -44,9 +44,8 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         metavar="SECONDS",
         help="time between two readings (default: %(default)s)",
     )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--once", action="store_true", help="print one page and end")
-    how.add_argument("--json", action="store_true", help="print one reading as JSON and end")
+    parser.add_argument("--once", action="store_true", help="print one page and end")
+    parser.add_argument("--json", action="store_true", help="print one reading as JSON and end")
     parser.set_defaults(run=_run)
 
 
@@ -84,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _watch(console: Console, url: str, reading: Reading, interval: float) -> None:
-    """Show a page every `interval` seconds until Ctrl-C; the last one stays on the terminal."""
+    """Show a page every `interval` seconds until a signal; the last one stays on the terminal."""
     shown = _draw(url, reading)
     interrupt = _Interrupt()
     try:
@@ -104,20 +103,28 @@ def _watch(console: Console, url: str, reading: Reading, interval: float) -> Non
 
 
 class _Interrupt:
-    """Remembers a Ctrl-C: Python drops its exception where it meets a destructor, such as that of
-    a closed socket, and goes on."""
+    """Turns Ctrl-C and SIGTERM into an exception, so that the terminal is left as it was.
+
+    It remembers them: Python drops an exception that meets a destructor, such as that of a closed
+    socket, and goes on.
+    """
 
     def __init__(self) -> None:
         self.seen = False
-        self._outer = signal.getsignal(signal.SIGINT)
+        self._outer = {
+            number: outer
+            for number in (signal.SIGINT, signal.SIGTERM)
+            # A script's background ignores SIGINT.
+            if (outer := signal.getsignal(number)) is not signal.SIG_IGN
+        }
 
     def __enter__(self) -> None:
-        if callable(self._outer):  # else the signal is ignored, as in the background of a script
-            signal.signal(signal.SIGINT, self._handle)
+        for number in self._outer:
+            signal.signal(number, self._handle)
 
     def __exit__(self, *_: object) -> None:
-        if callable(self._outer):
-            signal.signal(signal.SIGINT, self._outer)
+        for number, outer in self._outer.items():
+            signal.signal(number, outer)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.seen = True

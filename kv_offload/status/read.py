@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import time
 import urllib.error
 import urllib.parse
@@ -18,6 +19,7 @@ from kv_offload.sizes import format_size
 
 ENGINE_PREFIX = "vllm:"
 TIMEOUT_SECONDS = 10.0
+"""For the connection, for each silence of the server, and for the whole page of metrics."""
 MAX_PAGE_BYTES = 16 << 20
 """What is read of an answer at most: a page has some 100 KiB for each engine of the server."""
 
@@ -60,12 +62,13 @@ def metrics_url(address: str) -> str:
         known = known and "@" not in parts.netloc and url.isascii()
         _ = parts.port
         (parts.hostname or "").encode("idna")  # refuses what is no name of a host
+        known = known and not address.isdecimal() and not os.path.isfile(address)
     except ValueError:
         known = False
     if not known:
         raise ServerError(
             f"{_short(address)!r} is no address of a server; write localhost:8000 or "
-            "http://localhost:8000: ASCII letters, no password, and a port of at most 65535"
+            "http://localhost:8000: a host in ASCII letters, no password, a port of at most 65535"
         )
     path = parts.path.rstrip("/").removesuffix("/metrics")
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc, f"{path}/metrics", "", ""))
@@ -74,12 +77,13 @@ def metrics_url(address: str) -> str:
 def read(url: str) -> Reading:
     """Get a metrics page and read it.
 
-    Raises `ServerError` where the server cannot be reached, answers with an error or with more than
-    `MAX_PAGE_BYTES`, or has no metrics of ours; the message says what may be the reason.
+    Raises `ServerError` where the server cannot be reached or is slow, answers with an error or
+    with more than `MAX_PAGE_BYTES`, or has no metrics of ours; the message says what may be the
+    reason.
     """
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
-            answer = response.read(MAX_PAGE_BYTES + 1)
+            answer = _whole(response)
     except urllib.error.HTTPError as error:
         error.close()
         raise ServerError(
@@ -99,6 +103,20 @@ def read(url: str) -> Reading:
             "metrics: it is no page of vLLM's; give the address of vLLM's API server"
         )
     return parse(answer.decode(errors="replace"), url)
+
+
+def _whole(response: http.client.HTTPResponse) -> bytes:
+    """Return an answer, or its first `MAX_PAGE_BYTES` and more.
+
+    Raises `TimeoutError` if it comes, but not within `TIMEOUT_SECONDS`.
+    """
+    ends = time.monotonic() + TIMEOUT_SECONDS
+    answer = bytearray()
+    while len(answer) <= MAX_PAGE_BYTES and (part := response.read1(1 << 20)):
+        if time.monotonic() > ends:
+            raise TimeoutError(f"its answer has not ended after {TIMEOUT_SECONDS:g} s")
+        answer += part
+    return bytes(answer)
 
 
 def parse(page: str, address: str) -> Reading:

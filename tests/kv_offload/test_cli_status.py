@@ -43,6 +43,13 @@ def test_without_a_terminal_one_page_is_printed(
     assert server.answered == 1
 
 
+def test_one_page_as_json_is_one_reading(
+    server: PageServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", server.address, "--once", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["engines"] == ["0"]
+
+
 def test_json_is_one_reading(server: PageServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.page += recorded("hits").replace('engine="0"', 'engine="1"')
     assert main(["status", server.address, "--json"]) == 0
@@ -135,7 +142,11 @@ class Terminal:
 
 
 def watch(
-    server: PageServer, readings: int, meanwhile: str | None = None, **more: str
+    server: PageServer,
+    readings: int,
+    meanwhile: str | None = None,
+    end: signal.Signals = signal.SIGINT,
+    **more: str,
 ) -> tuple[int, str]:
     """Run in a terminal until so many readings were taken, then press Ctrl-C."""
     answered = server.answered + readings
@@ -149,7 +160,7 @@ def watch(
             if server.answered and meanwhile is not None:
                 server.page = meanwhile
         time.sleep(0.3)
-        terminal.process.send_signal(signal.SIGINT)
+        terminal.process.send_signal(end)
         status = terminal.wait()
     return status, terminal.output
 
@@ -160,8 +171,9 @@ def read_all(terminal: int, output: bytearray) -> None:
             output += part
 
 
-def test_a_terminal_shows_rates_until_ctrl_c(server: PageServer) -> None:
-    status, output = watch(server, readings=4)
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_a_terminal_shows_rates_until_it_is_ended(server: PageServer, end: signal.Signals) -> None:
+    status, output = watch(server, readings=4, end=end)
     assert status == 0
     assert "Traceback" not in output
     assert re.search(r"last \d+\.\d s", output)
@@ -185,7 +197,9 @@ def test_a_server_that_goes_away_is_waited_for(server: PageServer) -> None:
     plain = re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output))
     assert "has no metrics of vLLM" in plain
     assert "Shown is what was read before; trying again." in plain
-    assert "864" in output.rpartition("\x1b[?1049l")[2]
+    last = re.sub(r"\s+", " ", output.rpartition("\x1b[?1049l")[2])
+    assert "864" in last
+    assert "trying again." in last
 
 
 SWALLOWED = """

@@ -35,6 +35,7 @@ def test_addresses_of_a_server(address: str, url: str) -> None:
     [
         *("", "http://", "ftp://a:1", "localhost:http", "localhost:65536", "[::1:8000"),
         *("a..b:80", f"{'a' * 64}:80", "http://localhost/ü", "me:secret@localhost:8000"),
+        *("8000", __file__),
     ],
 )
 def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
@@ -139,6 +140,30 @@ def test_an_answer_without_end_is_refused_at_the_limit(header: str) -> None:
         with pytest.raises(ServerError, match=r"more than 16 MiB, the limit .*; give the address"):
             read(url)
         thread.join()
+
+
+def test_an_answer_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_offload.status.read.TIMEOUT_SECONDS", 2.0)
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = metrics_url(f"127.0.0.1:{listener.getsockname()[1]}")
+
+        def drip() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):  # the reader has gone
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                while not ended.wait(0.01):
+                    connection.sendall(b"v")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            with pytest.raises(ServerError, match="its answer has not ended after 2 s; check"):
+                read(url)
+        finally:
+            ended.set()
+            thread.join()
 
 
 @pytest.mark.parametrize(
