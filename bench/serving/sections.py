@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bench.serving.engine import Prompt, ServingEngine
+import torch
+
+from bench.serving.engine import Prompt, ServingEngine, memory_in_use
 from bench.serving.stats import percentiles, spread
 
 Result = dict[str, Any]
@@ -30,16 +32,15 @@ def expect_loads(
 
     With it come the least and the most bytes that so many prompts need.
     """
-    before = engine.totals["loaded_bytes"]
+    before = engine.counted["loaded_bytes"]
 
     def count() -> Result:
         engine.tick()  # a load that the last step waited for is reported by the next one
-        loaded = engine.totals["loaded_bytes"] - before
-        ours = engine.connector == "kv-offload"
+        loaded = int(engine.counted["loaded_bytes"] - before)
         return {
             "least_bytes": bytes_of_one[0] * prompts,
             "most_bytes": bytes_of_one[1] * prompts,
-            "loaded_bytes": loaded if ours else None,
+            "loaded_bytes": loaded if engine.settings.is_ours else None,
         }
 
     return count
@@ -62,7 +63,7 @@ def ttft(engine: ServingEngine) -> Result:
         loaded = []
         for batch in batches:
             first.append(engine.seconds(batch, engine.first_tokens))
-            if engine.connector == "off":
+            if engine.settings.offloading is None:
                 on_gpu.append(engine.seconds(batch))
                 continue
             engine.reset()
@@ -77,7 +78,7 @@ def ttft(engine: ServingEngine) -> Result:
         }
         if on_gpu:
             results[str(length)]["in GPU cache"] = spread(on_gpu)
-        if engine.connector == "off":
+        if engine.settings.offloading is None:
             engine.reset()
     return results
 
@@ -97,7 +98,7 @@ def throughput(engine: ServingEngine) -> Result:
     engine.reset()
     rate = total / engine.seconds(batch, engine.first_tokens)
     results: Result = {"0": {"tokens_per_second": spread([rate])}}
-    if engine.connector == "off":
+    if engine.settings.offloading is None:
         return results
     loadable = {
         100: shape.loadable_bytes(shape.batch_tokens, engine.item_bytes),
@@ -137,7 +138,7 @@ def latency(engine: ServingEngine) -> Result:
         decodes = engine.prompts(31 + index, shape.decodes, shape.decode_prompt_tokens)
         count = expect_loads(engine, expected, len(others) if phase == "loading" else 0)
         results[phase] = _watch(engine, decodes, [] if phase == "alone" else others)
-        if engine.connector != "off":
+        if engine.settings.offloading is not None:
             results[phase]["loads"] = [count()]
     engine.reset()
     return results
@@ -179,7 +180,7 @@ def _watch(engine: ServingEngine, decodes: list[Prompt], others: list[Prompt]) -
         steps += 1
     engine.abort(list(last))
     result = {"between_tokens": percentiles(between), "steps": steps}
-    if engine.connector != "off":
+    if engine.settings.offloading is not None:
         result["connector_per_step"] = {"mean": statistics.mean(host), **percentiles(host)}
     return result
 
@@ -207,8 +208,6 @@ def link(engine: ServingEngine) -> Result:
     engine.abort(["single"])
     bytes_per_second = None
     if engine.on_gpu:
-        import torch
-
         host = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=True)
         device = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
         copies = []
@@ -220,3 +219,8 @@ def link(engine: ServingEngine) -> Result:
             copies.append(len(host) / (time.perf_counter() - begin))
         bytes_per_second = statistics.median(copies)
     return {"bytes_per_second": bytes_per_second, "decode_step": statistics.median(times)}
+
+
+def memory(engine: ServingEngine) -> Result:
+    """Return what the process holds and the machine has left, before the start and now."""
+    return {"before": engine.memory_before, "now": memory_in_use(), "pool_bytes": engine.pool_bytes}

@@ -74,7 +74,7 @@ class Talk:
         # Whose turn is when; a conversation that still gets an answer is passed over.
         self._order = random.permutation(np.repeat(np.arange(load.count), load.turns)).tolist()
         self._answer_tokens = lengths(load.answer_tokens, len(self._order))
-        self._at_once, self._name = load.at_once, seed
+        self._at_once, self._seed = load.at_once, seed
         self._open: dict[str, Turn] = {}
         self.turns: list[Turn] = []
         """All that were asked, in this order."""
@@ -95,7 +95,11 @@ class Talk:
         whose, number = self._order.pop(place), len(self.turns)
         self.spoken[whose] += self._questions[whose].pop()
         turn = Turn(
-            f"{self._name}-{number}", whose, [*self.spoken[whose]], self._answer_tokens[number], now
+            f"turn{self._seed}-{number}",
+            whose,
+            [*self.spoken[whose]],
+            self._answer_tokens[number],
+            now,
         )
         self._open[turn.request_id] = turn
         self.turns.append(turn)
