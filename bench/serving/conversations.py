@@ -9,14 +9,12 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from typing import Any
 
 from bench.serving.engine import ServingEngine
+from bench.serving.sections import Result, loads_since
 from bench.serving.stats import percentiles
 from bench.serving.timeline import describe
 from tests.support.conversations import Conversations, Talk
-
-Result = dict[str, Any]
 
 
 def conversations(engine: ServingEngine, seed: int) -> Result:
@@ -42,8 +40,7 @@ def conversations(engine: ServingEngine, seed: int) -> Result:
     }
     engine.rest()
     if engine.settings.is_ours:
-        loaded = int(engine.counted["loaded_bytes"] - before)
-        result["loads"] = [_loadable(engine, talk) | {"loaded_bytes": loaded}]
+        result["loads"] = [loads_since(engine, before, _loadable(engine, talk))]
         hits = engine.timeline.take(talk.turns)
         result["hits"] = describe(hits, engine.shape.block_bytes(engine.item_bytes))
     engine.reset()
@@ -60,7 +57,7 @@ def _hold(engine: ServingEngine, load: Conversations, seed: int) -> Talk:
     return talk
 
 
-def _loadable(engine: ServingEngine, talk: Talk) -> Result:
+def _loadable(engine: ServingEngine, talk: Talk) -> tuple[int, int]:
     """Return the least and the most bytes that must be loaded.
 
     At most all prompts are loaded. What the GPU's cache cannot hold of all conversations must be
@@ -70,7 +67,4 @@ def _loadable(engine: ServingEngine, talk: Talk) -> Result:
     token_bytes = shape.block_bytes(engine.item_bytes) // shape.block_tokens
     spoken = sum(map(len, talk.spoken)) - shape.gpu_blocks * shape.block_tokens
     asked = sum(len(turn.prompt) for turn in talk.turns)
-    return {
-        "least_bytes": max(token_bytes, spoken * token_bytes // 2),
-        "most_bytes": asked * token_bytes,
-    }
+    return max(token_bytes, spoken * token_bytes // 2), asked * token_bytes
