@@ -91,6 +91,7 @@ class Bench:
     def run(self) -> None:
         """Measure every connector."""
         try:
+            self._keep()  # imports what takes memory, before an engine measures how much is left
             ahead: EngineProcess | None = None
             for visit, following in zip(self._visits, [*self._visits[1:], None], strict=True):
                 process = ahead or self._spawn(visit.settings)
@@ -109,8 +110,8 @@ class Bench:
         self._processes.append(EngineProcess(settings))
         return self._processes[-1]
 
-    def _keep(self, label: str) -> None:
-        """Take something off the list of what is missing, and write all that is known."""
+    def _keep(self, label: str = "") -> None:
+        """Take an answer off the list of what is missing, and write all that is known."""
         if label in self.missing:
             self.missing.remove(label)
         if self._arguments.out:
@@ -120,18 +121,17 @@ class Bench:
         progress(str(error))
         self.results.setdefault(error.connector, {"starts": []})["error"] = str(error)
 
-    def _start(self, process: EngineProcess, label: str) -> dict[str, Any]:
+    def _start(self, process: EngineProcess) -> dict[str, Any]:
         """Start an engine; return the results of its connector."""
         result = self.results.setdefault(process.connector, {"starts": []})
         progress(f"{process.connector}: starting an engine")
         result["starts"].append(process.ask("start"))
-        self._keep(label)
         return result
 
     def _ask(self, process: EngineProcess, visit: Visit) -> None:
         """Start an engine, ask it for all that it is to measure, and end it."""
         try:
-            result = self._start(process, visit.label("start"))
+            result = self._start(process)
             for name in visit.asked:
                 if name == "conversations":
                     held = process.ask(name, seed=visit.turn)
@@ -150,7 +150,7 @@ class Bench:
         ratios: list[float] = []
         try:
             for process in both:
-                self._start(process, "")
+                self._start(process)
                 process.ask("turn", seed=0)
             for seed in range(1, 1 + SHAPES[self._arguments.shape].pairs):
                 order = both if seed % 2 else both[::-1]
@@ -159,7 +159,7 @@ class Bench:
                 progress(f"pair {seed}: {OURS} / off = {ratios[-1]:.4f}")
                 if len(ratios) > 1:
                     self.pairs = ratio_interval(ratios)
-                    self._keep("")
+                    self._keep()
             self._keep("pairs")
         except EngineError as error:
             self._fail(error)

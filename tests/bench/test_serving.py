@@ -237,6 +237,18 @@ def test_what_was_written_before_is_there_when_the_bench_is_killed(
     assert written["missing"][0] == "vllm conversations 1"
 
 
+def test_what_is_missing_tells_a_start_for_conversations_from_one_that_is_measured(
+    fake: type[FakeProcess], tmp_path: Path
+) -> None:
+    fake.stop_after = 3
+    words = ["--sections", "conversations,start", "--connectors", "off", "--out", str(tmp_path)]
+    assert serving.main(words) == 1
+    written = json.loads((tmp_path / "serving-small.json").read_text())
+    starts = [f"off start {turn}" for turn in range(1, 2 + runs.STARTS)]
+    rounds = ["limit conversations 1", "off conversations 2", "limit conversations 2"]
+    assert written["missing"] == [*rounds, *starts]
+
+
 def test_an_engine_that_fails_leaves_the_others_their_rounds(fake: type[FakeProcess]) -> None:
     assert serving.main([*WORDS, "conversations"]) == 0
     held = [(connector, more) for connector, name, more in fake.answered if name == "conversations"]

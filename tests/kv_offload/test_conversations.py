@@ -75,6 +75,29 @@ def hold(clock: Clock, users: Conversations, kind: str) -> tuple[Talk, Counter[s
     return converse(engine, users, 2), engine.totals
 
 
+def test_users_ask_the_same_whatever_they_wait_for() -> None:
+    """Else two engines are given different work."""
+    few = dataclasses.replace(USERS, count=6, turns=3, at_once=4)
+    asked = []
+    for tokens_a_step in (1, 30):
+        talk, now = Talk(few, 5), 0.0
+        while not talk.is_over:
+            while turn := talk.ask(now):
+                pass
+            open_turns = [turn for turn in talk.turns if len(turn.answer) < turn.answer_tokens]
+            assert len(open_turns) <= few.at_once
+            assert len({turn.conversation for turn in open_turns}) == len(open_turns)
+            turn, now = open_turns[-1], now + 1
+            answer = [7] * min(tokens_a_step, turn.answer_tokens - len(turn.answer))
+            talk.take({turn.request_id: answer}, now)
+        assert len(talk.turns) == len(talk.waits) == 6 * 3
+        assert sum(talk.waits) > 0
+        asked.append((talk.spoken, sorted(turn.prompt for turn in talk.turns)))
+        longest = max(len(turn.prompt) + turn.answer_tokens for turn in talk.turns)
+        assert longest == max(map(len, talk.spoken)) <= few.most_tokens
+    assert asked[0] == asked[1]
+
+
 def test_hits_are_computed_when_local_hits_would_be(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,10 @@ class Turn:
 
 
 class Talk:
-    """The conversations of one seed: the same questions in the same order, whatever is answered."""
+    """The conversations of one seed: the same questions and lengths, whatever is answered.
+
+    Whose turn is when is the same too, but a conversation that still gets an answer is passed over.
+    """
 
     def __init__(self, load: Conversations, seed: int) -> None:
         random = np.random.default_rng((seed, load.count))
@@ -68,12 +71,13 @@ class Talk:
         histories = lengths(load.history_tokens, load.count)
         self.spoken = [system + draw(length) for length in histories]
         """All that was said by now, by conversation."""
-        self._questions = [
-            [draw(load.new_tokens) for _ in range(load.turns)] for _ in range(load.count)
-        ]
-        # Whose turn is when; a conversation that still gets an answer is passed over.
+        questions = [[draw(load.new_tokens) for _ in range(load.turns)] for _ in self.spoken]
         self._order = random.permutation(np.repeat(np.arange(load.count), load.turns)).tolist()
-        self._answer_tokens = lengths(load.answer_tokens, len(self._order))
+        self._questions = [
+            list(zip(asked, lengths(load.answer_tokens, load.turns), strict=True))
+            for asked in questions
+        ]
+        """What is asked, and how many tokens the answer has; the next question is the last."""
         self._at_once, self._seed = load.at_once, seed
         self._open: dict[str, Turn] = {}
         self.turns: list[Turn] = []
@@ -92,15 +96,10 @@ class Talk:
         place = next((i for i, whose in enumerate(self._order) if whose not in answered), None)
         if place is None:
             return None
-        whose, number = self._order.pop(place), len(self.turns)
-        self.spoken[whose] += self._questions[whose].pop()
-        turn = Turn(
-            f"turn{self._seed}-{number}",
-            whose,
-            [*self.spoken[whose]],
-            self._answer_tokens[number],
-            now,
-        )
+        whose, request_id = self._order.pop(place), f"turn{self._seed}-{len(self.turns)}"
+        question, answer_tokens = self._questions[whose].pop()
+        self.spoken[whose] += question
+        turn = Turn(request_id, whose, [*self.spoken[whose]], answer_tokens, now)
         self._open[turn.request_id] = turn
         self.turns.append(turn)
         return turn
