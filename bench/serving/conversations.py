@@ -66,5 +66,5 @@ def _loadable(engine: ServingEngine, talk: Talk) -> tuple[int, int]:
     shape = engine.shape
     token_bytes = shape.block_bytes(engine.item_bytes) // shape.block_tokens
     spoken = sum(map(len, talk.spoken)) - shape.gpu_blocks * shape.block_tokens
-    asked = sum(len(turn.prompt) for turn in talk.turns)
+    asked = sum(turn.prompt_tokens for turn in talk.turns)
     return max(token_bytes, spoken * token_bytes // 2), asked * token_bytes

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import threading
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +21,14 @@ if not Path("/dev/nvidiactl").exists():
     _DEFAULTS["OMP_WAIT_POLICY"] = "passive"
 
 
+def _end_with_the_bench() -> None:
+    """End this process and those that it started if the bench is killed."""
+    bench = multiprocessing.parent_process()
+    assert bench is not None
+    bench.join()
+    os.killpg(0, signal.SIGKILL)
+
+
 def serve(settings: EngineSettings, pipe: Connection) -> None:
     """Import vLLM, start an engine when asked to, and answer until the other end is closed.
 
@@ -26,6 +37,7 @@ def serve(settings: EngineSettings, pipe: Connection) -> None:
     the process ends.
     """
     os.setsid()  # for `EngineProcess.kill`
+    threading.Thread(target=_end_with_the_bench, daemon=True).start()
     os.dup2(2, 1)  # the tables are all that the bench writes to its standard output
     os.environ.update({**_DEFAULTS, **os.environ})
     try:

@@ -81,9 +81,10 @@ def test_users_ask_the_same_whatever_they_wait_for() -> None:
     asked = []
     for tokens_a_step in (1, 30):
         talk, now = Talk(few, 5), 0.0
+        prompts = []
         while not talk.is_over:
             while turn := talk.ask(now):
-                pass
+                prompts.append(turn.prompt)
             open_turns = [turn for turn in talk.turns if len(turn.answer) < turn.answer_tokens]
             assert len(open_turns) <= few.at_once
             assert len({turn.conversation for turn in open_turns}) == len(open_turns)
@@ -92,8 +93,8 @@ def test_users_ask_the_same_whatever_they_wait_for() -> None:
             talk.take({turn.request_id: answer}, now)
         assert len(talk.turns) == len(talk.waits) == 6 * 3
         assert sum(talk.waits) > 0
-        asked.append((talk.spoken, sorted(turn.prompt for turn in talk.turns)))
-        longest = max(len(turn.prompt) + turn.answer_tokens for turn in talk.turns)
+        asked.append((talk.spoken, sorted(prompts)))
+        longest = max(turn.prompt_tokens + turn.answer_tokens for turn in talk.turns)
         assert longest == max(map(len, talk.spoken)) <= few.most_tokens
     assert asked[0] == asked[1]
 

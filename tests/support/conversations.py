@@ -42,6 +42,8 @@ class Turn:
     request_id: str
     conversation: int
     prompt: list[int]
+    """Empty once it was answered: a long list of lists would make each garbage collection slow."""
+    prompt_tokens: int
     answer_tokens: int
     """How many the answer must have."""
     asked: float
@@ -99,7 +101,8 @@ class Talk:
         whose, request_id = self._order.pop(place), f"turn{self._seed}-{len(self.turns)}"
         question, answer_tokens = self._questions[whose].pop()
         self.spoken[whose] += question
-        turn = Turn(request_id, whose, [*self.spoken[whose]], answer_tokens, now)
+        prompt = [*self.spoken[whose]]
+        turn = Turn(request_id, whose, prompt, len(prompt), answer_tokens, now)
         self._open[turn.request_id] = turn
         self.turns.append(turn)
         return turn
@@ -112,6 +115,7 @@ class Talk:
             turn.answer += new
             if len(turn.answer) == turn.answer_tokens:
                 self.spoken[turn.conversation] += turn.answer
+                turn.prompt = []
                 del self._open[request_id]
 
     # -- what users waited, in seconds ----------------------------------------------------------
