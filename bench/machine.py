@@ -48,9 +48,11 @@ def machine() -> dict[str, Any]:
 
 
 def write_result(path: Path, document: dict[str, Any]) -> None:
-    """Write a result as JSON, and make the folder that it goes to."""
+    """Write a result as JSON, whole or not at all, and make the folder that it goes to."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    written = path.with_suffix(".part")
+    written.write_text(json.dumps(document, indent=1) + "\n")
+    written.replace(path)
 
 
 def keep_rows(name: str, rows: list[Any], **facts: Any) -> None:

@@ -3,7 +3,7 @@
 usage: python -m bench.serving [--shape small|gqa8|mqa] [--out FOLDER]
                                [--connectors off,kv-offload,vllm,vllm-simple]
                                [--sections ttft,throughput,latency,pairs,conversations,start]
-                               [--separate-core] [--options JSON]
+                               [--options JSON]
 
 Every connector gets an engine in a process of its own: the same shape with random weights, the same
 prompts, the same GPU cache, as much host memory. docs/benchmarks/serving.md explains every figure.
@@ -17,14 +17,17 @@ prompts, the same GPU cache, as much host memory. docs/benchmarks/serving.md exp
                 from token to token; with an engine whose GPU cache holds everything, by turns
     start       engines started five times more, by turns, now that all is compiled; only if named
 
-The exit status is 1 if this project or the engine without offloading failed, or if this project
-did not load exactly the bytes that it had to.
+Every answer of an engine is written at once. A run that is stopped, by a time limit or by Ctrl-C,
+shows what it has and says what is missing. The exit status is 1 then, if an engine with this
+project or without offloading failed, and if this project did not load exactly the bytes that it
+had to.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -33,7 +36,8 @@ from pathlib import Path
 from bench.serving.process import progress
 from bench.serving.report import save, tables, unproven
 from bench.serving.runs import SECTIONS, Bench
-from bench.serving.shapes import CONNECTORS, SHAPES
+from bench.serving.settings import CONNECTORS, LIMIT, OURS
+from bench.serving.shapes import SHAPES
 
 
 def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
@@ -57,32 +61,33 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         usage=argparse.SUPPRESS,
     )
     parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--connectors", type=names(CONNECTORS), default=["off", "kv-offload"])
+    parser.add_argument(
+        "--connectors", type=names(tuple(CONNECTORS)), default=["off", "kv-offload"]
+    )
     parser.add_argument("--sections", type=names(SECTIONS), default=list(SECTIONS[:-1]))
-    parser.add_argument("--separate-core", action="store_true", help="ttft, throughput and start")
     parser.add_argument("--options", type=json.loads, default={}, help="for this project, as JSON")
     parser.add_argument("--out", type=Path, help="folder for the result, serving-SHAPE.json")
-    arguments = parser.parse_args(words)
-    if arguments.separate_core:
-        chosen = [s for s in arguments.sections if s in ("ttft", "throughput", "start")]
-        arguments.sections = chosen
-    return arguments
+    return parser.parse_args(words)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print the tables, and return the exit status."""
     arguments = parse(words)
+    problems = []
     with tempfile.TemporaryDirectory() as model:
         bench = Bench(arguments, model)
-        bench.run(arguments.connectors)
+        try:
+            bench.run()
+        except KeyboardInterrupt:
+            problems.append("stopped before the end")
     document = bench.document()
     print(tables(document))
     if arguments.out:
         progress(f"wrote {save(document, arguments.out)}")
-    problems = unproven(document)
+    problems += unproven(document)
     problems += [
         bench.results[name]["error"]
-        for name in ("off", "kv-offload")
+        for name in ("off", OURS, LIMIT)
         if "error" in bench.results.get(name, {})
     ]
     for problem in problems:
@@ -91,4 +96,5 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what time limits send
     sys.exit(main())

@@ -1,20 +1,25 @@
-"""One engine of the serving bench, in the process that calls it or with its core in another."""
+"""One engine of the serving bench, in the process that calls it."""
 
 from __future__ import annotations
 
 import os
 import re
-import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.sampling_params import RequestOutputKind
 
 from bench.hook_clock import ConnectorClock
-from bench.serving.connector import TOTALS_VARIABLE, SharedTotals
-from bench.serving.shapes import Shape, transfer_config
-from bench.serving.timeline import HitTimeline
+from bench.serving.settings import EngineSettings
+from bench.serving.shapes import Shape
+from bench.serving.timeline import HitTimeline, after
+from kv_offload.metrics import KINDS
 
 Prompt = dict[str, list[int]]
 CAPTURED_BATCHES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
@@ -24,87 +29,86 @@ READY_SECONDS = 180
 RESET_SECONDS = 30
 
 
-def import_engine() -> None:
-    """Import what takes seconds to import."""
-    import torch  # noqa: F401
-    from vllm import LLM  # noqa: F401
-
-
 class ServingEngine:
     """A vLLM engine with random weights and one connector; the same for all connectors else.
 
     Prompts are drawn from seeds, so all engines of a run get the same ones.
     """
 
-    def __init__(
-        self,
-        shape: Shape,
-        connector: str,
-        options: dict[str, Any],
-        separate_core: bool,
-        model: str | None = None,
-        step_tokens: int | None = None,
-    ) -> None:
-        """Start an engine; the model's configuration goes to the folder `model`, if that is given.
-
-        What was compiled for a model is found again under the same path only. `step_tokens` are
-        computed in a step at most; without them, as many as vLLM chooses.
-        """
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(separate_core))
-        self._folder = tempfile.TemporaryDirectory()
-        totals = Path(self._folder.name) / "totals"
-        os.environ[TOTALS_VARIABLE] = str(totals)
-        self.totals = SharedTotals(totals)
-        import torch
-        from vllm import LLM
-
-        self.shape, self.connector = shape, connector
-        self.first_tokens = 4 if connector == "vllm-simple" else 1
-        """How many tokens to ask for where prompts are to be stored. vLLM's simple connector stores
-        what a request has computed when its next token is scheduled, so of one with one token
-        nothing but what earlier steps computed."""
-        self.separate_core = separate_core
+    def __init__(self, settings: EngineSettings) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        self.settings, self.shape = settings, settings.shape
+        self.first_tokens = settings.offloading.first_tokens if settings.offloading else 1
         self.on_gpu = torch.cuda.is_available()
         self.item_bytes = 2 if self.on_gpu else 4
+        self.counted: Counter[str] = Counter()
+        """What this project's connector has counted."""
+        self.gauges: dict[str, float] = {}
         self.clock, self.timeline = ConnectorClock(), HitTimeline()
-        _put_on_new_connectors(self.clock, self.timeline)
-        model = model or self._folder.name
-        _model_config(shape).save_pretrained(model)
-        self.memory_before = memory()
-        transfer = transfer_config(connector, shape.host_bytes, options)
+        self._watch_new_connectors()
+        _model_config(self.shape).save_pretrained(settings.model)
+        self.memory_before = memory_in_use()
+        cache_bytes = settings.cache_blocks * self.shape.block_bytes(self.item_bytes)
         started = time.perf_counter()
         self.llm = LLM(
-            model=model,
+            model=settings.model,
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16" if self.on_gpu else "float32",
-            block_size=shape.block_tokens,
-            num_gpu_blocks_override=shape.cache_blocks(connector),
+            block_size=self.shape.block_tokens,
+            num_gpu_blocks_override=settings.cache_blocks,
             # Two engines may share the device, so neither may measure what is free.
-            kv_cache_memory_bytes=shape.cache_blocks(connector)
-            * shape.block_bytes(self.item_bytes),
+            kv_cache_memory_bytes=cache_bytes,
             gpu_memory_utilization=0.4,
-            max_model_len=shape.max_model_len,
-            max_num_batched_tokens=step_tokens,
+            max_model_len=self.shape.max_model_len,
+            max_num_batched_tokens=settings.step_tokens,
             enforce_eager=not self.on_gpu,
-            **({"kv_transfer_config": transfer} if transfer else {}),
-            **(
-                {"compilation_config": {"cudagraph_capture_sizes": CAPTURED_BATCHES}}
-                if self.on_gpu
-                else {}
+            kv_transfer_config=settings.transfer_config,
+            compilation_config=(
+                {"cudagraph_capture_sizes": CAPTURED_BATCHES} if self.on_gpu else None
             ),
         )
         self.start_seconds = time.perf_counter() - started
         self._filler_seed = 1_000_000
-        if connector == "kv-offload":
+        if settings.is_ours:
             self._wait_for_pool()
+
+    def _watch_new_connectors(self) -> None:
+        """Have every connector that vLLM builds in this process timed, and ours watched as well."""
+        from kv_offload.engines.vllm.connector import KVOffloadConnector
+
+        original = KVConnectorFactory.create_connector
+
+        def create_connector(*arguments: Any, **named: Any) -> Any:
+            connector = original(*arguments, **named)
+            if isinstance(connector, KVOffloadConnector):
+                self.timeline.put_on(connector)
+                after(connector, "get_kv_connector_stats", self._count)
+            self.clock.put_on(connector)
+            return connector
+
+        KVConnectorFactory.create_connector = staticmethod(create_connector)
+
+    def _count(self, stats: Any) -> None:
+        for name, value in stats.data.items() if stats is not None else ():
+            if KINDS[name] == "counter":
+                self.counted[name] += value
+            elif KINDS[name] == "gauge":
+                self.gauges[name] = value
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """Bytes of this project's host memory; None with another connector."""
+        if not self.settings.is_ours:
+            return None
+        return int(self.gauges["pool_slots"] * self.gauges["slot_bytes"])
 
     def _wait_for_pool(self) -> None:
         """Wait until all of the pool may be used: what is measured is not its growing."""
         deadline = time.monotonic() + READY_SECONDS
         while True:
             self.tick()
-            if self.totals["ready_bytes"] >= self.totals["pool_bytes"] > 0:
+            if self.gauges.get("slots", 0) >= self.gauges.get("pool_slots", 1):
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError(f"host memory is not ready after {READY_SECONDS} s")
@@ -117,7 +121,6 @@ class ServingEngine:
     def close(self) -> None:
         """End the engine."""
         self.llm.llm_engine.engine_core.shutdown()
-        self._folder.cleanup()
 
     # -- prompts, all at once ------------------------------------------------------------------
 
@@ -139,11 +142,6 @@ class ServingEngine:
         In one process nobody steps an engine after its last answer, so it is stepped here.
         """
         deadline = time.monotonic() + RESET_SECONDS
-        if self.separate_core:
-            while self.totals["waiting_slots"] + self.totals["running_stores"]:
-                self._check(deadline, "the connector does not come to rest")
-                time.sleep(0.01)
-            return
         core = self.llm.llm_engine.engine_core.engine_core
         while core.scheduler.has_requests():
             self._check(deadline, "the connector does not come to rest")
@@ -168,9 +166,7 @@ class ServingEngine:
 
     def settle(self) -> None:
         """Wait for all kernels and copies on the device."""
-        if self.on_gpu and not self.separate_core:
-            import torch
-
+        if self.on_gpu:
             torch.cuda.synchronize()
 
     # -- step by step --------------------------------------------------------------------------
@@ -192,9 +188,6 @@ class ServingEngine:
 
     @staticmethod
     def _parameters(max_tokens: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         return SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
@@ -219,25 +212,7 @@ def _model_config(shape: Shape) -> Any:
     )
 
 
-def _put_on_new_connectors(clock: ConnectorClock, timeline: HitTimeline) -> None:
-    """Have every connector that vLLM builds in this process timed, and ours watched as well."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    from kv_offload.engines.vllm.connector import KVOffloadConnector
-
-    original = KVConnectorFactory.create_connector
-
-    def create_connector(*arguments: Any, **named: Any) -> Any:
-        connector = original(*arguments, **named)
-        if isinstance(connector, KVOffloadConnector):
-            timeline.put_on(connector)
-        clock.put_on(connector)
-        return connector
-
-    KVConnectorFactory.create_connector = staticmethod(create_connector)
-
-
-def memory() -> dict[str, int]:
+def memory_in_use() -> dict[str, int]:
     """Return what this process holds and what the machine has left, in bytes."""
     held = Path("/proc/self/status").read_text()
     machine = Path("/proc/meminfo").read_text()

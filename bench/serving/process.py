@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 from typing import Any
 
-ANSWER = "ANSWER "
-"""How lines of the process's output begin that are answers."""
+from bench.serving.process_main import serve
+from bench.serving.settings import EngineSettings
 
 ANSWER_SECONDS = 300
 """Longest wait for an engine's start or for one section; a stuck engine is ended."""
-
+END_SECONDS = 60
 _BEGAN = time.monotonic()
-
-_DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-if not Path("/dev/nvidiactl").exists():
-    # vLLM's CPU engine computes with as many OpenMP threads as there are cores, and these spin
-    # while they wait for each other. A further thread, such as that of our copies, makes two of
-    # them share a core: on two cores, prompts took 20 times as long in most runs.
-    _DEFAULTS["OMP_WAIT_POLICY"] = "passive"
 
 
 class EngineError(RuntimeError):
     """An engine could not be started, or ended, or did not answer in time."""
+
+    def __init__(self, connector: str, text: str) -> None:
+        super().__init__(f"{connector}, {text}")
+        self.connector = connector
 
 
 def progress(text: str) -> None:
@@ -41,85 +35,48 @@ def progress(text: str) -> None:
 class EngineProcess:
     """A process for one engine; it imports vLLM at once, and starts the engine when asked to."""
 
-    def __init__(
-        self,
-        shape: str,
-        connector: str,
-        separate_core: bool,
-        options: Any,
-        model: str,
-        step_tokens: int | None = None,
-    ) -> None:
-        self.connector = connector
+    def __init__(self, settings: EngineSettings) -> None:
+        self.connector = settings.connector
         self.counted: dict[str, dict[str, float]] = {}
         """What the connector counted in each section, of this project only."""
-        arguments = {
-            "shape": shape,
-            "connector": connector,
-            "separate_core": separate_core,
-            "options": options,
-            "model": model,
-            "step_tokens": step_tokens,
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.serving.process_main", json.dumps(arguments)],
-            env=_DEFAULTS | os.environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # so that `_kill` reaches an engine core of its own
-        )
-
-    def start(self) -> float:
-        """Start the engine; return the seconds that took."""
-        progress(f"{self.connector}: starting an engine")
-        return float(self.ask("start"))
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=serve, args=(settings, theirs))
+        self._process.start()
+        theirs.close()
 
     def ask(self, name: str, **more: Any) -> Any:
-        """Have one section measured. Raises `EngineError`."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
-            self._process.stdin.write(json.dumps({"do": name, **more}) + "\n")
-            self._process.stdin.flush()
-        return self._answer(name)
+        """Have the engine started, or one section measured. Raises `EngineError`."""
+        began = time.monotonic()
+        try:
+            self._pipe.send((name, more))
+            if not self._pipe.poll(ANSWER_SECONDS):
+                self.kill()
+                raise EngineError(self.connector, f"{name}: no answer within {ANSWER_SECONDS} s")
+            value, counted, error = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join(END_SECONDS)
+            status = self._process.exitcode
+            raise EngineError(self.connector, f"{name}: it ended, exit status {status}") from None
+        if error:
+            raise EngineError(self.connector, f"{name}: {error}")
+        if name != "turn":
+            progress(f"{self.connector}: {name} took {time.monotonic() - began:.1f} s")
+            if counted:
+                self.counted[name] = counted
+        return value
 
     def close(self) -> None:
         """Let the engine end by itself, or end it."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._kill()
-            self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._pipe.close()
+        self._process.join(END_SECONDS)
+        self.kill()
 
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _answer(self, name: str) -> Any:
-        assert self._process.stdout is not None
-        timer = threading.Timer(ANSWER_SECONDS, self._kill)
-        timer.start()
-        try:
-            for line in self._process.stdout:
-                if not line.startswith(ANSWER):
-                    print(line, end="", file=sys.stderr)
-                    continue
-                answer = json.loads(line.removeprefix(ANSWER))
-                if "error" in answer:
-                    raise EngineError(f"{self.connector}, {name}: {answer['error']}")
-                if name != "turn":
-                    progress(f"{self.connector}: {name} took {answer['took']:.1f} s")
-                    if answer.get("counted"):
-                        self.counted[name] = answer["counted"]
-                return answer["value"]
-        finally:
-            timer.cancel()
-        status = self._process.wait()
-        raise EngineError(
-            f"{self.connector}, {name}: no answer within {ANSWER_SECONDS} s, exit status {status}"
-        )
+    def kill(self) -> None:
+        """End the engine at once, with the processes that it started."""
+        if self._process.is_alive() and self._process.pid:
+            # It leads a group of its own as soon as it runs Python.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
+        self._process.join()

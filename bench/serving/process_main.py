@@ -1,72 +1,70 @@
-"""The process of one engine of the serving bench: reads requests as JSON lines, answers in kind.
-
-The first asks for the engine's start; until it comes the process has imported what that needs.
-Answers are the lines of the standard output that start with `ANSWER`; whatever else the engine
-prints there is none.
-"""
+"""What runs in the process of one engine."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
+import multiprocessing
+import os
+import signal
+import threading
 import traceback
-from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from bench.serving import sections
-from bench.serving.conversations import conversations
-from bench.serving.engine import ServingEngine, import_engine, memory
-from bench.serving.process import ANSWER
-from bench.serving.shapes import SHAPES
+from bench.serving.settings import EngineSettings
+
+_DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+if not Path("/dev/nvidiactl").exists():
+    # vLLM's CPU engine computes with as many OpenMP threads as there are cores, and these spin
+    # while they wait for each other. A further thread, such as that of our copies, makes two of
+    # them share a core: on two cores, prompts took 20 times as long in most runs.
+    _DEFAULTS["OMP_WAIT_POLICY"] = "passive"
 
 
-def answer(value: Any) -> None:
-    print(ANSWER + json.dumps(value), flush=True)
+def _end_with_the_bench() -> None:
+    """End this process and those that it started if the bench is killed."""
+    bench = multiprocessing.parent_process()
+    assert bench is not None
+    bench.join()
+    os.killpg(0, signal.SIGKILL)
 
 
-def serve(engine: ServingEngine) -> None:
-    """Answer requests of the form `{"do": name, ...}` until the input ends."""
-    answers: dict[str, Callable[..., Any]] = {
-        "ttft": sections.ttft,
-        "throughput": sections.throughput,
-        "latency": sections.latency,
-        "conversations": conversations,
-        "turn": sections.turn,
-        "link": sections.link,
-        "memory": lambda engine: {
-            "before": engine.memory_before,
-            "now": memory(),
-            "pool_bytes": engine.totals["pool_bytes"] or None,
-        },
-    }
-    for line in sys.stdin:
-        request = json.loads(line)
-        name = request.pop("do")
-        started, before = time.monotonic(), engine.totals.counters()
-        value = answers[name](engine, **request)
-        after = engine.totals.counters()
-        counted = {key: after[key] - was for key, was in before.items() if after[key] != was}
-        answer({"value": value, "counted": counted, "took": time.monotonic() - started})
+def serve(settings: EngineSettings, pipe: Connection) -> None:
+    """Import vLLM, start an engine when asked to, and answer until the other end is closed.
 
-
-def main() -> None:
-    """Import vLLM, wait, start an engine as the first argument says, a JSON object, and serve."""
-    arguments = json.loads(sys.argv[1])
-    shape = SHAPES[arguments.pop("shape")]
+    A request is the name of a section and its arguments; the first one starts the engine. An answer
+    is what was measured, what this project's connector counted meanwhile, and an error, with which
+    the process ends.
+    """
+    os.setsid()  # for `EngineProcess.kill`
+    threading.Thread(target=_end_with_the_bench, daemon=True).start()
+    os.dup2(2, 1)  # the tables are all that the bench writes to its standard output
+    os.environ.update({**_DEFAULTS, **os.environ})
     try:
-        import_engine()
-        if not sys.stdin.readline():
-            return
-        engine = ServingEngine(shape, **arguments)
-        answer({"value": engine.start_seconds, "took": engine.start_seconds})
-        serve(engine)
-        engine.close()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other connectors go on
+        # Only now: OpenMP reads the environment when it is imported.
+        from bench.serving import sections
+        from bench.serving.conversations import conversations
+        from bench.serving.engine import ServingEngine
+
+        measured: list[Any] = [sections.ttft, sections.throughput, sections.latency, conversations]
+        measured += [sections.turn, sections.link, sections.memory]
+        answers = {section.__name__: section for section in measured}
+        engine: ServingEngine | None = None
+        while True:
+            try:
+                name, more = pipe.recv()
+            except EOFError:
+                break
+            if engine is None:
+                engine = ServingEngine(settings)
+                pipe.send((engine.start_seconds, {}, None))
+                continue
+            before = engine.counted.copy()
+            value = answers[name](engine, **more)
+            pipe.send((value, dict(engine.counted - before), None))
+        if engine is not None:
+            engine.close()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other engines go on
         traceback.print_exc()
-        answer({"error": f"{type(error).__name__}: {error}"})
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
+        pipe.send((None, {}, f"{type(error).__name__}: {error}"))
+        raise SystemExit(1) from None

@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.machine import write_result
+from bench.serving.settings import LIMIT, OURS
 from bench.serving.shapes import SHAPES
 
 Document = dict[str, Any]
+Found = dict[str, Any]
 PHASE_NAMES = {
     "alone": "alone",
     "storing": "while prompts are computed and stored",
@@ -28,23 +30,29 @@ def tables(document: Document) -> str:
     """Return everything that was measured as Markdown, one table a question."""
     results: dict[str, Any] = document["results"]
     parts = [_heading(document)]
-    parts += [_ttft(document), _throughput(document), _pairs(document), _latency(document)]
-    parts += [_host_time(document), _conversations(document), _hits(document)]
-    parts += [_starts(document), _memory(document)]
+    for section, table in TABLES:
+        found = {name: result[section] for name, result in results.items() if section in result}
+        parts.append(table(document, found) if found else "")
+    if pairs := document["pairs"]:
+        parts.append(
+            f"**What does storing cost?** Throughput at 0 % hits, {OURS} / off, {pairs['pairs']} "
+            f"pairs by turns: {pairs['ratio']:.4f}, 95 % interval {pairs['low']:.4f} to "
+            f"{pairs['high']:.4f}"
+        )
     notes = [f"- failed: {result['error']}" for result in results.values() if "error" in result]
-    peers = [name for name in results if name.startswith("vllm") and "error" not in results[name]]
+    peers = [name for name in results if name not in ("off", OURS, LIMIT)]
+    peers = [name for name in peers if "error" not in results[name]]
     if peers:
         notes.append(f"- not proven: that {' and '.join(peers)} loaded what it should have")
+    if document.get("missing"):
+        notes.append(f"- missing: {', '.join(document['missing'])}")
     parts.append("\n".join(notes))
     return "\n\n".join(part for part in parts if part)
 
 
 def save(document: Document, folder: Path) -> Path:
     """Write the result as JSON; return its path."""
-    name = f"serving-{document['shape']['name']}"
-    if document["mode"] != "one process":
-        name += "-" + document["mode"].replace(" ", "-")
-    path = folder / f"{name}.json"
+    path = folder / f"serving-{document['shape']['name']}.json"
     write_result(path, document)
     return path
 
@@ -95,13 +103,7 @@ def _heading(document: Document) -> str:
     facts = ", ".join(f"{name} {machine[name]}" for name in names if machine.get(name))
     if "gpu" not in machine:
         facts += "\n\nWithout a GPU: the times show that the bench works, and nothing else."
-    return f"# {document['shape']['name']}, {document['mode']}\n\n{facts}"
-
-
-def _measured(document: Document, section: str) -> dict[str, Any]:
-    return {
-        name: result[section] for name, result in document["results"].items() if section in result
-    }
+    return f"# {document['shape']['name']}\n\n{facts}"
 
 
 def _spread(values: dict[str, float], scale: float, digits: int) -> str:
@@ -110,10 +112,7 @@ def _spread(values: dict[str, float], scale: float, digits: int) -> str:
     return median if low == high else f"{median} ({low} to {high})"
 
 
-def _ttft(document: Document) -> str:
-    found = _measured(document, "ttft")
-    if not found:
-        return ""
+def _ttft(document: Document, found: Found) -> str:
     rows = []
     for tokens in document["shape"]["prompt_tokens"]:
         cells = [f"{tokens:,}"]
@@ -127,40 +126,19 @@ def _ttft(document: Document) -> str:
     return _table(question, ["tokens", *found, "hit in GPU cache", "floor"], rows)
 
 
-def _throughput(document: Document) -> str:
-    found = _measured(document, "throughput")
-    if not found:
-        return ""
+def _throughput(document: Document, found: Found) -> str:
     rows = []
     for hits in ("0", "50", "100"):
-        cells = [f"{hits} % hits"]
-        for result in found.values():
-            measured = result.get(hits)
-            cells.append(
-                _spread(measured["tokens_per_second"], 1e-3, 1) if measured else "as 0 % hits"
-            )
-        rows.append(cells)
+        rates = [result.get(hits, {}).get("tokens_per_second") for result in found.values()]
+        shown = [_spread(rate, 1e-3, 1) if rate else "as 0 % hits" for rate in rates]
+        rows.append([f"{hits} % hits", *shown])
     shape = document["shape"]
     load = f"{shape['batch_prompts']} prompts of {shape['batch_tokens']:,}"
     question = f"How many tokens a second of {load} tokens at once? thousands, median (range)"
     return _table(question, ["", *found], rows)
 
 
-def _pairs(document: Document) -> str:
-    pairs = document["pairs"]
-    if not pairs:
-        return ""
-    return (
-        f"**What does storing cost?** Throughput at 0 % hits, kv-offload / off, {pairs['pairs']} "
-        f"pairs by turns: {pairs['ratio']:.4f}, 95 % interval {pairs['low']:.4f} to "
-        f"{pairs['high']:.4f}"
-    )
-
-
-def _latency(document: Document) -> str:
-    found = _measured(document, "latency")
-    if not found:
-        return ""
+def _latency(document: Document, found: Found) -> str:
     rows = []
     for phase, label in PHASE_NAMES.items():
         times = [result[phase]["between_tokens"] for result in found.values()]
@@ -170,38 +148,27 @@ def _latency(document: Document) -> str:
     return _table(question, ["", *found], rows)
 
 
-def _host_time(document: Document) -> str:
-    found = {name: one for name, one in _measured(document, "latency").items() if name != "off"}
-    if not found:
-        return ""
+def _host_time(_document: Document, found: Found) -> str:
+    found = {name: result for name, result in found.items() if name != "off"}
     rows = []
     for phase, label in PHASE_NAMES.items():
         times = [result[phase]["connector_per_step"] for result in found.values()]
         rows.append([label, *(f"{1e6 * t['mean']:,.0f} / {1e6 * t['p99']:,.0f}" for t in times)])
     question = "How much host time do the connector's hooks take in a step? us, mean / p99"
-    return _table(question, ["", *found], rows)
+    return _table(question, ["", *found], rows) if found else ""
 
 
-def _conversations(document: Document) -> str:
-    found = _measured(document, "conversations")
-    if not found:
-        return ""
+def _conversations(document: Document, found: Found) -> str:
+    def by_rounds(values: Iterable[float], scale: float, digits: int) -> str:
+        return " / ".join(f"{scale * value:,.{digits}f}" for value in values)
+
     rows = []
     for name, rounds in found.items():
-        first, between = (
-            [held[times] for held in rounds] for times in ("first_token", "between_tokens")
-        )
-        rows.append(
-            [
-                name,
-                _values([held["seconds"] for held in rounds], 1, 1),
-                *(
-                    _values([times[key] for times in first], 1e3, 0)
-                    for key in ("mean", "p50", "p99")
-                ),
-                _values([times["p99"] for times in between], 1e3, 0),
-            ]
-        )
+        row = [name, by_rounds((held["seconds"] for held in rounds), 1, 1)]
+        for key in ("mean", "p50", "p99"):
+            row.append(by_rounds((held["first_token"][key] for held in rounds), 1e3, 0))
+        row.append(by_rounds((held["between_tokens"]["p99"] for held in rounds), 1e3, 0))
+        rows.append(row)
     load = document["shape"]["conversations"]
     question = (
         f"How long do {load['count']} conversations of {load['turns']} turns take, "
@@ -211,58 +178,58 @@ def _conversations(document: Document) -> str:
     return _table(question, head, rows)
 
 
-def _values(values: Sequence[float], scale: float, digits: int) -> str:
-    return " / ".join(f"{scale * value:,.{digits}f}" for value in values)
-
-
-def _hits(document: Document) -> str:
-    rounds = _measured(document, "conversations").get("kv-offload")
-    if not rounds:
-        return ""
+def _hits(_document: Document, found: Found) -> str:
     rows: list[list[str]] = []
-    for kind, hits in rounds[-1]["hits"].items():
+    for kind, hits in found[OURS][-1]["hits"].items() if OURS in found else ():
         rows.append([f"**{kind}**, {hits['hits']} hits of {hits['bytes'] / MIB:,.0f} MiB", ""])
         rows.append(["its copies alone", f"{1e3 * hits['copying']:,.1f}"])
         rows += [[span, f"{1e3 * took:,.1f}"] for span, took in hits["spans"].items()]
-    return _table("Where does the time of a hit among others go? ms, medians", ["", "ms"], rows)
+    question = "Where does the time of a hit among others go? ms, medians"
+    return _table(question, ["", "ms"], rows) if rows else ""
 
 
-def _starts(document: Document) -> str:
+def _starts(_document: Document, found: Found) -> str:
     # The first start may have compiled what the others found in a cache.
-    found = {
-        name: result["starts"][1:]
-        for name, result in document["results"].items()
-        if len(result["starts"]) > 1
-    }
+    later = {name: starts[1:] for name, starts in found.items() if len(starts) > 1}
     rows = [
         [name, f"{statistics.median(starts):.1f} ({min(starts):.1f} to {max(starts):.1f})"]
-        for name, starts in found.items()
+        for name, starts in later.items()
     ]
     question = "How long does an engine take to start? s, median (range) of all but the first"
     return _table(question, ["", "start"], rows) if rows else ""
 
 
-def _memory(document: Document) -> str:
+def _memory(document: Document, found: Found) -> str:
+    def growth(memory: dict[str, Any], key: str, sign: int = 1) -> str:
+        if key not in memory["now"]:
+            return "-"
+        return f"{sign * (memory['now'][key] - memory['before'][key]) / MIB:,.0f}"
+
     rows = []
-    for name, memory in _measured(document, "memory").items():
+    for name, memory in found.items():
         pool_bytes = memory["pool_bytes"]
         cells = [name, f"{pool_bytes / MIB:,.0f}" if pool_bytes else "-"]
-        cells += [_growth(memory, key) for key in ("RssAnon", "RssShmem")]
-        rows.append([*cells, _growth(memory, "MemAvailable", -1)])
-    if not rows:
-        return ""
-    asked = document["shape"]["host_gib"] * 1024
+        cells += [growth(memory, "RssAnon"), growth(memory, "RssShmem")]
+        rows.append([*cells, growth(memory, "MemAvailable", -1)])
     question = (
-        f"How much host memory is used, where {asked:,.0f} MiB were asked for? MiB: the pool, and "
-        "what the process and the machine use more than before the start"
+        f"How much host memory is used, where {document['shape']['host_gib'] * 1024:,.0f} MiB were "
+        "asked for? MiB: the pool, and what the process and the machine use more than before the "
+        "start"
     )
     return _table(question, ["", "pool", "private", "shared", "machine"], rows)
 
 
-def _growth(memory: dict[str, Any], key: str, sign: int = 1) -> str:
-    if key not in memory["now"]:
-        return "-"
-    return f"{sign * (memory['now'][key] - memory['before'][key]) / MIB:,.0f}"
+TABLES: tuple[tuple[str, Callable[[Document, Found], str]], ...] = (
+    ("ttft", _ttft),
+    ("throughput", _throughput),
+    ("latency", _latency),
+    ("latency", _host_time),
+    ("conversations", _conversations),
+    ("conversations", _hits),
+    ("starts", _starts),
+    ("memory", _memory),
+)
+"""Each has the results of one section, by connector."""
 
 
 if __name__ == "__main__":

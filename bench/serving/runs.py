@@ -1,153 +1,167 @@
-"""Which engine is measured when, and what is collected."""
+"""Which engine is started when, what is asked of it, and what is collected."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench.machine import machine
 from bench.serving.process import EngineError, EngineProcess, progress
 from bench.serving.report import save
-from bench.serving.shapes import LIMIT, SERVER_STEP_TOKENS, SHAPES
+from bench.serving.settings import LIMIT, OURS, SERVER_STEP_TOKENS, EngineSettings
+from bench.serving.shapes import SHAPES
 from bench.serving.stats import ratio_interval
 
 SECTIONS = ("ttft", "throughput", "latency", "pairs", "conversations", "start")
-OF_ONE_ENGINE = ("ttft", "throughput", "latency")
-"""Sections that need one engine only; their functions are in `sections.py`."""
+OF_ONE_ENGINE = SECTIONS[:3]
+"""Sections that one engine is asked for, one after the other; functions of `sections.py`."""
 STARTS = 5
 ROUNDS = 2
 """How often each engine holds conversations, each time started anew, by turns."""
 
 
+@dataclass(frozen=True)
+class Visit:
+    """One start of an engine, and what it is asked for then."""
+
+    settings: EngineSettings
+    asked: tuple[str, ...]
+    turn: int | None = None
+    """Where engines are started more than once, by turns."""
+
+    def label(self, name: str) -> str:
+        """Name one answer, for the list of what is missing."""
+        turn = "" if self.turn is None else f" {self.turn + 1}"
+        return f"{self.settings.connector} {name}{turn}"
+
+
 class Bench:
     """Runs sections on engines and collects the results.
 
-    `model` is the folder of the model's configuration, the same for all: under its path an engine
-    finds what another one has compiled.
+    After every answer of an engine everything is written to the folder of `--out`, with what is
+    still missing: a run takes minutes, and may be stopped by a time limit. `model` is the folder of
+    the model's configuration, the same for all.
     """
 
     def __init__(self, arguments: argparse.Namespace, model: str) -> None:
         self._arguments = arguments
+        self._settings = {
+            connector: EngineSettings(SHAPES[arguments.shape], connector, model, arguments.options)
+            for connector in [*arguments.connectors, LIMIT]
+        }
+        self._visits = self._plan()
+        self._processes: list[EngineProcess] = []
         self.results: dict[str, dict[str, Any]] = {}
         self.pairs: dict[str, float] | None = None
-        self._model = model
+        self.missing = [visit.label(name) for visit in self._visits for name in visit.asked]
+        self._has_pairs = "pairs" in arguments.sections and {"off", OURS} <= self._settings.keys()
+        if self._has_pairs:
+            self.missing.append("pairs")
+
+    def _plan(self) -> list[Visit]:
+        chosen, connectors = self._arguments.sections, self._arguments.connectors
+        sections = tuple(section for section in OF_ONE_ENGINE if section in chosen)
+        visits = []
+        for connector in connectors if sections else ():
+            link = ("link",) if connector == "off" and "ttft" in chosen else ()
+            visits.append(Visit(self._settings[connector], (*link, *sections, "memory")))
+        for turn in range(ROUNDS if "conversations" in chosen else 0):
+            for settings in self._settings.values():
+                as_a_server = replace(settings, step_tokens=SERVER_STEP_TOKENS)
+                visits.append(Visit(as_a_server, ("conversations",), turn))
+        # The first start of all compiles, and does not count.
+        for turn in range(1 + STARTS if "start" in chosen else 0):
+            visits += [Visit(self._settings[name], ("start",), turn) for name in connectors]
+        return visits
 
     def document(self) -> dict[str, Any]:
         """Return all that is known so far, with what it was measured on."""
         arguments = self._arguments
         return {
             "machine": machine(),
-            "mode": "separate core" if arguments.separate_core else "one process",
             "sections": arguments.sections,
             "options": arguments.options,
             "shape": {"name": arguments.shape, **asdict(SHAPES[arguments.shape])},
             "results": self.results,
             "pairs": self.pairs,
+            "missing": self.missing,
         }
 
-    def run(self, connectors: Sequence[str]) -> None:
-        """Measure every connector; `off` waits for its turns beside `kv-offload`."""
-        rest = list(connectors)
-        chosen = self._arguments.sections
-        if "pairs" in chosen and {"off", "kv-offload"} <= set(connectors):
-            rest = [name for name in connectors if name not in ("off", "kv-offload")]
-            with self._engine(self._spawn("off")) as off:
-                if off is not None:
-                    self._measure(off)
-                with self._engine(self._spawn("kv-offload")) as ours:
-                    if ours is not None:
-                        self._measure(ours)
-                    if off is not None and ours is not None:
-                        self._measure_pairs(off, ours)
-        if chosen == ["conversations"]:
-            rest = []  # they start engines of their own
-        for connector in rest:
-            with self._engine(self._spawn(connector)) as engine:
-                if engine is not None:
-                    self._measure(engine)
-        if "conversations" in chosen:
-            engines = self._by_turns([*connectors, LIMIT], ROUNDS, SERVER_STEP_TOKENS)
-            for turn, engine in enumerate(engines):
-                held = self.results[engine.connector].setdefault("conversations", [])
-                held.append(engine.ask("conversations", seed=turn // (len(connectors) + 1)))
-        if "start" in chosen:
-            for _ in self._by_turns(connectors, STARTS):
-                pass
+    def run(self) -> None:
+        """Measure every connector."""
+        try:
+            self._keep()  # imports what takes memory, before an engine measures how much is left
+            ahead: EngineProcess | None = None
+            for visit, following in zip(self._visits, [*self._visits[1:], None], strict=True):
+                process = ahead or self._spawn(visit.settings)
+                # To import vLLM takes seconds, and memory where that is measured.
+                is_early = visit.turn is not None
+                ahead = self._spawn(following.settings) if following and is_early else None
+                self._ask(process, visit)
+            if self._has_pairs:
+                self._measure_pairs()
+        finally:
+            for process in self._processes:
+                process.kill()
 
-    def _keep(self) -> None:
-        """Write what is known so far: a run takes minutes, and may be cut short."""
+    def _spawn(self, settings: EngineSettings) -> EngineProcess:
+        """Make the process of an engine that is to be started later."""
+        self._processes.append(EngineProcess(settings))
+        return self._processes[-1]
+
+    def _keep(self, label: str = "") -> None:
+        """Take an answer off the list of what is missing, and write all that is known."""
+        if label in self.missing:
+            self.missing.remove(label)
         if self._arguments.out:
             save(self.document(), self._arguments.out)
 
-    def _spawn(self, connector: str, step_tokens: int | None = None) -> EngineProcess:
-        """Make the process of an engine that is to be started later."""
-        arguments = self._arguments
-        return EngineProcess(
-            arguments.shape,
-            connector,
-            arguments.separate_core,
-            arguments.options,
-            self._model,
-            step_tokens,
-        )
+    def _fail(self, error: EngineError) -> None:
+        progress(str(error))
+        self.results.setdefault(error.connector, {"starts": []})["error"] = str(error)
 
-    @contextlib.contextmanager
-    def _engine(self, engine: EngineProcess) -> Iterator[EngineProcess | None]:
-        """Start an engine, note how long that took, and end it; an error is noted instead."""
-        result = self.results.setdefault(engine.connector, {"starts": []})
-        started = False
+    def _start(self, process: EngineProcess) -> dict[str, Any]:
+        """Start an engine; return the results of its connector."""
+        result = self.results.setdefault(process.connector, {"starts": []})
+        progress(f"{process.connector}: starting an engine")
+        result["starts"].append(process.ask("start"))
+        return result
+
+    def _ask(self, process: EngineProcess, visit: Visit) -> None:
+        """Start an engine, ask it for all that it is to measure, and end it."""
         try:
-            result["starts"].append(engine.start())
-            started = True
-            yield engine
+            result = self._start(process)
+            for name in visit.asked:
+                if name == "conversations":
+                    held = process.ask(name, seed=visit.turn)
+                    result.setdefault(name, []).append(held)
+                elif name != "start":
+                    result[name] = process.ask(name)
+                result.setdefault("counted", {}).update(process.counted)
+                self._keep(visit.label(name))
         except EngineError as error:
-            progress(str(error))
-            result["error"] = str(error)
-            if not started:
-                yield None
-        finally:
-            engine.close()
+            self._fail(error)
+        process.close()
 
-    def _measure(self, engine: EngineProcess) -> None:
-        """Run the sections that need one engine."""
-        result = self.results[engine.connector]
-        chosen = self._arguments.sections
-        if engine.connector == "off" and "ttft" in chosen:
-            result["link"] = engine.ask("link")
-        for section in OF_ONE_ENGINE:
-            if section in chosen:
-                result[section] = engine.ask(section)
-        result["memory"] = engine.ask("memory")
-        result["counted"] = engine.counted
-        self._keep()
-
-    def _measure_pairs(self, off: EngineProcess, ours: EngineProcess) -> None:
-        """Have both engines compute the same new prompts by turns, each as often first."""
-        ratios = []
-        for engine in (off, ours):
-            engine.ask("turn", seed=0)
-        for seed in range(1, 1 + SHAPES[self._arguments.shape].pairs):
-            order = (off, ours) if seed % 2 else (ours, off)
-            rates = {engine.connector: engine.ask("turn", seed=seed) for engine in order}
-            ratios.append(rates["kv-offload"] / rates["off"])
-            progress(f"pair {seed}: kv-offload / off = {ratios[-1]:.4f}")
-        self.pairs = ratio_interval(ratios)
-        self._keep()
-
-    def _by_turns(
-        self, connectors: Sequence[str], rounds: int, step_tokens: int | None = None
-    ) -> Iterator[EngineProcess]:
-        """Start every engine so often, by turns; a process is made while the one before it runs."""
-        order = list(connectors) * rounds
-        ahead = [self._spawn(order.pop(0), step_tokens)]
-        while ahead:
-            process = ahead.pop()
-            if order:
-                ahead.append(self._spawn(order.pop(0), step_tokens))
-            with self._engine(process) as engine:
-                if engine is not None:
-                    yield engine
-            self._keep()
+    def _measure_pairs(self) -> None:
+        """Have two engines compute the same new prompts by turns, each as often first."""
+        both = [self._spawn(self._settings[name]) for name in ("off", OURS)]
+        ratios: list[float] = []
+        try:
+            for process in both:
+                self._start(process)
+                process.ask("turn", seed=0)
+            for seed in range(1, 1 + SHAPES[self._arguments.shape].pairs):
+                order = both if seed % 2 else both[::-1]
+                rates = {process.connector: process.ask("turn", seed=seed) for process in order}
+                ratios.append(rates[OURS] / rates["off"])
+                progress(f"pair {seed}: {OURS} / off = {ratios[-1]:.4f}")
+                if len(ratios) > 1:
+                    self.pairs = ratio_interval(ratios)
+                    self._keep()
+            self._keep("pairs")
+        except EngineError as error:
+            self._fail(error)
+        for process in both:
+            process.close()

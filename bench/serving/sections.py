@@ -10,39 +10,47 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
-from bench.serving.engine import Prompt, ServingEngine
+import torch
+
+from bench.serving.engine import Prompt, ServingEngine, memory_in_use
 from bench.serving.stats import percentiles, spread
 
 Result = dict[str, Any]
-HITS = (0, 50, 100)
 PHASES = ("alone", "storing", "loading")
 SETTLE_STEPS = 32
 """Steps of decodes that are not watched: what their own prompts store is under way."""
 
 
-def expect_loads(
-    engine: ServingEngine, bytes_of_one: tuple[int, int], prompts: int = 1
-) -> Callable[[], Result]:
-    """Return a function that says how many bytes were loaded since; None of a peer.
+def loads_since(
+    engine: ServingEngine, before: float, bytes_of_one: tuple[int, int], prompts: int = 1
+) -> Result:
+    """Return how many bytes were loaded since `before` of them were; None of a peer.
 
     With it come the least and the most bytes that so many prompts need.
     """
-    before = engine.totals["loaded_bytes"]
+    engine.tick()  # a load that the last step waited for is reported by the next one
+    loaded = int(engine.counted["loaded_bytes"] - before)
+    return {
+        "least_bytes": bytes_of_one[0] * prompts,
+        "most_bytes": bytes_of_one[1] * prompts,
+        "loaded_bytes": loaded if engine.settings.is_ours else None,
+    }
 
-    def count() -> Result:
-        engine.tick()  # a load that the last step waited for is reported by the next one
-        loaded = engine.totals["loaded_bytes"] - before
-        ours = engine.connector == "kv-offload"
-        return {
-            "least_bytes": bytes_of_one[0] * prompts,
-            "most_bytes": bytes_of_one[1] * prompts,
-            "loaded_bytes": loaded if ours else None,
-        }
 
-    return count
+def send_again(
+    engine: ServingEngine, batch: list[Prompt], loadable_tokens: int, answer_tokens: int = 1
+) -> tuple[float, Result]:
+    """Send prompts that the GPU's cache has not; return the seconds that took and the loads.
+
+    Host memory should have the first `loadable_tokens` of each.
+    """
+    engine.reset()
+    before = engine.counted["loaded_bytes"]
+    seconds = engine.seconds(batch, answer_tokens)
+    loadable = engine.shape.loadable_bytes(loadable_tokens, engine.item_bytes)
+    return seconds, loads_since(engine, before, loadable, len(batch))
 
 
 def ttft(engine: ServingEngine) -> Result:
@@ -57,68 +65,48 @@ def ttft(engine: ServingEngine) -> Result:
     for length in shape.prompt_tokens:
         first: list[float] = []
         again: list[float] = []
-        on_gpu: list[float] = []
-        batches = [engine.prompts(seed, 1, length) for seed in range(10, 10 + shape.repeats)]
-        loaded = []
-        for batch in batches:
+        loaded: list[Result] = []
+        for seed in range(10, 10 + shape.repeats):
+            batch = engine.prompts(seed, 1, length)
             first.append(engine.seconds(batch, engine.first_tokens))
-            if engine.connector == "off":
-                on_gpu.append(engine.seconds(batch))
+            if engine.settings.offloading is None:
+                again.append(engine.seconds(batch))
                 continue
+            seconds, load = send_again(engine, batch, length)
+            again.append(seconds)
+            loaded.append(load)
             engine.reset()
-            count = expect_loads(engine, shape.loadable_bytes(length, engine.item_bytes))
-            again.append(engine.seconds(batch))
-            loaded.append(count())
+        result: Result = {"computed": spread(first), "repeated": spread(again), "loads": loaded}
+        if engine.settings.offloading is None:
+            result |= {"repeated": spread(first), "in GPU cache": spread(again)}
             engine.reset()
-        results[str(length)] = {
-            "computed": spread(first),
-            "repeated": spread(again or first),
-            "loads": loaded,
-        }
-        if on_gpu:
-            results[str(length)]["in GPU cache"] = spread(on_gpu)
-        if engine.connector == "off":
-            engine.reset()
+        results[str(length)] = result
     return results
 
 
 def throughput(engine: ServingEngine) -> Result:
     """Tokens per second of many prompts at once, of which a share of each is in host memory."""
     shape = engine.shape
-    total = shape.batch_prompts * shape.batch_tokens
-    batch = engine.prompts(20, shape.batch_prompts, shape.batch_tokens)
-    half = shape.batch_tokens // 2
+    length, half = shape.batch_tokens, shape.batch_tokens // 2
+    total = shape.batch_prompts * length
+    batch = engine.prompts(20, shape.batch_prompts, length)
     mixed: list[Prompt] = [
         {"prompt_token_ids": old["prompt_token_ids"][:half] + new["prompt_token_ids"][half:]}
-        for old, new in zip(
-            batch, engine.prompts(21, shape.batch_prompts, shape.batch_tokens), strict=True
-        )
+        for old, new in zip(batch, engine.prompts(21, shape.batch_prompts, length), strict=True)
     ]
     engine.reset()
     rate = total / engine.seconds(batch, engine.first_tokens)
     results: Result = {"0": {"tokens_per_second": spread([rate])}}
-    if engine.connector == "off":
+    if engine.settings.offloading is None:
         return results
-    loadable = {
-        100: shape.loadable_bytes(shape.batch_tokens, engine.item_bytes),
-        50: shape.loadable_bytes(half + 1, engine.item_bytes),
-    }
     # Under pressure stores are dropped rather than awaited, so the first time again shows how much
     # of the batch was kept; it is computed and stored then.
-    engine.reset()
-    count = expect_loads(engine, loadable[100], shape.batch_prompts)
-    rate = total / engine.seconds(batch, engine.first_tokens)
-    results["first time again"] = {"tokens_per_second": spread([rate]), "kept": count()}
-    for hits, prompts, repeats in ((100, batch, 3), (50, mixed, 1)):
-        times: list[float] = []
-        loaded = []
-        for _ in range(repeats):
-            engine.reset()
-            count = expect_loads(engine, loadable[hits], shape.batch_prompts)
-            times.append(engine.seconds(prompts))
-            loaded.append(count())
-        rates = spread([total / seconds for seconds in times])
-        results[str(hits)] = {"tokens_per_second": rates, "loads": loaded}
+    seconds, kept = send_again(engine, batch, length, engine.first_tokens)
+    results["first time again"] = {"tokens_per_second": spread([total / seconds]), "kept": kept}
+    for hits, prompts, tokens, repeats in ((100, batch, length, 3), (50, mixed, half + 1, 1)):
+        sent = [send_again(engine, prompts, tokens) for _ in range(repeats)]
+        rates = spread([total / seconds for seconds, _ in sent])
+        results[str(hits)] = {"tokens_per_second": rates, "loads": [load for _, load in sent]}
     return results
 
 
@@ -135,10 +123,11 @@ def latency(engine: ServingEngine) -> Result:
     for index, phase in enumerate(PHASES):
         engine.reset()
         decodes = engine.prompts(31 + index, shape.decodes, shape.decode_prompt_tokens)
-        count = expect_loads(engine, expected, len(others) if phase == "loading" else 0)
+        before = engine.counted["loaded_bytes"]
         results[phase] = _watch(engine, decodes, [] if phase == "alone" else others)
-        if engine.connector != "off":
-            results[phase]["loads"] = [count()]
+        if engine.settings.offloading is not None:
+            prompts = len(others) if phase == "loading" else 0
+            results[phase]["loads"] = [loads_since(engine, before, expected, prompts)]
     engine.reset()
     return results
 
@@ -179,7 +168,7 @@ def _watch(engine: ServingEngine, decodes: list[Prompt], others: list[Prompt]) -
         steps += 1
     engine.abort(list(last))
     result = {"between_tokens": percentiles(between), "steps": steps}
-    if engine.connector != "off":
+    if engine.settings.offloading is not None:
         result["connector_per_step"] = {"mean": statistics.mean(host), **percentiles(host)}
     return result
 
@@ -207,8 +196,6 @@ def link(engine: ServingEngine) -> Result:
     engine.abort(["single"])
     bytes_per_second = None
     if engine.on_gpu:
-        import torch
-
         host = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=True)
         device = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
         copies = []
@@ -220,3 +207,8 @@ def link(engine: ServingEngine) -> Result:
             copies.append(len(host) / (time.perf_counter() - begin))
         bytes_per_second = statistics.median(copies)
     return {"bytes_per_second": bytes_per_second, "decode_step": statistics.median(times)}
+
+
+def memory(engine: ServingEngine) -> Result:
+    """Return what the process holds and the machine has left, before the start and now."""
+    return {"before": engine.memory_before, "now": memory_in_use(), "pool_bytes": engine.pool_bytes}

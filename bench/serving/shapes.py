@@ -1,41 +1,12 @@
-"""What the serving bench runs: the shapes of models with their load, and the connectors."""
+"""What the serving bench runs: the shapes of models with the load that is put on them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+
+from tests.support.conversations import Conversations
 
 GIB = 1 << 30
-CONNECTORS = ("off", "kv-offload", "vllm", "vllm-simple")
-"""No offloading; this project; vLLM's `OffloadingConnector`; vLLM's `SimpleCPUOffloadConnector`."""
-LIMIT = "limit"
-"""No offloading, and a GPU cache for everything that conversations ever use again."""
-SERVER_STEP_TOKENS = 8192
-"""What `vllm serve` computes in a step at most, by default on a GPU with 70 GiB or more. An engine
-in one process computes twice as many."""
-
-
-@dataclass(frozen=True)
-class Conversations:
-    """Users who come back: `count` conversations of `turns` questions, `at_once` open at a time.
-
-    Each begins with the same `system_tokens` and a history of its own, of a random length within
-    `history_tokens`. Each turn adds `new_tokens` and is answered with `answer_tokens`.
-    """
-
-    count: int
-    turns: int
-    at_once: int
-    system_tokens: int
-    history_tokens: tuple[int, int]
-    new_tokens: int
-    answer_tokens: int
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of the longest conversation at its end."""
-        turn = self.new_tokens + self.answer_tokens
-        return self.system_tokens + self.history_tokens[1] + self.turns * turn
 
 
 @dataclass(frozen=True)
@@ -70,10 +41,9 @@ class Shape:
     """Prompts that others send meanwhile, one every so many steps."""
     conversations: Conversations
 
-    def cache_blocks(self, connector: str) -> int:
-        """Blocks of the GPU's cache: `gpu_blocks`, or of the limit as many as are ever used."""
-        if connector != LIMIT:
-            return self.gpu_blocks
+    @property
+    def blocks_ever_used(self) -> int:
+        """Blocks of a GPU cache that has room for all of all conversations."""
         system = self.conversations.system_tokens
         own_blocks = (self.conversations.most_tokens - system) // self.block_tokens + 2
         return self.conversations.count * own_blocks + system // self.block_tokens + 64
@@ -104,32 +74,39 @@ class Shape:
         return least * block_bytes, most * block_bytes
 
 
-_ON_GPU: dict[str, Any] = {
-    "layers": 32,
-    "head_size": 128,
-    "block_tokens": 16,
-    "gpu_blocks": 6000,
-    "prompt_tokens": (1024, 4096, 16384, 32768),
-    "repeats": 5,
-    "batch_prompts": 48,
-    "batch_tokens": 8192,
-    "pairs": 16,
-    "decodes": 16,
-    "decode_prompt_tokens": 512,
-    "decode_steps": 300,
-    "other_prompts": 48,
-    "other_tokens": 4096,
-    "steps_between": 4,
-    "conversations": Conversations(
+_GQA8 = Shape(
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    head_size=128,
+    hidden=4096,
+    intermediate=14336,
+    block_tokens=16,
+    gpu_blocks=6000,
+    # The 48 prompts of 8,192 tokens are 48 GiB, and what was stored before goes first.
+    host_gib=50,
+    prompt_tokens=(1024, 4096, 16384, 32768),
+    repeats=5,
+    batch_prompts=48,
+    batch_tokens=8192,
+    pair_prompts=12,
+    pairs=16,
+    decodes=16,
+    decode_prompt_tokens=512,
+    decode_steps=300,
+    other_prompts=48,
+    other_tokens=4096,
+    steps_between=4,
+    conversations=Conversations(
         count=48,
         turns=6,
         at_once=16,
         system_tokens=1024,
         history_tokens=(1000, 4000),
         new_tokens=700,
-        answer_tokens=64,
+        answer_tokens=(64, 64),
     ),
-}
+)
 SHAPES = {
     "small": Shape(
         layers=2,
@@ -160,48 +137,12 @@ SHAPES = {
             system_tokens=64,
             history_tokens=(256, 1024),
             new_tokens=96,
-            answer_tokens=8,
+            answer_tokens=(8, 8),
         ),
     ),
-    # 50 GiB: the 48 prompts of 8,192 tokens are 48 GiB, and what was stored before goes first.
-    "gqa8": Shape(
-        heads=32,
-        kv_heads=8,
-        hidden=4096,
-        intermediate=14336,
-        host_gib=50,
-        pair_prompts=12,
-        **_ON_GPU,
-    ),
+    "gqa8": _GQA8,
     # A model of 2 billion parameters: steps are short, so the host's work weighs more.
-    "mqa": Shape(
-        heads=16,
-        kv_heads=1,
-        hidden=2048,
-        intermediate=8192,
-        host_gib=8,
-        pair_prompts=48,
-        **_ON_GPU,
+    "mqa": replace(
+        _GQA8, heads=16, kv_heads=1, hidden=2048, intermediate=8192, host_gib=8, pair_prompts=48
     ),
 }
-
-
-def transfer_config(
-    connector: str, host_bytes: int, options: dict[str, Any]
-) -> dict[str, Any] | None:
-    """Return vLLM's `kv_transfer_config` for one of `CONNECTORS`; `options` are for ours."""
-    if connector in ("off", LIMIT):
-        return None
-    if connector == "kv-offload":
-        return {
-            "kv_connector": "CountedConnector",
-            "kv_connector_module_path": "bench.serving.connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes": host_bytes, **options},
-        }
-    names = {"vllm": "OffloadingConnector", "vllm-simple": "SimpleCPUOffloadConnector"}
-    return {
-        "kv_connector": names[connector],
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes},
-    }

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.conversations import Turn
+
 SPANS = {
     "until it is looked up": ("asked", "looked up"),
     "until it is planned": ("looked up", "planned"),
@@ -48,15 +50,15 @@ class HitTimeline:
     def put_on(self, connector: Any) -> None:
         """Watch one half."""
         if connector.offload_worker is not None:
-            _after(connector, "register_kv_caches", lambda *_: self._watch_copies(connector))
+            after(connector, "register_kv_caches", lambda *_: self._watch_copies(connector))
             return
-        _after(connector, "get_num_new_matched_tokens", self._looked_up)
-        _after(connector, "build_connector_meta", self._planned)
+        after(connector, "get_num_new_matched_tokens", self._looked_up)
+        after(connector, "build_connector_meta", self._planned)
 
     def _watch_copies(self, connector: Any) -> None:
         transfer = connector.offload_worker.transfer
-        _after(transfer, "submit", self._submitted)
-        _after(transfer, "poll", self._polled)
+        after(transfer, "submit", self._submitted)
+        after(transfer, "poll", self._polled)
 
     def _note(self, request_id: str, event: str) -> None:
         self._events.setdefault(request_id, {}).setdefault(event, time.perf_counter())
@@ -87,23 +89,24 @@ class HitTimeline:
                     self._hits[request_id].copying = done.seconds
                     self._note(request_id, "ended")
 
-    def take(self, asked: dict[str, float], first_tokens: dict[str, float]) -> list[Hit]:
+    def take(self, turns: Sequence[Turn]) -> list[Hit]:
         """Return the hits among these requests with all their events, and forget them.
 
         vLLM gives a request an id of its own: that of its user, a dash and something random.
         """
+        asked = {turn.request_id: turn for turn in turns}
         hits = []
         for request_id, hit in self._hits.items():
-            name = request_id if request_id in asked else request_id.rpartition("-")[0]
-            if name in asked and name in first_tokens:
-                hit.events = {"asked": asked[name], **self._events[request_id]}
-                hit.events["first token"] = first_tokens[name]
+            turn = asked.get(request_id) or asked.get(request_id.rpartition("-")[0])
+            if turn is not None:
+                hit.events = {"asked": turn.asked, **self._events[request_id]}
+                hit.events["first token"] = turn.arrivals[0]
                 hits.append(hit)
         self.forget()
         return hits
 
 
-def _after(owner: Any, name: str, call: Callable[..., None]) -> None:
+def after(owner: Any, name: str, call: Callable[..., None]) -> None:
     """Have `call(result, *arguments)` made after every call of a method of one object."""
     method = getattr(owner, name)
 

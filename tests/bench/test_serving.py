@@ -14,8 +14,10 @@ import pytest
 
 from bench.serving import __main__ as serving
 from bench.serving import runs
+from bench.serving.process import EngineError
 from bench.serving.report import save, tables, unproven
-from bench.serving.shapes import CONNECTORS, SHAPES, transfer_config
+from bench.serving.settings import CONNECTORS, EngineSettings
+from bench.serving.shapes import SHAPES
 from bench.serving.stats import percentiles, ratio_interval, spread
 
 ROOT = Path(__file__).parents[2]
@@ -66,13 +68,25 @@ def test_a_cache_serves_whole_blocks_and_may_leave_the_last_to_be_computed() -> 
 
 def test_every_connector_is_asked_for_the_same_host_memory() -> None:
     asked = {}
-    for name in CONNECTORS[1:]:
-        config = transfer_config(name, SMALL.host_bytes, {})
+    for name in list(CONNECTORS)[1:]:
+        config = EngineSettings(SMALL, name, options={"eviction_policy": "arc"}).transfer_config
         assert config is not None
         extra = config["kv_connector_extra_config"]
         asked[name] = extra.get("cpu_bytes", extra.get("cpu_bytes_to_use"))
-    assert asked == dict.fromkeys(CONNECTORS[1:], 256 << 20)
-    assert transfer_config("off", SMALL.host_bytes, {}) is None
+        assert ("eviction_policy" in extra) == (name == "kv-offload")
+    assert asked == dict.fromkeys(asked, 256 << 20)
+    assert EngineSettings(SMALL, "off").transfer_config is None
+
+
+def test_what_is_ever_used_again_fits_the_limits_cache() -> None:
+    for shape in SHAPES.values():
+        load, limit = shape.conversations, EngineSettings(shape, "limit")
+        own = load.most_tokens - load.system_tokens
+        assert limit.cache_blocks * shape.block_tokens > load.count * own
+        assert limit.cache_blocks > EngineSettings(shape, "kv-offload").cache_blocks
+        assert load.most_tokens < shape.max_model_len
+        loaded_again = load.count * (load.system_tokens + load.history_tokens[0])
+        assert loaded_again > shape.gpu_blocks * shape.block_tokens // 2
 
 
 # -- the report --------------------------------------------------------------------------------
@@ -86,7 +100,6 @@ def document(loaded: int) -> dict[str, Any]:
     loads = [{"least_bytes": 90, "most_bytes": 100, "loaded_bytes": loaded}]
     return {
         "machine": {"gpu": "a GPU", "vllm": "0.26.0", "commit": "abc"},
-        "mode": "one process",
         "shape": {"name": "gqa8", "host_gib": 50, "prompt_tokens": SHAPES["gqa8"].prompt_tokens},
         "results": {
             "off": {
@@ -150,6 +163,98 @@ def test_kept_results_can_be_shown_and_prove_their_loads(path: Path) -> None:
     assert ANSWERS[path.stem.partition("-")[0]] in tables(kept)
 
 
+# -- which engine is asked for what ------------------------------------------------------------
+
+
+class FakeProcess:
+    """Answers at once, until the bench is stopped."""
+
+    answered: list[tuple[str, str, dict[str, Any]]]
+    stop_after: int
+    alive: set[Any]
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.connector, self.counted = settings.connector, {}
+        self.alive.add(self)
+
+    def ask(self, name: str, **more: Any) -> Any:
+        if self.connector == "vllm":
+            raise EngineError("vllm", f"{name}: no room")
+        if len(self.answered) == self.stop_after:
+            raise KeyboardInterrupt
+        self.answered.append((self.connector, name, more))
+        if name == "conversations":
+            times = dict.fromkeys(("mean", "p50", "p99"), 0.1)
+            return {"seconds": 1.0, "first_token": times, "between_tokens": times, "hits": {},
+                    "loads": [{"least_bytes": 1, "most_bytes": 1, "loaded_bytes": 1}]}  # fmt: skip
+        return 20.0
+
+    def close(self) -> None:
+        self.alive.discard(self)
+
+    kill = close
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeProcess]:
+    FakeProcess.answered, FakeProcess.alive, FakeProcess.stop_after = [], set(), 99
+    monkeypatch.setattr(runs, "EngineProcess", FakeProcess)
+    monkeypatch.setattr(runs, "machine", dict)
+    return FakeProcess
+
+
+WORDS = ["--connectors", "kv-offload,vllm", "--sections"]
+
+
+def test_a_run_that_is_stopped_has_written_every_answer_and_says_what_is_missing(
+    fake: type[FakeProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    everything = [*WORDS, "conversations", "--out", str(tmp_path)]
+    assert serving.main(everything) == 0
+    whole = len(fake.answered)
+    for answers in range(whole):
+        fake.answered, fake.stop_after = [], answers
+        assert serving.main(everything) == 1
+        written = json.loads((tmp_path / "serving-small.json").read_text())
+        held = [len(r.get("conversations", ())) for r in written["results"].values()]
+        assert sum(held) == sum(name == "conversations" for _, name, _ in fake.answered)
+        missing = [label for label in written["missing"] if not label.startswith("vllm")]
+        assert len(missing) == 4 - sum(held)
+        assert ("- missing: " + ", ".join(written["missing"])) in capsys.readouterr().out
+        assert not fake.alive
+    assert missing == ["limit conversations 2"]
+
+
+def test_what_was_written_before_is_there_when_the_bench_is_killed(
+    fake: type[FakeProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "save", None)  # what the end of a run would write
+    fake.stop_after = 3
+    with pytest.raises(TypeError):
+        serving.main([*WORDS, "conversations", "--out", str(tmp_path)])
+    written = json.loads((tmp_path / "serving-small.json").read_text())
+    assert len(written["results"]["kv-offload"]["conversations"]) == 1
+    assert written["missing"][0] == "vllm conversations 1"
+
+
+def test_what_is_missing_tells_a_start_for_conversations_from_one_that_is_measured(
+    fake: type[FakeProcess], tmp_path: Path
+) -> None:
+    fake.stop_after = 3
+    words = ["--sections", "conversations,start", "--connectors", "off", "--out", str(tmp_path)]
+    assert serving.main(words) == 1
+    written = json.loads((tmp_path / "serving-small.json").read_text())
+    starts = [f"off start {turn}" for turn in range(1, 2 + runs.STARTS)]
+    rounds = ["limit conversations 1", "off conversations 2", "limit conversations 2"]
+    assert written["missing"] == [*rounds, *starts]
+
+
+def test_an_engine_that_fails_leaves_the_others_their_rounds(fake: type[FakeProcess]) -> None:
+    assert serving.main([*WORDS, "conversations"]) == 0
+    held = [(connector, more) for connector, name, more in fake.answered if name == "conversations"]
+    assert held == [(c, {"seed": turn}) for turn in (0, 1) for c in ("kv-offload", "limit")]
+
+
 # -- a real engine -----------------------------------------------------------------------------
 
 
@@ -180,8 +285,9 @@ def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) ->
     assert ("- failed: vllm" in run.stdout) != on_gpu
     assert found["pairs"]["pairs"] == SMALL.pairs
     off, ours = found["results"]["off"], found["results"]["kv-offload"]
+    assert found["missing"] == [f"vllm {name}" for name in (*sections.split(",")[:3], "memory")]
     for result in (off, ours):
-        assert len(result["starts"]) == 1
+        assert len(result["starts"]) == 2, "one more for the pairs"
         assert set(result["ttft"]) == {str(length) for length in SMALL.prompt_tokens}
         for phase in ("alone", "storing", "loading"):
             watched = result["latency"][phase]
@@ -229,7 +335,7 @@ def test_conversations_are_held_by_turns_and_come_back_from_host_memory(
     for result in found.values():
         (held,) = result["conversations"]
         assert held["turns"] == load.count * load.turns
-        assert held["between_tokens"]["count"] == held["turns"] * (load.answer_tokens - 1)
+        assert held["between_tokens"]["count"] == held["turns"] * (load.answer_tokens[0] - 1)
         assert 0 < held["first_token"]["p50"] < held["first_token"]["p99"] < held["seconds"]
     (ours,) = found["kv-offload"]["conversations"]
     assert 0 < ours["loads"][0]["least_bytes"] <= ours["loads"][0]["loaded_bytes"]
@@ -239,31 +345,6 @@ def test_conversations_are_held_by_turns_and_come_back_from_host_memory(
         assert hits["median hit"]["planned"] < hits["median hit"]["first token"]
         assert all(seconds > 0 for seconds in hits["spans"].values())
     assert "Where does the time of a hit among others go?" in capfd.readouterr().out
-
-
-def test_what_is_ever_used_again_fits_the_limits_cache() -> None:
-    for shape in SHAPES.values():
-        load = shape.conversations
-        own = load.most_tokens - load.system_tokens
-        assert shape.cache_blocks("limit") * shape.block_tokens > load.count * own
-        assert shape.cache_blocks("limit") > shape.cache_blocks("kv-offload")
-        assert load.most_tokens < shape.max_model_len
-        loaded_again = load.count * (load.system_tokens + load.history_tokens[0])
-        assert loaded_again > shape.gpu_blocks * shape.block_tokens // 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.filterwarnings("default")
-def test_loads_are_proven_with_the_engine_core_in_a_process_of_its_own(tmp_path: Path) -> None:
-    arguments = ("--separate-core", "--sections", "ttft", "--connectors", "kv-offload")
-    run = run_bench(tmp_path, *arguments)
-    assert run.returncode == 0, run.stdout + run.stderr
-    found = json.loads((tmp_path / "serving-small-separate-core.json").read_text())
-    assert found["mode"] == "separate core"
-    for length in SMALL.prompt_tokens:
-        measured = found["results"]["kv-offload"]["ttft"][str(length)]
-        assert_loaded(measured, length, SMALL.repeats, "gpu" in found["machine"])
 
 
 def assert_loaded(measured: dict[str, Any], length: int, repeats: int, on_gpu: bool) -> None:

@@ -114,8 +114,8 @@ class SimulatedEngine(PlayedEngine):
     def check_answer(self, request_id: str) -> None:
         """Nothing is computed."""
 
-    def pass_step(self) -> None:
-        """Launch steps until two are under way, then wait for the older one."""
+    def pass_step(self) -> dict[str, Tokens]:
+        """Launch steps until two are under way, wait for the older one, and return its tokens."""
         while len(self._ends) < 2 and self.scheduler.has_requests():
             output = self.schedule()
             self.clock.now += HOST_SECONDS / 2
@@ -125,7 +125,9 @@ class SimulatedEngine(PlayedEngine):
             self._copies.computed = self._computed(output)
             self._ends.append(max(self._copies.computed, self.clock.now))
         self.clock.now = max(self.clock.now, self._ends.popleft())
+        self.answers.clear()  # `process` adds to them, and nobody else reads them
         self.process()
+        return dict(self.answers)
 
     def _computed(self, output: Any) -> float:
         """Return when a step that is launched now has been computed."""

@@ -7,7 +7,7 @@ once. No other ring moved more than the stores' 52.6 GB/s from 64 KiB pages on. 
 Loads move 51.0 GB/s alone, and 49.0 while decode-like products run, where one drain moves 45.8.
 Reads take longer while stores fill their half of the link: 5 stages then move 30 GB/s, 8 move 38,
 13 move 42. 8 is the most that does not slow a reduction more than the copy engine does: by 1.091.
-(H200, PCIe Gen5 x16, driver 580, 21 Nov 2026; all rows are in bench/results/h200/sweep.json.)
+(H200, PCIe Gen5 x16, driver 580, 21 Nov 2026, in a sweep of stages that was not kept.)
 """
 
 from __future__ import annotations
