@@ -78,10 +78,7 @@ def changes_blocks(scheduler_output: Any) -> bool:
 
     Copies of states between the blocks of a running request do not count.
     """
-    return bool(
-        scheduler_output.new_block_ids_to_zero
-        or getattr(scheduler_output, "kv_cache_block_copies", None)
-    )
+    return bool(scheduler_output.new_block_ids_to_zero or scheduler_output.kv_cache_block_copies)
 
 
 def role_accepts_embeddings(vllm_config: Any, transfer_config: Any) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm import patches
-from kv_offload.engines.vllm.start import support
 from kv_offload.engines.vllm.start.support import check_keep_on_sleep
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.engines.vllm.weights import may_change_weights
@@ -377,26 +375,3 @@ def test_keeping_is_refused_where_the_user_can_reach_the_model() -> None:
     with pytest.raises(UnsupportedError, match="in the process of its user"):
         PlayedEngine(plugin={"keep_on_sleep": True})
     BuildingOwnProcess()
-
-
-@contextlib.contextmanager
-def replaced(name: str, method: Any) -> Iterator[None]:
-    original = support.inspect.signature
-
-    class Inspect:
-        @staticmethod
-        def signature(function: Any) -> Any:
-            return original(method if function is getattr(EngineCore, name) else function)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(support, "inspect", Inspect)
-        yield
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("sleep", "does not tell the level"), ("collective_rpc", "does not tell which method")],
-)
-def test_keeping_is_refused_where_the_engine_does_not_tell_enough(name: str, message: str) -> None:
-    with replaced(name, lambda self: None), pytest.raises(UnsupportedError, match=message):
-        BuildingOwnProcess()
