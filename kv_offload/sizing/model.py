@@ -73,11 +73,6 @@ class Model:
     cache_is_quantized: bool
     """Whether the checkpoint itself asks for another type of cache than the model's."""
 
-    @property
-    def numbers_per_token(self) -> int:
-        """Numbers that one layer keeps for one token."""
-        return self.kv_heads * self.head_size * (1 if self.latent else 2)
-
 
 def read_model(path: Path) -> Model:
     """Read a config.json, or the one in a folder.
@@ -141,7 +136,7 @@ def _model(file: Path, values: Mapping[str, Any], outer: Mapping[str, Any]) -> M
         for key, value in values.items():
             if keys.search(key) and value:
                 raise _unsupported(file, model_type, f"has {problem} ({key})")
-    latent = "kv_lora_rank" in values and values["kv_lora_rank"] is not None
+    latent = values.get("kv_lora_rank") is not None
     if latent and model_type not in LATENT:
         raise _unsupported(file, model_type, "has latent attention in a form that is not known")
     if latent:
