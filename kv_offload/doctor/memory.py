@@ -58,7 +58,11 @@ def check_limit(traced: TracedConfig) -> Check:
 
 def check_free(traced: TracedConfig) -> Check:
     """Compare what the replicas take with what is available now."""
-    name, free = "free memory", read_available_memory()
+    name = "free memory"
+    try:
+        free = read_available_memory()
+    except CapacityError as error:  # an engine would not start without the figure either
+        return Check(name=name, state="problem", found=error.args[0])
     found = f"{format_size(free.size_bytes)} are available now ({free.source})"
     all_bytes = traced.config.cpu_bytes * traced.replicas
     needed_bytes = all_bytes + headroom_bytes(traced.host)
