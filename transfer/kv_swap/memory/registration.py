@@ -110,16 +110,17 @@ class Registration:
         return self._pieces.ready_bytes
 
     def start(self, *, background: bool) -> None:
-        """Register all pieces on this thread, or with `background` the first: threads do the rest.
+        """Register all pieces on this thread, or with `background` the first, and threads the rest.
 
-        Here there may be no room. Raises `PinnedMemoryError` if a piece fails here. A failure in
-        the background is logged: what was registered before it stays usable.
+        What is registered here asks for no room. Raises `PinnedMemoryError` if it fails. A failure
+        in the background is logged: what was registered before it stays usable.
         """
         while (piece := self._claim()) is not None:
             self._register(piece)
             if background:
                 break
-        for cause in self._failures.values():
+        if self._failures:
+            (cause,) = self._failures.values()
             raise PinnedMemoryError(self._describe_failure()) from cause
         self._background = background
         if background and self._pieces.count > 1:
