@@ -20,7 +20,7 @@ BLOCK_BYTES = 2 << 20
 ROUNDS = 5
 TIMEOUT_SECONDS = 30.0
 
-CopyPath = Literal["the kernels", "the copy engine", "the host"]
+CopyPath = Literal["the kernels", "the copy engine"]
 EngineChoice = EngineKind | Literal["auto"]
 
 
@@ -34,7 +34,7 @@ class Rates:
 
 
 def measure(device: torch.device, kind: EngineChoice) -> Rates:
-    """Store and load blocks of a tensor on `device`, alone on the link as far as this process goes.
+    """Store and load blocks of a tensor on a GPU, alone on the link as far as this process goes.
 
     Raises what torch and `kv_swap` raise: without memory, without CuPy, on a failed copy.
     """
@@ -48,10 +48,7 @@ def measure(device: torch.device, kind: EngineChoice) -> Rates:
             direction: max(_run(engine, direction) for _ in range(ROUNDS))
             for direction in (Direction.STORE, Direction.LOAD)
         }
-        on_kernels = engine.can_load_before_compute
-    path: CopyPath = "the host"
-    if device.type != "cpu":
-        path = "the kernels" if on_kernels else "the copy engine"
+        path: CopyPath = "the kernels" if engine.can_load_before_compute else "the copy engine"
     return Rates(rates[Direction.STORE], rates[Direction.LOAD], path)
 
 
