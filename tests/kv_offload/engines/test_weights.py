@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -268,6 +269,21 @@ def test_a_core_that_is_being_built_may_call_its_workers() -> None:
     core.model_executor = SimpleNamespace(collective_rpc=lambda *arguments: [arguments[0]])
     assert core.collective_rpc("update_max_model_len") == ["update_max_model_len"]
     assert core.collective_rpc(print) == [print]
+
+
+def test_ranks_that_tell_again_what_they_hold_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From vLLM 0.33 the engine core asks them whenever it wakes up, as it does at the start."""
+    core = make(InProcess, keep=False)
+    logged: list[Any] = []
+    monkeypatch.setattr(
+        "kv_offload.engines.vllm.hooks.scheduler.log_pool", lambda *what: logged.append(what)
+    )
+    told = core.engine.model_executor.get_kv_connector_handshake_metadata()
+    core.engine.connector.set_xfer_handshake_metadata_pp_aware(dict(ChainMap(*told)))
+    assert slots(core) == 5
+    assert not logged, "the log of the start says it"
 
 
 # -- weights that a model was given past the engine core ---------------------------------------
