@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from kv_swap import Direction, KVLayout, SwapJob, TensorDescription, create_engine
+from kv_swap import Direction, EngineKind, KVLayout, SwapJob, TensorDescription, create_engine
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +20,8 @@ BLOCK_BYTES = 2 << 20
 ROUNDS = 5
 TIMEOUT_SECONDS = 30.0
 
-
-CopyPath = Literal["the kernels", "the copy engine", "the host"]
+CopyPath = Literal["the kernels", "the copy engine"]
+EngineChoice = EngineKind | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Rates:
     path: CopyPath
 
 
-def measure(device: torch.device, kind: Literal["auto", "host", "cuda", "dma"]) -> Rates:
-    """Store and load blocks of a tensor on `device`, alone on the link as far as this process goes.
+def measure(device: torch.device, kind: EngineChoice) -> Rates:
+    """Store and load blocks of a tensor on a GPU, alone on the link as far as this process goes.
 
     Raises what torch and `kv_swap` raise: without memory, without CuPy, on a failed copy.
     """
@@ -48,10 +48,7 @@ def measure(device: torch.device, kind: Literal["auto", "host", "cuda", "dma"]) 
             direction: max(_run(engine, direction) for _ in range(ROUNDS))
             for direction in (Direction.STORE, Direction.LOAD)
         }
-        on_kernels = engine.can_load_before_compute
-    path: CopyPath = "the kernels" if on_kernels else "the copy engine"
-    if device.type == "cpu":
-        path = "the host"
+        path: CopyPath = "the kernels" if engine.can_load_before_compute else "the copy engine"
     return Rates(rates[Direction.STORE], rates[Direction.LOAD], path)
 
 

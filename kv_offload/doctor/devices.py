@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 from kv_swap.memory.numa import device_node
 
-from kv_offload.doctor.copies import Rates, measure
+from kv_offload.doctor.copies import EngineChoice, Rates, measure
 from kv_offload.doctor.nvml import Gpu, Machine
-from kv_offload.doctor.report import Check, not_checked
+from kv_offload.doctor.report import Check, judged, not_checked
 from kv_offload.doctor.versions import Torch
 
 LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
@@ -21,16 +20,14 @@ ENOUGH = 0.6
 """Part of a link that copies should reach. An H200 on PCIe 5.0 x16 reaches 0.78
 (bench/results/h200/swap.json); guests of a hypervisor reach less."""
 
-EngineChoice = Literal["auto", "host", "cuda", "dma"]
-
 
 def check_links(machine: Machine) -> Iterator[Check]:
     """Yield a line for each GPU, or one that says why there is none."""
     if not machine.gpus:
         yield not_checked("GPU", machine.problem or "NVML sees no GPU")
     for gpu in machine.gpus:
-        name, known = f"GPU {gpu.index}", (gpu.generation, gpu.width, gpu.max_width)
-        if gpu.max_generation is None or None in known:
+        name = f"GPU {gpu.index}"
+        if None in (gpu.generation, gpu.max_generation, gpu.width, gpu.max_width):
             yield not_checked(name, f"{gpu.name}; NVML does not tell its PCIe link")
             continue
         found = (
@@ -38,17 +35,12 @@ def check_links(machine: Machine) -> Iterator[Check]:
             f"{gpu.max_generation}.0 x{gpu.max_width}"
         )
         needed = f"x{gpu.max_width}; an idle GPU may lower the generation"
-        if known[1] == gpu.max_width:
-            yield Check(name=name, state="ok", found=found, needed=needed)
-        else:
-            yield Check(
-                name=name,
-                state="warning",
-                found=found,
-                needed=needed,
-                remedy="Loads and stores are slower by as much. Reseat the card or its riser, or "
-                "move it to a slot that is wired with all lanes.",
-            )
+        remedy = (
+            "Loads and stores are slower by as much. Reseat the card or its riser, or move it to a "
+            "slot that is wired with all lanes."
+        )
+        fits = gpu.width == gpu.max_width
+        yield judged(name, found, needed, remedy, fits=fits, otherwise="warning")
 
 
 def check_rates(
@@ -97,27 +89,19 @@ def judge_rates(name: str, rates: Rates, gpu: Gpu | None, kind: EngineChoice) ->
     found = f"{store:.1f} GB/s to host memory, {load:.1f} GB/s back, by {rates.path}"
     per_lane = LANE_GBPS.get(gpu.max_generation or 0) if gpu else None
     if rates.path == "the copy engine" and kind != "dma":
-        return Check(
-            name=name,
-            state="warning",
-            found=found,
-            needed="the kernels, which also copy small blocks at the link's rate",
-            remedy="The kernels do not run on this GPU. Prefer a newer one.",
-        )
+        needed = "the kernels, which also copy small blocks at the link's rate"
+        remedy = "The kernels do not run on this GPU. Prefer a newer one."
+        return judged(name, found, needed, remedy, fits=False, otherwise="warning")
     if gpu is None or per_lane is None or gpu.max_width is None:
         return not_checked(name, f"{found}; NVML does not tell what the link carries")
     link = per_lane * gpu.max_width
     needed = f"{ENOUGH * link:.0f} GB/s each way, {ENOUGH:.0%} of the link"
-    if min(store, load) >= ENOUGH * link:
-        return Check(name=name, state="ok", found=found, needed=needed)
-    return Check(
-        name=name,
-        state="warning",
-        found=found,
-        needed=needed,
-        remedy="Run doctor again while no engine copies. Then look at the link above, and at the "
-        "memory node below: memory of another node is slower.",
+    remedy = (
+        "Run doctor again while no engine copies. Then look at the link above, and at the memory "
+        "node below: memory of another node is slower."
     )
+    fits = min(store, load) >= ENOUGH * link
+    return judged(name, found, needed, remedy, fits=fits, otherwise="warning")
 
 
 def check_nodes(
@@ -141,16 +125,14 @@ def check_nodes(
         if node is None:
             yield not_checked(name, f"the system does not tell that of GPU {gpu.index}")
             continue
-        fits = node in _numbers(allowed)
-        yield Check(
-            name=name,
-            state="ok" if fits else "warning",
-            found=f"GPU {gpu.index} is at node {node}, this process may use {allowed}",
-            needed=f"node {node} among them",
-            remedy=""
-            if fits
-            else f"Give the engine memory of node {node}: numactl --membind, or the cpuset of its "
+        yield judged(
+            name,
+            f"GPU {gpu.index} is at node {node}, this process may use {allowed}",
+            f"node {node} among them",
+            f"Give the engine memory of node {node}: numactl --membind, or the cpuset of its "
             "container.",
+            fits=node in _numbers(allowed),
+            otherwise="warning",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 
-from kv_offload.doctor.report import Check, not_checked
+from kv_offload.doctor.report import Check, judged, not_checked
 
 GROUP, PLUGIN = "vllm.general_plugins", "kv_offload"
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
@@ -26,25 +26,22 @@ def check_engine(environ: Mapping[str, str]) -> Iterator[Check]:
 def check_plugin(environ: Mapping[str, str], is_installed: bool) -> Check:
     """Say whether vLLM will load the plugin."""
     if not is_installed:
-        return Check(
-            name="plugin",
-            state="problem",
-            found="kv-offload is on Python's path, but it is not installed",
-            needed=f"its entry point in {GROUP}",
-            remedy="From a checkout: pip install . in the Python that runs vLLM.",
+        return judged(
+            "plugin",
+            "kv-offload is on Python's path, but it is not installed",
+            f"its entry point in {GROUP}",
+            "From a checkout: pip install . in the Python that runs vLLM.",
+            fits=False,
         )
     value = environ.get(PLUGINS_VARIABLE)
     if value is None:
         return Check(name="plugin", state="ok", found="installed where vLLM looks for plugins")
-    found, needed = f"{PLUGINS_VARIABLE} is {value!r}", f"{PLUGIN} in it, or no such variable"
-    if PLUGIN in value.split(","):
-        return Check(name="plugin", state="ok", found=found, needed=needed)
-    return Check(
-        name="plugin",
-        state="problem",
-        found=found,
-        needed=needed,
-        remedy=f"vLLM will say `Unsupported connector type`. Add {PLUGIN}, or unset the variable.",
+    return judged(
+        "plugin",
+        f"{PLUGINS_VARIABLE} is {value!r}",
+        f"{PLUGIN} in it, or no such variable",
+        f"vLLM will say `Unsupported connector type`. Add {PLUGIN}, or unset the variable.",
+        fits=PLUGIN in value.split(","),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kv_offload.config import TracedConfig, trace_config
-from kv_offload.doctor.report import Check, not_checked
+from kv_offload.doctor.report import Check, judged, not_checked
 from kv_offload.errors import CapacityError, KVOffloadError
 from kv_offload.host_memory import headroom_bytes, read_available_memory
 from kv_offload.sizes import format_size
@@ -58,7 +58,11 @@ def check_limit(traced: TracedConfig) -> Check:
 
 def check_free(traced: TracedConfig) -> Check:
     """Compare what the replicas take with what is available now."""
-    free = read_available_memory()
+    name = "free memory"
+    try:
+        free = read_available_memory()
+    except CapacityError as error:  # an engine would not start without the figure either
+        return Check(name=name, state="problem", found=error.args[0])
     found = f"{format_size(free.size_bytes)} are available now ({free.source})"
     all_bytes = traced.config.cpu_bytes * traced.replicas
     needed_bytes = all_bytes + headroom_bytes(traced.host)
@@ -66,22 +70,15 @@ def check_free(traced: TracedConfig) -> Check:
     try:
         warning = check_available(traced, lambda mine: [mine])
     except CapacityError:
-        return Check(
-            name="free memory",
-            state="problem",
-            found=found,
-            needed=needed,
-            remedy="Lower cpu_bytes, end what else takes memory, or give the process more. An "
-            "engine that runs already holds its own.",
+        remedy = (
+            "Lower cpu_bytes, end what else takes memory, or give the process more. An engine that "
+            "runs already holds its own."
         )
+        return judged(name, found, needed, remedy, fits=False)
     if needed_bytes > free.size_bytes:
         needed = f"{needed}, for {traced.replicas} replicas"
         warning = "The last replicas will not start, unless some run already."
-    if warning is not None:
-        return Check(
-            name="free memory", state="warning", found=found, needed=needed, remedy=warning
-        )
-    return Check(name="free memory", state="ok", found=found, needed=needed)
+    return judged(name, found, needed, warning or "", fits=warning is None, otherwise="warning")
 
 
 def check_lockable(traced: TracedConfig, limit_bytes: int, *, has_gpu: bool) -> Check:
@@ -90,19 +87,15 @@ def check_lockable(traced: TracedConfig, limit_bytes: int, *, has_gpu: bool) -> 
     unlimited = limit_bytes == resource.RLIM_INFINITY
     found = f"ulimit -l is {'unlimited' if unlimited else format_size(limit_bytes)}"
     needed = f"{format_size(size_bytes)} or unlimited"
-    if unlimited or limit_bytes >= size_bytes:
-        return Check(name=name, state="ok", found=found, needed=needed)
-    if not has_gpu:
+    fits = unlimited or limit_bytes >= size_bytes
+    if not fits and not has_gpu:
         return Check(name=name, state="ok", found=f"{found}; without a GPU nothing is locked")
-    return Check(
-        name=name,
-        state="warning",
-        found=found,
-        needed=needed,
-        remedy="Not every driver counts what CUDA locks. If the engine says `cannot page-lock`, "
-        "raise it: ulimit -l unlimited, --ulimit memlock=-1 for a container, "
-        "LimitMEMLOCK=infinity for a systemd unit.",
+    remedy = (
+        "Not every driver counts what CUDA locks. If the engine says `cannot page-lock`, raise it: "
+        "ulimit -l unlimited, --ulimit memlock=-1 for a container, LimitMEMLOCK=infinity for a "
+        "systemd unit."
     )
+    return judged(name, found, needed, remedy, fits=fits, otherwise="warning")
 
 
 def check_huge_pages(file: Path) -> Check:
@@ -112,11 +105,11 @@ def check_huge_pages(file: Path) -> Check:
         setting = file.read_text().strip()
     except OSError as error:
         return not_checked(name, f"cannot be read: {error}")
-    never = "[never]" in setting
-    return Check(
-        name=name,
-        state="warning" if never else "ok",
-        found=f"{file} is {setting}",
-        needed="madvise or always",
-        remedy=f"Page-locking takes longer. As root: echo madvise > {file}" if never else "",
+    return judged(
+        name,
+        f"{file} is {setting}",
+        "madvise or always",
+        f"Page-locking takes longer. As root: echo madvise > {file}",
+        fits="[never]" not in setting,
+        otherwise="warning",
     )

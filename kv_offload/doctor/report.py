@@ -39,6 +39,14 @@ def not_checked(name: str, reason: str, remedy: str = "") -> Check:
     return Check(name=name, state="not checked", found=reason, remedy=remedy)
 
 
+def judged(
+    name: str, found: str, needed: str, remedy: str, *, fits: bool, otherwise: State = "problem"
+) -> Check:
+    """Return the line of a subject that fits, or else has a remedy."""
+    state: State = "ok" if fits else otherwise
+    return Check(name=name, state=state, found=found, needed=needed, remedy="" if fits else remedy)
+
+
 def exit_status(sections: Sections) -> int:
     """Return 1 if there is a problem, else 0."""
     return int(_count(sections)["problem"] > 0)

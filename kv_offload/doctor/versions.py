@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from kv_offload.doctor.nvml import Machine
-from kv_offload.doctor.report import Check, not_checked
+from kv_offload.doctor.report import Check, judged, not_checked
 from kv_offload.engines.vllm.versions import NEWEST, OLDEST, check_version, dotted
 from kv_offload.errors import UnsupportedError
 
@@ -84,17 +84,12 @@ def check_vllm(found: dict[str, str]) -> Check:
         return not_checked("vLLM", "not installed in this Python", IN_VLLMS_PYTHON)
     name, version = next(iter(found.items()))
     shown = version if name == "vllm" else f"{version} ({name})"
+    remedy = f"Install a vLLM from {needed}, or a kv-offload that supports yours."
     try:
         check_version(version)
     except UnsupportedError:
-        return Check(
-            name="vLLM",
-            state="problem",
-            found=shown,
-            needed=needed,
-            remedy=f"Install a vLLM from {needed}, or a kv-offload that supports yours.",
-        )
-    return Check(name="vLLM", state="ok", found=shown, needed=needed)
+        return judged("vLLM", shown, needed, remedy, fits=False)
+    return judged("vLLM", shown, needed, remedy, fits=True)
 
 
 def _pins(vllm: dict[str, str]) -> set[str]:
@@ -109,25 +104,19 @@ def check_torch(torch: Torch | None, pins: set[str]) -> Check:
     if torch is None:
         return not_checked("torch", "not installed in this Python", IN_VLLMS_PYTHON)
     build = "without CUDA" if torch.cuda is None else f"for CUDA {torch.cuda}"
-    found, needed = f"{torch.version}, {build}", " or ".join(sorted(pins))
-    if pins and torch.version.partition("+")[0] not in pins:
-        return Check(
-            name="torch",
-            state="problem",
-            found=found,
-            needed=f"{needed}, which vLLM asks for",
-            remedy="Install vLLM again; something has replaced its torch.",
-        )
-    return Check(name="torch", state="ok", found=found, needed=needed)
+    fits = not pins or torch.version.partition("+")[0] in pins
+    needed = " or ".join(sorted(pins)) + ("" if fits else ", which vLLM asks for")
+    remedy = "Install vLLM again; something has replaced its torch."
+    return judged("torch", f"{torch.version}, {build}", needed, remedy, fits=fits)
 
 
 def _damaged(torch: str | None) -> Check:
-    return Check(
-        name="torch",
-        state="problem",
-        found=f"{torch or 'a folder of this name'} has no version.py that can be read",
-        needed="a torch that can be imported",
-        remedy="Install vLLM again, or remove from Python's path what is called torch.",
+    return judged(
+        "torch",
+        f"{torch or 'a folder of this name'} has no version.py that can be read",
+        "a torch that can be imported",
+        "Install vLLM again, or remove from Python's path what is called torch.",
+        fits=False,
     )
 
 
@@ -149,9 +138,8 @@ def check_cupy(torch: Torch | None, found: dict[str, str]) -> Check:
     others = [other for other in found if other != name]
     if others:
         remedy = f"pip uninstall {' '.join(others)}; then {remedy}"
-    if others or name not in found or _numbers(found[name]) < oldest:
-        return Check(name="CuPy", state="problem", found=shown, needed=needed, remedy=remedy)
-    return Check(name="CuPy", state="ok", found=shown, needed=needed)
+    fits = list(found) == [name] and _numbers(found[name]) >= oldest
+    return judged("CuPy", shown, needed, remedy, fits=fits)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -168,12 +156,5 @@ def check_driver(torch: Torch | None, machine: Machine) -> Check:
     if torch is None or torch.cuda_major is None:
         return Check(name=name, state="ok", found=found)
     needed = f"CUDA {torch.cuda_major}, which torch is built for"
-    if machine.cuda[0] >= torch.cuda_major:
-        return Check(name=name, state="ok", found=found, needed=needed)
-    return Check(
-        name=name,
-        state="problem",
-        found=found,
-        needed=needed,
-        remedy="Install a newer driver, or a vLLM that is built for an older CUDA.",
-    )
+    remedy = "Install a newer driver, or a vLLM that is built for an older CUDA."
+    return judged(name, found, needed, remedy, fits=machine.cuda[0] >= torch.cuda_major)

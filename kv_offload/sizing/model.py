@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -73,11 +74,6 @@ class Model:
     cache_is_quantized: bool
     """Whether the checkpoint itself asks for another type of cache than the model's."""
 
-    @property
-    def numbers_per_token(self) -> int:
-        """Numbers that one layer keeps for one token."""
-        return self.kv_heads * self.head_size * (1 if self.latent else 2)
-
 
 def read_model(path: Path) -> Model:
     """Read a config.json, or the one in a folder.
@@ -90,35 +86,35 @@ def read_model(path: Path) -> Model:
         UnsupportedError: the cache has parts whose size the file does not tell.
     """
     file = path / "config.json" if path.is_dir() else path
-    remedy = (
-        "Give the path of a model's config.json, as Hugging Face has it, or of the folder that "
-        "holds it; nothing is downloaded by a model's name"
-    )
     try:
-        found = file.stat()
-        regular = stat.S_ISREG(found.st_mode)  # a pipe may never end
-        small = found.st_size <= MAX_FILE_BYTES
-        given = json.loads(file.read_bytes()) if regular and small else None
+        outer = given = _load(file)
     except (OSError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read as JSON: {error}. {remedy}") from error
-    if not regular:
-        raise ConfigError(f"{file}: is not a regular file. {remedy}")
-    if not small:
         raise ConfigError(
-            f"{file}: has {found.st_size:,} bytes, but a config.json has at most "
-            f"{MAX_FILE_BYTES:,}. {remedy}"
-        )
-    if not isinstance(given, dict):
-        raise ConfigError(
-            f"{file}: holds a {type(given).__name__}, but a config.json is an object. {remedy}"
-        )
-    outer = given
+            f"{file}: cannot be read as JSON: {error}. Give the path of a model's config.json, as "
+            "Hugging Face has it, or of the folder that holds it; nothing is downloaded by a "
+            "model's name"
+        ) from error
     filled = _defaults(given)
     while inner := next((key for key in INNER if isinstance(given.get(key), dict)), None):
         given = given[inner]
         filled = filled[inner] if isinstance(filled.get(inner), dict) else _defaults(given)
     values = {**filled, **{key: value for key, value in given.items() if value is not None}}
     return _model(file, values, outer)
+
+
+def _load(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; raises `ValueError` for what cannot be a config.json."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):  # a pipe may never end
+        raise ValueError("it is not a regular file")
+    if found.st_size > MAX_FILE_BYTES:
+        raise ValueError(
+            f"it has {found.st_size:,} bytes, but a config.json has at most {MAX_FILE_BYTES:,}"
+        )
+    given = json.loads(file.read_bytes())
+    if not isinstance(given, dict):
+        raise ValueError(f"it holds a {type(given).__name__}, but a config.json is an object")  # noqa: TRY004 - a wrong file
+    return given
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,28 +137,22 @@ def _model(file: Path, values: Mapping[str, Any], outer: Mapping[str, Any]) -> M
         for key, value in values.items():
             if keys.search(key) and value:
                 raise _unsupported(file, model_type, f"has {problem} ({key})")
-    latent = "kv_lora_rank" in values and values["kv_lora_rank"] is not None
+    latent = values.get("kv_lora_rank") is not None
     if latent and model_type not in LATENT:
         raise _unsupported(file, model_type, "has latent attention in a form that is not known")
+    positive = functools.partial(_positive, file, values)
     if latent:
-        kv_heads = 1
-        head_size = _positive(file, values, "kv_lora_rank") + _positive(
-            file, values, "qk_rope_head_dim"
-        )
+        kv_heads, head_size = 1, positive("kv_lora_rank") + positive("qk_rope_head_dim")
     else:
-        heads = _positive(file, values, "num_attention_heads")
-        named_heads = next((key for key in KV_HEADS if values.get(key) is not None), None)
-        kv_heads = heads if named_heads is None else _positive(file, values, named_heads)
+        heads = positive("num_attention_heads")
+        kv_heads = next((positive(key) for key in KV_HEADS if values.get(key) is not None), heads)
         named_size = next((key for key in HEAD_SIZES if values.get(key)), None)
-        if named_size is None:
-            head_size = _positive(file, values, "hidden_size") // heads
-            if not head_size:
-                raise ConfigError(
-                    f"{file}: hidden_size is {values['hidden_size']}, less than one for each of "
-                    f"{heads} heads (num_attention_heads): correct one of them"
-                )
-        else:
-            head_size = _positive(file, values, named_size)
+        head_size = positive(named_size) if named_size else positive("hidden_size") // heads
+        if not head_size:
+            raise ConfigError(
+                f"{file}: hidden_size is {values['hidden_size']}, less than one for each of "
+                f"{heads} heads (num_attention_heads): correct one of them"
+            )
         if values.get("v_head_dim", head_size) not in (head_size, None):
             raise _unsupported(file, model_type, "has values of another size than keys")
     quantization = outer.get("quantization_config")
@@ -172,7 +162,7 @@ def _model(file: Path, values: Mapping[str, Any], outer: Mapping[str, Any]) -> M
     return Model(
         model_type=model_type,
         layers=layers,
-        window_tokens=_positive(file, values, "sliding_window") if "window" in layers else 0,
+        window_tokens=positive("sliding_window") if "window" in layers else 0,
         kv_heads=kv_heads,
         head_size=head_size,
         latent=latent,

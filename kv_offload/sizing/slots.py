@@ -45,7 +45,7 @@ class SlotSize:
     @property
     def layer_bytes(self) -> int:
         """Bytes that one layer of one rank keeps for one token."""
-        numbers = self.model.numbers_per_token // self.model.kv_heads
+        numbers = self.model.head_size * (1 if self.model.latent else 2)
         return self.rank_heads * (numbers * self.number_bytes + self.scale_bytes)
 
     @property

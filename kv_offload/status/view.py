@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kv_offload.metrics import METRICS, SKIP_REASONS
+from kv_offload.metrics import METRICS
 from kv_offload.sizes import format_size
 from kv_offload.status.figures import Copies, Count, Figures
 
@@ -57,7 +57,7 @@ def _table(figures: Figures) -> Table:
         table.add_row(Text(text, style="bold cyan"))
 
     def row(what: str, count: Count, whole: Count | None = None, style: str = "") -> None:
-        share = "" if whole is None else _share(count, whole)
+        share = "" if whole is None else _share(count.total, whole.total)
         table.add_row(f"  {what}", _number(count.total), share, _rate(count), style=style)
 
     heading("Errors")
@@ -75,8 +75,8 @@ def _table(figures: Figures) -> Table:
     row("loaded: the hit rate", figures.host_tokens, figures.lookup_tokens, "green")
     row("there, but sooner computed", figures.recomputed_tokens, figures.lookup_tokens)
     heading("Copies")
-    for what, copies in (("to host memory", figures.stored), ("from host memory", figures.loaded)):
-        table.add_row(f"  {what}{_speed(copies)}", *_traffic(copies.bytes))
+    table.add_row(*_traffic("to host memory", figures.stored))
+    table.add_row(*_traffic("from host memory", figures.loaded))
     times = figures.load_times
     if times.median_seconds is not None and times.slowest_hundredth_seconds is not None:
         median, slowest = _time(times.median_seconds), _time(times.slowest_hundredth_seconds)
@@ -87,15 +87,14 @@ def _table(figures: Figures) -> Table:
     heading("Not stored, in slots")
     skipped = {name: count for name, count in figures.skipped.items() if count.total}
     for reason, count in skipped.items():
-        row(_reason(reason), count)
+        row(_HELP[f"skipped_{reason}"].removeprefix(_SKIPPED).rstrip("."), count)
     if not skipped:
         table.add_row("  nothing")
     heading("Waiting now")
-    waiting = [(text, figures.waiting[name]) for name, text in WAITS.items()]
-    for text, value in waiting:
-        if value:
-            table.add_row(f"  {text}", _number(value))
-    if not any(value for _, value in waiting):
+    waiting = {name: value for name, value in figures.waiting.items() if value}
+    for name, value in waiting.items():
+        table.add_row(f"  {WAITS[name]}", _number(value))
+    if not waiting:
         table.add_row("  nothing")
     return table
 
@@ -107,14 +106,14 @@ def _add_pool(table: Table, figures: Figures) -> None:
     table.add_row(
         f"  in use: {used} of {slots} {rank}",
         f"{_number(pool.slots_in_use)} slots",
-        _share(Count(pool.slots_in_use, None), Count(pool.slots, None)),
+        _share(pool.slots_in_use, pool.slots),
         ProgressBar(total=max(1.0, pool.slots), completed=pool.slots_in_use, width=12),
     )
     if pool.ready_slots < pool.slots:
         table.add_row(
             "  ready; the rest is being page-locked (as of the last step)",
             f"{_number(pool.ready_slots)} slots",
-            _share(Count(pool.ready_slots, None), Count(pool.slots, None)),
+            _share(pool.ready_slots, pool.slots),
             style="yellow",
         )
 
@@ -128,7 +127,7 @@ def _engines(by_engine: Sequence[Figures]) -> Table:
         errors = sum(figures.errors.values())
         table.add_row(
             *figures.engines,
-            _share(figures.host_tokens, figures.lookup_tokens),
+            _share(figures.host_tokens.total, figures.lookup_tokens.total),
             _number(figures.host_tokens.total),
             _number(figures.pool.slots_in_use),
             _number(figures.pool.slots),
@@ -138,38 +137,26 @@ def _engines(by_engine: Sequence[Figures]) -> Table:
     return table
 
 
-def _reason(reason: str) -> str:
-    return (
-        next(text for name, text in SKIP_REASONS.items() if name == reason)
-        .removeprefix(_SKIPPED)
-        .rstrip(".")
-    )
-
-
 def _number(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _share(part: Count, whole: Count) -> str:
-    return f"{100 * part.total / whole.total:.1f} %" if whole.total else ""
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else ""
 
 
 def _rate(count: Count) -> str:
     return "" if count.per_second is None else f"{count.per_second:,.0f}/s"
 
 
-def _traffic(copied: Count) -> tuple[str, str, str]:
-    rate = copied.per_second
+def _traffic(what: str, copies: Copies) -> tuple[str, str, str, str]:
+    speed, rate = copies.bytes_per_second, copies.bytes.per_second
     return (
-        format_size(int(copied.total)),
+        f"  {what}, at {format_size(int(speed))}/s" if speed else f"  {what}",
+        format_size(int(copies.bytes.total)),
         "",
         "" if rate is None else f"{format_size(int(rate))}/s",
     )
-
-
-def _speed(copies: Copies) -> str:
-    speed = copies.bytes_per_second
-    return f", at {format_size(int(speed))}/s" if speed else ""
 
 
 def _time(seconds: float) -> str:

@@ -27,20 +27,10 @@ class PlainRank:
         unknown = [name for name in kv_caches if not name.startswith("layer.")]
         if unknown:
             raise UnsupportedError(f"layer {unknown[0]} is not known")
+        num_blocks = len(next(iter(kv_caches.values())))
         layout = KVLayout.from_tensors(
-            len(next(iter(kv_caches.values()))),
-            [
-                TensorDescription(
-                    name=name,
-                    address=tensor.data_ptr(),
-                    shape=tuple(tensor.shape),
-                    strides_bytes=tuple(n * tensor.element_size() for n in tensor.stride()),
-                    itemsize=tensor.element_size(),
-                    block_dim=0,
-                    page_bytes=tensor[0].nbytes,
-                )
-                for name, tensor in kv_caches.items()
-            ],
+            num_blocks,
+            [TensorDescription.of(name, kv, num_blocks) for name, kv in kv_caches.items()],
         )
         regions = {
             name: frozenset(i for i, region in enumerate(layout.regions) if name in region.tensors)

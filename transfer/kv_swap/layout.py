@@ -48,13 +48,21 @@ class TensorDescription:
     page_bytes: int
 
     @classmethod
-    def of(cls, name: str, tensor: torch.Tensor, num_blocks: int) -> TensorDescription:
-        """Describe a torch tensor of which dimension 0 is indexed by block, without padding."""
+    def of(
+        cls,
+        name: str,
+        tensor: torch.Tensor,
+        num_blocks: int,
+        block_dim: int = 0,
+        page_bytes: int | None = None,
+    ) -> TensorDescription:
+        """Describe a torch tensor; without `page_bytes` its blocks have no padding."""
         itemsize = tensor.element_size()
         strides = tuple(stride * itemsize for stride in tensor.stride())
-        page_bytes = tensor.numel() * itemsize // num_blocks
+        if page_bytes is None:
+            page_bytes = tensor.numel() * itemsize // num_blocks
         shape = tuple(tensor.shape)
-        return cls(name, tensor.data_ptr(), shape, strides, itemsize, 0, page_bytes)
+        return cls(name, tensor.data_ptr(), shape, strides, itemsize, block_dim, page_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ def blocks_freed_at_once(core: Any) -> Iterator[None]:
     """
     engine_scheduler = core.scheduler
     alone = getattr(engine_scheduler.get_kv_connector(), "offload_scheduler", None) is not None
-    if not alone or not getattr(engine_scheduler, "defer_block_free", False):
+    if not alone or not engine_scheduler.defer_block_free:
         yield
         return
     ended = engine_scheduler.processed_step_seq

@@ -48,33 +48,30 @@ def describe_kv_caches(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheCon
     num_blocks = kv_cache_config.num_blocks
     specs = layer_specs(kv_cache_config)
     tensors: list[TensorDescription] = []
-    for name, cache in kv_caches.items():
-        spec = specs.get(name)
-        if spec is None and any(cache is kv_caches[other] for other in specs if other in kv_caches):
-            continue  # a layer that reads the cache of another
-        if spec is not None and isinstance(cache, (list, tuple)) and len(cache) > 0:
-            tensors.append(_describe_states(name, cache, num_blocks, spec.page_size_bytes))
-        elif spec is not None and getattr(cache, "shape", None):
-            tensors.append(_describe_tensor(name, cache, num_blocks, spec.page_size_bytes))
-        else:
-            raise UnsupportedError(
-                f"layer {name}: its KV cache is a {type(cache).__name__} that kv-offload does not "
-                "know; run this model without kv-offload"
-            )
     try:
+        for name, cache in kv_caches.items():
+            if name in specs:
+                page_bytes = specs[name].page_size_bytes
+                tensors.append(_describe(name, cache, num_blocks, page_bytes))
+            elif not any(cache is kv_caches[other] for other in specs if other in kv_caches):
+                raise _unknown(name, cache)  # else it is a layer that reads the cache of another
         return KVLayout.from_tensors(num_blocks, tensors)
     except LayoutError as error:
         raise UnsupportedError(f"{error}; run this model without kv-offload") from error
 
 
-def _describe_tensor(
-    name: str, tensor: torch.Tensor, num_blocks: int, page_bytes: int
-) -> TensorDescription:
-    shape, itemsize = tuple(tensor.shape), tensor.element_size()
-    strides_bytes = tuple(stride * itemsize for stride in tensor.stride())
-    block_dim = _block_dim(name, shape, num_blocks)
-    return TensorDescription(
-        name, tensor.data_ptr(), shape, strides_bytes, itemsize, block_dim, page_bytes
+def _describe(name: str, cache: Any, num_blocks: int, page_bytes: int) -> TensorDescription:
+    if isinstance(cache, (list, tuple)) and cache:
+        return _describe_states(name, cache, num_blocks, page_bytes)
+    if not getattr(cache, "shape", None):
+        raise _unknown(name, cache)
+    block_dim = _block_dim(name, tuple(cache.shape), num_blocks)
+    return TensorDescription.of(name, cache, num_blocks, block_dim, page_bytes)
+
+
+def _unknown(name: str, cache: Any) -> LayoutError:
+    return LayoutError(
+        f"layer {name}: its KV cache is a {type(cache).__name__} that kv-offload does not know"
     )
 
 
@@ -92,9 +89,9 @@ def _describe_states(
     inside = all(state.data_ptr() >= address for state in states) and max(ends) <= page_bytes
     if len(strides) > 1 or not inside or {state.shape[0] for state in states} != {num_blocks}:
         shapes = [tuple(state.shape) for state in states]
-        raise UnsupportedError(
+        raise LayoutError(
             f"layer {name}: its states of shapes {shapes} do not lie in {num_blocks} pages of "
-            f"{page_bytes} bytes; run this model without kv-offload"
+            f"{page_bytes} bytes"
         )
     shape, strides_bytes = (num_blocks, page_bytes), (strides.pop(), 1)
     return TensorDescription(name, address, shape, strides_bytes, 1, 0, page_bytes)
@@ -115,8 +112,7 @@ def _block_dim(name: str, shape: tuple[int, ...], num_blocks: int) -> int:
     for dim in (0, 1):
         if num_blocks > 2 and dim < len(shape) and shape[dim] and shape[dim] % num_blocks == 0:
             return dim
-    raise UnsupportedError(
+    raise LayoutError(
         f"layer {name}: neither of the first two dimensions of its KV cache of shape {shape} is a "
-        f"multiple of the {num_blocks} blocks of the cache (at least 3 are needed to tell); run "
-        "this model without kv-offload"
+        f"multiple of the {num_blocks} blocks of the cache (at least 3 are needed to tell)"
     )

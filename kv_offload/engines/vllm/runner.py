@@ -87,17 +87,15 @@ class VLLMRank:
 
         Asked when the connector's metadata is bound. Then runner V1 has set the forward's context,
         and so has runner V2 unless it replays a full graph. None for a full graph, for
-        micro-batches (several threads with contexts of their own), for steps without attention, and
-        if a version does not say which of these it is.
+        micro-batches (several threads with contexts of their own), and for steps without attention.
         """
-        context = self.forward_context()
-        mode = getattr(getattr(context, "cudagraph_runtime_mode", None), "name", None)
-        metadata = getattr(context, "attn_metadata", None)
+        context: Any = self.forward_context()
+        if context is None or context.ubatch_slices is not None:
+            return None
+        mode, metadata = context.cudagraph_runtime_mode.name, context.attn_metadata
         if mode not in ("NONE", "PIECEWISE") or not isinstance(metadata, dict) or not metadata:
             return None
-        if getattr(context, "ubatch_slices", context) is not None:
-            return None
-        return context, (mode, getattr(context, "skip_compiled", None))
+        return context, (mode, context.skip_compiled)
 
 
 def before_each_step(call: Callable[[Any], None]) -> None:

@@ -78,10 +78,7 @@ def changes_blocks(scheduler_output: Any) -> bool:
 
     Copies of states between the blocks of a running request do not count.
     """
-    return bool(
-        scheduler_output.new_block_ids_to_zero
-        or getattr(scheduler_output, "kv_cache_block_copies", None)
-    )
+    return bool(scheduler_output.new_block_ids_to_zero or scheduler_output.kv_cache_block_copies)
 
 
 def role_accepts_embeddings(vllm_config: Any, transfer_config: Any) -> bool:
@@ -92,12 +89,13 @@ def role_accepts_embeddings(vllm_config: Any, transfer_config: Any) -> bool:
     """
     from vllm.config import VllmConfig
 
-    inputs = getattr(vllm_config.model_config, "multimodal_config", None)
-    encoders = getattr(vllm_config, "ec_transfer_config", None)
+    inputs = vllm_config.model_config.multimodal_config
+    encoders = vllm_config.ec_transfer_config
     return (
         not hasattr(VllmConfig, "_resolve_allow_missing_mm_embeddings")
         and transfer_config.is_kv_consumer
-        and getattr(inputs, "enable_mm_embeds", False)
+        and inputs is not None
+        and inputs.enable_mm_embeds
         and getattr(inputs, "allow_missing_mm_embeddings", False)
         and not (encoders is not None and encoders.is_ec_consumer)
     )

@@ -64,7 +64,7 @@ def keep_on_sleep(
     if level != 1 or not keeping:
         return original(self, level, *args, **kwargs)
     # If requests must end first, the engine core resets later, in a callback that it adds.
-    callbacks = getattr(self, "_idle_state_callbacks", [])
+    callbacks = self._idle_state_callbacks
     before = len(callbacks)
     result = _call_kept(keeping, original, self, level, *args, **kwargs)
     for index in range(before, len(callbacks)):

@@ -166,7 +166,6 @@ def test_a_torch_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch
 def test_the_host_copies_both_ways() -> None:
     torch = pytest.importorskip("torch", reason="needs torch, which is not installed")
     rates = measure(torch.device("cpu"), "auto")
-    assert rates.path == "the host"
     assert rates.store > 0
     assert rates.load > 0
 

@@ -15,6 +15,7 @@ from kv_offload.doctor.memory import (
     check_memory,
     read_configuration,
 )
+from kv_offload.errors import CapacityError
 from kv_offload.host_memory import HostMemory
 
 GIB = 1 << 30
@@ -50,6 +51,16 @@ def test_free_memory_for_all_replicas(size: str, replicas: int, state: str) -> N
     assert check.state == state
     assert check.found == "32 GiB are available now (MemAvailable in /proc/meminfo)"
     assert bool(check.remedy) == (state != "ok")
+
+
+def test_free_memory_that_cannot_be_read_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> HostMemory:
+        raise CapacityError("cannot tell how much memory this machine has: no MemAvailable")
+
+    monkeypatch.setattr(memory, "read_available_memory", fail)
+    check = check_free(traced("1GiB"))
+    assert (check.name, check.state) == ("free memory", "problem"), "no engine would start"
+    assert check.found == "cannot tell how much memory this machine has: no MemAvailable"
 
 
 def test_the_share_of_the_machine_is_told() -> None:

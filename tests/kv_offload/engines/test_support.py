@@ -56,7 +56,7 @@ class Engine:
         self.version = vllm_version()
 
     def check(self) -> None:
-        check_supported(self.config, self.vllm, self.cache, self.version)
+        check_supported(self.config, self.vllm, self.version, (), self.cache)
 
     def refusal(self) -> str:
         """Return the only problem that the check lists."""
@@ -262,18 +262,6 @@ def test_a_second_pool_of_blocks(engine: Engine) -> None:
     assert "(HiSparse) has ids of its own" in engine.refusal()
     engine.cache.hisparse_host_num_blocks = None
     engine.check()
-
-
-def test_a_group_that_is_not_transferable(engine: Engine) -> None:
-    (group,) = engine.cache.kv_cache_groups
-    engine.cache.kv_cache_groups = [
-        SimpleNamespace(
-            layer_names=group.layer_names,
-            kv_cache_spec=group.kv_cache_spec,
-            enable_kv_transfer=False,
-        )
-    ]
-    assert engine.refusal() == "a KV-cache group is not transferable"
 
 
 def with_state(mode: str, block_tokens: int = 4) -> Engine:

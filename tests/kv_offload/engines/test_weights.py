@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,6 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm import patches
-from kv_offload.engines.vllm.start import support
 from kv_offload.engines.vllm.start.support import check_keep_on_sleep
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.engines.vllm.weights import may_change_weights
@@ -272,6 +271,21 @@ def test_a_core_that_is_being_built_may_call_its_workers() -> None:
     assert core.collective_rpc(print) == [print]
 
 
+def test_ranks_that_tell_again_what_they_hold_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From vLLM 0.33 the engine core asks them whenever it wakes up, as it does at the start."""
+    core = make(InProcess, keep=False)
+    logged: list[Any] = []
+    monkeypatch.setattr(
+        "kv_offload.engines.vllm.hooks.scheduler.log_pool", lambda *what: logged.append(what)
+    )
+    told = core.engine.model_executor.get_kv_connector_handshake_metadata()
+    core.engine.connector.set_xfer_handshake_metadata_pp_aware(dict(ChainMap(*told)))
+    assert slots(core) == 5
+    assert not logged, "the log of the start says it"
+
+
 # -- weights that a model was given past the engine core ---------------------------------------
 
 
@@ -377,26 +391,3 @@ def test_keeping_is_refused_where_the_user_can_reach_the_model() -> None:
     with pytest.raises(UnsupportedError, match="in the process of its user"):
         PlayedEngine(plugin={"keep_on_sleep": True})
     BuildingOwnProcess()
-
-
-@contextlib.contextmanager
-def replaced(name: str, method: Any) -> Iterator[None]:
-    original = support.inspect.signature
-
-    class Inspect:
-        @staticmethod
-        def signature(function: Any) -> Any:
-            return original(method if function is getattr(EngineCore, name) else function)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(support, "inspect", Inspect)
-        yield
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("sleep", "does not tell the level"), ("collective_rpc", "does not tell which method")],
-)
-def test_keeping_is_refused_where_the_engine_does_not_tell_enough(name: str, message: str) -> None:
-    with replaced(name, lambda self: None), pytest.raises(UnsupportedError, match=message):
-        BuildingOwnProcess()

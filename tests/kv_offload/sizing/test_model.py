@@ -188,7 +188,7 @@ def test_an_unknown_form_of_quantization_is_no_type_of_cache(read: Any) -> None:
 
 def test_what_is_no_file_of_that_kind_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="pipe: is not a regular file"):
+    with pytest.raises(ConfigError, match="pipe: cannot be read as JSON: it is not a regular file"):
         read_model(tmp_path / "pipe")
     with (tmp_path / "model.safetensors").open("wb") as weights:
         weights.truncate(5 << 30)

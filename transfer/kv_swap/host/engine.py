@@ -123,9 +123,7 @@ class HostSwapEngine(SwapEngine):
 
     def await_loads(self) -> None:
         """Copy the waves that are left; all else was copied by `submit`."""
-        self._copy_waves(len(self._waves))
-        if self._failure is not None:
-            raise self._failure
+        self.await_wave(len(self._waves))
 
     def await_wave(self, wave: int) -> None:
         """Copy what is left of the waves up to this one. A failed copy ends the load."""

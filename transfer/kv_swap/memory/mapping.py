@@ -24,6 +24,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
+def whole_pages(nbytes: int) -> int:
+    """Return `nbytes` rounded up to whole pages of the system."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 class Mapping:
     """At least `nbytes` of memory, zero at first, rounded up to whole pages of the system only.
 
@@ -34,7 +39,7 @@ class Mapping:
     """
 
     def __init__(self, nbytes: int, *, fd: int | None = None, numa_node: int | None = None) -> None:
-        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.nbytes = whole_pages(nbytes)
         self.shared = fd is not None
         try:
             if fd is None:

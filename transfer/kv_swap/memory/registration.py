@@ -110,23 +110,21 @@ class Registration:
         return self._pieces.ready_bytes
 
     def start(self, *, background: bool) -> None:
-        """Register the first piece on this thread and the others on threads of their own.
+        """Register all pieces on this thread, or with `background` the first, and threads the rest.
 
-        Returns after the first with `background`, else after all, whatever room there is. Raises
-        `PinnedMemoryError` if one of these fails. A failure in the background is logged: what was
-        registered before it stays usable.
+        What is registered here asks for no room. Raises `PinnedMemoryError` if it fails. A failure
+        in the background is logged: what was registered before it stays usable.
         """
-        first = self._claim()
-        assert first == 0, "a registration is started once"
-        self._register(first)
-        self._background = background  # from here on: the caller waits for the first piece
-        if not self._failures and self._pieces.count > 1:
-            self._start_threads()
-            if not background:
-                self.wait(None)
-        if self._failures and not (background and self.ready_bytes):
-            cause = self._failures[min(self._failures)]
+        while (piece := self._claim()) is not None:
+            self._register(piece)
+            if background:
+                break
+        if self._failures:
+            (cause,) = self._failures.values()
             raise PinnedMemoryError(self._describe_failure()) from cause
+        self._background = background
+        if background and self._pieces.count > 1:
+            self._start_threads()
 
     def wait(self, timeout_seconds: float | None) -> bool:
         """Block until no thread runs any more; False on timeout."""
@@ -271,9 +269,8 @@ class Registration:
         atexit.unregister(self._stop)
         if self._failures:
             self._pieces.unlock_behind_gap()
-            if self._background:
-                logger.error("%s", self._describe_failure())
-        elif self._background and self.ready_bytes == self._mapping.nbytes:
+            logger.error("%s", self._describe_failure())
+        elif self.ready_bytes == self._mapping.nbytes:
             logger.info(
                 "page-locked %d bytes %s, in %.1f s",
                 self.ready_bytes,
@@ -284,9 +281,7 @@ class Registration:
     def _describe_failure(self) -> str:
         piece = min(self._failures)
         start, end = self._pieces.range(piece)
-        kept = ""
-        if self._background and self.ready_bytes:
-            kept = f"only the first {self.ready_bytes} are used; "
+        kept = f"only the first {self.ready_bytes} are used; " if self._background else ""
         return (
             f"cannot page-lock {self._mapping.nbytes} bytes of host memory: registering bytes "
             f"{start} to {end} failed with {self._failures[piece]}; {kept}"

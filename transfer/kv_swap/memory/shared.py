@@ -22,6 +22,7 @@ import time
 
 from kv_swap.errors import PinnedMemoryError
 from kv_swap.memory.limits import describe_limits
+from kv_swap.memory.mapping import whole_pages
 from kv_swap.memory.numa import prefer_node
 
 _ANSWER_SECONDS = 5.0
@@ -50,7 +51,7 @@ class SharedMemory:
 
         Raises `PinnedMemoryError` if the machine does not have the memory, or the name is taken.
         """
-        mapped_bytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        mapped_bytes = whole_pages(nbytes)
         fd = os.memfd_create(f"kv-swap-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # Linux promises shared memory of any size, and ends a process when it runs out. It
@@ -92,7 +93,7 @@ class SharedMemory:
                 )
             time.sleep(_RETRY_SECONDS)
         size = os.fstat(fd).st_size
-        if size != -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE:
+        if size != whole_pages(nbytes):
             os.close(fd)
             raise PinnedMemoryError(
                 f"shared memory {name!r} has {size} bytes, this process wants {nbytes}: have "
@@ -109,7 +110,7 @@ class SharedMemory:
 
         For pages that no process has touched yet. False where the system refuses.
         """
-        pages = -(-self.nbytes // mmap.PAGESIZE)
+        pages = whole_pages(self.nbytes) // mmap.PAGESIZE
         first, end = (pages * bound // num_parts * mmap.PAGESIZE for bound in (part, part + 1))
         if first == end:
             return True

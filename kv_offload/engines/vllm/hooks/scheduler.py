@@ -35,6 +35,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     """Whether the engine has one rank, which may live in this process."""
     _num_slots: int
     _make_scheduler: SchedulerMaker
+    _pool_is_logged = False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -44,7 +45,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         """Take the ranks' capacities, or ask for them: a MultiConnector passes on another member's.
 
-        Raises `UnsupportedError` if they cannot be asked.
+        Called at the start, and from vLLM 0.33 also whenever the engine core wakes up. Raises
+        `UnsupportedError` if they cannot be asked.
         """
         capacities = [rank for rank in metadata.values() if isinstance(rank, WorkerCapacity)]
         if self._is_member:
@@ -58,7 +60,9 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
             self.offload_scheduler.ranks_ready({c.rank: c.ready_slots for c in capacities})
             if not all(rank.synchronous_loads for rank in capacities):
                 self.offload_scheduler.load_mode.allowed = False
-            log_pool(self._vllm_config, self._kv_cache_config, self._num_slots)
+            if not self._pool_is_logged:
+                log_pool(self._vllm_config, self._kv_cache_config, self._num_slots)
+                self._pool_is_logged = True
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Build the scheduler's half: the block sizes are final now."""

@@ -56,7 +56,7 @@ def read_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engi
     options = vllm_config.kv_transfer_config.kv_connector_extra_config
     traced = trace_config(options, replicas=replicas.count)
     enclosing = enclosing_configs()
-    support.check_supported(traced.config, vllm_config, kv_cache_config, version, enclosing)
+    support.check_supported(traced.config, vllm_config, version, enclosing, kv_cache_config)
     return Engine(vllm_config, kv_cache_config, version, traced, replicas.hidden, enclosing)
 
 
@@ -83,7 +83,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
     for consequence in support.consequences(config, vllm_config, enclosing):
         logger.warning("kv-offload: %s", consequence)
     # Read by the engine's scheduler after it has built its connector.
-    engine_config = enclosing[-1] if enclosing else vllm_config.kv_transfer_config
+    engine_config = support.engine_transfer(vllm_config, enclosing)
     engine_config.kv_load_failure_policy = config.on_load_failure
     parallel = vllm_config.parallel_config
     cache_groups = _cache_groups(engine)

@@ -34,7 +34,7 @@ def check_arguments(arguments: EngineArgs) -> None:
 
     Afterwards nothing shows that the user had asked for the plugin. Raises `ConfigError`.
     """
-    size = getattr(arguments, "kv_offloading_size", None)
+    size = arguments.kv_offloading_size
     if size is not None and any(_own_parts(arguments.kv_transfer_config)):
         raise ConfigError(
             f"--kv-offloading-size {size}: with it vLLM uses its own connector in place of the one "
@@ -59,7 +59,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
         config = trace_config(transfer.kv_connector_extra_config, replicas=replicas).config
         own = copy.copy(vllm_config)  # as a MultiConnector makes it for a member
         own.kv_transfer_config = transfer
-        support.check_settings(config, own, version, enclosing)
+        support.check_supported(config, own, version, enclosing)
         device = torch.device(vllm_config.device_config.device_type)
         if transfer_kind(config, device) != "host":
             _check_cupy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,41 +36,30 @@ ROLES = frozenset({"kv_both", "kv_producer"})
 """Values of `kv_role` with which vLLM calls all hooks that the plugin stores and loads by.
 
 It calls them with `kv_consumer` too, but that says that the KV comes from elsewhere. With a role
-that consumes, vLLM also keeps freed blocks back while steps are in flight, for loads that do not
-wait for these. The plugin's loads do wait (`SwapEngine`), so `kv_producer` is enough."""
+that consumes, vLLM also keeps freed blocks back while steps are in flight. Only then do the
+plugin's loads not wait for these (`ordering`), so `kv_producer` is enough."""
 
 
 def check_supported(
     config: OffloadConfig,
     vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
     version: tuple[int, int],
     enclosing: Sequence[KVTransferConfig] = (),
+    kv_cache_config: KVCacheConfig | None = None,
 ) -> None:
-    """Raise one `UnsupportedError` that lists everything that stands in the way."""
-    _refuse(
-        [
-            *_setting_problems(config, vllm_config, version, enclosing),
-            *_model_problems(config, kv_cache_config, version),
-            *_state_problems(vllm_config, kv_cache_config),
-        ]
-    )
+    """Raise one `UnsupportedError` that lists everything that stands in the way.
 
-
-def check_settings(
-    config: OffloadConfig,
-    vllm_config: VllmConfig,
-    version: tuple[int, int],
-    enclosing: Sequence[KVTransferConfig] = (),
-) -> None:
-    """Raise `UnsupportedError` for what stands in the way whatever the model's caches are.
-
-    That is known before the engine loads its weights; `check_supported` looks at the rest, too.
+    Without `kv_cache_config`, which is not known before the engine loads its weights: what stands
+    in the way of any model.
     """
-    _refuse([*_setting_problems(config, vllm_config, version, enclosing)])
-
-
-def _refuse(problems: Sequence[str]) -> None:
+    problems = [
+        *_engine_problems(vllm_config, version),
+        *_connector_problems(config, vllm_config, enclosing),
+        *_draft_problems(vllm_config),
+    ]
+    if kv_cache_config is not None:
+        problems += _model_problems(config, kv_cache_config, version)
+        problems += _state_problems(vllm_config, kv_cache_config)
     if problems:
         # One line, so that whoever looks for `kv-offload:` in a log finds all of it.
         numbered = [f"({number}) {problem}" for number, problem in enumerate(problems, 1)]
@@ -79,23 +67,7 @@ def _refuse(problems: Sequence[str]) -> None:
         raise UnsupportedError(f"this engine cannot be served correctly: {listed}")
 
 
-def _setting_problems(
-    config: OffloadConfig,
-    vllm_config: VllmConfig,
-    version: tuple[int, int],
-    enclosing: Sequence[KVTransferConfig],
-) -> Iterator[str]:
-    yield from _engine_problems(config, vllm_config, version)
-    if enclosing:
-        yield from _member_problems(config, vllm_config, enclosing[-1])
-    else:
-        yield from _policy_problems(config, vllm_config.kv_transfer_config)
-    yield from _draft_problems(vllm_config)
-
-
-def _engine_problems(
-    config: OffloadConfig, vllm_config: VllmConfig, version: tuple[int, int]
-) -> Iterator[str]:
+def _engine_problems(vllm_config: VllmConfig, version: tuple[int, int]) -> Iterator[str]:
     cache = vllm_config.cache_config
     role = vllm_config.kv_transfer_config.kv_role
     if role not in ROLES:
@@ -125,18 +97,17 @@ def _engine_problems(
         )
 
 
-def _policy_problems(config: OffloadConfig, transfer: KVTransferConfig) -> Iterator[str]:
-    # vLLM's default is 'fail', so 'recompute' is the user's. The other way round nobody can tell.
-    if config.on_load_failure == "fail" and transfer.kv_load_failure_policy != "fail":
-        yield (
-            f"on_load_failure is 'fail', and kv_load_failure_policy is "
-            f"{transfer.kv_load_failure_policy!r}: remove one of the two"
-        )
+def engine_transfer(
+    vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
+) -> KVTransferConfig:
+    """Return the transfer configuration that the engine reads: that of the outermost connector."""
+    return enclosing[-1] if enclosing else vllm_config.kv_transfer_config
 
 
-def _member_problems(
-    config: OffloadConfig, vllm_config: VllmConfig, outermost: KVTransferConfig
+def _connector_problems(
+    config: OffloadConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
 ) -> Iterator[str]:
+    outermost = engine_transfer(vllm_config, enclosing)
     name = vllm_config.kv_transfer_config.kv_connector
     count = _count_members(outermost.kv_connector_extra_config, name)
     if count > 1:
@@ -144,12 +115,14 @@ def _member_problems(
             f"the MultiConnector has {count} members {name}, which would keep the same blocks: "
             "list it once"
         )
+    # vLLM's default is 'fail', so 'recompute' is the user's. The other way round nobody can tell.
     policy = outermost.kv_load_failure_policy
     if config.on_load_failure == "fail" and policy != "fail":
-        yield (
-            "on_load_failure is 'fail', and kv_load_failure_policy of the MultiConnector, which "
-            f"holds for all its members, is {policy!r}: set both to the same"
-        )
+        setting, remedy = "kv_load_failure_policy", "remove one of the two"
+        if enclosing:
+            setting += " of the MultiConnector, which holds for all its members,"
+            remedy = "set both to the same"
+        yield f"on_load_failure is 'fail', and {setting} is {policy!r}: {remedy}"
 
 
 def _count_members(extra_config: Mapping[str, Any], name: str | None) -> int:
@@ -164,7 +137,7 @@ def consequences(
     config: OffloadConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
 ) -> Iterator[str]:
     """Say what a supported configuration changes for others than the plugin, with the remedy."""
-    engine_config = enclosing[-1] if enclosing else vllm_config.kv_transfer_config
+    engine_config = engine_transfer(vllm_config, enclosing)
     if enclosing and engine_config.kv_load_failure_policy != config.on_load_failure:
         yield (
             f"on_load_failure is {config.on_load_failure!r}, so what any member of the "
@@ -182,8 +155,8 @@ def consequences(
 
 def describe_policy(config: OffloadConfig) -> str:
     """Return what becomes of a failed load, and which of vLLM's settings does not count, to log."""
-    done = "computed again" if config.on_load_failure == "recompute" else "failed"
-    other = "fail" if config.on_load_failure == "recompute" else "recompute"
+    recompute = config.on_load_failure == "recompute"
+    done, other = ("computed again", "fail") if recompute else ("failed", "recompute")
     return (
         f"a request whose load fails is {done} (on_load_failure: {config.on_load_failure}); vLLM's "
         f"own kv_load_failure_policy is not read: for the other choice set on_load_failure: {other}"
@@ -206,8 +179,6 @@ def _model_problems(
     kinds = {type(spec).__name__ for spec in layer_specs(kv_cache_config).values()}
     for kind in sorted(kinds - SPECS):
         yield f"the model has layers with a {kind}: supported are {', '.join(sorted(SPECS))}"
-    if any(not getattr(g, "enable_kv_transfer", True) for g in kv_cache_config.kv_cache_groups):
-        yield "a KV-cache group is not transferable"
 
 
 def _state_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
@@ -243,7 +214,7 @@ def _draft_problems(vllm_config: VllmConfig) -> Iterator[str]:
     if speculative is None:
         return
     method = speculative.method
-    if getattr(speculative, "parallel_drafting", False):
+    if speculative.parallel_drafting:
         yield (
             f"speculative method {method!r} drafts several tokens in one pass, which writes KV of "
             "placeholders: set parallel_drafting to false, or use 'ngram'"
@@ -262,9 +233,11 @@ def _draft_problems(vllm_config: VllmConfig) -> Iterator[str]:
                 f"the model drafts {tokens} tokens with {modules} MTP modules, which write the KV "
                 "of a prompt's last tokens again: set num_speculative_tokens to 1"
             )
+    if not has_draft_head(vllm_config):
+        return
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(vllm_config.parallel_config, name)
-        if has_draft_head(vllm_config) and size > 1:
+        if size > 1:
             yield (
                 f"{name} is {size}, and with speculative method {method!r} only 1 is known to "
                 "work: set it to 1, or use 'ngram'"
@@ -279,15 +252,9 @@ def check_keep_on_sleep() -> None:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     core = next((caller for caller in callers() if isinstance(caller, EngineCore)), None)
-    if "level" not in inspect.signature(EngineCore.sleep).parameters:
-        problem = "this vLLM does not tell the level of a sleep"
-    elif "method" not in inspect.signature(EngineCore.collective_rpc).parameters:
-        problem = "this vLLM does not tell which method is called on the workers"
-    elif not isinstance(core, EngineCoreProc):
-        problem = (
-            "the engine core runs in the process of its user, who can change weights without a "
-            "call that the plugin sees; set VLLM_ENABLE_V1_MULTIPROCESSING=1"
+    if not isinstance(core, EngineCoreProc):
+        raise UnsupportedError(
+            "keep_on_sleep is true, but the engine core runs in the process of its user, who can "
+            "change weights without a call that the plugin sees; set "
+            "VLLM_ENABLE_V1_MULTIPROCESSING=1, or leave keep_on_sleep at false"
         )
-    else:
-        return
-    raise UnsupportedError(f"keep_on_sleep is true, but {problem}, or leave keep_on_sleep at false")
