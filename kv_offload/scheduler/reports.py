@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set
 
 from kv_offload.messages import DrainAnswer, JobResult, OffloadWorkerMetadata, StoreJob
-from kv_offload.scheduler.budget import StoreBudget
 from kv_offload.scheduler.contents import Contents
 from kv_offload.scheduler.load_jobs import LoadJobs
 from kv_offload.scheduler.request import Phase, RequestTable
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.steps import StepWatch
-from kv_offload.scheduler.stores import StorePlanner
+from kv_offload.scheduler.stores.budget import StoreBudget
+from kv_offload.scheduler.stores.planner import StorePlanner
 
 
 class Reports:
@@ -142,7 +142,7 @@ class Reports:
 
     def begin_drain(self) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
         """Return the stores that no rank has seen, and the ids of all that must end."""
-        unsent = self._stores.take_planned()
+        unsent = self._stores.jobs.take_planned()
         return unsent, self._stores.jobs.running_jobs()
 
     def end_drain(self, answer: DrainAnswer) -> bool:

@@ -137,13 +137,13 @@ def test_where_nobody_knows_who_computed_with_lost_kv_all_of_the_step_end(
     store(engine, PROMPT)
     engine.model.may_lose_kv = True
     engine.ranks[0].copies.faults.update(submit=1, load_now=1)
-    original = engine.offload.lose
+    original = engine.offload.ends.lose
 
     def lose(lost_loads: Any) -> set[str]:
-        monkeypatch.setattr(engine.offload, "lose", original)
+        monkeypatch.setattr(engine.offload.ends, "lose", original)
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(engine.offload, "lose", lose)
+    monkeypatch.setattr(engine.offload.ends, "lose", lose)
     engine.add("a", PROMPT)
     play(engine)
     assert (engine.ended["a"], engine.answers.get("a", [])) == ("error", [])

@@ -44,11 +44,18 @@ may follow each other for ever."""
 class StoreBudget:
     """Says how many more slots may be planned to be stored in this step.
 
-    `slot_bytes` are those of a slot on one rank. `clock` gives seconds.
+    `slot_bytes` are those of a slot on one rank. Stores pin at most `max_pinned_share` of the GPU
+    blocks that would be free without them. `clock` gives seconds.
     """
 
-    def __init__(self, slot_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        slot_bytes: int,
+        max_pinned_share: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._slot_bytes = slot_bytes
+        self._max_pinned_share = max_pinned_share
         self._clock = clock
         self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
         self._of_ranks: dict[int, float] = {}
@@ -99,8 +106,20 @@ class StoreBudget:
         """Count slots whose stores were planned in this step."""
         self._planned_slots += num_slots
 
-    def slots_left(self, slots_in_flight: int) -> int:
-        """Return how many more slots may be planned beside those planned before and not ended.
+    def slots_left(self, pinned_blocks: int, free_blocks: int) -> int:
+        """Return how many more slots may be planned, by the link and by GPU blocks.
+
+        `max_pinned_share` is of what would be free if no store held anything and the requests whose
+        blocks are pinned had ended. While nothing is pinned it is at least one slot, or a GPU cache
+        with few free blocks would never store anything.
+        """
+        share = int(self._max_pinned_share * (free_blocks + pinned_blocks)) - pinned_blocks
+        if not pinned_blocks:
+            share = max(share, 1)
+        return min(share, free_blocks - self.reserved_blocks, self.link_slots(pinned_blocks))
+
+    def link_slots(self, slots_in_flight: int) -> int:
+        """Return how many more slots the link takes beside those planned before and not ended.
 
         While nothing is in flight it is at least 1: the engine goes on.
         """
