@@ -8,7 +8,7 @@ from itertools import chain
 from kv_offload.engine import BlockPool, Request
 from kv_offload.scheduler.load_jobs import LoadJobs
 from kv_offload.scheduler.lookups import Lookups
-from kv_offload.scheduler.request import RequestTable, TrackedRequest
+from kv_offload.scheduler.request import Phase, RequestTable, TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.budget import StoreBudget
 from kv_offload.scheduler.stores.leftovers import Leftovers
@@ -90,9 +90,11 @@ class Ends:
             if tracked.cursor is not None
             and not blocks.isdisjoint(chain.from_iterable(tracked.cursor.block_ids))
         }
-        for tracked in lost:
+        # An aborted request has left the table, where another may have its name by now.
+        alive = [tracked for tracked in lost if tracked.phase is not Phase.ENDED]
+        for tracked in alive:
             self._end(tracked)
-        self._statistics.count("lost_requests", len(lost))
+        self._statistics.count("lost_requests", len(alive))
         return {tracked.request_id for tracked in lost}
 
     def _end(self, tracked: TrackedRequest) -> None:

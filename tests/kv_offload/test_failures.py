@@ -129,6 +129,23 @@ def test_what_happens_before_the_loss_is_heard_of(async_scheduling: bool, then: 
     engine.check_rest()
 
 
+def test_a_loss_of_an_aborted_request_leaves_the_next_of_its_name_known() -> None:
+    """Reports name loads; the engine ends requests by their names."""
+    engine = PlayedEngine(async_scheduling=True, synchronous_loads=True, max_num_batched_tokens=64)
+    store(engine, PROMPT)
+    engine.model.may_lose_kv = True
+    engine.ranks[0].copies.faults.update(submit=1, load_now=1)
+    engine.add("a", MORE, max_tokens=6)
+    engine.schedule()
+    engine.execute()
+    engine.abort("a")
+    engine.add("a", OTHER, max_tokens=3)
+    assert engine.schedule().num_scheduled_tokens["a"] == len(OTHER)
+    play(engine)
+    engine.check_rest()
+    assert engine.offload.requests.admitted == 0
+
+
 @both_ways
 def test_where_nobody_knows_who_computed_with_lost_kv_all_of_the_step_end(
     async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
