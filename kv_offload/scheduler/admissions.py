@@ -23,7 +23,6 @@ class Admissions:
         mode: LoadMode,
         loads: LoadJobs,
         statistics: Statistics,
-        null_block_id: int,
     ) -> None:
         self._requests = requests
         self._prefixes = prefixes
@@ -32,7 +31,6 @@ class Admissions:
         self._mode = mode
         self._loads = loads
         self._statistics = statistics
-        self._null_block_id = null_block_id
         # vLLM may ask for less than it was offered; of several groups a window lacks blocks then.
         # States are moved from block to block before the forward that waits for a load.
         self._may_be_synchronous = len(prefixes.groups) == 1 and not prefixes.groups[0].holds_state
@@ -121,14 +119,7 @@ class Admissions:
     ) -> None:
         if synchronous:
             self._statistics.count("synchronous_loads", 1)
-        keys = self._loads.add(
-            tracked,
-            start,
-            end,
-            self._null_block_id,
-            synchronous=synchronous,
-            whole=end == tracked.request.num_tokens,
-        )
+        keys = self._loads.add(tracked, start, end, synchronous=synchronous)
         if not synchronous:
             # The engine's own prefix cache knows a synchronous load's blocks from this step on.
             self._lookups.expect(tracked, keys)
@@ -157,5 +148,4 @@ class Admissions:
             start = answer.start_tokens
             tracked.loaded = (start, start + num_external_tokens)
             tracked.phase = Phase.READY if answer.synchronous else Phase.LOADING
-            first = start // self._prefixes.groups[0].block_tokens
-            self._loads.add_failure(tracked, block_ids[0][first:], synchronous=answer.synchronous)
+            self._loads.add_failure(tracked, start, synchronous=answer.synchronous)

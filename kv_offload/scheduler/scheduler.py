@@ -52,7 +52,7 @@ class OffloadScheduler:
         self.statistics = Statistics(self.manager, self._read_gauges)
         self.watch = StepWatch()
         self.lookups = Lookups(self.prefixes, self.manager)
-        self.loads = LoadJobs(self.prefixes, self.manager, num_ranks)
+        self.loads = LoadJobs(self.prefixes, self.manager, pool.null_block.block_id, num_ranks)
         self.load_choice = LoadChoice(
             config.load_or_recompute, slot_bytes, self.watch, self.loads.queue
         )
@@ -65,7 +65,6 @@ class OffloadScheduler:
             self.load_mode,
             self.loads,
             self.statistics,
-            pool.null_block.block_id,
         )
         self.budget = StoreBudget(slot_bytes, config.max_pinned_share)
         self.stores = StorePlanner(

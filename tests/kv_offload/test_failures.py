@@ -261,6 +261,23 @@ def test_a_hook_that_raises_does_not_end_the_engine(
     assert counted or hook.endswith(("take_stats", "take_report")), "not counted"
 
 
+@both_ways
+def test_a_load_that_could_not_be_planned_fails_its_request_where_failures_do(
+    async_scheduling: bool,
+) -> None:
+    """The engine counts on the load. It ends the request, and nothing reads the empty blocks."""
+    engine = PlayedEngine(async_scheduling=async_scheduling, plugin={"on_load_failure": "fail"})
+    store(engine, PROMPT)
+    raised: list[str] = []
+    hook = "offload_scheduler.admissions.allocated"
+    wrap_hook(engine.connector, hook, functools.partial(raise_once, raised, 0))
+    engine.add("a", PROMPT)
+    play(engine)
+    assert len(raised) == 1
+    assert (engine.ended["a"], engine.answers.get("a", [])) == ("error", [])
+    engine.check_rest()
+
+
 def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice() -> None:
     """A drain has told the engine of a load whose report is under way: the engine forgot it."""
     engine = PlayedEngine(async_scheduling=True, beside=False)

@@ -33,7 +33,7 @@ class Loads:
         self.manager = CacheManager(num_slots, make_policy("lru", num_slots))
         self.requests = RequestTable()
         self.lookups = Lookups(self.prefixes, self.manager)
-        self.jobs = LoadJobs(self.prefixes, self.manager)
+        self.jobs = LoadJobs(self.prefixes, self.manager, NULL, num_ranks=1)
 
     def keep(self, slots: Sequence[int], group: CacheGroup = FULL) -> dict[int, int]:
         """Store slots of the prefix; return where each of them is."""
@@ -65,7 +65,7 @@ class Loads:
         """Give a request its blocks and queue its load."""
         tracked = self.tracked(request_id)
         self.requests.admit(tracked, Phase.LOADING, [list(group) for group in block_ids])
-        self.lookups.expect(tracked, self.jobs.add(tracked, start, end, NULL))
+        self.lookups.expect(tracked, self.jobs.add(tracked, start, end, synchronous=False))
 
     def plan(self, request_id: str, start: int, end: int, *block_ids: Sequence[int]) -> LoadJob:
         self.add(request_id, start, end, *block_ids)
