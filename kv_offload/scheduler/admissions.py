@@ -7,7 +7,7 @@ from kv_offload.engine import AllocatedBlocks, Request
 from kv_offload.scheduler.load_jobs import LoadJobs
 from kv_offload.scheduler.loads import LoadChoice, LoadMode
 from kv_offload.scheduler.lookups import Lookups
-from kv_offload.scheduler.request import Answer, Phase, RequestTable, TrackedRequest
+from kv_offload.scheduler.request import Answer, Phase, RequestTable
 from kv_offload.scheduler.statistics import Statistics
 
 
@@ -108,21 +108,16 @@ class Admissions:
             if answer.tokens == num_external_tokens:
                 end = answer.end_tokens
             tracked.loaded = (start, end)
-            self._plan_load(tracked, start, end, synchronous=answer.synchronous)
+            keys = self._loads.add(tracked, start, end, synchronous=answer.synchronous)
+            if asynchronous:
+                self._lookups.expect(tracked, keys)
+            else:
+                # The engine's own prefix cache knows its blocks from this step on.
+                self._statistics.count("synchronous_loads", 1)
         if not asynchronous:
             slots = self._prefixes.count_slots(start, end) if num_external_tokens else 0
             self._mode.count(slots, request.num_tokens - end)
         tracked.answer = None
-
-    def _plan_load(
-        self, tracked: TrackedRequest, start: int, end: int, *, synchronous: bool
-    ) -> None:
-        if synchronous:
-            self._statistics.count("synchronous_loads", 1)
-        keys = self._loads.add(tracked, start, end, synchronous=synchronous)
-        if not synchronous:
-            # The engine's own prefix cache knows a synchronous load's blocks from this step on.
-            self._lookups.expect(tracked, keys)
 
     def go_on_without(self, request: Request) -> None:
         """Answer nothing more for a request, of which a hook has failed."""

@@ -13,8 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-ASSUMED_BYTES_PER_SECOND = 12e9
-"""The speed of stores until it was measured: that of PCIe Gen4 x8, as for loads."""
+from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
 
 HORIZON_STEPS = 3
 """Steps in which what is planned should have been copied.
@@ -57,22 +56,19 @@ class StoreBudget:
         self._slot_bytes = slot_bytes
         self._max_pinned_share = max_pinned_share
         self._clock = clock
-        self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
-        self._of_ranks: dict[int, float] = {}
+        self._bytes_per_second: dict[int, float] = {}  # by rank
         self._step_began: float | None = None
         self._step_seconds = 0.0
         self._load_seconds = 0.0
         self._planned_slots = 0
-        self._grown: deque[int] = deque([0] * PIN_STEPS, maxlen=PIN_STEPS)
-        self._grown_blocks = 0
+        self._grown: deque[int] = deque(maxlen=PIN_STEPS)
         self._reserved_blocks = 0.0
         self.anybody_runs = True
         """Whether there is a request that blocks must stay free for."""
 
     def learn(self, bytes_per_second: float, rank: int = 0) -> None:
         """Take how fast the stores of a rank are; a store ends when the slowest rank has it."""
-        self._of_ranks[rank] = bytes_per_second
-        self._bytes_per_second = min(self._of_ranks.values())
+        self._bytes_per_second[rank] = bytes_per_second
 
     def next_step(self, *, load_seconds: float, grown_blocks: int) -> None:
         """Begin a step, in which requests that ran before got `grown_blocks` more blocks.
@@ -86,12 +82,10 @@ class StoreBudget:
         self._step_began = now
         self._load_seconds = load_seconds
         self._planned_slots = 0
-        if grown_blocks or self._grown_blocks:
-            self._grown_blocks += grown_blocks - self._grown[0]
-            self._grown.append(grown_blocks)
+        self._grown.append(grown_blocks)
         # Below half a block there is nothing left to remember.
         faded = self._reserved_blocks * 63 / 64
-        self._reserved_blocks = max(self._grown_blocks, faded if faded > 0.5 else 0.0)
+        self._reserved_blocks = max(sum(self._grown), faded if faded > 0.5 else 0.0)
 
     @property
     def reserved_blocks(self) -> int:
@@ -123,7 +117,8 @@ class StoreBudget:
 
         While nothing is in flight it is at least 1: the engine goes on.
         """
-        slots_per_second = self._bytes_per_second / self._slot_bytes
+        speed = min(self._bytes_per_second.values(), default=ASSUMED_BYTES_PER_SECOND)
+        slots_per_second = speed / self._slot_bytes
         horizon_seconds = max(HORIZON_STEPS * self._step_seconds, MIN_HORIZON_SECONDS)
         left = slots_per_second * horizon_seconds - slots_in_flight
         if self._load_seconds:

@@ -57,7 +57,7 @@ class StoreCandidates:
         # groups they would move the boundary up to which blocks are expected to be named.
         known = min(end_tokens, request.num_tokens)
         if len(next_slot) > 1:
-            known = self._prefixes.named_tokens(known)
+            known = self._prefixes.align(known)
         for position, group, tokens, slot_hashes in self._groups:
             at, last = next_slot[position], known // tokens
             if at < last:
@@ -117,7 +117,7 @@ class StoreCandidates:
     def end_slots(self, cursor: StoreCursor, end_tokens: int) -> list[int]:
         """Return by cache group how many slots have blocks and names by `end_tokens`."""
         hashes = cursor.request.block_hashes
-        named = self._prefixes.named_tokens(self._wanted(cursor, end_tokens))
+        named = self._prefixes.align(self._wanted(cursor, end_tokens))
         return [
             _last_slot(named // tokens, slot_hashes, hashes, ids)
             for (_, _, tokens, slot_hashes), ids in zip(self._groups, cursor.block_ids, strict=True)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
 from kv_offload.scheduler.stores.budget import (
-    ASSUMED_BYTES_PER_SECOND,
     HORIZON_STEPS,
     MAX_STEP_SECONDS,
     MIN_HORIZON_SECONDS,

@@ -137,7 +137,7 @@ class Stores:
         return [make_block_hash_with_group_id(h, group) if group else h for h in hashes]
 
     def readable(self, request: Request) -> list[bool]:
-        return [self.manager.lookup(key) for key in self.keys(request)]
+        return [self.manager.readable([key])[0] for key in self.keys(request)]
 
     def references(self, ids: Sequence[int]) -> list[int]:
         return [self.pool.blocks[block].ref_cnt for block in ids]
@@ -202,8 +202,8 @@ def test_every_group_is_planned_in_one_job() -> None:
     job = stores.plan(request, small, large, end=16)
     assert blocks_of(job) == [*small, *large]
     stores.end(job)
-    assert all(stores.manager.lookup(key) for key in stores.keys(request, 0))
-    assert all(stores.manager.lookup(key) for key in stores.keys(request, 1))
+    assert all(stores.manager.readable([key])[0] for key in stores.keys(request, 0))
+    assert all(stores.manager.readable([key])[0] for key in stores.keys(request, 1))
 
 
 def test_two_requests_of_a_step_share_a_job_and_store_a_prefix_once() -> None:
