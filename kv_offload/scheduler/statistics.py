@@ -57,7 +57,4 @@ class Statistics:
                 if self._gauges_told.get(name) != value:
                     self._stats.gauge(name, value)
             self._gauges_told = gauges
-        if self._stats.is_empty():
-            return None
-        stats, self._stats = self._stats, OffloadStats()
-        return stats
+        return self._stats.take()
