@@ -145,6 +145,17 @@ def test_prompts_that_are_being_computed_come_first() -> None:
     assert not chosen.loads()
 
 
+def test_a_prompt_that_is_admitted_again_is_counted_once() -> None:
+    """After it was preempted."""
+    chosen = Chosen(EVEN / 2)
+    again = chosen.request("again", 2500)
+    assert not chosen.loads()
+    chosen.choice.admitted(again, 0)
+    assert not chosen.loads()
+    chosen.request("another", 2500)
+    assert chosen.loads()
+
+
 @pytest.mark.parametrize("mode", ["measured", "always_load"])
 def test_requests_that_have_ended_are_let_go(mode: str) -> None:
     """Also where no hit ever asks how much is being computed."""
