@@ -10,7 +10,6 @@ from kv_offload.scheduler.load_jobs import LoadJobs
 from kv_offload.scheduler.lookups import Lookups
 from kv_offload.scheduler.request import Phase, RequestTable, TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
-from kv_offload.scheduler.stores.budget import StoreBudget
 from kv_offload.scheduler.stores.leftovers import Leftovers
 from kv_offload.scheduler.stores.planner import StorePlanner
 
@@ -25,7 +24,6 @@ class Ends:
         loads: LoadJobs,
         stores: StorePlanner,
         leftovers: Leftovers,
-        budget: StoreBudget,
         pool: BlockPool,
         statistics: Statistics,
     ) -> None:
@@ -34,7 +32,6 @@ class Ends:
         self._loads = loads
         self._stores = stores
         self._leftovers = leftovers
-        self._budget = budget
         self._pool = pool
         self._statistics = statistics
 
@@ -57,7 +54,6 @@ class Ends:
         own_blocks = sum(self._pool.blocks[b].ref_cnt == 1 for group in block_ids for b in group)
         # The remembered ids: of a group that reads a window the engine's have null blocks where it
         # has moved on, though these blocks may still hold what they held.
-        self._budget.anybody_runs = self._requests.admitted > 0
         candidates.next_step()
         candidates.examine(cursor, end)
         self._stores.pin_chosen(own_blocks)

@@ -66,7 +66,7 @@ class OffloadScheduler:
             self.loads,
             self.statistics,
         )
-        self.budget = StoreBudget(slot_bytes, config.max_pinned_share)
+        self.budget = StoreBudget(slot_bytes, config.max_pinned_share, self.requests)
         self.stores = StorePlanner(
             self.prefixes,
             self.manager,
@@ -85,7 +85,6 @@ class OffloadScheduler:
             self.loads,
             self.stores,
             self.leftovers,
-            self.budget,
             pool,
             self.statistics,
         )
@@ -117,7 +116,6 @@ class OffloadScheduler:
         self.budget.next_step(
             load_seconds=self.load_choice.queued_seconds(), grown_blocks=self._grown_blocks
         )
-        self.budget.anybody_runs = self.requests.admitted > 0
         self.stores.candidates.next_step()
         self.leftovers.examine()
         self._grown_blocks = self.progress.follow(output)

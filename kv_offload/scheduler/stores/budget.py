@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
+from kv_offload.scheduler.request import RequestTable
 
 HORIZON_STEPS = 3
 """Steps in which what is planned should have been copied.
@@ -44,17 +45,20 @@ class StoreBudget:
     """Says how many more slots may be planned to be stored in this step.
 
     `slot_bytes` are those of a slot on one rank. Stores pin at most `max_pinned_share` of the GPU
-    blocks that would be free without them. `clock` gives seconds.
+    blocks that would be free without them, and keep some free if any of `requests` is admitted.
+    `clock` gives seconds.
     """
 
     def __init__(
         self,
         slot_bytes: int,
         max_pinned_share: float,
+        requests: RequestTable,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._slot_bytes = slot_bytes
         self._max_pinned_share = max_pinned_share
+        self._requests = requests
         self._clock = clock
         self._bytes_per_second: dict[int, float] = {}  # by rank
         self._step_began: float | None = None
@@ -63,8 +67,6 @@ class StoreBudget:
         self._planned_slots = 0
         self._grown: deque[int] = deque(maxlen=PIN_STEPS)
         self._reserved_blocks = 0.0
-        self.anybody_runs = True
-        """Whether there is a request that blocks must stay free for."""
 
     def learn(self, bytes_per_second: float, rank: int = 0) -> None:
         """Take how fast the stores of a rank are; a store ends when the slowest rank has it."""
@@ -94,7 +96,7 @@ class StoreBudget:
         The past is forgotten by and by. Where they find none they are preempted; a request that is
         only waiting goes on waiting.
         """
-        return math.ceil(self._reserved_blocks) if self.anybody_runs else 0
+        return math.ceil(self._reserved_blocks) if self._requests.admitted else 0
 
     def count_planned(self, num_slots: int) -> None:
         """Count slots whose stores were planned in this step."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
+from kv_offload.scheduler.request import RequestTable
 from kv_offload.scheduler.stores.budget import (
     HORIZON_STEPS,
     MAX_STEP_SECONDS,
@@ -21,7 +22,9 @@ class Steps:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.budget = StoreBudget(SLOT_BYTES, 1.0, lambda: self.now)
+        self.requests = RequestTable()
+        self.requests.admitted = 1
+        self.budget = StoreBudget(SLOT_BYTES, 1.0, self.requests, lambda: self.now)
         self.budget.learn(SPEED)
 
     def step(
@@ -46,7 +49,7 @@ def test_what_is_in_flight_ends_within_the_horizon() -> None:
 
 
 def test_the_speed_is_assumed_until_it_was_measured() -> None:
-    budget = StoreBudget(SLOT_BYTES, 1.0, lambda: 0.0)
+    budget = StoreBudget(SLOT_BYTES, 1.0, RequestTable(), lambda: 0.0)
     assumed = budget.link_slots(0)
     assert assumed == int(ASSUMED_BYTES_PER_SECOND * MIN_HORIZON_SECONDS / SLOT_BYTES)
     budget.learn(ASSUMED_BYTES_PER_SECOND / 2)
@@ -118,9 +121,9 @@ def test_blocks_are_reserved_for_the_growth_of_running_requests() -> None:
     for grown_blocks in (5, 0, 0, 0, 7, 0, 0, 1):
         steps.step(grown_blocks=grown_blocks)
     assert steps.budget.reserved_blocks == 12, "one pin may have seen the 5 and the 7"
-    steps.budget.anybody_runs = False
+    steps.requests.admitted = 0
     assert steps.budget.reserved_blocks == 0
-    steps.budget.anybody_runs = True
+    steps.requests.admitted = 1
     for _ in range(1000):
         steps.step()
     assert steps.budget.reserved_blocks == 0, "that was long ago"

@@ -16,7 +16,7 @@ from kv_offload.cache.policies import make_policy
 from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.messages import JobResult, StoreJob
 from kv_offload.metrics import SKIP_REASONS
-from kv_offload.scheduler.request import StoreCursor
+from kv_offload.scheduler.request import RequestTable, StoreCursor
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.budget import StoreBudget
 from kv_offload.scheduler.stores.leftovers import Leftovers
@@ -44,7 +44,9 @@ class Stores:
         self.prefixes = PrefixMap(self.groups, 4, make_block_hash_with_group_id)
         self.pool = BlockPool(blocks, enable_caching=True, hash_block_size=4)
         self.manager = CacheManager(slots, make_policy("lru", slots))
-        self.budget = StoreBudget(64, share, lambda: 0.0)
+        self.requests = RequestTable()
+        self.requests.admitted = 1
+        self.budget = StoreBudget(64, share, self.requests, lambda: 0.0)
         self.statistics = Statistics(self.manager, dict)
         self.planner = StorePlanner(
             self.prefixes,
@@ -430,7 +432,7 @@ def test_no_slot_is_pinned_of_blocks_that_are_reserved() -> None:
     request, ids = stores.compute(8)
     stores.budget.next_step(load_seconds=0.0, grown_blocks=1)
     assert stores.plan(request, ids, end=32) is None
-    stores.budget.anybody_runs = False
+    stores.requests.admitted = 0
     assert blocks_of(stores.plan(request, ids, end=32)) == ids[:1]
 
 

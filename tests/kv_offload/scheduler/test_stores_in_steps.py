@@ -151,7 +151,7 @@ def test_what_waits_is_kept_while_a_step_is_under_way(monkeypatch: pytest.Monkey
     What it frees lets the others' leftovers be stored.
     """
     engine = PlayedEngine(max_num_batched_tokens=64, async_scheduling=True)
-    reserved = property(lambda budget: 100 if budget.anybody_runs else 0)
+    reserved = property(lambda _: 100 if engine.offload.requests.admitted else 0)
     monkeypatch.setattr(StoreBudget, "reserved_blocks", reserved)  # nothing is left for stores
     engine.add("other", OTHER, max_tokens=3)
     engine.add("gone", PROMPT, max_tokens=1)
