@@ -139,6 +139,11 @@ class OffloadStats:
         """Add values to a histogram."""
         self.data.setdefault(name, []).extend(values)
 
+    def take(self) -> OffloadStats | None:
+        """Return what was counted since the last call; None if nothing was."""
+        data, self.data = self.data, {}
+        return OffloadStats(data) if data else None
+
     def is_empty(self) -> bool:
         """Tell whether there is nothing to report."""
         return not self.data

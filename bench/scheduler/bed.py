@@ -246,7 +246,7 @@ class SchedulerBed:
         if (metadata := self._submitted) is None:
             return ended
         stores = {job.job_id: ok for job in metadata.stores}
-        loads = {job.job_id: ok for job in metadata.loads if job.synchronous}
+        loads = {job.job_id: ok.ranks for job in metadata.loads if job.synchronous}
         ended.finished_recving |= {job.request_id for job in metadata.loads if not job.synchronous}
         if stores or loads:
             ended.kv_connector_worker_meta = OffloadWorkerMetadata(stores, loads=loads)

@@ -86,10 +86,6 @@ class CacheManager:
         """Do as `slot_numbers`, but return an array: faster for many keys."""
         return self._index.find(keys)
 
-    def lookup(self, key: Key) -> bool:
-        """Say whether a key can be loaded now. Changes nothing, recency included."""
-        return bool(self.readable([key])[0])
-
     def readable(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
         """Say for each key whether it can be loaded now. Changes nothing, recency included."""
         slots = self._index.find(keys)

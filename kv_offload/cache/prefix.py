@@ -112,13 +112,13 @@ class PrefixMap:
         on the next token would have no proof.
         """
 
-    def named_tokens(self, end_tokens: int) -> int:
-        """Return how many of `end_tokens` computed tokens lie in blocks that vLLM has hashed.
+    def align(self, tokens: int) -> int:
+        """Return the last multiple of `alignment_tokens` that is not above `tokens`.
 
-        With several groups vLLM hashes blocks up to a boundary that all groups share. Later blocks
-        get their hash in a later step, or never.
+        With several groups vLLM hashes blocks up to such a boundary. Later blocks get their hash in
+        a later step, or never.
         """
-        return end_tokens - end_tokens % self.alignment_tokens
+        return tokens - tokens % self.alignment_tokens
 
     def pool_keys(
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
@@ -160,7 +160,7 @@ class PrefixMap:
         if group.retention_tokens is None:
             return len(slots)
         # The last token of a prompt is always computed, so its end is before that.
-        at_end = self.needed_slots(group, 0, self._align(prompt_tokens - 1))
+        at_end = self.needed_slots(group, 0, self.align(prompt_tokens - 1))
         return sum(slot in at_end or self._is_retained(group, slot) for slot in slots)
 
     def _is_retained(self, group: CacheGroup, slot: int) -> bool:
@@ -196,7 +196,7 @@ class PrefixMap:
         A group that falls short lowers the end for all groups, so the search asks all of them
         again until the end stays.
         """
-        end = self._align(min(limit_tokens, len(hashes) * self._hash_block_tokens))
+        end = self.align(min(limit_tokens, len(hashes) * self._hash_block_tokens))
         previous = None
         while end > start_tokens and end != previous:
             previous = end
@@ -207,9 +207,6 @@ class PrefixMap:
             if len(self.groups) == 1:
                 break  # the only group covers this end
         return max(end, start_tokens)
-
-    def _align(self, tokens: int) -> int:
-        return tokens - tokens % self.alignment_tokens
 
     def _covered_end(
         self,
@@ -230,7 +227,7 @@ class PrefixMap:
                 slots = range(first, min(first + count, last))
                 present = self._present(group, hashes, readable, slots)
                 if not present.all():
-                    return self._align((first + int(present.argmin()) - ahead) * group.block_tokens)
+                    return self.align((first + int(present.argmin()) - ahead) * group.block_tokens)
                 first, count = slots.stop, count * LOOKUP_GROWTH
             return end_tokens
         end = end_tokens
@@ -242,7 +239,7 @@ class PrefixMap:
             if present.all():
                 return end
             missing = int(np.flatnonzero(~present)[-1])
-            end = self._align((slots.start + missing - ahead) * group.block_tokens)
+            end = self.align((slots.start + missing - ahead) * group.block_tokens)
         return end
 
     def _present(

@@ -7,7 +7,7 @@ from kv_offload.engine import AllocatedBlocks, Request
 from kv_offload.scheduler.load_jobs import LoadJobs
 from kv_offload.scheduler.loads import LoadChoice, LoadMode
 from kv_offload.scheduler.lookups import Lookups
-from kv_offload.scheduler.request import Answer, Phase, RequestTable, TrackedRequest
+from kv_offload.scheduler.request import Answer, Phase, RequestTable
 from kv_offload.scheduler.statistics import Statistics
 
 
@@ -23,7 +23,6 @@ class Admissions:
         mode: LoadMode,
         loads: LoadJobs,
         statistics: Statistics,
-        null_block_id: int,
     ) -> None:
         self._requests = requests
         self._prefixes = prefixes
@@ -32,7 +31,6 @@ class Admissions:
         self._mode = mode
         self._loads = loads
         self._statistics = statistics
-        self._null_block_id = null_block_id
         # vLLM may ask for less than it was offered; of several groups a window lacks blocks then.
         # States are moved from block to block before the forward that waits for a load.
         self._may_be_synchronous = len(prefixes.groups) == 1 and not prefixes.groups[0].holds_state
@@ -110,28 +108,16 @@ class Admissions:
             if answer.tokens == num_external_tokens:
                 end = answer.end_tokens
             tracked.loaded = (start, end)
-            self._plan_load(tracked, start, end, synchronous=answer.synchronous)
+            keys = self._loads.add(tracked, start, end, synchronous=answer.synchronous)
+            if asynchronous:
+                self._lookups.expect(tracked, keys)
+            else:
+                # The engine's own prefix cache knows its blocks from this step on.
+                self._statistics.count("synchronous_loads", 1)
         if not asynchronous:
             slots = self._prefixes.count_slots(start, end) if num_external_tokens else 0
             self._mode.count(slots, request.num_tokens - end)
         tracked.answer = None
-
-    def _plan_load(
-        self, tracked: TrackedRequest, start: int, end: int, *, synchronous: bool
-    ) -> None:
-        if synchronous:
-            self._statistics.count("synchronous_loads", 1)
-        keys = self._loads.add(
-            tracked,
-            start,
-            end,
-            self._null_block_id,
-            synchronous=synchronous,
-            whole=end == tracked.request.num_tokens,
-        )
-        if not synchronous:
-            # The engine's own prefix cache knows a synchronous load's blocks from this step on.
-            self._lookups.expect(tracked, keys)
 
     def go_on_without(self, request: Request) -> None:
         """Answer nothing more for a request, of which a hook has failed."""
@@ -157,5 +143,4 @@ class Admissions:
             start = answer.start_tokens
             tracked.loaded = (start, start + num_external_tokens)
             tracked.phase = Phase.READY if answer.synchronous else Phase.LOADING
-            first = start // self._prefixes.groups[0].block_tokens
-            self._loads.add_failure(tracked, block_ids[0][first:], synchronous=answer.synchronous)
+            self._loads.add_failure(tracked, start, synchronous=answer.synchronous)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from kv_offload.cache.manager import CacheManager
-from kv_offload.scheduler.leftovers import Leftovers
+from kv_offload.scheduler.stores.leftovers import Leftovers
 
 logger = logging.getLogger(__name__)
 

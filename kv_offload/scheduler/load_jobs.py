@@ -6,7 +6,7 @@ A load runs until every rank has ended it, whatever becomes of the request that 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.cache.slots import NO_SLOTS, MissingKeyError, Slots
-from kv_offload.messages import LoadJob
+from kv_offload.messages import LoadJob, Pairs
 from kv_offload.scheduler.rates import LoadQueue
 from kv_offload.scheduler.request import TrackedRequest
 
@@ -23,16 +23,19 @@ from kv_offload.scheduler.request import TrackedRequest
 class _SynchronousLoad(NamedTuple):
     tracked: TrackedRequest
     slots: Slots
+    blocks: NDArray[np.int32]
     ranks_left: set[int]
-    blocks: Sequence[int] | NDArray[np.int32]
 
 
 class LoadJobs:
     """Holds the slots of running loads against eviction. `queue` counts these slots."""
 
-    def __init__(self, prefixes: PrefixMap, manager: CacheManager, num_ranks: int = 1) -> None:
+    def __init__(
+        self, prefixes: PrefixMap, manager: CacheManager, null_block_id: int, num_ranks: int
+    ) -> None:
         self._prefixes = prefixes
         self._manager = manager
+        self._null_block_id = null_block_id
         self._num_ranks = num_ranks
         self.queue = LoadQueue()
         self._next_job_id = 0
@@ -57,14 +60,7 @@ class LoadJobs:
         return any(job.synchronous for job in self._planned)
 
     def add(
-        self,
-        tracked: TrackedRequest,
-        start_tokens: int,
-        end_tokens: int,
-        null_block_id: int,
-        *,
-        synchronous: bool = False,
-        whole: bool = False,
+        self, tracked: TrackedRequest, start_tokens: int, end_tokens: int, *, synchronous: bool
     ) -> list[SlotKey]:
         """Queue the load that fills a request's blocks from `start_tokens` to `end_tokens`.
 
@@ -80,7 +76,7 @@ class LoadJobs:
         ):
             first, last = start_tokens // group.block_tokens, end_tokens // group.block_tokens
             blocks = np.array(group_blocks[first:last], np.int64)
-            wanted = np.flatnonzero(blocks != null_block_id)
+            wanted = np.flatnonzero(blocks != self._null_block_id)
             if len(wanted):
                 # A window group has null blocks in front of the window, never behind.
                 parts.append(blocks[wanted[0] :])
@@ -94,49 +90,54 @@ class LoadJobs:
         incomplete = len(slots) < len(keys)
         places = np.zeros(len(keys), np.int32) if incomplete else slots
         blocks = np.concatenate(parts)
-        pairs = np.stack((blocks, places), axis=1)[blocks != null_block_id].astype(np.int32)
-        job = LoadJob(
-            self._next_job_id,
-            tracked.request_id,
+        pairs = np.stack((blocks, places), axis=1)[blocks != self._null_block_id].astype(np.int32)
+        self._queue(
+            tracked,
             pairs,
+            slots,
             incomplete=incomplete,
             synchronous=synchronous,
-            whole=whole,
+            whole=end_tokens == tracked.request.num_tokens,
         )
-        self._queue(tracked, job, slots, pairs[:, 0])
         return keys
 
-    def add_failure(
-        self, tracked: TrackedRequest, block_ids: Sequence[int], *, synchronous: bool
-    ) -> None:
+    def add_failure(self, tracked: TrackedRequest, start_tokens: int, *, synchronous: bool) -> None:
         """Queue a load that brings nothing, for a request whose load could not be planned.
 
-        The engine counts on a load into `block_ids`, so the ranks report one that failed.
+        The engine counts on a load into the request's blocks from `start_tokens` on. So the ranks
+        report that it failed, for every one of these blocks, and leave none with old content.
         """
-        if not any(job.request_id == tracked.request_id for job in self._planned):
-            nothing = np.empty((0, 2), np.int32)
-            job = LoadJob(
-                self._next_job_id,
-                tracked.request_id,
-                nothing,
-                incomplete=True,
-                synchronous=synchronous,
-            )
-            self._queue(tracked, job, NO_SLOTS, block_ids)
+        if any(job.request_id == tracked.request_id for job in self._planned):
+            return
+        assert tracked.cursor is not None, "a load for a request that has no blocks"
+        blocks = [
+            block
+            for group, ids in zip(self._prefixes.groups, tracked.cursor.block_ids, strict=True)
+            for block in ids[start_tokens // group.block_tokens :]
+            if block != self._null_block_id
+        ]
+        pairs = np.zeros((len(blocks), 2), np.int32)
+        pairs[:, 0] = blocks
+        self._queue(tracked, pairs, NO_SLOTS, incomplete=True, synchronous=synchronous, whole=False)
 
     def _queue(
         self,
         tracked: TrackedRequest,
-        job: LoadJob,
+        pairs: Pairs,
         slots: Slots,
-        blocks: Sequence[int] | NDArray[np.int32],
+        *,
+        incomplete: bool,
+        synchronous: bool,
+        whole: bool,
     ) -> None:
-        self._next_job_id += 1
-        self._planned.append(job)
+        job_id, self._next_job_id = self._next_job_id, self._next_job_id + 1
+        self._planned.append(
+            LoadJob(job_id, tracked.request_id, pairs, incomplete, synchronous, whole)
+        )
         self.queue.add(len(slots), time.monotonic())
-        if job.synchronous:
+        if synchronous:
             ranks = set(range(self._num_ranks))
-            self._synchronous[job.job_id] = _SynchronousLoad(tracked, slots, ranks, blocks)
+            self._synchronous[job_id] = _SynchronousLoad(tracked, slots, pairs[:, 0], ranks)
         else:
             tracked.held = slots
             self.running_asynchronous += 1

@@ -103,7 +103,10 @@ class LoadChoice:
 
     def admitted(self, tracked: TrackedRequest, computed_tokens: int) -> None:
         """Take a request that the engine computes from `computed_tokens` on."""
-        self._prefilling.append(tracked)
+        # Whether or not a hit ever asks: a request that has ended must not be kept. One that was
+        # preempted comes again.
+        others = (r for r in self._prefilling if r is not tracked and r.prompt_tokens_left > 1)
+        self._prefilling = [*others, tracked]
         tokens = tracked.request.num_tokens - computed_tokens
         self._longest_tokens = max(self._longest_tokens, tokens)
 
@@ -145,8 +148,8 @@ class LoadChoice:
 
     def _tokens_ahead(self) -> int:
         """Return how many tokens of admitted prompts are not computed; they come first."""
-        self._prefilling = [r for r in self._prefilling if r.prompt_tokens_left > 1]
-        return sum(tracked.prompt_tokens_left for tracked in self._prefilling)
+        left = [tracked.prompt_tokens_left for tracked in self._prefilling]
+        return sum(tokens for tokens in left if tokens > 1)
 
 
 class LoadMode:

@@ -87,7 +87,7 @@ class PrefillRate:
             if size not in self._recent:
                 self._recent[size] = RecentMedian()
             self._recent[size].add(tokens / seconds)
-            if len(self._recent[size]) == MIN_MEASUREMENTS and size not in self._known_sizes:
+            if len(self._recent[size]) == MIN_MEASUREMENTS:
                 self._known_sizes = sorted([*self._known_sizes, size])
 
     @property

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set
 
-from kv_offload.messages import DrainAnswer, JobResult, OffloadWorkerMetadata, StoreJob
-from kv_offload.scheduler.budget import StoreBudget
+from kv_offload.messages import DrainAnswer, OffloadWorkerMetadata, StoreJob
 from kv_offload.scheduler.contents import Contents
 from kv_offload.scheduler.load_jobs import LoadJobs
 from kv_offload.scheduler.request import Phase, RequestTable
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.steps import StepWatch
-from kv_offload.scheduler.stores import StorePlanner
+from kv_offload.scheduler.stores.budget import StoreBudget
+from kv_offload.scheduler.stores.planner import StorePlanner
 
 
 class Reports:
@@ -126,10 +126,6 @@ class Reports:
             tracked.phase = Phase.READY
         self._requests.settle(tracked)
 
-    def stores_ended(self, results: Mapping[int, JobResult]) -> None:
-        """Take results of stores that the only rank would report with a later step."""
-        self._stores.complete(results)
-
     @property
     def may_come_early(self) -> bool:
         """Whether a request waits to hear that a rank has ended its load, and may hear it now.
@@ -142,7 +138,7 @@ class Reports:
 
     def begin_drain(self) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
         """Return the stores that no rank has seen, and the ids of all that must end."""
-        unsent = self._stores.take_planned()
+        unsent = self._stores.jobs.take_planned()
         return unsent, self._stores.jobs.running_jobs()
 
     def end_drain(self, answer: DrainAnswer) -> bool:
@@ -155,22 +151,14 @@ class Reports:
         self._stores.jobs.abandon()
         return drained
 
-    def running_loads(self, phase: Phase | None = None) -> set[str]:
-        """Return the requests whose asynchronous loads have not ended, as far as the engine knows.
-
-        With `phase` only those in that phase.
-        """
-        return {
-            tracked.request_id
-            for tracked in self._requests
-            if tracked.held is not None
-            and phase in (None, tracked.phase)
-            and tracked.request_id not in self._received_unread
-        }
+    def running_loads(self) -> set[str]:
+        """Return the requests whose asynchronous loads the engine does not know to have ended."""
+        loading = {tracked.request_id for tracked in self._requests if tracked.held is not None}
+        return loading - self._received_unread
 
     def abandoned_loads(self) -> set[str]:
         """Return the requests that ended while their loads run: the engine holds their blocks."""
-        return self.running_loads(Phase.ENDED)
+        return {name for name in self.running_loads() if self._requests.get(name) is None}
 
     def waiting_loads(self) -> set[str]:
         """Return the requests that may wait for a load of ours, or for their turn after it."""

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from kv_offload.cache.manager import CacheManager
-from kv_offload.metrics import OffloadStats
-from kv_offload.scheduler.leftovers import Leftovers
-from kv_offload.scheduler.load_jobs import LoadJobs
-from kv_offload.scheduler.steps import StepWatch
-from kv_offload.scheduler.stores import StorePlanner
+from kv_offload.metrics import OffloadStats, SkipReason
 
 GAUGE_SECONDS = 0.1
 """While requests run gauges are reported no more often."""
 
 
 class Statistics:
-    """Counts events, and reads gauges where they stand."""
+    """Counts events, and tells gauges: `read_gauges` returns what they are now, by name."""
 
-    def __init__(
-        self,
-        manager: CacheManager,
-        loads: LoadJobs,
-        stores: StorePlanner,
-        leftovers: Leftovers,
-        watch: StepWatch,
-        slot_bytes: int,
-    ) -> None:
+    def __init__(self, manager: CacheManager, read_gauges: Callable[[], dict[str, float]]) -> None:
         self._manager = manager
-        self._loads = loads
-        self._stores = stores
-        self._leftovers = leftovers
-        self._watch = watch
-        self._slot_bytes = slot_bytes
+        self._read_gauges = read_gauges
         self._stats = OffloadStats()
         self._evictions_told = 0
         self._gauges_told: dict[str, float] = {}
@@ -41,6 +26,10 @@ class Statistics:
     def count(self, name: str, amount: float) -> None:
         """Add to the counter `name` of `kv_offload.metrics`."""
         self._stats.count(name, amount)
+
+    def skipped(self, reason: SkipReason, slots: int) -> None:
+        """Count full slots that were not stored, by the reason."""
+        self._stats.count(f"skipped_{reason}", slots)
 
     def observe(self, name: str, value: float) -> None:
         """Add a value to the histogram `name` of `kv_offload.metrics`."""
@@ -58,35 +47,14 @@ class Statistics:
         looked at every `GAUGE_SECONDS`, or at once where the engine is `idle`.
         """
         evictions = self._manager.evictions
-        if evictions != self._evictions_told:
-            self.count("evictions", evictions - self._evictions_told)
-            self._evictions_told = evictions
-        if self._stores.skipped:
-            for reason, slots in self._stores.take_skipped().items():
-                self.count(f"skipped_{reason}", slots)
+        self.count("evictions", evictions - self._evictions_told)
+        self._evictions_told = evictions
         now = time.monotonic()
         if idle or now >= self._gauges_due:
             self._gauges_due = now + GAUGE_SECONDS
-            self._add_gauges()
-        if self._stats.is_empty():
-            return None
-        stats, self._stats = self._stats, OffloadStats()
-        return stats
-
-    def _add_gauges(self) -> None:
-        gauges: dict[str, float] = {
-            "slots": self._manager.usable_slots,
-            "slots_in_use": self._manager.slots_in_use,
-            "pool_slots": self._manager.num_slots,
-            "slot_bytes": self._slot_bytes,
-            "running_loads": self._loads.running,
-            "running_stores": self._stores.jobs.running,
-            "pinned_blocks": self._stores.jobs.pinned_blocks,
-            "waiting_slots": self._leftovers.slots,
-            **self._watch.gauges(),
-        }
-        if gauges != self._gauges_told:
+            gauges = self._read_gauges()
             for name, value in gauges.items():
                 if self._gauges_told.get(name) != value:
                     self._stats.gauge(name, value)
             self._gauges_told = gauges
+        return self._stats.take()

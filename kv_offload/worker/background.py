@@ -64,7 +64,7 @@ class BackgroundCopies:
     def _start(self, job: SwapJob) -> bool:
         error = self._copies.start(job)
         if error is not None:
-            self._copies.log.error("%s", error if isinstance(error, TransferError) else repr(error))
+            self._copies.log.error("%s", _text(error))
         return error is None
 
     def _store_ended(self, job_id: int, *, ok: bool) -> None:
@@ -102,7 +102,7 @@ class BackgroundCopies:
     def fail_loads(self) -> None:
         """Report the loads of this step that an error kept from starting as failed."""
         while self._loads_to_start:
-            self._reports.load_ended(self._loads_to_start.popleft(), failed=True)
+            self._fail_load(self._loads_to_start.popleft())
 
     @property
     def loading_requests(self) -> set[str]:
@@ -132,6 +132,10 @@ class BackgroundCopies:
         self._reports.load_ended(job, failed=True)
         try:
             self._copies.require_transfer().zero_blocks([int(block) for block in job.pairs[:, 0]])
-        except TransferError as error:
+        except Exception as error:  # noqa: BLE001 - the load has failed anyway
             # They are recomputed before they are read; only NaNs in unused rows could remain.
-            self._copies.log.error("%s", error)
+            self._copies.log.error("%s", _text(error))
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, TransferError) else repr(error)

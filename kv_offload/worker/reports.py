@@ -185,7 +185,4 @@ class Reports:
 
     def take_stats(self) -> OffloadStats | None:
         """Return the metrics counted since the last call; None where nothing was counted."""
-        if self._stats.is_empty():
-            return None
-        stats, self._stats = self._stats, OffloadStats()
-        return stats
+        return self._stats.take()

@@ -129,6 +129,23 @@ def test_what_happens_before_the_loss_is_heard_of(async_scheduling: bool, then: 
     engine.check_rest()
 
 
+def test_a_loss_of_an_aborted_request_leaves_the_next_of_its_name_known() -> None:
+    """Reports name loads; the engine ends requests by their names."""
+    engine = PlayedEngine(async_scheduling=True, synchronous_loads=True, max_num_batched_tokens=64)
+    store(engine, PROMPT)
+    engine.model.may_lose_kv = True
+    engine.ranks[0].copies.faults.update(submit=1, load_now=1)
+    engine.add("a", MORE, max_tokens=6)
+    engine.schedule()
+    engine.execute()
+    engine.abort("a")
+    engine.add("a", OTHER, max_tokens=3)
+    assert engine.schedule().num_scheduled_tokens["a"] == len(OTHER)
+    play(engine)
+    engine.check_rest()
+    assert engine.offload.requests.admitted == 0
+
+
 @both_ways
 def test_where_nobody_knows_who_computed_with_lost_kv_all_of_the_step_end(
     async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
@@ -137,13 +154,13 @@ def test_where_nobody_knows_who_computed_with_lost_kv_all_of_the_step_end(
     store(engine, PROMPT)
     engine.model.may_lose_kv = True
     engine.ranks[0].copies.faults.update(submit=1, load_now=1)
-    original = engine.offload.lose
+    original = engine.offload.ends.lose
 
     def lose(lost_loads: Any) -> set[str]:
-        monkeypatch.setattr(engine.offload, "lose", original)
+        monkeypatch.setattr(engine.offload.ends, "lose", original)
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(engine.offload, "lose", lose)
+    monkeypatch.setattr(engine.offload.ends, "lose", lose)
     engine.add("a", PROMPT)
     play(engine)
     assert (engine.ended["a"], engine.answers.get("a", [])) == ("error", [])
@@ -242,6 +259,23 @@ def test_a_hook_that_raises_does_not_end_the_engine(
     assert times > 0, "it was never called"
     assert counted <= times
     assert counted or hook.endswith(("take_stats", "take_report")), "not counted"
+
+
+@both_ways
+def test_a_load_that_could_not_be_planned_fails_its_request_where_failures_do(
+    async_scheduling: bool,
+) -> None:
+    """The engine counts on the load. It ends the request, and nothing reads the empty blocks."""
+    engine = PlayedEngine(async_scheduling=async_scheduling, plugin={"on_load_failure": "fail"})
+    store(engine, PROMPT)
+    raised: list[str] = []
+    hook = "offload_scheduler.admissions.allocated"
+    wrap_hook(engine.connector, hook, functools.partial(raise_once, raised, 0))
+    engine.add("a", PROMPT)
+    play(engine)
+    assert len(raised) == 1
+    assert (engine.ended["a"], engine.answers.get("a", [])) == ("error", [])
+    engine.check_rest()
 
 
 def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice() -> None:

@@ -25,7 +25,7 @@ from vllm.v1.request import RequestStatus
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.drain import drain_engine_core
 from kv_offload.messages import DrainAnswer
-from kv_offload.scheduler.store_jobs import StoreJobs
+from kv_offload.scheduler.stores.jobs import StoreJobs
 from kv_offload.worker.worker import OffloadWorker
 from tests.support.manual_copies import ManualSwapEngine
 from tests.support.played_cases import (

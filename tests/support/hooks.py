@@ -10,7 +10,7 @@ HOOKS = (
     "offload_scheduler.admissions.allocated",
     "offload_scheduler.build_metadata",
     "offload_scheduler.reports.read",
-    "offload_scheduler.finished",
+    "offload_scheduler.ends.finished",
     "offload_scheduler.take_stats",
     "offload_worker.submit_stores",
     "offload_worker.start_copies",

@@ -13,7 +13,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.v1.request import Request
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.scheduler.budget import MIN_HORIZON_SECONDS, StoreBudget
+from kv_offload.scheduler.stores.budget import MIN_HORIZON_SECONDS, StoreBudget
 from tests.support.configurations import PAGE_WORDS
 from tests.support.played_engine import PlayedEngine
 
@@ -76,7 +76,7 @@ def clocked(clock: Callable[[], float], **arguments: Any) -> PlayedEngine:
     """Return an engine whose budget of stores reads this clock."""
     with mock.patch(
         "kv_offload.scheduler.scheduler.StoreBudget",
-        lambda slot_bytes: StoreBudget(slot_bytes, clock),
+        lambda *arguments: StoreBudget(*arguments, clock),
     ):
         return PlayedEngine(**arguments)
 

@@ -70,7 +70,7 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         scheduler.reports.read()
         rank = self._local_rank()
         if rank is not None and scheduler.has_pending_stores:
-            scheduler.reports.stores_ended(rank.take_ended_stores())
+            scheduler.stores.complete(rank.take_ended_stores())
         scheduler.watch.end()
         counted = scheduler.take_stats()
         # No step may follow that would report what was polled just now.

@@ -51,5 +51,5 @@ def requests_with_lost_kv(connector: Any, output: Any) -> set[str]:
     """Return the requests that have computed with KV that a step's output reports as lost."""
     reports = own_reports(connector, output.kv_connector_worker_meta)
     return set().union(
-        *(half.lose(report.lost_loads) for half, report in reports if report.lost_loads)
+        *(half.ends.lose(report.lost_loads) for half, report in reports if report.lost_loads)
     )

@@ -61,8 +61,8 @@ def eviction_order(manager: CacheManager, keys: Sequence[bytes]) -> list[bytes]:
     for i in range(manager.num_slots):
         prepared = manager.prepare_store([b"newcomer %d" % i])
         assert len(prepared) == 1
-        gone = [key for key in left if not manager.lookup(key)]
-        left = [key for key in left if manager.lookup(key)]
+        gone = [key for key in left if not manager.readable([key])[0]]
+        left = [key for key in left if manager.readable([key])[0]]
         assert len(gone) <= 1
         order += gone
         manager.check_integrity()
@@ -75,7 +75,7 @@ def eviction_order(manager: CacheManager, keys: Sequence[bytes]) -> list[bytes]:
 
 def test_a_new_manager_is_empty(manager: CacheManager) -> None:
     assert (manager.num_slots, manager.slots_in_use, manager.evictions) == (4, 0, 0)
-    assert not manager.lookup(A)
+    assert not manager.readable([A])[0]
     assert not is_known(manager, A)
     manager.check_integrity()
 
@@ -102,12 +102,12 @@ def test_a_stored_key_is_readable_once_its_store_is_completed(manager: CacheMana
     assert prepared.tolist() == [0, 1]
     assert manager.slots_in_use == 2
     assert is_known(manager, A)
-    assert not manager.lookup(A)
+    assert not manager.readable([A])[0]
     assert manager.readable_slots() == {}
     manager.complete_store(array(0))
-    assert manager.lookup(A)
+    assert manager.readable([A])[0]
     assert is_known(manager, A)
-    assert not manager.lookup(B)
+    assert not manager.readable([B])[0]
     assert manager.readable_slots() == {A: 0}
     manager.check_integrity()
 
@@ -134,7 +134,7 @@ def test_prepare_store_evicts_and_counts(manager: CacheManager) -> None:
     prepared = manager.prepare_store([E, b"f"])
     assert (manager.evictions, manager.slots_in_use) == (2, 4)
     assert sorted(prepared.tolist()) == [slots[C], slots[D]]
-    assert [manager.lookup(key) for key in (A, B, C, D)] == [True, True, False, False]
+    assert [manager.readable([key])[0] for key in (A, B, C, D)] == [True, True, False, False]
     assert not is_known(manager, D)
     manager.complete_store(prepared)
     manager.prepare_store([C])
@@ -146,12 +146,12 @@ def test_prepare_store_never_evicts_what_goes_along(manager: CacheManager) -> No
     store(manager, B, C, D)
     prepared = manager.prepare_store([b"1", b"2", b"3", b"4"], manager.find([A, B, A]))
     assert manager.slot_numbers([b"1", b"2", b"3"]) == [*prepared.tolist(), -1]
-    assert manager.lookup(A)
-    assert manager.lookup(B)
+    assert manager.readable([A])[0]
+    assert manager.readable([B])[0]
     manager.check_integrity()
     manager.complete_store(prepared)
     manager.prepare_store([b"5", b"6", b"7", b"8"])
-    assert not manager.lookup(A), "the guard must not outlast the call"
+    assert not manager.readable([A])[0], "the guard must not outlast the call"
 
 
 def test_a_failed_store_frees_its_slot_and_leaves_its_key_unknown(manager: CacheManager) -> None:
@@ -159,7 +159,7 @@ def test_a_failed_store_frees_its_slot_and_leaves_its_key_unknown(manager: Cache
     manager.complete_store(prepared[:1], ok=False)
     manager.complete_store(prepared[1:])
     assert not is_known(manager, A)
-    assert manager.lookup(B)
+    assert manager.readable([B])[0]
     assert manager.slots_in_use == 1
     manager.check_integrity()
     store(manager, A, C, D)
@@ -197,12 +197,12 @@ def test_a_key_is_not_evicted_while_any_reader_is_left(manager: CacheManager) ->
         prepared = manager.prepare_store([b"%d%d" % (readers_left, i) for i in range(4)])
         assert len(prepared) == 3
         assert slot not in prepared.tolist()
-        assert manager.lookup(A)
+        assert manager.readable([A])[0]
         manager.complete_store(prepared)
         manager.complete_load(array(slot))
         manager.check_integrity()
     assert len(manager.prepare_store([b"%d" % i for i in range(4)])) == 4
-    assert not manager.lookup(A)
+    assert not manager.readable([A])[0]
 
 
 def test_a_key_repeated_in_one_load_is_held_once_for_each(manager: CacheManager) -> None:
@@ -221,7 +221,7 @@ def test_a_key_repeated_in_one_load_is_held_once_for_each(manager: CacheManager)
 def test_lookups_do_not_change_recency(manager: CacheManager) -> None:
     for key in (A, B, C, D):
         store(manager, key)
-    manager.lookup(A)
+    manager.readable([A])[0]
     manager.slot_numbers([A])
     manager.find([A])
     manager.readable_slots()
@@ -319,12 +319,12 @@ def test_complete_store_refuses_slots_without_a_store_and_changes_nothing(
     for slots in ([a, 3], [a, c], [a, a], [a, -1], [a, 99]):
         with pytest.raises(MisuseError, match="complete every prepared store once"):
             manager.complete_store(array(*slots))
-        assert not manager.lookup(A)
+        assert not manager.readable([A])[0]
         manager.check_integrity()
     manager.complete_store(array(a, b))
     with pytest.raises(MisuseError, match=rf"stores to slots \[{a}\] were completed"):
         manager.complete_store(array(a), ok=False)
-    assert manager.lookup(A)
+    assert manager.readable([A])[0]
 
 
 def test_complete_load_refuses_slots_without_a_load_and_changes_nothing(
@@ -379,7 +379,7 @@ def test_reset_keeps_the_slots_of_running_operations_until_they_complete(
     manager.complete_store(array(failed), ok=False)
     manager.check_integrity()
     assert manager.slots_in_use == 1
-    assert manager.lookup(A)
+    assert manager.readable([A])[0]
     assert not is_known(manager, B, C)
     assert sorted(store(manager, B, C, D)) == sorted([loading, ok, failed])
 
@@ -390,7 +390,7 @@ def test_an_orphan_and_the_new_slot_of_its_key_do_not_mix(manager: CacheManager)
     (new,) = manager.prepare_store([A]).tolist()
     assert new != old
     manager.complete_store(array(old))
-    assert not manager.lookup(A)
+    assert not manager.readable([A])[0]
     assert is_known(manager, A)
     manager.complete_store(array(new))
     assert manager.prepare_load([A]).tolist() == [new]

@@ -378,8 +378,8 @@ def test_a_block_without_a_hash_has_no_key() -> None:
 
 def test_blocks_have_names_up_to_a_boundary_of_all_groups() -> None:
     prefixes = make_map(CacheGroup(0, 4), CacheGroup(1, 6))
-    assert [prefixes.named_tokens(end) for end in (0, 11, 12, 23, 24)] == [0, 0, 12, 12, 24]
-    assert [make_map(FULL).named_tokens(end) for end in (3, 4, 7)] == [0, 4, 4]
+    assert [prefixes.align(end) for end in (0, 11, 12, 23, 24)] == [0, 0, 12, 12, 24]
+    assert [make_map(FULL).align(end) for end in (3, 4, 7)] == [0, 4, 4]
 
 
 def test_needed_keys_are_in_prefix_order_group_by_group() -> None:

@@ -26,7 +26,8 @@ def test_halves_of_one_connector_or_of_those_inside_another() -> None:
 
 def test_failed_and_lost_loads_are_collected_from_all_reports() -> None:
     def half(name: str) -> Any:
-        return SimpleNamespace(offload_scheduler=SimpleNamespace(lose=lambda jobs: {(name, *jobs)}))
+        ends = SimpleNamespace(lose=lambda jobs: {(name, *jobs)})
+        return SimpleNamespace(offload_scheduler=SimpleNamespace(ends=ends))
 
     def report(failed: set[str], lost: set[int]) -> OffloadWorkerMetadata:
         return OffloadWorkerMetadata(failed_loads=frozenset(failed), lost_loads=frozenset(lost))

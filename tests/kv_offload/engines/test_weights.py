@@ -213,7 +213,7 @@ def test_a_weight_update_while_stores_run_lets_none_of_them_become_readable() ->
     assert core.engine.offload.has_pending_stores
     core.collective_rpc("update_weights")
     core.engine.run()
-    assert not any(map(core.engine.offload.manager.lookup, core.engine.known))
+    assert not core.engine.offload.manager.readable([*core.engine.known]).any()
     assert core.reset_prefix_cache()
     core.engine.check_rest()
 

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from kv_offload.scheduler.budget import (
-    ASSUMED_BYTES_PER_SECOND,
+from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
+from kv_offload.scheduler.request import RequestTable
+from kv_offload.scheduler.stores.budget import (
     HORIZON_STEPS,
     MAX_STEP_SECONDS,
     MIN_HORIZON_SECONDS,
@@ -21,7 +22,9 @@ class Steps:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.budget = StoreBudget(SLOT_BYTES, lambda: self.now)
+        self.requests = RequestTable()
+        self.requests.admitted = 1
+        self.budget = StoreBudget(SLOT_BYTES, 1.0, self.requests, lambda: self.now)
         self.budget.learn(SPEED)
 
     def step(
@@ -39,77 +42,77 @@ class Steps:
 def test_what_is_in_flight_ends_within_the_horizon() -> None:
     steps = Steps()
     slots = int(1000 * MIN_HORIZON_SECONDS)
-    assert steps.step().slots_left(0) == slots
-    assert steps.budget.slots_left(slots - 7) == 7
-    assert steps.budget.slots_left(slots) == 0
-    assert steps.budget.slots_left(slots + 1) == 0
+    assert steps.step().link_slots(0) == slots
+    assert steps.budget.link_slots(slots - 7) == 7
+    assert steps.budget.link_slots(slots) == 0
+    assert steps.budget.link_slots(slots + 1) == 0
 
 
 def test_the_speed_is_assumed_until_it_was_measured() -> None:
-    budget = StoreBudget(SLOT_BYTES, lambda: 0.0)
-    assumed = budget.slots_left(0)
+    budget = StoreBudget(SLOT_BYTES, 1.0, RequestTable(), lambda: 0.0)
+    assumed = budget.link_slots(0)
     assert assumed == int(ASSUMED_BYTES_PER_SECOND * MIN_HORIZON_SECONDS / SLOT_BYTES)
     budget.learn(ASSUMED_BYTES_PER_SECOND / 2)
-    assert budget.slots_left(0) == pytest.approx(assumed / 2, abs=1)
+    assert budget.link_slots(0) == pytest.approx(assumed / 2, abs=1)
 
 
 def test_the_slowest_rank_says_how_fast_stores_are() -> None:
     """Also where the ranks tell of their speeds at different times."""
     steps = Steps()
-    slots = steps.step().slots_left(0)
+    slots = steps.step().link_slots(0)
     steps.budget.learn(SPEED / 4, rank=1)
-    assert steps.budget.slots_left(0) == slots // 4
+    assert steps.budget.link_slots(0) == slots // 4
     steps.budget.learn(SPEED * 9)
-    assert steps.budget.slots_left(0) == slots // 4
+    assert steps.budget.link_slots(0) == slots // 4
     steps.budget.learn(SPEED / 2, rank=1)
-    assert steps.budget.slots_left(0) == slots // 2
+    assert steps.budget.link_slots(0) == slots // 2
 
 
 def test_the_horizon_grows_with_long_steps_but_not_with_pauses() -> None:
     steps = Steps()
     steps.settle(0.2)
     slots = int(1000 * 0.2 * HORIZON_STEPS)
-    assert steps.budget.slots_left(0) == pytest.approx(slots, abs=1)
+    assert steps.budget.link_slots(0) == pytest.approx(slots, abs=1)
     steps.step(3600.0)
     longest = HORIZON_STEPS * (0.2 + (MAX_STEP_SECONDS - 0.2) / 8)
-    assert steps.budget.slots_left(0) == pytest.approx(1000 * longest, abs=2)
+    assert steps.budget.link_slots(0) == pytest.approx(1000 * longest, abs=2)
 
 
 def test_stores_get_a_share_of_the_link_beside_loads_that_take_all_of_it() -> None:
     steps = Steps()
     steps.settle(0.08)
-    assert steps.step(0.08).slots_left(0) == pytest.approx(240, abs=1)
+    assert steps.step(0.08).link_slots(0) == pytest.approx(240, abs=1)
     share = int(1000 * 0.08 * SHARE_BESIDE_LOADS)
     budget = steps.step(0.08, load_seconds=1.0)
-    assert budget.slots_left(0) == pytest.approx(share, abs=1)
+    assert budget.link_slots(0) == pytest.approx(share, abs=1)
     budget.count_planned(share)
-    assert budget.slots_left(share) == 0
-    assert steps.step(0.08, load_seconds=1.0).slots_left(share) == pytest.approx(share, abs=1)
+    assert budget.link_slots(share) == 0
+    assert steps.step(0.08, load_seconds=1.0).link_slots(share) == pytest.approx(share, abs=1)
 
 
 def test_stores_get_the_rest_of_a_step_that_its_loads_leave() -> None:
     steps = Steps()
     steps.settle(0.08)
     budget = steps.step(0.08, load_seconds=0.03)
-    assert budget.slots_left(0) == pytest.approx(50, abs=1)
+    assert budget.link_slots(0) == pytest.approx(50, abs=1)
     budget.count_planned(20)
-    assert budget.slots_left(20) == pytest.approx(30, abs=1)
+    assert budget.link_slots(20) == pytest.approx(30, abs=1)
     share = int(1000 * 0.08 * SHARE_BESIDE_LOADS)
-    assert steps.step(0.08, load_seconds=0.079).slots_left(0) == pytest.approx(share, abs=1)
+    assert steps.step(0.08, load_seconds=0.079).link_slots(0) == pytest.approx(share, abs=1)
 
 
 def test_loads_that_follow_each_other_do_not_starve_stores() -> None:
     steps = Steps()
     budget = steps.step(load_seconds=1.0)  # no step has taken any time yet
-    assert budget.slots_left(0) == 1
-    assert budget.slots_left(1) == 0
+    assert budget.link_slots(0) == 1
+    assert budget.link_slots(1) == 0
 
 
 def test_a_slot_larger_than_the_horizon_is_stored_alone() -> None:
     steps = Steps()
     steps.budget.learn(1.0)
-    assert steps.step().slots_left(0) == 1
-    assert steps.budget.slots_left(1) == 0
+    assert steps.step().link_slots(0) == 1
+    assert steps.budget.link_slots(1) == 0
 
 
 def test_blocks_are_reserved_for_the_growth_of_running_requests() -> None:
@@ -118,9 +121,9 @@ def test_blocks_are_reserved_for_the_growth_of_running_requests() -> None:
     for grown_blocks in (5, 0, 0, 0, 7, 0, 0, 1):
         steps.step(grown_blocks=grown_blocks)
     assert steps.budget.reserved_blocks == 12, "one pin may have seen the 5 and the 7"
-    steps.budget.anybody_runs = False
+    steps.requests.admitted = 0
     assert steps.budget.reserved_blocks == 0
-    steps.budget.anybody_runs = True
+    steps.requests.admitted = 1
     for _ in range(1000):
         steps.step()
     assert steps.budget.reserved_blocks == 0, "that was long ago"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,10 @@ from kv_offload.scheduler.steps import StepWatch
 BLOCK = 16
 SLOT_BYTES = BLOCK * 131_072
 """A block of 16 tokens of a model like Llama-3.1-8B."""
+
+
+class Named(SimpleNamespace):
+    """Unlike its base it can be referenced weakly."""
 
 
 class Chosen:
@@ -46,9 +51,7 @@ class Chosen:
             self.watch.load_rate.learn(bytes_per_second)
 
     def request(self, request_id: str, tokens: int, computed: int = 0) -> Any:
-        request = SimpleNamespace(
-            request_id=request_id, num_tokens=tokens, num_computed_tokens=computed
-        )
+        request = Named(request_id=request_id, num_tokens=tokens, num_computed_tokens=computed)
         tracked = TrackedRequest(request)
         self.choice.admitted(tracked, 0)
         return tracked
@@ -140,6 +143,30 @@ def test_prompts_that_are_being_computed_come_first() -> None:
     assert not chosen.loads()
     chosen.request("aborted", 8192).phase = Phase.ENDED
     assert not chosen.loads()
+
+
+def test_a_prompt_that_is_admitted_again_is_counted_once() -> None:
+    """After it was preempted."""
+    chosen = Chosen(EVEN / 2)
+    again = chosen.request("again", 2500)
+    assert not chosen.loads()
+    chosen.choice.admitted(again, 0)
+    assert not chosen.loads()
+    chosen.request("another", 2500)
+    assert chosen.loads()
+
+
+@pytest.mark.parametrize("mode", ["measured", "always_load"])
+def test_requests_that_have_ended_are_let_go(mode: str) -> None:
+    """Also where no hit ever asks how much is being computed."""
+    chosen = Chosen(EVEN, mode=mode)
+    ended = []
+    for index in range(9):
+        tracked = chosen.request(f"{index}", 8192)
+        ended.append(weakref.ref(tracked.request))
+        tracked.phase = Phase.ENDED
+        del tracked
+    assert [request() is None for request in ended[:-1]] == [True] * 8
 
 
 def test_an_asynchronous_load_is_seen_a_step_later() -> None:

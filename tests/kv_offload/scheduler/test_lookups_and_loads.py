@@ -33,7 +33,7 @@ class Loads:
         self.manager = CacheManager(num_slots, make_policy("lru", num_slots))
         self.requests = RequestTable()
         self.lookups = Lookups(self.prefixes, self.manager)
-        self.jobs = LoadJobs(self.prefixes, self.manager)
+        self.jobs = LoadJobs(self.prefixes, self.manager, NULL, num_ranks=1)
 
     def keep(self, slots: Sequence[int], group: CacheGroup = FULL) -> dict[int, int]:
         """Store slots of the prefix; return where each of them is."""
@@ -65,7 +65,7 @@ class Loads:
         """Give a request its blocks and queue its load."""
         tracked = self.tracked(request_id)
         self.requests.admit(tracked, Phase.LOADING, [list(group) for group in block_ids])
-        self.lookups.expect(tracked, self.jobs.add(tracked, start, end, NULL))
+        self.lookups.expect(tracked, self.jobs.add(tracked, start, end, synchronous=False))
 
     def plan(self, request_id: str, start: int, end: int, *block_ids: Sequence[int]) -> LoadJob:
         self.add(request_id, start, end, *block_ids)
@@ -104,7 +104,7 @@ class Loads:
         """Tell whether a slot of the prefix outlives an eviction of everything that can go."""
         newcomers = [b"newcomer %d" % i for i in range(self.manager.num_slots)]
         plan = self.manager.prepare_store(newcomers)
-        held = self.manager.lookup(self.key(slot))
+        held = self.manager.readable([self.key(slot)])[0]
         self.manager.complete_store(plan, ok=False)
         return held
 
@@ -225,7 +225,7 @@ def test_an_eviction_of_others_has_the_blocks_looked_up_once(
     loads.keep(range(4))
     assert loads.match("a") == 16
     loads.manager.complete_store(loads.manager.prepare_store([b"newcomer"]))
-    assert not loads.manager.lookup(b"other")
+    assert not loads.manager.readable([b"other"])[0]
     counts = count_lookups(loads, monkeypatch)
     assert [loads.match("a") for _ in range(3)] == [16, 16, 16]
     assert counts == [4]

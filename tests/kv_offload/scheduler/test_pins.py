@@ -8,7 +8,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 from kv_offload.engines.vllm.drain import drain_engine_core
 from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
-from kv_offload.scheduler.budget import StoreBudget
+from kv_offload.scheduler.stores.budget import StoreBudget
 from tests.support.played_cases import OTHER, PROMPT, both_ways, pinned
 from tests.support.played_engine import PlayedEngine
 

@@ -16,11 +16,12 @@ from kv_offload.cache.policies import make_policy
 from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.messages import JobResult, StoreJob
 from kv_offload.metrics import SKIP_REASONS
-from kv_offload.scheduler.budget import StoreBudget
-from kv_offload.scheduler.leftovers import Leftovers
-from kv_offload.scheduler.request import StoreCursor
-from kv_offload.scheduler.stores import StorePlanner
-from kv_offload.scheduler.uses import UseCounter
+from kv_offload.scheduler.request import RequestTable, StoreCursor
+from kv_offload.scheduler.statistics import Statistics
+from kv_offload.scheduler.stores.budget import StoreBudget
+from kv_offload.scheduler.stores.leftovers import Leftovers
+from kv_offload.scheduler.stores.planner import StorePlanner
+from kv_offload.scheduler.stores.uses import UseCounter
 from tests.support.configurations import make_request
 
 FULL = CacheGroup(0, 4)
@@ -43,12 +44,22 @@ class Stores:
         self.prefixes = PrefixMap(self.groups, 4, make_block_hash_with_group_id)
         self.pool = BlockPool(blocks, enable_caching=True, hash_block_size=4)
         self.manager = CacheManager(slots, make_policy("lru", slots))
-        self.budget = StoreBudget(64, lambda: 0.0)
+        self.requests = RequestTable()
+        self.requests.admitted = 1
+        self.budget = StoreBudget(64, share, self.requests, lambda: 0.0)
+        self.statistics = Statistics(self.manager, dict)
         self.planner = StorePlanner(
-            self.prefixes, self.manager, self.pool, ranks, self.budget, share, uses
+            self.prefixes,
+            self.manager,
+            self.pool,
+            ranks,
+            self.budget,
+            self.statistics,
+            prompt_only=False,
+            after_uses=uses,
         )
-        self.jobs = self.planner.jobs
-        self.leftovers = Leftovers(self.planner)
+        self.candidates, self.jobs = self.planner.candidates, self.planner.jobs
+        self.leftovers = Leftovers(self.planner, self.statistics)
 
     def new_request(self, blocks: int, first_token: int = 1) -> Request:
         """Return a request of full blocks; another `first_token` is another prefix."""
@@ -92,21 +103,24 @@ class Stores:
         soon_free: int = 0,
     ) -> StoreJob | None:
         """Plan one step; return its job, if there is one."""
-        self.planner.next_step()
+        self.candidates.next_step()
         cursor = cursor or self.cursor(request, *ids)
         cursor.block_ids = [list(group) for group in ids]
-        self.planner.examine(cursor, end)
-        self.planner.pin_chosen(soon_free)
-        jobs = self.planner.take_planned()
+        self.candidates.examine(cursor, end)
+        jobs = self.take(soon_free)
         self.check()
         assert len(jobs) < 2
         return jobs[0] if jobs else None
 
+    def take(self, soon_free: int = 0) -> tuple[StoreJob, ...]:
+        self.planner.pin_chosen(soon_free)
+        return self.jobs.take_planned()
+
     def leftovers_step(self, *, idle: bool = False) -> StoreJob | None:
         """Plan one step without requests."""
-        self.planner.next_step()
+        self.candidates.next_step()
         self.leftovers.examine()
-        jobs = self.planner.take_planned()
+        jobs = self.take()
         self.leftovers.settle(idle=idle)
         self.check()
         return jobs[0] if jobs else None
@@ -125,13 +139,19 @@ class Stores:
         return [make_block_hash_with_group_id(h, group) if group else h for h in hashes]
 
     def readable(self, request: Request) -> list[bool]:
-        return [self.manager.lookup(key) for key in self.keys(request)]
+        return [self.manager.readable([key])[0] for key in self.keys(request)]
 
     def references(self, ids: Sequence[int]) -> list[int]:
         return [self.pool.blocks[block].ref_cnt for block in ids]
 
     def skipped(self) -> dict[str, int]:
-        return {reason: slots for reason, slots in self.planner.take_skipped().items() if slots}
+        counted = self.statistics.take(idle=True)
+        figures = counted.data if counted is not None else {}
+        return {
+            name.removeprefix("skipped_"): slots
+            for name, slots in figures.items()
+            if name.startswith("skipped_")
+        }
 
 
 def blocks_of(job: StoreJob | None) -> list[int]:
@@ -184,8 +204,8 @@ def test_every_group_is_planned_in_one_job() -> None:
     job = stores.plan(request, small, large, end=16)
     assert blocks_of(job) == [*small, *large]
     stores.end(job)
-    assert all(stores.manager.lookup(key) for key in stores.keys(request, 0))
-    assert all(stores.manager.lookup(key) for key in stores.keys(request, 1))
+    assert all(stores.manager.readable([key])[0] for key in stores.keys(request, 0))
+    assert all(stores.manager.readable([key])[0] for key in stores.keys(request, 1))
 
 
 def test_two_requests_of_a_step_share_a_job_and_store_a_prefix_once() -> None:
@@ -193,13 +213,13 @@ def test_two_requests_of_a_step_share_a_job_and_store_a_prefix_once() -> None:
     request, ids = stores.compute(3)
     twin, twin_ids = stores.compute(3)
     other, other_ids = stores.compute(3, first_token=9)
-    stores.planner.next_step()
+    stores.candidates.next_step()
     for asking, blocks in ((request, ids), (twin, twin_ids), (other, other_ids)):
-        stores.planner.examine(stores.cursor(asking, blocks), 12)
-    (job,) = stores.planner.take_planned()
+        stores.candidates.examine(stores.cursor(asking, blocks), 12)
+    (job,) = stores.take()
     assert blocks_of(job) == [*ids, *other_ids]
     assert stores.references(twin_ids) == [1, 1, 1]
-    assert stores.planner.take_planned() == ()
+    assert stores.take() == ()
 
 
 # -- blocks that the pool does not know under that key now -------------------------------------
@@ -277,11 +297,11 @@ def test_a_block_that_vllm_does_not_name_is_not_lost(
 def test_planned_blocks_are_referenced_until_the_store_has_ended() -> None:
     stores = Stores()
     request, ids = stores.compute(3)
-    stores.planner.examine(stores.cursor(request, ids), 8)
+    stores.candidates.examine(stores.cursor(request, ids), 8)
     stores.planner.pin_chosen()
     assert stores.references(ids) == [2, 2, 1]
     assert (stores.jobs.pending, stores.jobs.running) == (True, 0)
-    (job,) = stores.planner.take_planned()
+    (job,) = stores.take()
     assert stores.references(ids) == [2, 2, 1]
     assert (stores.jobs.pending, stores.jobs.running) == (True, 1)
     assert stores.jobs.running_jobs() == (job.job_id,)
@@ -369,12 +389,12 @@ def test_an_idle_block_is_one_that_only_a_pin_keeps() -> None:
     stores = Stores(blocks=9)
     request, ids = stores.compute(2)
     assert not stores.jobs.holds_idle_blocks
-    stores.planner.examine(stores.cursor(request, ids), 8)
+    stores.candidates.examine(stores.cursor(request, ids), 8)
     stores.planner.pin_chosen()
     assert not stores.jobs.holds_idle_blocks, "the request would keep them anyway"
     stores.free(ids)
     assert stores.jobs.holds_idle_blocks
-    (job,) = stores.planner.take_planned()
+    (job,) = stores.take()
     assert stores.jobs.holds_idle_blocks
     stores.pool.touch([stores.pool.blocks[block] for block in ids])
     assert not stores.jobs.holds_idle_blocks, "another request uses them now"
@@ -412,7 +432,7 @@ def test_no_slot_is_pinned_of_blocks_that_are_reserved() -> None:
     request, ids = stores.compute(8)
     stores.budget.next_step(load_seconds=0.0, grown_blocks=1)
     assert stores.plan(request, ids, end=32) is None
-    stores.budget.anybody_runs = False
+    stores.requests.admitted = 0
     assert blocks_of(stores.plan(request, ids, end=32)) == ids[:1]
 
 
@@ -456,22 +476,22 @@ def test_blocks_that_are_about_to_be_free_count_once_over_all_groups() -> None:
 
 def test_a_step_examines_a_bounded_number_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all requests and groups; the rest follows in the next steps."""
-    monkeypatch.setattr("kv_offload.scheduler.stores.MAX_SLOTS_PER_STEP", 5)
+    monkeypatch.setattr("kv_offload.scheduler.stores.candidates.MAX_SLOTS_PER_STEP", 5)
     stores = Stores()
     request, ids = stores.compute(4)
     other, other_ids = stores.compute(4, first_token=9)
     cursors = [stores.cursor(request, ids), stores.cursor(other, other_ids)]
     planned = []
     for _ in range(3):
-        stores.planner.next_step()
+        stores.candidates.next_step()
         for cursor in cursors:
-            stores.planner.examine(cursor, 16)
-        planned.append([blocks_of(job) for job in stores.planner.take_planned()])
+            stores.candidates.examine(cursor, 16)
+        planned.append([blocks_of(job) for job in stores.take()])
     assert planned == [[[*ids, other_ids[0]]], [other_ids[1:]], []]
 
 
 def test_known_slots_count_against_the_budget_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_offload.scheduler.stores.MAX_SLOTS_PER_STEP", 3)
+    monkeypatch.setattr("kv_offload.scheduler.stores.candidates.MAX_SLOTS_PER_STEP", 3)
     stores = Stores()
     request, ids = stores.compute(4)
     stores.end(stores.plan(request, ids[:3], end=12))
@@ -508,7 +528,7 @@ def test_what_an_ended_request_left_is_stored_when_there_is_a_budget() -> None:
 
 
 def test_leftovers_of_several_groups_are_counted_by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_offload.scheduler.stores.MAX_SLOTS_PER_STEP", 2)
+    monkeypatch.setattr("kv_offload.scheduler.stores.candidates.MAX_SLOTS_PER_STEP", 2)
     stores = Stores(FULL, CacheGroup(1, 8))
     request, small = stores.compute(4)
     large = stores.allocate(2)
@@ -526,7 +546,7 @@ def test_leftovers_of_several_groups_are_counted_by_slot(monkeypatch: pytest.Mon
 def test_the_oldest_leftovers_are_dropped_when_too_many_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kv_offload.scheduler.leftovers.MAX_LEFTOVER_SLOTS", 5)
+    monkeypatch.setattr("kv_offload.scheduler.stores.leftovers.MAX_LEFTOVER_SLOTS", 5)
     stores = Stores()
     for first_token in (7, 8, 9):
         request, ids = stores.compute(2, first_token)
@@ -557,10 +577,10 @@ def test_leftovers_are_planned_before_what_a_running_request_keeps() -> None:
     stores.leftovers.keep(stores.cursor(gone, gone_ids), 8)
     stores.free(gone_ids)
     request, ids = stores.compute(2)
-    stores.planner.next_step()
+    stores.candidates.next_step()
     stores.leftovers.examine()
-    stores.planner.examine(stores.cursor(request, ids), 8)
-    (job,) = stores.planner.take_planned()
+    stores.candidates.examine(stores.cursor(request, ids), 8)
+    (job,) = stores.take()
     stores.leftovers.settle(idle=False)
     assert blocks_of(job) == [*gone_ids, *ids][:3]
 

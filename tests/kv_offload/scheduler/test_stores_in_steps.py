@@ -9,7 +9,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from kv_swap.engine import Direction
 from vllm.v1.core.sched.interface import PauseState
 
-from kv_offload.scheduler.budget import (
+from kv_offload.scheduler.stores.budget import (
     HORIZON_STEPS,
     MIN_HORIZON_SECONDS,
     SHARE_BESIDE_LOADS,
@@ -76,7 +76,7 @@ def test_stores_recover_from_a_link_that_was_slow_for_long(monkeypatch: pytest.M
             steps += 1
         assert steps <= 15
         budget.next_step(load_seconds=0.0, grown_blocks=0)
-        return int(budget.slots_left(0))
+        return int(budget.link_slots(0))
 
     assert store_next(one_slot) > 100
     for _ in range(20):
@@ -151,7 +151,7 @@ def test_what_waits_is_kept_while_a_step_is_under_way(monkeypatch: pytest.Monkey
     What it frees lets the others' leftovers be stored.
     """
     engine = PlayedEngine(max_num_batched_tokens=64, async_scheduling=True)
-    reserved = property(lambda budget: 100 if budget.anybody_runs else 0)
+    reserved = property(lambda _: 100 if engine.offload.requests.admitted else 0)
     monkeypatch.setattr(StoreBudget, "reserved_blocks", reserved)  # nothing is left for stores
     engine.add("other", OTHER, max_tokens=3)
     engine.add("gone", PROMPT, max_tokens=1)
@@ -193,7 +193,9 @@ def test_what_was_loaded_is_not_looked_at_for_stores(
     store(engine, PROMPT)
     if local_tokens:
         engine.serve("local", PROMPT[: local_tokens + 1], max_tokens=1)
-    monkeypatch.setattr("kv_offload.scheduler.stores.MAX_SLOTS_PER_STEP", local_tokens // BLOCK + 1)
+    monkeypatch.setattr(
+        "kv_offload.scheduler.stores.candidates.MAX_SLOTS_PER_STEP", local_tokens // BLOCK + 1
+    )
     engine.add("a", [*PROMPT, *OTHER[:4]], max_tokens=2)
     planned = 0
     while "a" not in engine.answers:

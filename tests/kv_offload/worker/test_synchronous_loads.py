@@ -232,6 +232,8 @@ def test_a_step_that_an_error_interrupted_copies_at_once(stored: Rank, started: 
     assert stored.report().loads == {0: ENDED}
     received, failed = stored.half.reports.take_received()
     assert (received, failed.keys()) == ({"b"}, set() if started else {"b"})
+    zeros = [torch.zeros_like(page) for page in expected]
+    assert holds(stored, 5, expected if started else zeros) == [True]
 
 
 def test_a_lost_load_that_was_refused_ends_too(layers: Rank) -> None:

@@ -132,13 +132,15 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     @survives(
-        lambda self, request, _: self.offload_scheduler.forget(request.request_id) or (False, None)
+        lambda self, request, _: (
+            self.offload_scheduler.ends.forget(request.request_id) or (False, None)
+        )
     )
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Let the engine free the blocks at once: what is being stored is pinned."""
-        self.offload_scheduler.finished(request, block_ids)
+        self.offload_scheduler.ends.finished(request, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:

@@ -13,8 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-ASSUMED_BYTES_PER_SECOND = 12e9
-"""The speed of stores until it was measured: that of PCIe Gen4 x8, as for loads."""
+from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
+from kv_offload.scheduler.request import RequestTable
 
 HORIZON_STEPS = 3
 """Steps in which what is planned should have been copied.
@@ -44,28 +44,33 @@ may follow each other for ever."""
 class StoreBudget:
     """Says how many more slots may be planned to be stored in this step.
 
-    `slot_bytes` are those of a slot on one rank. `clock` gives seconds.
+    `slot_bytes` are those of a slot on one rank. Stores pin at most `max_pinned_share` of the GPU
+    blocks that would be free without them, and keep some free if any of `requests` is admitted.
+    `clock` gives seconds.
     """
 
-    def __init__(self, slot_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        slot_bytes: int,
+        max_pinned_share: float,
+        requests: RequestTable,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._slot_bytes = slot_bytes
+        self._max_pinned_share = max_pinned_share
+        self._requests = requests
         self._clock = clock
-        self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
-        self._of_ranks: dict[int, float] = {}
+        self._bytes_per_second: dict[int, float] = {}  # by rank
         self._step_began: float | None = None
         self._step_seconds = 0.0
         self._load_seconds = 0.0
         self._planned_slots = 0
-        self._grown: deque[int] = deque([0] * PIN_STEPS, maxlen=PIN_STEPS)
-        self._grown_blocks = 0
+        self._grown: deque[int] = deque(maxlen=PIN_STEPS)
         self._reserved_blocks = 0.0
-        self.anybody_runs = True
-        """Whether there is a request that blocks must stay free for."""
 
     def learn(self, bytes_per_second: float, rank: int = 0) -> None:
         """Take how fast the stores of a rank are; a store ends when the slowest rank has it."""
-        self._of_ranks[rank] = bytes_per_second
-        self._bytes_per_second = min(self._of_ranks.values())
+        self._bytes_per_second[rank] = bytes_per_second
 
     def next_step(self, *, load_seconds: float, grown_blocks: int) -> None:
         """Begin a step, in which requests that ran before got `grown_blocks` more blocks.
@@ -79,12 +84,10 @@ class StoreBudget:
         self._step_began = now
         self._load_seconds = load_seconds
         self._planned_slots = 0
-        if grown_blocks or self._grown_blocks:
-            self._grown_blocks += grown_blocks - self._grown[0]
-            self._grown.append(grown_blocks)
+        self._grown.append(grown_blocks)
         # Below half a block there is nothing left to remember.
         faded = self._reserved_blocks * 63 / 64
-        self._reserved_blocks = max(self._grown_blocks, faded if faded > 0.5 else 0.0)
+        self._reserved_blocks = max(sum(self._grown), faded if faded > 0.5 else 0.0)
 
     @property
     def reserved_blocks(self) -> int:
@@ -93,18 +96,31 @@ class StoreBudget:
         The past is forgotten by and by. Where they find none they are preempted; a request that is
         only waiting goes on waiting.
         """
-        return math.ceil(self._reserved_blocks) if self.anybody_runs else 0
+        return math.ceil(self._reserved_blocks) if self._requests.admitted else 0
 
     def count_planned(self, num_slots: int) -> None:
         """Count slots whose stores were planned in this step."""
         self._planned_slots += num_slots
 
-    def slots_left(self, slots_in_flight: int) -> int:
-        """Return how many more slots may be planned beside those planned before and not ended.
+    def slots_left(self, pinned_blocks: int, free_blocks: int) -> int:
+        """Return how many more slots may be planned, by the link and by GPU blocks.
+
+        `max_pinned_share` is of what would be free if no store held anything and the requests whose
+        blocks are pinned had ended. While nothing is pinned it is at least one slot, or a GPU cache
+        with few free blocks would never store anything.
+        """
+        share = int(self._max_pinned_share * (free_blocks + pinned_blocks)) - pinned_blocks
+        if not pinned_blocks:
+            share = max(share, 1)
+        return min(share, free_blocks - self.reserved_blocks, self.link_slots(pinned_blocks))
+
+    def link_slots(self, slots_in_flight: int) -> int:
+        """Return how many more slots the link takes beside those planned before and not ended.
 
         While nothing is in flight it is at least 1: the engine goes on.
         """
-        slots_per_second = self._bytes_per_second / self._slot_bytes
+        speed = min(self._bytes_per_second.values(), default=ASSUMED_BYTES_PER_SECOND)
+        slots_per_second = speed / self._slot_bytes
         horizon_seconds = max(HORIZON_STEPS * self._step_seconds, MIN_HORIZON_SECONDS)
         left = slots_per_second * horizon_seconds - slots_in_flight
         if self._load_seconds:

@@ -6,7 +6,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from kv_offload.scheduler.request import StoreCursor
-from kv_offload.scheduler.stores import StorePlanner
+from kv_offload.scheduler.statistics import Statistics
+from kv_offload.scheduler.stores.planner import StorePlanner
 
 MAX_LEFTOVER_SLOTS = 1 << 16
 """Slots that wait at most; then the oldest are dropped, whose blocks the engine reuses first."""
@@ -35,8 +36,10 @@ class Leftover:
 class Leftovers:
     """Leftovers from the oldest to the newest."""
 
-    def __init__(self, planner: StorePlanner) -> None:
+    def __init__(self, planner: StorePlanner, statistics: Statistics) -> None:
         self._planner = planner
+        self._candidates = planner.candidates
+        self._statistics = statistics
         self._queue: deque[Leftover] = deque()
         self._examined = 0
         self.slots = 0
@@ -47,14 +50,14 @@ class Leftovers:
 
         Called after `StorePlanner.pin_chosen`. The caller gives the cursor away.
         """
-        leftover = Leftover(cursor, self._planner.end_slots(cursor, end_tokens), end_tokens)
+        leftover = Leftover(cursor, self._candidates.end_slots(cursor, end_tokens), end_tokens)
         if leftover.count():
             self._queue.append(leftover)
             self.slots += leftover.slots
         while self.slots > MAX_LEFTOVER_SLOTS:
             oldest = self._queue.popleft().slots
             self.slots -= oldest
-            self._planner.skipped["no_budget"] += oldest
+            self._statistics.skipped("no_budget", oldest)
         return leftover.slots
 
     def examine(self) -> None:
@@ -65,13 +68,13 @@ class Leftovers:
         self._examined = 0
         if not self._queue:
             return
-        planner = self._planner
-        with planner.examining_at_most(planner.slots_left()):
+        candidates = self._candidates
+        with candidates.examining_at_most(self._planner.slots_left()):
             for leftover in self._queue:
-                if not planner.examinable:
+                if not candidates.examinable:
                     break
                 self._examined += 1
-                planner.examine(leftover.cursor, leftover.end_tokens)
+                candidates.examine(leftover.cursor, leftover.end_tokens)
 
     def settle(self, *, idle: bool) -> None:
         """Forget the leftovers that `StorePlanner.pin_chosen` took care of.
@@ -94,7 +97,7 @@ class Leftovers:
 
     def drop(self) -> None:
         """Store nothing of what waits."""
-        self._planner.skipped["no_budget"] += self.slots
+        self._statistics.skipped("no_budget", self.slots)
         self.slots = 0
         self._queue.clear()
 

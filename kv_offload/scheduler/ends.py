@@ -1,0 +1,98 @@
+"""How a request ends: what it leaves behind is stored, or it ends because its KV was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from itertools import chain
+
+from kv_offload.engine import BlockPool, Request
+from kv_offload.scheduler.load_jobs import LoadJobs
+from kv_offload.scheduler.lookups import Lookups
+from kv_offload.scheduler.request import Phase, RequestTable, TrackedRequest
+from kv_offload.scheduler.statistics import Statistics
+from kv_offload.scheduler.stores.leftovers import Leftovers
+from kv_offload.scheduler.stores.planner import StorePlanner
+
+
+class Ends:
+    """Ends requests. Their loads go on until every rank has reported them."""
+
+    def __init__(
+        self,
+        requests: RequestTable,
+        lookups: Lookups,
+        loads: LoadJobs,
+        stores: StorePlanner,
+        leftovers: Leftovers,
+        pool: BlockPool,
+        statistics: Statistics,
+    ) -> None:
+        self._requests = requests
+        self._lookups = lookups
+        self._loads = loads
+        self._stores = stores
+        self._leftovers = leftovers
+        self._pool = pool
+        self._statistics = statistics
+
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """Plan the stores of what a request leaves behind, just before its blocks are freed."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return
+        cursor, loading = tracked.cursor, tracked.held is not None
+        self._end(tracked)
+        if cursor is None or loading:
+            return
+        # Steps in flight are executed before what is planned now is submitted, so all that is
+        # computed at their end counts; drafts and placeholders have no hashes.
+        end = min(request.num_computed_tokens, request.num_tokens)
+        candidates = self._stores.candidates
+        if not candidates.is_behind(cursor, end):
+            return
+        # Blocks that it shares with no other request and no store has pinned are free in a moment.
+        own_blocks = sum(self._pool.blocks[b].ref_cnt == 1 for group in block_ids for b in group)
+        # The remembered ids: of a group that reads a window the engine's have null blocks where it
+        # has moved on, though these blocks may still hold what they held.
+        candidates.next_step()
+        candidates.examine(cursor, end)
+        self._stores.pin_chosen(own_blocks)
+        self._statistics.count("deferred_slots", self._leftovers.keep(cursor, end))
+
+    def forget(self, request_id: str) -> None:
+        """End a request without storing what it leaves behind."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            self._end(tracked)
+
+    def lose(self, lost_loads: Set[int]) -> set[str]:
+        """Take it that a forward read what these synchronous loads had not brought.
+
+        Returns the requests that have computed with those blocks by now: their own, and all that
+        share them. The engine must end them, and know no block by its key any more, before it
+        takes in the output of that forward. Nothing that is on its way to host memory becomes
+        readable, and of the requests returned nothing is stored any more.
+
+        What they computed in that step and in the one behind it cannot be readable yet: a store
+        ends in a later step than the forward whose KV it copies, and `lose` comes first.
+        """
+        owners, blocks = self._loads.filled_by(lost_loads)
+        if not owners:
+            return set()
+        self._stores.jobs.distrust()
+        lost = owners | {
+            tracked
+            for tracked in self._requests
+            if tracked.cursor is not None
+            and not blocks.isdisjoint(chain.from_iterable(tracked.cursor.block_ids))
+        }
+        # An aborted request has left the table, where another may have its name by now.
+        alive = [tracked for tracked in lost if tracked.phase is not Phase.ENDED]
+        for tracked in alive:
+            self._end(tracked)
+        self._statistics.count("lost_requests", len(alive))
+        return {tracked.request_id for tracked in lost}
+
+    def _end(self, tracked: TrackedRequest) -> None:
+        self._lookups.settle(tracked)
+        self._requests.end(tracked)

@@ -1,0 +1,134 @@
+"""Which blocks a step looks at for storing, and how far each request has been gone through."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+from kv_offload.cache.prefix import PrefixMap, SlotKey
+from kv_offload.scheduler.request import StoreCursor
+
+MAX_SLOTS_PER_STEP = 1024
+"""Slots examined in one step over all requests; the rest follows in the next steps.
+
+It bounds the planner's time on the scheduler's thread whatever the length of a prompt."""
+
+Span: TypeAlias = tuple[StoreCursor, int, int, int]
+"""Slots of one request to look at: cursor, position of the cache group, first slot, last slot
+(exclusive)."""
+
+
+class StoreCandidates:
+    """Collects what a step has to look at, as many slots as one step may.
+
+    `examine` only notes slots and moves the request's cursor behind them. They are looked at
+    together, since a step of decodes has a block of each of many requests; `put_back` moves the
+    cursor back to where a budget ended.
+    """
+
+    def __init__(self, prefixes: PrefixMap, *, prompt_only: bool) -> None:
+        self._prefixes = prefixes
+        self._prompt_only = prompt_only
+        self._groups = tuple(
+            (position, group, group.block_tokens, prefixes.block_hashes[position])
+            for position, group in enumerate(prefixes.groups)
+        )
+        self._spans: list[Span] = []
+        self._keys: list[SlotKey] = []  # of all spans
+        self._behind: set[str] = set()
+        self.examinable = MAX_SLOTS_PER_STEP
+        """Slots that may still be examined in this step."""
+
+    def next_step(self) -> None:
+        """Let a new number of slots be examined."""
+        self.examinable = MAX_SLOTS_PER_STEP
+
+    def examine(self, cursor: StoreCursor, end_tokens: int) -> None:
+        """Note a request's slots that end at or below `end_tokens`, from its cursor on.
+
+        They must be chosen from before their blocks can be freed. A request that does not get as
+        far as `end_tokens`, for whatever reason, is `behind`.
+        """
+        request, block_ids, next_slot = cursor.request, cursor.block_ids, cursor.next_slot
+        hashes = request.block_hashes
+        end_tokens = self._wanted(cursor, end_tokens)
+        # Beyond num_tokens there are drafts and placeholders, which have no hashes. With several
+        # groups they would move the boundary up to which blocks are expected to be named.
+        known = min(end_tokens, request.num_tokens)
+        if len(next_slot) > 1:
+            known = self._prefixes.align(known)
+        for position, group, tokens, slot_hashes in self._groups:
+            at, last = next_slot[position], known // tokens
+            if at < last:
+                last = _last_slot(last, slot_hashes, hashes, block_ids[position])
+                last = min(last, at + self.examinable)
+                if at < last:
+                    self.examinable -= last - at
+                    if last - at == 1 and not group.group_id:
+                        self._keys.append(hashes[last * slot_hashes - 1])
+                    else:
+                        self._keys += self._prefixes.slot_keys(hashes, group, at, last)
+                    self._spans.append((cursor, position, at, last))
+                    next_slot[position] = at = last
+            if end_tokens >= (at + 1) * tokens:
+                self._behind.add(request.request_id)
+
+    @contextlib.contextmanager
+    def examining_at_most(self, slots: int) -> Iterator[None]:
+        """Examine no more than so many slots within, of those that this step may examine."""
+        left = self.examinable
+        self.examinable = room = max(0, min(left, slots))
+        yield
+        self.examinable += left - room
+
+    def take(self) -> tuple[list[Span], list[SlotKey]]:
+        """Return what was noted since the last call, with the keys of all spans in order."""
+        noted = self._spans, self._keys
+        self._spans, self._keys = [], []
+        return noted
+
+    def put_back(self, span: Span, passed: int) -> None:
+        """Have a span but for the first `passed` slots examined again."""
+        cursor, position, first, _ = span
+        cursor.next_slot[position] = min(cursor.next_slot[position], first + passed)
+        self._behind.add(cursor.request.request_id)
+
+    def take_behind(self) -> set[str]:
+        """Return the requests that had more to store than was examined and chosen since."""
+        behind, self._behind = self._behind, set()
+        return behind
+
+    def skip(self, cursor: StoreCursor, end_tokens: int) -> None:
+        """Move a cursor to `end_tokens`: host memory has what lies before."""
+        cursor.next_slot = [
+            max(at, end_tokens // tokens)
+            for at, (_, _, tokens, _) in zip(cursor.next_slot, self._groups, strict=True)
+        ]
+
+    def is_behind(self, cursor: StoreCursor, end_tokens: int) -> bool:
+        """Say whether `end_tokens` completes a slot beyond those that were examined or skipped."""
+        end_tokens = self._wanted(cursor, end_tokens)
+        return any(
+            end_tokens >= (at + 1) * tokens
+            for at, (_, _, tokens, _) in zip(cursor.next_slot, self._groups, strict=True)
+        )
+
+    def end_slots(self, cursor: StoreCursor, end_tokens: int) -> list[int]:
+        """Return by cache group how many slots have blocks and names by `end_tokens`."""
+        hashes = cursor.request.block_hashes
+        named = self._prefixes.align(self._wanted(cursor, end_tokens))
+        return [
+            _last_slot(named // tokens, slot_hashes, hashes, ids)
+            for (_, _, tokens, slot_hashes), ids in zip(self._groups, cursor.block_ids, strict=True)
+        ]
+
+    def _wanted(self, cursor: StoreCursor, end_tokens: int) -> int:
+        """Return up to where tokens are to be stored."""
+        prompt_only = self._prompt_only
+        return min(end_tokens, cursor.request.num_prompt_tokens) if prompt_only else end_tokens
+
+
+def _last_slot(full: int, slot_hashes: int, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
+    """Return how many of the first `full` slots have blocks and names."""
+    return min(full, len(ids), len(hashes) // slot_hashes)

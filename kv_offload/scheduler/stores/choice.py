@@ -1,0 +1,135 @@
+"""Which of the blocks that a step looks at are worth storing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kv_offload.cache.prefix import PrefixMap, SlotKey
+from kv_offload.engine import BlockPool
+from kv_offload.scheduler.statistics import Statistics
+from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
+from kv_offload.scheduler.stores.uses import UseCounter
+
+
+@dataclass(slots=True)
+class Chosen:
+    """New keys with their blocks, and slots of the same prefixes that are known."""
+
+    slots_left: int
+    new: dict[SlotKey, None] = field(default_factory=dict)
+    blocks: list[int] = field(default_factory=list)
+    along: list[int] = field(default_factory=list)
+
+
+class StoreChoice:
+    """Chooses blocks that host memory does not have, that are valid, and that are used enough.
+
+    A block is valid while the pool knows it under exactly the key that it is expected to have:
+    hashes are set before the KV exists, and remembered ids go stale when a window moves on or a
+    request is preempted.
+    """
+
+    def __init__(
+        self,
+        prefixes: PrefixMap,
+        pool: BlockPool,
+        candidates: StoreCandidates,
+        statistics: Statistics,
+        store_after_uses: int,
+    ) -> None:
+        self._prefixes = prefixes
+        self._pool = pool
+        self._candidates = candidates
+        self._statistics = statistics
+        self._store_after_uses = store_after_uses
+        self._uses = UseCounter()
+
+    def choose(
+        self,
+        spans: Sequence[Span],
+        keys: Sequence[SlotKey],
+        slots: Sequence[int],
+        slots_left: int,
+    ) -> Chosen:
+        """Choose at most `slots_left` of the slots of `spans`; what that ends is put back.
+
+        `slots` has what the cache manager says of `keys`, which are those of all spans in order.
+        """
+        chosen = Chosen(slots_left)
+        new, pool_blocks = chosen.new, self._pool.blocks
+        behind_key = self._prefixes.behind_slot_key
+        # A span of one slot is what decodes have; most of these are chosen without further ado.
+        single = self._store_after_uses == 1
+        at = 0
+        for span in spans:
+            cursor, position, first, last = span
+            if single and last - first == 1 and slots[at] < 0 < chosen.slots_left:
+                key, block = keys[at], cursor.block_ids[position][first]
+                if key not in new and pool_blocks[block].block_hash == key + behind_key[position]:
+                    chosen.slots_left -= 1
+                    new[key] = None
+                    chosen.blocks.append(block)
+                    at += 1
+                    continue
+            end = at + last - first
+            passed = self._choose(chosen, span, keys[at:end], slots[at:end])
+            if passed < end - at:
+                self._candidates.put_back(span, passed)
+            at = end
+        return chosen
+
+    def _choose(
+        self, chosen: Chosen, span: Span, keys: Sequence[SlotKey], slots: Sequence[int]
+    ) -> int:
+        """Choose from one span; return how many of its slots were passed."""
+        cursor, position, first, last = span
+        group = self._prefixes.groups[position]
+        unknown: Sequence[int] = [index for index, slot in enumerate(slots) if slot < 0]
+        passed = len(keys)
+        gone: list[int] = []
+        if unknown:
+            start = first + unknown[0]
+            expected = self._prefixes.pool_keys(cursor.request.block_hashes, group, start, last)
+            blocks = cursor.block_ids[position][start:last]
+            pool_blocks = self._pool.blocks
+            null = self._pool.null_block.block_id  # stands for a block that the request never had
+            found = [pool_blocks[block].block_hash for block in blocks]
+            all_valid = found == expected
+            new = keys[unknown[0] :]
+            if (
+                all_valid
+                and len(new) == len(unknown)
+                and self._store_after_uses == 1
+                and chosen.new.keys().isdisjoint(new)
+            ):
+                # What is mostly met: of the rest of a prompt nothing is known, and all is valid.
+                taken = max(0, min(len(new), chosen.slots_left))
+                chosen.slots_left -= taken
+                chosen.new.update(dict.fromkeys(new[:taken]))
+                chosen.blocks += blocks[:taken]
+                passed = unknown[0] + taken
+                unknown = ()
+        for index in unknown:
+            key = keys[index]
+            if key in chosen.new:
+                continue  # another request of this step has the same prefix
+            at = index - unknown[0]
+            if not all_valid and found[at] != expected[at]:
+                if blocks[at] != null:
+                    gone.append(first + index)
+            elif chosen.slots_left <= 0:
+                passed = index
+                break
+            elif self._store_after_uses > 1 and self._uses.count(key) < self._store_after_uses:
+                self._statistics.skipped("used_too_little", 1)
+            else:
+                chosen.slots_left -= 1
+                chosen.new[key] = None
+                chosen.blocks.append(blocks[at])
+        if gone:  # what the engine never names was not lost
+            prompt_tokens = cursor.request.num_prompt_tokens
+            moved_on = self._prefixes.count_named(group, gone, prompt_tokens)
+            self._statistics.skipped("moved_on", moved_on)
+        chosen.along += [slot for slot in slots[:passed] if slot >= 0]
+        return passed
