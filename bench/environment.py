@@ -227,6 +227,8 @@ def main() -> None:
             on_cpu_engine(options.engine, rest, dev=options.dev)
     except InstallError as error:
         raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted: the next call goes on with what is missing") from None
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def test_the_table_shows_every_figure_of_a_phase() -> None:
     *_, line = table([phase(cached=250, **LOADED)]).splitlines()
     shown = line.replace("with the plugin", "").split("  ")
     figures = [cell.strip() for cell in shown if cell.strip()]
-    expected = ["2", "300", "50", "100", "150", "0.00 MB", "1.50 MB", "75.0%", "20.0 ms"]
+    expected = ["2", "300", "50", "100", "150", "0.00 MB", "1.50 MB", "75.0%", "20 ms"]
     assert figures == expected
     assert len(HEADER) == len(expected) + 1
 
