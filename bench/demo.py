@@ -306,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import vllm
 
         if not options.verbose:
-            transformers.utils.logging.disable_progress_bar()
+            transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         cuda = torch.cuda.is_available()
         dtype = "bfloat16" if cuda else "float32"
         device = torch.cuda.get_device_name() if cuda else f"CPU, {os.cpu_count()} cores"

@@ -39,7 +39,7 @@ def block_name(prefix: int, index: int) -> bytes:
 
 
 def make_scheduler(
-    blocks: int, longest_request: int, plugin: dict[str, Any], **limits: int
+    blocks: int, longest_request: int, plugin: dict[str, Any], **limits: Any
 ) -> Scheduler:
     """Return vLLM's scheduler with our connector, full attention and so many GPU blocks."""
     config = make_vllm_config(plugin, max_model_len=4096, **limits)

@@ -31,7 +31,7 @@ from bench.swap.bed import (
     describe,
     scattered,
 )
-from bench.swap.workloads import beside, make_workloads
+from bench.swap.workloads import Copies, beside, make_workloads
 
 KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = 15
@@ -218,7 +218,10 @@ def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Dire
     count = blocks_of(256 * MIB, 64 * KIB)
     bed = CudaBed(64 * KIB, 2 * count)
     job = scattered(direction, 2 * count, count)
-    ways = {"engine": EngineCopies(bed, job), "one big copy": BigCopies(bed, job)}
+    ways: dict[str, Copies] = {
+        "engine": EngineCopies(bed, job),
+        "one big copy": BigCopies(bed, job),
+    }
     for workload in make_workloads(bed.torch):
         for path, copies in ways.items():
             ratio, seconds = beside(bed.torch, workload, copies, 0.0051, 7)
@@ -245,7 +248,7 @@ def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
         stream.synchronize()
         return (time.perf_counter() - started) * 1e6
 
-    ways = {
+    ways: dict[str, Copies] = {
         "alone": NoCopies(),
         "engine": EngineCopies(bed, job),
         "one big copy": BigCopies(bed, job),

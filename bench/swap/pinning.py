@@ -10,6 +10,7 @@ kernels and captures a CUDA graph. The first row, of no pieces, is without locki
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -118,7 +119,7 @@ def measure(torch: Any, nbytes: int, node: int | None) -> Iterator[Row]:
             work = registration.Registration(mapping, registrar, piece_bytes)
             started = time.perf_counter()
             work.start(background=True)
-            found = time_rounds(torch, lambda work=work: work.wait(0))
+            found = time_rounds(torch, functools.partial(work.wait, 0))
             seconds = time.perf_counter() - started
             if work.ready_bytes != mapping.nbytes:
                 raise SystemExit("the memory could not be page-locked: see the error above")

@@ -12,7 +12,9 @@ MOST_COPIES = 64
 
 
 class Copies(Protocol):
-    """A copy that can be queued over and over."""
+    """A copy of `nbytes` that can be queued over and over."""
+
+    nbytes: int
 
     def start(self) -> None:
         """Queue one more."""
