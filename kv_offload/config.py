@@ -20,7 +20,7 @@ from msgspec import Meta
 from kv_offload.config_file import as_yaml, read_file, show
 from kv_offload.errors import CapacityError, ConfigError
 from kv_offload.host_memory import HostMemory, headroom_bytes, read_host_memory
-from kv_offload.sizes import format_size, parse_size
+from kv_offload.sizes import as_sentence, check_bare_size, format_size, parse_size
 
 EXTRA_CONFIG = "kv_connector_extra_config"
 FILE_KEY = "config_file"
@@ -28,6 +28,10 @@ FILE_VARIABLE = "KV_OFFLOAD_CONFIG_FILE"
 DEFAULT = "default"
 DEFAULT_CPU_BYTES = "25%"
 _MAX_INT = 2**63 - 1
+_VLLMS_KEYS = frozenset(
+    ("kv_transfer_config", "kv_connector", "kv_connector_module_path", "kv_role", EXTRA_CONFIG)
+)
+"""Those of vLLM's argument that people write among ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,7 @@ class OffloadConfig:
     ] = "recompute"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every key with its value; `trace_config` accepts the result."""
+        """Return every key with its value."""
         return dataclasses.asdict(self)
 
     def describe(self) -> str:
@@ -214,23 +218,46 @@ def trace_config(
 def _checked(source: str, name: Any, value: Any, whole_bytes: int) -> Any:
     key = SCHEMA.get(name)
     if key is None:
-        known = [*SCHEMA, FILE_KEY] if source == EXTRA_CONFIG else [*SCHEMA]
         shown = name if isinstance(name, str) else show(name)
-        near = difflib.get_close_matches(shown, known, n=1)
-        hint = f"Did you mean {near[0]}? " if near else ""
-        remedy = f"{hint}Correct or remove it; the keys are {', '.join(known)}."
-        raise _bad_value(source, shown, value, "unknown key", remedy)
+        raise ConfigError(f"{source}: {shown}: {show(value)}: unknown key. {_hint(source, shown)}")
     try:
-        if name == "cpu_bytes" and isinstance(value, str):
-            value = parse_size(value, whole_bytes)
-        return msgspec.convert(value, key.type)
+        if name == "cpu_bytes":
+            value = _sized(value, whole_bytes)
     except ValueError as error:
-        remedy = (
-            f"Allowed: {key.allowed}. Correct it, or remove it to get the default, "
-            f"{key.written_default}."
+        problem = f"{as_sentence(error)} Allowed: {key.allowed}"
+        raise _bad_value(source, key, value, problem) from error
+    try:
+        return msgspec.convert(value, key.type)
+    except msgspec.ValidationError as error:
+        problem = f"must be {key.allowed}"
+        if isinstance(value, int) and value > _MAX_INT:
+            problem = f"must be {_MAX_INT} at most"
+        raise _bad_value(source, key, value, problem) from error
+
+
+def _sized(value: Any, whole_bytes: int) -> Any:
+    """Return the bytes that a value of `cpu_bytes` means; other types as they are."""
+    if isinstance(value, str):
+        return parse_size(value, whole_bytes)
+    if isinstance(value, float):
+        raise ValueError("a number with a fraction needs a unit")  # noqa: TRY004 - a wrong value
+    return check_bare_size(value) if type(value) is int else value
+
+
+def _hint(source: str, unknown: str) -> str:
+    """Say what to do about an unknown key."""
+    known = [*SCHEMA, FILE_KEY] if source == EXTRA_CONFIG else [*SCHEMA]
+    if unknown.replace("-", "_") in _VLLMS_KEYS:
+        return (
+            "It belongs into vLLM's argument --kv-transfer-config. Here only the plugin's own keys "
+            f"are read: {', '.join(known)}."
         )
-        raise _bad_value(source, name, value, str(error), remedy) from error
+    near = difflib.get_close_matches(unknown, known, n=1)
+    hint = f"Did you mean {near[0]}? " if near else ""
+    return f"{hint}Correct or remove it; the keys are {', '.join(known)}."
 
 
-def _bad_value(source: str, name: str, value: Any, reason: str, remedy: str) -> ConfigError:
-    return ConfigError(f"{source}: {name}: {show(value)}: {reason}. {remedy}")
+def _bad_value(source: str, key: Key, value: Any, problem: str) -> ConfigError:
+    shown = "no value" if value is None else show(value)
+    remedy = f"Correct it, or remove it to get the default, {key.written_default}."
+    return ConfigError(f"{source}: {key.name}: {shown}: {problem}. {remedy}")

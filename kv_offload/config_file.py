@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import reprlib
 import shlex
 import stat
@@ -17,6 +18,11 @@ from kv_offload.errors import ConfigError
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
 _REPR.maxlevel = 2
+
+_NO_SPACE = re.compile(
+    r"^(\w+)[ \t]*(?:=|:(?=\S))[ \t]*([^\n#=:]+?)[ \t\r]*(?:#.*)?$", re.MULTILINE
+)
+"""A line such as `cpu_bytes=1GiB` or `cpu_bytes:1GiB`, which YAML takes for text."""
 
 
 def show(value: Any) -> str:
@@ -80,6 +86,7 @@ class _Loader(yaml.SafeLoader):
 def _parse(path: Path, content: bytes) -> Mapping[Any, Any]:
     """Return the top-level mapping of a YAML file; an empty file is an empty mapping."""
     line, column = 1, 1
+    mistake = None
     try:
         values = yaml.load(content.decode("utf-8"), _Loader)
         if values is None:
@@ -87,6 +94,7 @@ def _parse(path: Path, content: bytes) -> Mapping[Any, Any]:
         if isinstance(values, dict):
             return values
         problem = f"the top level is {show(values)}, but it must be a mapping of keys to values"
+        mistake = _NO_SPACE.search(content.decode("utf-8")) if isinstance(values, str) else None
     except UnicodeDecodeError as error:
         line, column = _position(content[: error.start].decode("utf-8"))
         problem = f"byte 0x{content[error.start]:02x} is not UTF-8"
@@ -97,8 +105,14 @@ def _parse(path: Path, content: bytes) -> Mapping[Any, Any]:
         if error.problem_mark is not None:
             line, column = error.problem_mark.line + 1, error.problem_mark.column + 1
         problem = ", ".join(part for part in (error.context, error.problem) if part)
+        if isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError):
+            mistake = _NO_SPACE.search(content.decode("utf-8"))
     except RecursionError:
         problem = "nested too deeply"
+    if mistake is not None:
+        line, column = _position(mistake.string[: mistake.start()])
+        name, value = mistake.groups()
+        problem = f"{show(mistake[0])}: write `{name}: {value}`, with a space after the colon"
     raise ConfigError(
         f"{path}, line {line}, column {column}: {problem}. "
         f"Correct the file; `kv-offload config {shlex.quote(str(path))}` checks it."

@@ -6,6 +6,9 @@ import re
 from fractions import Fraction
 
 UNITS = ("B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB", "Ki", "Mi", "Gi", "Ti")
+SMALLEST_BARE = 4096
+"""Bytes in a page of memory. A number of bytes below it was meant to have a unit."""
+
 _BINARY_UNITS = ("TiB", "GiB", "MiB", "KiB")
 _UNIT_BYTES = {
     unit.lower(): (1024 if "i" in unit else 1000) ** "bkmgt".index(unit[0].lower())
@@ -28,14 +31,34 @@ def parse_size(text: str, whole_bytes: int) -> int:
         raise ValueError("not a positive number and a unit")
     number, unit = match.groups()
     if not unit:
-        raise ValueError("the unit is missing")
+        raise ValueError(f"the unit is missing, write {number}GiB or {number}%")
     if unit != "%" and unit.lower() not in _UNIT_BYTES:
-        raise ValueError(f"unknown unit {unit!r}, known are {', '.join(UNITS)} and %")
+        known = f"known are {', '.join(UNITS)} and %"
+        if f"{unit}b".lower() in _UNIT_BYTES:  # `G`: 10^9 for Kubernetes, 2^30 for Docker
+            known = f"write {number}{unit.upper()}B or {number}{unit.upper()}iB"
+        raise ValueError(f"unknown unit {unit!r}, {known}")
     one = Fraction(whole_bytes, 100) if unit == "%" else _UNIT_BYTES[unit.lower()]
     size_bytes = int(Fraction(number) * one)
     if size_bytes < 1:
         raise ValueError("less than one byte")
     return size_bytes
+
+
+def check_bare_size(size_bytes: int) -> int:
+    """Return a number of bytes that was written without a unit.
+
+    Raises `ValueError`, with a guess at what was meant, for one below `SMALLEST_BARE`.
+    """
+    if size_bytes >= SMALLEST_BARE:
+        return size_bytes
+    other = "%" if size_bytes < 100 else "MiB"
+    guess = f". Did you mean {size_bytes}GiB or {size_bytes}{other}?" if size_bytes > 0 else ""
+    raise ValueError(f"less than {SMALLEST_BARE} bytes, a page of memory{guess}")
+
+
+def as_sentence(error: ValueError) -> str:
+    """Return what is wrong with a size with a mark at its end."""
+    return str(error) if str(error).endswith("?") else f"{error}."
 
 
 def format_size(size_bytes: int) -> str:

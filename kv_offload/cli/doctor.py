@@ -54,7 +54,12 @@ def _run(arguments: argparse.Namespace) -> int:
     machine = nvml.read_machine()  # once more: a link that has just copied is not idle
     sections: report.Sections = {
         "Versions": [*versions.check_versions(torch, machine)],
-        "GPUs": [*devices.check_links(machine), *rates, *devices.check_nodes(machine)],
+        "GPUs": [
+            *devices.check_links(machine),
+            *devices.check_asked_for(machine, torch, kind),
+            *rates,
+            *devices.check_nodes(machine),
+        ],
         "Memory": [configuration, *memory.check_memory(traced, has_gpu=bool(machine.gpus))],
         "Engine": [*engine.check_engine(os.environ)],
     }

@@ -1,4 +1,4 @@
-"""`kv-offload size MODEL_CONFIG`: what a model's tokens take in host memory."""
+"""`kv-offload size MODEL_FOLDER`: what a model's tokens take in host memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from kv_offload.config_file import show
 from kv_offload.errors import ConfigError
 from kv_offload.host_memory import read_host_memory
-from kv_offload.sizes import format_size, parse_size
+from kv_offload.sizes import as_sentence, check_bare_size, format_size, parse_size
 from kv_offload.sizing.model import Model, read_model
-from kv_offload.sizing.slots import CACHE_DTYPES, SlotSize, slot_size
+from kv_offload.sizing.slots import CACHE_DTYPES, SlotSize, check_arguments, slot_size
 
 GIB = 1 << 30
 COLUMNS = 100
@@ -21,7 +21,7 @@ NAMES = {"full": "full attention", "window": "windows", "chunk": "chunks"}
 
 
 def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `kv-offload size MODEL_CONFIG`."""
+    """Add `kv-offload size MODEL_FOLDER`."""
     parser = subcommands.add_parser(
         "size",
         help="say how much host memory the tokens of a model take",
@@ -29,7 +29,9 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         "how many of them fit. Reads the model's config.json only, and downloads nothing. The exit "
         "status is 2 if the file or an argument is wrong, else 0.",
     )
-    parser.add_argument("model", metavar="MODEL_CONFIG", help="a config.json, or its folder")
+    parser.add_argument(
+        "model", metavar="MODEL_FOLDER", help="the folder of a config.json, or the file"
+    )
     parser.add_argument("--cpu-bytes", metavar="SIZE", help="as in the configuration: 48GiB, 25%%")
     parser.add_argument(
         "--tensor-parallel-size",
@@ -57,18 +59,22 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _run(arguments: argparse.Namespace) -> int:
     cpu_bytes = None if arguments.cpu_bytes is None else _parse_cpu_bytes(arguments.cpu_bytes)
+    engine = {
+        "tensor_parallel_size": arguments.tensor_parallel_size,
+        "cache_dtype": arguments.kv_cache_dtype,
+        "block_tokens": arguments.block_size,
+    }
+    check_arguments(**engine)  # before the model, which may take seconds to read
     model = read_model(Path(arguments.model).expanduser())
-    size = slot_size(
-        model,
-        tensor_parallel_size=arguments.tensor_parallel_size,
-        cache_dtype=arguments.kv_cache_dtype,
-        block_tokens=arguments.block_size,
-    )
+    size = slot_size(model, **engine)
     rows = [
         ("model", f"{model.model_type}, {_describe_layers(model)}"),
         ("bytes per token", f"{size.token_bytes:,} = {_formula(size)}"),
         ("bytes per block", f"{size.block_bytes:,}, {size.block_tokens} tokens"),
-        ("bytes per slot", f"{size.slot_bytes:,} on a rank, as the log of the start says"),
+        (
+            "bytes per slot",
+            f"{size.slot_bytes:,} on a rank, with blocks of {size.block_tokens} tokens",
+        ),
         ("in 1 GiB", _fitting(size, GIB)),
     ]
     if cpu_bytes is not None:
@@ -87,11 +93,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _parse_cpu_bytes(text: str) -> int:
     try:
-        return parse_size(f"{text}B" if text.isdecimal() else text, read_host_memory().size_bytes)
+        if text.isascii() and text.isdecimal():
+            return check_bare_size(int(text))
+        return parse_size(text, read_host_memory().size_bytes)
     except ValueError as error:
         raise ConfigError(
-            f"--cpu-bytes is {show(text)}: {error}. Give bytes, a size (48GiB), or a share of this "
-            "machine's memory (25%)"
+            f"--cpu-bytes is {show(text)}: {as_sentence(error)} Give bytes, a size (48GiB), or a "
+            "share of this machine's memory (25%)"
         ) from error
 
 

@@ -43,6 +43,22 @@ def check_links(machine: Machine) -> Iterator[Check]:
         yield judged(name, found, needed, remedy, fits=fits, otherwise="warning")
 
 
+def check_asked_for(machine: Machine, torch: Torch | None, kind: EngineChoice) -> Iterator[Check]:
+    """Yield whether there is a GPU for a `transfer_engine` that copies with one; else nothing."""
+    if kind not in ("cuda", "dma"):
+        return
+    name, asked = "transfer engine", f"the configuration asks for {kind}"
+    needed = "a GPU, and a torch for CUDA"
+    remedy = "Set transfer_engine: auto, or run where the GPU is."
+    if torch is not None and torch.cuda is None:
+        yield judged(name, f"{asked}; torch is built without CUDA", needed, remedy, fits=False)
+    elif machine.may_have_others:
+        yield not_checked(name, f"{asked}; {machine.problem}")
+    else:
+        found = f"{asked}; GPUs seen: {len(machine.gpus)}"
+        yield judged(name, found, needed, remedy, fits=bool(machine.gpus))
+
+
 def check_rates(
     machine: Machine, torch: Torch | None, kind: EngineChoice, *, asked: bool = True
 ) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""What an engine needs to find the plugin, and what it must not turn off."""
+"""What an engine needs to find the plugin."""
 
 from __future__ import annotations
 
@@ -6,24 +6,19 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 
 from kv_offload.doctor.report import Check, judged, not_checked
+from kv_offload.doctor.versions import VLLM_NAMES, installed
 
 GROUP, PLUGIN = "vllm.general_plugins", "kv_offload"
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
-HASH_VARIABLE = "PYTHONHASHSEED"
 
 
 def check_engine(environ: Mapping[str, str]) -> Iterator[Check]:
     """Yield what can be seen of an engine that would be started here."""
-    yield check_plugin(environ, bool(entry_points(group=GROUP, name=PLUGIN)))
-    yield not_checked(
-        "prefix caching",
-        "an argument of the engine, which doctor does not see; vLLM turns it on by default",
-        "Do not give --no-enable-prefix-caching: blocks are found by their prefix hash.",
-    )
-    yield check_hash(environ)
+    is_installed = bool(entry_points(group=GROUP, name=PLUGIN))
+    yield check_plugin(environ, is_installed, has_vllm=bool(installed(*VLLM_NAMES)))
 
 
-def check_plugin(environ: Mapping[str, str], is_installed: bool) -> Check:
+def check_plugin(environ: Mapping[str, str], is_installed: bool, *, has_vllm: bool) -> Check:
     """Say whether vLLM will load the plugin."""
     if not is_installed:
         return judged(
@@ -34,6 +29,8 @@ def check_plugin(environ: Mapping[str, str], is_installed: bool) -> Check:
             fits=False,
         )
     value = environ.get(PLUGINS_VARIABLE)
+    if value is None and not has_vllm:
+        return not_checked("plugin", "installed in this Python, which has no vLLM")
     if value is None:
         return Check(name="plugin", state="ok", found="installed where vLLM looks for plugins")
     return judged(
@@ -42,16 +39,4 @@ def check_plugin(environ: Mapping[str, str], is_installed: bool) -> Check:
         f"{PLUGIN} in it, or no such variable",
         f"vLLM will say `Unsupported connector type`. Add {PLUGIN}, or unset the variable.",
         fits=PLUGIN in value.split(","),
-    )
-
-
-def check_hash(environ: Mapping[str, str]) -> Check:
-    """Say whether block hashes are the same in another process. Nothing needs that today."""
-    value = environ.get(HASH_VARIABLE)
-    fixed = value is not None and value != "random"
-    shown = f"{HASH_VARIABLE} is {value}" if fixed else f"{HASH_VARIABLE} is not set to a number"
-    return Check(
-        name="reproducible hash",
-        state="ok",
-        found=f"{shown}; nothing here outlives the engine, so none is needed",
     )

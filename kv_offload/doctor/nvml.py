@@ -32,6 +32,8 @@ class Machine:
     cuda: tuple[int, int] | None = None
     """The newest version of CUDA that the driver runs."""
     gpus: tuple[Gpu, ...] = ()
+    may_have_others: bool = False
+    """Whether NVML could not be asked: there may be GPUs all the same."""
     problem: str = ""
     remedy: str = ""
 
@@ -42,6 +44,7 @@ def read_machine() -> Machine:
         import pynvml
     except ImportError:
         return Machine(
+            may_have_others=True,
             problem="the Python package nvidia-ml-py is not installed",
             remedy="On a machine with an NVIDIA GPU: pip install nvidia-ml-py",
         )
@@ -56,7 +59,8 @@ def read_machine() -> Machine:
     try:
         return _read(pynvml)
     except pynvml.NVMLError as error:
-        return Machine(problem=f"NVML gave an error: {error}", remedy="Look at nvidia-smi.")
+        problem = f"NVML gave an error: {error}"
+        return Machine(may_have_others=True, problem=problem, remedy="Look at nvidia-smi.")
     finally:
         pynvml.nvmlShutdown()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import runpy
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,7 +24,10 @@ CUPY_NEEDED = {12: (13,), 13: (13, 6)}
 
 OTHER_CUPY = ("cupy", "cupy-cuda11x", "cupy-rocm-7-0")
 
-IN_VLLMS_PYTHON = "Run kv-offload with the Python that runs vLLM."
+IN_VLLMS_PYTHON = (
+    "Install kv-offload into the Python that runs vLLM, and run doctor with that Python: activate "
+    "its environment, or python -m kv_offload.cli doctor."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,8 @@ def check_vllm(found: dict[str, str]) -> Check:
     """Compare vLLM's version with the supported range."""
     needed = f"{dotted(OLDEST)} to {dotted(NEWEST)}"
     if not found:
-        return not_checked("vLLM", "not installed in this Python", IN_VLLMS_PYTHON)
+        absent = f"not installed in this Python, {sys.executable}"
+        return judged("vLLM", absent, needed, IN_VLLMS_PYTHON, fits=False)
     name, version = next(iter(found.items()))
     shown = version if name == "vllm" else f"{version} ({name})"
     remedy = f"Install a vLLM from {needed}, or a kv-offload that supports yours."
@@ -101,8 +106,11 @@ def _pins(vllm: dict[str, str]) -> set[str]:
 
 def check_torch(torch: Torch | None, pins: set[str]) -> Check:
     """Compare torch's version with the one that vLLM asks for."""
+    if torch is None and pins:
+        needed = f"{' or '.join(sorted(pins))}, which vLLM asks for"
+        return judged("torch", "not installed", needed, "Install vLLM again.", fits=False)
     if torch is None:
-        return not_checked("torch", "not installed in this Python", IN_VLLMS_PYTHON)
+        return not_checked("torch", "not installed in this Python")
     build = "without CUDA" if torch.cuda is None else f"for CUDA {torch.cuda}"
     fits = not pins or torch.version.partition("+")[0] in pins
     needed = " or ".join(sorted(pins)) + ("" if fits else ", which vLLM asks for")

@@ -119,6 +119,8 @@ def _load(file: Path) -> dict[str, Any]:
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with the defaults of its model; empty where nobody knows them."""
+    if not isinstance(given.get("model_type"), str):
+        return {}  # nothing to look up, and the import takes seconds
     try:
         from transformers import CONFIG_MAPPING
 

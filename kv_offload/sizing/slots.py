@@ -50,7 +50,7 @@ class SlotSize:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot, as the log of the start tells them."""
+        """Bytes of a slot, as the log of the start tells them for blocks of as many tokens."""
         return self.group_layers * self.layer_bytes * self.block_tokens
 
     @property
@@ -99,15 +99,14 @@ def slot_size(
 ) -> SlotSize:
     """Return the size of a slot.
 
-    Raises `ConfigError` for sizes below 1, for an unknown `cache_dtype` or one that does not fit
-    the model, and where the KV heads cannot be split over the ranks.
+    Raises `ConfigError` as `check_arguments` does, for a `cache_dtype` that does not fit the model,
+    and where the KV heads cannot be split over the ranks.
     """
-    for name, value in (
-        ("tensor-parallel-size", tensor_parallel_size),
-        ("block-size", block_tokens),
-    ):
-        if value < 1:
-            raise ConfigError(f"--{name} is {value}: give 1 or more")
+    check_arguments(
+        tensor_parallel_size=tensor_parallel_size,
+        cache_dtype=cache_dtype,
+        block_tokens=block_tokens,
+    )
     number_bytes = _number_bytes(model, cache_dtype)
     groups, group_layers = cut_into_groups(model.layers)
     return SlotSize(
@@ -122,11 +121,21 @@ def slot_size(
     )
 
 
-def _number_bytes(model: Model, cache_dtype: str) -> int:
+def check_arguments(*, tensor_parallel_size: int, cache_dtype: str, block_tokens: int) -> None:
+    """Raise `ConfigError` for sizes below 1 and an unknown `cache_dtype`."""
+    for name, value in (
+        ("tensor-parallel-size", tensor_parallel_size),
+        ("block-size", block_tokens),
+    ):
+        if value < 1:
+            raise ConfigError(f"--{name} is {value}: give 1 or more")
     if cache_dtype not in CACHE_DTYPES:
         raise ConfigError(
             f"--kv-cache-dtype is {cache_dtype!r}: give one of {', '.join(CACHE_DTYPES)}"
         )
+
+
+def _number_bytes(model: Model, cache_dtype: str) -> int:
     if cache_dtype == "auto" and model.cache_is_quantized:
         raise ConfigError(
             "--kv-cache-dtype is auto, and the checkpoint has a type of its own for the cache "

@@ -32,11 +32,13 @@ class Copies:
 
 @dataclass(frozen=True)
 class Pool:
-    """Slots in host memory. A slot is ready when its memory is page-locked on every rank."""
+    """Slots in host memory, under the names of the metrics."""
 
     slots_in_use: float
-    ready_slots: float
     slots: float
+    """Those that are ready: their memory is page-locked on every rank."""
+    pool_slots: float
+    """All, ready or not."""
     slot_bytes: float
     evictions: Count
 

@@ -101,19 +101,21 @@ def _table(figures: Figures) -> Table:
 
 def _add_pool(table: Table, figures: Figures) -> None:
     pool = figures.pool
-    used, slots = (format_size(int(n * pool.slot_bytes)) for n in (pool.slots_in_use, pool.slots))
+    used, slots = (
+        format_size(int(n * pool.slot_bytes)) for n in (pool.slots_in_use, pool.pool_slots)
+    )
     rank = "on one rank" if len(figures.engines) == 1 else "on one rank of each engine"
     table.add_row(
         f"  in use: {used} of {slots} {rank}",
         f"{_number(pool.slots_in_use)} slots",
-        _share(pool.slots_in_use, pool.slots),
-        ProgressBar(total=max(1.0, pool.slots), completed=pool.slots_in_use, width=12),
+        _share(pool.slots_in_use, pool.pool_slots),
+        ProgressBar(total=max(1.0, pool.pool_slots), completed=pool.slots_in_use, width=12),
     )
-    if pool.ready_slots < pool.slots:
+    if pool.slots < pool.pool_slots:
         table.add_row(
             "  ready; the rest is being page-locked (as of the last step)",
-            f"{_number(pool.ready_slots)} slots",
-            _share(pool.ready_slots, pool.slots),
+            f"{_number(pool.slots)} slots",
+            _share(pool.slots, pool.pool_slots),
             style="yellow",
         )
 
@@ -130,7 +132,7 @@ def _engines(by_engine: Sequence[Figures]) -> Table:
             _share(figures.host_tokens.total, figures.lookup_tokens.total),
             _number(figures.host_tokens.total),
             _number(figures.pool.slots_in_use),
-            _number(figures.pool.slots),
+            _number(figures.pool.pool_slots),
             _number(errors),
             style="bold red" if errors else "",
         )

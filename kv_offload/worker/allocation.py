@@ -19,6 +19,9 @@ from kv_offload.worker.sharing import ALONE, Peers, arena_bytes, open_shared_mem
 if TYPE_CHECKING:
     import torch
 
+USEFUL_SLOTS = 1000
+"""Fewer hold about one long prompt. It sizes the advice to who gave less than one slot."""
+
 
 def transfer_kind(config: OffloadConfig, device: torch.device) -> EngineKind:
     """Return the kind of transfer engine for a KV cache on `device`.
@@ -91,8 +94,10 @@ def _count_slots(config: OffloadConfig, num_ranks: int, peers: Peers, slot_bytes
     if share_bytes < slot_bytes:
         num_arenas = num_ranks // peers.count
         holder = f"each of {num_arenas} ranks" if num_arenas > 1 else "this engine"
+        useful_bytes = USEFUL_SLOTS * slot_bytes * num_arenas
         raise CapacityError(
             f"cpu_bytes gives {holder} {describe_bytes(share_bytes)}, and one slot takes "
-            f"{describe_bytes(slot_bytes)}: set cpu_bytes to {slot_bytes * num_arenas} or more"
+            f"{describe_bytes(slot_bytes)}: a pool needs thousands of them, set cpu_bytes to "
+            f"{-(-useful_bytes // (1 << 30))}GiB or more"
         )
     return share_bytes // slot_bytes

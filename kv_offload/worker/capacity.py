@@ -70,7 +70,7 @@ def describe_share(traced: TracedConfig) -> str:
         f"{format_size(total.size_bytes)} that {total.source} says"
     )
     if traced.replicas == 1:
-        return f"{text}; no other replica of this engine is seen on this host"
+        return f"{text}; no other data-parallel replica of this engine is seen on this host"
     all_bytes = format_size(share_bytes * traced.replicas)
     return f"{text}; the {traced.replicas} replicas on this host take {all_bytes} together"
 

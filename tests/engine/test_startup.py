@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_vllms_own_offloading_beside_the_plugin(model_folder: Path) -> None:
 
 
 def test_an_engine_without_the_plugin_says_so(
-    model_folder: Path, caplog: pytest.LogCaptureFixture
+    model_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shell that loses an error of `kv-offload config` leaves vLLM an empty argument."""
     line = "kv-offload: not in use: --kv-transfer-config is not given, or is empty"
@@ -99,10 +100,17 @@ def test_an_engine_without_the_plugin_says_so(
         pass
     assert line in caplog.text
     caplog.clear()
+    monkeypatch.setattr(sys, "argv", ["vllm", "--kv-transfer-config", ""])
+    with engine(model_folder):
+        pass
+    (record,) = [record for record in caplog.records if "not in use" in record.getMessage()]
+    assert record.levelname == "WARNING"
+    monkeypatch.undo()
+    caplog.clear()
     with engine(model_folder, plugin={}):
         pass
     assert "kv-offload: " in caplog.text
-    assert line not in caplog.text
+    assert "not in use" not in caplog.text
 
 
 def test_the_start_says_how_large_the_pool_is(
@@ -123,9 +131,9 @@ def test_the_start_says_how_large_the_pool_is(
 
 
 def test_pool_smaller_than_a_slot(model_folder: Path) -> None:
-    message = refusal(model_folder, {"cpu_bytes": 1000}, CapacityError)
+    message = refusal(model_folder, {"cpu_bytes": "1000B"}, CapacityError)
     assert message.startswith("kv-offload: cpu_bytes gives this engine 1000 bytes, and one slot ")
-    assert "set cpu_bytes to 32768 or more" in message
+    assert "set cpu_bytes to 1GiB or more" in message
 
 
 def test_pool_larger_than_what_is_available(model_folder: Path) -> None:

@@ -120,7 +120,7 @@ def test_awkward_paths_survive_the_shell(tmp_path, capsys, name):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("max_pinned_share: 1.5", "max_pinned_share: 1.5: Expected `float` <= 1"),
+        ("max_pinned_share: 1.5", "max_pinned_share: 1.5: must be a number above 0"),
         ("evict_policy: arc", "Did you mean eviction_policy?"),
         ("cpu_bytes: 101%", "cpu_bytes: '101%': asks for"),
         ("cpu_bytes: 100%", "cpu_bytes: '100%': asks for"),

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kv_offload.cli.main import main
+from kv_offload.metrics import PREFIX
 from tests.kv_offload.status.server import PageServer, page_server, recorded
 
 
@@ -47,17 +48,25 @@ def test_one_page_as_json_is_one_reading(
     server: PageServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status", server.address, "--once", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["engines"] == ["0"]
+    reading = json.loads(capsys.readouterr().out)
+    assert reading["engines"] == ["0"]
+    assert reading["by_engine"]["0"] == {k: v for k, v in reading.items() if k != "by_engine"}
 
 
 def test_json_is_one_reading(server: PageServer, capsys: pytest.CaptureFixture[str]) -> None:
-    server.page += recorded("hits").replace('engine="0"', 'engine="1"')
+    growing = recorded("hits").replace(
+        'vllm:host_kv_cache_slots{engine="0",model_name="small"} 2048.0',
+        'vllm:host_kv_cache_slots{engine="0",model_name="small"} 512.0',
+    )
+    server.page += growing.replace('engine="0"', 'engine="1"')
     assert main(["status", server.address, "--json"]) == 0
     reading = json.loads(capsys.readouterr().out)
     assert reading["engines"] == ["0", "1"]
     assert reading["host_tokens"] == 2 * 864
     assert reading["by_engine"]["1"]["host_tokens"] == 864
-    assert reading["pool"]["slots"] == 2 * 2048
+    assert (reading["pool"]["slots"], reading["pool"]["pool_slots"]) == (2048 + 512, 2 * 2048)
+    names = {f"{PREFIX}{name}" for name in reading["pool"]} - {f"{PREFIX}evictions"}
+    assert all(f"\n{name}{{" in server.page for name in names), "named as the metrics are"
     assert reading["stored"]["bytes"] == 2 * 27 * 32768
     assert reading["skipped"]["pool_busy"] == reading["errors"]["hook_errors"] == 0
     assert reading["load_times"].keys() == {"median_seconds", "slowest_hundredth_seconds"}

@@ -65,7 +65,8 @@ def test_defaults():
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("cpu_bytes", 1, 1),
+        ("cpu_bytes", 4096, 4096),
+        ("cpu_bytes", "64B", 64),
         ("cpu_bytes", 62 * GIB, 62 * GIB),
         ("cpu_bytes", "1.5GiB", 3 * GIB // 2),
         ("cpu_bytes", "48 GB", 48 * 10**9),
@@ -92,40 +93,46 @@ def test_values_that_are_accepted_inline_and_in_a_file(write, key, value, expect
         assert config.to_dict() == DEFAULTS.to_dict() | {key: expected}
 
 
+PAGE = "less than 4096 bytes, a page of memory"
 BAD_VALUES = [
-    ("cpu_bytes", 0, ">= 1"),
-    ("cpu_bytes", -1, ">= 1"),
-    ("cpu_bytes", 1.0, "got `float`"),
-    ("cpu_bytes", 1.5, "got `float`"),
-    ("cpu_bytes", True, "got `bool`"),
-    ("cpu_bytes", None, "got `null`"),
-    ("cpu_bytes", [1], "got `array`"),
-    ("cpu_bytes", 2**70, "<= 9223372036854775807"),
-    ("cpu_bytes", "48", "the unit is missing"),
-    ("cpu_bytes", "48G", "unknown unit 'G', known are B, kB, MB"),
+    ("cpu_bytes", 0, f"{PAGE}. Allowed"),
+    ("cpu_bytes", -1, f"{PAGE}. Allowed"),
+    ("cpu_bytes", 40, f"{PAGE}. Did you mean 40GiB or 40%? Allowed"),
+    ("cpu_bytes", 64, f"{PAGE}. Did you mean 64GiB or 64%? Allowed"),
+    ("cpu_bytes", 1024, f"{PAGE}. Did you mean 1024GiB or 1024MiB? Allowed"),
+    ("cpu_bytes", 4095, PAGE),
+    ("cpu_bytes", 1.0, "a number with a fraction needs a unit. Allowed"),
+    ("cpu_bytes", 1.5, "a number with a fraction needs a unit. Allowed"),
+    ("cpu_bytes", True, "must be bytes, a size"),
+    ("cpu_bytes", None, "must be bytes, a size"),
+    ("cpu_bytes", [1], "must be bytes, a size"),
+    ("cpu_bytes", 2**70, "must be 9223372036854775807 at most"),
+    ("cpu_bytes", "48", "the unit is missing, write 48GiB or 48%. Allowed"),
+    ("cpu_bytes", "48G", "unknown unit 'G', write 48GB or 48GiB. Allowed"),
+    ("cpu_bytes", "48Q", "unknown unit 'Q', known are B, kB, MB"),
     ("cpu_bytes", "-1GiB", "not a positive number and a unit"),
     ("cpu_bytes", "0GiB", "less than one byte"),
     ("cpu_bytes", "0%", "less than one byte"),
-    ("eviction_policy", "lfu", "Invalid enum value"),
-    ("eviction_policy", "LRU", "Invalid enum value"),
-    ("eviction_policy", False, "got `bool`"),
-    ("store_blocks", "decode", "Invalid enum value"),
-    ("store_after_uses", 0, ">= 1"),
-    ("store_after_uses", 1.0, "got `float`"),
-    ("store_after_uses", 2**70, "<= 9223372036854775807"),
-    ("store_after_uses", "4", "got `str`"),
-    ("store_after_uses", True, "got `bool`"),
-    ("transfer_engine", "gpu", "Invalid enum value"),
-    ("max_pinned_share", 0, "> 0"),
-    ("max_pinned_share", -0.5, "> 0"),
-    ("max_pinned_share", 1.01, "<= 1"),
-    ("max_pinned_share", "50%", "got `str`"),
-    ("max_pinned_share", True, "got `bool`"),
-    ("load_or_recompute", "always", "Invalid enum value"),
-    ("keep_on_sleep", 1, "got `int`"),
-    ("keep_on_sleep", "yes", "got `str`"),
-    ("on_load_failure", "retry", "Invalid enum value"),
-    ("on_load_failure", {}, "got `object`"),
+    ("eviction_policy", "lfu", "must be lru or arc"),
+    ("eviction_policy", "LRU", "must be lru or arc"),
+    ("eviction_policy", False, "must be lru or arc"),
+    ("store_blocks", "decode", "must be all or prompt"),
+    ("store_after_uses", 0, "must be an integer of at least 1"),
+    ("store_after_uses", 1.0, "must be an integer"),
+    ("store_after_uses", 2**70, "must be 9223372036854775807 at most"),
+    ("store_after_uses", "4", "must be an integer"),
+    ("store_after_uses", True, "must be an integer"),
+    ("transfer_engine", "gpu", "must be auto, host, cuda or dma"),
+    ("max_pinned_share", 0, "must be a number above 0 and at most 1"),
+    ("max_pinned_share", -0.5, "must be a number above 0"),
+    ("max_pinned_share", 1.01, "must be a number above 0 and at most 1"),
+    ("max_pinned_share", "50%", "must be a number above 0 and at most 1"),
+    ("max_pinned_share", True, "must be a number"),
+    ("load_or_recompute", "always", "must be measured or always_load"),
+    ("keep_on_sleep", 1, "must be true or false"),
+    ("keep_on_sleep", "yes", "must be true or false"),
+    ("on_load_failure", "retry", "must be recompute or fail"),
+    ("on_load_failure", {}, "must be recompute or fail"),
 ]
 
 
@@ -137,9 +144,11 @@ def test_bad_values_are_refused_with_source_path_value_and_remedy(write, key, va
         ({"config_file": file}, file),
     ):
         message = refusal(extra_config)
-        assert message.startswith(f"{source}: {key}: {value!r}: ")
-        assert reason in message
-        assert f"Allowed: {SCHEMA[key].allowed}. Correct it, or remove it" in message
+        shown = "no value" if value is None else repr(value)
+        assert message.startswith(f"{source}: {key}: {shown}: {reason}")
+        has_limit = f"{SCHEMA[key].allowed}. Correct it, or remove it" in message
+        assert has_limit or "at most. Correct it, or remove it" in message
+        assert "`" not in message, "no type of a library's"
         assert message.endswith(f"to get the default, {SCHEMA[key].written_default}.")
 
 
@@ -239,6 +248,14 @@ def test_config_file_is_a_key_only_inline(write):
     assert message.startswith(f"{file}: config_file: '/x.yaml': unknown key")
     assert "config_file" in refusal({"config_fil": file}).split("the keys are")[1]
     assert "Did you mean config_file?" in refusal({"config_fil": file})
+
+
+@pytest.mark.parametrize("key", ["kv_connector", "kv_role", "kv-transfer-config"])
+def test_what_belongs_into_vllms_argument_is_told_so(write, key):
+    message = refusal({"config_file": write(f"{key}: KVOffloadConnector")})
+    assert "unknown key. It belongs into vLLM's argument --kv-transfer-config. " in message
+    assert "Did you mean" not in message
+    assert all(name in message for name in SCHEMA)
 
 
 @pytest.mark.parametrize("key", ["1", "true", "null", "2024-01-01"])
@@ -402,6 +419,25 @@ def test_malformed_files_are_refused_with_line_and_column(write, content, line, 
     assert message.endswith(f"Correct the file; `kv-offload config {file}` checks it.")
 
 
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("cpu_bytes=1GiB", 1),
+        ("cpu_bytes = 1GiB", 1),
+        ("cpu_bytes:1GiB", 1),
+        ("# mine\r\ncpu_bytes:1GiB  # all of it\r\n", 2),
+        ("cpu_bytes=1GiB\neviction_policy=arc", 1),
+        ("cpu_bytes:1GiB\neviction_policy: arc", 1),
+        ("eviction_policy: arc\ncpu_bytes:1GiB\nstore_blocks: all", 2),
+    ],
+)
+def test_a_key_without_a_space_before_its_value(write, content, line):
+    file = write(content)
+    message = refusal({"config_file": file})
+    assert message.startswith(f"{file}, line {line}, column 1: 'cpu_bytes")
+    assert ": write `cpu_bytes: 1GiB`, with a space after the colon. Correct the file;" in message
+
+
 def test_utf8_and_a_byte_order_mark_are_fine(write):
     content = "\ufeff# größer\nstore_after_uses: 2"
     assert load({"config_file": write(content)}).store_after_uses == 2
@@ -499,7 +535,12 @@ def test_the_documented_inline_keys_are_accepted():
 
 def test_the_documented_errors_are_real(write, tmp_path):
     errors = re.findall(r"^kv-offload: (.*)$", DOCS.read_text(), re.MULTILINE)
-    contents = ["max_pinned_share: 1.5", "evict_policy: arc", "cpu_bytes: 8GiB\ncpu_bytes: 16GiB"]
+    contents = [
+        "max_pinned_share: 80%",
+        "cpu_bytes: 64",
+        "evict_policy: arc",
+        "cpu_bytes: 8GiB\ncpu_bytes: 16GiB",
+    ]
     assert len(errors) == len(contents)
     for error, content in zip(errors, contents, strict=True):
         message = refusal({"config_file": write(content, name="kv-offload.yaml")})

@@ -76,7 +76,7 @@ class PlayedEngine:
         handshake: bool = True,
         **arguments: Any,
     ) -> None:
-        plugin = {"cpu_bytes": slots * ranks * PAGE_WORDS * 8, **(plugin or {})}
+        plugin = {"cpu_bytes": f"{slots * ranks * PAGE_WORDS * 8}B", **(plugin or {})}
         config = make_vllm_config(
             plugin,
             drafts=drafts,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kv_offload.engines.vllm import drain, weights
+from kv_offload.engines.vllm.start import unused
 from kv_offload.engines.vllm.versions import NEWEST, OLDEST
 
 if TYPE_CHECKING:
@@ -147,8 +148,7 @@ def _method_of_class(owner: Any, name: str) -> Method:
 
 def _note_replicas_and_check(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.kv_transfer_config is None:
-        # What vLLM also makes of an empty argument, which a shell's mistake can leave.
-        logger.info("kv-offload: not in use: --kv-transfer-config is not given, or is empty")
+        unused.log_why()
         return original(self, *args, **kwargs)
     # Imported here: it imports this module, and most processes never need it.
     from kv_offload.engines.vllm.start import early

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from kv_offload.doctor.copies import Rates, measure
-from kv_offload.doctor.devices import check_links, check_nodes, check_rates, judge_rates
+from kv_offload.doctor.devices import (
+    check_asked_for,
+    check_links,
+    check_nodes,
+    check_rates,
+    judge_rates,
+)
 from kv_offload.doctor.nvml import Gpu, Machine, read_machine
 from kv_offload.doctor.versions import Torch
 
@@ -25,7 +31,9 @@ def gpu(**more: Any) -> Gpu:
 
 def test_a_machine_without_nvml_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)  # importing it raises
-    assert read_machine().problem == "the Python package nvidia-ml-py is not installed"
+    machine = read_machine()
+    assert machine.problem == "the Python package nvidia-ml-py is not installed"
+    assert machine.may_have_others
 
 
 def test_a_machine_without_a_driver_says_why() -> None:
@@ -85,7 +93,9 @@ def test_what_nvml_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_error_of_nvml_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     played = PlayedNVML(broken=True)
     monkeypatch.setitem(sys.modules, "pynvml", played)
-    assert read_machine().problem == "NVML gave an error: Not Supported"
+    machine = read_machine()
+    assert machine.problem == "NVML gave an error: Not Supported"
+    assert machine.may_have_others
     assert not played.is_open
 
 
@@ -110,6 +120,38 @@ def test_a_narrow_link_is_a_warning(more: dict[str, Any], state: str) -> None:
 def test_without_a_gpu_the_reason_is_told() -> None:
     (check,) = check_links(Machine(problem="no driver answers"))
     assert (check.state, check.found) == ("not checked", "no driver answers")
+
+
+# -- what the configuration asks for -------------------------------------------------------------
+
+CUDA_TORCH, CPU_TORCH = Torch("2.11.0", "13.0"), Torch("2.11.0+cpu", None)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "dma"])
+@pytest.mark.parametrize(
+    ("machine", "torch", "state"),
+    [
+        (Machine(gpus=(gpu(),)), CUDA_TORCH, "ok"),
+        (Machine(gpus=(gpu(),)), None, "ok"),
+        (Machine(gpus=(gpu(),)), CPU_TORCH, "problem"),
+        (Machine(problem="no NVIDIA driver answers"), CUDA_TORCH, "problem"),
+        (Machine(problem="no NVIDIA driver answers"), None, "problem"),
+        (Machine(problem="not installed", may_have_others=True), CUDA_TORCH, "not checked"),
+        (Machine(problem="not installed", may_have_others=True), CPU_TORCH, "problem"),
+    ],
+)
+def test_a_transfer_engine_without_its_gpu_is_a_problem(
+    machine: Machine, torch: Torch | None, kind: Any, state: str
+) -> None:
+    (check,) = check_asked_for(machine, torch, kind)
+    assert (check.name, check.state) == ("transfer engine", state)
+    assert kind in check.found
+    assert bool(check.remedy) == (state == "problem")
+
+
+@pytest.mark.parametrize("kind", ["auto", "host"])
+def test_who_asks_for_no_gpu_has_no_line_of_it(kind: Any) -> None:
+    assert not [*check_asked_for(Machine(problem="none"), CPU_TORCH, kind)]
 
 
 # -- rates -------------------------------------------------------------------------------------

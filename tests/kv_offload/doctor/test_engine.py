@@ -1,6 +1,6 @@
 import pytest
 
-from kv_offload.doctor.engine import check_engine, check_hash, check_plugin
+from kv_offload.doctor.engine import check_engine, check_plugin
 
 
 @pytest.mark.parametrize(
@@ -16,16 +16,17 @@ from kv_offload.doctor.engine import check_engine, check_hash, check_plugin
 def test_whether_vllm_loads_the_plugin(
     environ: dict[str, str], is_installed: bool, state: str
 ) -> None:
-    check = check_plugin(environ, is_installed)
+    check = check_plugin(environ, is_installed, has_vllm=True)
     assert check.state == state
     assert bool(check.remedy) == (state == "problem")
 
 
-@pytest.mark.parametrize("seed", [None, "random", "0"])
-def test_no_hash_is_a_problem(seed: str | None) -> None:
-    assert check_hash({} if seed is None else {"PYTHONHASHSEED": seed}).state == "ok"
+def test_without_vllm_nobody_looks_for_the_plugin() -> None:
+    assert check_plugin({}, is_installed=True, has_vllm=False).state == "not checked"
+    wrong = {"VLLM_PLUGINS": "lora"}
+    assert check_plugin(wrong, is_installed=True, has_vllm=False).state == "problem"
+    assert check_plugin({}, is_installed=False, has_vllm=False).state == "problem"
 
 
 def test_every_subject_has_a_line() -> None:
-    names = [check.name for check in check_engine({})]
-    assert names == ["plugin", "prefix caching", "reproducible hash"]
+    assert [check.name for check in check_engine({})] == ["plugin"]

