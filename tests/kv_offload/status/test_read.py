@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -119,51 +121,54 @@ def test_what_is_no_http_is_no_traceback() -> None:
         thread.join()
 
 
+@contextlib.contextmanager
+def answering(answer: Callable[[socket.socket], object], header: str = "") -> Iterator[str]:
+    """Give the address of a server whose page is what `answer` sends to its one reader."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):  # the reader has gone
+            connection.recv(65536)
+            connection.sendall(f"HTTP/1.1 200 OK\r\n{header}\r\n".encode())
+            answer(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield metrics_url(f"127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
+
+
 @pytest.mark.parametrize("header", ["", "Transfer-Encoding: chunked\r\n"], ids=["bare", "chunked"])
 def test_an_answer_without_end_is_refused_at_the_limit(header: str) -> None:
     part = b"vllm:endless 1\n" * 4096
     piece = b"%x\r\n%b\r\n" % (len(part), part) if header else part
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = metrics_url(f"127.0.0.1:{listener.getsockname()[1]}")
 
-        def stream() -> None:
-            connection, _ = listener.accept()
-            with connection, contextlib.suppress(OSError):  # the reader has gone
-                connection.recv(65536)
-                connection.sendall(f"HTTP/1.1 200 OK\r\n{header}\r\n".encode())
-                for _ in range(MAX_PAGE_BYTES // len(part) + 2):
-                    connection.sendall(piece)
-                connection.recv(1)  # a reader that wants more than the limit gets nothing
+    def stream(connection: socket.socket) -> None:
+        for _ in range(MAX_PAGE_BYTES // len(part) + 2):
+            connection.sendall(piece)
+        connection.recv(1)  # a reader that wants more than the limit gets nothing
 
-        thread = threading.Thread(target=stream)
-        thread.start()
-        with pytest.raises(ServerError, match=r"more than 16 MiB, the limit .*; give the address"):
-            read(url)
-        thread.join()
+    with (
+        answering(stream, header) as url,
+        pytest.raises(ServerError, match=r"more than 16 MiB, the limit .*; give the address"),
+    ):
+        read(url)
 
 
 def test_an_answer_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_offload.status.read.TIMEOUT_SECONDS", 2.0)
-    ended = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = metrics_url(f"127.0.0.1:{listener.getsockname()[1]}")
 
-        def drip() -> None:
-            connection, _ = listener.accept()
-            with connection, contextlib.suppress(OSError):  # the reader has gone
-                connection.recv(65536)
-                connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-                while not ended.wait(0.01):
-                    connection.sendall(b"v")
+    def drip(connection: socket.socket) -> None:
+        while True:  # until the reader has gone
+            connection.sendall(b"v")
+            time.sleep(0.01)
 
-        thread = threading.Thread(target=drip)
-        thread.start()
-        try:
-            with pytest.raises(ServerError, match="its answer has not ended after 2 s; check"):
-                read(url)
-        finally:
-            ended.set()
-            thread.join()
+    with (
+        answering(drip) as url,
+        pytest.raises(ServerError, match="its answer has not ended after 2 s; check"),
+    ):
+        read(url)
 
 
 @pytest.mark.parametrize(
