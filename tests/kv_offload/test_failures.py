@@ -17,6 +17,7 @@ from kv_swap.engine import Direction
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from kv_offload.messages import OffloadWorkerMetadata
 from tests.support.hooks import HOOKS, wrap_hook
 from tests.support.played_cases import OTHER, PROMPT, both_ways, forget, pinned, store
 from tests.support.played_engine import PlayedEngine
@@ -299,6 +300,23 @@ def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice() -> None:
     engine.process()
     engine.run()
     assert engine.totals["hook_errors"] > 0
+    engine.check_rest()
+
+
+def test_a_report_that_can_never_be_read_does_not_keep_others_from_being_read() -> None:
+    class Unreadable(dict[int, int]):
+        def items(self) -> Any:
+            raise RuntimeError("at every try")
+
+    engine = PlayedEngine(async_scheduling=True)
+    store(engine, PROMPT)
+    unreadable = OffloadWorkerMetadata(weight_loads=Unreadable())
+    engine.offload.reports.take(unreadable, received=set())
+    engine.add("a", PROMPT)
+    play(engine)
+    assert engine.answers["a"] == answer(PROMPT)
+    assert engine.totals["hit_tokens"] == 20
+    assert engine.totals["hook_errors"] == 2
     engine.check_rest()
 
 
