@@ -179,6 +179,14 @@ class Reports:
             if tracked.loaded is not None or tracked.load_failed
         }
 
+    def loaded(self) -> set[str]:
+        """Return the requests whose loads have ended, and that have not been scheduled since."""
+        return {
+            tracked.request_id
+            for tracked in self._requests
+            if tracked.phase is Phase.READY and tracked.loaded is not None
+        }
+
     def deliver(self, request_ids: Iterable[str], tell: Callable[[set[str]], None]) -> None:
         """Tell the engine that these loads have ended on all ranks, whose reports are on their way.
 

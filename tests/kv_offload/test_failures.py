@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from kv_offload.messages import OffloadWorkerMetadata
 from tests.support.hooks import HOOKS, wrap_hook
-from tests.support.played_cases import OTHER, PROMPT, both_ways, forget, pinned, store
+from tests.support.played_cases import OTHER, PROMPT, both_ways, forget, pinned, store, tables
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import answer
 
@@ -220,6 +220,33 @@ def test_a_request_that_a_reset_took_back_loads_again(async_scheduling: bool) ->
     assert "a" not in engine.answers, "nobody has copied it yet"
     play(engine)
     assert engine.totals["hit_tokens"] == 20
+    engine.check_rest()
+
+
+@both_ways
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_reset_succeeds_while_what_was_loaded_finds_no_room_to_run(
+    async_scheduling: bool, preempted: bool
+) -> None:
+    """The engine has taken it from those that wait for loads, and it holds what was loaded."""
+    engine = PlayedEngine(async_scheduling=async_scheduling, blocks=14, replaces_resumed=True)
+    store(engine, PROMPT)
+    engine.add("grows", [1, 1, 1, 1], max_tokens=40)
+    engine.step(2)
+    request = engine.add("a", [*PROMPT, 1, 1, 1, 1, 1, 1, 1], max_tokens=2)
+    request.num_preemptions += preempted  # such requests have another status when it is their turn
+    while engine.pool.get_num_free_blocks() > 1:
+        engine.step()
+    engine.run_copies(Direction.LOAD)
+    engine.step(2)
+    assert request.status == (RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING)
+    assert tables(engine, request) != [[]]
+    assert engine.reset(reset_running_requests=True)
+    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+    engine.offload.check_integrity()
+    engine.run()
+    assert engine.answers["a"] == engine.expected["a"]
+    assert engine.totals["hit_tokens"] >= 2 * 20
     engine.check_rest()
 
 
