@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from typing import Literal
+from weakref import WeakSet
 
 from kv_offload.scheduler.rates import LoadQueue
 from kv_offload.scheduler.request import TrackedRequest
@@ -96,17 +97,16 @@ class LoadChoice:
         self._prefill_rate = watch.prefill_rate
         self._step_seconds = watch.step_seconds
         self._queue = queue
-        self._prefilling: list[TrackedRequest] = []
+        # Weak, since a request that has ended must not be kept, whether or not a hit ever asks. Not
+        # cleared of these at every admission: a step may admit hundreds.
+        self._prefilling: WeakSet[TrackedRequest] = WeakSet()
         self._longest_tokens = 0
         self._computes = False
         self._declined = 0
 
     def admitted(self, tracked: TrackedRequest, computed_tokens: int) -> None:
         """Take a request that the engine computes from `computed_tokens` on."""
-        # Whether or not a hit ever asks: a request that has ended must not be kept. One that was
-        # preempted comes again.
-        others = (r for r in self._prefilling if r is not tracked and r.prompt_tokens_left > 1)
-        self._prefilling = [*others, tracked]
+        self._prefilling.add(tracked)
         tokens = tracked.request.num_tokens - computed_tokens
         self._longest_tokens = max(self._longest_tokens, tokens)
 
@@ -148,8 +148,9 @@ class LoadChoice:
 
     def _tokens_ahead(self) -> int:
         """Return how many tokens of admitted prompts are not computed; they come first."""
-        left = [tracked.prompt_tokens_left for tracked in self._prefilling]
-        return sum(tokens for tokens in left if tokens > 1)
+        left = {tracked: tracked.prompt_tokens_left for tracked in self._prefilling}
+        self._prefilling.difference_update([r for r, tokens in left.items() if tokens <= 1])
+        return sum(tokens for tokens in left.values() if tokens > 1)
 
 
 class LoadMode:

@@ -43,6 +43,7 @@ class Reports:
         self._ranks_ready = ranks_ready
         # What has arrived and was not read yet, after an error: mostly nothing.
         self._unread: deque[OffloadWorkerMetadata] = deque()
+        self._retried: OffloadWorkerMetadata | None = None
         self._received_unread: set[str] = set()
         self._draining = False
 
@@ -91,10 +92,20 @@ class Reports:
             self._requests.settle(tracked)
 
     def read(self) -> None:
-        """Take in what the ranks have reported; what an error interrupted is read again."""
+        """Take in what the ranks have reported; what an error interrupted is read once more.
+
+        After a second error a report is given up, since the later ones wait for it. Pins that it
+        would have ended last until a reset.
+        """
         while self._unread:
-            self._read(self._unread[0])
-            self._unread.popleft()
+            report = self._unread.popleft()
+            try:
+                self._read(report)
+            except Exception:
+                if report is not self._retried:
+                    self._retried = report
+                    self._unread.appendleft(report)
+                raise
         if self._received_unread:
             received, self._received_unread = self._received_unread, set()
             for request_id in received:
@@ -166,6 +177,14 @@ class Reports:
             tracked.request_id
             for tracked in self._requests
             if tracked.loaded is not None or tracked.load_failed
+        }
+
+    def loaded(self) -> set[str]:
+        """Return the requests whose loads have ended, and that have not been scheduled since."""
+        return {
+            tracked.request_id
+            for tracked in self._requests
+            if tracked.phase is Phase.READY and tracked.loaded is not None
         }
 
     def deliver(self, request_ids: Iterable[str], tell: Callable[[set[str]], None]) -> None:

@@ -80,7 +80,7 @@ class StoreCursor:
     """By cache group, the first slot whose store has been neither planned nor skipped."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class TrackedRequest:
     """One request, from its first look-up to its end."""
 

@@ -17,8 +17,9 @@ from kv_swap.engine import Direction
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from kv_offload.messages import OffloadWorkerMetadata
 from tests.support.hooks import HOOKS, wrap_hook
-from tests.support.played_cases import OTHER, PROMPT, both_ways, forget, pinned, store
+from tests.support.played_cases import OTHER, PROMPT, both_ways, forget, pinned, store, tables
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import answer
 
@@ -222,6 +223,33 @@ def test_a_request_that_a_reset_took_back_loads_again(async_scheduling: bool) ->
     engine.check_rest()
 
 
+@both_ways
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_reset_succeeds_while_what_was_loaded_finds_no_room_to_run(
+    async_scheduling: bool, preempted: bool
+) -> None:
+    """The engine has taken it from those that wait for loads, and it holds what was loaded."""
+    engine = PlayedEngine(async_scheduling=async_scheduling, blocks=14, replaces_resumed=True)
+    store(engine, PROMPT)
+    engine.add("grows", [1, 1, 1, 1], max_tokens=40)
+    engine.step(2)
+    request = engine.add("a", [*PROMPT, 1, 1, 1, 1, 1, 1, 1], max_tokens=2)
+    request.num_preemptions += preempted  # such requests have another status when it is their turn
+    while engine.pool.get_num_free_blocks() > 1:
+        engine.step()
+    engine.run_copies(Direction.LOAD)
+    engine.step(2)
+    assert request.status == (RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING)
+    assert tables(engine, request) != [[]]
+    assert engine.reset(reset_running_requests=True)
+    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+    engine.offload.check_integrity()
+    engine.run()
+    assert engine.answers["a"] == engine.expected["a"]
+    assert engine.totals["hit_tokens"] >= 2 * 20
+    engine.check_rest()
+
+
 # -- hooks that raise --------------------------------------------------------------------------
 
 
@@ -299,6 +327,23 @@ def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice() -> None:
     engine.process()
     engine.run()
     assert engine.totals["hook_errors"] > 0
+    engine.check_rest()
+
+
+def test_a_report_that_can_never_be_read_does_not_keep_others_from_being_read() -> None:
+    class Unreadable(dict[int, int]):
+        def items(self) -> Any:
+            raise RuntimeError("at every try")
+
+    engine = PlayedEngine(async_scheduling=True)
+    store(engine, PROMPT)
+    unreadable = OffloadWorkerMetadata(weight_loads=Unreadable())
+    engine.offload.reports.take(unreadable, received=set())
+    engine.add("a", PROMPT)
+    play(engine)
+    assert engine.answers["a"] == answer(PROMPT)
+    assert engine.totals["hit_tokens"] == 20
+    assert engine.totals["hook_errors"] == 2
     engine.check_rest()
 
 

@@ -48,8 +48,8 @@ def drain_engine_core(core: Any, *, requeue: bool = True) -> None:
     """Have all ranks end their copies, and the scheduler release the blocks that they hold.
 
     Those are the sources of stores and the destinations of loads. Aborted requests are freed. With
-    `requeue` a request that waits for its load gives its blocks back, so that a reset can succeed;
-    vLLM looks it up again when it is its turn.
+    `requeue` a request that waits for its load, or for room to run with what was loaded, gives its
+    blocks back, so that a reset can succeed; vLLM looks it up again when it is its turn.
 
     The ranks are called directly, not through a step: a step would also run live requests, and its
     outputs would have no receiver. A rank has executed all steps that were launched before, so it
@@ -59,7 +59,8 @@ def drain_engine_core(core: Any, *, requeue: bool = True) -> None:
         reports = scheduler.reports
         abandoned = reports.abandoned_loads()
         waiting = _waiting_for_loads(core.scheduler, reports.waiting_loads()) if requeue else set()
-        if not (scheduler.has_pending_stores or abandoned or waiting):
+        loaded = _waiting_for_room(core.scheduler, reports.loaded()) if requeue else set()
+        if not (scheduler.has_pending_stores or abandoned or waiting or loaded):
             continue
         answers = core.model_executor.collective_rpc(drain_rank, args=reports.begin_drain())
         answer: DrainAnswer = functools.reduce(DrainAnswer.merge, answers)
@@ -70,7 +71,10 @@ def drain_engine_core(core: Any, *, requeue: bool = True) -> None:
             ended &= abandoned
         if ended:
             reports.deliver(ended, functools.partial(_deliver_loads, core.scheduler))
-        _give_blocks_back(core.scheduler, waiting - answer.loading)
+        waiting -= answer.loading
+        for request_id in waiting:
+            _recompute(core.scheduler, core.scheduler.requests[request_id])
+        _give_blocks_back(core.scheduler, waiting | loaded)
 
 
 def drain_rank(_worker: Any, unsent: Sequence[StoreJob], running: Sequence[int]) -> DrainAnswer:
@@ -105,16 +109,27 @@ def _waiting_for_loads(engine_scheduler: Any, request_ids: set[str]) -> set[str]
     return {name for name in request_ids & alive.keys() if alive[name].status == waiting}
 
 
+def _waiting_for_room(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
+    """Return which of the requests have been loaded, and taken from those that wait for loads.
+
+    That is when it is their turn. Where too few blocks are free they do not run then.
+    """
+    from vllm.v1.request import RequestStatus
+
+    alive, states = engine_scheduler.requests, (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    return {name for name in request_ids & alive.keys() if alive[name].status in states}
+
+
 def _give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
     """Have requests whose loads have ended wait without blocks, as if nothing had been loaded.
 
-    They get the state of a request whose load has failed, which vLLM frees and looks up anew when
-    it is its turn; freeing it twice does no harm. No step reads or writes these blocks: a request
-    that waits for its load has not been computed.
+    vLLM looks a request without computed tokens up anew when it is its turn. One that it takes to
+    wait for its load must have the state of one whose load has failed, and is freed then; freeing
+    it twice does no harm. No step reads or writes these blocks: no such request has been computed.
     """
     for request_id in request_ids:
         request = engine_scheduler.requests[request_id]
-        _recompute(engine_scheduler, request)
+        request.num_computed_tokens = 0
         engine_scheduler._inflight_prefills.discard(request)
         engine_scheduler.kv_cache_manager.free(request)
 

@@ -88,6 +88,7 @@ class StoreChoice:
         unknown: Sequence[int] = [index for index, slot in enumerate(slots) if slot < 0]
         passed = len(keys)
         gone: list[int] = []
+        used_too_little = 0
         if unknown:
             start = first + unknown[0]
             expected = self._prefixes.pool_keys(cursor.request.block_hashes, group, start, last)
@@ -122,11 +123,13 @@ class StoreChoice:
                 passed = index
                 break
             elif self._store_after_uses > 1 and self._uses.count(key) < self._store_after_uses:
-                self._statistics.skipped("used_too_little", 1)
+                used_too_little += 1
             else:
                 chosen.slots_left -= 1
                 chosen.new[key] = None
                 chosen.blocks.append(blocks[at])
+        if used_too_little:
+            self._statistics.skipped("used_too_little", used_too_little)
         if gone:  # what the engine never names was not lost
             prompt_tokens = cursor.request.num_prompt_tokens
             moved_on = self._prefixes.count_named(group, gone, prompt_tokens)

@@ -40,6 +40,7 @@ class Chosen:
         self.watch = StepWatch()
         self.queue = LoadQueue()
         self.choice = LoadChoice(mode, SLOT_BYTES, self.watch, self.queue)
+        self.alive: list[Any] = []
         self.link(bytes_per_second, loads)
         for tokens in (1024, 8192):
             for _ in range(steps):
@@ -54,6 +55,7 @@ class Chosen:
         request = Named(request_id=request_id, num_tokens=tokens, num_computed_tokens=computed)
         tracked = TrackedRequest(request)
         self.choice.admitted(tracked, 0)
+        self.alive.append(tracked)
         return tracked
 
     def loads(self, tokens: int = 4096, start: int = 0, synchronous: bool = True) -> bool:
@@ -166,7 +168,16 @@ def test_requests_that_have_ended_are_let_go(mode: str) -> None:
         ended.append(weakref.ref(tracked.request))
         tracked.phase = Phase.ENDED
         del tracked
-    assert [request() is None for request in ended[:-1]] == [True] * 8
+    chosen.alive.clear()
+    assert [request() is None for request in ended] == [True] * 9
+
+
+def test_an_admission_does_not_look_at_those_before_it() -> None:
+    """A step may admit hundreds of short prompts, and start as many loads."""
+    chosen = Chosen(EVEN)
+    first = chosen.request("first", 2500)
+    first.request = None  # an error for whoever looks
+    chosen.request("second", 2500)
 
 
 def test_an_asynchronous_load_is_seen_a_step_later() -> None:

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kv_swap.errors import PinnedMemoryError
@@ -326,6 +327,36 @@ def test_a_peer_that_ends_in_between_is_not_counted(name: str) -> None:
             assert mapped[:4] == bytes(4)
             mapped.close()
         assert memory.wait_attached(120)
+
+
+def test_a_peer_that_stalls_asks_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The creator gives it up. It keeps nothing of the first answer: that would hold the memory."""
+    received, recv_fds = [], socket.recv_fds
+
+    def stall_once(connection: socket.socket, *sizes: int) -> Any:
+        message = recv_fds(connection, *sizes)
+        received.append(message)
+        if len(received) == 1:
+            connection.settimeout(120)
+            assert connection.recv(1) == b""  # the creator has hung up
+        return message
+
+    monkeypatch.setattr(shared, "_ANSWER_SECONDS", 0.2)
+    with SharedMemory.create(name, NBYTES, 1) as memory:
+        monkeypatch.setattr(shared.socket, "recv_fds", stall_once)
+        with SharedMemory.attach(name, NBYTES, 120) as handle:
+            assert memory.wait_attached(120)
+            assert len(received) > 1
+            opened = [_file(int(fd)) for fd in os.listdir("/proc/self/fd")]
+            assert opened.count(_file(handle.fileno())) == 2
+
+
+def _file(fd: int) -> tuple[int, int] | None:
+    try:
+        found = os.fstat(fd)
+    except OSError:  # the listing's own
+        return None
+    return found.st_dev, found.st_ino
 
 
 # -- NUMA --------------------------------------------------------------------------------------

@@ -180,7 +180,11 @@ class _Offer:
 
 
 def _ask(name: str) -> int | None:
-    """Return a file descriptor from the process that offers `name`; `None` if there is none."""
+    """Return a file descriptor from the process that offers `name`; `None` if there is none.
+
+    None too if that process has not waited for the answer, and counts on being asked again.
+    """
+    fds: list[int] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_ANSWER_SECONDS)
         try:
@@ -191,6 +195,8 @@ def _ask(name: str) -> int | None:
             if fds:
                 connection.send(b"k")
         except OSError:
+            for fd in fds:
+                os.close(fd)
             return None
     return fds[0] if fds else None
 
