@@ -339,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     computed, loaded = base[0].first_token_ms, plugin[-1].first_token_ms
     print(
         f"first token: {loaded:.0f} ms from host memory, {computed:.0f} ms computed without the "
-        f"plugin ({computed / loaded:.0f} times)"
+        f"plugin ({computed / loaded:.1f} times)"
     )
     if cuda:
         print("(a GPU computes this small model too fast; python -m bench.serving has real sizes)")

@@ -228,7 +228,7 @@ def main() -> None:
     except InstallError as error:
         raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:
-        raise SystemExit("interrupted: the next call goes on with what is missing") from None
+        raise SystemExit("interrupted: the next call makes what was not finished anew") from None
 
 
 if __name__ == "__main__":

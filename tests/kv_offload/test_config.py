@@ -3,8 +3,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 from kv_offload.config import DEFAULT, SCHEMA, OffloadConfig, describe_bytes, trace_config
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError
 from kv_offload.host_memory import HostMemory
+from tests.support.processes import run_code
 
 GIB = 1 << 30
 HOST = HostMemory(64 * GIB, "/proc/meminfo")
@@ -498,14 +497,7 @@ def test_the_module_needs_neither_the_engine_nor_a_device():
         "import sys, kv_offload.cli.main, kv_offload.config\n"
         "print([m for m in ('torch', 'vllm', 'cupy') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.stdout == "[]\n"
+    assert run_code(code) == "[]\n"
 
 
 # The documentation

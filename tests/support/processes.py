@@ -1,4 +1,4 @@
-"""Runs a module of the tests in a process of its own and brings back what it found."""
+"""Runs statements, or a module of the tests, in a new process and brings back what they found."""
 
 from __future__ import annotations
 
@@ -14,6 +14,18 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 500.0
 """Below the limit of a test, whose end would say less."""
+
+
+def run_code(code: str) -> str:
+    """Run statements in a new Python that finds the same packages; return what they printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    return done.stdout
 
 
 def run_module(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kv_offload.engines.vllm import drain, weights
-from kv_offload.engines.vllm.start import unused
+from kv_offload.engines.vllm.start import not_in_use
 from kv_offload.engines.vllm.versions import NEWEST, OLDEST
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _method_of_class(owner: Any, name: str) -> Method:
 
 def _note_replicas_and_check(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.kv_transfer_config is None:
-        unused.log_why()
+        not_in_use.log_why()
         return original(self, *args, **kwargs)
     # Imported here: it imports this module, and most processes never need it.
     from kv_offload.engines.vllm.start import early

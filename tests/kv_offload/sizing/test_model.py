@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.sizing.model import Model, read_model
+from tests.support.processes import run_code
 from tests.support.published_models import PUBLISHED
 
 LLAMA = PUBLISHED["Llama-3.1-8B"]
@@ -210,11 +210,4 @@ def test_what_is_no_models_file_is_refused_without_importing_transformers(
         "import sys; from kv_offload.cli.main import main\n"
         f"print(main(['size', {str(tmp_path)!r}]), 'transformers' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.stdout == "2 False\n"
+    assert run_code(code) == "2 False\n"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kv_offload.engines.vllm.start.unused import is_given_empty, log_why
+from kv_offload.engines.vllm.start.not_in_use import is_given_empty, log_why
 
 SERVE = ["vllm", "serve", "model"]
 
