@@ -4,12 +4,13 @@ usage: python -m tests.gpu.support_table [PYTEST_ARGUMENTS...]
 
 The last column says how the GPU tests of a row ended here; rows without one rest on tests that need
 no GPU, which `make test` runs. Exits with pytest's status, and with 1 if a row cites a GPU test
-that did not run.
+that did not run. A run that a time limit ends prints the failures and the tables so far.
 """
 
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,8 @@ CITATION = re.compile(r"`(tests/gpu/\w+\.py)(?:::(\w+))?`(?: \(([^)]*)\))?")
 def outcomes(report: Path) -> dict[str, str]:
     """Return `passed`, `failed` or `skipped` of every test, by `file::name[parameters]`."""
     found = {}
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
+    # The test that an end of the run interrupts has no class.
+    for case in ElementTree.parse(report).getroot().iterfind(".//testcase[@classname]"):
         file = case.attrib["classname"].replace(".", "/") + ".py"
         ended = {child.tag for child in case}
         outcome = "failed" if ended & {"failure", "error"} else "passed"
@@ -72,7 +74,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-v", "tests/gpu", f"--junitxml={report}"]
-        status = subprocess.run([*command, *sys.argv[1:]], cwd=ROOT, check=False).returncode
+        # In a group of its own, so that a time limit's SIGTERM does not reach pytest, which would end
+        # at once and not say what failed until then.
+        with subprocess.Popen([*command, *sys.argv[1:]], cwd=ROOT, process_group=0) as tests:
+            for ending in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(ending, lambda *_: tests.send_signal(signal.SIGINT))
+            status = tests.wait()
         table, missing = annotate((ROOT / "docs/use/support.md").read_text(), outcomes(report))
     print(table)
     for citation in missing:
