@@ -74,8 +74,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-v", "tests/gpu", f"--junitxml={report}"]
-        # In a group of its own, so that a time limit's SIGTERM does not reach pytest, which would end
-        # at once and not say what failed until then.
+        # In a group of its own: pytest would end at the SIGTERM of a time limit, and not say what
+        # failed until then.
         with subprocess.Popen([*command, *sys.argv[1:]], cwd=ROOT, process_group=0) as tests:
             for ending in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(ending, lambda *_: tests.send_signal(signal.SIGINT))
