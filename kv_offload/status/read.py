@@ -28,9 +28,9 @@ NO_ENGINE = (
     "--disable-log-stats; give the address of vLLM's API server, started without that argument"
 )
 NO_PLUGIN = (
-    "{address} is a vLLM server without kv-offload: look for lines that begin with kv-offload: in "
-    "its log. If there are none, it was started without --kv-transfer-config, or with "
-    "--kv-offloading-size, which replaces the connector; start it with what "
+    "{address} is a vLLM server without kv-offload: a line of its log begins with "
+    "`kv-offload: not in use` and says why; if there is none, kv-offload is not installed in the "
+    "server's Python, or VLLM_PLUGINS leaves it out. Start the server with what "
     "`kv-offload config` prints"
 )
 

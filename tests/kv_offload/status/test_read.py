@@ -79,7 +79,10 @@ def test_samples_that_differ_in_other_labels_are_added() -> None:
     [
         ("", "has no metrics of vLLM: .*--disable-log-stats"),
         ("python_info 1\n", "has no metrics of vLLM"),
-        ('vllm:num_requests_running{engine="0"} 0\n', "without kv-offload: .*--kv-offloading-size"),
+        (
+            'vllm:num_requests_running{engine="0"} 0\n',
+            "without kv-offload: .*not in use.*VLLM_PLUGINS",
+        ),
         ("<html>It works</html>", "no page of metrics .*API server"),
     ],
 )
