@@ -51,7 +51,7 @@ STRANGERS = {
     "cross attention": re.compile(r"^is_encoder_decoder$|^cross_attention_layers$"),
     "layers of different shapes": re.compile(
         r"^block_configs$|^global_head_dim$|^num_global_key_value_heads$|^swa_|^per_layer_config$|"
-        r"^hybrid_layer_pattern$|^attention_other_setting$|^multi_query$"
+        r"^hybrid_layer_pattern$|^attention_other_setting$|^multi_query$|^attn_config$"
     ),
     "layers that read the cache of others": re.compile(r"^num_kv_shared_layers$"),
 }
@@ -125,19 +125,24 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         from transformers import CONFIG_MAPPING
 
         logging.getLogger("transformers").setLevel(logging.ERROR)  # of remarks about tokens
-        filled: dict[str, Any] = (
-            CONFIG_MAPPING[given["model_type"]].from_dict(dict(given)).to_dict()
-        )
+        config = CONFIG_MAPPING[given["model_type"]].from_dict(dict(given))
+        filled: dict[str, Any] = config.to_dict()
+        # Some models call a value by another name, as GPT-2 does with `n_head`.
+        usual = {name: filled.get(own) for name, own in config.attribute_map.items()}
     except Exception:  # noqa: BLE001 - a model that it does not know, or a file that it refuses
         return {}
-    return filled
+    return usual | filled
 
 
 def _model(file: Path, values: Mapping[str, Any], outer: Mapping[str, Any]) -> Model:
     model_type = str(values.get("model_type", outer.get("model_type", "unknown")))
     for problem, keys in STRANGERS.items():
         for key, value in values.items():
-            if keys.search(key) and value:
+            # MiniMax: 1 is full attention, 0 is linear. M2 has ones only.
+            plain = (
+                key == "attn_type_list" and isinstance(value, list) and all(v == 1 for v in value)
+            )
+            if keys.search(key) and value and not plain:
                 raise _unsupported(file, model_type, f"has {problem} ({key})")
     latent = values.get("kv_lora_rank") is not None
     if latent and model_type not in LATENT:
