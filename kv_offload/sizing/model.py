@@ -24,6 +24,12 @@ LATENT = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "p
 ALL_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Values of `model_type` whose layers all have the window, if the configuration has one."""
 
+QUANTIZATIONS = ("quantization_config", "compression_config")
+"""Keys under which a checkpoint says how it is quantized, at the top or beside the text part's."""
+
+QUANTIZATION_FILE = "hf_quant_config.json"
+"""Where checkpoints of ModelOpt before 0.31 say it."""
+
 MAX_NUMBER = 1 << 31
 """No layer, head or window of a model is as many."""
 
@@ -86,23 +92,32 @@ def read_model(path: Path) -> Model:
         UnsupportedError: the cache has parts whose size the file does not tell.
     """
     file = path / "config.json" if path.is_dir() else path
+    outer = given = _load(file)
+    beside = file.with_name(QUANTIZATION_FILE)
+    quantized: list[Any] = [_load(beside)] if beside.exists() else []
+    filled = _defaults(given)
+    while inner := next((key for key in INNER if isinstance(given.get(key), dict)), None):
+        given = given[inner]
+        filled = filled[inner] if isinstance(filled.get(inner), dict) else _defaults(given)
+    values = {**filled, **{key: value for key, value in given.items() if value is not None}}
+    quantized += [part.get(key) for part in (outer, given) for key in QUANTIZATIONS]
+    is_quantized = any(_names_a_cache(quantization) for quantization in quantized)
+    return _model(file, values, outer, is_quantized)
+
+
+def _load(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises `ConfigError`."""
     try:
-        outer = given = _load(file)
+        return _load_object(file)
     except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(
             f"{file}: cannot be read as JSON: {error}. Give the path of a model's config.json, as "
             "Hugging Face has it, or of the folder that holds it; nothing is downloaded by a "
             "model's name"
         ) from error
-    filled = _defaults(given)
-    while inner := next((key for key in INNER if isinstance(given.get(key), dict)), None):
-        given = given[inner]
-        filled = filled[inner] if isinstance(filled.get(inner), dict) else _defaults(given)
-    values = {**filled, **{key: value for key, value in given.items() if value is not None}}
-    return _model(file, values, outer)
 
 
-def _load(file: Path) -> dict[str, Any]:
+def _load_object(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file; raises `ValueError` for what cannot be a config.json."""
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):  # a pipe may never end
@@ -115,6 +130,14 @@ def _load(file: Path) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError(f"it holds a {type(given).__name__}, but a config.json is an object")  # noqa: TRY004 - a wrong file
     return given
+
+
+def _names_a_cache(quantization: Any) -> bool:
+    """Return whether a quantization, or a part of it, has a setting of the KV cache."""
+    return isinstance(quantization, dict) and any(
+        ("kv_cache" in key and bool(value)) or _names_a_cache(value)
+        for key, value in quantization.items()
+    )
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +157,9 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     return usual | filled
 
 
-def _model(file: Path, values: Mapping[str, Any], outer: Mapping[str, Any]) -> Model:
+def _model(
+    file: Path, values: Mapping[str, Any], outer: Mapping[str, Any], is_quantized: bool
+) -> Model:
     model_type = str(values.get("model_type", outer.get("model_type", "unknown")))
     for problem, keys in STRANGERS.items():
         for key, value in values.items():
@@ -162,9 +187,6 @@ def _model(file: Path, values: Mapping[str, Any], outer: Mapping[str, Any]) -> M
             )
         if values.get("v_head_dim", head_size) not in (head_size, None):
             raise _unsupported(file, model_type, "has values of another size than keys")
-    quantization = outer.get("quantization_config")
-    if not isinstance(quantization, dict):
-        quantization = {}
     layers = _layers(file, values, model_type)
     return Model(
         model_type=model_type,
@@ -173,7 +195,7 @@ def _model(file: Path, values: Mapping[str, Any], outer: Mapping[str, Any]) -> M
         kv_heads=kv_heads,
         head_size=head_size,
         latent=latent,
-        cache_is_quantized=any("kv_cache" in key and quantization[key] for key in quantization),
+        cache_is_quantized=is_quantized,
     )
 
 

@@ -195,6 +195,23 @@ def test_values_that_no_model_has_are_refused(
     assert len(str(caught.value)) < 300
 
 
+def test_a_type_of_cache_may_stand_elsewhere(tmp_path: Path, read: Any) -> None:
+    """vLLM takes it from any of these, and 16 bits a number would be twice too many."""
+    modelopt = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    assert read({**LLAMA, "quantization_config": modelopt}).cache_is_quantized
+    assert read({**LLAMA, "compression_config": modelopt}).cache_is_quantized
+    inner = {**LLAMA, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}
+    assert read({"text_config": inner}).cache_is_quantized
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(modelopt))
+    assert read(LLAMA).cache_is_quantized
+    modelopt["quantization"]["kv_cache_quant_algo"] = ""
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(modelopt))
+    assert not read(LLAMA).cache_is_quantized
+    (tmp_path / "hf_quant_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"hf_quant_config\.json: cannot be read as JSON"):
+        read(LLAMA)
+
+
 def test_an_unknown_form_of_quantization_is_no_type_of_cache(read: Any) -> None:
     assert not read({**LLAMA, "quantization_config": [8]}).cache_is_quantized
 
