@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -90,6 +91,48 @@ def test_a_page_without_our_metrics_says_what_may_be_the_reason(page: str, messa
     with page_server(page) as server, pytest.raises(ServerError, match=message) as caught:
         read(metrics_url(server.address))
     assert server.address in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-1.0", "1e300"])
+@pytest.mark.parametrize("name", ["slots", "slot_bytes", "loaded_bytes_total"])
+def test_a_value_that_no_engine_has_is_refused(name: str, value: str) -> None:
+    line = re.compile(rf"^(vllm:host_kv_cache_{name}\{{.*\}}) .*$", re.MULTILINE)
+    page, found = line.subn(rf"\1 {value}", recorded("hits"))
+    assert found == 1
+    with pytest.raises(ServerError, match=rf"no page of metrics \(vllm:host_kv_cache_{name} is "):
+        parse(page, "here")
+
+
+def test_values_that_are_not_read_may_be_any() -> None:
+    parse(recorded("hits") + 'vllm:other{engine="0"} NaN\n', "here")
+
+
+def test_labels_bring_no_escapes_to_a_terminal() -> None:
+    page = recorded("hits").replace('"small"', '"sm\x1b[2Jall"')
+    assert parse(page, "here").model == "sm?[2Jall"
+
+
+def test_an_empty_name_is_no_traceback() -> None:
+    with pytest.raises(ServerError, match="no page of metrics"):
+        parse(recorded("hits") + "# HELP \\xa0 x\n", "here")
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["an error", "no answer"])
+def test_a_proxy_of_the_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """Else the message would blame a server that was never asked."""
+    with page_server(recorded("hits")) as server, page_server() as proxy:
+        proxy.status = 407
+        where = proxy.address if answers else "127.0.0.1:1"
+        monkeypatch.setenv("http_proxy", f"http://user:secret@{where}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        with pytest.raises(ServerError, match=rf"through {where}, which http_proxy") as caught:
+            read(metrics_url(server.address))
+        assert "secret" not in str(caught.value)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert read(metrics_url(server.address)).model == "small"
 
 
 def test_a_status_of_http_is_named() -> None:
