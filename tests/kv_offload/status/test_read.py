@@ -114,7 +114,7 @@ def test_labels_bring_no_escapes_to_a_terminal() -> None:
 
 def test_an_empty_name_is_no_traceback() -> None:
     with pytest.raises(ServerError, match="no page of metrics"):
-        parse(recorded("hits") + "# HELP \\xa0 x\n", "here")
+        parse(recorded("hits") + "# HELP \xa0 x\n", "here")
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["an error", "no answer"])
