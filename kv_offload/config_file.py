@@ -24,6 +24,9 @@ _NO_SPACE = re.compile(
 )
 """A line such as `cpu_bytes=1GiB` or `cpu_bytes:1GiB`, which YAML takes for text."""
 
+_NOT_DECIMAL = re.compile(r"^[-+]?0[0-9_]|:")
+"""An integer that YAML 1.1 reads in base 8 or 60: `010` is 8, `1:30` is 90."""
+
 
 def show(value: Any) -> str:
     """Return a value as a message shows it: shortened, and never an error of its own."""
@@ -68,19 +71,27 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in lines:
-                given = f"{key.value}: {show(value.value)}"
-                problem = f"{given}: this key was given before, in line {lines[key.value]}"
+                given = show(value.value) if isinstance(value, yaml.ScalarNode) else f"a {value.id}"
+                problem = (
+                    f"{key.value}: {given}: this key was given before, in line {lines[key.value]}"
+                )
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             lines[key.value] = key.start_mark.line + 1
         return super().construct_mapping(node, deep=deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep=deep)
+            value = super().construct_object(node, deep=deep)
         except (ValueError, LookupError, AttributeError) as error:
             # What PyYAML itself lets out for `2024-13-45`, `!!bool x` or `!!timestamp x`.
             problem = f"{show(node.value)} is not a valid {node.tag.rpartition(':')[2]}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+        if type(value) is int and _NOT_DECIMAL.search(node.value):
+            problem = (
+                f"{show(node.value)} means {show(value)} in YAML: write the number that you mean"
+            )
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return value
 
 
 def _parse(path: Path, content: bytes) -> Mapping[Any, Any]:

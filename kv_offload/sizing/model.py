@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import re
 import stat
 from collections.abc import Mapping
@@ -91,10 +92,11 @@ def read_model(path: Path) -> Model:
             kind than is needed.
         UnsupportedError: the cache has parts whose size the file does not tell.
     """
-    file = path / "config.json" if path.is_dir() else path
+    # Not by methods of a Path, which raise where a folder may not be read.
+    file = path / "config.json" if os.path.isdir(path) else path
     outer = given = _load(file)
     beside = file.with_name(QUANTIZATION_FILE)
-    quantized: list[Any] = [_load(beside)] if beside.exists() else []
+    quantized: list[Any] = [_load(beside)] if os.path.exists(beside) else []
     filled = _defaults(given)
     while inner := next((key for key in INNER if isinstance(given.get(key), dict)), None):
         given = given[inner]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kv_offload.cli.main import main
+from kv_offload.config_file import show
 from tests.support.published_models import PUBLISHED
 
 DOCS = Path(__file__).parents[3] / "docs/use/sizing.md"
@@ -58,12 +59,24 @@ def test_what_else_decides(
     assert max(map(len, output.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("size", ["", "-1", "0", "64", "²", "4 lightyears"])
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/model", "a" * 5000, "gone", ""])
+def test_a_path_that_leads_nowhere_is_one_message(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["size", path]) == 2
+    error = capsys.readouterr().err
+    assert ": cannot be read as JSON: " in error
+    assert "Give the path of a model's config.json" in error
+
+
+@pytest.mark.parametrize("size", ["9" * 5000, "", "-1", "0", "64", "²", "4 lightyears"])
 def test_a_size_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str) -> None:
     assert run(tmp_path, "Llama-3.1-8B", f"--cpu-bytes={size}") == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"kv-offload: --cpu-bytes is {size!r}: ")
+    assert error.startswith(f"kv-offload: --cpu-bytes is {show(size)}: ")
     assert "Give bytes, a size (48GiB), or a share" in error
+    assert "digits" not in error, "a limit of Python's"
 
 
 @pytest.mark.parametrize(
