@@ -89,6 +89,7 @@ def read(url: str) -> Reading:
         opener = urllib.request.build_opener()  # the shared one keeps the proxies of its first use
         with opener.open(url, timeout=TIMEOUT_SECONDS) as response:
             answer = _whole(response)
+            led_to = response.url
     except urllib.error.HTTPError as error:
         error.close()
         raise ServerError(
@@ -96,7 +97,7 @@ def read(url: str) -> Reading:
             f"{_describe_proxy(url)}; vLLM's API server has its metrics at /metrics: check the "
             "address, and what stands in front of it"
         ) from error
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:  # the last: of a redirection
         why = error.reason if isinstance(error, urllib.error.URLError) else error
         raise ServerError(
             f"{url} cannot be reached{_describe_proxy(url)}: {_short(why)}; check the address "
@@ -108,7 +109,8 @@ def read(url: str) -> Reading:
             f"{url} answers with more than {format_size(MAX_PAGE_BYTES)}, the limit for a page of "
             "metrics: it is no page of vLLM's; give the address of vLLM's API server"
         )
-    return parse(answer.decode(errors="replace"), url)
+    address = url if led_to == url else f"{url}, which leads to {_short(led_to)},"
+    return parse(answer.decode(errors="replace"), address)
 
 
 def _describe_proxy(url: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import socket
 import threading
@@ -150,6 +151,31 @@ def test_a_server_that_is_not_there_is_named() -> None:
             read(url)
 
 
+# Where it leads nowhere, urllib leaves the first connection to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("location", ["http://[x", "http://a..b/", "http://a:port/"])
+def test_a_redirection_to_nowhere_is_no_traceback(location: str) -> None:
+    with (
+        answering(lambda _: None, f"Location: {location}\r\n", "302 Found") as url,
+        pytest.raises(ServerError, match="check the address"),
+    ):
+        read(url)
+    gc.collect()  # here, and not in another test
+
+
+def test_a_redirection_to_another_page_is_told() -> None:
+    """A proxy that asks who you are leads to its own page."""
+    with page_server("<html>Who are you?</html>") as other:
+        header = f"Location: http://{other.address}/metrics\r\n"
+        with (
+            answering(lambda _: None, header, "302 Found") as url,
+            pytest.raises(
+                ServerError, match=f"leads to http://{other.address}/metrics, is no page"
+            ),
+        ):
+            read(url)
+
+
 def test_what_is_no_http_is_no_traceback() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.listen()
@@ -168,14 +194,16 @@ def test_what_is_no_http_is_no_traceback() -> None:
 
 
 @contextlib.contextmanager
-def answering(answer: Callable[[socket.socket], object], header: str = "") -> Iterator[str]:
+def answering(
+    answer: Callable[[socket.socket], object], header: str = "", status: str = "200 OK"
+) -> Iterator[str]:
     """Give the address of a server whose page is what `answer` sends to its one reader."""
 
     def serve() -> None:
         connection, _ = listener.accept()
         with connection, contextlib.suppress(OSError):  # the reader has gone
             connection.recv(65536)
-            connection.sendall(f"HTTP/1.1 200 OK\r\n{header}\r\n".encode())
+            connection.sendall(f"HTTP/1.1 {status}\r\n{header}\r\n".encode())
             answer(connection)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
