@@ -133,7 +133,12 @@ def _fitting(size: SlotSize, cpu_bytes: int) -> str:
 
 
 def _notes(size: SlotSize) -> Iterator[str]:
-    """Yield what else decides how much fits, for models and engines of more than one part."""
+    """Yield what else decides how much fits, and what was not read but assumed."""
+    if size.model.assumed:
+        yield (
+            "The file does not say all, and this Python has no transformers that knows the "
+            f"defaults of {size.model.model_type}. Assumed: {'; '.join(size.model.assumed)}."
+        )
     if len(size.groups) > 1:
         padding = sum(size.groups.values()) * size.group_layers - sum(size.model.layers.values())
         kinds = " and ".join(f"{count} with {NAMES[kind]}" for kind, count in size.groups.items())

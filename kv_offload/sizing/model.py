@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -80,6 +81,8 @@ class Model:
     """Whether keys and values are one vector: multi-head latent attention."""
     cache_is_quantized: bool
     """Whether the checkpoint itself asks for another type of cache than the model's."""
+    assumed: tuple[str, ...] = ()
+    """What was taken for values that the file lacks, where nobody knew the model's defaults."""
 
 
 def read_model(path: Path) -> Model:
@@ -104,7 +107,8 @@ def read_model(path: Path) -> Model:
     values = {**filled, **{key: value for key, value in given.items() if value is not None}}
     quantized += [part.get(key) for part in (outer, given) for key in QUANTIZATIONS]
     is_quantized = any(_names_a_cache(quantization) for quantization in quantized)
-    return _model(file, values, outer, is_quantized)
+    model = _model(file, values, outer, is_quantized)
+    return model if filled else dataclasses.replace(model, assumed=_assumed(model, values))
 
 
 def _load(file: Path) -> dict[str, Any]:
@@ -199,6 +203,15 @@ def _model(
         latent=latent,
         cache_is_quantized=is_quantized,
     )
+
+
+def _assumed(model: Model, values: Mapping[str, Any]) -> tuple[str, ...]:
+    assumed = []
+    if not model.latent and all(values.get(key) is None for key in KV_HEADS):
+        assumed.append("num_key_value_heads is num_attention_heads")
+    if not model.latent and not any(values.get(key) for key in HEAD_SIZES):
+        assumed.append("head_dim is hidden_size / num_attention_heads")
+    return tuple(assumed)
 
 
 def _layers(file: Path, values: Mapping[str, Any], model_type: str) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,23 @@ def test_what_else_decides(
     output = capsys.readouterr().out
     assert shown in output
     assert max(map(len, output.splitlines())) <= 100
+
+
+def test_what_was_not_read_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default of Mistral is 8 KV heads, so that the figure is four times too large."""
+    shape = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", **shape}))
+    monkeypatch.setitem(sys.modules, "transformers", None)  # importing it raises
+    assert main(["size", str(tmp_path)]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Assumed: num_key_value_heads is num_attention_heads; head_dim is hidden_size" in output
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mistral", **shape, "num_key_value_heads": 8, "head_dim": 128})
+    )
+    assert main(["size", str(tmp_path)]) == 0
+    assert "Assumed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", ["~nobody-of-this-name/model", "a" * 5000, "gone", ""])
