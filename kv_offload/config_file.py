@@ -15,6 +15,9 @@ import yaml
 
 from kv_offload.errors import ConfigError
 
+MAX_FILE_BYTES = 1 << 20
+"""All keys with comments take some kilobytes; what is larger are weights, named by mistake."""
+
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
 _REPR.maxlevel = 2
@@ -52,13 +55,22 @@ def read_file(named_by: str, value: Any) -> tuple[Path, Mapping[Any, Any]]:
         raise ConfigError(f"{named_by}{show(value)}: not a path. {remedy}")
     try:
         path = Path(os.path.expanduser(value)).absolute()
-        # A pipe without a writer would block the engine's start, and a device may never end.
-        content = path.read_bytes() if stat.S_ISREG(path.stat().st_mode) else None
+        content = _read(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{named_by}{show(value)}: cannot be read: {error}. {remedy}") from error
-    if content is None:
-        raise ConfigError(f"{named_by}{show(value)}: {path} is not a regular file. {remedy}")
     return path, _parse(path, content)
+
+
+def _read(path: Path) -> bytes:
+    """Return what is in a file; raises `ValueError` for what cannot be a configuration."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # a pipe would block the start, a device may never end
+        raise ValueError(f"{path} is not a regular file")
+    if found.st_size > MAX_FILE_BYTES:
+        raise ValueError(
+            f"it has {found.st_size:,} bytes, but a configuration has at most {MAX_FILE_BYTES:,}"
+        )
+    return path.read_bytes()
 
 
 class _Loader(yaml.SafeLoader):

@@ -364,12 +364,15 @@ def test_an_empty_variable_is_not_taken_for_an_absent_one():
         ("a\0b", "null "),
         (".", "is not a regular file"),
         ("pipe", "is not a regular file"),
+        ("model.safetensors", "it has 5,368,709,120 bytes, but a configuration has at most 1,048"),
     ],
 )
 def test_files_that_cannot_be_read(write, tmp_path, monkeypatch, path, reason):
     write("")
     (tmp_path / "loop").symlink_to("loop")
     os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(5 << 30)
     monkeypatch.chdir(tmp_path)
     for extra_config, environ, place in (
         ({"config_file": path}, {}, "kv_connector_extra_config: config_file"),
