@@ -218,7 +218,7 @@ def trace_config(
 def _checked(source: str, name: Any, value: Any, whole_bytes: int) -> Any:
     key = SCHEMA.get(name)
     if key is None:
-        shown = name if isinstance(name, str) else show(name)
+        shown = show(name)[1:-1] if isinstance(name, str) else show(name)
         raise ConfigError(f"{source}: {shown}: {show(value)}: unknown key. {_hint(source, shown)}")
     try:
         if name == "cpu_bytes":
@@ -228,7 +228,7 @@ def _checked(source: str, name: Any, value: Any, whole_bytes: int) -> Any:
         raise _bad_value(source, key, value, problem) from error
     try:
         return msgspec.convert(value, key.type)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter of half a letter
         problem = f"must be {key.allowed}"
         if isinstance(value, int) and value > _MAX_INT:
             problem = f"must be {_MAX_INT} at most"
@@ -252,7 +252,7 @@ def _hint(source: str, unknown: str) -> str:
             "It belongs into vLLM's argument --kv-transfer-config. Here only the plugin's own keys "
             f"are read: {', '.join(known)}."
         )
-    near = difflib.get_close_matches(unknown, known, n=1)
+    near = difflib.get_close_matches(unknown.lower(), known, n=1)
     hint = f"Did you mean {near[0]}? " if near else ""
     return f"{hint}Correct or remove it; the keys are {', '.join(known)}."
 

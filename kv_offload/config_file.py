@@ -15,6 +15,9 @@ import yaml
 
 from kv_offload.errors import ConfigError
 
+MAX_FILE_BYTES = 1 << 20
+"""All keys with comments take some kilobytes; what is larger are weights, named by mistake."""
+
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
 _REPR.maxlevel = 2
@@ -23,6 +26,9 @@ _NO_SPACE = re.compile(
     r"^(\w+)[ \t]*(?:=|:(?=\S))[ \t]*([^\n#=:]+?)[ \t\r]*(?:#.*)?$", re.MULTILINE
 )
 """A line such as `cpu_bytes=1GiB` or `cpu_bytes:1GiB`, which YAML takes for text."""
+
+_NOT_DECIMAL = re.compile(r"^[-+]?0[0-9_]|:")
+"""An integer that YAML 1.1 reads in base 8 or 60: `010` is 8, `1:30` is 90."""
 
 
 def show(value: Any) -> str:
@@ -49,13 +55,22 @@ def read_file(named_by: str, value: Any) -> tuple[Path, Mapping[Any, Any]]:
         raise ConfigError(f"{named_by}{show(value)}: not a path. {remedy}")
     try:
         path = Path(os.path.expanduser(value)).absolute()
-        # A pipe without a writer would block the engine's start, and a device may never end.
-        content = path.read_bytes() if stat.S_ISREG(path.stat().st_mode) else None
+        content = _read(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{named_by}{show(value)}: cannot be read: {error}. {remedy}") from error
-    if content is None:
-        raise ConfigError(f"{named_by}{show(value)}: {path} is not a regular file. {remedy}")
     return path, _parse(path, content)
+
+
+def _read(path: Path) -> bytes:
+    """Return what is in a file; raises `ValueError` for what cannot be a configuration."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # a pipe would block the start, a device may never end
+        raise ValueError(f"{path} is not a regular file")
+    if found.st_size > MAX_FILE_BYTES:
+        raise ValueError(
+            f"it has {found.st_size:,} bytes, but a configuration has at most {MAX_FILE_BYTES:,}"
+        )
+    return path.read_bytes()
 
 
 class _Loader(yaml.SafeLoader):
@@ -68,19 +83,27 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in lines:
-                given = f"{key.value}: {show(value.value)}"
-                problem = f"{given}: this key was given before, in line {lines[key.value]}"
+                given = show(value.value) if isinstance(value, yaml.ScalarNode) else f"a {value.id}"
+                problem = (
+                    f"{key.value}: {given}: this key was given before, in line {lines[key.value]}"
+                )
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             lines[key.value] = key.start_mark.line + 1
         return super().construct_mapping(node, deep=deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep=deep)
+            value = super().construct_object(node, deep=deep)
         except (ValueError, LookupError, AttributeError) as error:
             # What PyYAML itself lets out for `2024-13-45`, `!!bool x` or `!!timestamp x`.
             problem = f"{show(node.value)} is not a valid {node.tag.rpartition(':')[2]}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+        if type(value) is int and _NOT_DECIMAL.search(node.value):
+            problem = (
+                f"{show(node.value)} means {show(value)} in YAML: write the number that you mean"
+            )
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return value
 
 
 def _parse(path: Path, content: bytes) -> Mapping[Any, Any]:

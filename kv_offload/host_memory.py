@@ -67,38 +67,42 @@ def _smallest(amounts: Iterator[HostMemory], proc: Path, cgroups: Path) -> HostM
 def _limits(proc: Path, cgroups: Path) -> Iterator[HostMemory]:
     yield HostMemory(_meminfo(proc, "MemTotal"), str(proc / "meminfo"))
     for version, folder in _memory_cgroups(proc, cgroups):
-        limit = _read_bytes(folder / version.limit)
-        if limit is not None:
-            yield HostMemory(limit, str(folder / version.limit))
+        for file in (folder / name for name in version.limits):
+            limit = _read_bytes(file)
+            if limit is not None:
+                yield HostMemory(limit, str(file))
 
 
 def _available(proc: Path, cgroups: Path) -> Iterator[HostMemory]:
     yield HostMemory(_meminfo(proc, "MemAvailable"), f"MemAvailable in {proc / 'meminfo'}")
     for version, folder in _memory_cgroups(proc, cgroups):
-        limit = _read_bytes(folder / version.limit)
-        used = None if limit is None else _read_bytes(folder / version.used)
-        if limit is not None and used is not None:
-            in_use = max(0, used - _cached_bytes(folder / "memory.stat", version.cached))
-            source = f"{folder / version.limit} less what {version.used} says, without cached files"
-            yield HostMemory(max(0, limit - in_use), source)
+        for file in (folder / name for name in version.limits):
+            limit = _read_bytes(file)
+            used = None if limit is None else _read_bytes(folder / version.used)
+            if limit is not None and used is not None:
+                in_use = max(0, used - _cached_bytes(folder / "memory.stat", version.cached))
+                source = f"{file} less what {version.used} says, without cached files"
+                yield HostMemory(max(0, limit - in_use), source)
 
 
 @dataclass(frozen=True, slots=True)
 class _Version:
     """The names of one version of cgroups."""
 
-    limit: str
+    limits: tuple[str, ...]
+    """Above `memory.high` the kernel takes back what it can and slows the processes down. It cannot
+    take back locked memory, so they would stay slow."""
     used: str
     cached: tuple[str, str]
     """In `memory.stat`, with the cgroups below."""
 
 
 _V1 = _Version(
-    "memory.limit_in_bytes",
+    ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
 )
-_V2 = _Version("memory.max", "memory.current", ("inactive_file", "active_file"))
+_V2 = _Version(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
 
 
 def _meminfo(proc: Path, name: str) -> int:

@@ -14,7 +14,7 @@ _UNIT_BYTES = {
     unit.lower(): (1024 if "i" in unit else 1000) ** "bkmgt".index(unit[0].lower())
     for unit in UNITS
 }
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z%]*)\s*", re.ASCII | re.IGNORECASE)
+_SIZE = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([a-z%]*)\s*", re.ASCII | re.IGNORECASE)
 
 
 def parse_size(text: str, whole_bytes: int) -> int:
@@ -30,6 +30,8 @@ def parse_size(text: str, whole_bytes: int) -> int:
     if match is None:
         raise ValueError("not a positive number and a unit")
     number, unit = match.groups()
+    if not unit and number.isdecimal() and int(number) >= SMALLEST_BARE:
+        raise ValueError(f"the unit is missing, write {number}B")
     if not unit:
         raise ValueError(f"the unit is missing, write {number}GiB or {number}%")
     if unit != "%" and unit.lower() not in _UNIT_BYTES:

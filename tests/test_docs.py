@@ -25,6 +25,14 @@ def anchors(page: Path) -> set[str]:
     return {slug(heading) for heading in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)}
 
 
+def tables(page: Path) -> list[tuple[str, list[str]]]:
+    """Return the headings of a page that have a table, each with the first cells of its rows."""
+    parts = re.split(r"^## (.*)$", page.read_text(), flags=re.MULTILINE)
+    sections = zip(parts[1::2], parts[2::2], strict=True)
+    rows = [(name, re.findall(r"^\| (.*?) \|", body, re.MULTILINE)) for name, body in sections]
+    return [(name, cells[1:]) for name, cells in rows if cells]
+
+
 def broken_links(page: Path, text: str) -> Iterator[str]:
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", prose):
@@ -96,6 +104,17 @@ def test_what_a_page_names_exists(page: Path) -> None:
 def test_what_does_not_exist_is_found(text: str, problem: str) -> None:
     """The control."""
     assert problems(ROOT / "README.md", text) == [problem]
+
+
+def test_every_claim_of_support_cites_a_test() -> None:
+    """What is said to users has its tests on a page of its own, which also has memory layouts."""
+    page = ROOT / "docs/design/support_tests.md"
+    *claims, (layouts, _) = tables(page)
+    assert claims == tables(ROOT / "docs/use/support.md")
+    assert layouts == "Memory layouts"
+    assert sum(len(rows) for _, rows in claims) > 50
+    for row in re.findall(r"^\| .*", page.read_text(), re.MULTILINE):
+        assert CITED_TEST.search(row.split(" | ")[-1]) or row.endswith("tests |"), row
 
 
 def test_the_documentation_cites_links_tests_and_results() -> None:

@@ -181,13 +181,18 @@ def test_examples_are_accepted(page: Path, tmp_path: Path) -> None:
 
 
 def test_the_manifest_fits_together(tmp_path: Path) -> None:
-    """What is mounted exists, the file is where the argument says, and it fits the limit."""
-    config, deployment = manifests(ROOT / "docs/use/containers.md")
+    """What is mounted exists, the file is where the argument says, and it fits the limit.
+
+    A model that was downloaded outlives its pod.
+    """
+    config, claim, deployment = manifests(ROOT / "docs/use/containers.md")
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert set(mounts.values()) == set(volumes)
+    models = volumes[mounts["/root/.cache/huggingface"]]
+    assert models["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     selector, labels = deployment["spec"]["selector"], deployment["spec"]["template"]["metadata"]
     assert selector["matchLabels"].items() <= labels["labels"].items()
     resources = container["resources"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "block_tokens": arguments.block_size,
     }
     check_arguments(**engine)  # before the model, which may take seconds to read
-    model = read_model(Path(arguments.model).expanduser())
+    model = read_model(Path(os.path.expanduser(arguments.model)))
     size = slot_size(model, **engine)
     rows = [
         ("model", f"{model.model_type}, {_describe_layers(model)}"),
@@ -93,7 +95,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _parse_cpu_bytes(text: str) -> int:
     try:
-        if text.isascii() and text.isdecimal():
+        if re.fullmatch("[0-9]{1,40}", text):
             return check_bare_size(int(text))
         return parse_size(text, read_host_memory().size_bytes)
     except ValueError as error:
@@ -131,7 +133,12 @@ def _fitting(size: SlotSize, cpu_bytes: int) -> str:
 
 
 def _notes(size: SlotSize) -> Iterator[str]:
-    """Yield what else decides how much fits, for models and engines of more than one part."""
+    """Yield what else decides how much fits, and what was not read but assumed."""
+    if size.model.assumed:
+        yield (
+            "The file does not say all, and this Python has no transformers that knows the "
+            f"defaults of {size.model.model_type}. Assumed: {'; '.join(size.model.assumed)}."
+        )
     if len(size.groups) > 1:
         padding = sum(size.groups.values()) * size.group_layers - sum(size.model.layers.values())
         kinds = " and ".join(f"{count} with {NAMES[kind]}" for kind, count in size.groups.items())

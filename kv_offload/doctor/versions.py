@@ -24,6 +24,9 @@ CUPY_NEEDED = {12: (13,), 13: (13, 6)}
 
 OTHER_CUPY = ("cupy", "cupy-cuda11x", "cupy-rocm-7-0")
 
+DAMAGED = "installed in part"
+"""In place of a version: pip was interrupted, or the disk was full."""
+
 IN_VLLMS_PYTHON = (
     "Install kv-offload into the Python that runs vLLM, and run doctor with that Python: activate "
     "its environment, or python -m kv_offload.cli doctor."
@@ -44,13 +47,15 @@ class Torch:
 
 
 def installed(*names: str) -> dict[str, str]:
-    """Return the versions of those distributions that are installed."""
+    """Return the versions of those distributions that are installed, or `DAMAGED`."""
     found = {}
     for name in names:
         try:
-            found[name] = metadata.version(name)
+            found[name] = metadata.version(name) or DAMAGED
         except metadata.PackageNotFoundError:
             continue
+        except Exception:  # noqa: BLE001 - which one is raised depends on Python's version
+            found[name] = DAMAGED
     return found
 
 
@@ -64,9 +69,11 @@ def read_torch() -> Torch | None:
         return None
     try:
         values = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+        torch = Torch(str(values["__version__"]), values.get("cuda"))
+        _ = torch.cuda_major
     except Exception:  # noqa: BLE001 - whatever a damaged file makes of it
         return None
-    return Torch(str(values["__version__"]), values.get("cuda"))
+    return torch
 
 
 def check_versions(torch: Torch | None, machine: Machine) -> Iterator[Check]:
@@ -99,7 +106,8 @@ def check_vllm(found: dict[str, str]) -> Check:
 
 def _pins(vllm: dict[str, str]) -> set[str]:
     """Return the versions of torch that vLLM asks for, without the build behind the `+`."""
-    requirements = [line for name in vllm for line in metadata.requires(name) or ()]
+    whole = [name for name, version in vllm.items() if version != DAMAGED]
+    requirements = [line for name in whole for line in metadata.requires(name) or ()]
     exact = [line.partition(";")[0] for line in requirements if line.startswith("torch==")]
     return {line.removeprefix("torch==").strip().partition("+")[0] for line in exact}
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
+import os
 import re
 import stat
 from collections.abc import Mapping
@@ -23,6 +25,12 @@ LATENT = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "p
 
 ALL_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Values of `model_type` whose layers all have the window, if the configuration has one."""
+
+QUANTIZATIONS = ("quantization_config", "compression_config")
+"""Keys under which a checkpoint says how it is quantized, at the top or beside the text part's."""
+
+QUANTIZATION_FILE = "hf_quant_config.json"
+"""Where checkpoints of ModelOpt before 0.31 say it."""
 
 MAX_NUMBER = 1 << 31
 """No layer, head or window of a model is as many."""
@@ -51,7 +59,7 @@ STRANGERS = {
     "cross attention": re.compile(r"^is_encoder_decoder$|^cross_attention_layers$"),
     "layers of different shapes": re.compile(
         r"^block_configs$|^global_head_dim$|^num_global_key_value_heads$|^swa_|^per_layer_config$|"
-        r"^hybrid_layer_pattern$|^attention_other_setting$|^multi_query$"
+        r"^hybrid_layer_pattern$|^attention_other_setting$|^multi_query$|^attn_config$"
     ),
     "layers that read the cache of others": re.compile(r"^num_kv_shared_layers$"),
 }
@@ -73,6 +81,8 @@ class Model:
     """Whether keys and values are one vector: multi-head latent attention."""
     cache_is_quantized: bool
     """Whether the checkpoint itself asks for another type of cache than the model's."""
+    assumed: tuple[str, ...] = ()
+    """What was taken for values that the file lacks, where nobody knew the model's defaults."""
 
 
 def read_model(path: Path) -> Model:
@@ -85,24 +95,35 @@ def read_model(path: Path) -> Model:
             kind than is needed.
         UnsupportedError: the cache has parts whose size the file does not tell.
     """
-    file = path / "config.json" if path.is_dir() else path
+    # Not by methods of a Path, which raise where a folder may not be read.
+    file = path / "config.json" if os.path.isdir(path) else path
+    outer = given = _load(file)
+    beside = file.with_name(QUANTIZATION_FILE)
+    quantized: list[Any] = [_load(beside)] if os.path.exists(beside) else []
+    filled = _defaults(given)
+    while inner := next((key for key in INNER if isinstance(given.get(key), dict)), None):
+        given = given[inner]
+        filled = filled[inner] if isinstance(filled.get(inner), dict) else _defaults(given)
+    values = {**filled, **{key: value for key, value in given.items() if value is not None}}
+    quantized += [part.get(key) for part in (outer, given) for key in QUANTIZATIONS]
+    is_quantized = any(_names_a_cache(quantization) for quantization in quantized)
+    model = _model(file, values, outer, is_quantized)
+    return model if filled else dataclasses.replace(model, assumed=_assumed(model, values))
+
+
+def _load(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises `ConfigError`."""
     try:
-        outer = given = _load(file)
+        return _load_object(file)
     except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(
             f"{file}: cannot be read as JSON: {error}. Give the path of a model's config.json, as "
             "Hugging Face has it, or of the folder that holds it; nothing is downloaded by a "
             "model's name"
         ) from error
-    filled = _defaults(given)
-    while inner := next((key for key in INNER if isinstance(given.get(key), dict)), None):
-        given = given[inner]
-        filled = filled[inner] if isinstance(filled.get(inner), dict) else _defaults(given)
-    values = {**filled, **{key: value for key, value in given.items() if value is not None}}
-    return _model(file, values, outer)
 
 
-def _load(file: Path) -> dict[str, Any]:
+def _load_object(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file; raises `ValueError` for what cannot be a config.json."""
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):  # a pipe may never end
@@ -117,6 +138,14 @@ def _load(file: Path) -> dict[str, Any]:
     return given
 
 
+def _names_a_cache(quantization: Any) -> bool:
+    """Return whether a quantization, or a part of it, has a setting of the KV cache."""
+    return isinstance(quantization, dict) and any(
+        ("kv_cache" in key and bool(value)) or _names_a_cache(value)
+        for key, value in quantization.items()
+    )
+
+
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with the defaults of its model; empty where nobody knows them."""
     if not isinstance(given.get("model_type"), str):
@@ -125,19 +154,26 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         from transformers import CONFIG_MAPPING
 
         logging.getLogger("transformers").setLevel(logging.ERROR)  # of remarks about tokens
-        filled: dict[str, Any] = (
-            CONFIG_MAPPING[given["model_type"]].from_dict(dict(given)).to_dict()
-        )
+        config = CONFIG_MAPPING[given["model_type"]].from_dict(dict(given))
+        filled: dict[str, Any] = config.to_dict()
+        # Some models call a value by another name, as GPT-2 does with `n_head`.
+        usual = {name: filled.get(own) for name, own in config.attribute_map.items()}
     except Exception:  # noqa: BLE001 - a model that it does not know, or a file that it refuses
         return {}
-    return filled
+    return usual | filled
 
 
-def _model(file: Path, values: Mapping[str, Any], outer: Mapping[str, Any]) -> Model:
+def _model(
+    file: Path, values: Mapping[str, Any], outer: Mapping[str, Any], is_quantized: bool
+) -> Model:
     model_type = str(values.get("model_type", outer.get("model_type", "unknown")))
     for problem, keys in STRANGERS.items():
         for key, value in values.items():
-            if keys.search(key) and value:
+            # MiniMax: 1 is full attention, 0 is linear. M2 has ones only.
+            plain = (
+                key == "attn_type_list" and isinstance(value, list) and all(v == 1 for v in value)
+            )
+            if keys.search(key) and value and not plain:
                 raise _unsupported(file, model_type, f"has {problem} ({key})")
     latent = values.get("kv_lora_rank") is not None
     if latent and model_type not in LATENT:
@@ -157,9 +193,6 @@ def _model(file: Path, values: Mapping[str, Any], outer: Mapping[str, Any]) -> M
             )
         if values.get("v_head_dim", head_size) not in (head_size, None):
             raise _unsupported(file, model_type, "has values of another size than keys")
-    quantization = outer.get("quantization_config")
-    if not isinstance(quantization, dict):
-        quantization = {}
     layers = _layers(file, values, model_type)
     return Model(
         model_type=model_type,
@@ -168,8 +201,17 @@ def _model(file: Path, values: Mapping[str, Any], outer: Mapping[str, Any]) -> M
         kv_heads=kv_heads,
         head_size=head_size,
         latent=latent,
-        cache_is_quantized=any("kv_cache" in key and quantization[key] for key in quantization),
+        cache_is_quantized=is_quantized,
     )
+
+
+def _assumed(model: Model, values: Mapping[str, Any]) -> tuple[str, ...]:
+    assumed = []
+    if not model.latent and all(values.get(key) is None for key in KV_HEADS):
+        assumed.append("num_key_value_heads is num_attention_heads")
+    if not model.latent and not any(values.get(key) for key in HEAD_SIZES):
+        assumed.append("head_dim is hidden_size / num_attention_heads")
+    return tuple(assumed)
 
 
 def _layers(file: Path, values: Mapping[str, Any], model_type: str) -> dict[str, int]:

@@ -139,7 +139,7 @@ def _number_bytes(model: Model, cache_dtype: str) -> int:
     if cache_dtype == "auto" and model.cache_is_quantized:
         raise ConfigError(
             "--kv-cache-dtype is auto, and the checkpoint has a type of its own for the cache "
-            "(kv_cache in its quantization_config): name it, for example --kv-cache-dtype fp8"
+            "(kv_cache in its quantization): name it, for example --kv-cache-dtype fp8"
         )
     if model.latent and cache_dtype.endswith("_per_token_head"):
         raise ConfigError(

@@ -18,6 +18,10 @@ from kv_offload.metrics import PREFIX
 from kv_offload.sizes import format_size
 
 ENGINE_PREFIX = "vllm:"
+READ = (PREFIX, "vllm:prefix_cache_")
+"""How the names begin that are read: ours, and vLLM's of its own cache."""
+MAX_VALUE = 2.0**63
+"""No counter, number of bytes or time is as large, or below 0."""
 TIMEOUT_SECONDS = 10.0
 """For the connection, for each silence of the server, and for the whole page of metrics."""
 MAX_PAGE_BYTES = 16 << 20
@@ -28,9 +32,9 @@ NO_ENGINE = (
     "--disable-log-stats; give the address of vLLM's API server, started without that argument"
 )
 NO_PLUGIN = (
-    "{address} is a vLLM server without kv-offload: look for lines that begin with kv-offload: in "
-    "its log. If there are none, it was started without --kv-transfer-config, or with "
-    "--kv-offloading-size, which replaces the connector; start it with what "
+    "{address} is a vLLM server without kv-offload: a line of its log begins with "
+    "`kv-offload: not in use` and says why; if there is none, kv-offload is not installed in the "
+    "server's Python, or VLLM_PLUGINS leaves it out. Start the server with what "
     "`kv-offload config` prints"
 )
 
@@ -82,27 +86,44 @@ def read(url: str) -> Reading:
     reason.
     """
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
+        opener = urllib.request.build_opener()  # the shared one keeps the proxies of its first use
+        with opener.open(url, timeout=TIMEOUT_SECONDS) as response:
             answer = _whole(response)
+            led_to = response.url
     except urllib.error.HTTPError as error:
         error.close()
         raise ServerError(
-            f"{url} answers with HTTP status {error.code} ({_short(error.reason)}); vLLM's API "
-            "server has its metrics at /metrics: check the address, and what stands in front of it"
+            f"{url} answers with HTTP status {error.code} ({_short(error.reason)})"
+            f"{_describe_proxy(url)}; vLLM's API server has its metrics at /metrics: check the "
+            "address, and what stands in front of it"
         ) from error
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:  # the last: of a redirection
         why = error.reason if isinstance(error, urllib.error.URLError) else error
         raise ServerError(
-            f"{url} cannot be reached: {_short(why)}; check the address (http or https, the host, "
-            "the port: vLLM's is 8000 if --port names no other), and that the server has started "
-            "(it answers when the model is loaded)"
+            f"{url} cannot be reached{_describe_proxy(url)}: {_short(why)}; check the address "
+            "(http or https, the host, the port: vLLM's is 8000 if --port names no other), and "
+            "that the server has started (it answers when the model is loaded)"
         ) from error
     if len(answer) > MAX_PAGE_BYTES:
         raise ServerError(
             f"{url} answers with more than {format_size(MAX_PAGE_BYTES)}, the limit for a page of "
             "metrics: it is no page of vLLM's; give the address of vLLM's API server"
         )
-    return parse(answer.decode(errors="replace"), url)
+    address = url if led_to == url else f"{url}, which leads to {_short(led_to)},"
+    return parse(answer.decode(errors="replace"), address)
+
+
+def _describe_proxy(url: str) -> str:
+    """Return which proxy of the environment was asked in place of the server; empty for none."""
+    parts = urllib.parse.urlsplit(url)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if proxy is None or urllib.request.proxy_bypass(parts.netloc):
+        return ""
+    host = proxy.rpartition("@")[2]  # a password may stand before it
+    return (
+        f" through {_short(host)}, which {parts.scheme}_proxy names (no_proxy={parts.hostname} "
+        "asks the server itself)"
+    )
 
 
 def _whole(response: http.client.HTTPResponse) -> bytes:
@@ -127,12 +148,16 @@ def parse(page: str, address: str) -> Reading:
     values: dict[tuple[str, str], float] = {}
     buckets: dict[tuple[str, str], dict[float, float]] = {}
     models: set[str] = set()
+    is_vllm = False
     try:
         for family in text_string_to_metric_families(page):
-            for sample in family.samples if family.name.startswith(ENGINE_PREFIX) else ():
-                engine = sample.labels.get("engine", "")
+            is_vllm = is_vllm or family.name.startswith(ENGINE_PREFIX)
+            for sample in family.samples if family.name.startswith(READ) else ():
+                if not 0 <= sample.value < MAX_VALUE:
+                    raise ValueError(f"{sample.name} is {sample.value}")  # noqa: TRY301
+                engine = _short(sample.labels.get("engine", ""))
                 if sample.name.startswith(PREFIX):
-                    models.add(sample.labels.get("model_name", ""))
+                    models.add(_short(sample.labels.get("model_name", "")))
                 if "le" in sample.labels:
                     name = sample.name.removesuffix("_bucket")
                     bounds = buckets.setdefault((name, engine), {})
@@ -140,12 +165,12 @@ def parse(page: str, address: str) -> Reading:
                 else:
                     key = sample.name, engine
                     values[key] = values.get(key, 0.0) + sample.value
-    except ValueError as error:
+    except (ValueError, LookupError) as error:  # the parser lets out either
         raise ServerError(
             f"{address} is no page of metrics ({_short(error)}); give the address of vLLM's API "
             "server"
         ) from error
-    if not values:
+    if not is_vllm:
         raise ServerError(NO_ENGINE.format(address=address))
     engines = sorted({engine for name, engine in values if name.startswith(PREFIX)}, key=_by_number)
     if not engines:

@@ -128,7 +128,7 @@ def _engines(by_engine: Sequence[Figures]) -> Table:
     for figures in by_engine:
         errors = sum(figures.errors.values())
         table.add_row(
-            *figures.engines,
+            *map(Text, figures.engines),  # plain strings would be read as markup
             _share(figures.host_tokens.total, figures.lookup_tokens.total),
             _number(figures.host_tokens.total),
             _number(figures.pool.slots_in_use),

@@ -93,7 +93,7 @@ def test_the_alerts_are_evaluated_and_a_healthy_server_raises_none(
 
 
 def test_vllms_own_metrics_agree_with_ours(scraped: tuple[str, Prometheus]) -> None:
-    """What `docs/use/metrics.md` says of them."""
+    """What `docs/use/metrics_reference.md` says of them."""
     _, prometheus = scraped
     for theirs, ours in {
         "vllm:external_prefix_cache_queries_total": f"{PREFIX}lookup_tokens_total",

@@ -107,10 +107,29 @@ def test_an_engine_without_the_plugin_says_so(
     assert record.levelname == "WARNING"
     monkeypatch.undo()
     caplog.clear()
+    other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    with engine(model_folder, kv_transfer_config=other):
+        pass
+    line = "kv-offload: not in use: the connector of this engine is ExampleConnector"
+    assert line in caplog.text
+    caplog.clear()
     with engine(model_folder, plugin={}):
         pass
     assert "kv-offload: " in caplog.text
     assert "not in use" not in caplog.text
+
+
+@pytest.mark.parametrize("config", [{}, {"kv_role": "kv_both"}], ids=["empty", "no connector"])
+def test_vllm_refuses_a_transfer_configuration_without_a_connector(
+    model_folder: Path, config: dict[str, Any]
+) -> None:
+    """So it cannot serve without the plugin unsaid, as after an empty argument."""
+    with (
+        pytest.raises(ValueError, match="Connector name is not set in KVTransferConfig"),
+        engine(model_folder, kv_transfer_config=config),
+    ):
+        pass
+    _forget_half_started_engine()
 
 
 def test_the_start_says_how_large_the_pool_is(

@@ -1,4 +1,4 @@
-"""Run every test that needs a GPU and print the tables of docs/use/support.md with the results.
+"""Run every test that needs a GPU and print docs/design/support_tests.md with the results.
 
 usage: python -m tests.gpu.support_table [PYTEST_ARGUMENTS...]
 
@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PAGE = "docs/design/support_tests.md"
 CITATION = re.compile(r"`(tests/gpu/\w+\.py)(?:::(\w+))?`(?: \(([^)]*)\))?")
 
 
@@ -80,10 +81,10 @@ def main() -> int:
             for ending in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(ending, lambda *_: tests.send_signal(signal.SIGINT))
             status = tests.wait()
-        table, missing = annotate((ROOT / "docs/use/support.md").read_text(), outcomes(report))
+        table, missing = annotate((ROOT / PAGE).read_text(), outcomes(report))
     print(table)
     for citation in missing:
-        print(f"docs/use/support.md cites a GPU test that did not run: {citation}", file=sys.stderr)
+        print(f"{PAGE} cites a GPU test that did not run: {citation}", file=sys.stderr)
     return status or int(bool(missing))
 
 

@@ -115,6 +115,7 @@ BAD_VALUES = [
     ("eviction_policy", "lfu", "must be lru or arc"),
     ("eviction_policy", "LRU", "must be lru or arc"),
     ("eviction_policy", False, "must be lru or arc"),
+    ("eviction_policy", "\ud800", "must be lru or arc"),
     ("store_blocks", "decode", "must be all or prompt"),
     ("store_after_uses", 0, "must be an integer of at least 1"),
     ("store_after_uses", 1.0, "must be an integer"),
@@ -166,6 +167,17 @@ def test_long_and_nested_values_are_cut(write):
     assert len(refusal({"store_after_uses": "x" * 100_000})) < 1000
     lists = "".join(f"- &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]\n" for n in range(30))
     assert len(refusal({"config_file": write(f"- &a0 [x]\n{lists}")})) < 10_000
+
+
+def test_a_key_is_one_short_line(write):
+    assert "x" * 200 not in refusal({"config_file": write(f"? {'x' * 500}\n: 1")})
+    assert "\x1b" not in refusal({"config_file": write('"\\e[2J": 1')})
+
+
+def test_zero_and_hexadecimal_are_what_they_seem(write):
+    assert "store_after_uses: 0: must be" in refusal({"config_file": write("store_after_uses: 0")})
+    assert load({"config_file": write("store_after_uses: 0x1f")}).store_after_uses == 31
+    assert load({"config_file": write("store_after_uses: 1_000")}).store_after_uses == 1000
 
 
 def test_integers_too_long_to_print_are_refused(write):
@@ -226,7 +238,12 @@ def test_the_memory_of_this_machine_is_the_default_whole():
 
 @pytest.mark.parametrize(
     ("key", "near"),
-    [("evict_policy", "eviction_policy"), ("cpu_bytes_to_use", "cpu_bytes"), ("zzz", None)],
+    [
+        ("evict_policy", "eviction_policy"),
+        ("cpu_bytes_to_use", "cpu_bytes"),
+        ("CPU_BYTES", "cpu_bytes"),
+        ("zzz", None),
+    ],
 )
 def test_unknown_keys_are_refused_with_the_nearest_and_all_keys(write, key, near):
     file = write(f"{key}: lru")
@@ -347,12 +364,15 @@ def test_an_empty_variable_is_not_taken_for_an_absent_one():
         ("a\0b", "null "),
         (".", "is not a regular file"),
         ("pipe", "is not a regular file"),
+        ("model.safetensors", "it has 5,368,709,120 bytes, but a configuration has at most 1,048"),
     ],
 )
 def test_files_that_cannot_be_read(write, tmp_path, monkeypatch, path, reason):
     write("")
     (tmp_path / "loop").symlink_to("loop")
     os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(5 << 30)
     monkeypatch.chdir(tmp_path)
     for extra_config, environ, place in (
         ({"config_file": path}, {}, "kv_connector_extra_config: config_file"),
@@ -394,6 +414,10 @@ def test_a_file_without_permission(write, monkeypatch):
         ("a: !!timestamp x", 1, 4, "'x' is not a valid timestamp"),
         ("a: !!map x", 1, 4, "expected a mapping node, but found scalar"),
         ("a: " + "1" * 5000, 1, 4, "is not a valid int"),
+        ("store_after_uses: 010", 1, 19, "'010' means 8 in YAML: write the number that you mean"),
+        ("cpu_bytes: 010000000000", 1, 12, "'010000000000' means 1073741824 in YAML"),
+        ("store_after_uses: 1:30", 1, 19, "'1:30' means 90 in YAML"),
+        ("a: {b: 1}\na: {c: 2}", 2, 1, "a: a mapping: this key was given before, in line 1"),
         ("[" * 3000, 1, 1, "nested too deeply"),
         ("a: 1\nb: \x01", 2, 4, "character 0x1 is not allowed in YAML"),
         (b"a: 1\nb: \xff", 2, 4, "byte 0xff is not UTF-8"),

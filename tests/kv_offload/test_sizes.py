@@ -70,6 +70,8 @@ def test_sizes_that_are_accepted(text, size_bytes):
         ("nan%", "not a positive number and a unit"),
         ("48", "the unit is missing, write 48GiB or 48%"),
         ("1.5", "the unit is missing"),
+        ("4096", "the unit is missing, write 4096B"),
+        ("9" * 5000 + "GiB", "not a positive number and a unit"),
         ("48G", "unknown unit 'G', write 48GB or 48GiB"),
         ("1.5t", "unknown unit 't', write 1.5TB or 1.5TiB"),
         ("48Q", f"unknown unit 'Q', known are {', '.join(UNITS)} and %"),

@@ -158,6 +158,8 @@ def _note_replicas_and_check(original: Method, self: Any, *args: Any, **kwargs: 
     parallel = config.parallel_config
     setattr(parallel, NOTED_REPLICAS, int(parallel.data_parallel_size_local))
     early.check_settings(config)
+    if not early.asks_for_us(config.kv_transfer_config):
+        not_in_use.log_other(config.kv_transfer_config.kv_connector)
     return config
 
 

@@ -6,6 +6,8 @@ import copy
 import logging
 
 from kv_offload.engines.vllm.patches import install_in_process
+from kv_offload.engines.vllm.versions import vllm_version
+from kv_offload.errors import UnsupportedError
 
 CONNECTOR = "KVOffloadConnector"
 PREFIX = "kv-offload: "
@@ -30,9 +32,23 @@ class _Forward(logging.Handler):
 def register() -> None:
     """Make `KVOffloadConnector` known to vLLM; a second call does nothing.
 
-    Also shows our log in vLLM's, and patches what every process needs. vLLM's factory imports the
-    connector's module only if it is configured.
+    Also shows our log in vLLM's, and patches what every process needs. vLLM calls this in engines
+    that do not ask for the plugin, too. So a vLLM that is not supported, and lacks what is needed
+    here, is an error in its log and goes on: to it our connector has an unknown name.
     """
+    try:
+        _register()
+    except (ImportError, AttributeError):
+        try:
+            vllm_version()
+        except UnsupportedError as error:
+            VLLM_LOG.error("%s", error)
+        else:
+            raise
+
+
+def _register() -> None:
+    """Do so. vLLM's factory imports the connector's module only if it is configured."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for source in map(logging.getLogger, ("kv_offload", "kv_swap")):

@@ -114,7 +114,25 @@ def test_what_is_installed_here_fits_together() -> None:
     assert installed("no-such-distribution") == {}
 
 
-@pytest.mark.parametrize("version", [None, "half a line = (", "raise ImportError"])
+@pytest.mark.parametrize("metadata", [None, "Name: vllm\n", ""])
+def test_a_vllm_that_is_installed_in_part_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: str | None
+) -> None:
+    folder = tmp_path / "vllm-0.32.0.dist-info"
+    folder.mkdir()
+    if metadata is not None:
+        (folder / "METADATA").write_text(metadata)
+    monkeypatch.syspath_prepend(tmp_path)
+    checks = {check.name: check for check in check_versions(None, Machine())}
+    assert checks["vLLM"].state == "problem"
+    assert checks["vLLM"].found.startswith("installed in part")
+    assert "Install a vLLM" in checks["vLLM"].remedy
+
+
+@pytest.mark.parametrize(
+    "version",
+    [None, "half a line = (", "raise ImportError", "", "__version__ = '2.13.0'; cuda = ''"],
+)
 def test_a_damaged_torch_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None
 ) -> None:

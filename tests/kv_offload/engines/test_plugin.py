@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -46,6 +47,22 @@ def test_a_users_configuration_finds_it() -> None:
     register()
     config = KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both")
     assert KVConnectorFactory.get_connector_class(config).__name__ == CONNECTOR
+
+
+def test_a_vllm_of_another_shape_goes_on_without_the_plugin(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM calls the entry point for every engine, and an error would end those without us, too."""
+    monkeypatch.setitem(sys.modules, KVConnectorFactory.__module__, None)  # importing it raises
+    with pytest.raises(ImportError):
+        register()
+    monkeypatch.setattr("vllm.__version__", "0.40.1")
+    monkeypatch.setattr(VLLM_LOG, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    register()
+    (told,) = {(record.levelname, record.getMessage()) for record in caplog.records}
+    assert told[0] == "ERROR"
+    assert told[1].startswith("kv-offload: works with vLLM 0.26 to 0.33, this is '0.40.1'; ")
 
 
 # -- the log ------------------------------------------------------------------------------------

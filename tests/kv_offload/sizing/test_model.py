@@ -68,6 +68,15 @@ def test_transformers_adds_what_a_file_leaves_to_defaults(read: Any) -> None:
     assert read({"model_type": "llama", "head_dim": None}).head_size == 128
 
 
+def test_values_under_other_names_are_those_that_transformers_knows(read: Any) -> None:
+    """GPT-2 was called a model that generates no text."""
+    pytest.importorskip("transformers", reason="needs transformers, which is not installed")
+    model = read({"model_type": "gpt2", "n_head": 20, "n_layer": 36, "n_embd": 1280})
+    assert (model.layers, model.kv_heads, model.head_size) == ({"full": 36}, 20, 64)
+    with pytest.raises(UnsupportedError, match="has layers of different shapes"):
+        read({"model_type": "mpt", "attn_config": {"kv_n_heads": 8}})
+
+
 @pytest.mark.parametrize(
     ("name", "class_name"), [("gpt-oss-120b", "GptOssConfig"), ("DeepSeek-V3", "DeepseekV3Config")]
 )
@@ -93,6 +102,7 @@ def test_without_transformers_a_file_must_say_which_layers_have_windows(read: An
         ({"sliding_window": None, "model_type": "mistral"}, {"full": 32}),
         ({"sliding_window": 4096, "use_sliding_window": False}, {"full": 32}),
         ({"layer_types": ["full_attention"] * 32, "sliding_window": 4096}, {"full": 32}),
+        ({"attn_type_list": [1] * 32, "model_type": "minimax_m2"}, {"full": 32}),
         ({"layer_types": ["chunked_attention", "full_attention"] * 16}, {"chunk": 16, "full": 16}),
     ],
 )
@@ -106,6 +116,8 @@ def test_kinds_of_layers(read: Any, more: dict[str, Any], layers: dict[str, int]
     [
         ({"mamba_d_state": 16}, "has layers with states"),
         ({"linear_num_key_heads": 2}, "has layers with states"),
+        ({"attn_type_list": [0, 1] * 16}, "has layers with states"),
+        ({"attn_type_list": [{}]}, "has layers with states"),
         ({"layer_types": ["linear_attention"] * 32}, "has layers of the type linear_attention"),
         ({"index_topk": 2048}, "has a sparse or compressed cache"),
         ({"is_encoder_decoder": True}, "has cross attention"),
@@ -181,6 +193,23 @@ def test_values_that_no_model_has_are_refused(
     with pytest.raises(ConfigError, match=problem) as caught:
         read({**LLAMA, **more})
     assert len(str(caught.value)) < 300
+
+
+def test_a_type_of_cache_may_stand_elsewhere(tmp_path: Path, read: Any) -> None:
+    """vLLM takes it from any of these, and 16 bits a number would be twice too many."""
+    modelopt = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    assert read({**LLAMA, "quantization_config": modelopt}).cache_is_quantized
+    assert read({**LLAMA, "compression_config": modelopt}).cache_is_quantized
+    inner = {**LLAMA, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}
+    assert read({"text_config": inner}).cache_is_quantized
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(modelopt))
+    assert read(LLAMA).cache_is_quantized
+    modelopt["quantization"]["kv_cache_quant_algo"] = ""
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(modelopt))
+    assert not read(LLAMA).cache_is_quantized
+    (tmp_path / "hf_quant_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"hf_quant_config\.json: cannot be read as JSON"):
+        read(LLAMA)
 
 
 def test_an_unknown_form_of_quantization_is_no_type_of_cache(read: Any) -> None:

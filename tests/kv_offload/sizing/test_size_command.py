@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from kv_offload.cli.main import main
+from kv_offload.config_file import show
 from tests.support.published_models import PUBLISHED
 
 DOCS = Path(__file__).parents[3] / "docs/use/sizing.md"
@@ -58,12 +60,41 @@ def test_what_else_decides(
     assert max(map(len, output.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("size", ["", "-1", "0", "64", "²", "4 lightyears"])
+def test_what_was_not_read_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default of Mistral is 8 KV heads, so that the figure is four times too large."""
+    shape = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", **shape}))
+    monkeypatch.setitem(sys.modules, "transformers", None)  # importing it raises
+    assert main(["size", str(tmp_path)]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Assumed: num_key_value_heads is num_attention_heads; head_dim is hidden_size" in output
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mistral", **shape, "num_key_value_heads": 8, "head_dim": 128})
+    )
+    assert main(["size", str(tmp_path)]) == 0
+    assert "Assumed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/model", "a" * 5000, "gone", ""])
+def test_a_path_that_leads_nowhere_is_one_message(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["size", path]) == 2
+    error = capsys.readouterr().err
+    assert ": cannot be read as JSON: " in error
+    assert "Give the path of a model's config.json" in error
+
+
+@pytest.mark.parametrize("size", ["9" * 5000, "", "-1", "0", "64", "²", "4 lightyears"])
 def test_a_size_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str) -> None:
     assert run(tmp_path, "Llama-3.1-8B", f"--cpu-bytes={size}") == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"kv-offload: --cpu-bytes is {size!r}: ")
+    assert error.startswith(f"kv-offload: --cpu-bytes is {show(size)}: ")
     assert "Give bytes, a size (48GiB), or a share" in error
+    assert "digits" not in error, "a limit of Python's"
 
 
 @pytest.mark.parametrize(

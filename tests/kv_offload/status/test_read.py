@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import re
 import socket
 import threading
 import time
@@ -79,7 +81,10 @@ def test_samples_that_differ_in_other_labels_are_added() -> None:
     [
         ("", "has no metrics of vLLM: .*--disable-log-stats"),
         ("python_info 1\n", "has no metrics of vLLM"),
-        ('vllm:num_requests_running{engine="0"} 0\n', "without kv-offload: .*--kv-offloading-size"),
+        (
+            'vllm:num_requests_running{engine="0"} 0\n',
+            "without kv-offload: .*not in use.*VLLM_PLUGINS",
+        ),
         ("<html>It works</html>", "no page of metrics .*API server"),
     ],
 )
@@ -87,6 +92,48 @@ def test_a_page_without_our_metrics_says_what_may_be_the_reason(page: str, messa
     with page_server(page) as server, pytest.raises(ServerError, match=message) as caught:
         read(metrics_url(server.address))
     assert server.address in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-1.0", "1e300"])
+@pytest.mark.parametrize("name", ["slots", "slot_bytes", "loaded_bytes_total"])
+def test_a_value_that_no_engine_has_is_refused(name: str, value: str) -> None:
+    line = re.compile(rf"^(vllm:host_kv_cache_{name}\{{.*\}}) .*$", re.MULTILINE)
+    page, found = line.subn(rf"\1 {value}", recorded("hits"))
+    assert found == 1
+    with pytest.raises(ServerError, match=rf"no page of metrics \(vllm:host_kv_cache_{name} is "):
+        parse(page, "here")
+
+
+def test_values_that_are_not_read_may_be_any() -> None:
+    parse(recorded("hits") + 'vllm:other{engine="0"} NaN\n', "here")
+
+
+def test_labels_bring_no_escapes_to_a_terminal() -> None:
+    page = recorded("hits").replace('"small"', '"sm\x1b[2Jall"')
+    assert parse(page, "here").model == "sm?[2Jall"
+
+
+def test_an_empty_name_is_no_traceback() -> None:
+    with pytest.raises(ServerError, match="no page of metrics"):
+        parse(recorded("hits") + "# HELP \xa0 x\n", "here")
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["an error", "no answer"])
+def test_a_proxy_of_the_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """Else the message would blame a server that was never asked."""
+    with page_server(recorded("hits")) as server, page_server() as proxy:
+        proxy.status = 407
+        where = proxy.address if answers else "127.0.0.1:1"
+        monkeypatch.setenv("http_proxy", f"http://user:secret@{where}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        with pytest.raises(ServerError, match=rf"through {where}, which http_proxy") as caught:
+            read(metrics_url(server.address))
+        assert "secret" not in str(caught.value)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert read(metrics_url(server.address)).model == "small"
 
 
 def test_a_status_of_http_is_named() -> None:
@@ -101,6 +148,31 @@ def test_a_server_that_is_not_there_is_named() -> None:
         probe.bind(("127.0.0.1", 0))
         url = metrics_url(f"127.0.0.1:{probe.getsockname()[1]}")
         with pytest.raises(ServerError, match=r"cannot be reached: .*refused; check"):
+            read(url)
+
+
+# Where it leads nowhere, urllib leaves the first connection to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("location", ["http://[x", "http://a..b/", "http://a:port/"])
+def test_a_redirection_to_nowhere_is_no_traceback(location: str) -> None:
+    with (
+        answering(lambda _: None, f"Location: {location}\r\n", "302 Found") as url,
+        pytest.raises(ServerError, match="check the address"),
+    ):
+        read(url)
+    gc.collect()  # here, and not in another test
+
+
+def test_a_redirection_to_another_page_is_told() -> None:
+    """A proxy that asks who you are leads to its own page."""
+    with page_server("<html>Who are you?</html>") as other:
+        header = f"Location: http://{other.address}/metrics\r\n"
+        with (
+            answering(lambda _: None, header, "302 Found") as url,
+            pytest.raises(
+                ServerError, match=f"leads to http://{other.address}/metrics, is no page"
+            ),
+        ):
             read(url)
 
 
@@ -122,14 +194,16 @@ def test_what_is_no_http_is_no_traceback() -> None:
 
 
 @contextlib.contextmanager
-def answering(answer: Callable[[socket.socket], object], header: str = "") -> Iterator[str]:
+def answering(
+    answer: Callable[[socket.socket], object], header: str = "", status: str = "200 OK"
+) -> Iterator[str]:
     """Give the address of a server whose page is what `answer` sends to its one reader."""
 
     def serve() -> None:
         connection, _ = listener.accept()
         with connection, contextlib.suppress(OSError):  # the reader has gone
             connection.recv(65536)
-            connection.sendall(f"HTTP/1.1 200 OK\r\n{header}\r\n".encode())
+            connection.sendall(f"HTTP/1.1 {status}\r\n{header}\r\n".encode())
             answer(connection)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:

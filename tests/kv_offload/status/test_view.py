@@ -100,6 +100,12 @@ def test_several_engines_stand_below_their_sum() -> None:
     ]
 
 
+def test_a_name_of_an_engine_is_no_markup() -> None:
+    one = recorded("hits")
+    text = drawn(one + one.replace('engine="0"', 'engine="[/red]"'))
+    assert re.search(r"\[/red\] +48.0 %", text)
+
+
 def test_what_is_wrong_comes_first() -> None:
     lines = drawn(having("hook_errors", "1.0"), note="not reachable").splitlines()
     assert lines[1] == "not reachable"

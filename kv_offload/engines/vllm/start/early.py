@@ -35,7 +35,7 @@ def check_arguments(arguments: EngineArgs) -> None:
     Afterwards nothing shows that the user had asked for the plugin. Raises `ConfigError`.
     """
     size = arguments.kv_offloading_size
-    if size is not None and any(_own_parts(arguments.kv_transfer_config)):
+    if size is not None and asks_for_us(arguments.kv_transfer_config):
         raise ConfigError(
             f"--kv-offloading-size {size}: with it vLLM uses its own connector in place of the one "
             f"in --kv-transfer-config, which is {CONNECTOR}. Remove --kv-offloading-size and set "
@@ -63,6 +63,11 @@ def check_settings(vllm_config: VllmConfig) -> None:
         device = torch.device(vllm_config.device_config.device_type)
         if transfer_kind(config, device) != "host":
             _check_cupy()
+
+
+def asks_for_us(transfer: KVTransferConfig | dict[str, Any] | None) -> bool:
+    """Return whether a transfer configuration has our connector, alone or in a MultiConnector."""
+    return any(_own_parts(transfer))
 
 
 def _own_parts(

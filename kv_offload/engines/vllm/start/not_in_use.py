@@ -26,6 +26,11 @@ def log_why() -> None:
         logger.info("kv-offload: not in use: %s is not given, or is empty", ARGUMENT)
 
 
+def log_other(connector: str | None) -> None:
+    """Log that vLLM was asked for another connector, or for a MultiConnector without ours."""
+    logger.info("kv-offload: not in use: the connector of this engine is %s", connector)
+
+
 def is_given_empty(argv: Sequence[str]) -> bool:
     """Return whether a command line has the argument with nothing in it, as a shell may leave it.
 
