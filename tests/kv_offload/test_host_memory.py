@@ -225,7 +225,8 @@ def test_what_this_machine_has_available():
 
 def test_memory_that_is_taken_is_no_longer_available():
     drops = []
-    while len(drops) < 100 and not (drops and drops[-1] > 64 << 20):  # others take and free some too
+    # Others take and free some, too.
+    while len(drops) < 100 and not (drops and drops[-1] > 64 << 20):
         before = read_available_memory().size_bytes
         taken = bytearray(b"x") * (256 << 20)
         drops.append(before - read_available_memory().size_bytes)
