@@ -520,6 +520,29 @@ def test_the_process_may_end_while_threads_register() -> None:
     assert out.endswith("left 0\n")
 
 
+FORKS = """
+import os
+child = os.fork()
+if child == 0:
+    sys.exit()
+for _ in range(600):
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended:
+        break
+    time.sleep(0.1)
+else:
+    os.kill(child, signal.SIGKILL)
+print("child", ended == child, flush=True)
+"""
+
+
+def test_a_forked_child_does_not_wait_for_the_threads_of_its_parent() -> None:
+    """It would wait for all of `_EXIT_SECONDS`, or for a lock that a thread held at the fork."""
+    code, out, _ = run_script(SCRIPT + FORKS)
+    assert code == 0
+    assert "child True\n" in out
+
+
 def test_an_interrupt_ends_the_process_while_threads_register() -> None:
     # Short sleeps: a signal just before one begins is seen when it ends.
     code, _, err = run_script(SCRIPT + "while True: time.sleep(0.05)", signal.SIGINT)

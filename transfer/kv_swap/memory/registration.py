@@ -103,6 +103,7 @@ class Registration:
         self._running_threads = 0
         self._stopping = False
         self._released = False
+        self._process = os.getpid()
 
     @property
     def ready_bytes(self) -> int:
@@ -259,6 +260,8 @@ class Registration:
                         break
 
     def _stop(self) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child has no thread to wait for; one may have held the lock at fork
         with self._changed:
             self._stopping = True
             self._changed.notify_all()  # threads that wait for room
