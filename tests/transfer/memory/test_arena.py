@@ -24,6 +24,7 @@ from kv_swap.memory.arena import HostArena
 from kv_swap.memory.mapping import Mapping
 from kv_swap.memory.registration import choose_piece_bytes
 from kv_swap.memory.room import MemoryRoom
+from kv_swap.memory.shared import SharedMemory
 
 from tests.support.registrars import PAGE, GatedRegistrar, Registrar, is_mapped, resident_bytes
 
@@ -667,6 +668,25 @@ def test_little_memory_is_looked_at_before_every_step_of_a_piece(
     assert arena.ready_slots == 4
     assert host.taken == PIECE + 2 * PAGE
     host.free_bytes = 1 << 40
+    assert arena.wait_ready(120)
+
+
+def test_memory_that_another_process_has_taken_for_both_needs_no_room(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks that share memory lock it at their own pace; all of it is of use to the slowest."""
+    host.free_bytes = 0
+    with SharedMemory.create(f"{os.getpid()}-room", 40 * PAGE, 0) as memory:
+        other = Mapping(memory.nbytes, fd=memory.fileno())
+        other.populate(0, 5 * PIECE + 2 * PAGE)
+        arena = HostArena(
+            40, PAGE, register=Registrar(), background=True, shared=memory, room=host.room
+        )
+    wait_until(lambda: arena.ready_slots == 20)
+    wait_until(lambda: f"{2 * PAGE} are wanted next" in caplog.text)
+    wait_until_all_look_again(host)
+    assert arena.ready_slots == 20
+    other.populate(5 * PIECE, 5 * PIECE)
     assert arena.wait_ready(120)
 
 
