@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def read_host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
 
 
 def read_available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
-    """Return what this process could take now without the kernel ending a process for it.
+    """Return what this process could take now without the kernel ending or slowing down a process.
 
     That is the smallest of the machine's `MemAvailable` and, in every cgroup with a limit, the
     limit less what is in use. Cached files do not count as in use: the kernel drops them first.
@@ -99,6 +100,9 @@ _V1 = _Version(
     ("total_inactive_file", "total_active_file"),
 )
 _V2 = _Version("memory.max", "memory.current", ("inactive_file", "active_file"))
+_V2_HIGH = dataclasses.replace(_V2, limit="memory.high")
+"""Above it the kernel ends nothing, but slows down who takes memory until others give some back,
+and a pool cannot. systemd sets it as `MemoryHigh`."""
 
 
 def _meminfo(proc: Path, name: str) -> int:
@@ -140,9 +144,9 @@ def _memory_cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[_Version, Path]
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            version, roots = _V2, [cgroups, cgroups / "unified"]
+            versions, roots = [_V2, _V2_HIGH], [cgroups, cgroups / "unified"]
         elif "memory" in controllers.split(","):
-            version, roots = _V1, [cgroups / "memory"]
+            versions, roots = [_V1], [cgroups / "memory"]
         else:
             continue
         parts = PurePosixPath(path).parts[1:]
@@ -150,4 +154,5 @@ def _memory_cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[_Version, Path]
             parts = ()  # it lies outside the namespace; only the namespace's root can be seen
         for root in roots:
             for depth in range(len(parts), -1, -1):
-                yield version, root.joinpath(*parts[:depth])
+                folder = root.joinpath(*parts[:depth])
+                yield from ((version, folder) for version in versions)

@@ -81,6 +81,7 @@ LIMITS = [
     ("a container sees its own root", "4:memory:/docker/01ab", {f"memory/{V1}": 8 * GIB}, 8 * GIB),
     ("another namespace's name", "0::/../a", {f"a/{V2}": GIB, V2: 8 * GIB}, 8 * GIB),
     ("other processes", "0::/mine", {f"other/{V2}": GIB}, 64 * GIB),
+    ("v2, a soft limit", "0::/a", {f"a/{V2}": 16 * GIB, "a/memory.high": 8 * GIB}, 8 * GIB),
     ("more than the machine has", "0::/a", {f"a/{V2}": 128 * GIB}, 64 * GIB),
 ]
 
