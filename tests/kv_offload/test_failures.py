@@ -344,6 +344,25 @@ def test_a_load_that_could_not_be_planned_fails_its_request_where_failures_do(
     engine.check_rest()
 
 
+@both_ways
+def test_failed_loads_are_not_told_again_by_a_step_whose_report_fails(
+    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their blocks may be another request's by then; older engines are told of blocks."""
+    engine = PlayedEngine(async_scheduling=async_scheduling)
+    store(engine, PROMPT)
+    engine.add("a", PROMPT)
+    engine.step()
+    connector = engine.ranks[0].connector
+    monkeypatch.setattr(connector, "_by_block", True)
+    engine.ranks[0].copies.run(fail=True)
+    connector.get_finished(set())
+    assert connector.get_block_ids_with_load_errors()
+    wrap_hook(connector, "offload_worker.poll", functools.partial(raise_once, [], 0))
+    connector.get_finished(set())
+    assert not connector.get_block_ids_with_load_errors()
+
+
 def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice() -> None:
     """A drain has told the engine of a load whose report is under way: the engine forgot it."""
     engine = PlayedEngine(async_scheduling=True, beside=False)
