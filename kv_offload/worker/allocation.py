@@ -61,15 +61,15 @@ def allocate(
     layout, device = caches.layout, caches.tensors[0].device
     slot_bytes = layout.slot_bytes
     shared = None
-    if peers.count > 1:
-        nbytes = _count_slots(config, num_ranks, peers, slot_bytes) * slot_bytes
-        places = [(region.slot_offset_bytes, region.page_bytes) for region in layout.regions]
-        node = numa_node(kind, device)
-        shared = open_shared_memory(peers, nbytes, (tuple(layers), places), node)
-    if shared is None:
-        peers = ALONE
-    num_slots = _count_slots(config, num_ranks, peers, slot_bytes)
     try:
+        if peers.count > 1:
+            nbytes = _count_slots(config, num_ranks, peers, slot_bytes) * slot_bytes
+            places = [(region.slot_offset_bytes, region.page_bytes) for region in layout.regions]
+            node = numa_node(kind, device)
+            shared = open_shared_memory(peers, nbytes, (tuple(layers), places), node)
+        if shared is None:
+            peers = ALONE
+        num_slots = _count_slots(config, num_ranks, peers, slot_bytes)
         with shared or contextlib.nullcontext():
             transfer = create_engine(
                 kind,

@@ -174,9 +174,14 @@ class Reports:
         self._last_stores, self._stores = {}, {}  # not cleared: a report may hold the first
         return results
 
-    def forgive_failed_loads(self) -> None:
-        """Name failed loads to vLLM as ended only: who drains takes their blocks back."""
+    def forgive_failed_loads(self) -> frozenset[str]:
+        """Name failed loads to vLLM as ended only: who drains takes their blocks back.
+
+        Returns the requests of these loads.
+        """
+        failed = frozenset(request for request, job in self._received.items() if job is not None)
         self._received = dict.fromkeys(self._received)
+        return failed
 
     @property
     def lost_lately(self) -> frozenset[int]:

@@ -279,7 +279,7 @@ class OffloadWorker:
 
         Called between steps, before a reset or a sleep. `running` are the stores that the scheduler
         has no report of; a report on its way may tell a result again. Loads that failed are named
-        once more as ended, not as failed: the caller takes their blocks back.
+        as ended, not as failed: the caller has them computed again.
         """
         self._background.queue_stores(unsent)
         try:
@@ -289,9 +289,9 @@ class OffloadWorker:
             self.poll()
         except Exception:  # it would end the engine
             self._copies.log.exception("not all copies could be ended")
-        self.reports.forgive_failed_loads()
         return DrainAnswer(
             self._background.store_results({*running, *(job.job_id for job in unsent)}),
             frozenset(self._background.loading_requests | self._synchronous.running_requests),
             self.reports.lost_lately,
+            self.reports.forgive_failed_loads(),
         )

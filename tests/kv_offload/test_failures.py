@@ -204,6 +204,44 @@ def test_a_reset_in_the_middle_of_a_load_succeeds_and_its_request_goes_on(
 
 
 @both_ways
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_load_that_failed_is_computed_again_after_a_reset_that_others_prevent(
+    async_scheduling: bool, ranks: int
+) -> None:
+    """The request keeps its blocks, and they hold nothing."""
+    engine = PlayedEngine(async_scheduling=async_scheduling, ranks=ranks)
+    store(engine, PROMPT)
+    engine.add("runs", OTHER, max_tokens=30)
+    engine.step(2)
+    request = engine.add("a", PROMPT)
+    engine.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.run_copies(Direction.LOAD, fail=True)
+    assert not engine.reset(reset_running_requests=False)
+    play(engine)
+    assert engine.totals["failed_loads"] == 1
+    engine.check_rest()
+
+
+@both_ways
+def test_a_load_that_failed_is_computed_again_though_another_rank_loads_through_a_reset(
+    async_scheduling: bool,
+) -> None:
+    engine = PlayedEngine(async_scheduling=async_scheduling, ranks=2)
+    store(engine, PROMPT)
+    engine.add("a", PROMPT)
+    engine.step()
+    first, second = (rank.copies for rank in engine.ranks)
+    first.run(fail=True)
+    second.stuck = True
+    assert not engine.reset(reset_running_requests=False)
+    second.stuck = False
+    play(engine)
+    assert engine.totals["failed_loads"] == 1
+    engine.check_rest()
+
+
+@both_ways
 def test_a_request_that_a_reset_took_back_loads_again(async_scheduling: bool) -> None:
     """The second is told from the first, whose report comes after the reset."""
     engine = PlayedEngine(async_scheduling=async_scheduling, ranks=2)
@@ -304,6 +342,25 @@ def test_a_load_that_could_not_be_planned_fails_its_request_where_failures_do(
     assert len(raised) == 1
     assert (engine.ended["a"], engine.answers.get("a", [])) == ("error", [])
     engine.check_rest()
+
+
+@both_ways
+def test_failed_loads_are_not_told_again_by_a_step_whose_report_fails(
+    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their blocks may be another request's by then; older engines are told of blocks."""
+    engine = PlayedEngine(async_scheduling=async_scheduling)
+    store(engine, PROMPT)
+    engine.add("a", PROMPT)
+    engine.step()
+    connector = engine.ranks[0].connector
+    monkeypatch.setattr(connector, "_by_block", True)
+    engine.ranks[0].copies.run(fail=True)
+    connector.get_finished(set())
+    assert connector.get_block_ids_with_load_errors()
+    wrap_hook(connector, "offload_worker.poll", functools.partial(raise_once, [], 0))
+    connector.get_finished(set())
+    assert not connector.get_block_ids_with_load_errors()
 
 
 def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice() -> None:

@@ -34,6 +34,7 @@ from hypothesis.stateful import (
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
+from kv_swap.engine import Direction
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
@@ -163,6 +164,30 @@ class Interleavings(RuleBasedStateMachine):
         self.run(8)
         self.engine.offload.load_mode.allowed = synchronous
         self.ask_again([len(text), len(text) - 5], text)
+
+    @rule(
+        text=st.sampled_from(TEXTS),
+        rank=st.integers(0, 1),
+        others=st.booleans(),
+        how=st.sampled_from((None, "reset", "pause")),
+        keep=st.booleans(),
+    )
+    def fail_loads(
+        self, text: list[int], rank: int, others: bool, how: str | None, keep: bool
+    ) -> None:
+        """Have the load of a text fail on a rank, maybe while others run or before an upset."""
+        engine = self.engine
+        self.serve(text, synchronous=False)
+        engine.finish_steps()
+        if others:
+            self.add([0] * 8, 8, [], 6)
+            engine.step()
+        copies = engine.ranks[rank % self.ranks].copies
+        for job in [job for job in copies.submitted if job.direction is Direction.LOAD]:
+            copies.run(copies.submitted.index(job), fail=True)
+            HAPPENED["failed load"] += 1
+        if how is not None:
+            self.upset(how, keep, False)
 
     @rule(
         how=st.sampled_from(("pause", "pause", "reset", "reset", "sleep", "weights", "drain")),

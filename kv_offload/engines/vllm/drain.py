@@ -72,7 +72,10 @@ def drain_engine_core(core: Any, *, requeue: bool = True) -> None:
         if ended:
             reports.deliver(ended, functools.partial(_deliver_loads, core.scheduler))
         waiting -= answer.loading
-        for request_id in waiting:
+        # Also where nothing is requeued, or another rank still loads: nobody else says that the
+        # blocks of these hold nothing.
+        failed = _waiting_for_loads(core.scheduler, set(answer.failed_loads))
+        for request_id in waiting | failed:
             _recompute(core.scheduler, core.scheduler.requests[request_id])
         _give_blocks_back(core.scheduler, waiting | loaded)
 

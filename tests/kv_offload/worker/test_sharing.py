@@ -16,11 +16,11 @@ import pytest
 pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
-from kv_swap.errors import PinnedMemoryError
+from kv_swap.errors import DeviceError, PinnedMemoryError
 from kv_swap.host.runs import copy_runs
 from kv_swap.memory.shared import SharedMemory
 
-from kv_offload.errors import CapacityError
+from kv_offload.errors import CapacityError, UnsupportedError
 from kv_offload.messages import JobResult, LoadJob, OffloadMetadata, StoreJob, WorkerCapacity
 from kv_offload.worker.sharing import Peers, arena_bytes
 from tests.support.plain_rank import PAGE_WORDS
@@ -209,6 +209,20 @@ def test_too_little_for_a_slot_is_refused_by_all() -> None:
     ranks = Ranks(cpu_bytes=BLOCK_BYTES - 1)
     with pytest.raises(CapacityError, match=f"one slot takes {BLOCK_BYTES} bytes"):
         ranks.start()
+
+
+def test_a_device_that_cannot_be_served_is_refused_in_the_plugins_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device is asked for its NUMA node before an engine is made for it."""
+
+    def fail(*_: Any) -> None:
+        raise DeviceError("CuPy cannot be imported")
+
+    monkeypatch.setattr("kv_offload.worker.allocation.numa_node", fail)
+    with pytest.raises(UnsupportedError) as caught:
+        Ranks().start()
+    assert str(caught.value) == "kv-offload: CuPy cannot be imported"
 
 
 def test_engines_side_by_side_share_nothing() -> None:

@@ -78,6 +78,7 @@ class FakeDevice:
         self.out: set[FakeEvent] = set()
         self.failing_wait = False
         self.failing_record = False
+        self.failing_make = False
         self.waits = 0
         self.compute = 1
         self.failing_await = False
@@ -91,17 +92,23 @@ class FakeDevice:
     def copied(self) -> list[list[list[int]]]:
         return self.path.copied
 
-    def record(self) -> FakeEvent:
+    def take(self) -> FakeEvent:
+        if self.failing_make:
+            raise RuntimeError("CUDA error: out of memory")
+        event = FakeEvent()
+        self.out.add(event)
+        return event
+
+    def record(self, event: FakeEvent | None = None) -> FakeEvent:
         if self.failing_record:
             raise RuntimeError("CUDA error: unspecified launch failure")
-        event = FakeEvent()
+        event = event or self.take()
         part, before = self.path.queued[-1]
         if before is None:
             self.path.queued[-1] = (part, event)
         else:  # behind a slice that failed there is nothing new to wait for
             event.completed = before.completed
             before.followers.append(event)
-        self.out.add(event)
         return event
 
     def wait_stream(self) -> FakeEvent:
@@ -255,6 +262,19 @@ def test_a_slice_behind_which_no_event_can_be_recorded_fails_its_job(device: Fak
     submit(store, 7, 1)
     (failed,) = store.advance()
     assert "recording an event failed with CUDA error: unspecified" in str(failed.error)
+    assert store.idle
+
+
+def test_a_slice_for_which_there_is_no_event_is_not_queued(device: FakeDevice) -> None:
+    """It would run on after its job has ended, and write blocks that are another's by then."""
+    store = make_lane(device)
+    device.path.max_in_flight = 1
+    submit(store, 7, 8)
+    device.failing_make = True
+    device.complete(1)
+    (failed,) = store.advance()
+    assert device.queued == 1
+    assert "making an event failed with CUDA error: out of memory" in str(failed.error)
     assert store.idle
 
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import os
+import signal
 import threading
 import time
 import weakref
@@ -237,6 +239,38 @@ def test_dropping_everything_in_mid_copy(gate: Gate) -> None:
     del surviving
     gc.collect()
     assert owner() is None
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_may_drop_an_engine_whose_lock_was_taken_at_the_fork() -> None:
+    layout, _storage = packed(4, 64, 64)
+    engine = HostSwapEngine(layout, HostArena(4, 64, register=None), [])
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with engine._state.condition:
+            held.set()
+            assert forked.wait(120)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(120)
+    child = os.fork()
+    if child == 0:
+        # A failure must not run the rest of the tests in the child, nor wait.
+        signal.alarm(20)
+        try:
+            del engine
+            gc.collect()
+            os._exit(0)
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(child, 0)
+    forked.set()
+    holder.join()
+    assert os.waitstatus_to_exitcode(status) == 0
+    del hold, holder
+    engine.close()
 
 
 def test_close_drops_references_and_keeps_completions() -> None:

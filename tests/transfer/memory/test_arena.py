@@ -24,6 +24,7 @@ from kv_swap.memory.arena import HostArena
 from kv_swap.memory.mapping import Mapping
 from kv_swap.memory.registration import choose_piece_bytes
 from kv_swap.memory.room import MemoryRoom
+from kv_swap.memory.shared import SharedMemory
 
 from tests.support.registrars import PAGE, GatedRegistrar, Registrar, is_mapped, resident_bytes
 
@@ -520,6 +521,29 @@ def test_the_process_may_end_while_threads_register() -> None:
     assert out.endswith("left 0\n")
 
 
+FORKS = """
+import os
+child = os.fork()
+if child == 0:
+    sys.exit()
+for _ in range(600):
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended:
+        break
+    time.sleep(0.1)
+else:
+    os.kill(child, signal.SIGKILL)
+print("child", ended == child, flush=True)
+"""
+
+
+def test_a_forked_child_does_not_wait_for_the_threads_of_its_parent() -> None:
+    """It would wait for all of `_EXIT_SECONDS`, or for a lock that a thread held at the fork."""
+    code, out, _ = run_script(SCRIPT + FORKS)
+    assert code == 0
+    assert "child True\n" in out
+
+
 def test_an_interrupt_ends_the_process_while_threads_register() -> None:
     # Short sleeps: a signal just before one begins is seen when it ends.
     code, _, err = run_script(SCRIPT + "while True: time.sleep(0.05)", signal.SIGINT)
@@ -644,6 +668,25 @@ def test_little_memory_is_looked_at_before_every_step_of_a_piece(
     assert arena.ready_slots == 4
     assert host.taken == PIECE + 2 * PAGE
     host.free_bytes = 1 << 40
+    assert arena.wait_ready(120)
+
+
+def test_memory_that_another_process_has_taken_for_both_needs_no_room(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks that share memory lock it at their own pace; all of it is of use to the slowest."""
+    host.free_bytes = 0
+    with SharedMemory.create(f"{os.getpid()}-room", 40 * PAGE, 0) as memory:
+        other = Mapping(memory.nbytes, fd=memory.fileno())
+        other.populate(0, 5 * PIECE + 2 * PAGE)
+        arena = HostArena(
+            40, PAGE, register=Registrar(), background=True, shared=memory, room=host.room
+        )
+    wait_until(lambda: arena.ready_slots == 20)
+    wait_until(lambda: f"{2 * PAGE} are wanted next" in caplog.text)
+    wait_until_all_look_again(host)
+    assert arena.ready_slots == 20
+    other.populate(5 * PIECE, 5 * PIECE)
     assert arena.wait_ready(120)
 
 

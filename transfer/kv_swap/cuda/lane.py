@@ -188,13 +188,19 @@ class Lane:
         assert part is not None, "a job without slices left was asked for one"
         waves, _ = part
         try:
+            event = self.stream.take()
+        except RuntimeError as error:
+            # Nothing would tell when the slice has ended, so it must not be queued.
+            self._fail(running, "making an event", error)
+            return
+        try:
             self.path.queue(part, self.stream.stream)
         except RuntimeError as error:
             self._fail(running, self.path.call, error)
         running.following = next(running.rest, None)
         # Also behind a slice that failed: part of it may run.
         try:
-            event = self.stream.record()
+            self.stream.record(event)
         except RuntimeError as error:
             self._fail(running, "recording an event", error)
             return

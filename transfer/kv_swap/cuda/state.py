@@ -7,8 +7,9 @@ the engine in mid-copy synchronises them before anything is freed.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from kv_swap.cuda.copy_path import CopyPath
@@ -39,10 +40,11 @@ class State:
     zeroer: BlockZeroer | None
     arena: HostArena | None
     keep_alive: Sequence[object]
+    process: int = field(default_factory=os.getpid)
 
 
 _LEAKED: list[State] = []
-"""Of copies that may still run; it is never freed."""
+"""Of copies that may still run, or of a parent process; it is never freed."""
 
 
 def make_state(
@@ -92,8 +94,11 @@ def _make_lane(
 def release(state: State) -> None:
     """Let the streams run out, then drop what their copies used. Runs once, on any thread.
 
-    Slices that were not queued are dropped.
+    Slices that were not queued are dropped. Not in a forked child, which cannot call CUDA.
     """
+    if os.getpid() != state.process:
+        _LEAKED.append(state)
+        return
     for lane in state.lanes.values():
         try:
             lane.stream.stream.synchronize()

@@ -57,7 +57,7 @@ class CopyStream:
         if self._current_device() != self._index:
             with self._device(self._index):  # each device has a default stream, of handle 0
                 return self.wait_stream()
-        event = self._take()
+        event = self.take()
         handle = event.cuda_event
         self._record(handle, self.compute_stream())
         self._wait_event(self._handle, handle)
@@ -75,18 +75,22 @@ class CopyStream:
             with self._device(self._index):
                 self._wait_event(stream, event.cuda_event)
 
-    def record(self) -> Event:
-        """Return an event that completes with all copies queued so far."""
-        event = self._take()
+    def record(self, event: Event | None = None) -> Event:
+        """Return an event that completes with all copies queued so far.
+
+        Given one from `take` it makes none, so it fails only where the CUDA context is lost.
+        """
+        event = self.take() if event is None else event
         self._record(event.cuda_event, self._handle)
         return event
+
+    def take(self) -> Event:
+        """Return an event that nobody uses; `recycle` it. CUDA may lack memory for one more."""
+        return self._events.pop() if self._events else self._new_event()
 
     def recycle(self, *events: Event) -> None:
         """Take events back; the caller must not use them any more."""
         self._events.extend(events)
-
-    def _take(self) -> Event:
-        return self._events.pop() if self._events else self._new_event()
 
     def _new_event(self) -> Event:
         event: Event = self._make_event(enable_timing=True)

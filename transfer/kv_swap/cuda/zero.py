@@ -128,8 +128,8 @@ class BlockZeroer:
     def zero(self, blocks: Sequence[int]) -> None:
         """Queue the zeroing of every page of `blocks` on the current stream.
 
-        Waits for the device only when more than 65,536 blocks are queued, as all lists are still to
-        be read then. Raises `CopyError` from CUDA.
+        Waits for the device only where all lists are still to be read: compute queued before has
+        kept 16 calls, or 65,536 blocks, from their turn. Raises `CopyError` from CUDA.
         """
         stream = self._cuda.current_stream(self._index)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -46,10 +47,16 @@ class WorkerState:
     stores: deque[Transfer] = field(default_factory=deque)
     done: deque[Completion] = field(default_factory=deque)
     stopping: bool = False
+    process: int = field(default_factory=os.getpid)
 
 
 def stop(state: WorkerState) -> None:
-    """Tell the worker to end once it has copied what was submitted."""
+    """Tell the worker to end once it has copied what was submitted.
+
+    Not in a forked child: it has no worker, and its copy of the lock may have been taken.
+    """
+    if os.getpid() != state.process:
+        return
     with state.condition:
         state.stopping = True
         state.condition.notify_all()

@@ -22,6 +22,7 @@ _CALL_BYTES = 2 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 def whole_pages(nbytes: int) -> int:
@@ -88,6 +89,18 @@ class Mapping:
                 code = ctypes.get_errno()
                 if code != errno.EINVAL:
                     raise OSError(code, os.strerror(code))
+
+    def missing_bytes(self, offset: int, nbytes: int) -> int:
+        """Return how many bytes of a range, of which both ends lie on pages, have none yet.
+
+        Of private memory that is all that was not populated, and `offset` is behind that. Shared
+        memory may have pages that other processes gave it; where the system does not tell, none.
+        """
+        if not self.shared:
+            return nbytes
+        pages = np.zeros(nbytes // mmap.PAGESIZE, np.uint8)
+        _libc.mincore(self.address + offset, nbytes, pages.ctypes.data)
+        return nbytes - int(np.count_nonzero(pages & 1)) * mmap.PAGESIZE
 
     def discard(self, offset: int) -> None:
         """Return the pages from `offset` on to the system, unless other processes may use them.

@@ -103,6 +103,7 @@ class Registration:
         self._running_threads = 0
         self._stopping = False
         self._released = False
+        self._process = os.getpid()
 
     @property
     def ready_bytes(self) -> int:
@@ -203,13 +204,13 @@ class Registration:
         try:
             for offset in range(start, end, POPULATE_BYTES):
                 if spare_bytes < CAREFUL_BYTES:
-                    spare_bytes = self._wait_for_room(piece)
+                    spare_bytes = self._wait_for_room(piece, offset)
                 if self._stopping or spare_bytes < 0:
                     return
                 nbytes = min(POPULATE_BYTES, end - offset)
                 self._mapping.populate(offset, nbytes)
                 with self._changed:
-                    self._missing[piece] -= nbytes
+                    self._missing[piece] = max(0, self._missing[piece] - nbytes)
             with self._driver_turn:
                 if not self._stopping:
                     began = time.monotonic()
@@ -224,19 +225,26 @@ class Registration:
                 del self._missing[piece]
                 self._changed.notify_all()  # threads that wait for room
 
-    def _wait_for_room(self, piece: int) -> int:
-        """Block until a piece's other pages leave the headroom free; return what is left above it.
+    def _wait_for_room(self, piece: int, offset: int) -> int:
+        """Block until a piece's pages from `offset` on leave the headroom free; return the rest.
 
-        Pieces before it come first, so that slots become ready in order. Below 0: end the thread.
+        Pieces before it come first, so that slots become ready in order. Pages that exist need no
+        room: processes that share the memory give it pages at their own pace, and the slowest must
+        not wait for memory that the fastest has taken for both. Below 0: end the thread.
         """
         if self._room is None or not self._background:
             return sys.maxsize
+        nbytes_left = self._pieces.range(piece)[1] - offset
         while True:
+            missing_bytes = self._mapping.missing_bytes(offset, nbytes_left)
             with self._changed:
                 if self._is_over():
                     return -1
+                self._missing[piece] = missing_bytes
                 nbytes = sum(missing for p, missing in self._missing.items() if p <= piece)
                 lowest = min(self._missing)
+            if not nbytes:
+                return 0
             spare_bytes, figures = self._room.spare_bytes(nbytes)
             if spare_bytes >= 0:
                 return spare_bytes
@@ -259,6 +267,8 @@ class Registration:
                         break
 
     def _stop(self) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child has no thread to wait for; one may have held the lock at fork
         with self._changed:
             self._stopping = True
             self._changed.notify_all()  # threads that wait for room

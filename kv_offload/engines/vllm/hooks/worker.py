@@ -155,6 +155,7 @@ class WorkerHooks(KVConnectorBase_V1):
 
     def _end_step_anyhow(self) -> tuple[None, None]:
         """Let nothing of this step be left; what ended is reported by the next one."""
+        self._failed_loads = {}  # the last step has told of them
         if self.has_connector_metadata():
             self.offload_worker.end_step_anyhow(self._get_connector_metadata())
         return None, None
