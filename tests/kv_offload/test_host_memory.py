@@ -83,7 +83,6 @@ LIMITS = [
     ("v2 slows down", "0::/a", {f"a/{V2}": 16 * GIB, "a/memory.high": 8 * GIB}, 8 * GIB),
     ("v2 never slows down", "0::/a", {f"a/{V2}": 8 * GIB, "a/memory.high": "max"}, 8 * GIB),
     ("other processes", "0::/mine", {f"other/{V2}": GIB}, 64 * GIB),
-    ("v2, a soft limit", "0::/a", {f"a/{V2}": 16 * GIB, "a/memory.high": 8 * GIB}, 8 * GIB),
     ("more than the machine has", "0::/a", {f"a/{V2}": 128 * GIB}, 64 * GIB),
 ]
 
