@@ -17,9 +17,19 @@ from kv_swap.engine import Direction
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from kv_offload.cache.prefix import CacheGroup
 from kv_offload.messages import OffloadWorkerMetadata
 from tests.support.hooks import HOOKS, wrap_hook
-from tests.support.played_cases import OTHER, PROMPT, both_ways, forget, pinned, store, tables
+from tests.support.played_cases import (
+    BLOCK,
+    OTHER,
+    PROMPT,
+    both_ways,
+    forget,
+    pinned,
+    store,
+    tables,
+)
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import answer
 
@@ -145,6 +155,65 @@ def test_a_loss_of_an_aborted_request_leaves_the_next_of_its_name_known() -> Non
     play(engine)
     engine.check_rest()
     assert engine.offload.requests.admitted == 0
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_who_shares_only_what_was_computed_with_lost_kv_ends_too(aborted: bool) -> None:
+    """It reads a window, and has none of the blocks that the load was to fill."""
+    engine = PlayedEngine(
+        (CacheGroup(0, BLOCK, 6),),
+        async_scheduling=True,
+        synchronous_loads=True,
+        max_num_batched_tokens=64,
+    )
+    store(engine, PROMPT)
+    engine.model.may_lose_kv = True
+    engine.ranks[0].copies.faults.update(submit=1, load_now=1)
+    request = engine.add("a", [*PROMPT, *OTHER[:19]], max_tokens=6)
+    (load,) = engine.schedule().kv_connector_metadata.loads
+    filled = {*load.pairs[:, 0].tolist()}
+    engine.execute()
+    joining = engine.add("joins", request.prompt_token_ids, max_tokens=3)
+    assert engine.schedule().num_scheduled_tokens["joins"] <= BLOCK
+    assert filled.isdisjoint(tables(engine, joining)[0])
+    if aborted:
+        engine.abort("a")
+    play(engine)
+    assert (engine.ended["joins"], engine.answers.get("joins", [])) == ("error", [])
+    assert engine.totals["lost_requests"] == 2 - aborted
+    engine.check_host_memory()
+    engine.check_rest()
+
+
+def test_who_was_preempted_before_a_load_that_is_lost_goes_on() -> None:
+    """The load is given blocks that it had."""
+    engine = PlayedEngine(
+        async_scheduling=True, synchronous_loads=True, max_num_batched_tokens=64, blocks=14
+    )
+    store(engine, PROMPT)
+    engine.add("beside", [0, 0, 1], max_tokens=40)
+    preempted = engine.add("preempted", [1, 1, 0], max_tokens=40)
+    had: set[int] = set()
+    while preempted.status != RequestStatus.PREEMPTED:
+        had.update(*tables(engine, preempted))
+        engine.step(copies=True)
+    engine.abort("beside")
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.step(3, copies=True)  # ends the stores of what that one leaves behind
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.model.may_lose_kv = True
+    engine.ranks[0].copies.faults.update(before_compute=1, load_now=1)
+    request = engine.add("a", [*PROMPT, *OTHER], max_tokens=2)  # leaves no room for another
+    engine.scheduler.waiting.remove_requests([request])
+    engine.scheduler.waiting.prepend_request(request)
+    (load,) = engine.schedule().kv_connector_metadata.loads
+    assert had & {*load.pairs[:, 0].tolist()}
+    assert preempted.status == RequestStatus.PREEMPTED
+    play(engine)
+    assert engine.ended["a"] == "error"
+    assert engine.totals["lost_requests"] == 1
+    assert engine.answers["preempted"] == answer([1, 1, 0], 40)
+    engine.check_rest()
 
 
 @both_ways
