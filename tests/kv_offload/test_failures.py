@@ -22,8 +22,10 @@ from kv_offload.messages import OffloadWorkerMetadata
 from tests.support.hooks import HOOKS, wrap_hook
 from tests.support.played_cases import (
     BLOCK,
+    FULL,
     OTHER,
     PROMPT,
+    WINDOW,
     both_ways,
     forget,
     pinned,
@@ -316,6 +318,80 @@ def test_a_reset_succeeds_while_what_was_loaded_finds_no_room_to_run(
     engine.run()
     assert engine.answers["a"] == engine.expected["a"]
     assert engine.totals["hit_tokens"] >= 2 * 20
+    engine.check_rest()
+
+
+# -- no room -----------------------------------------------------------------------------------
+
+
+@both_ways
+def test_loaded_requests_that_leave_each_other_no_room_run_one_after_the_other(
+    async_scheduling: bool,
+) -> None:
+    """vLLM keeps too few blocks free for windows: the first needs six, and five are left."""
+    groups = FULL, WINDOW, CacheGroup(2, BLOCK, 12)
+    engine = PlayedEngine(
+        groups, async_scheduling=async_scheduling, blocks=28, max_num_batched_tokens=6
+    )
+    first, second = [*PROMPT, 1, 0, 1, 0], [*OTHER, 1, 0, 1, 0]
+    engine.serve("first", first, 1)
+    engine.serve("second", second, 1)
+    forget(engine)
+    engine.add("a", [*first[:24], 1, 1, 1, 0, 1, 0, 0, 0])
+    engine.add("b", [*second[:24], 1, 1, 1])
+    play(engine)
+    assert [engine.ended[name] for name in "ab"] == ["length"] * 2
+    assert engine.totals["hit_tokens"] == 3 * 24, "that which gave its blocks back loads again"
+    engine.check_rest()
+
+
+@both_ways
+def test_a_loaded_request_gives_way_to_one_before_it(async_scheduling: bool) -> None:
+    """It has blocks that a request of a higher priority needs, behind which it waits."""
+    engine = PlayedEngine(
+        async_scheduling=async_scheduling, blocks=14, scheduling_policy="priority"
+    )
+    store(engine, PROMPT)
+    engine.add("low", [*PROMPT, 1, 0, 1], priority=1)
+    engine.step()
+    engine.add("high", [*OTHER, *OTHER[:9]], priority=0)
+    play(engine)
+    assert [engine.ended[name] for name in ("low", "high")] == ["length"] * 2
+    engine.check_rest()
+
+
+@both_ways
+def test_what_was_loaded_stays_where_another_is_preempted_for_it(async_scheduling: bool) -> None:
+    """vLLM admits nothing in a step that preempts, so such a step runs nothing at all."""
+    engine = PlayedEngine(
+        plugin={"store_blocks": "prompt"}, async_scheduling=async_scheduling, blocks=14
+    )
+    store(engine, PROMPT)
+    grows = engine.add("grows", [1, 1, 1, 1], max_tokens=40)
+    engine.step(2, copies=True)
+    request = engine.add("a", [*PROMPT, 1, 1, 1, 1, 1, 1, 1], max_tokens=2)
+    while engine.pool.get_num_free_blocks() > 1:
+        engine.step()
+    while not grows.num_preemptions:
+        output = engine.step(copies=True)
+    assert not output.num_scheduled_tokens
+    assert tables(engine, request) != [[]]
+    play(engine)
+    engine.check_rest()
+
+
+@both_ways
+def test_while_an_engine_is_paused_what_was_loaded_stays(async_scheduling: bool) -> None:
+    engine = PlayedEngine(async_scheduling=async_scheduling)
+    store(engine, PROMPT)
+    request = engine.add("a", PROMPT)
+    engine.step()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.step(4, copies=True)
+    assert tables(engine, request) != [[]]
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    play(engine)
+    assert engine.totals["hit_tokens"] == 20, "once"
     engine.check_rest()
 
 
