@@ -275,6 +275,51 @@ def test_a_reset_in_the_middle_of_a_load_succeeds_and_its_request_goes_on(
 
 
 @both_ways
+@pytest.mark.parametrize("on_load_failure", ["recompute", "fail"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_load_that_failed_is_told_by_a_reset_that_leaves_its_request_waiting(
+    async_scheduling: bool, on_load_failure: str, ranks: int
+) -> None:
+    """Another request runs, so the reset fails, and takes no blocks back."""
+    engine = PlayedEngine(
+        plugin={"on_load_failure": on_load_failure}, async_scheduling=async_scheduling, ranks=ranks
+    )
+    store(engine, PROMPT)
+    engine.add("runs", OTHER, max_tokens=12)
+    engine.step(2)
+    request = engine.add("a", PROMPT)
+    engine.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert engine.offload.has_pending_stores, "which the reset ends"
+    engine.run_copies(Direction.LOAD, fail=True)
+    assert not engine.reset()
+    play(engine)
+    if on_load_failure == "recompute":
+        assert engine.answers["a"] == answer(PROMPT)
+    else:
+        assert (engine.ended["a"], engine.answers.get("a", [])) == ("error", [])
+    engine.check_rest()
+
+
+@both_ways
+def test_a_load_that_failed_on_one_rank_and_hangs_on_another_counts_as_failed_after_a_reset(
+    async_scheduling: bool,
+) -> None:
+    """The reset cannot take its blocks back."""
+    engine = PlayedEngine(async_scheduling=async_scheduling, ranks=2)
+    store(engine, PROMPT)
+    engine.add("a", PROMPT)
+    engine.step()
+    engine.ranks[0].copies.run(fail=True)
+    engine.ranks[1].copies.stuck = True
+    assert not engine.reset()
+    play(engine)
+    assert engine.answers["a"] == answer(PROMPT)
+    engine.ranks[1].copies.stuck = False
+    engine.check_rest()
+
+
+@both_ways
 def test_a_request_that_a_reset_took_back_loads_again(async_scheduling: bool) -> None:
     """The second is told from the first, whose report comes after the reset."""
     engine = PlayedEngine(async_scheduling=async_scheduling, ranks=2)

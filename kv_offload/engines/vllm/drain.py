@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 from kv_offload.engines.vllm.halves import (
@@ -63,7 +63,8 @@ def drain_engine_core(core: Any, *, requeue: bool = True) -> None:
         loaded = _waiting_for_room(core.scheduler, reports.loaded()) if requeue else set()
         if not (scheduler.has_pending_stores or abandoned or waiting or loaded):
             continue
-        answers = core.model_executor.collective_rpc(drain_rank, args=reports.begin_drain())
+        arguments = *reports.begin_drain(), frozenset(abandoned | waiting)
+        answers = core.model_executor.collective_rpc(drain_rank, args=arguments)
         answer: DrainAnswer = functools.reduce(DrainAnswer.merge, answers)
         if not reports.end_drain(answer):
             logger.error("kv-offload: gave up stores that did not end; their prefixes are not kept")
@@ -72,15 +73,17 @@ def drain_engine_core(core: Any, *, requeue: bool = True) -> None:
             ended &= abandoned
         if ended:
             reports.deliver(ended, functools.partial(_deliver_loads, core.scheduler))
-        waiting -= answer.loading
+        # Also those whose loads have not ended on all ranks: one may have failed where it has.
         for request_id in waiting:
             _recompute(core.scheduler, core.scheduler.requests[request_id])
-        _give_blocks_back(core.scheduler, waiting | loaded)
+        _give_blocks_back(core.scheduler, waiting - answer.loading | loaded)
 
 
-def drain_rank(_worker: Any, unsent: Sequence[StoreJob], running: Sequence[int]) -> DrainAnswer:
+def drain_rank(
+    _worker: Any, unsent: Sequence[StoreJob], running: Sequence[int], given_up: Set[str]
+) -> DrainAnswer:
     """Drain this process's rank, between steps; see `OffloadWorker.drain`."""
-    answers = [worker.drain(unsent, running) for worker in workers_of_process()]
+    answers = [worker.drain(unsent, running, given_up) for worker in workers_of_process()]
     merged: DrainAnswer = functools.reduce(DrainAnswer.merge, answers)
     return merged
 
