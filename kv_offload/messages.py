@@ -124,8 +124,6 @@ class DrainAnswer:
     """Requests whose loads run on."""
     lost_loads: frozenset[int]
     """Those that it named lately; a report of them may still be under way."""
-    failed_loads: frozenset[str] = frozenset()
-    """Requests whose asynchronous loads failed. The engine is told only that these have ended."""
 
     def merge(self, other: DrainAnswer) -> DrainAnswer:
         """Return what two ranks say together."""
@@ -133,7 +131,6 @@ class DrainAnswer:
             _merge(self.stores, other.stores),
             self.loading | other.loading,
             self.lost_loads | other.lost_loads,
-            self.failed_loads | other.failed_loads,
         )
 
 

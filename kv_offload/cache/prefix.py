@@ -230,16 +230,21 @@ class PrefixMap:
                     return self.align((first + int(present.argmin()) - ahead) * group.block_tokens)
                 first, count = slots.stop, count * LOOKUP_GROWTH
             return end_tokens
-        end = end_tokens
+        # From the end on backwards: slots from `known` on have been looked up, each once. `found`
+        # has a byte of each, 0 where it is missing.
+        tokens, end, count = group.block_tokens, end_tokens, FIRST_LOOKUP_SLOTS
+        found, known = b"", end_tokens // tokens + ahead
         while end > start_tokens:
-            # A missing slot moves the end in front of it; the last missing one first.
             slots = self.needed_slots(group, start_tokens, end)
-            slots = range(slots.start, slots.stop + ahead)
-            present = self._present(group, hashes, readable, slots)
-            if present.all():
+            if slots.start < known:
+                first = max(start_tokens // tokens, min(slots.start, known - count))
+                more = self._present(group, hashes, readable, range(first, known))
+                found, known, count = more.tobytes() + found, first, count * LOOKUP_GROWTH
+            missing = found.rfind(0, slots.start - known, slots.stop + ahead - known)
+            if missing < 0:
                 return end
-            missing = int(np.flatnonzero(~present)[-1])
-            end = self.align((slots.start + missing - ahead) * group.block_tokens)
+            # A missing slot moves the end in front of it; the last missing one first.
+            end = self.align((known + missing - ahead) * tokens)
         return end
 
     def _present(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from itertools import chain
 
 from kv_offload.engine import BlockPool, Request
-from kv_offload.scheduler.load_jobs import LoadJobs
+from kv_offload.scheduler.load_jobs import LoadJobs, SynchronousLoad
 from kv_offload.scheduler.lookups import Lookups
 from kv_offload.scheduler.request import Phase, RequestTable, TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
@@ -69,29 +68,48 @@ class Ends:
         """Take it that a forward read what these synchronous loads had not brought.
 
         Returns the requests that have computed with those blocks by now: their own, and all that
-        share them. The engine must end them, and know no block by its key any more, before it
-        takes in the output of that forward. Nothing that is on its way to host memory becomes
-        readable, and of the requests returned nothing is stored any more.
+        share these blocks or what was computed with them. The engine must end them, and know no
+        block by its key any more, before it takes in the output of that forward. Nothing that is on
+        its way to host memory becomes readable, and of the requests returned nothing is stored any
+        more.
 
         What they computed in that step and in the one behind it cannot be readable yet: a store
         ends in a later step than the forward whose KV it copies, and `lose` comes first.
         """
-        owners, blocks = self._loads.filled_by(lost_loads)
-        if not owners:
+        loads = self._loads.running_synchronous(lost_loads)
+        if not loads:
             return set()
         self._stores.jobs.distrust()
-        lost = owners | {
-            tracked
-            for tracked in self._requests
-            if tracked.cursor is not None
-            and not blocks.isdisjoint(chain.from_iterable(tracked.cursor.block_ids))
-        }
+        lost = self._computed_with(loads)
         # An aborted request has left the table, where another may have its name by now.
         alive = [tracked for tracked in lost if tracked.phase is not Phase.ENDED]
         for tracked in alive:
             self._end(tracked)
         self._statistics.count("lost_requests", len(alive))
         return {tracked.request_id for tracked in lost}
+
+    def _computed_with(self, loads: Sequence[SynchronousLoad]) -> set[TrackedRequest]:
+        """Return the requests of these loads, and all that have computed with wrong KV since.
+
+        A request shares blocks of those that were admitted before it, and of no others: one that
+        was preempted before such a load was planned may still name blocks that the load was given.
+        What it has behind a wrong block is wrong, too. One that reads a window may share that
+        alone.
+        """
+        lost = {load.tracked for load in loads}
+        wrong = {int(block) for load in loads for block in load.blocks}
+        by_cursor = {load.cursor: load.tracked for load in loads}
+        first = min(cursor.admission for cursor in by_cursor)
+        for tracked in self._requests:
+            if tracked.cursor is not None and tracked.cursor.admission > first:
+                by_cursor[tracked.cursor] = tracked
+        for cursor in sorted(by_cursor, key=lambda cursor: cursor.admission):
+            for ids in cursor.block_ids:
+                shared = next((at for at, block in enumerate(ids) if block in wrong), None)
+                if shared is not None:
+                    lost.add(by_cursor[cursor])
+                    wrong.update(ids[shared:])
+        return lost
 
     def _end(self, tracked: TrackedRequest) -> None:
         self._lookups.settle(tracked)

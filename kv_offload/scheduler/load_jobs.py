@@ -17,11 +17,14 @@ from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.cache.slots import NO_SLOTS, MissingKeyError, Slots
 from kv_offload.messages import LoadJob, Pairs
 from kv_offload.scheduler.rates import LoadQueue
-from kv_offload.scheduler.request import TrackedRequest
+from kv_offload.scheduler.request import StoreCursor, TrackedRequest
 
 
-class _SynchronousLoad(NamedTuple):
+class SynchronousLoad(NamedTuple):
+    """A synchronous load that some rank has not reported: it fills `blocks`, those of `cursor`."""
+
     tracked: TrackedRequest
+    cursor: StoreCursor
     slots: Slots
     blocks: NDArray[np.int32]
     ranks_left: set[int]
@@ -40,7 +43,7 @@ class LoadJobs:
         self.queue = LoadQueue()
         self._next_job_id = 0
         self._planned: list[LoadJob] = []
-        self._synchronous: dict[int, _SynchronousLoad] = {}
+        self._synchronous: dict[int, SynchronousLoad] = {}
         self.running_asynchronous = 0
         """Asynchronous loads that some rank has not completed: those of requests with `held`."""
 
@@ -136,8 +139,11 @@ class LoadJobs:
         )
         self.queue.add(len(slots), time.monotonic())
         if synchronous:
+            assert tracked.cursor is not None
             ranks = set(range(self._num_ranks))
-            self._synchronous[job_id] = _SynchronousLoad(tracked, slots, pairs[:, 0], ranks)
+            self._synchronous[job_id] = SynchronousLoad(
+                tracked, tracked.cursor, slots, pairs[:, 0], ranks
+            )
         else:
             tracked.held = slots
             self.running_asynchronous += 1
@@ -166,14 +172,9 @@ class LoadJobs:
                 del self._synchronous[job_id]
                 self._let_go(load.slots)
 
-    def filled_by(self, job_ids: Iterable[int]) -> tuple[set[TrackedRequest], set[int]]:
-        """Return whose synchronous loads these are, and the GPU blocks that they fill.
-
-        Loads that every rank has reported are left out.
-        """
-        loads = [load for job in job_ids if (load := self._synchronous.get(job)) is not None]
-        blocks = {int(block) for load in loads for block in load.blocks}
-        return {load.tracked for load in loads}, blocks
+    def running_synchronous(self, job_ids: Iterable[int]) -> list[SynchronousLoad]:
+        """Return these synchronous loads, without those that every rank has reported."""
+        return [load for job in job_ids if (load := self._synchronous.get(job)) is not None]
 
     def _let_go(self, slots: Slots) -> None:
         self._manager.complete_load(slots)

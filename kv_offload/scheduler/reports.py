@@ -154,7 +154,7 @@ class Reports:
 
     def end_drain(self, answer: DrainAnswer) -> bool:
         """Take the ranks' answer. False if some store did not end: it is given up, unpinned."""
-        if any(self._loads.filled_by(answer.lost_loads)):
+        if self._loads.running_synchronous(answer.lost_loads):
             # The engine has not taken in the step that lost them; `lose` comes when it does.
             self._stores.jobs.distrust()
         self._stores.complete(answer.stores)

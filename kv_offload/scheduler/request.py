@@ -78,6 +78,8 @@ class StoreCursor:
     """By cache group, from the first block on."""
     next_slot: list[int]
     """By cache group, the first slot whose store has been neither planned nor skipped."""
+    admission: int
+    """The number of the admission that gave the blocks: it shares blocks of earlier ones alone."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -130,6 +132,7 @@ class RequestTable:
         self._requests: dict[str, TrackedRequest] = {}
         self.admitted = 0
         """How many hold GPU blocks, or did before they were preempted."""
+        self._admissions = 0
 
     def get(self, request_id: str) -> TrackedRequest | None:
         """Return a request that has not ended; None for any other."""
@@ -154,7 +157,10 @@ class RequestTable:
         """Give a waiting request its blocks; nothing of them has been stored."""
         self.admitted += tracked.cursor is None
         tracked.phase = phase
-        tracked.cursor = StoreCursor(tracked.request, block_ids, [0] * len(block_ids))
+        self._admissions += 1
+        tracked.cursor = StoreCursor(
+            tracked.request, block_ids, [0] * len(block_ids), self._admissions
+        )
         tracked.offer = tracked.waits_for = tracked.loaded = None
 
     def end(self, tracked: TrackedRequest) -> None:

@@ -101,6 +101,11 @@ class OffloadScheduler:
         )
         self._ready_slots: dict[int, int] = {}
         self._grown_blocks = 0
+        self._idle_loaded: set[str] = set()
+        self.stranded: set[str] = set()
+        """Loaded requests that two steps have not run, though nothing else is under way.
+
+        Not one step: the engine admits nothing in a step that preempts."""
         self.ranks_ready({})
 
     def ranks_ready(self, ready_slots: Mapping[int, int]) -> None:
@@ -120,13 +125,17 @@ class OffloadScheduler:
         self.leftovers.examine()
         self._grown_blocks = self.progress.follow(output)
         self.stores.pin_chosen()
-        self.leftovers.settle(idle=not output.num_scheduled_tokens and self._is_still)
+        idle = not output.num_scheduled_tokens and self._is_still
+        self.leftovers.settle(idle=idle)
+        loaded = self.reports.loaded() if idle and not self.has_pending_stores else set()
+        self.stranded, self._idle_loaded = loaded & self._idle_loaded, loaded
         self.watch.begin(output, loads=self.loads.running > 0, waits=self.loads.plans_synchronous)
         # Last: what has been taken must be sent.
         return OffloadMetadata(self.stores.jobs.take_planned(), self.loads.take_planned())
 
     def metadata_without_new_stores(self) -> OffloadMetadata:
         """Return the plan where `build_metadata` failed: the engine counts on its loads."""
+        self.stranded = set()
         return OffloadMetadata((), self.loads.take_planned())
 
     @property

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Set
 
 from kv_offload.messages import JobResult, LoadJob, OffloadWorkerMetadata
 from kv_offload.metrics import OffloadStats
@@ -174,14 +175,9 @@ class Reports:
         self._last_stores, self._stores = {}, {}  # not cleared: a report may hold the first
         return results
 
-    def forgive_failed_loads(self) -> frozenset[str]:
-        """Name failed loads to vLLM as ended only: who drains takes their blocks back.
-
-        Returns the requests of these loads.
-        """
-        failed = frozenset(request for request, job in self._received.items() if job is not None)
-        self._received = dict.fromkeys(self._received)
-        return failed
+    def forgive_failed_loads(self, requests: Set[str]) -> None:
+        """Name failed loads of these requests to vLLM as ended only: it takes their blocks back."""
+        self._received |= dict.fromkeys(self._received.keys() & requests)
 
     @property
     def lost_lately(self) -> frozenset[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from kv_swap.engine import SwapEngine
@@ -274,12 +274,14 @@ class OffloadWorker:
             return False
         return True
 
-    def drain(self, unsent: Sequence[StoreJob], running: Sequence[int]) -> DrainAnswer:
+    def drain(
+        self, unsent: Sequence[StoreJob], running: Sequence[int], given_up: Set[str] = frozenset()
+    ) -> DrainAnswer:
         """Submit what is queued, wait, bounded, for all copies, and return what has ended.
 
         Called between steps, before a reset or a sleep. `running` are the stores that the scheduler
-        has no report of; a report on its way may tell a result again. Loads that failed are named
-        as ended, not as failed: the caller has them computed again.
+        has no report of; a report on its way may tell a result again. Loads of the requests
+        `given_up` are named as ended, not as failed: the caller takes their blocks back.
         """
         self._background.queue_stores(unsent)
         try:
@@ -289,9 +291,9 @@ class OffloadWorker:
             self.poll()
         except Exception:  # it would end the engine
             self._copies.log.exception("not all copies could be ended")
+        self.reports.forgive_failed_loads(given_up)
         return DrainAnswer(
             self._background.store_results({*running, *(job.job_id for job in unsent)}),
             frozenset(self._background.loading_requests | self._synchronous.running_requests),
             self.reports.lost_lately,
-            self.reports.forgive_failed_loads(),
         )

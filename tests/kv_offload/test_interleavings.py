@@ -38,8 +38,10 @@ from kv_swap.engine import Direction
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from kv_offload.cache.prefix import CacheGroup
 from tests.support.hooks import HOOKS, wrap_hook
 from tests.support.lagging_engine import LaggingEngine
+from tests.support.played_cases import FULL, STATE, WINDOW
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -47,6 +49,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 SECONDS = float(os.environ.get("INTERLEAVINGS_SECONDS", "60"))
 STEPS = 70
 PHASES = (Phase.generate, Phase.shrink)[: 1 + ("INTERLEAVINGS_SHRINK" in os.environ)]
+
+WIDE = CacheGroup(2, FULL.block_tokens, 12)
 
 TEXTS = [
     [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1],
@@ -80,6 +84,10 @@ class Interleavings(RuleBasedStateMachine):
         slots=st.sampled_from((64, 64, 8, 3)),
         locked=st.sampled_from((True, True, True, False)),
         lags=st.booleans(),
+        groups=st.sampled_from(
+            ((FULL,), (FULL,), (FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, WIDE))
+        ),
+        policy=st.sampled_from(("fcfs", "priority")),
     )
     def start(
         self,
@@ -90,17 +98,21 @@ class Interleavings(RuleBasedStateMachine):
         slots: int,
         locked: bool,
         lags: bool,
+        groups: tuple[CacheGroup, ...],
+        policy: str,
     ) -> None:
         late = lags and self.async_scheduling
         make = functools.partial(LaggingEngine, eager=False) if late else PlayedEngine
         self.engine = make(
+            groups,
             ranks=self.ranks,
             async_scheduling=self.async_scheduling,
             synchronous_loads=synchronous,
             replaces_resumed=replaces_resumed,
-            blocks=blocks,
+            blocks=blocks * len(groups),
             slots=slots,
             max_num_batched_tokens=12,
+            scheduling_policy=policy,
             beside=beside,
             locked_slots=slots if locked else 1,
         )
@@ -132,10 +144,15 @@ class Interleavings(RuleBasedStateMachine):
         tokens=st.integers(3, 20),
         tail=st.lists(st.integers(0, 1), max_size=4),
         max_tokens=st.integers(1, 6),
+        priority=st.integers(0, 2),
     )
-    def add(self, text: list[int], tokens: int, tail: list[int], max_tokens: int) -> None:
+    def add(
+        self, text: list[int], tokens: int, tail: list[int], max_tokens: int, priority: int = 0
+    ) -> None:
         request_id = f"r{len(self.requests)}"
-        self.requests[request_id] = self.engine.add(request_id, [*text[:tokens], *tail], max_tokens)
+        self.requests[request_id] = self.engine.add(
+            request_id, [*text[:tokens], *tail], max_tokens, priority=priority
+        )
 
     @rule(which=st.integers(0, 99))
     def abort(self, which: int) -> None:

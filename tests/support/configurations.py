@@ -52,6 +52,7 @@ def make_request(
     prompt: Sequence[int],
     hash_block_tokens: int,
     max_tokens: int = 4,
+    priority: int = 0,
     **sampling: Any,
 ) -> Request:
     """Return a real request with its block hashes."""
@@ -61,6 +62,7 @@ def make_request(
         list(prompt),
         parameters,
         pooling_params=None,
+        priority=priority,
         block_hasher=block_hasher(hash_block_tokens),
     )
 
@@ -162,6 +164,7 @@ def make_vllm_config(
     drafts: int = 0,
     draft_head: bool = False,
     async_scheduling: bool = False,
+    scheduling_policy: str = "fcfs",
     ranks: int = 1,
     replicas: int = 1,
     transfer_config: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
@@ -182,6 +185,7 @@ def make_vllm_config(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
+        scheduling_policy=scheduling_policy,
         data_parallel_size=replicas,
         **({} if reports_failed_requests(vllm_version()) else {"disable_cascade_attn": True}),
         speculative_config=speculative if drafts else None,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 from kv_offload.engines.vllm.halves import (
     failed_loads,
+    halves,
     requests_with_lost_kv,
     schedulers_of,
     workers_of_process,
@@ -62,7 +63,8 @@ def drain_engine_core(core: Any, *, requeue: bool = True) -> None:
         loaded = _waiting_for_room(core.scheduler, reports.loaded()) if requeue else set()
         if not (scheduler.has_pending_stores or abandoned or waiting or loaded):
             continue
-        answers = core.model_executor.collective_rpc(drain_rank, args=reports.begin_drain())
+        arguments = *reports.begin_drain(), frozenset(abandoned | waiting)
+        answers = core.model_executor.collective_rpc(drain_rank, args=arguments)
         answer: DrainAnswer = functools.reduce(DrainAnswer.merge, answers)
         if not reports.end_drain(answer):
             logger.error("kv-offload: gave up stores that did not end; their prefixes are not kept")
@@ -71,18 +73,17 @@ def drain_engine_core(core: Any, *, requeue: bool = True) -> None:
             ended &= abandoned
         if ended:
             reports.deliver(ended, functools.partial(_deliver_loads, core.scheduler))
-        waiting -= answer.loading
-        # Also where nothing is requeued, or another rank still loads: nobody else says that the
-        # blocks of these hold nothing.
-        failed = _waiting_for_loads(core.scheduler, set(answer.failed_loads))
-        for request_id in waiting | failed:
+        # Also those whose loads have not ended on all ranks: one may have failed where it has.
+        for request_id in waiting:
             _recompute(core.scheduler, core.scheduler.requests[request_id])
-        _give_blocks_back(core.scheduler, waiting | loaded)
+        _give_blocks_back(core.scheduler, waiting - answer.loading | loaded)
 
 
-def drain_rank(_worker: Any, unsent: Sequence[StoreJob], running: Sequence[int]) -> DrainAnswer:
+def drain_rank(
+    _worker: Any, unsent: Sequence[StoreJob], running: Sequence[int], given_up: Set[str]
+) -> DrainAnswer:
     """Drain this process's rank, between steps; see `OffloadWorker.drain`."""
-    answers = [worker.drain(unsent, running) for worker in workers_of_process()]
+    answers = [worker.drain(unsent, running, given_up) for worker in workers_of_process()]
     merged: DrainAnswer = functools.reduce(DrainAnswer.merge, answers)
     return merged
 
@@ -137,6 +138,36 @@ def _give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
         engine_scheduler.kv_cache_manager.free(request)
 
 
+def _make_room(engine_scheduler: Any) -> None:
+    """Have loaded requests give their blocks back where they keep each other from running.
+
+    vLLM loads for many requests side by side. It keeps free what they need to run, but of windows
+    too little. Up to 0.28 at least, with priorities, a request that finds no room holds up those
+    behind it, also those that were loaded. One that vLLM has tried to run keeps its blocks, since
+    it is tried again first; alone it does not.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+
+    alive = engine_scheduler.requests
+    for scheduler in halves(engine_scheduler.connector, "offload_scheduler"):
+        held = {r for r in scheduler.stranded & alive.keys() if alive[r].num_computed_tokens}
+        tried = _waiting_for_room(engine_scheduler, held)
+        waiting = _waiting_for_loads(engine_scheduler, held)
+        if not tried | waiting or engine_scheduler.pause_state is not PauseState.UNPAUSED:
+            continue
+        given = tried | waiting
+        if tried and len(given) > 1:
+            given.remove(min(alive[name] for name in tried).request_id)
+        for request_id in given & waiting:
+            _recompute(engine_scheduler, alive[request_id])
+        _give_blocks_back(engine_scheduler, given)
+        logger.info(
+            "kv-offload: no loaded request found room to run: %d of them gave their GPU blocks "
+            "back, and load again when it is their turn",
+            len(given),
+        )
+
+
 @contextlib.contextmanager
 def blocks_freed_at_once(core: Any) -> Iterator[None]:
     """Have vLLM's scheduler free at once all blocks that it holds back for steps in flight.
@@ -187,6 +218,7 @@ def end_lost_requests(
     ended = _end_with_error(self, lost) if lost else ()
     outputs = original(self, scheduler_output, model_runner_output)
     _add_ends(outputs, ended)
+    _make_room(self)
     return outputs
 
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -363,6 +365,29 @@ def test_few_slots_are_looked_up_behind_the_first_that_is_missing(missing: int) 
     assert make_map(FULL).longest_hit(hashes, readable, 0, 1600) == 4 * missing
     assert asked == hashes[: len(asked)]
     assert len(asked) <= FIRST_LOOKUP_SLOTS + (LOOKUP_GROWTH + 1) * missing
+
+
+@pytest.mark.parametrize(
+    "kept", [range(0), range(7, 12), range(60, 100), range(0, 400, 2)], ids=str
+)
+@pytest.mark.parametrize(
+    "reads", [{"window_tokens": 200}, {"chunk_tokens": 200}, {"holds_state": True}], ids=str
+)
+def test_no_slot_is_looked_up_twice_wherever_a_window_has_its_slots(
+    kept: range, reads: dict[str, Any]
+) -> None:
+    """It is done for a waiting request, on the engine's scheduling thread."""
+    hashes = make_hashes(400)
+    asked: list[Sequence[bytes]] = []
+
+    def readable(keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        asked.append(keys)
+        return np.array([hashes.index(key) in kept for key in keys], bool)
+
+    make_map(CacheGroup(0, 4, **reads)).longest_hit(hashes, readable, 0, 1600)
+    keys = list(chain.from_iterable(asked))
+    assert len(keys) == len({*keys})
+    assert len(asked) <= 5, "not one by one either"
 
 
 def test_a_block_without_a_hash_has_no_key() -> None:

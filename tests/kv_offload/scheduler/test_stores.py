@@ -92,7 +92,7 @@ class Stores:
 
     def cursor(self, request: Request, *ids: Sequence[int]) -> StoreCursor:
         """Return the cursor of a request of which nothing has been planned."""
-        return StoreCursor(request, [list(group) for group in ids], [0] * len(ids))
+        return StoreCursor(request, [list(group) for group in ids], [0] * len(ids), 1)
 
     def plan(
         self,

@@ -87,11 +87,12 @@ def test_a_load_that_failed_stays_failed_until_it_is_told(reports: Reports) -> N
 
 
 def test_who_drains_hears_of_failed_loads_as_ended(reports: Reports) -> None:
+    """Of requests whose blocks it takes back."""
+    kept = load(6, "b")
     reports.load_ended(load(5, "a"), failed=True)
-    reports.load_ended(load(6, "b"), failed=False)
-    assert reports.forgive_failed_loads() == {"a"}
-    assert reports.forgive_failed_loads() == set()
-    assert reports.take_received() == ({"a", "b"}, {})
+    reports.load_ended(kept, failed=True)
+    reports.forgive_failed_loads({"a", "c"})
+    assert reports.take_received() == ({"a", "b"}, {"b": kept})
 
 
 def test_ended_loads_are_told_once_and_failed_ones_with_the_report(reports: Reports) -> None:
