@@ -138,7 +138,7 @@ def _give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
         engine_scheduler.kv_cache_manager.free(request)
 
 
-def _make_room(engine_scheduler: Any) -> None:
+def _make_room(engine_scheduler: Any, schedulers: Sequence[Any]) -> None:
     """Have loaded requests give their blocks back where they keep each other from running.
 
     vLLM loads for many requests side by side. It keeps free what they need to run, but of windows
@@ -149,7 +149,7 @@ def _make_room(engine_scheduler: Any) -> None:
     from vllm.v1.core.sched.interface import PauseState
 
     alive = engine_scheduler.requests
-    for scheduler in halves(engine_scheduler.connector, "offload_scheduler"):
+    for scheduler in schedulers:
         held = {r for r in scheduler.stranded & alive.keys() if alive[r].num_computed_tokens}
         tried = _waiting_for_room(engine_scheduler, held)
         waiting = _waiting_for_loads(engine_scheduler, held)
@@ -218,7 +218,9 @@ def end_lost_requests(
     ended = _end_with_error(self, lost) if lost else ()
     outputs = original(self, scheduler_output, model_runner_output)
     _add_ends(outputs, ended)
-    _make_room(self)
+    stranded = [s for s in halves(self.connector, "offload_scheduler") if s.stranded]
+    if stranded:  # hardly ever
+        _make_room(self, stranded)
     return outputs
 
 
