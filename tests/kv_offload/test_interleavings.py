@@ -277,6 +277,7 @@ class Interleavings(RuleBasedStateMachine):
             self.upset(*argument)
         elif name == "hook":
             self.break_hook(argument)
+            self.armed[argument] = rank + 1  # what a step's report tells is read twice
             self._go_on()
         elif name == "stuck":
             self.hang(rank, True)
