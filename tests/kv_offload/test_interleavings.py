@@ -18,6 +18,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -34,7 +35,6 @@ from hypothesis.stateful import (
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from kv_swap.engine import Direction
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
@@ -58,12 +58,53 @@ TEXTS = [
 ]
 """Prompts are beginnings of these, so many share a prefix."""
 
-COPIES = ("submit", "before_compute", "load_now")
+COPIES = ("submit", "before_compute", "load_now", "copy")
 HAPPENED: Counter[str] = Counter()
 """How often each fault and each action has happened, over all examples of a run."""
 NEEDED = ("answered", "blocks loaded", "failed load")
 """What a variant proves nothing without; on a slow machine it goes on for as long."""
 MOST_EXTRA_SEEDS = 20
+
+UPSETS = ("pause", "pause", "reset", "reset", "sleep", "weights", "trainer", "drain")
+UPSET = st.tuples(st.sampled_from(UPSETS), st.booleans(), st.booleans())
+
+
+@dataclass(frozen=True)
+class Case:
+    """At which stage copies are, and what happens then.
+
+    At `stage` 0 they are planned, at 1 they run, at 2 they have ended on one rank or on all, at 3
+    their report is under way, at 4 the engine has taken it in. Left to chance, hardly any event
+    meets the stages after 1.
+    """
+
+    stage: int
+    rank: int
+    fails: bool
+    all_ranks: bool
+    others: bool
+    """Whether another request runs, so that some resets do not succeed."""
+    events: list[tuple[str, Any]]
+
+
+CASES = st.builds(
+    Case,
+    stage=st.integers(0, 4),
+    rank=st.integers(0, 1),
+    fails=st.booleans(),
+    all_ranks=st.booleans(),
+    others=st.booleans(),
+    events=st.lists(
+        st.one_of(
+            st.tuples(st.just("upset"), UPSET),
+            st.tuples(st.just("stuck"), UPSET),
+            st.tuples(st.just("hook"), st.sampled_from(HOOKS)),
+            st.tuples(st.sampled_from(("abort", "again")), st.integers(1, 3)),
+            st.tuples(st.just("step"), st.integers(1, 2)),
+        ),
+        max_size=3,
+    ),
+)
 
 
 class InjectedError(RuntimeError):
@@ -165,14 +206,10 @@ class Interleavings(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(8, 20), min_size=1, max_size=3), text=st.sampled_from(TEXTS))
     def ask_again(self, tokens: list[int], text: list[int]) -> None:
         """Forget what the GPU has, and ask for prefixes that host memory may have."""
-        engine = self.engine
-        engine.core.resume_scheduler()
-        engine.finish_steps()
-        if not engine.scheduler.running and not self._cannot_reset():
-            engine.core.reset_prefix_cache(False, False)
+        self.forget()
         for count in tokens:
             self.add(text, count, [], 3)
-        engine.schedule()
+        self.engine.schedule()
 
     @rule(text=st.sampled_from(TEXTS), synchronous=st.booleans())
     def serve(self, text: list[int], synchronous: bool) -> None:
@@ -182,59 +219,168 @@ class Interleavings(RuleBasedStateMachine):
         self.engine.offload.load_mode.allowed = synchronous
         self.ask_again([len(text), len(text) - 5], text)
 
-    @rule(
-        text=st.sampled_from(TEXTS),
-        rank=st.integers(0, 1),
-        others=st.booleans(),
-        how=st.sampled_from((None, "reset", "pause")),
-        keep=st.booleans(),
-    )
-    def fail_loads(
-        self, text: list[int], rank: int, others: bool, how: str | None, keep: bool
-    ) -> None:
-        """Have the load of a text fail on a rank, maybe while others run or before an upset."""
+    @rule(text=st.sampled_from(TEXTS), case=CASES)
+    def meet_load(self, text: list[int], case: Case) -> None:
+        """Upset asynchronous loads. One of the requests may wait for the load of the other."""
+        self._plan_load(text, case, synchronous=False)
+        self._meet(case)
+
+    @rule(text=st.sampled_from(TEXTS), case=CASES)
+    def meet_synchronous_load(self, text: list[int], case: Case) -> None:
+        """Upset loads that a forward waits for; if they fail they are lost."""
+        self._plan_load(text, case, synchronous=True)
+        if case.fails:
+            for site in ("before_compute", "load_now"):
+                self.break_copies(case.rank, site, 1)
+        self._meet(case)
+
+    @rule(text=st.sampled_from(TEXTS), case=CASES)
+    def meet_store(self, text: list[int], case: Case) -> None:
+        """Upset stores, also of a request that has ended."""
+        self._plan(case)
+        self.add([len(self.requests) % 2, *text], 21, [], 1 + len(self.requests) % 3)
+        self.engine.step()
+        self.engine.schedule()
+        self._meet(case)
+
+    def _plan_load(self, text: list[int], case: Case, *, synchronous: bool) -> None:
+        slots = self.engine.offload.manager.usable_slots
+        text = text[: max(8, 4 * slots)]
+        self.add(text, len(text), [], 1)
+        self.run(8)
+        self._plan(case)
+        self.engine.offload.load_mode.allowed = synchronous
+        self.add(text, len(text), [], 3)
+        self.add(text, max(6, len(text) - 5), [], 3)
+        self.engine.schedule()
+
+    def _plan(self, case: Case) -> None:
+        """Have the engine's own cache forget what host memory may have; others may run."""
         engine = self.engine
-        self.serve(text, synchronous=False)
+        self.armed.clear()
+        for rank in engine.ranks:
+            rank.copies.stuck = False
+            rank.copies.faults.clear()
+        engine.core.resume_scheduler()
         engine.finish_steps()
-        if others:
+        engine.core.reset_prefix_cache(True, False)
+        if case.others:
             self.add([0] * 8, 8, [], 6)
             engine.step()
-        copies = engine.ranks[rank % self.ranks].copies
-        for job in [job for job in copies.submitted if job.direction is Direction.LOAD]:
-            copies.run(copies.submitted.index(job), fail=True)
-            HAPPENED["failed load"] += 1
-        if how is not None:
-            self.upset(how, keep, False)
+
+    def _meet(self, case: Case) -> None:
+        """Bring the copies of a step that is planned to a stage, and upset them there."""
+        engine, copies = self.engine, self.engine.ranks[case.rank % self.ranks].copies
+        if case.stage >= 1:
+            copies.faults["copy"] = int(case.fails and case.stage >= 2)  # if it runs at once
+            engine.execute()
+        if case.stage >= 2:
+            for job in list(copies.submitted):
+                HAPPENED[f"failed {job.direction.value}"] += case.fails
+                copies.run(copies.submitted.index(job), fail=case.fails)
+            if case.all_ranks:
+                engine.run_copies()
+        if case.stage >= 3:
+            engine.process()
+            engine.schedule()
+            engine.execute()
+        if case.stage >= 4:
+            engine.process()
+        for name, argument in case.events:
+            self._event(name, argument, case.rank)
+
+    def _event(self, name: str, argument: Any, rank: int) -> None:
+        if name == "upset":
+            self.upset(*argument)
+        elif name == "hook":
+            self.break_hook(argument)
+            self.armed[argument] = rank + 1  # what a step's report tells is read twice
+            self._go_on()
+        elif name == "stuck":
+            self.hang(rank, True)
+            self.upset(*argument)
+        elif name == "abort":
+            self.abort(-argument)
+        elif name == "again":
+            self.abort(-1)
+            self.add_again(argument)
+        else:
+            self.step(argument)
+
+    def _go_on(self) -> None:
+        """Do the next thing that an engine does."""
+        engine = self.engine
+        if engine.executed or engine.under_way > len(engine.scheduled):
+            engine.process()
+        elif engine.scheduled:
+            engine.execute()
+        else:
+            engine.schedule()
+
+    def forget(self) -> None:
+        """Have the engine's own cache forget what host memory may have."""
+        engine = self.engine
+        engine.core.resume_scheduler()
+        engine.finish_steps()
+        if not engine.scheduler.running and not self._cannot_reset():
+            engine.core.reset_prefix_cache(False, False)
+
+    @rule(which=st.integers(0, 99))
+    def add_again(self, which: int) -> None:
+        """Use the name of a request again that has ended, as a client may."""
+        engine = self.engine
+        engine.finish_steps()
+        names = [name for name in self.requests if name not in engine.scheduler.requests]
+        if names:
+            name = names[-1 - which % len(names)]
+            self.requests[name] = engine.add(name, TEXTS[which % 2], 2)
+            self.aborted.discard(name)
 
     @rule(
-        how=st.sampled_from(("pause", "pause", "reset", "reset", "sleep", "weights", "drain")),
-        keep=st.booleans(),
-        clear=st.sampled_from((False, False, True)),
+        how=st.sampled_from(UPSETS), keep=st.booleans(), clear=st.sampled_from((False, False, True))
     )
     def upset(self, how: str, keep: bool, clear: bool) -> None:
         """Pause, reset, sleep or change weights, as users and trainers do."""
+        cannot_reset = self._cannot_reset()
+        if cannot_reset and how in ("weights", "trainer"):
+            return  # the engine's own cache would go on serving the old ones'
+        try:
+            self._upset(how, keep, clear)
+        except RuntimeError as error:
+            # vLLM raises: copies that do not end keep their blocks.
+            if not cannot_reset or isinstance(error, InjectedError):
+                raise
+            how = f"failed {how}"
+        HAPPENED[how] += 1
+
+    def _upset(self, how: str, keep: bool, clear: bool) -> None:
         core, scheduler = self.engine.core, self.engine.scheduler
         if how == "drain":
             scheduler.set_pause_state(PauseState.PAUSED_NEW)
-        elif self._cannot_reset():
-            return  # vLLM raises: copies that do not end keep their blocks
         elif how == "pause":
             self._abort_all(not keep)
             core.pause_scheduler("keep" if keep else "abort", clear)
         elif how == "reset":
+            cannot_reset = self._cannot_reset()
             done = core.reset_prefix_cache(keep, clear)
             # Nothing but requests that run may keep a reset from succeeding.
-            assert done or (scheduler.running and not keep)
+            assert done or (scheduler.running and not keep) or cannot_reset
         elif how == "sleep":
             self._abort_all(not keep)
             core.sleep(1 + clear, "keep" if keep else "abort")
             core.wake_up()
-        else:
+        elif how == "weights":
             core.pause_scheduler("keep", clear_cache=False)
             core.collective_rpc("update_named_param")
             core.reset_prefix_cache(True, clear)
             core.resume_scheduler()
-        HAPPENED[how] += 1
+        else:  # a trainer that calls the model itself
+            core.pause_scheduler("keep", clear_cache=False)
+            core.model_executor.collective_rpc("update_weights")
+            for rank in self.engine.ranks:
+                rank.weights.load_weights([])
+            core.reset_prefix_cache(True, clear)
+            core.resume_scheduler()
 
     @rule()
     def resume(self) -> None:
@@ -348,6 +494,8 @@ class Interleavings(RuleBasedStateMachine):
             rank.copies.faults.clear()
         self.armed.clear()
         engine.core.resume_scheduler()
+        engine.finish_steps()
+        engine.step(2, copies=True)  # for the ends of stores that a drain has given up
         engine.run()
         self.holds()
         for request_id, request in self.requests.items():

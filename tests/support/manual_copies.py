@@ -23,7 +23,8 @@ class ManualSwapEngine(SwapEngine):
     """Keeps submitted jobs until `run`; copies as `kv_swap.host` does.
 
     `faults` counts how often something is to fail from now on: `submit` refuses a job,
-    `before_compute` fails a load that compute waits for, `load_now` the copy that makes up for it.
+    `before_compute` fails a load that compute waits for, `load_now` the copy that makes up for it,
+    `copy` any other copy.
     Copies that fail leave garbage behind.
     """
 
@@ -83,6 +84,7 @@ class ManualSwapEngine(SwapEngine):
     def run(self, index: int = 0, *, fail: bool = False) -> None:
         """Copy one job now. One that fails leaves garbage behind."""
         job = self.submitted.pop(index)
+        fail = fail or (not job.before_compute and self._fails("copy"))
         self._copy(job, fail)
         nbytes = len(job.pairs) * self.layout.slot_bytes
         error = CopyError("injected fault") if fail else None
