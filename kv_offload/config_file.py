@@ -6,7 +6,6 @@ import os
 import re
 import reprlib
 import shlex
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import yaml
 
 from kv_offload.errors import ConfigError
+from kv_offload.files import read_small
 
 MAX_FILE_BYTES = 1 << 20
 """All keys with comments take some kilobytes; what is larger are weights, named by mistake."""
@@ -55,22 +55,10 @@ def read_file(named_by: str, value: Any) -> tuple[Path, Mapping[Any, Any]]:
         raise ConfigError(f"{named_by}{show(value)}: not a path. {remedy}")
     try:
         path = Path(os.path.expanduser(value)).absolute()
-        content = _read(path)
+        content = read_small(path, MAX_FILE_BYTES, "a configuration")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{named_by}{show(value)}: cannot be read: {error}. {remedy}") from error
     return path, _parse(path, content)
-
-
-def _read(path: Path) -> bytes:
-    """Return what is in a file; raises `ValueError` for what cannot be a configuration."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # a pipe would block the start, a device may never end
-        raise ValueError(f"{path} is not a regular file")
-    if found.st_size > MAX_FILE_BYTES:
-        raise ValueError(
-            f"it has {found.st_size:,} bytes, but a configuration has at most {MAX_FILE_BYTES:,}"
-        )
-    return path.read_bytes()
 
 
 class _Loader(yaml.SafeLoader):

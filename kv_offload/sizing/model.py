@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from kv_offload.config_file import show
 from kv_offload.errors import ConfigError, UnsupportedError
+from kv_offload.files import read_small
 
 INNER = ("thinker_config", "text_config", "language_config", "llm_config")
 """Where a model with several parts keeps the configuration of the part that has a KV cache."""
@@ -125,14 +125,7 @@ def _load(file: Path) -> dict[str, Any]:
 
 def _load_object(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file; raises `ValueError` for what cannot be a config.json."""
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):  # a pipe may never end
-        raise ValueError("it is not a regular file")
-    if found.st_size > MAX_FILE_BYTES:
-        raise ValueError(
-            f"it has {found.st_size:,} bytes, but a config.json has at most {MAX_FILE_BYTES:,}"
-        )
-    given = json.loads(file.read_bytes())
+    given = json.loads(read_small(file, MAX_FILE_BYTES, "a config.json"))
     if not isinstance(given, dict):
         raise ValueError(f"it holds a {type(given).__name__}, but a config.json is an object")  # noqa: TRY004 - a wrong file
     return given
