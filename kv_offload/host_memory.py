@@ -44,7 +44,7 @@ def read_host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
 
 
 def read_available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
-    """Return what this process could take now without the kernel ending a process for it.
+    """Return what this process could take now without the kernel ending or slowing one for it.
 
     That is the smallest of the machine's `MemAvailable` and, in every cgroup with a limit, the
     limit less what is in use. Cached files do not count as in use: the kernel drops them first.
@@ -66,23 +66,18 @@ def _smallest(amounts: Iterator[HostMemory], proc: Path, cgroups: Path) -> HostM
 
 def _limits(proc: Path, cgroups: Path) -> Iterator[HostMemory]:
     yield HostMemory(_meminfo(proc, "MemTotal"), str(proc / "meminfo"))
-    for version, folder in _memory_cgroups(proc, cgroups):
-        for file in (folder / name for name in version.limits):
-            limit = _read_bytes(file)
-            if limit is not None:
-                yield HostMemory(limit, str(file))
+    for _, file, limit in _cgroup_limits(proc, cgroups):
+        yield HostMemory(limit, str(file))
 
 
 def _available(proc: Path, cgroups: Path) -> Iterator[HostMemory]:
     yield HostMemory(_meminfo(proc, "MemAvailable"), f"MemAvailable in {proc / 'meminfo'}")
-    for version, folder in _memory_cgroups(proc, cgroups):
-        for file in (folder / name for name in version.limits):
-            limit = _read_bytes(file)
-            used = None if limit is None else _read_bytes(folder / version.used)
-            if limit is not None and used is not None:
-                in_use = max(0, used - _cached_bytes(folder / "memory.stat", version.cached))
-                source = f"{file} less what {version.used} says, without cached files"
-                yield HostMemory(max(0, limit - in_use), source)
+    for version, file, limit in _cgroup_limits(proc, cgroups):
+        used = _read_bytes(file.with_name(version.used))
+        if used is not None:
+            in_use = max(0, used - _cached_bytes(file.with_name("memory.stat"), version.cached))
+            source = f"{file} less what {version.used} says, without cached files"
+            yield HostMemory(max(0, limit - in_use), source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +128,15 @@ def _cached_bytes(file: Path, names: tuple[str, ...]) -> int:
     except (FileNotFoundError, NotADirectoryError):
         return 0
     return sum(int(value) for name, _, value in lines if name in names)
+
+
+def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[_Version, Path, int]]:
+    """Yield every limit of this process's cgroups, in bytes, with the file that says it."""
+    for version, folder in _memory_cgroups(proc, cgroups):
+        for file in (folder / name for name in version.limits):
+            limit = _read_bytes(file)
+            if limit is not None:
+                yield version, file, limit
 
 
 def _memory_cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[_Version, Path]]:
