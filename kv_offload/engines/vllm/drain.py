@@ -158,7 +158,7 @@ def _make_room(engine_scheduler: Any, schedulers: Sequence[Any]) -> None:
         given = tried | waiting
         if tried and len(given) > 1:
             given.remove(min(alive[name] for name in tried).request_id)
-        for request_id in given & waiting:
+        for request_id in waiting:
             _recompute(engine_scheduler, alive[request_id])
         _give_blocks_back(engine_scheduler, given)
         logger.info(
