@@ -29,6 +29,8 @@ class Arrival:
     """The synchronous loads of one step, which arrive as one transfer."""
 
     jobs: Sequence[LoadJob]
+    forward_bytes: float | None
+    """See `OffloadMetadata`."""
     started: bool = False
     in_waves: bool = False
     """Whether the transfer brings it wave by wave."""
@@ -80,9 +82,9 @@ class SynchronousLoads:
         """The requests whose blocks a copy may still write."""
         return {job.request_id for arrival in self._copying.values() for job in arrival.jobs}
 
-    def take(self, jobs: Sequence[LoadJob]) -> None:
+    def take(self, jobs: Sequence[LoadJob], forward_bytes: float | None) -> None:
         """Take in the loads of a step; end the arrival of a step that was cut short."""
-        cut_short, self._arriving = self._arriving, Arrival(jobs) if jobs else None
+        cut_short, self._arriving = self._arriving, Arrival(jobs, forward_bytes) if jobs else None
         if cut_short is not None:
             self._end(cut_short)
 
@@ -110,6 +112,7 @@ class SynchronousLoads:
                 pairs,
                 before_compute=True,
                 in_waves=arrival.in_waves,
+                compute_bytes=arrival.forward_bytes,
                 behind_compute=behind_compute,
             )
         )

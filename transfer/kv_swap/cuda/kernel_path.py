@@ -18,6 +18,7 @@ from kv_swap.cuda.wave_table import WaveTable
 from kv_swap.engine import Direction
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.pieces import PinnedRegistrar
+from kv_swap.waves import waves_together
 
 if TYPE_CHECKING:
     from torch.cuda import Stream
@@ -26,16 +27,6 @@ SLICE_BYTES = 256 << 20
 """Bytes of a launch, 5 ms on PCIe Gen5 x16: what needs the SMs of a store waits no longer. Loads
 run at the same time, on other SMs. The link idles for some microseconds at every launch, so slices
 of 16 MiB would cost a percent of it."""
-
-PIECE_BYTES = 512 << 10
-"""Least bytes of a slot for every launch that a load in waves makes beyond its first. A wave comes
-back to every slot for a piece of it: with eight waves, slots of 2 MiB and pieces from 128 KiB on,
-time to first token behind a load of 2 GiB was 57.8 ms, against 55.7 with one launch and a forward
-of 5 ms not hidden (H200, PCIe Gen5 x16, 21 Nov 2026)."""
-
-LARGE_LOAD_BYTES = 1 << 30
-"""From here on a load makes two launches: it takes 20 ms and more, and a forward that begins with
-the last wave is mostly hidden. Further launches would cost more than they hide."""
 
 RING_ENTRIES = 128
 """Launches queued at once, an event each: far below the about 1,000 operations of a stream after
@@ -67,7 +58,9 @@ class KernelPath(CopyPath):
         self._next_entry = 0
         self._wave_table = wave_table
 
-    def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
+    def slices(
+        self, pairs: NDArray[np.int32], *, in_waves: bool, compute_bytes: float | None = None
+    ) -> Iterator[Slice]:
         """Yield views of at most MAX_PAIRS pairs and `SLICE_BYTES`, at least one pair.
 
         The first waves are joined where more launches would cost more than they hide.
@@ -77,11 +70,11 @@ class KernelPath(CopyPath):
             return
         assert self._wave_table is not None, "a path without a table was asked for waves"
         wave_bytes = self._wave_table.wave_bytes
-        launches = 1 + self._slot_bytes // PIECE_BYTES
-        if len(pairs) * self._slot_bytes >= LARGE_LOAD_BYTES:
-            launches = min(launches, 2)
-        joined = max(1, len(wave_bytes) + 1 - launches)
-        for waves in (range(joined), *(range(i, i + 1) for i in range(joined, len(wave_bytes)))):
+        together = 1
+        if compute_bytes is not None:
+            together = waves_together(wave_bytes, len(pairs), compute_bytes)
+        for first in (0, *range(together, len(wave_bytes))):
+            waves = range(first, first + 1 if first else together)
             yield from self._cut(waves, pairs, sum(wave_bytes[wave] for wave in waves))
 
     @staticmethod
