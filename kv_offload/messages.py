@@ -47,10 +47,6 @@ class OffloadMetadata:
 
     stores: tuple[StoreJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
-    forward_bytes: float | None = None
-    """What a rank loads in the time that this step's forward is expected to take.
-
-    None if the forward waits for no load."""
 
 
 @dataclass(frozen=True, slots=True)

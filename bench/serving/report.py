@@ -167,14 +167,15 @@ def _conversations(document: Document, found: Found) -> str:
         row = [name, by_rounds((held["seconds"] for held in rounds), 1, 1)]
         for key in ("mean", "p50", "p99"):
             row.append(by_rounds((held["first_token"][key] for held in rounds), 1e3, 0))
-        row.append(by_rounds((held["between_tokens"]["p99"] for held in rounds), 1e3, 0))
+        for key in ("p90", "p99"):
+            row.append(by_rounds((held["between_tokens"][key] for held in rounds), 1e3, 0))
         rows.append(row)
     load = document["shape"]["conversations"]
     question = (
         f"How long do {load['count']} conversations of {load['turns']} turns take, "
         f"{load['at_once']} at a time? s, and ms, by rounds"
     )
-    head = ["", "seconds", "first token, mean", "median", "p99", "between tokens, p99"]
+    head = ["", "seconds", "first token, mean", "median", "p99", "between tokens, p90", "p99"]
     return _table(question, head, rows)
 
 
@@ -182,7 +183,7 @@ def _hits(_document: Document, found: Found) -> str:
     rows: list[list[str]] = []
     for kind, hits in found[OURS][-1]["hits"].items() if OURS in found else ():
         rows.append([f"**{kind}**, {hits['hits']} hits of {hits['bytes'] / MIB:,.0f} MiB", ""])
-        rows.append(["its copies alone", f"{1e3 * hits['copying']:,.1f}"])
+        rows.append(["the copies of its step", f"{1e3 * hits['copying']:,.1f}"])
         rows += [[span, f"{1e3 * took:,.1f}"] for span, took in hits["spans"].items()]
     question = "Where does the time of a hit among others go? ms, medians"
     return _table(question, ["", "ms"], rows) if rows else ""

@@ -16,7 +16,6 @@ import time
 from typing import Literal
 from weakref import WeakSet
 
-from kv_offload.engine import StepOutput
 from kv_offload.scheduler.rates import LoadQueue
 from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.scheduler.steps import StepWatch
@@ -73,6 +72,9 @@ arrives in waves. That hides the forward behind a load that is long enough; but 
 ms from the start of a load on, on an H200's host with 32 layers) it is the host that takes longest.
 Time to first token with and without the last slot, ms: 9.2 and 10.5 where load and decode took 7.8,
 16.6 and 21.8 where 7.7, but 12.3 and 10.4 where 10.5 (H200, 22 Nov 2026)."""
+
+ASSUMED_DECODE_SECONDS = 0.005
+"""A step of a decode until one was timed."""
 
 
 class LoadChoice:
@@ -205,7 +207,8 @@ class LoadMode:
         """
         if not idle:
             return True
-        decode = self._watch.expected_decode_seconds
+        known = self._watch.decode_seconds
+        decode = known.value if known else ASSUMED_DECODE_SECONDS
         return self._load_seconds(num_slots) + decode <= WHOLE_SECONDS
 
     def count(self, num_slots: int, tokens_left: int) -> None:
@@ -216,10 +219,6 @@ class LoadMode:
         self._seconds += self._load_seconds(num_slots)
         self._tokens += tokens_left
         self._in_waves = self._in_waves and tokens_left > 0
-
-    def forward_bytes(self, output: StepOutput) -> float:
-        """Return how many bytes of one rank's loads take as long as a step's forward."""
-        return self._watch.load_rate.nbytes(self._watch.forward_seconds(output))
 
     def _load_seconds(self, num_slots: int) -> float:
         return self._watch.load_rate.seconds(num_slots * self._slot_bytes)

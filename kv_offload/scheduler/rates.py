@@ -36,15 +36,7 @@ class LoadRate:
 
     def seconds(self, nbytes: int) -> float:
         """Return how long a load takes that stands behind no other."""
-        return nbytes / self._bytes_per_second
-
-    def nbytes(self, seconds: float) -> float:
-        """Return how much a load brings in so many seconds."""
-        return seconds * self._bytes_per_second
-
-    @property
-    def _bytes_per_second(self) -> float:
-        return self._recent.value if self._recent else ASSUMED_BYTES_PER_SECOND
+        return nbytes / (self._recent.value if self._recent else ASSUMED_BYTES_PER_SECOND)
 
 
 class LoadQueue:

@@ -129,13 +129,9 @@ class OffloadScheduler:
         self.leftovers.settle(idle=idle)
         loaded = self.reports.loaded() if idle and not self.has_pending_stores else set()
         self.stranded, self._idle_loaded = loaded & self._idle_loaded, loaded
-        waits = self.loads.plans_synchronous
-        self.watch.begin(output, loads=self.loads.running > 0, waits=waits)
-        forward_bytes = self.load_mode.forward_bytes(output) if waits else None
+        self.watch.begin(output, loads=self.loads.running > 0, waits=self.loads.plans_synchronous)
         # Last: what has been taken must be sent.
-        return OffloadMetadata(
-            self.stores.jobs.take_planned(), self.loads.take_planned(), forward_bytes
-        )
+        return OffloadMetadata(self.stores.jobs.take_planned(), self.loads.take_planned())
 
     def metadata_without_new_stores(self) -> OffloadMetadata:
         """Return the plan where `build_metadata` failed: the engine counts on its loads."""

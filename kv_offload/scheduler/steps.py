@@ -11,9 +11,6 @@ from kv_offload.engine import StepOutput
 from kv_offload.medians import RecentMedian
 from kv_offload.scheduler.rates import LoadRate, PrefillRate, tells_of_prompts
 
-ASSUMED_DECODE_SECONDS = 0.005
-"""A step of a decode until one was timed."""
-
 
 @dataclass(slots=True)
 class Step:
@@ -132,18 +129,6 @@ class StepWatch:
         """
         tokens = min(tokens, self._most_tokens)
         return self.prefill_rate.seconds(tokens) or 0.0 if tells_of_prompts(tokens, 1) else 0.0
-
-    @property
-    def expected_decode_seconds(self) -> float:
-        """How long a step of decodes takes, by what is known."""
-        return self.decode_seconds.value if self.decode_seconds else ASSUMED_DECODE_SECONDS
-
-    def forward_seconds(self, output: StepOutput) -> float:
-        """Return how long a step takes that has all it reads: at least as long as a decode."""
-        prompts = 0.0
-        if tells_of_prompts(output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)):
-            prompts = self.prefill_rate.seconds(output.total_num_scheduled_tokens) or 0.0
-        return max(prompts, self.expected_decode_seconds)
 
     def _expected_seconds(self, step: Step) -> float:
         """Return what a step takes at least: a prompt's tokens, or else a token of each request."""

@@ -29,8 +29,6 @@ class Arrival:
     """The synchronous loads of one step, which arrive as one transfer."""
 
     jobs: Sequence[LoadJob]
-    forward_bytes: float | None
-    """See `OffloadMetadata`."""
     started: bool = False
     in_waves: bool = False
     """Whether the transfer brings it wave by wave."""
@@ -82,9 +80,9 @@ class SynchronousLoads:
         """The requests whose blocks a copy may still write."""
         return {job.request_id for arrival in self._copying.values() for job in arrival.jobs}
 
-    def take(self, jobs: Sequence[LoadJob], forward_bytes: float | None) -> None:
+    def take(self, jobs: Sequence[LoadJob]) -> None:
         """Take in the loads of a step; end the arrival of a step that was cut short."""
-        cut_short, self._arriving = self._arriving, Arrival(jobs, forward_bytes) if jobs else None
+        cut_short, self._arriving = self._arriving, Arrival(jobs) if jobs else None
         if cut_short is not None:
             self._end(cut_short)
 
@@ -112,7 +110,6 @@ class SynchronousLoads:
                 pairs,
                 before_compute=True,
                 in_waves=arrival.in_waves,
-                compute_bytes=arrival.forward_bytes,
                 behind_compute=behind_compute,
             )
         )

@@ -206,8 +206,7 @@ class OffloadWorker:
         if self._started_for is not metadata:
             self._started_for = metadata
             self._background.take_loads([job for job in metadata.loads if not job.synchronous])
-            synchronous = [job for job in metadata.loads if job.synchronous]
-            self._synchronous.take(synchronous, metadata.forward_bytes)
+            self._synchronous.take([job for job in metadata.loads if job.synchronous])
 
     @property
     def on_layer(self) -> Callable[[str], None] | None:

@@ -16,6 +16,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.scheduler import loads
+from tests.support import simulated_engine
 from tests.support.conversations import Conversations, Talk
 from tests.support.simulated_engine import Clock, SimulatedEngine
 
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 KINDS = ("limit", "ours", "apart")
 """An engine with a GPU cache for all conversations and no host memory. One of ours, whose cache is
-large enough for those that are open at a time; and such a one that loads asynchronously alone."""
+large enough for those that are open at a time, if `room` is 1; and such a one that loads
+asynchronously alone."""
 
 BLOCK_TOKENS = 8
 USERS = Conversations(
@@ -55,13 +57,15 @@ def converse(engine: SimulatedEngine, users: Conversations, seed: int) -> Talk:
     return talk
 
 
-def hold(clock: Clock, users: Conversations, kind: str) -> tuple[Talk, Counter[str]]:
+def hold(
+    clock: Clock, users: Conversations, kind: str, room: float = 1.0
+) -> tuple[Talk, Counter[str]]:
     """Return conversations with an engine that knows its rates, and what it counted."""
-    in_cache = 2 * users.count if kind == "limit" else users.at_once
+    in_cache = 2 * users.count if kind == "limit" else room * users.at_once
     engine = SimulatedEngine(
         clock,
         groups=(CacheGroup(0, BLOCK_TOKENS),),
-        blocks=in_cache * users.most_tokens // BLOCK_TOKENS,
+        blocks=int(in_cache * users.most_tokens) // BLOCK_TOKENS,
         slots=2 * users.count * users.most_tokens // BLOCK_TOKENS,
         max_model_len=users.most_tokens + BLOCK_TOKENS,
         max_num_batched_tokens=8192,
@@ -133,3 +137,18 @@ def test_nobody_waits_for_a_load_that_little_is_computed_after(
     monkeypatch.setattr(loads, "BUSY_SECONDS", 1.0)
     all_synchronous, _ = hold(clock, users, "ours")
     assert np.percentile(all_synchronous.between_tokens, 95) > 2 * limit
+
+
+def test_open_conversations_without_room_wait_whatever_loads_take(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why a bench with a small GPU cache does not reach an engine with room for all."""
+    limit, _ = hold(clock, USERS, "limit")
+    monkeypatch.setattr(simulated_engine, "LINK_BYTES_PER_SECOND", 1e15)
+    ours, counted = hold(clock, USERS, "ours")
+    assert counted["loaded_bytes"]
+    assert np.mean(ours.waits) < 1.01 * np.mean(limit.waits)
+    # As in the bench, in relation to what the open conversations may need at most.
+    crowded, _ = hold(clock, USERS, "ours", 0.6)
+    assert np.mean(crowded.waits) > 1.1 * np.mean(limit.waits)
+    assert crowded.seconds > 1.01 * limit.seconds

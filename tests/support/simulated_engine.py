@@ -10,7 +10,6 @@ from collections import deque
 from typing import Any
 
 from kv_swap.engine import Completion, Direction, SwapJob
-from kv_swap.waves import LAUNCH_BYTES, waves_together
 
 from kv_offload.worker.synchronous_loads import WAVES_FROM_BYTES
 from kv_offload.worker.waves import WEIGHTS
@@ -53,37 +52,24 @@ class Copies:
         self._under_way: list[tuple[float, Completion]] = []
         self.computed = 0.0
         """When the steps that were launched have been computed: stores come after them."""
-        self.awaited: list[tuple[float, float]] = []
-        """When the loads that the next forward waits for arrive: shares of layers, and times."""
+        self.awaited: tuple[float, float] | None = None
+        """When the loads that the next forward waits for begin and end."""
+        self.in_waves = False
         copies.submit, copies.poll = self.submit, self.poll
 
     def submit(self, job: SwapJob) -> None:
         stored = job.direction is Direction.STORE
         start = self.computed if stored or job.behind_compute else 0.0
         begin = max(self._clock.now + LAUNCH_SECONDS, self._free[job.direction], start)
-        if job.before_compute:
-            end = self._arrive(job, begin)
-        else:
-            end = begin + len(job.pairs) * self._block_bytes / LINK_BYTES_PER_SECOND
+        nbytes = len(job.pairs) * self._block_bytes
+        end = begin + nbytes / LINK_BYTES_PER_SECOND
         self._free[job.direction] = end
         done = Completion(
             job.job_id, job.direction, len(job.pairs) * self._page_bytes, end - begin, None
         )
         self._under_way.append((end, done))
-
-    def _arrive(self, job: SwapJob, begin: float) -> float:
-        """Note when the parts of a load arrive that begins now; return when the last does."""
-        weights = WEIGHTS if len(job.pairs) * self._block_bytes >= WAVES_FROM_BYTES else (1,)
-        wave_bytes = [self._block_bytes * weight // sum(weights) for weight in weights]
-        assert job.compute_bytes is not None
-        compute_bytes = job.compute_bytes * self._block_bytes / self._page_bytes
-        together = waves_together(wave_bytes, len(job.pairs), compute_bytes)
-        launches = [sum(wave_bytes[:together]), *wave_bytes[together:]]
-        self.awaited, end = [], begin
-        for nbytes in launches:
-            end += len(job.pairs) * (nbytes + LAUNCH_BYTES) / LINK_BYTES_PER_SECOND
-            self.awaited.append((nbytes / self._block_bytes, end))
-        return end
+        if job.before_compute:
+            self.awaited, self.in_waves = (begin, end), nbytes >= WAVES_FROM_BYTES
 
     def poll(self) -> list[Completion]:
         ended = [done for end, done in self._under_way if end <= self._clock.now]
@@ -133,7 +119,7 @@ class SimulatedEngine(PlayedEngine):
         while len(self._ends) < 2 and self.scheduler.has_requests():
             output = self.schedule()
             self.clock.now += HOST_SECONDS / 2
-            self._copies.awaited = []
+            self._copies.awaited = None
             self.execute()
             self.clock.now += HOST_SECONDS / 2
             self._copies.computed = self._computed(output)
@@ -150,10 +136,13 @@ class SimulatedEngine(PlayedEngine):
         prompts = sum(tokens for tokens in output.num_scheduled_tokens.values() if tokens > 1)
         seconds = DECODE_SECONDS + prompts / PROMPT_TOKENS_PER_SECOND
         now = max(self.clock.now, self._copies.computed)
-        awaited = self._copies.awaited
-        if awaited and prompts <= 512:
-            # Prompts of so few tokens replay a graph, whose layers do not wait one by one.
-            awaited = [(1.0, awaited[-1][1])]
-        for share, arrived in awaited or [(1.0, now)]:
-            now = max(now, arrived) + seconds * share
+        if self._copies.awaited is None:
+            return now + seconds
+        begin, end = self._copies.awaited
+        # Prompts of so few tokens replay a graph, whose layers do not wait one by one.
+        weights = WEIGHTS if self._copies.in_waves and prompts > 512 else (1,)
+        arrived = begin
+        for weight in weights:
+            arrived += (end - begin) * weight / sum(weights)
+            now = max(now, arrived) + seconds * weight / sum(weights)
         return now

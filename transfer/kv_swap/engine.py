@@ -32,8 +32,6 @@ class SwapJob:
     slot in the arena. The engine does not keep `pairs` after `submit` returns. For loads only: with
     `before_compute` the copies do not queue behind other loads, and compute waits for them where
     `SwapEngine.await_loads` says so, or with `in_waves` wave by wave in `SwapEngine.await_wave`.
-    Every wave costs some time; `compute_bytes`, what the link carries while the compute runs that
-    waits for the waves, tells how many are worth it. Without it all are.
     Without `behind_compute` a load may start while compute still runs that was queued before it;
     the caller knows that none of it touches the blocks.
     """
@@ -44,7 +42,6 @@ class SwapJob:
     before_compute: bool = False
     in_waves: bool = False
     behind_compute: bool = True
-    compute_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

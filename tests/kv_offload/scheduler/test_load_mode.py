@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from kv_offload.medians import ASSUMED_BYTES_PER_SECOND, MIN_MEASUREMENTS
+from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
 from kv_offload.scheduler.loads import (
+    ASSUMED_DECODE_SECONDS,
     BUSY_SECONDS,
     BUSY_SHARE,
     IDLE_SECONDS,
@@ -16,7 +14,7 @@ from kv_offload.scheduler.loads import (
     WHOLE_SECONDS,
     LoadMode,
 )
-from kv_offload.scheduler.steps import ASSUMED_DECODE_SECONDS, StepWatch
+from kv_offload.scheduler.steps import StepWatch
 
 SLOT_BYTES = 1_000_000
 
@@ -85,24 +83,6 @@ def test_a_lone_request_gets_its_last_slot_if_load_and_decode_are_short_together
 
 def test_beside_others_every_load_brings_the_last_slot() -> None:
     assert make_mode().brings_last_slot(slots_in(1.0), idle=False)
-
-
-def test_what_is_loaded_while_a_step_computes() -> None:
-    """At first as in a step of a decode; then as long as steps with so many tokens take."""
-    watch = StepWatch()
-    mode = make_mode(watch)
-    decodes: Any = SimpleNamespace(num_scheduled_tokens={"a": 1}, total_num_scheduled_tokens=1)
-    prompt: Any = SimpleNamespace(num_scheduled_tokens={"a": 700}, total_num_scheduled_tokens=700)
-    for output in (decodes, prompt):
-        expected = ASSUMED_DECODE_SECONDS * ASSUMED_BYTES_PER_SECOND
-        assert mode.forward_bytes(output) == pytest.approx(expected, abs=2)
-    watch.load_rate.learn(50e9)
-    watch.decode_seconds.add(0.01)
-    assert mode.forward_bytes(decodes) == pytest.approx(0.01 * 50e9, abs=2)
-    for _ in range(MIN_MEASUREMENTS):
-        watch.prefill_rate.learn(700, 1, 0.02)
-    assert mode.forward_bytes(prompt) == pytest.approx(0.02 * 50e9, abs=2)
-    assert mode.forward_bytes(decodes) == pytest.approx(0.01 * 50e9, abs=2)
 
 
 class Computing(StepWatch):

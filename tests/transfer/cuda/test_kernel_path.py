@@ -109,12 +109,12 @@ class FakeTable:
         return Tiles(1000 + waves.start, len(waves), 1)
 
 
-def make_wave_path(wave_bytes: int = 64 << 20) -> tuple[KernelPath, FakeKernel]:
-    fake, table = FakeKernel(), FakeTable(wave_bytes, 4)
+def make_wave_path(wave_bytes: int = 64 << 20, num_waves: int = 4) -> tuple[KernelPath, FakeKernel]:
+    fake, table = FakeKernel(), FakeTable(wave_bytes, num_waves)
     path = KernelPath(
         Direction.STORE,
         fake,  # type: ignore[arg-type]
-        4 * wave_bytes,
+        wave_bytes * num_waves,
         NoRegistrar(),
         table,  # type: ignore[arg-type]
     )
@@ -135,16 +135,28 @@ def test_waves_are_launched_with_their_tiles() -> None:
     assert fake.tiles[-1] is None
 
 
-def test_the_first_waves_are_joined_where_little_is_computed_meanwhile() -> None:
-    path, fake = make_wave_path()
-    slices = list(path.slices(make_pairs(5), in_waves=True, compute_bytes=64 << 20))
-    expected = [(range(3), 1)] * 5 + [(range(3, 4), 4), (range(3, 4), 1)]
+def test_a_large_load_comes_in_waves_too() -> None:
+    path, _ = make_wave_path()
+    slices = list(path.slices(make_pairs(5), in_waves=True))
+    expected = [(range(i, i + 1), count) for i in range(4) for count in (4, 1)]
     assert [(waves, len(part)) for waves, part in slices] == expected
+
+
+def test_the_first_waves_of_small_slots_are_joined() -> None:
+    path, fake = make_wave_path(128 << 10)
+    slices = list(path.slices(make_pairs(5), in_waves=True))
+    assert [waves for waves, _ in slices] == [range(3), range(3, 4)]
     path.queue(slices[0], object())  # type: ignore[arg-type]
     assert fake.tiles == [Tiles(1000, 3, 1)]
 
 
-def test_no_wave_is_joined_where_nothing_is_known_of_compute() -> None:
-    path, _ = make_wave_path(4 << 10)
-    slices = list(path.slices(make_pairs(1), in_waves=True))
-    assert [waves for waves, _ in slices] == [range(i, i + 1) for i in range(4)]
+@pytest.mark.parametrize(
+    ("slot_bytes", "launches"),
+    [(256 << 10, 1), (512 << 10, 2), (1 << 20, 3), (1536 << 10, 4), (8 << 20, 4)],
+)
+def test_pieces_of_slots_are_not_too_small(slot_bytes: int, launches: int) -> None:
+    path, _ = make_wave_path(slot_bytes // 4)
+    ranges = [waves for waves, _ in path.slices(make_pairs(1), in_waves=True)]
+    assert len(ranges) == launches
+    assert [wave for waves in ranges for wave in waves] == [0, 1, 2, 3]
+    assert all(len(waves) == 1 for waves in ranges[1:])

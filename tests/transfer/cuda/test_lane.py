@@ -46,9 +46,7 @@ class FakePath(CopyPath):
         self.calls = 0
         self.waves: list[int] = []
 
-    def slices(
-        self, pairs: Any, *, in_waves: bool, compute_bytes: float | None = None
-    ) -> Iterator[Any]:
+    def slices(self, pairs: Any, *, in_waves: bool) -> Iterator[Any]:
         for waves in (range(1), range(1, 3), range(3, 4)) if in_waves else (None,):
             for first in range(0, len(pairs), 4):
                 yield waves, pairs[first : first + 4]

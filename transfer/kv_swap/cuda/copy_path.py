@@ -32,12 +32,10 @@ class CopyPath(ABC):
     slices_per_call: int
 
     @abstractmethod
-    def slices(
-        self, pairs: NDArray[np.int32], *, in_waves: bool, compute_bytes: float | None = None
-    ) -> Iterator[Slice]:
+    def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
         """Cut a job's pairs, `(n, 2)`, n >= 1, lazily; the iterator keeps `pairs`.
 
-        With `in_waves` once for every range of waves; the ranges are in order. See `SwapJob`.
+        With `in_waves` once for every range of waves; the ranges are in order.
         """
 
     @abstractmethod

@@ -97,9 +97,7 @@ class DmaPath(CopyPath):
         self._arena = arena
         self._copier = Copier(device)
 
-    def slices(
-        self, pairs: NDArray[np.int32], *, in_waves: bool, compute_bytes: float | None = None
-    ) -> Iterator[Slice]:
+    def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
         """Yield lists of at most SLICE_COPIES copies and SLICE_BYTES."""
         assert not in_waves, "the copy engine does not copy in waves"
         part: list[Copy] = []

@@ -18,7 +18,6 @@ from kv_swap.cuda.wave_table import WaveTable
 from kv_swap.engine import Direction
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.pieces import PinnedRegistrar
-from kv_swap.waves import waves_together
 
 if TYPE_CHECKING:
     from torch.cuda import Stream
@@ -27,6 +26,14 @@ SLICE_BYTES = 256 << 20
 """Bytes of a launch, 5 ms on PCIe Gen5 x16: what needs the SMs of a store waits no longer. Loads
 run at the same time, on other SMs. The link idles for some microseconds at every launch, so slices
 of 16 MiB would cost a percent of it."""
+
+PIECE_BYTES = 512 << 10
+"""Least bytes of a slot for every launch that a load in waves makes beyond its first.
+
+Behind the loads of a lone prompt of 2,048, 8,192 and 32,768 tokens (0.25, 1 and 4 GiB), time to
+first token was 9.5, 26.6 and 97.6 ms with five launches, 11.9, 28.9 and 97.7 with two, 12.2, 30.1
+and 102.9 with one (slots of 2 MiB, H200, PCIe Gen5 x16, 23 Nov 2026). Slots of 256 KiB load in five
+launches at 48 GB/s instead of 50; what that is worth there was not measured."""
 
 RING_ENTRIES = 128
 """Launches queued at once, an event each: far below the about 1,000 operations of a stream after
@@ -58,9 +65,7 @@ class KernelPath(CopyPath):
         self._next_entry = 0
         self._wave_table = wave_table
 
-    def slices(
-        self, pairs: NDArray[np.int32], *, in_waves: bool, compute_bytes: float | None = None
-    ) -> Iterator[Slice]:
+    def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
         """Yield views of at most MAX_PAIRS pairs and `SLICE_BYTES`, at least one pair.
 
         The first waves are joined where more launches would cost more than they hide.
@@ -70,11 +75,9 @@ class KernelPath(CopyPath):
             return
         assert self._wave_table is not None, "a path without a table was asked for waves"
         wave_bytes = self._wave_table.wave_bytes
-        together = 1
-        if compute_bytes is not None:
-            together = waves_together(wave_bytes, len(pairs), compute_bytes)
-        for first in (0, *range(together, len(wave_bytes))):
-            waves = range(first, first + 1 if first else together)
+        launches = 1 + self._slot_bytes // PIECE_BYTES
+        joined = max(1, len(wave_bytes) + 1 - launches)
+        for waves in (range(joined), *(range(i, i + 1) for i in range(joined, len(wave_bytes)))):
             yield from self._cut(waves, pairs, sum(wave_bytes[wave] for wave in waves))
 
     @staticmethod

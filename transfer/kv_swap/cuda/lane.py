@@ -82,9 +82,7 @@ class Lane:
             started = self.stream.wait_stream() if job.behind_compute else self.stream.record()
         except RuntimeError as error:
             failure = error
-        rest = self.path.slices(
-            job.pairs.copy(), in_waves=job.in_waves, compute_bytes=job.compute_bytes
-        )
+        rest = self.path.slices(job.pairs.copy(), in_waves=job.in_waves)
         self._waves.clear()
         self._awaited = None
         running = _Running(job.job_id, nbytes, rest, time.perf_counter(), next(rest), started)
