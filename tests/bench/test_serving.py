@@ -184,7 +184,7 @@ class FakeProcess:
             raise KeyboardInterrupt
         self.answered.append((self.connector, name, more))
         if name == "conversations":
-            times = dict.fromkeys(("mean", "p50", "p99"), 0.1)
+            times = dict.fromkeys(("mean", "p50", "p90", "p99"), 0.1)
             return {"seconds": 1.0, "first_token": times, "between_tokens": times, "hits": {},
                     "loads": [{"least_bytes": 1, "most_bytes": 1, "loaded_bytes": 1}]}  # fmt: skip
         return 20.0
