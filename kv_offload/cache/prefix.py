@@ -102,6 +102,7 @@ class PrefixMap:
         """By group: how many of a request's hashes one block spans."""
         self.alignment_tokens = math.lcm(*(group.block_tokens for group in self.groups))
         """Hits end at multiples of this, where every group has a whole block."""
+        self._search_order = sorted(self.groups, key=lambda group: not group.reads_all)
         self.serves_whole_requests = all(
             group.reads_all and not group.sees_next_token for group in self.groups
         )
@@ -194,13 +195,14 @@ class PrefixMap:
         next token, the slot after the end must be readable too; it may lie beyond `limit_tokens`.
 
         A group that falls short lowers the end for all groups, so the search asks all of them
-        again until the end stays.
+        again until the end stays. It begins with those that read all tokens: they tell with a few
+        look-ups that nothing of a prompt is there, the others look for any block.
         """
         end = self.align(min(limit_tokens, len(hashes) * self._hash_block_tokens))
         previous = None
         while end > start_tokens and end != previous:
             previous = end
-            for group in self.groups:
+            for group in self._search_order:
                 end = self._covered_end(group, hashes, readable, start_tokens, end)
                 if end <= start_tokens:
                     break

@@ -217,6 +217,27 @@ def test_while_nothing_changes_no_block_is_looked_at_again(
         assert counts, "what was found for other tokens says nothing"
 
 
+@pytest.mark.parametrize(("kept", "asked"), [(0, 8), (12, 24)])
+def test_windows_that_are_not_there_are_not_looked_for_in_every_step(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, kept: int, asked: int
+) -> None:
+    """Nor at all if another group has nothing either."""
+    window, full = CacheGroup(0, 4, 6), CacheGroup(1, 4)
+    loads = Loads(window, full)
+    loads.keep(range(kept), full)
+    counts = count_lookups(loads, monkeypatch)
+    assert loads.match("a", tokens=49) == 0
+    assert sum(counts) == asked
+    clock[0] += OFFER_SECONDS / 2
+    assert loads.match("a", tokens=49) == 0
+    assert sum(counts) == asked
+    loads.keep(range(12), window)
+    loads.keep(range(kept, 12), full)
+    assert loads.match("a", start=16, tokens=49) == 32, "of another start nothing was known"
+    assert loads.match("a", tokens=49) == 48
+    assert loads.match("b", tokens=49) == 48
+
+
 def test_an_eviction_of_others_has_the_blocks_looked_up_once(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
