@@ -160,6 +160,11 @@ def _model(
     file: Path, values: Mapping[str, Any], outer: Mapping[str, Any], is_quantized: bool
 ) -> Model:
     model_type = str(values.get("model_type", outer.get("model_type", "unknown")))
+    if "bert" in model_type:  # bert, xlm-roberta, modernbert, nomic_bert, ...
+        raise UnsupportedError(
+            f"{file}: {model_type} reads each prompt as a whole and has no KV cache, so there is "
+            "nothing to keep in host memory. Give the config.json of a model that generates text"
+        )
     for problem, keys in STRANGERS.items():
         for key, value in values.items():
             # MiniMax: 1 is full attention, 0 is linear. M2 has ones only.
@@ -177,12 +182,19 @@ def _model(
     else:
         heads = positive("num_attention_heads")
         kv_heads = next((positive(key) for key in KV_HEADS if values.get(key) is not None), heads)
-        named_size = next((key for key in HEAD_SIZES if values.get(key)), None)
-        head_size = positive(named_size) if named_size else positive("hidden_size") // heads
-        if not head_size:
+        if heads % kv_heads:
             raise ConfigError(
-                f"{file}: hidden_size is {values['hidden_size']}, less than one for each of "
-                f"{heads} heads (num_attention_heads): correct one of them"
+                f"{file}: num_attention_heads is {heads}, not a multiple of the {kv_heads} KV "
+                "heads: correct one of them"
+            )
+        named_size = next((key for key in HEAD_SIZES if values.get(key)), None)
+        head_size, rest = (
+            (positive(named_size), 0) if named_size else divmod(positive("hidden_size"), heads)
+        )
+        if rest:
+            raise ConfigError(
+                f"{file}: hidden_size is {values['hidden_size']}, not a multiple of {heads} heads "
+                "(num_attention_heads): correct one of them"
             )
         if values.get("v_head_dim", head_size) not in (head_size, None):
             raise _unsupported(file, model_type, "has values of another size than keys")

@@ -134,6 +134,13 @@ def test_what_the_formula_lacks_is_refused(read: Any, more: dict[str, Any], prob
     assert "its log says how many bytes a slot takes" in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta"])
+def test_a_model_without_a_cache_is_refused(read: Any, kind: str) -> None:
+    shape = {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768}
+    with pytest.raises(UnsupportedError, match=f"{kind} reads each prompt as a whole"):
+        read({"model_type": kind, **shape})
+
+
 @pytest.mark.parametrize("kind", ["jamba", "falcon_h1", "qwen3_next"])
 def test_models_with_states_are_refused(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("transformers", reason="needs transformers, which is not installed")
@@ -183,7 +190,10 @@ def test_a_checkpoint_may_ask_for_another_type_of_cache(read: Any) -> None:
     [
         ({"layer_types": 5}, "layer_types is 5, but a list of names is needed"),
         ({"layer_types": [["full_attention"]]}, "layer_types is .* a list of names is needed"),
-        ({"hidden_size": 1, "head_dim": None}, "hidden_size is 1, less than one for each of 32"),
+        ({"hidden_size": 1, "head_dim": None}, "hidden_size is 1, not a multiple of 32 heads"),
+        ({"hidden_size": 4000, "head_dim": None, "num_attention_heads": 24}, "hidden_size is 4000"),
+        ({"num_key_value_heads": 5}, "num_attention_heads is 32, not a multiple of the 5 KV heads"),
+        ({"num_key_value_heads": 64}, "not a multiple of the 64 KV heads"),
         ({"num_hidden_layers": 10**400}, "num_hidden_layers is 1000.*of at most 2,147,483,648"),
     ],
 )
