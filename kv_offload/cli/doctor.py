@@ -60,7 +60,10 @@ def _run(arguments: argparse.Namespace) -> int:
             *rates,
             *devices.check_nodes(machine),
         ],
-        "Memory": [configuration, *memory.check_memory(traced, has_gpu=bool(machine.gpus))],
+        "Memory": [
+            configuration,
+            *memory.check_memory(traced, has_gpu=devices.may_have_gpu(machine, torch)),
+        ],
         "Engine": [*engine.check_engine(os.environ)],
     }
     title = f"kv-offload {__version__} doctor"

@@ -21,6 +21,12 @@ ENOUGH = 0.6
 (bench/results/h200/swap.json); guests of a hypervisor reach less."""
 
 
+def may_have_gpu(machine: Machine, torch: Torch | None) -> bool:
+    """Whether an engine may copy with a GPU here: NVML sees one, or cannot be asked."""
+    for_cuda = torch is not None and torch.cuda is not None
+    return bool(machine.gpus) or (machine.may_have_others and for_cuda)
+
+
 def check_links(machine: Machine) -> Iterator[Check]:
     """Yield a line for each GPU, or one that says why there is none."""
     if not machine.gpus:
@@ -82,9 +88,24 @@ def _measure_all(machine: Machine, kind: EngineChoice) -> Iterator[Check]:
             warnings.simplefilter("ignore")  # of a missing driver, which another line tells
             count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except Exception as error:  # noqa: BLE001 - whatever torch raises where it cannot start
-        yield not_checked("copy rate", f"torch cannot be imported: {error}")
+        yield judged(
+            "copy rate",
+            f"torch cannot be imported: {error}",
+            "a torch that can be imported: vLLM imports it, too",
+            "Install vLLM again. If a library is missing, look at LD_LIBRARY_PATH.",
+            fits=False,
+        )
         return
-    if count == 0:
+    if count == 0 and machine.gpus:
+        yield judged(
+            "copy rate",
+            f"torch sees none of {len(machine.gpus)} GPUs",
+            "a GPU that programs may use",
+            "Look at CUDA_VISIBLE_DEVICES and at the driver above. In a container, "
+            "NVIDIA_DRIVER_CAPABILITIES must have compute.",
+            fits=False,
+        )
+    elif count == 0:
         yield not_checked("copy rate", "torch sees no GPU")
     for index in range(count):
         name = f"copy rate of cuda:{index}"

@@ -15,6 +15,7 @@ from kv_offload.doctor.devices import (
     check_nodes,
     check_rates,
     judge_rates,
+    may_have_gpu,
 )
 from kv_offload.doctor.nvml import Gpu, Machine, read_machine
 from kv_offload.doctor.versions import Torch
@@ -194,15 +195,40 @@ def test_without_a_gpu_nothing_is_measured() -> None:
     torch = pytest.importorskip("torch", reason="needs torch, which is not installed")
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    (check,) = check_rates(Machine(), Torch("2.11.0", "13.0"), "auto")
+    (check,) = check_rates(Machine(), CUDA_TORCH, "auto")
     assert (check.state, check.found) == ("not checked", "torch sees no GPU")
 
 
-def test_a_torch_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with an empty `CUDA_VISIBLE_DEVICES`: NVML sees the GPU all the same."""
+    torch = pytest.importorskip("torch", reason="needs torch, which is not installed")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (check,) = check_rates(Machine(gpus=(gpu(), gpu(index=1))), CUDA_TORCH, "auto")
+    assert (check.state, check.found) == ("problem", "torch sees none of 2 GPUs")
+    assert "CUDA_VISIBLE_DEVICES" in check.remedy
+
+
+def test_a_torch_that_cannot_be_imported_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # importing it raises
-    (check,) = check_rates(Machine(), Torch("2.11.0", "13.0"), "auto")
-    assert check.state == "not checked"
+    (check,) = check_rates(Machine(), CUDA_TORCH, "auto")
+    assert check.state == "problem"
     assert check.found.startswith("torch cannot be imported")
+
+
+@pytest.mark.parametrize(
+    ("machine", "torch", "may_have_one"),
+    [
+        (Machine(gpus=(gpu(),)), CPU_TORCH, True),
+        (Machine(problem="not installed", may_have_others=True), CUDA_TORCH, True),
+        (Machine(problem="not installed", may_have_others=True), CPU_TORCH, False),
+        (Machine(problem="not installed", may_have_others=True), None, False),
+        (Machine(problem="no NVIDIA driver answers"), CUDA_TORCH, False),
+    ],
+)
+def test_a_machine_may_have_a_gpu_that_nobody_could_ask_for(
+    machine: Machine, torch: Torch | None, may_have_one: bool
+) -> None:
+    assert may_have_gpu(machine, torch) is may_have_one
 
 
 def test_the_host_copies_both_ways() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from kv_offload.cli.main import main
-from kv_offload.doctor import nvml
+from kv_offload.doctor import nvml, versions
 
 DOCS = Path(__file__).parents[3] / "docs/use/doctor.md"
 
@@ -70,6 +71,16 @@ def test_a_file_that_asks_for_a_gpu_has_a_line_of_it(
     assert (status, checks["transfer engine"]["state"]) == (1, "problem")
     (tmp_path / "kv.yaml").write_text("transfer_engine: auto")
     assert "transfer engine" not in report(capsys, "kv.yaml")[1]
+
+
+def test_without_nvml_a_torch_for_cuda_has_its_lockable_memory_checked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "read_machine", lambda: nvml.Machine(may_have_others=True))
+    monkeypatch.setattr(versions, "read_torch", lambda: versions.Torch("2.11.0", "13.0"))
+    monkeypatch.setattr(resource, "getrlimit", lambda _limit: (4096, 4096))
+    _, checks = report(capsys)
+    assert checks["lockable memory"]["state"] == "warning"
 
 
 def test_text_is_plain_where_no_terminal_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
