@@ -81,10 +81,10 @@ class ServingEngine:
 
         def create_connector(*arguments: Any, **named: Any) -> Any:
             connector = original(*arguments, **named)
+            self.clock.put_on(connector)  # first, so that what watches is not timed
             if isinstance(connector, KVOffloadConnector):
                 self.timeline.put_on(connector)
                 after(connector, "get_kv_connector_stats", self._count)
-            self.clock.put_on(connector)
             return connector
 
         KVConnectorFactory.create_connector = staticmethod(create_connector)
