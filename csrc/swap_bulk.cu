@@ -9,7 +9,7 @@
 //
 // Fills run up to kStages - kDrains tiles ahead, kDrains tiles are being drained. That bounds the
 // bytes in flight: what the link needs, and no more, since more backs up the memory system and slows
-// the compute beside it. transfer/swap_bulk.py chooses the numbers.
+// the compute beside it. kv_swap/cuda/kernel_families.py chooses the numbers.
 
 #include "swap.cuh"
 

@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from kv_offload.config import EXTRA_CONFIG, SCHEMA, trace_config
-from kv_offload.engines.vllm.plugin import CONNECTOR
+from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.versions import check_version
 from kv_offload.errors import UnsupportedError
 from kv_offload.host_memory import HostMemory

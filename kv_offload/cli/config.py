@@ -18,7 +18,7 @@ from kv_offload.config import (
     TracedConfig,
     trace_config,
 )
-from kv_offload.engines.vllm.plugin import CONNECTOR
+from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.sizes import format_size
 
 

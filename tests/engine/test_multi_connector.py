@@ -9,7 +9,7 @@ import pytest
 from kv_swap.engine import Direction
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kv_offload.engines.vllm.plugin import CONNECTOR
+from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.errors import UnsupportedError
 from tests.engine.harness import (
     BLOCK_TOKENS,

@@ -52,7 +52,7 @@ def main() -> int:
 def run_job() -> int:
     import cupy
     import torch
-    from kv_swap.cuda import swap_bulk, swap_vector
+    from kv_swap.cuda.kernel_families import FAMILIES
     from kv_swap.cuda.registrar import CudaRegistrar
     from kv_swap.cuda.swap import LIST_BYTES, SwapKernel, write_list
     from kv_swap.cuda.zero import BlockZeroer
@@ -86,10 +86,8 @@ def run_job() -> int:
         ]
 
     wrong = []
-    families = [(swap_vector.FAMILY, swap_vector.MIN_CAPABILITY)]
-    families.append((swap_bulk.FAMILY, swap_bulk.MIN_CAPABILITY))
-    for family, capability in families:
-        if torch.cuda.get_device_capability(device) < capability:
+    for family in FAMILIES:
+        if torch.cuda.get_device_capability(device) < family.min_capability:
             print(f"{family.name}: this device is too old for it")
             continue
         kernel = SwapKernel(layout, arena, device, family)

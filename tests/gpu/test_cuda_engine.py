@@ -21,20 +21,14 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 
-from kv_swap.cuda import dma, state, swap_bulk, swap_vector  # noqa: E402
+from kv_swap.cuda import dma, state  # noqa: E402
 from kv_swap.cuda import kernel_path as kernel  # noqa: E402
 from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda.kernel_families import FAMILIES, KernelFamily, choose_family  # noqa: E402
 from kv_swap.cuda.lane import Lane  # noqa: E402
 from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
 from kv_swap.cuda.streams import CopyStream  # noqa: E402
-from kv_swap.cuda.swap import (  # noqa: E402
-    LIST_BYTES,
-    MAX_PAIRS,
-    KernelFamily,
-    SwapKernel,
-    choose_family,
-    write_list,
-)
+from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list  # noqa: E402
 from kv_swap.engine import Completion, Direction, SwapJob  # noqa: E402
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError  # noqa: E402
 from kv_swap.layout import KVLayout, TensorDescription  # noqa: E402
@@ -439,7 +433,7 @@ WAVE_SHAPES: list[tuple[Pages, int, int, list[list[int]]]] = [
 
 @kernel_only
 @pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize("family", [swap_bulk.FAMILY, swap_vector.FAMILY], ids=lambda f: f.name)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 @pytest.mark.parametrize(("pages", "num_blocks", "count", "waves"), WAVE_SHAPES)
 def test_waves_move_exactly_the_bytes_of_the_pairs(
     pages: Pages,

@@ -28,9 +28,10 @@ with warnings.catch_warnings():
     from tests.gpu.engine_run import read_device
     from tests.support.configurations import PAGE_WORDS, make_kv_cache_config
 from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda.kernel_families import choose_family  # noqa: E402
 from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
 from kv_swap.cuda.streams import CopyStream  # noqa: E402
-from kv_swap.cuda.swap import LIST_BYTES, SwapKernel, choose_family, write_list  # noqa: E402
+from kv_swap.cuda.swap import LIST_BYTES, SwapKernel, write_list  # noqa: E402
 from kv_swap.engine import Direction, SwapJob  # noqa: E402
 from kv_swap.memory.arena import HostArena  # noqa: E402
 

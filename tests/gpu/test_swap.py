@@ -12,16 +12,10 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 
-from kv_swap.cuda import swap_bulk, swap_vector  # noqa: E402
+from kv_swap.cuda import kernel_families  # noqa: E402
+from kv_swap.cuda.kernel_families import KernelFamily, choose_family  # noqa: E402
 from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
-from kv_swap.cuda.swap import (  # noqa: E402
-    LIST_BYTES,
-    MAX_PAIRS,
-    KernelFamily,
-    SwapKernel,
-    choose_family,
-    write_list,
-)
+from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list  # noqa: E402
 from kv_swap.engine import Direction  # noqa: E402
 from kv_swap.memory.arena import HostArena  # noqa: E402
 
@@ -43,11 +37,8 @@ pytestmark = pytest.mark.gpu
 
 FAMILIES = [
     family
-    for family, capability in (
-        (swap_vector.FAMILY, swap_vector.MIN_CAPABILITY),
-        (swap_bulk.FAMILY, swap_bulk.MIN_CAPABILITY),
-    )
-    if torch.cuda.get_device_capability() >= capability
+    for family in kernel_families.FAMILIES
+    if torch.cuda.get_device_capability() >= family.min_capability
 ]
 
 
@@ -95,7 +86,7 @@ class Bed:
 
 
 def test_the_fastest_family_is_chosen() -> None:
-    assert choose_family(torch.device("cuda", 0)) is FAMILIES[-1]
+    assert choose_family(torch.device("cuda", 0)) is FAMILIES[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -27,8 +27,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.halves import halves
-from kv_offload.engines.vllm.plugin import CONNECTOR
 from kv_offload.metrics import KINDS
 from tests.support.configurations import (
     PAGE_WORDS,

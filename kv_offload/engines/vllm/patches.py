@@ -32,9 +32,6 @@ Version = tuple[int, int]
 MARK = "_kv_offload_patch"
 """Attribute of our wrappers: the target. `functools.wraps` of others' copies it to theirs."""
 
-NOTED_REPLICAS = "_kv_offload_local_replicas"
-"""Attribute of a `ParallelConfig`: replicas that its front end starts on this host."""
-
 _unlogged: list[str] = []
 
 
@@ -150,13 +147,12 @@ def _note_replicas_and_check(original: Method, self: Any, *args: Any, **kwargs: 
     if self.kv_transfer_config is None:
         not_in_use.log_why()
         return original(self, *args, **kwargs)
-    # Imported here: it imports this module, and most processes never need it.
-    from kv_offload.engines.vllm.start import early
+    # Imported here: most processes never need it.
+    from kv_offload.engines.vllm.start import early, ranks
 
     early.check_arguments(self)
     config = original(self, *args, **kwargs)
-    parallel = config.parallel_config
-    setattr(parallel, NOTED_REPLICAS, int(parallel.data_parallel_size_local))
+    ranks.note_local_replicas(config)
     early.check_settings(config)
     if not early.asks_for_us(config.kv_transfer_config):
         not_in_use.log_other(config.kv_transfer_config.kv_connector)

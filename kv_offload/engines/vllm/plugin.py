@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 
+from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.patches import install_in_process
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import UnsupportedError
 
-CONNECTOR = "KVOffloadConnector"
 PREFIX = "kv-offload: "
 """How every line of ours begins, errors included (`kv_offload.errors`)."""
 VLLM_LOG = logging.getLogger("vllm.kv_offload")

@@ -1,29 +1,21 @@
 """What a rank asks of vLLM: its model runner, found on the call stack, and the forward's context.
 
 vLLM hands a connector no runner. But the runner calls `register_kv_caches`, so it is the `self` of
-a frame above. A MultiConnector and the engine core are found the same way while they build us.
+a frame above.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.engine import KVCaches
 from kv_offload.engines.vllm import patches
+from kv_offload.engines.vllm.call_stack import callers
 from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors, layer_regions
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-
-def callers() -> Iterator[Any]:
-    """Yield what is called `self` in the caller and in its callers, the nearest first."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_locals.get("self")
-        frame = frame.f_back  # type: ignore[assignment]
 
 
 def find_runner() -> Any | None:

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import kv_offload.engines.vllm.connector
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.plugin import CONNECTOR
+from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.start import build as start
 from kv_offload.engines.vllm.start.ranks import ask_ranks
 from kv_offload.errors import UnsupportedError

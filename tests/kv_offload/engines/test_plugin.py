@@ -11,7 +11,8 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kv_offload.engines.vllm.plugin import CONNECTOR, VLLM_LOG, register
+from kv_offload.engines.vllm import CONNECTOR
+from kv_offload.engines.vllm.plugin import VLLM_LOG, register
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_swap.cuda import launcher, swap, swap_bulk, swap_vector, zero
+from kv_swap.cuda import launcher, swap, zero
+from kv_swap.cuda.kernel_families import FAMILIES, VECTOR, LaunchShape
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout, Region
-
-FAMILIES = [swap_vector.FAMILY, swap_bulk.FAMILY]
-
 
 SHAPES = [family.shapes[direction] for family in FAMILIES for direction in Direction]
 
@@ -30,13 +28,13 @@ def layout_of(page_bytes: list[int]) -> KVLayout:
 
 @given(
     data=st.data(),
-    shape=st.sampled_from([*SHAPES, swap.LaunchShape(1, 32, 128, 2)]),
+    shape=st.sampled_from([*SHAPES, LaunchShape(1, 32, 128, 2)]),
     pages=st.lists(
         st.sampled_from([16, 48, 512, 4096, 4112, 16_384, 65_552]), min_size=1, max_size=70
     ),
 )
 def test_tiles_cover_every_byte_of_their_wave_once_and_fit(
-    data: st.DataObject, shape: swap.LaunchShape, pages: list[int]
+    data: st.DataObject, shape: LaunchShape, pages: list[int]
 ) -> None:
     regions = layout_of(pages).regions
     wave_of = data.draw(st.lists(st.integers(0, 3), min_size=len(pages), max_size=len(pages)))
@@ -68,14 +66,14 @@ def test_tiles_cover_every_byte_of_their_wave_once_and_fit(
 
 
 def test_tiles_are_full_where_pages_are_small() -> None:
-    shape = swap.LaunchShape(1, 32, 16_384, 32)
+    shape = LaunchShape(1, 32, 16_384, 32)
     table, _ = swap.cut_tiles([layout_of([4096] * 8).regions], shape)
     assert table.shape == (2, 4, 4)
 
 
 def test_a_tile_ends_where_the_slot_has_a_gap() -> None:
     regions = (Region(1 << 20, 4096, 4096, 0), Region(1 << 21, 4096, 4096, 8192))
-    tiles, _ = swap.cut_tiles([regions], swap.LaunchShape(1, 32, 16_384, 32))
+    tiles, _ = swap.cut_tiles([regions], LaunchShape(1, 32, 16_384, 32))
     assert tiles[:, 0, 2].tolist() == [0, 8192]
 
 
@@ -129,15 +127,20 @@ def test_options_change_with_the_headers(tmp_path: Path, monkeypatch: pytest.Mon
     options = []
     for text in ("a", "b", "a"):
         header.write_text(text)
-        options.append(swap.compile_options(swap_vector.FAMILY))
+        options.append(swap.compile_options(VECTOR))
     assert options[0] == options[2] != options[1]
 
 
 KERNELS = [
     (zero.SOURCE, zero.COMPILE_OPTIONS, 75, ["zero_pages"]),
     *(
-        (family.source, swap.compile_options(family), oldest, ["swap_store", "swap_load"])
-        for family, oldest in zip(FAMILIES, (75, 90), strict=True)
+        (
+            family.source,
+            swap.compile_options(family),
+            10 * family.min_capability[0] + family.min_capability[1],
+            ["swap_store", "swap_load"],
+        )
+        for family in FAMILIES
     ),
 ]
 

@@ -1,13 +1,10 @@
-"""Swap kernels: a family of them, bound to a layout and an arena, fed and launched.
-
-A family is one source in csrc with its launch shapes: `swap_bulk` and `swap_vector`.
-"""
+"""Swap kernels: a family of them, bound to a layout and an arena, fed and launched."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.cuda.device import device_index, import_cupy
+from kv_swap.cuda.kernel_families import KernelFamily, LaunchShape
 from kv_swap.cuda.launcher import Launcher, compiled, source_directory
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout, Region
@@ -29,34 +27,6 @@ MAX_PAIRS = 2048
 _HEADER_BYTES = 16
 LIST_BYTES = _HEADER_BYTES + 8 * MAX_PAIRS
 """Bytes of a list: a header, of which the first int32 is the number of pairs, and the pairs."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchShape:
-    """How one direction is launched, and how it wants slots cut into tiles.
-
-    A tile has at most `tile_bytes` and at most `segments_per_tile` runs of contiguous bytes in the
-    KV cache. `shared_bytes` is dynamic shared memory.
-    """
-
-    ctas: int
-    threads: int
-    tile_bytes: int
-    segments_per_tile: int
-    shared_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class KernelFamily:
-    """One source of csrc with the functions `swap_store` and `swap_load`, and how to launch them.
-
-    `name` is what benches call it; `options` are for the compiler.
-    """
-
-    name: str
-    source: str
-    shapes: Mapping[Direction, LaunchShape]
-    options: tuple[str, ...] = ()
 
 
 def compile_options(family: KernelFamily) -> tuple[str, ...]:
@@ -199,17 +169,3 @@ class SwapKernel:
         else:
             with self._device(self._index):
                 self._launchers[direction](stream.cuda_stream)
-
-
-def choose_family(device: torch.device) -> KernelFamily | None:
-    """Return the fastest family that `device` runs; `None` if it runs none."""
-    import torch
-
-    from kv_swap.cuda import swap_bulk, swap_vector
-
-    capability: tuple[int, int] = torch.cuda.get_device_capability(device_index(device))
-    for module in (swap_bulk, swap_vector):
-        if capability >= module.MIN_CAPABILITY:
-            family: KernelFamily = module.FAMILY
-            return family
-    return None

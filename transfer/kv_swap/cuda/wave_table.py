@@ -9,7 +9,8 @@ import numpy as np
 
 from kv_swap.cuda.copy_path import WaveRange
 from kv_swap.cuda.device import device_index, import_cupy
-from kv_swap.cuda.swap import LaunchShape, Tiles, cut_tiles
+from kv_swap.cuda.kernel_families import LaunchShape
+from kv_swap.cuda.swap import Tiles, cut_tiles
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.pieces import PinnedRegistrar

@@ -12,7 +12,8 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kv_offload.config import TracedConfig, trace_config
 from kv_offload.engines.vllm import patches
-from kv_offload.engines.vllm.runner import VLLMRank, callers
+from kv_offload.engines.vllm.call_stack import callers
+from kv_offload.engines.vllm.runner import VLLMRank
 from kv_offload.engines.vllm.start import groups, ranks, support
 from kv_offload.engines.vllm.start.ordering import gives_idle_blocks
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version

@@ -18,7 +18,7 @@ from kv_swap.errors import DeviceError
 from vllm.config import KVTransferConfig
 
 from kv_offload.config import trace_config
-from kv_offload.engines.vllm.plugin import CONNECTOR
+from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.start import ranks, support
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import ConfigError, UnsupportedError

@@ -3,7 +3,7 @@
 A replica's configuration may no longer say how many there are. vLLM makes each replica of a dense
 model an engine of its own, whose data-parallel sizes are 1. With external load balancing, and where
 a user starts the replicas (`VLLM_DP_SIZE`), every process says that it has one. So the front end
-notes the number (`patches`); else it is inferred from the address at which replicas meet.
+notes the number; else it is inferred from the address at which replicas meet.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kv_offload.engines.vllm.call_stack import callers
 from kv_offload.engines.vllm.halves import workers_of_process
-from kv_offload.engines.vllm.patches import NOTED_REPLICAS
-from kv_offload.engines.vllm.runner import callers
 from kv_offload.errors import UnsupportedError
 from kv_offload.messages import WorkerCapacity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+_NOTED = "_kv_offload_local_replicas"
+"""Attribute of a `ParallelConfig`: replicas that its front end starts on this host."""
 
 _REPLICA_ID = re.compile(r"_dp[0-9]+$")
 """What vLLM appends to the engine id of each replica."""
@@ -96,6 +98,12 @@ class LocalReplicas:
     """Whether there may be more, which cannot be seen from here."""
 
 
+def note_local_replicas(vllm_config: VllmConfig) -> None:
+    """Have the front end note how many replicas it starts on this host."""
+    parallel = vllm_config.parallel_config
+    setattr(parallel, _NOTED, int(parallel.data_parallel_size_local))
+
+
 def count_local_replicas(
     vllm_config: VllmConfig, environ: Mapping[str, str] = os.environ
 ) -> LocalReplicas:
@@ -104,7 +112,7 @@ def count_local_replicas(
     All processes of a replica get the same answer. Other engines on the host are not counted.
     """
     parallel = vllm_config.parallel_config
-    noted = int(getattr(parallel, NOTED_REPLICAS, 1))
+    noted = int(getattr(parallel, _NOTED, 1))
     local = max(noted, int(parallel.data_parallel_size_local))
     if local > 1:
         return LocalReplicas(local)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.config import OffloadConfig
-from kv_offload.engines.vllm.runner import callers
+from kv_offload.engines.vllm.call_stack import callers
 from kv_offload.engines.vllm.start.groups import SPECS, STATE_SPEC, has_draft_head
 from kv_offload.engines.vllm.versions import layer_specs, role_accepts_embeddings
 from kv_offload.errors import UnsupportedError

@@ -1,0 +1,104 @@
+"""The families of swap kernels, how each is launched, and which one a device gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kv_swap.cuda.device import device_index
+from kv_swap.engine import Direction
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """How one direction is launched, and how it wants slots cut into tiles.
+
+    A tile has at most `tile_bytes` and at most `segments_per_tile` runs of contiguous bytes in the
+    KV cache. `shared_bytes` is dynamic shared memory.
+    """
+
+    ctas: int
+    threads: int
+    tile_bytes: int
+    segments_per_tile: int
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFamily:
+    """One source of csrc with the functions `swap_store` and `swap_load`, and how to launch them.
+
+    `name` is what benches call it; `min_capability` is of the devices that run it; `options` are
+    for the compiler.
+    """
+
+    name: str
+    source: str
+    min_capability: tuple[int, int]
+    shapes: Mapping[Direction, LaunchShape]
+    options: tuple[str, ...] = ()
+
+
+_BULK_CTAS = 2
+_WARP = 32
+_DRAINS = 2
+_STAGES = {Direction.STORE: 4, Direction.LOAD: 8}
+_TILE_BYTES = {Direction.STORE: 14 << 10, Direction.LOAD: 16 << 10}
+"""Each of two CTAs, a warp each, has a ring of stages; `_DRAINS` of them may be on their way out at
+once. No other ring moved more than the stores' 52.6 GB/s from 64 KiB pages on. They slow an
+8192-cubed product by 1.07; four CTAs slow it by 1.18, and the vector kernel by 1.91.
+
+Loads move 51.0 GB/s alone, and 49.0 while decode-like products run, where one drain moves 45.8.
+Reads take longer while stores fill their half of the link: 5 stages then move 30 GB/s, 8 move 38,
+13 move 42. 8 is the most that does not slow a reduction more than the copy engine does: by 1.091.
+(H200, PCIe Gen5 x16, driver 580, 21 Nov 2026, in a sweep of stages that was not kept.)"""
+
+BULK = KernelFamily(
+    "bulk",
+    "swap_bulk.cu",
+    (9, 0),
+    {
+        way: LaunchShape(
+            _BULK_CTAS, _WARP, _TILE_BYTES[way], _WARP, _STAGES[way] * _TILE_BYTES[way]
+        )
+        for way in Direction
+    },
+    tuple(
+        f"-DKV_SWAP_{way.name}_{what}={value}"
+        for way in Direction
+        for what, value in (
+            ("STAGES", _STAGES[way]),
+            ("DRAINS", _DRAINS),
+            ("TILE_BYTES", _TILE_BYTES[way]),
+        )
+    ),
+)
+"""Bulk copies through shared memory."""
+
+_VECTOR = LaunchShape(ctas=4, threads=1024, tile_bytes=4096, segments_per_tile=1)
+"""4 CTAs of 1,024 threads filled a PCIe Gen5 x16 link from 4 KiB pages on (H200, 21 Nov 2026); 16
+moved no more and slowed a bf16 product 2.9 times. A warp copies a tile at a time: 8 vectors a lane,
+so that 16 MiB give each warp 32 tiles."""
+
+VECTOR = KernelFamily(
+    "vector",
+    "swap_vector.cu",
+    (7, 5),
+    {Direction.STORE: _VECTOR, Direction.LOAD: _VECTOR},
+)
+"""16-byte loads and stores."""
+
+FAMILIES = (BULK, VECTOR)
+"""The fastest first."""
+
+
+def choose_family(device: torch.device) -> KernelFamily | None:
+    """Return the fastest family that `device` runs; `None` if it runs none."""
+    import torch
+
+    capability = torch.cuda.get_device_capability(device_index(device))
+    return next((family for family in FAMILIES if capability >= family.min_capability), None)
