@@ -17,7 +17,7 @@ LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """GB/s of one lane of PCI Express each way, by generation, less the encoding of bits."""
 
 ENOUGH = 0.6
-"""Part of a link that copies should reach. An H200 on PCIe 5.0 x16 reaches 0.78
+"""Part of a link that copies should reach. An H200 on PCIe 5.0 x16 reaches 0.76
 (bench/results/h200/swap.json); guests of a hypervisor reach less."""
 
 

@@ -35,7 +35,7 @@ from kv_swap.memory.room import MemoryRoom
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 20
-"""Bytes of one registration, at most: launches and captures wait for it, 5 to 7 ms on the host of
+"""Bytes of one registration, at most: launches and captures wait for it, 5 to 8 ms on the host of
 an H200, and 18 to 26 ms for 1 GiB (bench/swap/pinning.py). 512 GiB or more are known to fail."""
 
 NUM_THREADS = 4
