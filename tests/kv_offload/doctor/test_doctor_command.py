@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import resource
 import subprocess
@@ -89,23 +87,6 @@ def test_text_is_plain_where_no_terminal_reads_it(capsys: pytest.CaptureFixture[
     assert "\033" not in output
     assert max(map(len, output.splitlines())) <= 100
     assert len(output.splitlines()) <= 60, "one page"
-
-
-@pytest.mark.parametrize(("environ", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
-def test_a_terminal_gets_colour(environ: dict[str, str], coloured: bool) -> None:
-    ours, theirs = os.openpty()
-    command = [sys.executable, "-m", "kv_offload.cli", "doctor", "--no-measure"]
-    with subprocess.Popen(
-        command, stdout=theirs, env={"PYTHONPATH": os.pathsep.join(sys.path), **environ}
-    ):
-        os.close(theirs)
-        output = b""
-        with contextlib.suppress(OSError):  # how a terminal ends whose last user is gone
-            while part := os.read(ours, 4096):
-                output += part
-    os.close(ours)
-    assert (b"\033[32mok" in output) == coloured
-    assert b"Python" in output
 
 
 def test_replicas_are_counted_from_one(capsys: pytest.CaptureFixture[str]) -> None:
