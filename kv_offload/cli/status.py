@@ -90,12 +90,12 @@ def _watch(console: Console, url: str, reading: Reading, interval: float) -> Non
         with interrupt, Live(shown, console=console, screen=True, auto_refresh=False) as live:
             while not interrupt.seen:
                 time.sleep(interval)
-                before, note = reading, ""
                 try:
-                    reading = read(url)
+                    before, reading = reading, read(url)
+                    shown = _draw(url, reading, before)
                 except ServerError as error:
                     note = f"{error}. Shown is what was read before; trying again."
-                shown = _draw(url, reading, before, note)
+                    shown = _draw(url, reading, note=note)
                 live.update(shown, refresh=True)
     except KeyboardInterrupt:
         pass
@@ -134,8 +134,6 @@ class _Interrupt:
 def _draw(
     url: str, reading: Reading, before: Reading | None = None, note: str = ""
 ) -> RenderableType:
-    if before is reading:
-        before = None
     each = [figures(reading, before, [engine]) for engine in reading.engines]
     return page(url, figures(reading, before), each, note)
 
