@@ -19,7 +19,6 @@ PRINT_LAST = "import sys; print(sys.argv[-1])"
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("KV_OFFLOAD_CONFIG_FILE", raising=False)
 
 
 def transfer_config(output):
