@@ -8,13 +8,14 @@ import json
 import signal
 import time
 from types import FrameType
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 
 from kv_offload.cli.terminal import is_terminal, shows_colour
 from kv_offload.errors import ServerError
-from kv_offload.status.figures import Figures, figures
+from kv_offload.status.figures import figures
 from kv_offload.status.read import Reading, metrics_url, read
 from kv_offload.status.view import page
 
@@ -144,19 +145,15 @@ def as_json(reading: Reading) -> dict[str, object]:
     What needs two readings, rates since the last one, is left out.
     """
     return {
-        **_totals(figures(reading)),
-        "by_engine": {e: _totals(figures(reading, None, [e])) for e in reading.engines},
+        **dataclasses.asdict(figures(reading), dict_factory=_totals),
+        "by_engine": {
+            engine: dataclasses.asdict(figures(reading, None, [engine]), dict_factory=_totals)
+            for engine in reading.engines
+        },
     }
 
 
-def _totals(figures: Figures) -> dict[str, object]:
-    def plain(value: object) -> object:
-        if isinstance(value, dict):
-            if value.keys() == {"total", "per_second"}:
-                return value["total"]
-            return {key: plain(inner) for key, inner in value.items() if key != "seconds"}
-        return value
-
-    flat = plain(dataclasses.asdict(figures))
-    assert isinstance(flat, dict)
-    return flat
+def _totals(fields: list[tuple[str, Any]]) -> Any:
+    """Return the total of a `Count`, and the fields of other records but for `seconds`."""
+    values = dict(fields)
+    return values.get("total", {name: values[name] for name in values if name != "seconds"})

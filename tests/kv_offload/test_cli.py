@@ -115,11 +115,18 @@ def test_errors_are_one_message_and_status_2(tmp_path, capsys, content, message)
     assert output.err.count("\n") == 1
 
 
-def test_a_missing_file_is_one_message_and_status_2(tmp_path, capsys):
-    assert main(["config", "missing.yaml"]) == 2
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("missing.yaml", "cannot be read: [Errno 2] No such file or directory: '{}/missing.yaml'"),
+        ("", "not a path"),
+    ],
+)
+def test_a_wrong_file_is_named_as_it_was_given(tmp_path, capsys, name, problem):
+    assert main(["config", name]) == 2
     assert capsys.readouterr().err == (
-        "kv-offload: 'missing.yaml': cannot be read: [Errno 2] No such file or directory: "
-        f"'{tmp_path}/missing.yaml'. Give the path of a YAML file that this process can read.\n"
+        f"kv-offload: {name!r}: {problem.format(tmp_path)}. "
+        "Give the path of a YAML file that this process can read.\n"
     )
 
 

@@ -298,11 +298,6 @@ def test_the_named_file_wins_over_the_environment(write):
     assert load({"store_after_uses": 4}, environ).store_after_uses == 4
 
 
-def test_the_environment_of_the_process_is_the_default(write, monkeypatch):
-    monkeypatch.setenv("KV_OFFLOAD_CONFIG_FILE", write("store_after_uses: 2"))
-    assert trace_config({}).config.store_after_uses == 2
-
-
 def test_the_trace_says_where_every_value_came_from(write):
     file = write("store_after_uses: 2\ncpu_bytes: 1GiB")
     traced = trace_config({"config_file": file, "store_after_uses": 4}, {}, host=HOST)
@@ -563,15 +558,6 @@ def test_the_file_of_a_command_is_read_in_place_of_the_others(tmp_path):
     assert traced.config.store_after_uses == 3
     assert traced.file == file
     assert traced.given["store_after_uses"] == (str(file), 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"), [("missing.yaml", "cannot be read: "), ("", "not a path. ")]
-)
-def test_a_wrong_file_of_a_command_is_named_as_it_was_given(name, problem):
-    with pytest.raises(ConfigError) as caught:
-        trace_config({}, {}, file=name, host=HOST)
-    assert str(caught.value).startswith(f"kv-offload: {name!r}: {problem}")
 
 
 @pytest.mark.parametrize(
