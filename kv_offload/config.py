@@ -99,13 +99,9 @@ class OffloadConfig:
         Meta(description="Whether a request whose load failed is computed again or fails."),
     ] = "recompute"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return every key with its value."""
-        return dataclasses.asdict(self)
-
     def describe(self) -> str:
         """Return the effective configuration as one line for the log."""
-        shown = self.to_dict() | {"cpu_bytes": format_size(self.cpu_bytes)}
+        shown = dataclasses.asdict(self) | {"cpu_bytes": format_size(self.cpu_bytes)}
         return ", ".join(f"{name}={as_yaml(value)}" for name, value in shown.items())
 
 
