@@ -78,8 +78,8 @@ def _run(arguments: argparse.Namespace) -> int:
         with console.capture() as capture:
             console.print(_draw(url, reading))
         print(capture.get(), end="")  # rich itself would end the program at a closed pipe
-        return 0
-    _watch(console, url, reading, arguments.interval)
+    else:
+        _watch(console, url, reading, arguments.interval)
     return 0
 
 
