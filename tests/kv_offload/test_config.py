@@ -278,14 +278,18 @@ def test_what_belongs_into_vllms_argument_is_told_so(write, key):
 # Sources and precedence
 
 
-def test_inline_wins_over_the_file_which_wins_over_the_default(write):
-    file = write("store_after_uses: 2\nstore_blocks: prompt\n")
-    config = load({"config_file": file, "store_after_uses": 4})
-    assert (config.store_after_uses, config.store_blocks, config.eviction_policy) == (
-        4,
-        "prompt",
-        "lru",
+def test_inline_wins_over_the_file_which_wins_over_the_default_and_is_traced(write):
+    file = write("store_after_uses: 2\nstore_blocks: prompt\ncpu_bytes: 1GiB")
+    traced = trace_config({"config_file": file, "store_after_uses": 4}, {}, host=HOST)
+    assert traced.config == dataclasses.replace(
+        DEFAULTS, store_after_uses=4, store_blocks="prompt", cpu_bytes=GIB
     )
+    assert traced.file == Path(file)
+    assert set(traced.given) == set(SCHEMA)
+    assert traced.given["store_after_uses"] == ("kv_connector_extra_config", 4)
+    assert traced.given["cpu_bytes"] == (file, "1GiB")
+    assert traced.given["eviction_policy"] == (DEFAULT, "lru")
+    assert trace_config({}, {}, host=HOST).file is None
 
 
 def test_the_named_file_wins_over_the_environment(write):
@@ -294,17 +298,6 @@ def test_the_named_file_wins_over_the_environment(write):
     assert load({"config_file": named}, environ).store_after_uses == 2
     assert load({}, environ).store_after_uses == 3
     assert load({"store_after_uses": 4}, environ).store_after_uses == 4
-
-
-def test_the_trace_says_where_every_value_came_from(write):
-    file = write("store_after_uses: 2\ncpu_bytes: 1GiB")
-    traced = trace_config({"config_file": file, "store_after_uses": 4}, {}, host=HOST)
-    assert traced.file == Path(file)
-    assert set(traced.given) == set(SCHEMA)
-    assert traced.given["store_after_uses"] == ("kv_connector_extra_config", 4)
-    assert traced.given["cpu_bytes"] == (file, "1GiB")
-    assert traced.given["eviction_policy"] == (DEFAULT, "lru")
-    assert trace_config({}, {}, host=HOST).file is None
 
 
 def test_paths_may_be_relative_links_or_start_at_home(write, tmp_path, monkeypatch):
