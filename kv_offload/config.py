@@ -99,13 +99,9 @@ class OffloadConfig:
         Meta(description="Whether a request whose load failed is computed again or fails."),
     ] = "recompute"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return every key with its value."""
-        return dataclasses.asdict(self)
-
     def describe(self) -> str:
         """Return the effective configuration as one line for the log."""
-        shown = self.to_dict() | {"cpu_bytes": format_size(self.cpu_bytes)}
+        shown = dataclasses.asdict(self) | {"cpu_bytes": format_size(self.cpu_bytes)}
         return ", ".join(f"{name}={as_yaml(value)}" for name, value in shown.items())
 
 
@@ -220,19 +216,21 @@ def _checked(source: str, name: Any, value: Any, whole_bytes: int) -> Any:
     if key is None:
         shown = show(name)[1:-1] if isinstance(name, str) else show(name)
         raise ConfigError(f"{source}: {shown}: {show(value)}: unknown key. {_hint(source, shown)}")
+    cause: Exception
     try:
         if name == "cpu_bytes":
             value = _sized(value, whole_bytes)
-    except ValueError as error:
-        problem = f"{as_sentence(error)} Allowed: {key.allowed}"
-        raise _bad_value(source, key, value, problem) from error
-    try:
         return msgspec.convert(value, key.type)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter of half a letter
-        problem = f"must be {key.allowed}"
-        if isinstance(value, int) and value > _MAX_INT:
-            problem = f"must be {_MAX_INT} at most"
-        raise _bad_value(source, key, value, problem) from error
+        is_large = isinstance(value, int) and value > _MAX_INT
+        problem, cause = f"must be {f'{_MAX_INT} at most' if is_large else key.allowed}", error
+    except ValueError as error:
+        problem, cause = f"{as_sentence(error)} Allowed: {key.allowed}", error
+    shown = "no value" if value is None else show(value)
+    raise ConfigError(
+        f"{source}: {key.name}: {shown}: {problem}. Correct it, or remove it to get the default, "
+        f"{key.written_default}."
+    ) from cause
 
 
 def _sized(value: Any, whole_bytes: int) -> Any:
@@ -255,9 +253,3 @@ def _hint(source: str, unknown: str) -> str:
     near = difflib.get_close_matches(unknown.lower(), known, n=1)
     hint = f"Did you mean {near[0]}? " if near else ""
     return f"{hint}Correct or remove it; the keys are {', '.join(known)}."
-
-
-def _bad_value(source: str, key: Key, value: Any, problem: str) -> ConfigError:
-    shown = "no value" if value is None else show(value)
-    remedy = f"Correct it, or remove it to get the default, {key.written_default}."
-    return ConfigError(f"{source}: {key.name}: {shown}: {problem}. {remedy}")

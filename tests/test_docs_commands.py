@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,6 @@ def blocks(page: Path) -> Iterator[Block]:
         yield Block(language, re.sub(f"^{indent}", "", text, flags=re.MULTILINE))
 
 
-def page_name(page: Path) -> str:
-    return page.name
-
-
 def check_transfer_config(text: str) -> list[dict[str, Any]]:
     """Have the plugin check its settings in a value of `--kv-transfer-config`, and return them."""
     config = json.loads(text)
@@ -118,7 +115,7 @@ exit 64
 """
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
+@pytest.mark.parametrize("page", PAGES, ids=attrgetter("name"))
 def test_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     found = [block for block in blocks(page) if block.is_run]
     if not found:
@@ -164,7 +161,7 @@ def manifests(page: Path) -> Iterator[dict[str, Any]]:
             yield from yaml.safe_load_all(block.text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
+@pytest.mark.parametrize("page", PAGES, ids=attrgetter("name"))
 def test_examples_are_accepted(page: Path, tmp_path: Path) -> None:
     """Python is compiled, YAML read: with its keys for us or, in a manifest, for Kubernetes."""
     for block in blocks(page):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 from typing import Any
@@ -63,7 +64,7 @@ def _describe(traced: TracedConfig, argument: str) -> str:
     """Return every effective value with its source, then the argument, quoted for a shell."""
     origin = "none" if traced.file is None else repr(str(traced.file))
     lines = [f"# Effective configuration; file: {origin}"]
-    for name, value in traced.config.to_dict().items():
+    for name, value in dataclasses.asdict(traced.config).items():
         source, written = traced.given[name]
         comment = "default" if source == DEFAULT else "file"
         if name == "cpu_bytes":

@@ -64,7 +64,7 @@ def _run(arguments: argparse.Namespace) -> int:
             configuration,
             *memory.check_memory(traced, has_gpu=devices.may_have_gpu(machine, torch)),
         ],
-        "Engine": [*engine.check_engine(os.environ)],
+        "Engine": [engine.check_plugin(os.environ)],
     }
     title = f"kv-offload {__version__} doctor"
     if arguments.json:

@@ -8,13 +8,14 @@ import json
 import signal
 import time
 from types import FrameType
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 
 from kv_offload.cli.terminal import is_terminal, shows_colour
 from kv_offload.errors import ServerError
-from kv_offload.status.figures import Figures, figures
+from kv_offload.status.figures import figures
 from kv_offload.status.read import Reading, metrics_url, read
 from kv_offload.status.view import page
 
@@ -77,8 +78,8 @@ def _run(arguments: argparse.Namespace) -> int:
         with console.capture() as capture:
             console.print(_draw(url, reading))
         print(capture.get(), end="")  # rich itself would end the program at a closed pipe
-        return 0
-    _watch(console, url, reading, arguments.interval)
+    else:
+        _watch(console, url, reading, arguments.interval)
     return 0
 
 
@@ -90,12 +91,12 @@ def _watch(console: Console, url: str, reading: Reading, interval: float) -> Non
         with interrupt, Live(shown, console=console, screen=True, auto_refresh=False) as live:
             while not interrupt.seen:
                 time.sleep(interval)
-                before, note = reading, ""
                 try:
-                    reading = read(url)
+                    before, reading = reading, read(url)
+                    shown = _draw(url, reading, before)
                 except ServerError as error:
                     note = f"{error}. Shown is what was read before; trying again."
-                shown = _draw(url, reading, before, note)
+                    shown = _draw(url, reading, note=note)
                 live.update(shown, refresh=True)
     except KeyboardInterrupt:
         pass
@@ -134,8 +135,6 @@ class _Interrupt:
 def _draw(
     url: str, reading: Reading, before: Reading | None = None, note: str = ""
 ) -> RenderableType:
-    if before is reading:
-        before = None
     each = [figures(reading, before, [engine]) for engine in reading.engines]
     return page(url, figures(reading, before), each, note)
 
@@ -146,19 +145,15 @@ def as_json(reading: Reading) -> dict[str, object]:
     What needs two readings, rates since the last one, is left out.
     """
     return {
-        **_totals(figures(reading)),
-        "by_engine": {e: _totals(figures(reading, None, [e])) for e in reading.engines},
+        **dataclasses.asdict(figures(reading), dict_factory=_totals),
+        "by_engine": {
+            engine: dataclasses.asdict(figures(reading, None, [engine]), dict_factory=_totals)
+            for engine in reading.engines
+        },
     }
 
 
-def _totals(figures: Figures) -> dict[str, object]:
-    def plain(value: object) -> object:
-        if isinstance(value, dict):
-            if value.keys() == {"total", "per_second"}:
-                return value["total"]
-            return {key: plain(inner) for key, inner in value.items() if key != "seconds"}
-        return value
-
-    flat = plain(dataclasses.asdict(figures))
-    assert isinstance(flat, dict)
-    return flat
+def _totals(fields: list[tuple[str, Any]]) -> Any:
+    """Return the total of a `Count`, and the fields of other records but for `seconds`."""
+    values = dict(fields)
+    return values.get("total", {name: values[name] for name in values if name != "seconds"})

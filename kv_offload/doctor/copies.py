@@ -44,12 +44,12 @@ def measure(device: torch.device, kind: EngineChoice) -> Rates:
     layout = KVLayout.from_tensors(BLOCKS, [TensorDescription.of("kv", kv, BLOCKS)])
     with create_engine(kind, layout, BLOCKS, keep_alive=[kv]) as engine:
         _await_memory(engine)
-        rates = {
-            direction: max(_run(engine, direction) for _ in range(ROUNDS))
+        store, load = (
+            max(_run(engine, direction) for _ in range(ROUNDS))
             for direction in (Direction.STORE, Direction.LOAD)
-        }
+        )
         path: CopyPath = "the kernels" if engine.can_load_before_compute else "the copy engine"
-    return Rates(rates[Direction.STORE], rates[Direction.LOAD], path)
+    return Rates(store, load, path)
 
 
 def _run(engine: SwapEngine, direction: Direction) -> float:

@@ -148,7 +148,9 @@ def check_nodes(
     name = "memory node"
     try:
         online = (sysfs / "devices/system/node/online").read_text().strip()
-        allowed = _status(proc, "Mems_allowed_list")
+        lines = (proc / "self/status").read_text().splitlines()
+        status = dict(line.split(":", 1) for line in lines if ":" in line)
+        allowed = status["Mems_allowed_list"].strip()
     except (OSError, KeyError) as error:
         yield not_checked(name, f"cannot be read: {error}")
         return
@@ -171,11 +173,6 @@ def check_nodes(
             fits=node in _numbers(allowed),
             otherwise="warning",
         )
-
-
-def _status(proc: Path, key: str) -> str:
-    lines = (proc / "self/status").read_text().splitlines()
-    return dict(line.split(":", 1) for line in lines if ":" in line)[key].strip()
 
 
 def _numbers(ranges: str) -> set[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 
 from kv_offload.doctor.report import Check, judged, not_checked
@@ -12,15 +12,9 @@ GROUP, PLUGIN = "vllm.general_plugins", "kv_offload"
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
 
 
-def check_engine(environ: Mapping[str, str]) -> Iterator[Check]:
-    """Yield what can be seen of an engine that would be started here."""
-    is_installed = bool(entry_points(group=GROUP, name=PLUGIN))
-    yield check_plugin(environ, is_installed, has_vllm=bool(installed(*VLLM_NAMES)))
-
-
-def check_plugin(environ: Mapping[str, str], is_installed: bool, *, has_vllm: bool) -> Check:
-    """Say whether vLLM will load the plugin."""
-    if not is_installed:
+def check_plugin(environ: Mapping[str, str]) -> Check:
+    """Say whether vLLM will load the plugin into an engine that is started here."""
+    if not entry_points(group=GROUP, name=PLUGIN):
         return judged(
             "plugin",
             "kv-offload is on Python's path, but it is not installed",
@@ -29,7 +23,7 @@ def check_plugin(environ: Mapping[str, str], is_installed: bool, *, has_vllm: bo
             fits=False,
         )
     value = environ.get(PLUGINS_VARIABLE)
-    if value is None and not has_vllm:
+    if value is None and not installed(*VLLM_NAMES):
         return not_checked("plugin", "installed in this Python, which has no vLLM")
     if value is None:
         return Check(name="plugin", state="ok", found="installed where vLLM looks for plugins")

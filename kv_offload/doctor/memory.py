@@ -31,9 +31,7 @@ def read_configuration(file: str | None, replicas: int) -> tuple[Check, TracedCo
     return Check(name=name, state="ok", found=f"{found}{each}"), traced
 
 
-def check_memory(
-    traced: TracedConfig | None, *, has_gpu: bool, huge_pages: Path = HUGE_PAGES
-) -> Iterator[Check]:
+def check_memory(traced: TracedConfig | None, *, has_gpu: bool) -> Iterator[Check]:
     """Yield what bounds the memory of a configuration; `None` for one that could not be read."""
     if traced is None:
         yield not_checked("free memory", "the configuration is wrong")
@@ -42,7 +40,7 @@ def check_memory(
         yield check_free(traced)
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         yield check_lockable(traced, locked, has_gpu=has_gpu)
-    yield check_huge_pages(huge_pages)
+    yield check_huge_pages()
 
 
 def check_limit(traced: TracedConfig) -> Check:
@@ -98,7 +96,7 @@ def check_lockable(traced: TracedConfig, limit_bytes: int, *, has_gpu: bool) -> 
     return judged(name, found, needed, remedy, fits=fits, otherwise="warning")
 
 
-def check_huge_pages(file: Path) -> Check:
+def check_huge_pages(file: Path = HUGE_PAGES) -> Check:
     """Say whether the pool gets huge pages: there are 512 times fewer of them to lock."""
     name = "huge pages"
     try:

@@ -114,20 +114,16 @@ def read_model(path: Path) -> Model:
 def _load(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises `ConfigError`."""
     try:
-        return _load_object(file)
+        given = json.loads(read_small(file, MAX_FILE_BYTES, "a config.json"))
+        if not isinstance(given, dict):
+            kind = type(given).__name__
+            raise ValueError(f"it holds a {kind}, but a config.json is an object")  # noqa: TRY004, TRY301
     except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(
             f"{file}: cannot be read as JSON: {error}. Give the path of a model's config.json, as "
             "Hugging Face has it, or of the folder that holds it; nothing is downloaded by a "
             "model's name"
         ) from error
-
-
-def _load_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raises `ValueError` for what cannot be a config.json."""
-    given = json.loads(read_small(file, MAX_FILE_BYTES, "a config.json"))
-    if not isinstance(given, dict):
-        raise ValueError(f"it holds a {type(given).__name__}, but a config.json is an object")  # noqa: TRY004 - a wrong file
     return given
 
 

@@ -97,16 +97,11 @@ class SlotSize:
 def slot_size(
     model: Model, *, tensor_parallel_size: int, cache_dtype: str, block_tokens: int
 ) -> SlotSize:
-    """Return the size of a slot.
+    """Return the size of a slot, for settings that `check_arguments` accepts.
 
-    Raises `ConfigError` as `check_arguments` does, for a `cache_dtype` that does not fit the model,
-    and where the KV heads cannot be split over the ranks.
+    Raises `ConfigError` for a `cache_dtype` that does not fit the model, and where the KV heads
+    cannot be split over the ranks.
     """
-    check_arguments(
-        tensor_parallel_size=tensor_parallel_size,
-        cache_dtype=cache_dtype,
-        block_tokens=block_tokens,
-    )
     number_bytes = _number_bytes(model, cache_dtype)
     groups, group_layers = cut_into_groups(model.layers)
     return SlotSize(

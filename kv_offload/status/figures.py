@@ -6,10 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kv_offload.metrics import PREFIX, SKIP_REASONS
-from kv_offload.status.read import Reading
+from kv_offload.status.read import OF_VLLM, Reading
 
 ERRORS = ("failed_loads", "repaired_loads", "lost_requests", "hook_errors", "skipped_copy_failed")
 """Counters that stay 0 in a healthy engine."""
+
+WAITS = {
+    "running_loads": "loads under way",
+    "running_stores": "stores under way",
+    "waiting_slots": "slots of ended requests that wait to be stored",
+    "pinned_blocks": "GPU blocks that a store keeps from reuse",
+}
+"""Gauges of what waits now, and what each of them counts."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +91,8 @@ def figures(
     chosen = tuple(now.engines if engines is None else engines)
     seconds = None if before is None else now.taken - before.taken
 
-    def total(reading: Reading, name: str) -> float:
-        return sum(reading.values.get((name, engine), 0.0) for engine in chosen)
+    def total(reading: Reading, name: str, prefix: str = PREFIX) -> float:
+        return sum(reading.values.get((prefix + name, engine), 0.0) for engine in chosen)
 
     def counted(value: Callable[[Reading], float]) -> Count:
         newest = value(now)
@@ -93,20 +101,14 @@ def figures(
         growth = newest - value(before)
         return Count(newest, growth / seconds if growth >= 0 else None)
 
-    def counter(name: str) -> Count:
-        return counted(lambda reading: total(reading, f"{PREFIX}{name}_total"))
+    def counter(name: str, prefix: str = PREFIX) -> Count:
+        return counted(lambda reading: total(reading, f"{name}_total", prefix))
 
-    def gauge(name: str) -> float:
-        return total(now, PREFIX + name)
-
-    def prompts(reading: Reading) -> float:
-        return total(reading, "vllm:prefix_cache_queries_total")
-
-    def from_gpu(reading: Reading) -> float:
-        return total(reading, "vllm:prefix_cache_hits_total")
-
-    def from_host(reading: Reading) -> float:
-        return total(reading, f"{PREFIX}hit_tokens_total")
+    def computed(reading: Reading) -> float:
+        asked = total(reading, "queries_total", OF_VLLM)
+        cached = total(reading, "hits_total", OF_VLLM) + total(reading, "hit_tokens_total")
+        # A request that was preempted is looked up again, which vLLM's counters leave out.
+        return max(0.0, asked - cached)
 
     def copies(name: str) -> Copies:
         busy = counter(f"{name}_seconds").total
@@ -118,28 +120,24 @@ def figures(
         engines=chosen,
         model=now.model,
         seconds=seconds,
-        prompt_tokens=counted(prompts),
-        gpu_tokens=counted(from_gpu),
-        host_tokens=counted(from_host),
-        # A request that was preempted is looked up again, which vLLM's counters leave out.
-        computed_tokens=counted(lambda r: max(0.0, prompts(r) - from_gpu(r) - from_host(r))),
+        prompt_tokens=counter("queries", OF_VLLM),
+        gpu_tokens=counter("hits", OF_VLLM),
+        host_tokens=counter("hit_tokens"),
+        computed_tokens=counted(computed),
         lookup_tokens=counter("lookup_tokens"),
         recomputed_tokens=counter("recomputed_tokens"),
         stored=copies("stored"),
         loaded=copies("loaded"),
         load_times=LoadTimes(*(_quantile(now, chosen, share) for share in (0.5, 0.99))),
         pool=Pool(
-            gauge("slots_in_use"),
-            gauge("slots"),
-            gauge("pool_slots"),
+            total(now, "slots_in_use"),
+            total(now, "slots"),
+            total(now, "pool_slots"),
             max(slot_bytes),
             counter("evictions"),
         ),
         skipped={reason: counter(f"skipped_{reason}") for reason in SKIP_REASONS},
-        waiting={
-            name: gauge(name)
-            for name in ("running_loads", "running_stores", "waiting_slots", "pinned_blocks")
-        },
+        waiting={name: total(now, name) for name in WAITS},
         errors={name: counter(name).total for name in ERRORS},
     )
 

@@ -18,8 +18,8 @@ from kv_offload.metrics import PREFIX
 from kv_offload.sizes import format_size
 
 ENGINE_PREFIX = "vllm:"
-READ = (PREFIX, "vllm:prefix_cache_")
-"""How the names begin that are read: ours, and vLLM's of its own cache."""
+OF_VLLM = "vllm:prefix_cache_"
+"""How the names of vLLM's metrics begin that are read beside ours: those of its own cache."""
 MAX_VALUE = 2.0**63
 """No counter, number of bytes or time is as large, or below 0."""
 TIMEOUT_SECONDS = 10.0
@@ -152,7 +152,7 @@ def parse(page: str, address: str) -> Reading:
     try:
         for family in text_string_to_metric_families(page):
             is_vllm = is_vllm or family.name.startswith(ENGINE_PREFIX)
-            for sample in family.samples if family.name.startswith(READ) else ():
+            for sample in family.samples if family.name.startswith((PREFIX, OF_VLLM)) else ():
                 if not 0 <= sample.value < MAX_VALUE:
                     raise ValueError(f"{sample.name} is {sample.value}")  # noqa: TRY301
                 engine = _short(sample.labels.get("engine", ""))

@@ -11,14 +11,8 @@ from rich.text import Text
 
 from kv_offload.metrics import METRICS
 from kv_offload.sizes import format_size
-from kv_offload.status.figures import Copies, Count, Figures
+from kv_offload.status.figures import WAITS, Copies, Count, Figures
 
-WAITS = {
-    "running_loads": "loads under way",
-    "running_stores": "stores under way",
-    "waiting_slots": "slots of ended requests that wait to be stored",
-    "pinned_blocks": "GPU blocks that a store keeps from reuse",
-}
 _HELP = {metric.name: metric.documentation for metric in METRICS}
 _SKIPPED = "Slots not stored because "
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -258,23 +261,19 @@ def test_an_engine_that_fails_leaves_the_others_their_rounds(fake: type[FakeProc
 # -- a real engine -----------------------------------------------------------------------------
 
 
-def run_bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    pytest.importorskip("vllm", reason="needs vLLM, which is not installed")
-    return run_module("bench.serving", "--out", str(out), *arguments)
+def on_an_engine(test: Callable[..., None]) -> Callable[..., None]:
+    missing = importlib.util.find_spec("vllm") is None
+    skip = pytest.mark.skipif(missing, reason="needs vLLM, which is not installed")
+    marks = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwarnings("default")]
+    return functools.reduce(lambda marked, mark: mark(marked), [skip, *marks], test)
 
 
-def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.filterwarnings("default")
+@on_an_engine
 def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) -> None:
     sections = "ttft,throughput,latency,pairs"
-    run = run_bench(tmp_path, "--connectors", "off,kv-offload,vllm", "--sections", sections)
+    words = ["--connectors", "off,kv-offload,vllm", "--sections", sections, "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "bench.serving", *words]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads((tmp_path / "serving-small.json").read_text())
     assert found["shape"]["name"] == "small"
@@ -303,13 +302,10 @@ def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) ->
     assert "| 100 % hits | as 0 % hits |" in run.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.filterwarnings("default")
+@on_an_engine
 def test_engines_are_started_again_by_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("vllm", reason="needs vLLM, which is not installed")
     monkeypatch.setattr(runs, "STARTS", 1)
     assert serving.main(["--sections", "start", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "serving-small.json").read_text())["results"]
@@ -319,13 +315,10 @@ def test_engines_are_started_again_by_turns(
     assert began == ["off", "kv-offload"] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.filterwarnings("default")
+@on_an_engine
 def test_conversations_are_held_by_turns_and_come_back_from_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("vllm", reason="needs vLLM, which is not installed")
     monkeypatch.setattr(runs, "ROUNDS", 1)
     words = ["--sections", "conversations", "--connectors", "kv-offload", "--out", str(tmp_path)]
     assert serving.main(words) == 0

@@ -1,9 +1,6 @@
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,33 +10,15 @@ import kv_offload
 from kv_offload.cli.main import main
 from kv_offload.config import SCHEMA, trace_config
 from kv_offload.host_memory import HostMemory
+from tests.support.commands import COMMAND, PYTHON, run_in_shell
 
 DOCS = Path(__file__).parents[2] / "docs/use/configuration.md"
 PRINT_LAST = "import sys; print(sys.argv[-1])"
-PYTHON = shlex.quote(sys.executable)
-COMMAND = f"{PYTHON} -m kv_offload.cli"
-
-
-def environment():
-    return os.environ | {"PYTHONPATH": ":".join(sys.path)}
-
-
-def kv_offload_command(*arguments, stdout):
-    """Run the command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "kv_offload.cli", *arguments],
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        check=False,
-    )
 
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("KV_OFFLOAD_CONFIG_FILE", raising=False)
 
 
 def transfer_config(output):
@@ -59,11 +38,14 @@ def test_a_file_gives_values_sources_and_the_argument(tmp_path, capsys):
     assert lines[1] == "cpu_bytes: 1048576  # file, 1MiB is 1 MiB"
     assert lines[2] == "eviction_policy: arc  # file"
     assert "store_blocks: all  # default" in lines
-    assert transfer_config(output) == {
+    argument = {
         "kv_connector": "KVOffloadConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"config_file": str(file)},
     }
+    assert transfer_config(output) == argument
+    assert main(["config", "--argument", "kv.yaml"]) == 0
+    assert json.loads(capsys.readouterr().out) == argument, "alone"
 
 
 def test_the_values_are_yaml_that_loads_to_the_same_configuration(tmp_path, capsys):
@@ -107,11 +89,7 @@ def test_awkward_paths_survive_the_shell(tmp_path, capsys, name):
     (tmp_path / name).write_text("")
     assert main(["config", name]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
-    done = subprocess.run(
-        ["sh", "-c", f'{PYTHON} -c "{PRINT_LAST}" {line}'],
-        capture_output=True,
-        check=True,
-    )
+    done = run_in_shell(tmp_path, f'{PYTHON} -c "{PRINT_LAST}" {line}', shell="sh")
     extra_config = json.loads(done.stdout)["kv_connector_extra_config"]
     assert extra_config == {"config_file": str(tmp_path / name)}
     assert trace_config(extra_config, {}).config == trace_config({}, {}).config
@@ -137,45 +115,19 @@ def test_errors_are_one_message_and_status_2(tmp_path, capsys, content, message)
     assert output.err.count("\n") == 1
 
 
-def test_a_missing_file_is_status_2_and_no_traceback(tmp_path):
-    done = kv_offload_command("config", "missing.yaml", stdout=subprocess.PIPE)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "kv-offload: 'missing.yaml': cannot be read: [Errno 2] No such file or directory: "
-        f"'{tmp_path}/missing.yaml'. Give the path of a YAML file that this process can read.\n"
-    )
-
-
 @pytest.mark.parametrize(
-    ("arguments", "status"),
-    [(["config"], 141), (["--version"], 0), (["config", "--help"], 0)],  # argparse ignores it
+    ("name", "problem"),
+    [
+        ("missing.yaml", "cannot be read: [Errno 2] No such file or directory: '{}/missing.yaml'"),
+        ("", "not a path"),
+    ],
 )
-def test_a_reader_that_went_away_is_no_error_of_ours(arguments, status):
-    """As in `kv-offload config | head -1`: quiet, with the status of a tool that SIGPIPE ended."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "wb") as closed:
-        done = kv_offload_command(*arguments, stdout=closed)
-    assert done.returncode == status
-    assert done.stderr == ""
-
-
-def test_closed_standard_output_is_no_error():
-    command = f"{COMMAND} config >&-"
-    done = subprocess.run(
-        ["sh", "-c", command], capture_output=True, text=True, env=environment(), check=False
+def test_a_wrong_file_is_named_as_it_was_given(tmp_path, capsys, name, problem):
+    assert main(["config", name]) == 2
+    assert capsys.readouterr().err == (
+        f"kv-offload: {name!r}: {problem.format(tmp_path)}. "
+        "Give the path of a YAML file that this process can read.\n"
     )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_argument_alone_is_what_vllm_takes(tmp_path, capsys):
-    (tmp_path / "kv.yaml").write_text("cpu_bytes: 1MiB")
-    assert main(["config", "--argument", "kv.yaml"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "kv_connector": "KVOffloadConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"config_file": str(tmp_path / "kv.yaml")},
-    }
 
 
 SERVE = 'ARGUMENT=$({command} config --argument kv-offload.yaml) && {serve} "$ARGUMENT"'
@@ -193,9 +145,7 @@ def test_the_pages_start_a_server_in_the_way_that_is_tested(page):
 def test_a_wrong_file_starts_no_server(tmp_path, shell):
     def serve():
         script = SERVE.format(command=COMMAND, serve=f'{PYTHON} -c "{PRINT_LAST}"')
-        return subprocess.run(
-            [shell, "-c", script], capture_output=True, text=True, env=environment(), check=False
-        )
+        return run_in_shell(tmp_path, script, shell)
 
     (tmp_path / "kv-offload.yaml").write_text("eviction_polcy: arc\n")
     done = serve()
@@ -209,17 +159,20 @@ def test_a_wrong_file_starts_no_server(tmp_path, shell):
     assert trace_config(extra_config, {}).config.eviction_policy == "arc"
 
 
-def test_version(capsys):
+def ended(arguments):
+    """Return the exit status of arguments at which argparse ends the program."""
     with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-    assert caught.value.code == 0
+        main(arguments)
+    return caught.value.code
+
+
+def test_version(capsys):
+    assert ended(["--version"]) == 0
     assert capsys.readouterr().out == f"kv-offload {kv_offload.__version__}\n"
 
 
 def test_help_describes_every_key(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["config", "--help"])
-    assert caught.value.code == 0
+    assert ended(["config", "--help"]) == 0
     output = capsys.readouterr().out
     for key in SCHEMA.values():
         assert f"{key.name} (default {key.written_default})\n    {key.description}" in output
@@ -228,7 +181,5 @@ def test_help_describes_every_key(capsys):
 
 @pytest.mark.parametrize("arguments", [[], ["configure"], ["config", "a", "b"], ["--nope"]])
 def test_wrong_arguments_are_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
+    assert ended(arguments) == 2
     assert "usage: kv-offload" in capsys.readouterr().err

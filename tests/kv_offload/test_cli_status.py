@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import pty
 import re
 import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
 from kv_offload.cli.main import main
 from kv_offload.metrics import PREFIX
-from tests.kv_offload.status.server import PageServer, page_server, recorded
+from tests.kv_offload.status.server import PageServer, page_server, recorded, recorded_with
+from tests.support.commands import LIMIT_SECONDS, Terminal
 
 
 @pytest.fixture
@@ -27,38 +23,25 @@ def server() -> Iterator[PageServer]:
         yield made
 
 
-def test_once_prints_one_page(server: PageServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", server.address, "--once"]) == 0
+@pytest.mark.parametrize("arguments", [["{}", "--once"], ["http://{}/metrics"]])
+def test_once_or_without_a_terminal_one_page_is_printed(
+    server: PageServer, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert main(["status", *(word.format(server.address) for word in arguments)]) == 0
     output = capsys.readouterr().out
     assert output.startswith(f"kv-offload at http://{server.address}/metrics: small, engine 0\n")
     assert re.search(r"from host memory: not computed +864 +48\.0 %", output)
+    assert "none since the start" in output
     assert "\x1b" not in output
     assert server.answered == 1
 
 
-def test_without_a_terminal_one_page_is_printed(
-    server: PageServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["status", f"http://{server.address}/metrics"]) == 0
-    assert "none since the start" in capsys.readouterr().out
-    assert server.answered == 1
-
-
-def test_one_page_as_json_is_one_reading(
-    server: PageServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_one_reading(server: PageServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", server.address, "--once", "--json"]) == 0
     reading = json.loads(capsys.readouterr().out)
     assert reading["engines"] == ["0"]
     assert reading["by_engine"]["0"] == {k: v for k, v in reading.items() if k != "by_engine"}
-
-
-def test_json_is_one_reading(server: PageServer, capsys: pytest.CaptureFixture[str]) -> None:
-    growing = recorded("hits").replace(
-        'vllm:host_kv_cache_slots{engine="0",model_name="small"} 2048.0',
-        'vllm:host_kv_cache_slots{engine="0",model_name="small"} 512.0',
-    )
-    server.page += growing.replace('engine="0"', 'engine="1"')
+    server.page += recorded_with("slots", 512).replace('engine="0"', 'engine="1"')
     assert main(["status", server.address, "--json"]) == 0
     reading = json.loads(capsys.readouterr().out)
     assert reading["engines"] == ["0", "1"]
@@ -100,54 +83,6 @@ def test_an_interval_that_is_none_is_refused(
 
 
 PROGRAM = (sys.executable, "-X", "faulthandler")
-LIMIT_SECONDS = 120
-
-
-class Terminal:
-    """A program in a terminal of its own, 110 x 50, and all that it wrote there."""
-
-    def __init__(self, program: Sequence[str], **more: str) -> None:
-        self._ours, theirs = pty.openpty()
-        # A shell that runs the tests in its background has SIGINT ignored, and programs inherit it.
-        outer = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            self.process = subprocess.Popen(
-                program,
-                stdin=theirs,
-                stdout=theirs,
-                stderr=theirs,
-                env={**os.environ, "TERM": "xterm", "COLUMNS": "110", "LINES": "50", **more},
-            )
-        finally:
-            signal.signal(signal.SIGINT, outer)
-            os.close(theirs)
-        self._output = bytearray()
-        # A terminal that nobody reads would stop the process.
-        self._reader = threading.Thread(target=read_all, args=(self._ours, self._output))
-        self._reader.start()
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reader.join()
-        os.close(self._ours)
-
-    def wait(self) -> int:
-        """Return the exit status; a program that does not end says where it is."""
-        try:
-            return self.process.wait(LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGABRT)  # faulthandler writes the stack
-            self.process.wait()
-            self._reader.join()
-            pytest.fail(f"still runs: {self.output}")
-
-    @property
-    def output(self) -> str:
-        return self._output.decode()
 
 
 def watch(
@@ -172,12 +107,6 @@ def watch(
         terminal.process.send_signal(end)
         status = terminal.wait()
     return status, terminal.output
-
-
-def read_all(terminal: int, output: bytearray) -> None:
-    with contextlib.suppress(OSError):  # the other end is closed
-        while part := os.read(terminal, 65536):
-            output += part
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])

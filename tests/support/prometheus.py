@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.dashboard import ALERTS
-from tests.support.server import get, held_port
+from tests.support.server import get, held_port, wait_for_answer
 
 PROGRAM = shutil.which("prometheus")
 """None where Debian's package `prometheus`, or another that brings it, is not installed."""
@@ -65,13 +65,9 @@ def scraping(server: str, folder: Path) -> Iterator[Prometheus]:
         ],
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
-    with held_port() as port, _scraping(folder, f"127.0.0.1:{port}") as prometheus:
-        yield prometheus
-
-
-@contextlib.contextmanager
-def _scraping(folder: Path, address: str) -> Iterator[Prometheus]:
-    with (folder / "prometheus.log").open("wb") as log:
+    log = folder / "prometheus.log"
+    with held_port() as port, log.open("wb") as output:
+        address = f"127.0.0.1:{port}"
         process = subprocess.Popen(
             [
                 PROGRAM,
@@ -79,25 +75,17 @@ def _scraping(folder: Path, address: str) -> Iterator[Prometheus]:
                 f"--storage.tsdb.path={folder}/data",
                 f"--web.listen-address={address}",
             ],
-            stdout=log,
-            stderr=log,
+            stdout=output,
+            stderr=output,
         )
-    prometheus = Prometheus(address)
-    try:
-        deadline = time.monotonic() + 240
-        while True:
-            try:
-                get(f"http://{address}/-/ready")
-                break
-            except OSError:
-                assert process.poll() is None, (folder / "prometheus.log").read_text()
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
-        prometheus.wait_for(f"count_over_time(up[{WINDOW}])", 2)
-        yield prometheus
-    finally:
-        process.terminate()
         try:
-            process.wait(120)
+            wait_for_answer(f"http://{address}/-/ready", process, log)
+            prometheus = Prometheus(address)
+            prometheus.wait_for(f"count_over_time(up[{WINDOW}])", 2)
+            yield prometheus
         finally:
-            process.kill()
+            process.terminate()
+            try:
+                process.wait(120)
+            finally:
+                process.kill()

@@ -40,50 +40,49 @@ def held_port() -> Iterator[int]:
 @contextlib.contextmanager
 def serving(folder: Path, **plugin: Any) -> Iterator[str]:
     """Start a server whose files lie in `folder`; yield its base URL."""
-    with held_port() as port, _serving(folder, port, plugin) as url:
-        yield url
-
-
-@contextlib.contextmanager
-def _serving(folder: Path, port: int, plugin: dict[str, Any]) -> Iterator[str]:
-    log = folder / "server.log"
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(write_model("qwen3", folder / "qwen3"))),
-        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "small"),
-        *("--enforce-eager", "--dtype", "float32"),
-        *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "1024"),
-        *("--kv-cache-memory-bytes", str(16 << 20)),
-        *("--kv-transfer-config", json.dumps(transfer_config(plugin))),
-    ]
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # adds POST /reset_prefix_cache
         "VLLM_LOGGING_LEVEL": "INFO",
     }
-    with log.open("wb") as output:
+    log = folder / "server.log"
+    with held_port() as port, log.open("wb") as output:
         process = subprocess.Popen(
-            command,
+            [
+                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+                *("--model", str(write_model("qwen3", folder / "qwen3"))),
+                *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "small"),
+                *("--enforce-eager", "--dtype", "float32"),
+                *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "1024"),
+                *("--kv-cache-memory-bytes", str(16 << 20)),
+                *("--kv-transfer-config", json.dumps(transfer_config(plugin))),
+            ],
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # with a group of its own
         )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            try:
-                get(url + "/health")
-                break
-            except OSError:
-                assert process.poll() is None, log.read_text()[-6000:]
-                assert time.monotonic() < deadline, log.read_text()[-6000:]
-                time.sleep(0.5)
-        yield url
-    finally:
-        end(process)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            wait_for_answer(url + "/health", process, log)
+            yield url
+        finally:
+            end(process)
+
+
+def wait_for_answer(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until a program that was started answers; one that ends or is slow shows its log."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            get(url)
+        except OSError:
+            assert process.poll() is None, log.read_text()[-6000:]
+            assert time.monotonic() < deadline, log.read_text()[-6000:]
+            time.sleep(0.2)
+        else:
+            return
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -103,6 +103,11 @@ def test_an_error_of_nvml_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- links -------------------------------------------------------------------------------------
 
 
+ONE_GPU = Machine(gpus=(gpu(),))
+NO_DRIVER = Machine(problem="no NVIDIA driver answers")
+NOBODY_ASKED = Machine(problem="not installed", may_have_others=True)
+
+
 @pytest.mark.parametrize(
     ("more", "state"),
     [
@@ -119,8 +124,8 @@ def test_a_narrow_link_is_a_warning(more: dict[str, Any], state: str) -> None:
 
 
 def test_without_a_gpu_the_reason_is_told() -> None:
-    (check,) = check_links(Machine(problem="no driver answers"))
-    assert (check.state, check.found) == ("not checked", "no driver answers")
+    (check,) = check_links(NO_DRIVER)
+    assert (check.state, check.found) == ("not checked", "no NVIDIA driver answers")
 
 
 # -- what the configuration asks for -------------------------------------------------------------
@@ -130,20 +135,23 @@ CUDA_TORCH, CPU_TORCH = Torch("2.11.0", "13.0"), Torch("2.11.0+cpu", None)
 
 @pytest.mark.parametrize("kind", ["cuda", "dma"])
 @pytest.mark.parametrize(
-    ("machine", "torch", "state"),
+    ("machine", "torch", "may_have_one", "state"),
     [
-        (Machine(gpus=(gpu(),)), CUDA_TORCH, "ok"),
-        (Machine(gpus=(gpu(),)), None, "ok"),
-        (Machine(gpus=(gpu(),)), CPU_TORCH, "problem"),
-        (Machine(problem="no NVIDIA driver answers"), CUDA_TORCH, "problem"),
-        (Machine(problem="no NVIDIA driver answers"), None, "problem"),
-        (Machine(problem="not installed", may_have_others=True), CUDA_TORCH, "not checked"),
-        (Machine(problem="not installed", may_have_others=True), CPU_TORCH, "problem"),
+        (ONE_GPU, CUDA_TORCH, True, "ok"),
+        (ONE_GPU, None, True, "ok"),
+        (ONE_GPU, CPU_TORCH, True, "problem"),
+        (NO_DRIVER, CUDA_TORCH, False, "problem"),
+        (NO_DRIVER, None, False, "problem"),
+        (NOBODY_ASKED, CUDA_TORCH, True, "not checked"),
+        (NOBODY_ASKED, None, False, "not checked"),
+        (NOBODY_ASKED, CPU_TORCH, False, "problem"),
     ],
 )
 def test_a_transfer_engine_without_its_gpu_is_a_problem(
-    machine: Machine, torch: Torch | None, kind: Any, state: str
+    machine: Machine, torch: Torch | None, may_have_one: bool, kind: Any, state: str
 ) -> None:
+    """Where nobody could ask for GPUs, there may be one all the same."""
+    assert may_have_gpu(machine, torch) is may_have_one
     (check,) = check_asked_for(machine, torch, kind)
     assert (check.name, check.state) == ("transfer engine", state)
     assert kind in check.found
@@ -215,22 +223,6 @@ def test_a_torch_that_cannot_be_imported_is_a_problem(monkeypatch: pytest.Monkey
     assert check.found.startswith("torch cannot be imported")
 
 
-@pytest.mark.parametrize(
-    ("machine", "torch", "may_have_one"),
-    [
-        (Machine(gpus=(gpu(),)), CPU_TORCH, True),
-        (Machine(problem="not installed", may_have_others=True), CUDA_TORCH, True),
-        (Machine(problem="not installed", may_have_others=True), CPU_TORCH, False),
-        (Machine(problem="not installed", may_have_others=True), None, False),
-        (Machine(problem="no NVIDIA driver answers"), CUDA_TORCH, False),
-    ],
-)
-def test_a_machine_may_have_a_gpu_that_nobody_could_ask_for(
-    machine: Machine, torch: Torch | None, may_have_one: bool
-) -> None:
-    assert may_have_gpu(machine, torch) is may_have_one
-
-
 def test_the_host_copies_both_ways() -> None:
     torch = pytest.importorskip("torch", reason="needs torch, which is not installed")
     rates = measure(torch.device("cpu"), "auto")
@@ -241,50 +233,40 @@ def test_the_host_copies_both_ways() -> None:
 # -- nodes -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def machine_files(tmp_path: Path) -> Path:
-    """A machine of two nodes whose GPU is at node 1, and a process that may use node 0 only."""
-    nodes, device = tmp_path / "devices/system/node", tmp_path / "bus/pci/devices/0000:1a:00.0"
-    nodes.mkdir(parents=True)
-    device.mkdir(parents=True)
-    (tmp_path / "self").mkdir()
-    (nodes / "online").write_text("0-1\n")
-    (device / "numa_node").write_text("1\n")
-    (tmp_path / "self/status").write_text("Name:\tpython\nMems_allowed_list:\t0\n")
-    return tmp_path
+ONLINE, NUMA_NODE = "devices/system/node/online", "bus/pci/devices/0000:1a:00.0/numa_node"
+STATUS, ALLOWED = "self/status", "Name:\tpython\nMems_allowed_list:\t{}\n"
+TOLD = "GPU 0 is at node 1, this process may use {}"
 
 
 @pytest.mark.parametrize(
-    ("allowed", "state"), [("0", "warning"), ("0-1", "ok"), ("0,1", "ok"), ("2-3", "warning")]
-)
-def test_a_gpu_at_a_node_that_this_process_may_not_use(
-    machine_files: Path, allowed: str, state: str
-) -> None:
-    (machine_files / "self/status").write_text(f"Mems_allowed_list:\t{allowed}\n")
-    (check,) = check_nodes(Machine(gpus=(gpu(),)), machine_files, machine_files)
-    assert check.state == state
-    assert check.found == f"GPU 0 is at node 1, this process may use {allowed}"
-
-
-def test_a_machine_with_one_node_is_fine(machine_files: Path) -> None:
-    (machine_files / "devices/system/node/online").write_text("0\n")
-    (check,) = check_nodes(Machine(gpus=(gpu(),)), machine_files, machine_files)
-    assert (check.state, check.found) == ("ok", "this machine has one")
-
-
-@pytest.mark.parametrize(
-    ("gone", "machine", "reason"),
+    ("name", "content", "machine", "state", "found"),
     [
-        ("devices/system/node/online", Machine(gpus=(gpu(),)), "cannot be read"),
-        ("bus/pci/devices/0000:1a:00.0/numa_node", Machine(gpus=(gpu(),)), "does not tell that of"),
-        (None, Machine(), "this process may use 0 of 0-1; no GPU is seen"),
+        (STATUS, ALLOWED.format("0"), ONE_GPU, "warning", TOLD.format("0")),
+        (STATUS, ALLOWED.format("0-1"), ONE_GPU, "ok", TOLD.format("0-1")),
+        (STATUS, ALLOWED.format("0,1"), ONE_GPU, "ok", TOLD.format("0,1")),
+        (STATUS, ALLOWED.format("2-3"), ONE_GPU, "warning", TOLD.format("2-3")),
+        (ONLINE, "0\n", ONE_GPU, "ok", "this machine has one"),
+        (ONLINE, None, ONE_GPU, "not checked", "cannot be read"),
+        (NUMA_NODE, None, ONE_GPU, "not checked", "the system does not tell that of GPU 0"),
+        (
+            ONLINE,
+            "0-1\n",
+            Machine(),
+            "not checked",
+            "this process may use 0 of 0-1; no GPU is seen",
+        ),
     ],
 )
-def test_what_is_not_told_is_not_checked(
-    machine_files: Path, gone: str | None, machine: Machine, reason: str
+def test_a_gpu_at_a_node_that_this_process_may_not_use(
+    tmp_path: Path, name: str, content: str | None, machine: Machine, state: str, found: str
 ) -> None:
-    if gone is not None:
-        (machine_files / gone).unlink()
-    (check,) = check_nodes(machine, machine_files, machine_files)
-    assert check.state == "not checked"
-    assert reason in check.found
+    """Of two nodes the GPU is at 1, and the process may use 0 only, where `content` is no other."""
+    files: dict[str, str | None] = {ONLINE: "0-1\n", NUMA_NODE: "1\n", STATUS: ALLOWED.format("0")}
+    for file, text in (files | {name: content}).items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        if text is not None:
+            (tmp_path / file).write_text(text)
+    (check,) = check_nodes(machine, tmp_path, tmp_path)
+    assert check.state == state
+    assert check.found.startswith(found)
+    assert check.found == found or content is None

@@ -1,32 +1,36 @@
+from typing import Any
+
 import pytest
 
-from kv_offload.doctor.engine import check_engine, check_plugin
+from kv_offload.doctor import engine
 
 
 @pytest.mark.parametrize(
-    ("environ", "is_installed", "state"),
+    ("environ", "is_installed", "has_vllm", "state"),
     [
-        ({}, True, "ok"),
-        ({"VLLM_PLUGINS": "lora,kv_offload"}, True, "ok"),
-        ({"VLLM_PLUGINS": "lora"}, True, "problem"),
-        ({"VLLM_PLUGINS": ""}, True, "problem"),
-        ({}, False, "problem"),
+        ({}, True, True, "ok"),
+        ({"VLLM_PLUGINS": "lora,kv_offload"}, True, True, "ok"),
+        ({"VLLM_PLUGINS": "lora"}, True, True, "problem"),
+        ({"VLLM_PLUGINS": ""}, True, True, "problem"),
+        ({}, False, True, "problem"),
+        ({}, True, False, "not checked"),
+        ({"VLLM_PLUGINS": "lora"}, True, False, "problem"),
+        ({}, False, False, "problem"),
     ],
 )
 def test_whether_vllm_loads_the_plugin(
-    environ: dict[str, str], is_installed: bool, state: str
+    monkeypatch: pytest.MonkeyPatch,
+    environ: dict[str, str],
+    is_installed: bool,
+    has_vllm: bool,
+    state: str,
 ) -> None:
-    check = check_plugin(environ, is_installed, has_vllm=True)
-    assert check.state == state
+    def entry_points(**chosen: str) -> list[Any]:
+        assert chosen == {"group": "vllm.general_plugins", "name": "kv_offload"}
+        return [object()] * is_installed
+
+    monkeypatch.setattr(engine, "entry_points", entry_points)
+    monkeypatch.setattr(engine, "installed", lambda *names: dict.fromkeys(names[:has_vllm], "0.32"))
+    check = engine.check_plugin(environ)
+    assert (check.name, check.state) == ("plugin", state)
     assert bool(check.remedy) == (state == "problem")
-
-
-def test_without_vllm_nobody_looks_for_the_plugin() -> None:
-    assert check_plugin({}, is_installed=True, has_vllm=False).state == "not checked"
-    wrong = {"VLLM_PLUGINS": "lora"}
-    assert check_plugin(wrong, is_installed=True, has_vllm=False).state == "problem"
-    assert check_plugin({}, is_installed=False, has_vllm=False).state == "problem"
-
-
-def test_every_subject_has_a_line() -> None:
-    assert [check.name for check in check_engine({})] == ["plugin"]

@@ -113,6 +113,6 @@ def test_the_configuration_is_read_as_an_engine_does(
 
 
 def test_of_a_wrong_configuration_only_the_machine_is_checked() -> None:
-    checks = [*check_memory(None, has_gpu=False, huge_pages=memory.HUGE_PAGES)]
+    checks = [*check_memory(None, has_gpu=False)]
     assert [check.name for check in checks] == ["free memory", "huge pages"]
     assert checks[0].state == "not checked"

@@ -170,21 +170,6 @@ def test_bad_files_are_refused(tmp_path: Path, content: str, problem: str) -> No
         read_model(tmp_path)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json: cannot be read as JSON: .*No such file"):
-        read_model(tmp_path)
-
-
-@pytest.mark.usefixtures("without_transformers")
-def test_a_checkpoint_may_ask_for_another_type_of_cache(read: Any) -> None:
-    def quantized(value: Any) -> bool:
-        model: Model = read({**LLAMA, "quantization_config": {"kv_cache_scheme": value}})
-        return model.cache_is_quantized
-
-    assert quantized({"num_bits": 8})
-    assert not quantized(None)
-
-
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
@@ -205,38 +190,55 @@ def test_values_that_no_model_has_are_refused(
     assert len(str(caught.value)) < 300
 
 
-def test_a_type_of_cache_may_stand_elsewhere(tmp_path: Path, read: Any) -> None:
+OF_8_BITS = {"kv_cache_scheme": {"num_bits": 8}}
+MODELOPT = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+MODELOPT_WITHOUT = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": ""}}
+
+
+@pytest.mark.parametrize(
+    ("config", "is_quantized"),
+    [
+        ({**LLAMA, "quantization_config": OF_8_BITS}, True),
+        ({**LLAMA, "quantization_config": {"kv_cache_scheme": None}}, False),
+        ({**LLAMA, "quantization_config": MODELOPT}, True),
+        ({**LLAMA, "compression_config": MODELOPT}, True),
+        ({"text_config": {**LLAMA, "quantization_config": OF_8_BITS}}, True),
+        ({**LLAMA, "quantization_config": [8]}, False),  # a form that nobody knows
+    ],
+)
+def test_a_checkpoint_may_ask_for_another_type_of_cache(
+    read: Any, config: dict[str, Any], is_quantized: bool
+) -> None:
     """vLLM takes it from any of these, and 16 bits a number would be twice too many."""
-    modelopt = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
-    assert read({**LLAMA, "quantization_config": modelopt}).cache_is_quantized
-    assert read({**LLAMA, "compression_config": modelopt}).cache_is_quantized
-    inner = {**LLAMA, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}
-    assert read({"text_config": inner}).cache_is_quantized
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(modelopt))
-    assert read(LLAMA).cache_is_quantized
-    modelopt["quantization"]["kv_cache_quant_algo"] = ""
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(modelopt))
-    assert not read(LLAMA).cache_is_quantized
+    assert read(config).cache_is_quantized == is_quantized
+
+
+def test_a_type_of_cache_may_stand_in_a_file_of_its_own(tmp_path: Path, read: Any) -> None:
+    for content, is_quantized in ((MODELOPT, True), (MODELOPT_WITHOUT, False)):
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+        assert read(LLAMA).cache_is_quantized == is_quantized
     (tmp_path / "hf_quant_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"hf_quant_config\.json: cannot be read as JSON"):
         read(LLAMA)
 
 
-def test_an_unknown_form_of_quantization_is_no_type_of_cache(read: Any) -> None:
-    assert not read({**LLAMA, "quantization_config": [8]}).cache_is_quantized
-
-
-def test_what_is_no_file_of_that_kind_is_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("pipe", "it is not a regular file"),
+        ("model.safetensors", "it has 5,368,709,120 bytes, but a config"),
+        ("deep.json", ""),
+        ("", r"\[Errno 2\] No such file or directory: '.*/config\.json'"),
+    ],
+)
+def test_what_is_no_file_of_that_kind_is_not_read(tmp_path: Path, name: str, problem: str) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="pipe: cannot be read as JSON: it is not a regular file"):
-        read_model(tmp_path / "pipe")
     with (tmp_path / "model.safetensors").open("wb") as weights:
         weights.truncate(5 << 30)
-    with pytest.raises(ConfigError, match="5,368,709,120 bytes, but a config"):
-        read_model(tmp_path / "model.safetensors")
     (tmp_path / "deep.json").write_text("[" * 100_000)
-    with pytest.raises(ConfigError, match="cannot be read as JSON"):
-        read_model(tmp_path / "deep.json")
+    file = name or "config.json"
+    with pytest.raises(ConfigError, match=f"{file}: cannot be read as JSON: {problem}"):
+        read_model(tmp_path / name)
 
 
 @pytest.mark.parametrize("config", [{"architectures": ["X"]}, {"model_type": ["llama"]}])

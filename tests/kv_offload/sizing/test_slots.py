@@ -8,7 +8,7 @@ import pytest
 
 from kv_offload.errors import ConfigError
 from kv_offload.sizing.model import Model
-from kv_offload.sizing.slots import SlotSize, cut_into_groups, slot_size
+from kv_offload.sizing.slots import SlotSize, check_arguments, cut_into_groups, slot_size
 
 
 def model(**more: Any) -> Model:
@@ -28,7 +28,9 @@ LATENT = model(kv_heads=1, head_size=576, latent=True)
 
 
 def size(of: Model, ranks: int = 1, dtype: str = "auto", tokens: int = 16) -> SlotSize:
-    return slot_size(of, tensor_parallel_size=ranks, cache_dtype=dtype, block_tokens=tokens)
+    engine: Any = {"tensor_parallel_size": ranks, "cache_dtype": dtype, "block_tokens": tokens}
+    check_arguments(**engine)
+    return slot_size(of, **engine)
 
 
 @pytest.mark.parametrize(

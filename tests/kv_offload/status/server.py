@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import re
 import socketserver
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+
+from kv_offload.metrics import PREFIX
 
 PAGES = Path(__file__).parent / "pages"
 """Recorded of vLLM 0.32's server on a CPU, without the metrics that nobody here reads."""
@@ -15,6 +18,14 @@ PAGES = Path(__file__).parent / "pages"
 
 def recorded(name: str) -> str:
     return (PAGES / f"{name}.txt").read_text()
+
+
+def recorded_with(name: str, value: object) -> str:
+    """Return the page of hits in which a sample of ours has another value."""
+    sample = re.compile(rf"^({PREFIX}{name}\{{.*\}}) .*$", re.MULTILINE)
+    page, found = sample.subn(rf"\1 {value}", recorded("hits"))
+    assert found == 1
+    return page
 
 
 class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
