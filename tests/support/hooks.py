@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,3 +33,22 @@ def wrap_hook(
         for step in path:
             part = getattr(part, step)
         setattr(part, name, wrap(getattr(part, name)))
+
+
+def raise_once(hook: str, *connectors: Any, when: int = 0) -> list[str]:
+    """Have one of `HOOKS` raise at its call number `when`; what is returned tells when it has."""
+    raised: list[str] = []
+    calls = itertools.count()
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def raising(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == when:
+                raised.append(hook)
+                raise RuntimeError(f"injected into {hook}")
+            return original(*args, **kwargs)
+
+        return raising
+
+    for connector in connectors:
+        wrap_hook(connector, hook, wrap)
+    return raised

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
@@ -33,21 +33,25 @@ both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["syn
 both_runners = pytest.mark.parametrize("replaces_resumed", [False, True], ids=["V1", "V2"])
 
 
+Engine = TypeVar("Engine", bound=PlayedEngine)
+
+
 def blocks(count: int) -> int:
     """Return the bytes of blocks in the totals."""
     return count * SLOT_BYTES
 
 
-def store(engine: PlayedEngine, prompt: Sequence[int], request_id: str = "stored") -> None:
+def store(engine: Engine, prompt: Sequence[int], request_id: str = "stored") -> Engine:
     """Compute a prompt, keep it in host memory, and forget it on the engine's side."""
     engine.serve(request_id, prompt, 1)
-    forget(engine)
+    return forget(engine)
 
 
-def forget(engine: PlayedEngine) -> None:
+def forget(engine: Engine) -> Engine:
     """Forget what the engine has computed, and the totals."""
     assert engine.scheduler.reset_prefix_cache() is True
     engine.totals.clear()
+    return engine
 
 
 def pinned(engine: PlayedEngine) -> set[int]:
