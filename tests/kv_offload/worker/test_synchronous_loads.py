@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -13,7 +14,16 @@ import torch
 from kv_swap.errors import CopyError
 from kv_swap.host.engine import HostSwapEngine
 
-from tests.support.rank import BLOCK_BYTES, NO_BLOCK, Rank, load, result, store, synchronous
+from tests.support.rank import (
+    BLOCK_BYTES,
+    NO_BLOCK,
+    Rank,
+    load,
+    metadata_of,
+    result,
+    store,
+    synchronous,
+)
 
 ENDED = frozenset({0})
 
@@ -62,6 +72,12 @@ def holds(rank: Rank, block: int, expected: list[torch.Tensor]) -> list[bool]:
     return found
 
 
+def told(rank: Rank) -> tuple[dict[int, frozenset[int]], frozenset[int]]:
+    """Return which loads the ended step says have ended, on which ranks, and which are lost."""
+    report = rank.report()
+    return report.loads, report.lost_loads
+
+
 # -- waves -------------------------------------------------------------------------------------
 
 
@@ -75,8 +91,7 @@ def test_a_layer_has_its_bytes_after_its_call(layers: Rank) -> None:
     assert holds(layers, 4, expected) == [True, True]
     layers.end(metadata)
     assert layers.half.on_layer is None
-    report = layers.report()
-    assert (report.loads, report.lost_loads) == ({0: ENDED}, set())
+    assert told(layers) == ({0: ENDED}, set())
 
 
 @pytest.mark.parametrize("cut_short", [False, True])
@@ -95,11 +110,9 @@ def test_a_load_of_which_a_layer_did_not_call_is_lost_once(
         metadata = layers.begin()
     layers.end(metadata)
     assert all(holds(layers, 4, expected)), "nothing may write the block once the step has ended"
-    report = layers.report()
-    assert (report.loads, report.lost_loads) == ({0: ENDED}, {0})
+    assert told(layers) == ({0: ENDED}, {0})
     layers.step(loads=[synchronous(1, "b", (5, 2))])
-    report = layers.report()
-    assert (report.loads, report.lost_loads) == ({1: ENDED}, set()), "loaded whole"
+    assert told(layers) == ({1: ENDED}, set()), "loaded whole"
     assert layers.half.on_layer is None
     assert layers.half.drain([], []).loading == set()
 
@@ -127,10 +140,7 @@ def test_without_a_way_to_write_the_table_loads_arrive_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kv_offload.worker.synchronous_loads.WAVES_FROM_BYTES", 0)
-
-    def fail(engine: HostSwapEngine, waves: object) -> None:
-        raise CopyError("no table")
-
+    fail = mock.Mock(side_effect=CopyError("no table"))
     monkeypatch.setattr(HostSwapEngine, "set_waves", fail)
     rank = Rank(layers=2).start()
     rank.layers_call()
@@ -169,8 +179,7 @@ def test_a_load_that_fails_before_the_forward_is_made_good(
     assert holds(stored, 4, expected) == holds(stored, 5, expected) == [True]
     assert stored.half.drain([], []).loading == set()
     stored.end(metadata)
-    report = stored.report()
-    assert (report.loads, report.lost_loads) == ({0: ENDED, 1: ENDED}, set())
+    assert told(stored) == ({0: ENDED, 1: ENDED}, set())
     stats = stored.half.reports.take_stats()
     assert stats is not None
     assert stats.data["repaired_loads"] == 2
@@ -198,31 +207,27 @@ def test_a_wave_that_fails_is_made_good_before_its_layer(
     assert all(holds(layers, 4, expected))
     assert layers.half.on_layer is None, "no layer waits any more"
     layers.end(metadata)
-    report = layers.report()
-    assert (report.loads, report.lost_loads) == ({0: ENDED}, set())
+    assert told(layers) == ({0: ENDED}, set())
 
 
 def test_what_cannot_be_made_good_is_lost(stored: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_once(stored, monkeypatch, "await_loads")
     fail_once(stored, monkeypatch, "load_now")
     stored.step(loads=[synchronous(0, "a", (4, 2))])
-    report = stored.report()
-    assert (report.loads, report.lost_loads) == ({0: ENDED}, {0})
+    assert told(stored) == ({0: ENDED}, {0})
 
 
 def test_what_host_memory_lacks_is_lost_and_the_rest_made_good(stored: Rank) -> None:
     expected = poison(stored)
     stored.step(loads=[synchronous(0, "a", (4, 2)), synchronous(1, "b", (5, 2), incomplete=True)])
     assert holds(stored, 4, expected) == [True]
-    report = stored.report()
-    assert (report.loads, report.lost_loads) == ({0: ENDED, 1: ENDED}, {1})
+    assert told(stored) == ({0: ENDED, 1: ENDED}, {1})
 
 
 @pytest.mark.parametrize("started", [False, True])
 def test_a_step_that_an_error_interrupted_copies_at_once(stored: Rank, started: bool) -> None:
     expected = poison(stored)
-    metadata = stored.begin()
-    metadata = type(metadata)((), (synchronous(0, "a", (4, 2)), load(1, "b", (5, 2))))
+    metadata = metadata_of((), (synchronous(0, "a", (4, 2)), load(1, "b", (5, 2))))
     if started:
         stored.half.start_copies(metadata)
     stored.half.rescue(metadata)
@@ -238,10 +243,9 @@ def test_a_step_that_an_error_interrupted_copies_at_once(stored: Rank, started: 
 
 def test_a_lost_load_that_was_refused_ends_too(layers: Rank) -> None:
     """Its step is cut short before the forward; no request may wait for its slots forever."""
-    layers.half.start_copies(type(layers.begin())((), (synchronous(0, "a", (NO_BLOCK, 2)),)))
+    layers.half.start_copies(metadata_of((), [synchronous(0, "a", (NO_BLOCK, 2))]))
     layers.end(layers.begin())
-    report = layers.report()
-    assert (report.loads, report.lost_loads) == ({0: ENDED}, {0})
+    assert told(layers) == ({0: ENDED}, {0})
 
 
 def test_stores_are_not_told_before_a_loss_that_a_poll_finds(stored: Rank) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 
@@ -54,10 +55,7 @@ def test_a_hook_starts_what_an_error_kept_an_earlier_one_from_starting(
 ) -> None:
     rank.store(store(0, (1, 2)))
     metadata = metadata_of([], [synchronous(0, "a", (5, 2)), load(1, "b", (6, 2))])
-
-    def fail() -> None:
-        raise RuntimeError("injected")
-
+    fail = mock.Mock(side_effect=RuntimeError("injected"))
     monkeypatch.setattr(rank.half, "submit_stores", fail)
     with pytest.raises(RuntimeError, match="injected"):
         rank.half.start_copies(metadata)
@@ -86,11 +84,7 @@ def test_a_drain_in_which_something_raises_tells_what_has_ended(
 ) -> None:
     rank.step(store(0, (1, 2)))
     rank.step()
-
-    def fail(timeout_seconds: float) -> bool:
-        raise RuntimeError("injected")
-
-    monkeypatch.setattr(rank.transfer, "wait", fail)
+    monkeypatch.setattr(rank.transfer, "wait", mock.Mock(side_effect=RuntimeError("injected")))
     assert rank.half.drain([store(1, (3, 4))], [0, 1]).stores == {0: result()}
     monkeypatch.undo()
     assert rank.half.drain([], [0, 1]).stores == {0: result(), 1: result()}
