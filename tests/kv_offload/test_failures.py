@@ -27,6 +27,7 @@ from tests.support.played_cases import (
     both_ways,
     forget,
     pinned,
+    start_load,
     store,
     tables,
 )
@@ -250,9 +251,7 @@ def test_a_reset_in_the_middle_of_a_load_succeeds_and_its_request_goes_on(
     async_scheduling: bool, ended: str, paused: bool
 ) -> None:
     engine = store(PlayedEngine(async_scheduling=async_scheduling), PROMPT)
-    request = engine.add("a", PROMPT)
-    engine.step()
-    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    request = start_load(engine)
     if paused:
         engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     if ended != "not":
@@ -283,9 +282,7 @@ def test_a_load_that_failed_is_told_by_a_reset_that_leaves_its_request_waiting(
     store(engine, PROMPT)
     engine.add("runs", OTHER, max_tokens=12)
     engine.step(2)
-    request = engine.add("a", PROMPT)
-    engine.step()
-    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    start_load(engine)
     assert engine.offload.has_pending_stores, "which the reset ends"
     engine.run_copies(Direction.LOAD, fail=True)
     assert not engine.reset()
@@ -302,8 +299,7 @@ def test_a_load_that_failed_on_one_rank_and_hangs_on_another_counts_as_failed_af
 ) -> None:
     """The reset cannot take its blocks back."""
     engine = store(PlayedEngine(async_scheduling=async_scheduling, ranks=2), PROMPT)
-    engine.add("a", PROMPT)
-    engine.step()
+    start_load(engine)
     engine.ranks[0].copies.run(fail=True)
     engine.ranks[1].copies.stuck = True
     assert not engine.reset()
@@ -317,8 +313,7 @@ def test_a_load_that_failed_on_one_rank_and_hangs_on_another_counts_as_failed_af
 def test_a_request_that_a_reset_took_back_loads_again(async_scheduling: bool) -> None:
     """The second is told from the first, whose report comes after the reset."""
     engine = store(PlayedEngine(async_scheduling=async_scheduling, ranks=2), PROMPT)
-    engine.add("a", PROMPT)
-    engine.step()
+    start_load(engine)
     assert engine.reset(reset_running_requests=True)
     engine.totals.clear()
     for _ in range(6):
@@ -416,8 +411,7 @@ def test_what_was_loaded_stays_where_another_is_preempted_for_it(async_schedulin
 @both_ways
 def test_while_an_engine_is_paused_what_was_loaded_stays(async_scheduling: bool) -> None:
     engine = store(PlayedEngine(async_scheduling=async_scheduling), PROMPT)
-    request = engine.add("a", PROMPT)
-    engine.step()
+    request = start_load(engine)
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     engine.step(4, copies=True)
     assert tables(engine, request) != [[]]
@@ -482,8 +476,7 @@ def test_failed_loads_are_not_told_again_by_a_step_whose_report_fails(
 ) -> None:
     """Their blocks may be another request's by then; older engines are told of blocks."""
     engine = store(PlayedEngine(async_scheduling=async_scheduling), PROMPT)
-    engine.add("a", PROMPT)
-    engine.step()
+    start_load(engine)
     connector = engine.ranks[0].connector
     monkeypatch.setattr(connector, "_by_block", True)
     engine.ranks[0].copies.run(fail=True)
@@ -532,8 +525,7 @@ def test_a_report_that_can_never_be_read_does_not_keep_others_from_being_read() 
 def test_a_drain_does_not_tell_of_a_load_whose_report_could_not_be_read() -> None:
     """The engine has heard of the load, and has forgotten the request."""
     engine = store(PlayedEngine(async_scheduling=True), PROMPT)
-    engine.add("a", PROMPT)
-    engine.step()  # submits the load
+    start_load(engine)
     engine.abort("a")
     engine.run_copies(Direction.LOAD)
     hook = "offload_scheduler.reports.read"

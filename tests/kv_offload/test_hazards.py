@@ -32,6 +32,7 @@ from tests.support.played_cases import (
     both_runners,
     both_ways,
     pinned,
+    start_load,
     store,
     tables,
 )
@@ -282,9 +283,7 @@ def test_blocks_of_an_aborted_request_come_back_when_its_load_has_ended(
 ) -> None:
     engine = store(HarshEngine(async_scheduling=async_scheduling), PROMPT)
     free = engine.pool.get_num_free_blocks()
-    engine.add("a", PROMPT)
-    engine.step()
-    assert engine.offload.loads.running == 1
+    start_load(engine)
     engine.abort("a")
     engine.step(3)
     assert engine.pool.get_num_free_blocks() == free - 5
@@ -298,9 +297,7 @@ def test_blocks_of_an_aborted_request_come_back_when_its_load_has_ended(
 def abort_and_reuse(engine: PlayedEngine) -> None:
     """Abort a load that runs; another request computes in all the blocks it can get; then copy."""
     store(engine, PROMPT)
-    engine.add("gone", PROMPT)
-    engine.step()
-    assert engine.offload.loads.running == 1
+    start_load(engine, "gone")
     engine.abort("gone")
     engine.add("other", [*OTHER, *OTHER[:12]], max_tokens=8)
     engine.step(2)
@@ -404,9 +401,7 @@ def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside: b
     engine.execute()
     stores = engine.offload.stores.jobs
     (first,) = stores.running_jobs()
-    engine.add("loads", PROMPT)
-    engine.step()
-    assert engine.offload.loads.running == 1
+    start_load(engine, "loads")
     engine.run_copies()
     engine.step()
     assert (engine.offload.loads.running == 0) == beside
@@ -431,8 +426,7 @@ def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(
     The load may have ended on no rank, on some, or on all with the reports on their way.
     """
     engine = store(HarshEngine(ranks=ranks, async_scheduling=async_scheduling), PROMPT)
-    engine.add("a", PROMPT)
-    engine.step()
+    start_load(engine)
     for rank in engine.ranks[:reported]:
         rank.copies.run_all()
     if reported:
@@ -451,8 +445,7 @@ def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(
 
 def test_a_reset_frees_what_a_failed_load_of_an_aborted_request_holds() -> None:
     engine = store(HarshEngine(), PROMPT)
-    engine.add("a", PROMPT)
-    engine.step()
+    start_load(engine)
     engine.abort("a")
     engine.ranks[0].copies.run(fail=True)
     assert engine.reset(reset_running_requests=True)
@@ -463,8 +456,7 @@ def test_a_reset_frees_what_a_failed_load_of_an_aborted_request_holds() -> None:
 
 def test_a_reset_fails_while_an_aborted_load_is_stuck() -> None:
     engine = store(HarshEngine(ranks=2), PROMPT)
-    engine.add("a", PROMPT)
-    engine.step()
+    start_load(engine)
     engine.abort("a")
     engine.ranks[1].copies.stuck = True
     with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.scheduler.stores.budget import MIN_HORIZON_SECONDS, StoreBudget
@@ -52,6 +52,15 @@ def forget(engine: Engine) -> Engine:
     assert engine.scheduler.reset_prefix_cache() is True
     engine.totals.clear()
     return engine
+
+
+def start_load(engine: PlayedEngine, request_id: str = "a") -> Request:
+    """Ask for `PROMPT`, which host memory has; its load is submitted, and its request waits."""
+    request = engine.add(request_id, PROMPT)
+    engine.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert engine.offload.loads.running == 1
+    return request
 
 
 def pinned(engine: PlayedEngine) -> set[int]:

@@ -101,7 +101,6 @@ class PlayedModel:
         """By request and position: tokens that were sampled from right KV."""
         self.requests: dict[str, _ModelRequest] = {}
         self.drafts: dict[str, Tokens] = {}
-        self.loaded_tokens = 0
 
     def follow(self, output: Any) -> None:
         """Take what the scheduler says about requests and their blocks."""
