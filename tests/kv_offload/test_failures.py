@@ -5,6 +5,7 @@ On vLLM's plain scheduler and on its asynchronous one, with as many steps under 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,6 +38,17 @@ from tests.support.played_model import answer
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
 MORE = [*PROMPT, *OTHER[:10]]
+Holding = Callable[..., PlayedEngine]
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def holding(request: pytest.FixtureRequest) -> Holding:
+    """Makes engines whose host memory holds `PROMPT`, on either of vLLM's schedulers."""
+
+    def make(**arguments: Any) -> PlayedEngine:
+        return store(PlayedEngine(async_scheduling=request.param, **arguments), PROMPT)
+
+    return make
 
 
 def play(engine: PlayedEngine) -> None:
@@ -78,14 +90,12 @@ def check_served(engine: PlayedEngine, prompt: list[int], max_tokens: int = 4) -
     assert engine.answers["again"] == answer(prompt, max_tokens)
 
 
-@both_ways
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("fault", ["submit", "before_compute"])
 def test_a_load_that_fails_before_the_forward_is_made_good(
-    async_scheduling: bool, ranks: int, fault: str
+    holding: Holding, ranks: int, fault: str
 ) -> None:
-    engine = PlayedEngine(ranks=ranks, async_scheduling=async_scheduling, synchronous_loads=True)
-    store(engine, PROMPT)
+    engine = holding(ranks=ranks, synchronous_loads=True)
     engine.ranks[-1].copies.faults[fault] = 1
     engine.add("a", PROMPT)
     play_to_rest(engine)
@@ -95,19 +105,12 @@ def test_a_load_that_fails_before_the_forward_is_made_good(
     assert engine.totals["lost_requests"] == engine.totals["failed_loads"] == 0
 
 
-@both_ways
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_load_that_cannot_be_made_good_ends_its_request_alone(
-    async_scheduling: bool, ranks: int
+    holding: Holding, ranks: int
 ) -> None:
     """Who shares its blocks ends too; nothing computed with them is served, here or there."""
-    engine = PlayedEngine(
-        ranks=ranks,
-        async_scheduling=async_scheduling,
-        synchronous_loads=True,
-        max_num_batched_tokens=64,
-    )
-    store(engine, PROMPT)
+    engine = holding(ranks=ranks, synchronous_loads=True, max_num_batched_tokens=64)
     lose_next_load(engine, "before_compute")
     engine.add("beside", OTHER, max_tokens=6)
     engine.add("a", MORE, max_tokens=6)
@@ -121,19 +124,16 @@ def test_a_load_that_cannot_be_made_good_ends_its_request_alone(
     check_served(engine, MORE, 6)
 
 
-@both_ways
 @pytest.mark.parametrize("then", ["abort", "reset", "join"])
-def test_what_happens_before_the_loss_is_heard_of(async_scheduling: bool, then: str) -> None:
+def test_what_happens_before_the_loss_is_heard_of(holding: Holding, then: str) -> None:
     """The step with the loss has been executed, and its output not been taken in."""
-    engine = PlayedEngine(
-        async_scheduling=async_scheduling, synchronous_loads=True, max_num_batched_tokens=64
-    )
-    store(engine, PROMPT)
+    engine = holding(synchronous_loads=True, max_num_batched_tokens=64)
     lose_next_load(engine)
     request = engine.add("a", MORE, max_tokens=6)
     engine.schedule()
     engine.execute()
-    if then == "join" and async_scheduling:
+    joins = then == "join" and engine.max_steps_under_way > 1
+    if joins:
         # Hits in the engine's own cache what `a` has computed wrongly.
         engine.add("joins", MORE, max_tokens=3)
         output = engine.schedule()
@@ -147,7 +147,7 @@ def test_what_happens_before_the_loss_is_heard_of(async_scheduling: bool, then: 
         assert request.status == RequestStatus.PREEMPTED
     play(engine)
     engine.check_host_memory()
-    if then == "join" and async_scheduling:
+    if joins:
         check_lost(engine, "joins")
     assert engine.answers.get("a", []) in ([], answer(MORE, 6))
     check_served(forget(engine), MORE, 6)
@@ -222,11 +222,10 @@ def test_who_was_preempted_before_a_load_that_is_lost_goes_on() -> None:
     assert engine.answers["preempted"] == answer([1, 1, 0], 40)
 
 
-@both_ways
 def test_where_nobody_knows_who_computed_with_lost_kv_all_of_the_step_end(
-    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+    holding: Holding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = store(PlayedEngine(async_scheduling=async_scheduling, synchronous_loads=True), PROMPT)
+    engine = holding(synchronous_loads=True)
     lose_next_load(engine)
     original = engine.offload.ends.lose
 
@@ -244,13 +243,12 @@ def test_where_nobody_knows_who_computed_with_lost_kv_all_of_the_step_end(
 # -- resets ------------------------------------------------------------------------------------
 
 
-@both_ways
 @pytest.mark.parametrize("ended", ["not", "copied", "reported", "failed"])
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_reset_in_the_middle_of_a_load_succeeds_and_its_request_goes_on(
-    async_scheduling: bool, ended: str, paused: bool
+    holding: Holding, ended: str, paused: bool
 ) -> None:
-    engine = store(PlayedEngine(async_scheduling=async_scheduling), PROMPT)
+    engine = holding()
     request = start_load(engine)
     if paused:
         engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -269,17 +267,13 @@ def test_a_reset_in_the_middle_of_a_load_succeeds_and_its_request_goes_on(
     play_to_rest(engine)
 
 
-@both_ways
 @pytest.mark.parametrize("on_load_failure", ["recompute", "fail"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_load_that_failed_is_told_by_a_reset_that_leaves_its_request_waiting(
-    async_scheduling: bool, on_load_failure: str, ranks: int
+    holding: Holding, on_load_failure: str, ranks: int
 ) -> None:
     """Another request runs, so the reset fails, and takes no blocks back."""
-    engine = PlayedEngine(
-        plugin={"on_load_failure": on_load_failure}, async_scheduling=async_scheduling, ranks=ranks
-    )
-    store(engine, PROMPT)
+    engine = holding(plugin={"on_load_failure": on_load_failure}, ranks=ranks)
     engine.add("runs", OTHER, max_tokens=12)
     engine.step(2)
     start_load(engine)
@@ -293,12 +287,11 @@ def test_a_load_that_failed_is_told_by_a_reset_that_leaves_its_request_waiting(
         check_lost(engine, "a")
 
 
-@both_ways
 def test_a_load_that_failed_on_one_rank_and_hangs_on_another_counts_as_failed_after_a_reset(
-    async_scheduling: bool,
+    holding: Holding,
 ) -> None:
     """The reset cannot take its blocks back."""
-    engine = store(PlayedEngine(async_scheduling=async_scheduling, ranks=2), PROMPT)
+    engine = holding(ranks=2)
     start_load(engine)
     engine.ranks[0].copies.run(fail=True)
     engine.ranks[1].copies.stuck = True
@@ -309,10 +302,9 @@ def test_a_load_that_failed_on_one_rank_and_hangs_on_another_counts_as_failed_af
     engine.check_rest()
 
 
-@both_ways
-def test_a_request_that_a_reset_took_back_loads_again(async_scheduling: bool) -> None:
+def test_a_request_that_a_reset_took_back_loads_again(holding: Holding) -> None:
     """The second is told from the first, whose report comes after the reset."""
-    engine = store(PlayedEngine(async_scheduling=async_scheduling, ranks=2), PROMPT)
+    engine = holding(ranks=2)
     start_load(engine)
     assert engine.reset(reset_running_requests=True)
     engine.totals.clear()
@@ -326,14 +318,12 @@ def test_a_request_that_a_reset_took_back_loads_again(async_scheduling: bool) ->
     assert engine.totals["hit_tokens"] == 20
 
 
-@both_ways
 @pytest.mark.parametrize("preempted", [False, True])
 def test_a_reset_succeeds_while_what_was_loaded_finds_no_room_to_run(
-    async_scheduling: bool, preempted: bool
+    holding: Holding, preempted: bool
 ) -> None:
     """The engine has taken it from those that wait for loads, and it holds what was loaded."""
-    engine = PlayedEngine(async_scheduling=async_scheduling, blocks=14, replaces_resumed=True)
-    store(engine, PROMPT)
+    engine = holding(blocks=14, replaces_resumed=True)
     engine.add("grows", [1, 1, 1, 1], max_tokens=40)
     engine.step(2)
     request = engine.add("a", [*PROMPT, 1, 1, 1, 1, 1, 1, 1], max_tokens=2)
@@ -375,13 +365,9 @@ def test_loaded_requests_that_leave_each_other_no_room_run_one_after_the_other(
     assert engine.totals["hit_tokens"] == 3 * 24, "that which gave its blocks back loads again"
 
 
-@both_ways
-def test_a_loaded_request_gives_way_to_one_before_it(async_scheduling: bool) -> None:
+def test_a_loaded_request_gives_way_to_one_before_it(holding: Holding) -> None:
     """It has blocks that a request of a higher priority needs, behind which it waits."""
-    engine = PlayedEngine(
-        async_scheduling=async_scheduling, blocks=14, scheduling_policy="priority"
-    )
-    store(engine, PROMPT)
+    engine = holding(blocks=14, scheduling_policy="priority")
     engine.add("low", [*PROMPT, 1, 0, 1], priority=1)
     engine.step()
     engine.add("high", [*OTHER, *OTHER[:9]], priority=0)
@@ -389,13 +375,9 @@ def test_a_loaded_request_gives_way_to_one_before_it(async_scheduling: bool) -> 
     assert [engine.ended[name] for name in ("low", "high")] == ["length"] * 2
 
 
-@both_ways
-def test_what_was_loaded_stays_where_another_is_preempted_for_it(async_scheduling: bool) -> None:
+def test_what_was_loaded_stays_where_another_is_preempted_for_it(holding: Holding) -> None:
     """vLLM admits nothing in a step that preempts, so such a step runs nothing at all."""
-    engine = PlayedEngine(
-        plugin={"store_blocks": "prompt"}, async_scheduling=async_scheduling, blocks=14
-    )
-    store(engine, PROMPT)
+    engine = holding(plugin={"store_blocks": "prompt"}, blocks=14)
     grows = engine.add("grows", [1, 1, 1, 1], max_tokens=40)
     engine.step(2, copies=True)
     request = engine.add("a", [*PROMPT, 1, 1, 1, 1, 1, 1, 1], max_tokens=2)
@@ -408,9 +390,8 @@ def test_what_was_loaded_stays_where_another_is_preempted_for_it(async_schedulin
     play_to_rest(engine)
 
 
-@both_ways
-def test_while_an_engine_is_paused_what_was_loaded_stays(async_scheduling: bool) -> None:
-    engine = store(PlayedEngine(async_scheduling=async_scheduling), PROMPT)
+def test_while_an_engine_is_paused_what_was_loaded_stays(holding: Holding) -> None:
+    engine = holding()
     request = start_load(engine)
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     engine.step(4, copies=True)
@@ -423,18 +404,16 @@ def test_while_an_engine_is_paused_what_was_loaded_stays(async_scheduling: bool)
 # -- hooks that raise --------------------------------------------------------------------------
 
 
-@both_ways
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_that_raises_does_not_end_the_engine(
-    hook: str, synchronous: bool, async_scheduling: bool
+    holding: Holding, hook: str, synchronous: bool
 ) -> None:
     """Once, at one of the times that it is called while a stored prompt is asked for."""
     counted = 0.0
     times = 0
     for when in (0, 1, 2, 3, 5, 8):
-        engine = PlayedEngine(async_scheduling=async_scheduling, synchronous_loads=synchronous)
-        store(engine, PROMPT)
+        engine = holding(synchronous_loads=synchronous)
         raised = raise_once(hook, engine.connector, engine.ranks[0].connector, when=when)
         engine.model.may_lose_kv = hook.endswith("allocated")
         engine.add("a", PROMPT)
@@ -456,13 +435,11 @@ def test_a_hook_that_raises_does_not_end_the_engine(
     assert counted or hook.endswith(("take_stats", "take_report")), "not counted"
 
 
-@both_ways
 def test_a_load_that_could_not_be_planned_fails_its_request_where_failures_do(
-    async_scheduling: bool,
+    holding: Holding,
 ) -> None:
     """The engine counts on the load. It ends the request, and nothing reads the empty blocks."""
-    engine = PlayedEngine(async_scheduling=async_scheduling, plugin={"on_load_failure": "fail"})
-    store(engine, PROMPT)
+    engine = holding(plugin={"on_load_failure": "fail"})
     raised = raise_once("offload_scheduler.admissions.allocated", engine.connector)
     engine.add("a", PROMPT)
     play_to_rest(engine)
@@ -470,12 +447,11 @@ def test_a_load_that_could_not_be_planned_fails_its_request_where_failures_do(
     check_lost(engine, "a")
 
 
-@both_ways
 def test_failed_loads_are_not_told_again_by_a_step_whose_report_fails(
-    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+    holding: Holding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their blocks may be another request's by then; older engines are told of blocks."""
-    engine = store(PlayedEngine(async_scheduling=async_scheduling), PROMPT)
+    engine = holding()
     start_load(engine)
     connector = engine.ranks[0].connector
     monkeypatch.setattr(connector, "_by_block", True)
