@@ -106,6 +106,8 @@ class Rank:
         self.half = OffloadWorker(OffloadConfig(**config), self.engine, rank, num_ranks, peers)
         words = torch.arange(layers * BLOCKS * PAGE_WORDS, dtype=torch.int64)
         self.layers = dict(zip(names, words.view(layers, BLOCKS, 4, -1), strict=True))
+        self.first = [layer.clone() for layer in self.layers.values()]
+        """What the layers hold before anything is written to them."""
 
     @property
     def kv(self) -> torch.Tensor:
