@@ -222,20 +222,13 @@ def test_who_was_preempted_before_a_load_that_is_lost_goes_on() -> None:
     assert engine.answers["preempted"] == answer([1, 1, 0], 40)
 
 
-def test_where_nobody_knows_who_computed_with_lost_kv_all_of_the_step_end(
-    holding: Holding, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nobody_knows_who_computed_with_lost_kv_all_of_the_step_end(holding: Holding) -> None:
     engine = holding(synchronous_loads=True)
     lose_next_load(engine)
-    original = engine.offload.ends.lose
-
-    def lose(lost_loads: Any) -> set[str]:
-        monkeypatch.setattr(engine.offload.ends, "lose", original)
-        raise RuntimeError("injected")
-
-    monkeypatch.setattr(engine.offload.ends, "lose", lose)
+    raised = raise_once("offload_scheduler.ends.lose", engine.connector)
     engine.add("a", PROMPT)
     play(engine)
+    assert len(raised) == 1
     check_lost(engine, "a")
     check_served(engine, PROMPT)
 

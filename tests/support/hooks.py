@@ -26,7 +26,7 @@ HOOKS = (
 def wrap_hook(
     connector: Any, hook: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Replace one of `HOOKS` of a connector by what `wrap` makes of it, if it has that half."""
+    """Replace a method such as those of `HOOKS` by what `wrap` makes of it, if it has that half."""
     half, *path, name = hook.split(".")
     part = getattr(connector, half)
     if part is not None:
@@ -36,7 +36,7 @@ def wrap_hook(
 
 
 def raise_once(hook: str, *connectors: Any, when: int = 0) -> list[str]:
-    """Have one of `HOOKS` raise at its call number `when`; what is returned tells when it has."""
+    """Have a method raise at its call number `when`; what is returned is not empty when it has."""
     raised: list[str] = []
     calls = itertools.count()
 
