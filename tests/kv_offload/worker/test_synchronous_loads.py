@@ -164,9 +164,9 @@ def fail_once(rank: Rank, monkeypatch: pytest.MonkeyPatch, method: str, **when: 
     monkeypatch.setattr(rank.transfer, method, failing)
 
 
-@pytest.mark.parametrize("method", ["submit", "await_loads"])
+@pytest.mark.parametrize(("method", "copied"), [("submit", 2), ("await_loads", 4)])
 def test_a_load_that_fails_before_the_forward_is_made_good(
-    stored: Rank, monkeypatch: pytest.MonkeyPatch, method: str
+    stored: Rank, monkeypatch: pytest.MonkeyPatch, method: str, copied: int
 ) -> None:
     fail_once(stored, monkeypatch, method)
     stored.half.reports.take_stats()
@@ -178,6 +178,7 @@ def test_a_load_that_fails_before_the_forward_is_made_good(
     stats = stored.half.reports.take_stats()
     assert stats is not None
     assert stats.data["repaired_loads"] == 2
+    assert stats.data["loaded_bytes"] == copied * BLOCK_BYTES
     assert not {"load_bytes", "load_seconds"} & stats.data.keys(), "their time says nothing"
 
 
