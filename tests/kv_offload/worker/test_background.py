@@ -85,6 +85,17 @@ def test_a_store_that_is_refused_is_reported_as_such(
         rank.transfer.submit(SwapJob(9, Direction.LOAD, pairs((1, 4))))
 
 
+def test_who_asks_hears_of_what_has_ended_by_then(rank: Rank) -> None:
+    rank.step(store(0, (1, 2)))
+    metadata = rank.begin()
+    assert rank.transfer.wait(120)
+    assert rank.half.take_ended_stores() == {0: result()}
+    rank.end(metadata)
+    rank.begin(loads=[load(0, "a", (5, 2))])
+    assert rank.transfer.wait(120)
+    assert rank.half.take_ended_loads() == ({"a"}, set())
+
+
 # -- drains ------------------------------------------------------------------------------------
 
 
