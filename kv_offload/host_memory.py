@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from kv_offload.errors import CapacityError
 
@@ -21,8 +22,7 @@ HEADROOM_PART = 16
 """A small machine keeps one part in so many of its memory free: 256 MiB of 4 GiB."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostMemory:
+class HostMemory(NamedTuple):
     """An amount of memory, in bytes, and the file that says so."""
 
     size_bytes: int

@@ -30,6 +30,7 @@ class BackgroundCopies:
         self._copies = copies
         self._reports = copies.reports
         self._queued_stores: deque[StoreJob] = deque()
+        # Ids of the stores that are queued or run.
         self._storing: set[int] = set()
         self._failed_stores: deque[int] = deque(maxlen=REMEMBERED_FAILURES)
         # Ids rise; stores from this one on have not reached this rank.
@@ -41,6 +42,7 @@ class BackgroundCopies:
         """Keep jobs for the start of the next step."""
         for job in jobs:
             self._queued_stores.append(job)
+            self._storing.add(job.job_id)
             self._next_store_id = job.job_id + 1
 
     def fail_stores(self, jobs: Iterable[StoreJob]) -> None:
@@ -52,10 +54,8 @@ class BackgroundCopies:
     def submit_stores(self) -> None:
         """Start what is queued; on the device the copies wait for all compute until now."""
         while self._queued_stores:
-            job = self._queued_stores[0]
+            job = self._queued_stores.popleft()
             pairs = self.peers.own_part(job)
-            self._storing.add(job.job_id)
-            self._queued_stores.popleft()
             if not len(pairs):
                 self._store_ended(job.job_id, ok=True)
             elif not self._start(SwapJob(job.job_id, Direction.STORE, pairs)):
@@ -75,11 +75,10 @@ class BackgroundCopies:
 
     def store_results(self, job_ids: Iterable[int]) -> dict[int, JobResult]:
         """Return the results of those stores that have ended, reported or not."""
-        waiting = self._storing.union(job.job_id for job in self._queued_stores)
         return {
             job_id: self._reports.result(ok=job_id not in self._failed_stores)
             for job_id in job_ids
-            if job_id not in waiting and job_id < self._next_store_id
+            if job_id not in self._storing and job_id < self._next_store_id
         }
 
     def take_loads(self, jobs: Iterable[LoadJob]) -> None:

@@ -92,12 +92,7 @@ def growing_room() -> MemoryRoom:
 
     Raises `CapacityError` if the machine's size cannot be read.
     """
-
-    def read() -> tuple[int, str]:
-        memory = read_available_memory()
-        return memory.size_bytes, memory.source
-
-    return MemoryRoom(read, headroom_bytes(read_host_memory()))
+    return MemoryRoom(read_available_memory, headroom_bytes(read_host_memory()))
 
 
 def read_boot() -> str:

@@ -221,14 +221,12 @@ class SynchronousLoads:
 
     def _end(self, arrival: Arrival) -> None:
         """Have the compute stream wait for all waves; lose the loads if a layer did not call."""
-        if self._copies.transfer is None:
-            return
         error, missed = arrival.error, []
         if not arrival.started:
             error = CopyError("its step was cut short")
         elif self.waves.cut is not None:
             try:
-                self._copies.transfer.await_wave(len(self.waves.cut.waves) - 1)
+                self._copies.require_transfer().await_wave(len(self.waves.cut.waves) - 1)
             except Exception as raised:  # noqa: BLE001 - whatever it is, the load is lost
                 error = raised
             missed = self.waves.missed()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kv_offload.cache.prefix import CacheGroup
 from tests.kv_offload.test_hazards import HarshEngine, submit_stores_in_their_step, wrong_bytes
@@ -103,31 +104,12 @@ class HeadEngine(HarshEngine):
         self.rejected += len(good) - right
         return [*good[:right], *((token + 1) % VOCABULARY for token in good[right:])]
 
-    def check_host_memory(self) -> None:
-        """Check every readable slot; of the last token's KV in the head, that it was written."""
-        self._learn_keys()
-        manager = self.offload.manager
-        manager.check_integrity()
-        group_of = {
-            key: group
-            for request, _ in self._requests
-            for group in self.groups
-            for key in self.offload.prefixes.slot_keys(
-                request.block_hashes, group, 0, len(request.block_hashes)
-            )
-        }
-        for key, slot in manager.readable_slots().items():
-            group_id = group_of[key].group_id
-            names = self.known[key] - group_id
-            for rank in self.ranks:
-                words = rank.copies.arena[slot].view(np.int64)
-                found = words.reshape(len(names), -1) - group_id
-                last = int(found[-1, -1])
-                right = (found[:, :-1] == names[:, None]).all()
-                head_right = (found[:-1, -1] == names[1:]).all()
-                assert right, f"slot {slot} holds another prefix"
-                assert head_right, f"slot {slot} holds another prefix in the head"
-                assert last in successors(int(names[-1])), f"slot {slot} holds another prefix's end"
+    def check_slot(self, slot: int, found: NDArray[np.int64], names: NDArray[np.int64]) -> None:
+        """Check a slot; of the last token's KV in the head, that it was written."""
+        super().check_slot(slot, found[:, :-1], names)
+        last = int(found[-1, -1])
+        assert (found[:-1, -1] == names[1:]).all(), f"slot {slot} holds another prefix in the head"
+        assert last in successors(int(names[-1])), f"slot {slot} holds another prefix's end"
 
 
 def run_to_the_end(engine: HeadEngine) -> None:
@@ -204,8 +186,7 @@ def test_what_a_request_leaves_behind_is_final(async_scheduling: bool, max_token
 def test_a_hit_drops_the_last_block_that_matches(
     async_scheduling: bool, groups: tuple[CacheGroup, ...]
 ) -> None:
-    engine = HeadEngine(groups, async_scheduling=async_scheduling)
-    store(engine, PROMPT)
+    engine = store(HeadEngine(groups, async_scheduling=async_scheduling), PROMPT)
     for request_id, prompt, hit in [("same", PROMPT, 16), ("branch", BRANCH, 12)]:
         engine.serve(request_id, prompt)
         assert engine.totals["hit_tokens"] == hit
@@ -221,8 +202,7 @@ def test_without_the_drop_the_head_reads_kv_that_another_token_followed(
     monkeypatch.setattr(
         "kv_offload.engines.vllm.start.groups.has_draft_head", lambda _config: False
     )
-    engine = HeadEngine()
-    store(engine, PROMPT)
+    engine = store(HeadEngine(), PROMPT)
     engine.add("branch", BRANCH)
     with wrong_bytes():
         engine.run()
@@ -248,8 +228,7 @@ def test_a_hit_goes_on_where_the_engines_own_has_dropped_a_block(
 
 def test_nothing_is_loaded_that_no_block_behind_it_proves() -> None:
     """The engine's own hit and host memory end at the same block."""
-    engine = HeadEngine()
-    store(engine, PROMPT)
+    engine = store(HeadEngine(), PROMPT)
     engine.serve("known", PROMPT, max_tokens=1)
     engine.totals.clear()
     engine.serve("a", [*PROMPT[:20], PROMPT[20] ^ 1, 0])

@@ -5,7 +5,6 @@ On vLLM's plain scheduler and on its asynchronous one, with as many steps under 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from vllm.v1.request import RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.messages import OffloadWorkerMetadata
-from tests.support.hooks import HOOKS, wrap_hook
+from tests.support.hooks import HOOKS, raise_once
 from tests.support.played_cases import (
     BLOCK,
     FULL,
@@ -29,6 +28,7 @@ from tests.support.played_cases import (
     both_ways,
     forget,
     pinned,
+    start_load,
     store,
     tables,
 )
@@ -38,6 +38,17 @@ from tests.support.played_model import answer
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
 MORE = [*PROMPT, *OTHER[:10]]
+Holding = Callable[..., PlayedEngine]
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def holding(request: pytest.FixtureRequest) -> Holding:
+    """Makes engines whose host memory holds `PROMPT`, on either of vLLM's schedulers."""
+
+    def make(**arguments: Any) -> PlayedEngine:
+        return store(PlayedEngine(async_scheduling=request.param, **arguments), PROMPT)
+
+    return make
 
 
 def play(engine: PlayedEngine) -> None:
@@ -54,70 +65,75 @@ def play(engine: PlayedEngine) -> None:
     raise AssertionError("the engine does not come to rest")
 
 
-@both_ways
+def play_to_rest(engine: PlayedEngine) -> None:
+    play(engine)
+    engine.check_rest()
+
+
+def lose_next_load(engine: PlayedEngine, fault: str = "submit") -> None:
+    """Have a load fail that a forward reads, on the last rank, and not be made good."""
+    engine.model.may_lose_kv = True
+    engine.ranks[-1].copies.faults.update({fault: 1, "load_now": 1})
+
+
+def check_lost(engine: PlayedEngine, *request_ids: str) -> None:
+    """Check that requests ended with an error, and without a token."""
+    for request_id in request_ids:
+        ended = engine.ended[request_id], engine.answers.get(request_id, [])
+        assert ended == ("error", []), request_id
+
+
+def check_served(engine: PlayedEngine, prompt: list[int], max_tokens: int = 4) -> None:
+    """Ask for a prompt, after all else; check the answer, and that nothing is left."""
+    engine.add("again", prompt, max_tokens=max_tokens)
+    play_to_rest(engine)
+    assert engine.answers["again"] == answer(prompt, max_tokens)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("fault", ["submit", "before_compute"])
 def test_a_load_that_fails_before_the_forward_is_made_good(
-    async_scheduling: bool, ranks: int, fault: str
+    holding: Holding, ranks: int, fault: str
 ) -> None:
-    engine = PlayedEngine(ranks=ranks, async_scheduling=async_scheduling, synchronous_loads=True)
-    store(engine, PROMPT)
+    engine = holding(ranks=ranks, synchronous_loads=True)
     engine.ranks[-1].copies.faults[fault] = 1
     engine.add("a", PROMPT)
-    play(engine)
+    play_to_rest(engine)
     assert engine.ranks[-1].copies.happened[fault] == 1
     assert engine.totals["hit_tokens"] == 20
     assert engine.totals["repaired_loads"] == 1
     assert engine.totals["lost_requests"] == engine.totals["failed_loads"] == 0
-    engine.check_rest()
 
 
-@both_ways
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_load_that_cannot_be_made_good_ends_its_request_alone(
-    async_scheduling: bool, ranks: int
+    holding: Holding, ranks: int
 ) -> None:
     """Who shares its blocks ends too; nothing computed with them is served, here or there."""
-    engine = PlayedEngine(
-        ranks=ranks,
-        async_scheduling=async_scheduling,
-        synchronous_loads=True,
-        max_num_batched_tokens=64,
-    )
-    store(engine, PROMPT)
-    engine.model.may_lose_kv = True
-    engine.ranks[-1].copies.faults.update(before_compute=1, load_now=1)
+    engine = holding(ranks=ranks, synchronous_loads=True, max_num_batched_tokens=64)
+    lose_next_load(engine, "before_compute")
     engine.add("beside", OTHER, max_tokens=6)
     engine.add("a", MORE, max_tokens=6)
     engine.add("shares", [*PROMPT, 1, 1], max_tokens=6)
     play(engine)
     assert engine.ranks[-1].copies.happened["load_now"] == 1
-    assert engine.ended["a"] == engine.ended["shares"] == "error"
-    assert "a" not in engine.answers or engine.answers["a"] == []
-    assert engine.answers.get("shares", []) == []
+    check_lost(engine, "a", "shares")
     assert engine.answers["beside"] == answer(OTHER, 6)
     assert engine.totals["lost_requests"] == 2
     engine.check_host_memory()
-    engine.add("again", MORE, max_tokens=6)
-    play(engine)
-    assert engine.answers["again"] == answer(MORE, 6)
-    engine.check_rest()
+    check_served(engine, MORE, 6)
 
 
-@both_ways
 @pytest.mark.parametrize("then", ["abort", "reset", "join"])
-def test_what_happens_before_the_loss_is_heard_of(async_scheduling: bool, then: str) -> None:
+def test_what_happens_before_the_loss_is_heard_of(holding: Holding, then: str) -> None:
     """The step with the loss has been executed, and its output not been taken in."""
-    engine = PlayedEngine(
-        async_scheduling=async_scheduling, synchronous_loads=True, max_num_batched_tokens=64
-    )
-    store(engine, PROMPT)
-    engine.model.may_lose_kv = True
-    engine.ranks[0].copies.faults.update(submit=1, load_now=1)
+    engine = holding(synchronous_loads=True, max_num_batched_tokens=64)
+    lose_next_load(engine)
     request = engine.add("a", MORE, max_tokens=6)
     engine.schedule()
     engine.execute()
-    if then == "join" and async_scheduling:
+    joins = then == "join" and engine.max_steps_under_way > 1
+    if joins:
         # Hits in the engine's own cache what `a` has computed wrongly.
         engine.add("joins", MORE, max_tokens=3)
         output = engine.schedule()
@@ -131,31 +147,24 @@ def test_what_happens_before_the_loss_is_heard_of(async_scheduling: bool, then: 
         assert request.status == RequestStatus.PREEMPTED
     play(engine)
     engine.check_host_memory()
-    if then == "join" and async_scheduling:
-        assert engine.ended["joins"] == "error"
-        assert engine.answers.get("joins", []) == []
+    if joins:
+        check_lost(engine, "joins")
     assert engine.answers.get("a", []) in ([], answer(MORE, 6))
-    forget(engine)
-    engine.add("again", MORE, max_tokens=6)
-    play(engine)
-    assert engine.answers["again"] == answer(MORE, 6)
-    engine.check_rest()
+    check_served(forget(engine), MORE, 6)
 
 
 def test_a_loss_of_an_aborted_request_leaves_the_next_of_its_name_known() -> None:
     """Reports name loads; the engine ends requests by their names."""
     engine = PlayedEngine(async_scheduling=True, synchronous_loads=True, max_num_batched_tokens=64)
     store(engine, PROMPT)
-    engine.model.may_lose_kv = True
-    engine.ranks[0].copies.faults.update(submit=1, load_now=1)
+    lose_next_load(engine)
     engine.add("a", MORE, max_tokens=6)
     engine.schedule()
     engine.execute()
     engine.abort("a")
     engine.add("a", OTHER, max_tokens=3)
     assert engine.schedule().num_scheduled_tokens["a"] == len(OTHER)
-    play(engine)
-    engine.check_rest()
+    play_to_rest(engine)
     assert engine.offload.requests.admitted == 0
 
 
@@ -169,8 +178,7 @@ def test_who_shares_only_what_was_computed_with_lost_kv_ends_too(aborted: bool) 
         max_num_batched_tokens=64,
     )
     store(engine, PROMPT)
-    engine.model.may_lose_kv = True
-    engine.ranks[0].copies.faults.update(submit=1, load_now=1)
+    lose_next_load(engine)
     request = engine.add("a", [*PROMPT, *OTHER[:19]], max_tokens=6)
     (load,) = engine.schedule().kv_connector_metadata.loads
     filled = {*load.pairs[:, 0].tolist()}
@@ -180,11 +188,9 @@ def test_who_shares_only_what_was_computed_with_lost_kv_ends_too(aborted: bool) 
     assert filled.isdisjoint(tables(engine, joining)[0])
     if aborted:
         engine.abort("a")
-    play(engine)
-    assert (engine.ended["joins"], engine.answers.get("joins", [])) == ("error", [])
+    play_to_rest(engine)
+    check_lost(engine, "joins")
     assert engine.totals["lost_requests"] == 2 - aborted
-    engine.check_host_memory()
-    engine.check_rest()
 
 
 def test_who_was_preempted_before_a_load_that_is_lost_goes_on() -> None:
@@ -203,59 +209,40 @@ def test_who_was_preempted_before_a_load_that_is_lost_goes_on() -> None:
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     engine.step(3, copies=True)  # ends the stores of what that one leaves behind
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-    engine.model.may_lose_kv = True
-    engine.ranks[0].copies.faults.update(before_compute=1, load_now=1)
+    lose_next_load(engine, "before_compute")
     request = engine.add("a", [*PROMPT, *OTHER], max_tokens=2)  # leaves no room for another
     engine.scheduler.waiting.remove_requests([request])
     engine.scheduler.waiting.prepend_request(request)
     (load,) = engine.schedule().kv_connector_metadata.loads
     assert had & {*load.pairs[:, 0].tolist()}
     assert preempted.status == RequestStatus.PREEMPTED
-    play(engine)
+    play_to_rest(engine)
     assert engine.ended["a"] == "error"
     assert engine.totals["lost_requests"] == 1
     assert engine.answers["preempted"] == answer([1, 1, 0], 40)
-    engine.check_rest()
 
 
-@both_ways
-def test_where_nobody_knows_who_computed_with_lost_kv_all_of_the_step_end(
-    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = PlayedEngine(async_scheduling=async_scheduling, synchronous_loads=True)
-    store(engine, PROMPT)
-    engine.model.may_lose_kv = True
-    engine.ranks[0].copies.faults.update(submit=1, load_now=1)
-    original = engine.offload.ends.lose
-
-    def lose(lost_loads: Any) -> set[str]:
-        monkeypatch.setattr(engine.offload.ends, "lose", original)
-        raise RuntimeError("injected")
-
-    monkeypatch.setattr(engine.offload.ends, "lose", lose)
+def test_where_nobody_knows_who_computed_with_lost_kv_all_of_the_step_end(holding: Holding) -> None:
+    engine = holding(synchronous_loads=True)
+    lose_next_load(engine)
+    raised = raise_once("offload_scheduler.ends.lose", engine.connector)
     engine.add("a", PROMPT)
     play(engine)
-    assert (engine.ended["a"], engine.answers.get("a", [])) == ("error", [])
-    engine.add("again", PROMPT)
-    play(engine)
-    assert engine.answers["again"] == answer(PROMPT)
-    engine.check_rest()
+    assert len(raised) == 1
+    check_lost(engine, "a")
+    check_served(engine, PROMPT)
 
 
 # -- resets ------------------------------------------------------------------------------------
 
 
-@both_ways
 @pytest.mark.parametrize("ended", ["not", "copied", "reported", "failed"])
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_reset_in_the_middle_of_a_load_succeeds_and_its_request_goes_on(
-    async_scheduling: bool, ended: str, paused: bool
+    holding: Holding, ended: str, paused: bool
 ) -> None:
-    engine = PlayedEngine(async_scheduling=async_scheduling)
-    store(engine, PROMPT)
-    request = engine.add("a", PROMPT)
-    engine.step()
-    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine = holding()
+    request = start_load(engine)
     if paused:
         engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     if ended != "not":
@@ -270,46 +257,35 @@ def test_a_reset_in_the_middle_of_a_load_succeeds_and_its_request_goes_on(
     assert engine.pool.get_num_free_blocks() == before
     assert engine.offload.manager.slots_in_use == 0
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-    play(engine)
-    engine.check_rest()
+    play_to_rest(engine)
 
 
-@both_ways
 @pytest.mark.parametrize("on_load_failure", ["recompute", "fail"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_load_that_failed_is_told_by_a_reset_that_leaves_its_request_waiting(
-    async_scheduling: bool, on_load_failure: str, ranks: int
+    holding: Holding, on_load_failure: str, ranks: int
 ) -> None:
     """Another request runs, so the reset fails, and takes no blocks back."""
-    engine = PlayedEngine(
-        plugin={"on_load_failure": on_load_failure}, async_scheduling=async_scheduling, ranks=ranks
-    )
-    store(engine, PROMPT)
+    engine = holding(plugin={"on_load_failure": on_load_failure}, ranks=ranks)
     engine.add("runs", OTHER, max_tokens=12)
     engine.step(2)
-    request = engine.add("a", PROMPT)
-    engine.step()
-    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    start_load(engine)
     assert engine.offload.has_pending_stores, "which the reset ends"
     engine.run_copies(Direction.LOAD, fail=True)
     assert not engine.reset()
-    play(engine)
+    play_to_rest(engine)
     if on_load_failure == "recompute":
         assert engine.answers["a"] == answer(PROMPT)
     else:
-        assert (engine.ended["a"], engine.answers.get("a", [])) == ("error", [])
-    engine.check_rest()
+        check_lost(engine, "a")
 
 
-@both_ways
 def test_a_load_that_failed_on_one_rank_and_hangs_on_another_counts_as_failed_after_a_reset(
-    async_scheduling: bool,
+    holding: Holding,
 ) -> None:
     """The reset cannot take its blocks back."""
-    engine = PlayedEngine(async_scheduling=async_scheduling, ranks=2)
-    store(engine, PROMPT)
-    engine.add("a", PROMPT)
-    engine.step()
+    engine = holding(ranks=2)
+    start_load(engine)
     engine.ranks[0].copies.run(fail=True)
     engine.ranks[1].copies.stuck = True
     assert not engine.reset()
@@ -319,13 +295,10 @@ def test_a_load_that_failed_on_one_rank_and_hangs_on_another_counts_as_failed_af
     engine.check_rest()
 
 
-@both_ways
-def test_a_request_that_a_reset_took_back_loads_again(async_scheduling: bool) -> None:
+def test_a_request_that_a_reset_took_back_loads_again(holding: Holding) -> None:
     """The second is told from the first, whose report comes after the reset."""
-    engine = PlayedEngine(async_scheduling=async_scheduling, ranks=2)
-    store(engine, PROMPT)
-    engine.add("a", PROMPT)
-    engine.step()
+    engine = holding(ranks=2)
+    start_load(engine)
     assert engine.reset(reset_running_requests=True)
     engine.totals.clear()
     for _ in range(6):
@@ -334,19 +307,16 @@ def test_a_request_that_a_reset_took_back_loads_again(async_scheduling: bool) ->
             assert len(copies.submitted) <= 1
     assert engine.ranks[0].copies.submitted, "the second load"
     assert "a" not in engine.answers, "nobody has copied it yet"
-    play(engine)
+    play_to_rest(engine)
     assert engine.totals["hit_tokens"] == 20
-    engine.check_rest()
 
 
-@both_ways
 @pytest.mark.parametrize("preempted", [False, True])
 def test_a_reset_succeeds_while_what_was_loaded_finds_no_room_to_run(
-    async_scheduling: bool, preempted: bool
+    holding: Holding, preempted: bool
 ) -> None:
     """The engine has taken it from those that wait for loads, and it holds what was loaded."""
-    engine = PlayedEngine(async_scheduling=async_scheduling, blocks=14, replaces_resumed=True)
-    store(engine, PROMPT)
+    engine = holding(blocks=14, replaces_resumed=True)
     engine.add("grows", [1, 1, 1, 1], max_tokens=40)
     engine.step(2)
     request = engine.add("a", [*PROMPT, 1, 1, 1, 1, 1, 1, 1], max_tokens=2)
@@ -360,10 +330,9 @@ def test_a_reset_succeeds_while_what_was_loaded_finds_no_room_to_run(
     assert engine.reset(reset_running_requests=True)
     assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
     engine.offload.check_integrity()
-    engine.run()
+    engine.rest()
     assert engine.answers["a"] == engine.expected["a"]
     assert engine.totals["hit_tokens"] >= 2 * 20
-    engine.check_rest()
 
 
 # -- no room -----------------------------------------------------------------------------------
@@ -384,34 +353,24 @@ def test_loaded_requests_that_leave_each_other_no_room_run_one_after_the_other(
     forget(engine)
     engine.add("a", [*first[:24], 1, 1, 1, 0, 1, 0, 0, 0])
     engine.add("b", [*second[:24], 1, 1, 1])
-    play(engine)
+    play_to_rest(engine)
     assert [engine.ended[name] for name in "ab"] == ["length"] * 2
     assert engine.totals["hit_tokens"] == 3 * 24, "that which gave its blocks back loads again"
-    engine.check_rest()
 
 
-@both_ways
-def test_a_loaded_request_gives_way_to_one_before_it(async_scheduling: bool) -> None:
+def test_a_loaded_request_gives_way_to_one_before_it(holding: Holding) -> None:
     """It has blocks that a request of a higher priority needs, behind which it waits."""
-    engine = PlayedEngine(
-        async_scheduling=async_scheduling, blocks=14, scheduling_policy="priority"
-    )
-    store(engine, PROMPT)
+    engine = holding(blocks=14, scheduling_policy="priority")
     engine.add("low", [*PROMPT, 1, 0, 1], priority=1)
     engine.step()
     engine.add("high", [*OTHER, *OTHER[:9]], priority=0)
-    play(engine)
+    play_to_rest(engine)
     assert [engine.ended[name] for name in ("low", "high")] == ["length"] * 2
-    engine.check_rest()
 
 
-@both_ways
-def test_what_was_loaded_stays_where_another_is_preempted_for_it(async_scheduling: bool) -> None:
+def test_what_was_loaded_stays_where_another_is_preempted_for_it(holding: Holding) -> None:
     """vLLM admits nothing in a step that preempts, so such a step runs nothing at all."""
-    engine = PlayedEngine(
-        plugin={"store_blocks": "prompt"}, async_scheduling=async_scheduling, blocks=14
-    )
-    store(engine, PROMPT)
+    engine = holding(plugin={"store_blocks": "prompt"}, blocks=14)
     grows = engine.add("grows", [1, 1, 1, 1], max_tokens=40)
     engine.step(2, copies=True)
     request = engine.add("a", [*PROMPT, 1, 1, 1, 1, 1, 1, 1], max_tokens=2)
@@ -421,47 +380,38 @@ def test_what_was_loaded_stays_where_another_is_preempted_for_it(async_schedulin
         output = engine.step(copies=True)
     assert not output.num_scheduled_tokens
     assert tables(engine, request) != [[]]
-    play(engine)
-    engine.check_rest()
+    play_to_rest(engine)
 
 
-@both_ways
-def test_while_an_engine_is_paused_what_was_loaded_stays(async_scheduling: bool) -> None:
-    engine = PlayedEngine(async_scheduling=async_scheduling)
-    store(engine, PROMPT)
-    request = engine.add("a", PROMPT)
-    engine.step()
+def test_while_an_engine_is_paused_what_was_loaded_stays(holding: Holding) -> None:
+    engine = holding()
+    request = start_load(engine)
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     engine.step(4, copies=True)
     assert tables(engine, request) != [[]]
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-    play(engine)
+    play_to_rest(engine)
     assert engine.totals["hit_tokens"] == 20, "once"
-    engine.check_rest()
 
 
 # -- hooks that raise --------------------------------------------------------------------------
 
 
-@both_ways
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_that_raises_does_not_end_the_engine(
-    hook: str, synchronous: bool, async_scheduling: bool
+    holding: Holding, hook: str, synchronous: bool
 ) -> None:
     """Once, at one of the times that it is called while a stored prompt is asked for."""
     counted = 0.0
     times = 0
     for when in (0, 1, 2, 3, 5, 8):
-        engine = PlayedEngine(async_scheduling=async_scheduling, synchronous_loads=synchronous)
-        store(engine, PROMPT)
-        raised: list[str] = []
-        for connector in (engine.connector, engine.ranks[0].connector):
-            wrap_hook(connector, hook, functools.partial(raise_once, raised, when))
+        engine = holding(synchronous_loads=synchronous)
+        raised = raise_once(hook, engine.connector, engine.ranks[0].connector, when=when)
         engine.model.may_lose_kv = hook.endswith("allocated")
         engine.add("a", PROMPT)
         engine.add("b", OTHER)
-        play(engine)
+        play_to_rest(engine)
         if not raised:
             break
         times += 1
@@ -473,52 +423,42 @@ def test_a_hook_that_raises_does_not_end_the_engine(
         assert engine.answers["b"] == answer(OTHER)
         counted += engine.totals["hook_errors"]  # not if nothing reports any more
         assert pinned(engine) == set()
-        engine.check_rest()
     assert times > 0, "it was never called"
     assert counted <= times
     assert counted or hook.endswith(("take_stats", "take_report")), "not counted"
 
 
-@both_ways
 def test_a_load_that_could_not_be_planned_fails_its_request_where_failures_do(
-    async_scheduling: bool,
+    holding: Holding,
 ) -> None:
     """The engine counts on the load. It ends the request, and nothing reads the empty blocks."""
-    engine = PlayedEngine(async_scheduling=async_scheduling, plugin={"on_load_failure": "fail"})
-    store(engine, PROMPT)
-    raised: list[str] = []
-    hook = "offload_scheduler.admissions.allocated"
-    wrap_hook(engine.connector, hook, functools.partial(raise_once, raised, 0))
+    engine = holding(plugin={"on_load_failure": "fail"})
+    raised = raise_once("offload_scheduler.admissions.allocated", engine.connector)
     engine.add("a", PROMPT)
-    play(engine)
+    play_to_rest(engine)
     assert len(raised) == 1
-    assert (engine.ended["a"], engine.answers.get("a", [])) == ("error", [])
-    engine.check_rest()
+    check_lost(engine, "a")
 
 
-@both_ways
 def test_failed_loads_are_not_told_again_by_a_step_whose_report_fails(
-    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+    holding: Holding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their blocks may be another request's by then; older engines are told of blocks."""
-    engine = PlayedEngine(async_scheduling=async_scheduling)
-    store(engine, PROMPT)
-    engine.add("a", PROMPT)
-    engine.step()
+    engine = holding()
+    start_load(engine)
     connector = engine.ranks[0].connector
     monkeypatch.setattr(connector, "_by_block", True)
     engine.ranks[0].copies.run(fail=True)
     connector.get_finished(set())
     assert connector.get_block_ids_with_load_errors()
-    wrap_hook(connector, "offload_worker.poll", functools.partial(raise_once, [], 0))
+    raise_once("offload_worker.poll", connector)
     connector.get_finished(set())
     assert not connector.get_block_ids_with_load_errors()
 
 
 def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice() -> None:
     """A drain has told the engine of a load whose report is under way: the engine forgot it."""
-    engine = PlayedEngine(async_scheduling=True, beside=False)
-    store(engine, PROMPT)
+    engine = store(PlayedEngine(async_scheduling=True, beside=False), PROMPT)
     request = engine.add("a", PROMPT)
     engine.schedule()
     engine.execute()  # submits the load
@@ -530,13 +470,10 @@ def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice() -> None:
     engine.reset()
     assert request.request_id not in engine.scheduler.requests
     engine.process()
-    wrap_hook(
-        engine.connector, "offload_scheduler.reports.read", functools.partial(raise_once, [], 0)
-    )
+    raise_once("offload_scheduler.reports.read", engine.connector)
     engine.process()
-    engine.run()
+    engine.rest()
     assert engine.totals["hook_errors"] > 0
-    engine.check_rest()
 
 
 def test_a_report_that_can_never_be_read_does_not_keep_others_from_being_read() -> None:
@@ -544,59 +481,36 @@ def test_a_report_that_can_never_be_read_does_not_keep_others_from_being_read() 
         def items(self) -> Any:
             raise RuntimeError("at every try")
 
-    engine = PlayedEngine(async_scheduling=True)
-    store(engine, PROMPT)
+    engine = store(PlayedEngine(async_scheduling=True), PROMPT)
     unreadable = OffloadWorkerMetadata(weight_loads=Unreadable())
     engine.offload.reports.take(unreadable, received=set())
     engine.add("a", PROMPT)
-    play(engine)
+    play_to_rest(engine)
     assert engine.answers["a"] == answer(PROMPT)
     assert engine.totals["hit_tokens"] == 20
     assert engine.totals["hook_errors"] == 2
-    engine.check_rest()
 
 
 def test_a_drain_does_not_tell_of_a_load_whose_report_could_not_be_read() -> None:
     """The engine has heard of the load, and has forgotten the request."""
-    engine = PlayedEngine(async_scheduling=True)
-    store(engine, PROMPT)
-    engine.add("a", PROMPT)
-    engine.step()  # submits the load
+    engine = store(PlayedEngine(async_scheduling=True), PROMPT)
+    start_load(engine)
     engine.abort("a")
     engine.run_copies(Direction.LOAD)
-    raised: list[str] = []
-    for _ in range(2):  # when the report comes, and at the end of the step
-        wrap_hook(
-            engine.connector,
-            "offload_scheduler.reports.read",
-            functools.partial(raise_once, raised, 0),
-        )
+    hook = "offload_scheduler.reports.read"
+    # When the report comes, and at the end of the step.
+    first, second = (raise_once(hook, engine.connector) for _ in range(2))
     engine.add("b", OTHER)
     engine.step()
-    assert len(raised) == 2
+    assert first == second == [hook]
     assert "a" not in engine.scheduler.requests
     engine.reset(reset_running_requests=True)
-    engine.run()
-    engine.check_rest()
-
-
-def raise_once(raised: list[str], when: int, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a hook raise at its call number `when`; `raised` tells when it has."""
-    calls = iter(range(1 << 30))
-
-    def raising(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == when:
-            raised.append(hook.__name__)
-            raise RuntimeError(f"injected into {hook}")
-        return hook(*args, **kwargs)
-
-    return raising
+    engine.rest()
 
 
 def test_copies_fail_only_where_a_test_says_so() -> None:
     """The control: without a fault nothing is repaired, lost or counted."""
-    engine = PlayedEngine(synchronous_loads=True, async_scheduling=True)
-    store(engine, PROMPT)
+    engine = store(PlayedEngine(synchronous_loads=True, async_scheduling=True), PROMPT)
     engine.add("a", PROMPT)
     play(engine)
     assert engine.totals["hit_tokens"] == 20

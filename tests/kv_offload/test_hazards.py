@@ -8,17 +8,14 @@ can be taken out, the test takes it out and shows that the garbage then arrives.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from kv_swap.engine import Direction, SwapJob
+from kv_swap.engine import Direction
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
@@ -27,7 +24,6 @@ from kv_offload.engines.vllm.drain import drain_engine_core
 from kv_offload.messages import DrainAnswer
 from kv_offload.scheduler.stores.jobs import StoreJobs
 from kv_offload.worker.worker import OffloadWorker
-from tests.support.manual_copies import ManualSwapEngine
 from tests.support.played_cases import (
     FULL,
     OTHER,
@@ -36,6 +32,7 @@ from tests.support.played_cases import (
     both_runners,
     both_ways,
     pinned,
+    start_load,
     store,
     tables,
 )
@@ -63,9 +60,8 @@ class HarshEngine(PlayedEngine):
         super().__init__(*arguments, replaces_resumed=replaces_resumed, **more)
         self.zeroes_first = replaces_resumed
         self.poisoned_blocks = 0
-        if eager:
-            for rank in self.ranks:
-                rank.copies.submit = eager_submit(rank.copies)
+        for rank in self.ranks:
+            rank.copies.eager = eager
 
     def execute(self) -> None:
         """Run the hooks of the step before its forward, which a device may not have started yet."""
@@ -85,37 +81,23 @@ class HarshEngine(PlayedEngine):
 
     def poison(self, output: Any, rank: Any) -> None:
         """Fill the blocks that this step's requests were given and that hold nothing yet."""
-        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        given = {new.req_id: new.block_ids for new in output.scheduled_new_reqs}
+        given = [(new.num_computed_tokens, new.block_ids) for new in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
-            new_ids = cached.new_block_ids[index] or [[] for _ in self.groups]
             resumed = request_id in cached.resumed_req_ids
-            computed[request_id] = cached.num_computed_tokens[index] if resumed else 0
-            given[request_id] = new_ids
-        for request_id, by_group in given.items():
+            computed = cached.num_computed_tokens[index] if resumed else 0
+            given.append((computed, cached.new_block_ids[index] or [[] for _ in self.groups]))
+        for computed, by_group in given:
             for group, table in zip(self.groups, by_group, strict=True):
-                first = -(-computed[request_id] // group.block_tokens)
+                first = -(-computed // group.block_tokens)
                 fresh = [block for block in table[first:] if block != 0]
                 rank.memory[fresh] = POISON
                 self.poisoned_blocks += len(fresh)
 
 
-def eager_submit(copies: ManualSwapEngine) -> Callable[[SwapJob], None]:
-    submit = copies.submit
-
-    def submit_and_run(job: SwapJob) -> None:
-        submit(job)
-        copies.run_all()
-
-    return submit_and_run
-
-
-@contextlib.contextmanager
-def wrong_bytes() -> Iterator[None]:
+def wrong_bytes() -> Any:
     """Expect that host memory, or KV that a forward reads, is not what it stands for."""
-    with pytest.raises(AssertionError, match=r"holds another prefix|wrong KV at"):
-        yield
+    return pytest.raises(AssertionError, match=r"holds another prefix|wrong KV at")
 
 
 def submit_stores_in_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,12 +281,9 @@ def test_a_load_into_blocks_that_a_step_under_way_still_writes(
 def test_blocks_of_an_aborted_request_come_back_when_its_load_has_ended(
     async_scheduling: bool,
 ) -> None:
-    engine = HarshEngine(async_scheduling=async_scheduling)
-    store(engine, PROMPT)
+    engine = store(HarshEngine(async_scheduling=async_scheduling), PROMPT)
     free = engine.pool.get_num_free_blocks()
-    engine.add("a", PROMPT)
-    engine.step()
-    assert engine.offload.loads.running == 1
+    start_load(engine)
     engine.abort("a")
     engine.step(3)
     assert engine.pool.get_num_free_blocks() == free - 5
@@ -318,9 +297,7 @@ def test_blocks_of_an_aborted_request_come_back_when_its_load_has_ended(
 def abort_and_reuse(engine: PlayedEngine) -> None:
     """Abort a load that runs; another request computes in all the blocks it can get; then copy."""
     store(engine, PROMPT)
-    engine.add("gone", PROMPT)
-    engine.step()
-    assert engine.offload.loads.running == 1
+    start_load(engine, "gone")
     engine.abort("gone")
     engine.add("other", [*OTHER, *OTHER[:12]], max_tokens=8)
     engine.step(2)
@@ -364,8 +341,7 @@ def test_overlapping_prefixes_may_be_loaded_side_by_side(
     """One that has waited too long loads for itself: the same slots, other blocks, any order."""
     monkeypatch.setattr("kv_offload.scheduler.lookups.MAX_WAIT_SECONDS", -1.0)
     longer = [*PROMPT[:16], 0, 0, 1, 0, 1]
-    engine = HarshEngine(async_scheduling=async_scheduling)
-    store(engine, PROMPT)
+    engine = store(HarshEngine(async_scheduling=async_scheduling), PROMPT)
     store(engine, longer, "longer")
     engine.add("first", PROMPT)
     engine.add("second", longer)
@@ -419,16 +395,13 @@ def test_without_holds_a_load_reads_what_a_store_put_into_its_slots(
 
 def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside: bool) -> None:
     """Both end while the next step is launched, whose report then names them too."""
-    engine = HarshEngine(async_scheduling=True)
-    store(engine, PROMPT)
+    engine = store(HarshEngine(async_scheduling=True), PROMPT)
     engine.add("decodes", OTHER, max_tokens=12)
     engine.schedule()
     engine.execute()
     stores = engine.offload.stores.jobs
     (first,) = stores.running_jobs()
-    engine.add("loads", PROMPT)
-    engine.step()
-    assert engine.offload.loads.running == 1
+    start_load(engine, "loads")
     engine.run_copies()
     engine.step()
     assert (engine.offload.loads.running == 0) == beside
@@ -452,10 +425,8 @@ def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(
 
     The load may have ended on no rank, on some, or on all with the reports on their way.
     """
-    engine = HarshEngine(ranks=ranks, async_scheduling=async_scheduling)
-    store(engine, PROMPT)
-    engine.add("a", PROMPT)
-    engine.step()
+    engine = store(HarshEngine(ranks=ranks, async_scheduling=async_scheduling), PROMPT)
+    start_load(engine)
     for rank in engine.ranks[:reported]:
         rank.copies.run_all()
     if reported:
@@ -473,10 +444,8 @@ def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(
 
 
 def test_a_reset_frees_what_a_failed_load_of_an_aborted_request_holds() -> None:
-    engine = HarshEngine()
-    store(engine, PROMPT)
-    engine.add("a", PROMPT)
-    engine.step()
+    engine = store(HarshEngine(), PROMPT)
+    start_load(engine)
     engine.abort("a")
     engine.ranks[0].copies.run(fail=True)
     assert engine.reset(reset_running_requests=True)
@@ -486,10 +455,8 @@ def test_a_reset_frees_what_a_failed_load_of_an_aborted_request_holds() -> None:
 
 
 def test_a_reset_fails_while_an_aborted_load_is_stuck() -> None:
-    engine = HarshEngine(ranks=2)
-    store(engine, PROMPT)
-    engine.add("a", PROMPT)
-    engine.step()
+    engine = store(HarshEngine(ranks=2), PROMPT)
+    start_load(engine)
     engine.abort("a")
     engine.ranks[1].copies.stuck = True
     with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
@@ -499,16 +466,3 @@ def test_a_reset_fails_while_an_aborted_load_is_stuck() -> None:
     engine.run()
     engine.step(2)
     engine.check_rest()
-
-
-# -- the end of a pipeline that never samples --------------------------------------------------
-
-
-def test_ranks_agree_whichever_of_them_samples() -> None:
-    """A stage that samples nothing has no output-copy stream; its stores wait for compute alone."""
-    engine = HarshEngine(ranks=2, eager=True)
-    store(engine, PROMPT)
-    arenas = [rank.copies.arena for rank in engine.ranks]
-    assert np.array_equal(*arenas)
-    engine.add("a", PROMPT)
-    engine.rest()

@@ -19,17 +19,11 @@ NO_LIMIT_V1 = 9223372036854771712  # what cgroup v1 shows where no limit is set
 class Machine:
     """A fake `/proc` and `/sys/fs/cgroup`."""
 
-    def __init__(
-        self,
-        root: Path,
-        cgroup: str | None,
-        total_kib: int = 64 << 20,
-        available_kib: int = 48 << 20,
-    ):
+    def __init__(self, root: Path, cgroup: str | None):
         self.proc, self.cgroups = root / "proc", root / "cgroup"
         (self.proc / "self").mkdir(parents=True)
         (self.proc / "meminfo").write_text(
-            f"MemTotal:       {total_kib} kB\nMemFree: 1 kB\nMemAvailable: {available_kib} kB\n"
+            f"MemTotal:       {64 << 20} kB\nMemFree: 1 kB\nMemAvailable: {48 << 20} kB\n"
         )
         if cgroup is not None:
             (self.proc / "self/cgroup").write_text(cgroup)
@@ -104,27 +98,29 @@ def test_colons_and_odd_bytes_in_a_cgroup_path(tmp_path):
     assert machine.memory().size_bytes == 8 * GIB
 
 
-def test_no_meminfo_is_refused(tmp_path):
-    machine = Machine(tmp_path, cgroup=None)
-    (machine.proc / "meminfo").unlink()
-    with pytest.raises(
-        CapacityError, match=r"No such file or directory.*Make .*/meminfo .*readable"
-    ):
-        machine.memory()
-
-
-def test_meminfo_without_a_total_is_refused(tmp_path):
-    machine = Machine(tmp_path, cgroup=None)
-    (machine.proc / "meminfo").write_text("MemFree: 1 kB\n")
-    with pytest.raises(CapacityError, match=r"no MemTotal in .*/meminfo"):
-        machine.memory()
-
-
-def test_a_limit_that_is_not_a_number_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("meminfo", "limit", "read", "reason"),
+    [
+        (None, None, Machine.memory, r"No such file or directory.*Make .*/meminfo .*readable"),
+        ("MemFree: 1 kB\n", None, Machine.memory, r"no MemTotal in .*/meminfo"),
+        ("MemTotal: 1 kB\n", None, Machine.available, r"no MemAvailable in .*/meminfo"),
+        (
+            "MemTotal: 1 kB\n",
+            "lots",
+            Machine.memory,
+            r"a/memory.max holds 'lots' where bytes belong",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path, meminfo, limit, read, reason):
     machine = Machine(tmp_path, "0::/a\n")
-    machine.limit("a/memory.max", "lots")
-    with pytest.raises(CapacityError, match=r"a/memory.max holds 'lots' where bytes belong"):
-        machine.memory()
+    (machine.proc / "meminfo").unlink()
+    if meminfo is not None:
+        (machine.proc / "meminfo").write_text(meminfo)
+    if limit is not None:
+        machine.limit("a/memory.max", limit)
+    with pytest.raises(CapacityError, match=reason):
+        read(machine)
 
 
 def test_this_machine():
@@ -143,36 +139,47 @@ def test_available_without_cgroups_is_what_the_machine_says(tmp_path):
     )
 
 
-V2_STAT = f"anon {5 * GIB}\nfile {4 * GIB}\ninactive_file {2 * GIB}\nactive_file {1 * GIB}\n"
+def v1(limit: int, used: int, **stat: int) -> dict[str, object]:
+    """Return the files of this process's cgroup."""
+    files = {V1: limit, "memory.usage_in_bytes": used, "memory.stat": lines(stat)}
+    return {f"memory/a/{name}": content for name, content in files.items()}
 
 
-def test_v2_what_is_in_use_is_taken_from_the_limit_but_for_cached_files(tmp_path):
-    machine = Machine(tmp_path, "0::/a\n")
-    limit = machine.limit("a/memory.max", 32 * GIB)
-    machine.limit("a/memory.current", 10 * GIB)
-    machine.limit("a/memory.stat", V2_STAT)
+def v2(limit: object, used: object, high: object = "max", **stat: int) -> dict[str, object]:
+    files = {V2: limit, "memory.current": used, "memory.high": high, "memory.stat": lines(stat)}
+    return {f"a/{name}": content for name, content in files.items()}
+
+
+def lines(stat: dict[str, int]) -> str:
+    return "\n".join(f"{name} {gib * GIB}" for name, gib in stat.items())
+
+
+V2_STAT = {"anon": 5, "file": 4, "inactive_file": 2, "active_file": 1}
+V1_STAT = {"inactive_file": 7, "total_inactive_file": 2, "total_active_file": 1}
+USE = [
+    ("v2, but for cached files", v2(32 * GIB, 10 * GIB, **V2_STAT), 32 - 10 + 3, f"a/{V2}"),
+    ("v2, where it slows down", v2(32 * GIB, 10 * GIB, 16 * GIB), 16 - 10, "a/memory.high"),
+    ("v1, but for cached files", v1(32 * GIB, 10 * GIB, **V1_STAT), 32 - 10 + 3, f"memory/a/{V1}"),
+    ("no limit has no use", v1(NO_LIMIT_V1, 60 * GIB) | v2("max", "not read"), 48, None),
+    ("more than the limit", v2(4 * GIB, 5 * GIB), 0, f"a/{V2}"),
+    ("no figure does not count", {f"a/{V2}": 4 * GIB}, 48, None),
+    ("less on the machine", v2(64 * GIB, 1 * GIB), 48, None),
+]
+
+
+@pytest.mark.parametrize(("what", "files", "gib", "limit"), USE)
+def test_what_is_in_use_is_taken_from_the_limit(tmp_path, what, files, gib, limit):
+    machine = Machine(tmp_path, "4:memory:/a\n0::/a\n")
+    for path, content in files.items():
+        machine.limit(path, content)
     available = machine.available()
-    assert available.size_bytes == (32 - 10 + 3) * GIB
-    assert available.source == f"{limit} less what memory.current says, without cached files"
-
-
-def test_v2_what_is_in_use_is_taken_from_where_the_kernel_slows_down(tmp_path):
-    machine = Machine(tmp_path, "0::/a\n")
-    machine.limit("a/memory.max", 32 * GIB)
-    limit = machine.limit("a/memory.high", 16 * GIB)
-    machine.limit("a/memory.current", 10 * GIB)
-    available = machine.available()
-    assert available.size_bytes == 6 * GIB
-    assert available.source.startswith(f"{limit} less what memory.current says")
-
-
-def test_v1_what_is_in_use_is_taken_from_the_limit_but_for_cached_files(tmp_path):
-    machine = Machine(tmp_path, "4:memory:/a\n")
-    machine.limit("memory/a/memory.limit_in_bytes", 32 * GIB)
-    machine.limit("memory/a/memory.usage_in_bytes", 10 * GIB)
-    stat = f"inactive_file 4096\ntotal_inactive_file {2 * GIB}\ntotal_active_file {1 * GIB}\n"
-    machine.limit("memory/a/memory.stat", stat)
-    assert machine.available().size_bytes == (32 - 10 + 3) * GIB
+    assert available.size_bytes == gib * GIB, what
+    used = "memory.usage_in_bytes" if what.startswith("v1") else "memory.current"
+    assert available.source == (
+        f"{machine.cgroups / limit} less what {used} says, without cached files"
+        if limit
+        else f"MemAvailable in {machine.proc / 'meminfo'}"
+    )
 
 
 @pytest.mark.parametrize("path", ["a/b", "a", "."])
@@ -185,39 +192,6 @@ def test_the_cgroup_with_the_least_left_counts_not_the_smallest(tmp_path, path):
     machine.limit(f"{path}/memory.current", 30 * GIB)
     assert machine.available().size_bytes == 2 * GIB
     assert machine.memory().size_bytes == 16 * GIB
-
-
-def test_the_machine_may_have_less_than_the_cgroup_allows(tmp_path):
-    machine = Machine(tmp_path, "0::/a\n", available_kib=1 << 20)
-    machine.limit("a/memory.max", 32 * GIB)
-    machine.limit("a/memory.current", 1 * GIB)
-    assert machine.available().size_bytes == 1 * GIB
-
-
-def test_no_limit_has_no_use(tmp_path):
-    machine = Machine(tmp_path, "4:memory:/a\n0::/b\n")
-    machine.limit("memory/a/memory.limit_in_bytes", NO_LIMIT_V1)
-    machine.limit("memory/a/memory.usage_in_bytes", 60 * GIB)
-    machine.limit("b/memory.max", "max")
-    machine.limit("b/memory.current", "not read")
-    assert machine.available().size_bytes == 48 * GIB
-
-
-@pytest.mark.parametrize(("used", "left"), [({"a/memory.current": 5 * GIB}, 0), ({}, 48 * GIB)])
-def test_more_in_use_than_the_limit_leaves_nothing_and_no_figure_does_not_count(
-    tmp_path, used, left
-):
-    machine = Machine(tmp_path, "0::/a\n")
-    for path, content in {"a/memory.max": 4 * GIB, **used}.items():
-        machine.limit(path, content)
-    assert machine.available().size_bytes == left
-
-
-def test_meminfo_without_what_is_available_is_refused(tmp_path):
-    machine = Machine(tmp_path, cgroup=None)
-    (machine.proc / "meminfo").write_text("MemTotal: 1 kB\n")
-    with pytest.raises(CapacityError, match=r"no MemAvailable in .*/meminfo"):
-        machine.available()
 
 
 def test_what_this_machine_has_available():

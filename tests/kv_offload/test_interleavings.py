@@ -107,6 +107,20 @@ CASES = st.builds(
 )
 
 
+ENGINES = st.fixed_dictionaries(
+    {
+        "groups": st.sampled_from(
+            ((FULL,), (FULL,), (FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, WIDE))
+        ),
+        "synchronous_loads": st.booleans(),
+        "beside": st.booleans(),
+        "replaces_resumed": st.booleans(),
+        "slots": st.sampled_from((64, 64, 8, 3)),
+        "scheduling_policy": st.sampled_from(("fcfs", "priority")),
+    }
+)
+
+
 class InjectedError(RuntimeError):
     """Raised by a hook that a test has armed."""
 
@@ -118,44 +132,21 @@ class Interleavings(RuleBasedStateMachine):
     ranks: ClassVar[int]
 
     @initialize(
-        synchronous=st.booleans(),
-        beside=st.booleans(),
-        replaces_resumed=st.booleans(),
+        arguments=ENGINES,
         blocks=st.sampled_from((14, 20, 40)),
-        slots=st.sampled_from((64, 64, 8, 3)),
         locked=st.sampled_from((True, True, True, False)),
         lags=st.booleans(),
-        groups=st.sampled_from(
-            ((FULL,), (FULL,), (FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, WIDE))
-        ),
-        policy=st.sampled_from(("fcfs", "priority")),
     )
-    def start(
-        self,
-        synchronous: bool,
-        beside: bool,
-        replaces_resumed: bool,
-        blocks: int,
-        slots: int,
-        locked: bool,
-        lags: bool,
-        groups: tuple[CacheGroup, ...],
-        policy: str,
-    ) -> None:
+    def start(self, arguments: dict[str, Any], blocks: int, locked: bool, lags: bool) -> None:
         late = lags and self.async_scheduling
         make = functools.partial(LaggingEngine, eager=False) if late else PlayedEngine
         self.engine = make(
-            groups,
+            **arguments,
             ranks=self.ranks,
             async_scheduling=self.async_scheduling,
-            synchronous_loads=synchronous,
-            replaces_resumed=replaces_resumed,
-            blocks=blocks * len(groups),
-            slots=slots,
+            blocks=blocks * len(arguments["groups"]),
             max_num_batched_tokens=12,
-            scheduling_policy=policy,
-            beside=beside,
-            locked_slots=slots if locked else 1,
+            locked_slots=arguments["slots"] if locked else 1,
         )
         self.requests: dict[str, Any] = {}
         self.aborted: set[str] = set()
@@ -369,16 +360,14 @@ class Interleavings(RuleBasedStateMachine):
             self._abort_all(not keep)
             core.sleep(1 + clear, "keep" if keep else "abort")
             core.wake_up()
-        elif how == "weights":
+        else:
             core.pause_scheduler("keep", clear_cache=False)
-            core.collective_rpc("update_named_param")
-            core.reset_prefix_cache(True, clear)
-            core.resume_scheduler()
-        else:  # a trainer that calls the model itself
-            core.pause_scheduler("keep", clear_cache=False)
-            core.model_executor.collective_rpc("update_weights")
-            for rank in self.engine.ranks:
-                rank.weights.load_weights([])
+            if how == "weights":
+                core.collective_rpc("update_named_param")
+            else:  # a trainer that calls the model itself
+                core.model_executor.collective_rpc("update_weights")
+                for rank in self.engine.ranks:
+                    rank.weights.load_weights([])
             core.reset_prefix_cache(True, clear)
             core.resume_scheduler()
 

@@ -16,11 +16,22 @@ def result(*ranks: int, ok: bool = True) -> JobResult:
 
 
 def test_reports_of_ranks_are_merged_by_job() -> None:
-    merged = OffloadWorkerMetadata({1: result(0), 2: result(0)}, frozenset({"a"})).merge(
-        OffloadWorkerMetadata({2: result(1), 3: result(1)}, frozenset({"b", "a"}))
-    )
+    one = OffloadWorkerMetadata({1: result(0), 2: result(0)}, frozenset({"a"}))
+    other = OffloadWorkerMetadata({2: result(1), 3: result(1)}, frozenset({"b", "a"}))
+    merged = one.merge(other)
     assert merged.stores == {1: result(0), 2: result(0, 1), 3: result(1)}
     assert merged.failed_loads == {"a", "b"}
+    assert one.stores == {1: result(0), 2: result(0)}, "merging changes neither report"
+    assert other.stores == {2: result(1), 3: result(1)}
+
+
+def test_reports_of_loads_that_a_forward_waits_for_are_merged_by_job() -> None:
+    zero, one = frozenset({0}), frozenset({1})
+    merged = OffloadWorkerMetadata(loads={1: zero, 2: zero}, lost_loads=frozenset({2})).merge(
+        OffloadWorkerMetadata(loads={2: one, 3: one}, lost_loads=frozenset({3}))
+    )
+    assert merged.loads == {1: zero, 2: zero | one, 3: one}
+    assert merged.lost_loads == {2, 3}
 
 
 def test_the_slowest_rank_that_measured_says_how_fast_loads_are() -> None:
@@ -37,22 +48,10 @@ def test_what_each_rank_says_of_itself_is_kept_by_rank(name: str) -> None:
     assert merged == OffloadWorkerMetadata(**{name: {0: 4, 1: 9}})
 
 
-@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (False, False)])
-def test_one_failure_makes_a_store_fail(first: bool, second: bool) -> None:
-    merged = OffloadWorkerMetadata({1: result(0, ok=first)}).merge(
-        OffloadWorkerMetadata({1: result(1, ok=second)})
-    )
-    assert merged.stores == {1: result(0, 1, ok=False)}
-
-
-def test_merging_changes_neither_report() -> None:
-    one, other = OffloadWorkerMetadata({1: result(0)}), OffloadWorkerMetadata({1: result(1)})
-    one.merge(other)
-    assert (one.stores, other.stores) == ({1: result(0)}, {1: result(1)})
-
-
-def test_any_number_of_ranks_may_be_merged_in_any_order() -> None:
-    reports = [OffloadWorkerMetadata({7: result(rank, ok=rank != 2)}) for rank in range(4)]
+@pytest.mark.parametrize("failed", [{2}, {0, 1}])
+def test_one_failure_makes_a_store_of_any_number_of_ranks_fail(failed: set[int]) -> None:
+    """In whichever order their reports are merged."""
+    reports = [OffloadWorkerMetadata({7: result(rank, ok=rank not in failed)}) for rank in range(4)]
     for order in (reports, reports[::-1]):
         assert functools.reduce(OffloadWorkerMetadata.merge, order).stores == {
             7: result(0, 1, 2, 3, ok=False)

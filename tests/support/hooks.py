@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +26,29 @@ HOOKS = (
 def wrap_hook(
     connector: Any, hook: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Replace one of `HOOKS` of a connector by what `wrap` makes of it, if it has that half."""
+    """Replace a method such as those of `HOOKS` by what `wrap` makes of it, if it has that half."""
     half, *path, name = hook.split(".")
     part = getattr(connector, half)
     if part is not None:
         for step in path:
             part = getattr(part, step)
         setattr(part, name, wrap(getattr(part, name)))
+
+
+def raise_once(hook: str, *connectors: Any, when: int = 0) -> list[str]:
+    """Have a method raise at its call number `when`; what is returned is not empty when it has."""
+    raised: list[str] = []
+    calls = itertools.count()
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def raising(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == when:
+                raised.append(hook)
+                raise RuntimeError(f"injected into {hook}")
+            return original(*args, **kwargs)
+
+        return raising
+
+    for connector in connectors:
+        wrap_hook(connector, hook, wrap)
+    return raised

@@ -34,6 +34,8 @@ class ManualSwapEngine(SwapEngine):
         self.arena: NDArray[np.uint8] = np.full((num_slots, layout.slot_bytes), GARBAGE, np.uint8)
         self.submitted: list[SwapJob] = []
         self.stuck = False
+        self.eager = False
+        """Whether a job is copied the moment it is submitted."""
         self.faults: Counter[str] = Counter()
         self.happened: Counter[str] = Counter()
         self._failure: CopyError | None = None
@@ -52,6 +54,8 @@ class ManualSwapEngine(SwapEngine):
             fails = self._fails("before_compute")
             self._failure = CopyError("injected fault: before compute") if fails else None
             self.run(-1, fail=fails)
+        if self.eager:
+            self.run_all()
 
     @property
     def ready_slots(self) -> int:

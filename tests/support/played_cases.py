@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.scheduler.stores.budget import MIN_HORIZON_SECONDS, StoreBudget
@@ -33,21 +33,34 @@ both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["syn
 both_runners = pytest.mark.parametrize("replaces_resumed", [False, True], ids=["V1", "V2"])
 
 
+Engine = TypeVar("Engine", bound=PlayedEngine)
+
+
 def blocks(count: int) -> int:
     """Return the bytes of blocks in the totals."""
     return count * SLOT_BYTES
 
 
-def store(engine: PlayedEngine, prompt: Sequence[int], request_id: str = "stored") -> None:
+def store(engine: Engine, prompt: Sequence[int], request_id: str = "stored") -> Engine:
     """Compute a prompt, keep it in host memory, and forget it on the engine's side."""
     engine.serve(request_id, prompt, 1)
-    forget(engine)
+    return forget(engine)
 
 
-def forget(engine: PlayedEngine) -> None:
+def forget(engine: Engine) -> Engine:
     """Forget what the engine has computed, and the totals."""
     assert engine.scheduler.reset_prefix_cache() is True
     engine.totals.clear()
+    return engine
+
+
+def start_load(engine: PlayedEngine, request_id: str = "a") -> Request:
+    """Ask for `PROMPT`, which host memory has; its load is submitted, and its request waits."""
+    request = engine.add(request_id, PROMPT)
+    engine.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert engine.offload.loads.running == 1
+    return request
 
 
 def pinned(engine: PlayedEngine) -> set[int]:

@@ -146,8 +146,8 @@ class PlayedEngine:
         """What was reported last."""
         self.observed: dict[str, list[float]] = {}
         """Of histograms, all that was reported."""
-        self.known: dict[bytes, NDArray[np.int64]] = {}
-        """What every slot key stands for: a name of each token of the block; of states, one."""
+        self.known: dict[bytes, tuple[NDArray[np.int64], int]] = {}
+        """What a slot key stands for: names of the block's tokens, of states one; and the group."""
         self._requests: list[tuple[Request, int]] = []
 
     @property
@@ -344,11 +344,15 @@ class PlayedEngine:
         manager = self.offload.manager
         manager.check_integrity()
         for key, slot in manager.readable_slots().items():
-            expected = self.known[key]
+            names, group_id = self.known[key]
             for rank, played in enumerate(self.ranks):
-                own = expected[self.model.is_own(rank, np.arange(len(expected)))]
+                own = names[self.model.is_own(rank, np.arange(len(names)))]
                 found = played.copies.arena[slot].view(np.int64).reshape(len(own), -1)
-                assert (found == own[:, None]).all(), f"slot {slot} holds another prefix"
+                self.check_slot(slot, found - group_id, own)
+
+    def check_slot(self, slot: int, found: NDArray[np.int64], names: NDArray[np.int64]) -> None:
+        """Check the names of tokens that a slot holds, of shape `(tokens, words)`."""
+        assert (found == names[:, None]).all(), f"slot {slot} holds another prefix"
 
     def _learn_keys(self) -> None:
         for index, (request, learnt) in enumerate(self._requests):
@@ -366,8 +370,8 @@ class PlayedEngine:
                     (key,) = self.offload.prefixes.slot_keys(
                         hashes, group, end // tokens - 1, end // tokens
                     )
-                    value = np.array(names[end - tokens : end], np.int64) + group.group_id
-                    self.known[key] = value[-1:] if group.holds_state else value
+                    first = end - 1 if group.holds_state else end - tokens
+                    self.known[key] = np.array(names[first:end], np.int64), group.group_id
 
     def check_pins(self) -> None:
         """Check that every pin is a reference on a block that is not free."""

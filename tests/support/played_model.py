@@ -26,10 +26,10 @@ def name_prefix(previous: int, token: int) -> int:
     return hash((previous, token)) >> 1
 
 
-def name_prefixes(tokens: Sequence[int], weights: int) -> list[int]:
-    """Return the KV of every token."""
-    names: list[int] = []
-    for token in tokens:
+def name_prefixes(tokens: Sequence[int], weights: int, names: list[int] | None = None) -> list[int]:
+    """Return the KV of every token, appended to that of the first ones, if it is known."""
+    names = [] if names is None else names
+    for token in tokens[len(names) :]:
         names.append(name_prefix(names[-1] if names else weights, token))
     return names
 
@@ -57,9 +57,7 @@ class _ModelRequest:
     names: list[int] = dataclasses.field(default_factory=list)
 
     def extend_names(self, weights: int) -> list[int]:
-        for token in self.tokens[len(self.names) :]:
-            self.names.append(name_prefix(self.names[-1] if self.names else weights, token))
-        return self.names
+        return name_prefixes(self.tokens, weights, self.names)
 
 
 @dataclasses.dataclass
@@ -101,7 +99,6 @@ class PlayedModel:
         """By request and position: tokens that were sampled from right KV."""
         self.requests: dict[str, _ModelRequest] = {}
         self.drafts: dict[str, Tokens] = {}
-        self.loaded_tokens = 0
 
     def follow(self, output: Any) -> None:
         """Take what the scheduler says about requests and their blocks."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from kv_swap.host.runs import copy_runs
+from kv_swap.layout import KVLayout, TensorDescription
 
 from kv_offload.config import OffloadConfig
+from kv_offload.engine import KVCaches
+from kv_offload.errors import UnsupportedError
 from kv_offload.messages import JobResult, LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 from kv_offload.worker.sharing import ALONE, Peers
 from kv_offload.worker.worker import OffloadWorker
-from tests.support.plain_rank import PAGE_WORDS, PlainRank
 
+PAGE_WORDS = 8
+"""Words of 8 bytes in a block of a layer."""
 BLOCKS = 8
 BLOCK_BYTES = PAGE_WORDS * 8
 NO_BLOCK = 99
@@ -46,29 +50,64 @@ def metadata_of(stores: Sequence[StoreJob] = (), loads: Sequence[LoadJob] = ()) 
     return OffloadMetadata(tuple(stores), tuple(loads))
 
 
-def make_half(
-    rank: int = 0,
-    num_ranks: int = 1,
-    peers: Peers = ALONE,
-    engine: PlainRank | None = None,
-    **config: Any,
-) -> OffloadWorker:
-    """Return a rank's half."""
-    return OffloadWorker(OffloadConfig(**config), engine or PlainRank(), rank, num_ranks, peers)
+class PlainRank:
+    """Describes tensors whose first dimension is the block; tests set what it answers besides."""
+
+    def __init__(self) -> None:
+        self.gives_idle_blocks = False
+        self.weight_loads = 0
+        self.context: object | None = None
+        self.forward: tuple[object, Hashable] | None = None
+
+    def describe_kv_caches(self, kv_caches: Mapping[str, Any]) -> KVCaches:
+        unknown = [name for name in kv_caches if not name.startswith("layer.")]
+        if unknown:
+            raise UnsupportedError(f"layer {unknown[0]} is not known")
+        num_blocks = len(next(iter(kv_caches.values())))
+        layout = KVLayout.from_tensors(
+            num_blocks,
+            [TensorDescription.of(name, kv, num_blocks) for name, kv in kv_caches.items()],
+        )
+        regions = {
+            name: frozenset(i for i, region in enumerate(layout.regions) if name in region.tensors)
+            for name in kv_caches
+        }
+        return KVCaches(layout, list(kv_caches.values()), regions)
+
+    def find_output_copy_stream(self) -> None:
+        """There is none on a CPU."""
+
+    def count_weight_loads(self) -> Callable[[], int]:
+        return lambda: self.weight_loads
+
+    def forward_context(self) -> object | None:
+        return self.context
+
+    def forward_with_layer_calls(self) -> tuple[object, Hashable] | None:
+        return self.forward
 
 
 class Rank:
     """A rank's half and the KV cache of its rank: for each layer `BLOCKS` blocks of own words."""
 
     def __init__(
-        self, *, rank: int = 0, num_ranks: int = 1, slots: int = 8, layers: int = 1, **config: Any
+        self,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        peers: Peers = ALONE,
+        slots: int = 8,
+        layers: int = 1,
+        **config: Any,
     ) -> None:
         names = [f"layer.{index}" for index in range(layers)]
         config.setdefault("cpu_bytes", slots * num_ranks * layers * BLOCK_BYTES)
         self.engine = PlainRank()
-        self.half = make_half(rank, num_ranks, engine=self.engine, **config)
+        self.half = OffloadWorker(OffloadConfig(**config), self.engine, rank, num_ranks, peers)
         words = torch.arange(layers * BLOCKS * PAGE_WORDS, dtype=torch.int64)
         self.layers = dict(zip(names, words.view(layers, BLOCKS, 4, -1), strict=True))
+        self.first = [layer.clone() for layer in self.layers.values()]
+        """What the layers hold before anything is written to them."""
 
     @property
     def kv(self) -> torch.Tensor:
@@ -110,11 +149,11 @@ class Rank:
         assert self.transfer.wait(120)
         self.end(metadata)
 
-    def store(self, *jobs: StoreJob) -> None:
-        """Store, and take the reports of it."""
+    def store(self, *jobs: StoreJob) -> OffloadWorkerMetadata:
+        """Store; return the report of it."""
         self.step(*jobs)
         self.step()
-        self.report()
+        return self.report()
 
     def report(self) -> OffloadWorkerMetadata:
         """Return what the ended step reports; empty where it reports nothing."""

@@ -10,6 +10,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from kv_offload.engines.vllm.connector import KVOffloadConnector
 from kv_offload.metrics import KINDS
@@ -27,8 +28,5 @@ def counted_stats() -> Iterator[Counter[str]]:
             totals.update({n: v for n, v in stats.data.items() if KINDS[n] != "histogram"})
         return stats
 
-    KVOffloadConnector.get_kv_connector_stats = take
-    try:
+    with mock.patch.object(KVOffloadConnector, "get_kv_connector_stats", take):
         yield totals
-    finally:
-        KVOffloadConnector.get_kv_connector_stats = original

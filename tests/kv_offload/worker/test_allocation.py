@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -27,13 +28,24 @@ def test_a_rank_that_has_not_started_has_nothing() -> None:
     assert Rank().half.capacity() == WorkerCapacity(0, 0, 0, synchronous_loads=False)
 
 
-def test_a_share_below_one_slot_is_refused_with_the_size_that_is_needed() -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "cpu_bytes", "given"),
+    [
+        (1, 1, "this engine 1 byte"),
+        (1, 50, "this engine 50 bytes"),
+        (2, 100, "each of 2 ranks 50 bytes"),
+    ],
+)
+def test_a_share_below_one_slot_is_refused_with_the_size_that_is_needed(
+    num_ranks: int, cpu_bytes: int, given: str
+) -> None:
     with pytest.raises(CapacityError) as caught:
-        Rank(num_ranks=2, cpu_bytes=100).start()
-    message = str(caught.value)
-    assert "each of 2 ranks 50 bytes, and one slot takes 64 bytes: " in message
-    assert message.endswith("a pool needs thousands of them, set cpu_bytes to 1GiB or more")
-    Rank(num_ranks=2, cpu_bytes=128).start().half.shutdown()
+        Rank(num_ranks=num_ranks, cpu_bytes=cpu_bytes).start()
+    assert str(caught.value) == (
+        f"kv-offload: cpu_bytes gives {given}, and one slot takes 64 bytes: a pool needs thousands "
+        "of them, set cpu_bytes to 1GiB or more"
+    )
+    Rank(num_ranks=num_ranks, cpu_bytes=num_ranks * 64).start().half.shutdown()
 
 
 def test_the_advice_of_a_pool_grows_with_the_slot_and_the_ranks(
@@ -44,12 +56,6 @@ def test_the_advice_of_a_pool_grows_with_the_slot_and_the_ranks(
         Rank(num_ranks=2, cpu_bytes=100).start()
 
 
-@pytest.mark.parametrize(("cpu_bytes", "given"), [(1, "1 byte"), (50, "50 bytes")])
-def test_a_single_rank_is_called_this_engine(cpu_bytes: int, given: str) -> None:
-    with pytest.raises(CapacityError, match=f"cpu_bytes gives this engine {given}, and one slot"):
-        Rank(cpu_bytes=cpu_bytes).start()
-
-
 @pytest.mark.parametrize(
     ("error", "ours"),
     [(PinnedMemoryError, CapacityError), (DeviceError, UnsupportedError)],
@@ -57,18 +63,17 @@ def test_a_single_rank_is_called_this_engine(cpu_bytes: int, given: str) -> None
 def test_errors_of_the_transfer_package_become_the_plugins(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception], ours: type[Exception]
 ) -> None:
-    def fail(*_args: Any, **_kwargs: Any) -> None:
-        raise error("cannot page-lock 5 bytes")
-
+    fail = mock.Mock(side_effect=error("cannot page-lock 5 bytes"))
     monkeypatch.setattr("kv_offload.worker.allocation.create_engine", fail)
     with pytest.raises(ours) as caught:
         Rank().start()
     assert str(caught.value) == "kv-offload: cannot page-lock 5 bytes"
 
 
-def test_a_transfer_engine_for_another_device_is_refused() -> None:
-    with pytest.raises(ConfigError, match="use 'auto' or 'host'"):
-        Rank(transfer_engine="cuda").start()
+@pytest.mark.parametrize("asked", ["cuda", "dma"])
+def test_a_transfer_engine_for_another_device_is_refused(asked: str) -> None:
+    with pytest.raises(ConfigError, match=f"is '{asked}', .* on cpu: use 'auto' or 'host'"):
+        Rank(transfer_engine=asked).start()
     Rank(transfer_engine="host").start().half.shutdown()
 
 
@@ -76,11 +81,6 @@ def test_a_transfer_engine_for_another_device_is_refused() -> None:
 def test_a_cuda_device_has_an_engine_without_kernels_where_asked(asked: Any, kind: str) -> None:
     config = OffloadConfig(cpu_bytes=1, transfer_engine=asked)
     assert transfer_kind(config, torch.device("cuda")) == kind
-
-
-def test_the_copy_engine_is_of_cuda_devices() -> None:
-    with pytest.raises(ConfigError, match=r"is 'dma', .* on cpu: use 'auto' or 'host'"):
-        Rank(transfer_engine="dma").start()
 
 
 def test_another_kind_of_device_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
@@ -40,17 +40,12 @@ def test_a_store_copies_what_is_there_when_it_is_submitted(rank: Rank) -> None:
     assert (rank.kv[5] == 77).all()
 
 
-def test_both_hooks_that_end_a_step_queue_its_stores_once(rank: Rank) -> None:
-    metadata = rank.begin(store(0, (1, 2)))
-    for _ in range(3):
-        rank.half.prepare_store_kv(metadata)
-    rank.half.submit_stores()
-    assert rank.transfer.in_flight == 1
-
-
-def test_each_step_queues_its_own_stores(rank: Rank) -> None:
+def test_each_step_queues_its_stores_once(rank: Rank) -> None:
+    """Also where both hooks that end a step are called."""
     for job_id in (0, 1):
-        rank.half.prepare_store_kv(metadata_of([store(job_id, (job_id, job_id))]))
+        metadata = metadata_of([store(job_id, (job_id, job_id))])
+        for _ in range(3):
+            rank.half.prepare_store_kv(metadata)
     rank.half.prepare_store_kv(metadata_of())
     rank.half.submit_stores()
     rank.half.submit_stores()
@@ -90,6 +85,17 @@ def test_a_store_that_is_refused_is_reported_as_such(
         rank.transfer.submit(SwapJob(9, Direction.LOAD, pairs((1, 4))))
 
 
+def test_who_asks_hears_of_what_has_ended_by_then(rank: Rank) -> None:
+    rank.step(store(0, (1, 2)))
+    metadata = rank.begin()
+    assert rank.transfer.wait(120)
+    assert rank.half.take_ended_stores() == {0: result()}
+    rank.end(metadata)
+    rank.begin(loads=[load(0, "a", (5, 2))])
+    assert rank.transfer.wait(120)
+    assert rank.half.take_ended_loads() == ({"a"}, set())
+
+
 # -- drains ------------------------------------------------------------------------------------
 
 
@@ -103,19 +109,14 @@ def test_a_drain_ends_stores_that_are_queued_or_not_sent(rank: Rank) -> None:
     assert torch.equal(rank.kv[[1, 3]], before[[1, 3]])
 
 
-def test_a_drain_reports_again_what_is_on_its_way(rank: Rank) -> None:
-    """The scheduler asks for what it has no report of; it takes both answers."""
+def test_a_drain_answers_for_what_has_come_and_is_asked_for(rank: Rank) -> None:
+    """The scheduler asks for what it has no report of, and takes both answers."""
     rank.step(store(0, (1, 2)))
-    rank.step()
-    assert rank.half.drain([], [0]).stores == {0: result()}
+    for _ in range(2):
+        assert rank.half.drain([], [0, 1, 7]).stores == {0: result()}
+    assert rank.half.drain([], []).stores == {}
     assert rank.report().stores == {0: result()}
     assert rank.half.drain([], [0]).stores == {0: result()}
-
-
-def test_a_drain_does_not_answer_for_a_store_that_never_came(rank: Rank) -> None:
-    rank.step(store(0, (1, 2)))
-    assert rank.half.drain([], [0, 1, 7]).stores == {0: result()}
-    assert rank.half.drain([], []).stores == {}
 
 
 def test_a_drain_remembers_failures(rank: Rank, gate: Gate) -> None:
@@ -129,10 +130,7 @@ def test_a_drain_does_not_answer_for_a_store_that_an_error_kept_from_starting(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its slot would become readable without a copy."""
-
-    def fail() -> None:
-        raise RuntimeError("injected")
-
+    fail = mock.Mock(side_effect=RuntimeError("injected"))
     monkeypatch.setattr(rank.half, "submit_stores", fail)
     assert rank.half.drain([store(0, (1, 2))], [0]).stores == {}
     monkeypatch.undo()
@@ -167,26 +165,21 @@ def test_a_load_starts_in_its_own_step_and_is_told_once_when_it_has_ended(
     assert rank.half.reports.take_received() == (set(), {})
 
 
-def fail_by_copy(gate: Gate) -> LoadJob:
-    gate.failing = True
-    return load(0, "a", (1, 2), (4, 3))
-
-
-def fail_by_slot(gate: Gate) -> LoadJob:
-    return load(0, "a", (1, 2), (4, 1000))
-
-
-def fail_by_plan(gate: Gate) -> LoadJob:
-    return load(0, "a", (1, 2), (4, 3), incomplete=True)
-
-
-@pytest.mark.parametrize("fail", [fail_by_copy, fail_by_slot, fail_by_plan])
+@pytest.mark.parametrize(
+    ("failing", "job"),
+    [
+        (True, load(0, "a", (1, 2), (4, 3))),
+        (False, load(0, "a", (1, 2), (4, 1000))),
+        (False, load(0, "a", (1, 2), (4, 3), incomplete=True)),
+    ],
+    ids=["copy", "slot", "plan"],
+)
 def test_a_load_that_fails_leaves_zeros_and_is_told_twice(
-    rank: Rank, gate: Gate, fail: Callable[[Gate], LoadJob]
+    rank: Rank, gate: Gate, failing: bool, job: LoadJob
 ) -> None:
     """As received, because its blocks are free of copies now, and as failed."""
     before = rank.kv.clone()
-    job = fail(gate)
+    gate.failing = failing
     rank.step(loads=[job])
     assert rank.half.reports.take_received() == ({"a"}, {"a": job})
     assert rank.report().failed_loads == {"a"}

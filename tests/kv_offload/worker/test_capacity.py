@@ -24,10 +24,6 @@ def asking(cpu_bytes: Any, replicas: int = 1) -> TracedConfig:
     return trace_config({"cpu_bytes": cpu_bytes}, {}, host=HOST, replicas=replicas)
 
 
-def available(size_bytes: int) -> HostMemory:
-    return HostMemory(size_bytes, "MemAvailable in /proc/meminfo")
-
-
 def check(traced: TracedConfig, size_bytes: int) -> str | None:
     """Check the only rank of a replica; return the warning."""
     return Ranks(("a", size_bytes)).check(0, traced)
@@ -78,7 +74,8 @@ class Ranks:
     """The ranks of one replica: each tells its host and what is available there."""
 
     def __init__(self, *told: tuple[str, int]) -> None:
-        self._told = [(host, available(size_bytes)) for host, size_bytes in told]
+        source = "MemAvailable in /proc/meminfo"
+        self._told = [(host, HostMemory(size_bytes, source)) for host, size_bytes in told]
         self.calls = 0
 
     def check(self, rank: int, traced: TracedConfig) -> str | None:

@@ -45,6 +45,7 @@ def test_everything_is_reported_once(reports: Reports) -> None:
         store_bytes_per_second={1: 3e9},
     )
     assert report(reports) is None
+    assert reports.lost_lately == {6}, "for a drain"
 
 
 def test_ready_slots_and_weight_loads_are_reported_when_they_have_grown(reports: Reports) -> None:
@@ -66,12 +67,6 @@ def test_losses_are_told_without_a_report(reports: Reports) -> None:
         failed_loads=frozenset({"a"}), lost_loads=frozenset({6})
     )
     assert report(reports) == OffloadWorkerMetadata(stores={3: OK}), "the next step tells the rest"
-
-
-def test_lost_loads_are_remembered_for_a_drain(reports: Reports) -> None:
-    reports.load_lost(load(6, "b"))
-    report(reports)
-    assert reports.lost_lately == {6}
 
 
 # -- asynchronous loads ------------------------------------------------------------------------

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,10 +22,9 @@ from kv_swap.host.runs import copy_runs
 from kv_swap.memory.shared import SharedMemory
 
 from kv_offload.errors import CapacityError, UnsupportedError
-from kv_offload.messages import JobResult, LoadJob, OffloadMetadata, StoreJob, WorkerCapacity
+from kv_offload.messages import JobResult, StoreJob, WorkerCapacity
 from kv_offload.worker.sharing import Peers, arena_bytes
-from tests.support.plain_rank import PAGE_WORDS
-from tests.support.rank import BLOCK_BYTES, BLOCKS, make_half, result
+from tests.support.rank import BLOCK_BYTES, BLOCKS, PAGE_WORDS, Rank, load, result, store
 
 OTHER = 1000
 """What rank 1's words are above those of rank 0, to see who copied. Real ranks' are equal."""
@@ -50,49 +50,34 @@ class Meeting:
 
 
 class Ranks:
-    """The two ranks of one engine, over KV caches of `BLOCKS` blocks."""
+    """The two ranks of one engine: each has four slots of a layer, or they share eight."""
 
-    def __init__(self, kvs: Sequence[dict[str, torch.Tensor]] | None = None, **config: Any) -> None:
-        config.setdefault("cpu_bytes", 8 * BLOCK_BYTES)
+    def __init__(self, *layers: dict[str, torch.Tensor], **config: Any) -> None:
         meeting = Meeting(2)
-        words = torch.arange(BLOCKS * PAGE_WORDS).view(BLOCKS, 4, PAGE_WORDS // 4)
-        self.kvs = kvs or [{"layer.0": words + OTHER * rank} for rank in range(2)]
-        self.halves = [make_half(rank, 2, meeting.peers(rank), **config) for rank in range(2)]
+        self.both = [
+            Rank(rank=rank, num_ranks=2, peers=meeting.peers(rank), slots=4, **config)
+            for rank in range(2)
+        ]
+        self.both[1].kv.add_(OTHER)
+        for rank, own in zip(self.both, layers, strict=bool(layers)):
+            rank.layers = own
 
     def start(self) -> Ranks:
         with ThreadPoolExecutor(2) as threads:
-            started = [
-                threads.submit(half.register_kv_caches, kv)
-                for half, kv in zip(self.halves, self.kvs, strict=True)
-            ]
-        for rank in started:
-            rank.result()
+            list(threads.map(Rank.start, self.both))
         return self
 
     def stop(self) -> None:
-        for half in self.halves:
-            half.shutdown()
+        for rank in self.both:
+            rank.half.shutdown()
 
     def arena(self, rank: int) -> np.ndarray:
         """Return the first word of every slot."""
-        return self.halves[rank].transfer._state.arena.view().view(np.int64)[:, 0]
-
-    def step(self, *stores: StoreJob, loads: Sequence[LoadJob] = ()) -> list[dict[int, JobResult]]:
-        """Run a step's hooks on both ranks; return what each reports of stores."""
-        reports = []
-        for half in self.halves:
-            metadata = OffloadMetadata(stores, tuple(loads))
-            half.start_kv_transfers(metadata)
-            assert half.transfer.wait(120)
-            half.prepare_store_kv(metadata)
-            half.poll()
-            report = half.take_report()
-            reports.append({} if report is None else report.stores)
-        return reports
+        return self.both[rank].transfer._state.arena.view().view(np.int64)[:, 0]
 
     def store(self, job_id: int, *pairs: tuple[int, int]) -> list[dict[int, JobResult]]:
-        self.step(StoreJob(job_id, np.array(pairs, np.int32)))
-        return self.step()
+        """Store on both ranks; return what each reports."""
+        return [rank.store(store(job_id, *pairs)).stores for rank in self.both]
 
 
 @pytest.fixture
@@ -126,8 +111,8 @@ def test_every_pair_is_one_ranks_and_parts_are_even(count: int, num_pairs: int) 
 
 
 def test_the_ranks_hold_all_of_cpu_bytes_once(ranks: Ranks) -> None:
-    for rank, half in enumerate(ranks.halves):
-        assert half.capacity() == WorkerCapacity(rank, num_slots=8, ready_slots=8)
+    for index, rank in enumerate(ranks.both):
+        assert rank.half.capacity() == WorkerCapacity(index, num_slots=8, ready_slots=8)
     ranks.arena(0)[3] = 77
     assert ranks.arena(1)[3] == 77
 
@@ -138,13 +123,11 @@ def test_each_rank_stores_its_part_and_loads_everything(ranks: Ranks) -> None:
     firsts = [PAGE_WORDS * block for block in (1, 2, 3, 4)]
     expected = [*firsts[:2], *(first + OTHER for first in firsts[2:])]
     assert ranks.arena(0)[4:].tolist() == expected
-    for kv in ranks.kvs:
-        kv["layer.0"].zero_()
-    pairs = np.array([(5, 4), (6, 6), (7, 7)], np.int32)
-    ranks.step(loads=[LoadJob(0, "request", pairs)])
-    for half, kv in zip(ranks.halves, ranks.kvs, strict=True):
-        assert half.reports.take_received()[0] == {"request"}
-        assert kv["layer.0"][5:, 0, 0].tolist() == [expected[0], expected[2], expected[3]]
+    for rank in ranks.both:
+        rank.kv.zero_()
+        rank.step(loads=[load(0, "request", (5, 4), (6, 6), (7, 7))])
+        assert rank.half.reports.take_received()[0] == {"request"}
+        assert rank.kv[5:, 0, 0].tolist() == [expected[0], expected[2], expected[3]]
 
 
 def two_layers(reverse: bool) -> dict[str, torch.Tensor]:
@@ -158,22 +141,21 @@ def two_layers(reverse: bool) -> dict[str, torch.Tensor]:
 
 def test_layers_lie_elsewhere_on_another_rank() -> None:
     """Allocators promise no order: one rank's last layer may have the lowest address."""
-    ranks = Ranks([two_layers(reverse=False), two_layers(reverse=True)]).start()
-    assert {half.sharing_ranks for half in ranks.halves} == {2}
+    ranks = Ranks(two_layers(reverse=False), two_layers(reverse=True)).start()
+    assert {rank.half.sharing_ranks for rank in ranks.both} == {2}
     ranks.store(0, (1, 0), (2, 1))
-    for rank, kv in enumerate(ranks.kvs):
-        for layer in kv.values():
+    for rank in ranks.both:
+        for layer in rank.layers.values():
             layer.zero_()
-        pairs = np.array([(5, 0), (6, 1)], np.int32)
-        ranks.step(loads=[LoadJob(rank, "request", pairs)])
-        assert [set(layer[5:7].unique().tolist()) for layer in kv.values()] == [{1}, {2}]
+        rank.step(loads=[load(0, "request", (5, 0), (6, 1))])
+        assert [set(layer[5:7].unique().tolist()) for layer in rank.layers.values()] == [{1}, {2}]
     ranks.stop()
 
 
 def test_ranks_with_other_layers_share_nothing() -> None:
     mine, others = two_layers(reverse=False), two_layers(reverse=False)
-    ranks = Ranks([mine, dict(reversed(others.items()))]).start()
-    assert {half.sharing_ranks for half in ranks.halves} == {1}
+    ranks = Ranks(mine, dict(reversed(others.items()))).start()
+    assert {rank.half.sharing_ranks for rank in ranks.both} == {1}
     ranks.stop()
 
 
@@ -185,14 +167,13 @@ def test_a_rank_without_a_part_reports_too_and_ranks_take_turns(ranks: Ranks) ->
 
 
 def test_a_rank_without_a_part_answers_a_drain(ranks: Ranks) -> None:
-    job = StoreJob(3, np.array([(1, 2)], np.int32))
-    answers = [half.drain([job], []).stores for half in ranks.halves]
+    answers = [rank.half.drain([store(3, (1, 2))], []).stores for rank in ranks.both]
     assert answers == [{3: result(0)}, {3: result(1)}]
     assert ranks.arena(0)[2] % OTHER == PAGE_WORDS
 
 
 def test_a_part_that_fails_fails_the_job(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = ranks.halves[1].transfer._state.arena
+    arena = ranks.both[1].transfer._state.arena
 
     def fail_on_rank_1(runs: Any) -> None:
         if arena.address <= runs[0][0] < arena.address + arena.nbytes:
@@ -215,11 +196,8 @@ def test_a_device_that_cannot_be_served_is_refused_in_the_plugins_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The device is asked for its NUMA node before an engine is made for it."""
-
-    def fail(*_: Any) -> None:
-        raise DeviceError("CuPy cannot be imported")
-
-    monkeypatch.setattr("kv_offload.worker.allocation.numa_node", fail)
+    error = DeviceError("CuPy cannot be imported")
+    monkeypatch.setattr("kv_offload.worker.allocation.numa_node", mock.Mock(side_effect=error))
     with pytest.raises(UnsupportedError) as caught:
         Ranks().start()
     assert str(caught.value) == "kv-offload: CuPy cannot be imported"
@@ -251,36 +229,28 @@ def open_files() -> set[str]:
     return found
 
 
-def refuse_to_create(*_: Any) -> Any:
-    raise PinnedMemoryError("cannot share 8 bytes of host memory")
-
-
-def refuse_to_attach(*_: Any) -> Any:
-    raise OSError("no file descriptors left")
-
-
 @pytest.mark.parametrize(
-    ("method", "refuse", "reason"),
+    ("method", "error", "reason"),
     [
-        ("create", refuse_to_create, "rank 0: cannot share 8 bytes"),
-        ("attach", refuse_to_attach, "rank 1: no file descriptors left"),
+        ("create", PinnedMemoryError("cannot share 8 bytes"), "rank 0: cannot share 8 bytes"),
+        ("attach", OSError("no file descriptors left"), "rank 1: no file descriptors left"),
     ],
 )
 def test_where_one_rank_cannot_share_none_does(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     method: str,
-    refuse: Any,
+    error: Exception,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(SharedMemory, method, refuse)
+    monkeypatch.setattr(SharedMemory, method, mock.Mock(side_effect=error))
     open_before = open_files()
     ranks = Ranks().start()
     assert open_files() <= open_before
     (warning,) = {r.getMessage() for r in caplog.records if "cannot share" in r.getMessage()}
     assert "each keeps its own copy" in warning
     assert reason in warning
-    assert [half.num_slots for half in ranks.halves] == [4, 4], "of cpu_bytes for 8"
+    assert [rank.half.num_slots for rank in ranks.both] == [4, 4], "of cpu_bytes for 8"
     assert ranks.store(0, (1, 3), (2, 2)) == [{0: result(0)}, {0: result(1)}]
     for rank in range(2):
         expected = [2 * PAGE_WORDS + OTHER * rank, PAGE_WORDS + OTHER * rank]

@@ -99,13 +99,19 @@ def test_no_layer_reads_what_a_later_wave_brings(data: st.DataObject) -> None:
 
 
 def forward(waves: LayerWaves, *layers: str, kind: object = EAGER) -> bool:
-    """Run a step in which these layers call."""
+    """Run a step in which these layers call; tell whether it gives the first cut."""
     context = object()
     waves.forward_follows((context, kind))  # type: ignore[arg-type]
     for layer in layers:
         if waves.learning:
             waves.learn(layer, context)
-    return waves.forward_ended()
+    return bool(waves.forward_ended())
+
+
+def answers_to(waves: LayerWaves, kind: object) -> list[str]:
+    """Tell what a forward of this kind that follows is good for."""
+    waves.forward_follows(kind and (object(), kind))  # type: ignore[arg-type]
+    return [name for name in ("learning", "possible") if getattr(waves, name)]
 
 
 @pytest.fixture
@@ -114,33 +120,23 @@ def waves() -> LayerWaves:
 
 
 def test_a_forward_teaches_its_kind_once(waves: LayerWaves) -> None:
-    waves.forward_follows((object(), EAGER))
-    assert waves.learning
-    assert not waves.possible
+    assert answers_to(waves, EAGER) == ["learning"]
     assert forward(waves, *alone(3))
     assert waves.cut is not None
-    waves.forward_follows((object(), EAGER))
-    assert waves.possible
-    assert not waves.learning
+    assert answers_to(waves, EAGER) == ["possible"]
     assert not forward(waves)
     for other in (("PIECEWISE", False), ("NONE", True)):
-        waves.forward_follows((object(), other))
-        assert not waves.possible
-        assert waves.learning
-    waves.forward_follows(None)
-    assert not waves.possible
-    assert not waves.learning
+        assert answers_to(waves, other) == ["learning"]
+    assert answers_to(waves, None) == []
 
 
 def test_another_kind_must_have_the_same_late_layers(waves: LayerWaves) -> None:
     forward(waves, *alone(3))
     cut = waves.cut
     assert not forward(waves, "layer.1", "layer.2", kind="without the first")
-    waves.forward_follows((object(), "without the first"))
-    assert waves.possible, "the first layer is not late"
+    assert answers_to(waves, "without the first") == ["possible"], "the first layer is not late"
     assert not forward(waves, "layer.0", "layer.1", kind="without the last")
-    waves.forward_follows((object(), "without the last"))
-    assert not waves.possible
+    assert answers_to(waves, "without the last") == []
     assert waves.cut is cut
 
 
@@ -148,8 +144,7 @@ def test_a_kind_without_late_layers_leaves_the_cut_to_others(waves: LayerWaves) 
     assert not forward(waves, kind="silent")
     assert waves.cut is None
     assert forward(waves, *alone(3))
-    waves.forward_follows((object(), "silent"))
-    assert not waves.possible
+    assert answers_to(waves, "silent") == []
 
 
 def test_calls_under_another_context_are_a_draft_heads(waves: LayerWaves) -> None:
@@ -167,38 +162,36 @@ def test_calls_under_another_context_are_a_draft_heads(waves: LayerWaves) -> Non
 # -- a step with a load ------------------------------------------------------------------------
 
 
-def test_layers_that_do_not_call_are_found(waves: LayerWaves) -> None:
+@pytest.fixture
+def expecting(waves: LayerWaves) -> LayerWaves:
+    """In a step with a load that arrives in waves."""
     forward(waves, *alone(3))
     waves.forward_follows((object(), EAGER))
     waves.expect()
-    assert [waves.called(layer) for layer in ("layer.0", "layer.2")] == [0, 2]
-    waves.forward_ended()
-    assert waves.missed() == ["layer.1"]
-    assert waves.missed() == []
+    return waves
 
 
-def test_a_layer_that_nobody_described_needs_everything(waves: LayerWaves) -> None:
-    forward(waves, *alone(3))
-    waves.forward_follows((object(), EAGER))
-    waves.expect()
-    assert waves.called("reads.another") == 2
-    assert waves.missed() == ["layer.1", "layer.2"]
+def test_layers_that_do_not_call_are_found(expecting: LayerWaves) -> None:
+    assert [expecting.called(layer) for layer in ("layer.0", "layer.2")] == [0, 2]
+    expecting.forward_ended()
+    assert expecting.missed() == ["layer.1"]
+    assert expecting.missed() == []
 
 
-def test_nothing_is_expected_without_a_load(waves: LayerWaves) -> None:
-    forward(waves, *alone(3))
-    waves.forward_follows((object(), EAGER))
-    waves.expect()
-    waves.forward_follows((object(), EAGER))
-    assert waves.missed() == []
+def test_a_layer_that_nobody_described_needs_everything(expecting: LayerWaves) -> None:
+    assert expecting.called("reads.another") == 2
+    assert expecting.missed() == ["layer.1", "layer.2"]
+
+
+def test_nothing_is_expected_without_a_load(expecting: LayerWaves) -> None:
+    expecting.forward_follows((object(), EAGER))
+    assert expecting.missed() == []
 
 
 def test_waves_that_were_given_up_do_not_come_back(waves: LayerWaves) -> None:
     forward(waves, *alone(3))
     waves.give_up()
     for kind in (EAGER, "new"):
-        waves.forward_follows((object(), kind))
-        assert not waves.possible
-        assert not waves.learning
+        assert answers_to(waves, kind) == []
         assert not forward(waves, *alone(3), kind=kind)
     assert waves.cut is None

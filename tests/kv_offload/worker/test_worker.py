@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 
@@ -54,10 +55,7 @@ def test_a_hook_starts_what_an_error_kept_an_earlier_one_from_starting(
 ) -> None:
     rank.store(store(0, (1, 2)))
     metadata = metadata_of([], [synchronous(0, "a", (5, 2)), load(1, "b", (6, 2))])
-
-    def fail() -> None:
-        raise RuntimeError("injected")
-
+    fail = mock.Mock(side_effect=RuntimeError("injected"))
     monkeypatch.setattr(rank.half, "submit_stores", fail)
     with pytest.raises(RuntimeError, match="injected"):
         rank.half.start_copies(metadata)
@@ -86,11 +84,7 @@ def test_a_drain_in_which_something_raises_tells_what_has_ended(
 ) -> None:
     rank.step(store(0, (1, 2)))
     rank.step()
-
-    def fail(timeout_seconds: float) -> bool:
-        raise RuntimeError("injected")
-
-    monkeypatch.setattr(rank.transfer, "wait", fail)
+    monkeypatch.setattr(rank.transfer, "wait", mock.Mock(side_effect=RuntimeError("injected")))
     assert rank.half.drain([store(1, (3, 4))], [0, 1]).stores == {0: result()}
     monkeypatch.undo()
     assert rank.half.drain([], [0, 1]).stores == {0: result(), 1: result()}
@@ -144,9 +138,8 @@ def forget_kv(rank: Rank) -> weakref.ref[torch.Tensor]:
     return tensor
 
 
-def test_shutdown_lets_go_of_the_kv_tensors() -> None:
+def test_shutdown_lets_go_of_the_kv_tensors(rank: Rank) -> None:
     """A reference that is left keeps GPU memory, or dangles after a sleep."""
-    rank = Rank().start()
     rank.step(store(0, (1, 2)))
     rank.step(loads=[load(0, "a", (3, 2))])
     tensor = forget_kv(rank)
@@ -156,8 +149,7 @@ def test_shutdown_lets_go_of_the_kv_tensors() -> None:
     assert tensor() is None
 
 
-def test_shutdown_waits_for_what_runs(gate: Gate) -> None:
-    rank = Rank().start()
+def test_shutdown_waits_for_what_runs(rank: Rank, gate: Gate) -> None:
     gate.opened.clear()
     rank.step(store(0, (1, 2)))
     rank.half.submit_stores()
@@ -181,8 +173,9 @@ def test_shutdown_may_come_twice_or_before_the_start() -> None:
 # -- sleep -------------------------------------------------------------------------------------
 
 
-def test_a_sleeping_rank_lets_go_of_the_kv_tensors_and_takes_them_again(gate: Gate) -> None:
-    rank = Rank().start()
+def test_a_sleeping_rank_lets_go_of_the_kv_tensors_and_takes_them_again(
+    rank: Rank, gate: Gate
+) -> None:
     before = rank.kv.clone()
     rank.step(store(0, (1, 2)))
     gate.opened.clear()
@@ -199,27 +192,21 @@ def test_a_sleeping_rank_lets_go_of_the_kv_tensors_and_takes_them_again(gate: Ga
     rank.kv[:] = -1
     rank.step(loads=[load(0, "a", (5, 2))])
     assert torch.equal(rank.kv[5], before[1])
-    rank.half.shutdown()
 
 
-def test_nothing_is_taken_again_that_is_gone() -> None:
-    rank = Rank().start()
+def test_nothing_is_taken_again_that_is_gone(rank: Rank) -> None:
     rank.half.unregister_kv_caches()
     assert forget_kv(rank)() is None
     rank.half.restore_kv_caches()
-    rank.half.shutdown()
 
 
 def test_a_rank_whose_copies_do_not_end_keeps_the_kv_tensors(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+    rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.1)
-    rank = Rank().start()
     rank.step(store(0, (1, 2)))
     gate.opened.clear()
     rank.half.submit_stores()
     rank.half.unregister_kv_caches()
     tensor = forget_kv(rank)
     assert tensor() is not None
-    gate.opened.set()
-    rank.half.shutdown()
