@@ -54,8 +54,9 @@ class BackgroundCopies:
     def submit_stores(self) -> None:
         """Start what is queued; on the device the copies wait for all compute until now."""
         while self._queued_stores:
-            job = self._queued_stores.popleft()
+            job = self._queued_stores[0]
             pairs = self.peers.own_part(job)
+            self._queued_stores.popleft()
             if not len(pairs):
                 self._store_ended(job.job_id, ok=True)
             elif not self._start(SwapJob(job.job_id, Direction.STORE, pairs)):
