@@ -567,6 +567,7 @@ def test_a_wave_that_fails_ends_its_load(waves: Waves, monkeypatch: pytest.Monke
     engine.submit(in_waves(8, [(2, 3)]))
     engine.await_wave(2)
     assert arrived(engine, storage, 2, view[3]) == [True] * 4
+    assert [done.job_id for done in engine.poll()] == [8]
 
 
 def test_waves_that_cannot_be_are_refused() -> None:
