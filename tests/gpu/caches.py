@@ -93,10 +93,14 @@ def make_arena(cache: Cache, num_slots: int) -> HostArena:
 
 
 def make_engine(
-    num_blocks: int, pages: Pages, num_slots: int, output_copy_stream: Any = None
+    num_blocks: int,
+    pages: Pages,
+    num_slots: int,
+    output_copy_stream: Any = None,
+    device: str = "cuda:0",
 ) -> tuple[CudaSwapEngine, Cache, Any]:
     """An engine, its cache, and its slots as a tensor `(num_slots, slot_bytes)` on the host."""
-    cache = make_cache(num_blocks, pages)
+    cache = make_cache(num_blocks, pages, device)
     arena = make_arena(cache, num_slots)
     engine = CudaSwapEngine(
         cache.layout, arena, cache.storage.device, [cache.storage], output_copy_stream

@@ -806,12 +806,9 @@ def test_bad_pairs_copy_nothing() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_device_that_is_not_the_current_one() -> None:
-    cache = make_cache(8, [(4 * KIB, 4 * KIB)], "cuda:1")
-    arena = make_arena(cache, 8)
-    slots = torch.from_numpy(arena.view())
+    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8, device="cuda:1")
     cache.storage.fill_(3)
     torch.cuda.synchronize("cuda:1")
-    engine = CudaSwapEngine(cache.layout, arena, torch.device("cuda", 1), [cache.storage])
     engine.submit(SwapJob(1, STORE, ONE_PAIR))
     (completion,) = finish(engine)
     assert completion.error is None
