@@ -33,7 +33,7 @@ class Storage:
         shape: Sequence[int],
         strides: Sequence[int],
         *,
-        block_dim: int,
+        block_dim: int = 0,
         page_bytes: int | None = None,
         itemsize: int = 1,
         offset: int = 0,

@@ -36,7 +36,6 @@ def layers_of(
             num_blocks,
             sizes[1:],
             strides[1:],
-            block_dim=0,
             itemsize=itemsize,
             offset=layer * strides[LAYER],
         )
@@ -106,7 +105,7 @@ def test_key_and_value_halves_are_two_regions() -> None:
 def test_padding_and_scales_inside_the_page_travel() -> None:
     # 4 heads of 64 bytes and 4 float32 scales in a page padded to 320 bytes.
     storage = Storage(5 * 320)
-    data = storage.describe("data", 5, (5, 4, 64), (320, 64, 1), block_dim=0, page_bytes=320)
+    data = storage.describe("data", 5, (5, 4, 64), (320, 64, 1), page_bytes=320)
     layout = KVLayout.from_tensors(5, [data])
     assert layout.regions == (Region(storage.address, 320, 320, 0),)
     check_exact(layout, storage, padding=True)
@@ -115,10 +114,8 @@ def test_padding_and_scales_inside_the_page_travel() -> None:
 def test_gaps_inside_the_page_travel() -> None:
     # Each row of 64 data bytes is followed by its scale and padding: a view with a wider stride.
     storage = Storage(3 * 4 * 80)
-    rows = storage.describe("rows", 3, (3, 4, 64), (320, 80, 1), block_dim=0, page_bytes=320)
-    scales = storage.describe(
-        "scales", 3, (3, 4), (320, 80), block_dim=0, itemsize=4, offset=64, page_bytes=16
-    )
+    rows = storage.describe("rows", 3, (3, 4, 64), (320, 80, 1), page_bytes=320)
+    scales = storage.describe("scales", 3, (3, 4), (320, 80), itemsize=4, offset=64, page_bytes=16)
     layout = KVLayout.from_tensors(3, [rows])
     assert layout.regions == (Region(storage.address, 320, 320, 0),)
     check_exact(layout, storage, padding=True)
@@ -152,7 +149,7 @@ def test_pages_that_touch_become_one(
 ) -> None:
     storage = Storage(4 * stride)
     tensors = [
-        storage.describe(f"at {offset}", 4, (4, nbytes), (stride, 1), block_dim=0, offset=offset)
+        storage.describe(f"at {offset}", 4, (4, nbytes), (stride, 1), offset=offset)
         for offset, nbytes in pages
     ]
     layout = KVLayout.from_tensors(4, tensors[::-1])
@@ -163,9 +160,9 @@ def test_pages_that_touch_become_one(
 
 def test_overlaid_groups_are_copied_once() -> None:
     storage = Storage(6 * 512)
-    attention = storage.describe("attention", 6, (6, 2, 256), (512, 256, 1), block_dim=0)
-    window = storage.describe("window", 6, (12, 256), (256, 1), block_dim=0)
-    state = storage.describe("state", 6, (6, 300), (512, 1), block_dim=0, page_bytes=512)
+    attention = storage.describe("attention", 6, (6, 2, 256), (512, 256, 1))
+    window = storage.describe("window", 6, (12, 256), (256, 1))
+    state = storage.describe("state", 6, (6, 300), (512, 1), page_bytes=512)
     for group in itertools.permutations([attention, window, state, attention]):
         layout = KVLayout.from_tensors(6, group)
         assert layout.regions == (Region(storage.address, 512, 512, 0),)
@@ -176,8 +173,7 @@ def test_overlaid_groups_are_copied_once() -> None:
 def test_a_slot_holds_the_tensors_in_their_order_wherever_they_lie(reverse: bool) -> None:
     storages = sorted([Storage(4 * 64) for _ in range(3)], key=lambda s: s.address, reverse=reverse)
     tensors = [
-        storage.describe(f"layer.{i}", 4, (4, 64), (64, 1), block_dim=0)
-        for i, storage in enumerate(storages)
+        storage.describe(f"layer.{i}", 4, (4, 64), (64, 1)) for i, storage in enumerate(storages)
     ]
     layout = KVLayout.from_tensors(4, tensors)
     assert [region.address for region in layout.regions] == [s.address for s in storages]

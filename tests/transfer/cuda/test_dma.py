@@ -89,7 +89,6 @@ def test_bytes_arrive_where_they_belong_and_nowhere_else(
             num_blocks,
             (num_blocks, page_bytes),
             (page_bytes, 1),
-            block_dim=0,
             offset=num_blocks * sum(sizes[:index]),
         )
         for index, page_bytes in enumerate(sizes)

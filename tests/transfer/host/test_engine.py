@@ -62,7 +62,7 @@ def halves(num_blocks: int, page_bytes: int, num_layers: int = 2) -> tuple[KVLay
 def packed(num_blocks: int, page_bytes: int, stride: int) -> tuple[KVLayout, Storage]:
     """One region whose pages are contiguous (stride == page) or spaced."""
     storage = Storage(num_blocks * stride)
-    tensor = storage.describe("kv", num_blocks, (num_blocks, page_bytes), (stride, 1), block_dim=0)
+    tensor = storage.describe("kv", num_blocks, (num_blocks, page_bytes), (stride, 1))
     return KVLayout.from_tensors(num_blocks, [tensor]), storage
 
 
