@@ -1,4 +1,4 @@
-// Zeroes the pages of listed blocks. transfer/zero.py compiles, feeds and launches it.
+// Zeroes the pages of listed blocks. kv_swap/cuda/zero.py compiles, feeds and launches it.
 //
 // A list of block ids is read from page-locked memory, its length included, so a captured launch can
 // be replayed with other blocks. The table holds runs of a block's bytes of at most kRunBytes each;
@@ -9,20 +9,20 @@ namespace {
 constexpr int kMaxBlocks = KV_SWAP_MAX_BLOCKS;
 constexpr unsigned kThreads = KV_SWAP_THREADS;
 
-// Filled by transfer/zero.py as four 64-bit words.
+// Filled by kv_swap/cuda/zero.py as four 64-bit words.
 struct alignas(16) Run {
   unsigned long long address;  // in block 0
   unsigned long long block_stride_bytes;
   unsigned long long num_bytes;  // a multiple of 16
   unsigned long long unused;
 };
-static_assert(sizeof(Run) == 32, "transfer/zero.py writes runs of 32 bytes");
+static_assert(sizeof(Run) == 32, "kv_swap/cuda/zero.py writes runs of 32 bytes");
 
 struct alignas(16) ListHeader {
   int num_blocks;
   int unused[3];
 };
-static_assert(sizeof(ListHeader) == 16, "transfer/zero.py writes a header of 16 bytes");
+static_assert(sizeof(ListHeader) == 16, "kv_swap/cuda/launcher.py writes a header of 16 bytes");
 
 }  // namespace
 

@@ -1,6 +1,7 @@
 // What every swap kernel reads: the list of a launch and the table of a layout.
 //
-// kv_swap/cuda/swap.py writes both. No includes: NVRTC compiles this on machines without a CUDA toolkit.
+// kv_swap/cuda/launcher.py writes lists, kv_swap/cuda/swap.py tables. No includes: NVRTC compiles
+// this on machines without a CUDA toolkit.
 #pragma once
 
 #ifndef KV_SWAP_MAX_PAIRS
@@ -22,7 +23,7 @@ struct alignas(16) ListHeader {
   int num_pairs;
   int unused[3];
 };
-static_assert(sizeof(ListHeader) == 16, "kv_swap/cuda/swap.py writes a header of 16 bytes");
+static_assert(sizeof(ListHeader) == 16, "kv_swap/cuda/launcher.py writes a header of 16 bytes");
 
 // One run of a block's bytes. A slot is cut into tiles, a tile into segments: row t of the table
 // holds the segments of tile t, in the order of their slot offsets, padded with empty ones.

@@ -10,6 +10,7 @@ without the plugin gives from its own prefix cache: the same tokens are computed
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import json
@@ -97,17 +98,9 @@ def digests(running: Engine, blocks: set[int] | None = None) -> dict[str, set[st
 def read_device(address: int, nbytes: int) -> bytes:
     import cupy
 
-    target = bytearray(nbytes)
-    cupy.cuda.runtime.memcpy(
-        memoryview_address(target), address, nbytes, cupy.cuda.runtime.memcpyDeviceToHost
-    )
-    return bytes(target)
-
-
-def memoryview_address(buffer: bytearray) -> int:
-    import ctypes
-
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    target, runtime = ctypes.create_string_buffer(nbytes), cupy.cuda.runtime
+    runtime.memcpy(ctypes.addressof(target), address, nbytes, runtime.memcpyDeviceToHost)
+    return target.raw
 
 
 def poison(running: Engine) -> None:

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -53,12 +55,15 @@ def run_job() -> int:
     import cupy
     import torch
     from kv_swap.cuda.kernel_families import FAMILIES
+    from kv_swap.cuda.launcher import write_list
     from kv_swap.cuda.registrar import CudaRegistrar
-    from kv_swap.cuda.swap import LIST_BYTES, SwapKernel, write_list
+    from kv_swap.cuda.swap import LIST_BYTES, SwapKernel
     from kv_swap.cuda.zero import BlockZeroer
     from kv_swap.engine import Direction
     from kv_swap.layout import KVLayout, Region
     from kv_swap.memory.arena import HostArena
+
+    from tests.support.kv_memory import expect_copied, region_bytes
 
     device = torch.device("cuda", 0)
     torch.cuda.init()
@@ -77,14 +82,8 @@ def run_job() -> int:
     slots = arena.view()
     stream = torch.cuda.current_stream(device)
 
-    def page_bytes_of(data: np.ndarray, block: int) -> list[np.ndarray]:
-        """Views of the pages of a block."""
-        starts = [r.address - memory.data.ptr + block * r.block_stride_bytes for r in regions]
-        return [
-            data[start : start + region.page_bytes]
-            for start, region in zip(starts, regions, strict=True)
-        ]
-
+    # What `memory` holds before each kernel, and where it lies.
+    storage: Any = SimpleNamespace(address=memory.data.ptr, data=content)
     wrong = []
     for family in FAMILIES:
         if torch.cuda.get_device_capability(device) < family.min_capability:
@@ -95,15 +94,9 @@ def run_job() -> int:
             slots[:] = rng.integers(0, 256, slots.shape)
             memory.set(content)
             pairs = np.stack([rng.permutation(n)[:PAIRS] for n in (BLOCKS, SLOTS)], 1)
-            expected, expected_slots = content.copy(), slots.copy()
-            for block, slot in pairs.tolist():
-                pages = page_bytes_of(expected, block)
-                parts = np.split(expected_slots[slot], [r.slot_offset_bytes for r in regions[1:]])
-                for page, part in zip(pages, parts, strict=True):
-                    if direction is Direction.LOAD:
-                        page[:] = part
-                    else:
-                        part[:] = page
+            expected, expected_slots = expect_copied(
+                layout, storage, slots, direction, pairs.tolist()
+            )
             write_list(lists.view()[0], pairs.astype(np.int32))
             kernel.launch(direction, lists.address, stream)
             stream.synchronize()
@@ -115,8 +108,7 @@ def run_job() -> int:
     expected = content.copy()
     blocks = [0, 5, BLOCKS - 1]
     for block in blocks:
-        for page in page_bytes_of(expected, block):
-            page[:] = 0
+        expected[region_bytes(layout, storage, block)] = 0
     BlockZeroer(layout, device, registrar).zero(blocks)
     stream.synchronize()
     right = np.array_equal(memory.get(), expected)

@@ -3,52 +3,53 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from kv_swap.cuda import dma, state
+from kv_swap.cuda import kernel_path as kernel
+from kv_swap.cuda.engine import CudaSwapEngine
+from kv_swap.cuda.kernel_families import FAMILIES, KernelFamily
+from kv_swap.cuda.lane import Lane
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.streams import CopyStream
+from kv_swap.cuda.swap import MAX_PAIRS, SwapKernel
+from kv_swap.engine import Completion, Direction, SwapJob
+from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
+from kv_swap.memory import registration
+from kv_swap.memory.arena import HostArena
 
-torch: Any = pytest.importorskip("torch", reason="torch is not installed")
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device", allow_module_level=True)
-pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
+from tests.gpu.caches import (
+    KIB,
+    LOAD,
+    MIB,
+    ONE_PAIR,
+    SHAPES,
+    STORE,
+    Pages,
+    cupy,
+    expect_copied,
+    finish,
+    ids,
+    make_arena,
+    make_cache,
+    make_engine,
+    no_wait,
+    random_pairs,
+    randomize,
+    run_script,
+    same_pairs,
+    torch,
+)
+from tests.gpu.gate import ENDS_SECONDS, HELD_SECONDS, Gate
 
-from kv_swap.cuda import dma, state  # noqa: E402
-from kv_swap.cuda import kernel_path as kernel  # noqa: E402
-from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
-from kv_swap.cuda.kernel_families import FAMILIES, KernelFamily, choose_family  # noqa: E402
-from kv_swap.cuda.lane import Lane  # noqa: E402
-from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
-from kv_swap.cuda.streams import CopyStream  # noqa: E402
-from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list  # noqa: E402
-from kv_swap.engine import Completion, Direction, SwapJob  # noqa: E402
-from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError  # noqa: E402
-from kv_swap.layout import KVLayout, TensorDescription  # noqa: E402
-from kv_swap.memory import registration  # noqa: E402
-from kv_swap.memory.arena import HostArena  # noqa: E402
-
-from tests.gpu.gate import ENDS_SECONDS, HELD_SECONDS, Gate  # noqa: E402
-
-pytestmark = pytest.mark.gpu
-
-LOAD, STORE = Direction.LOAD, Direction.STORE
-KIB, MIB = 1 << 10, 1 << 20
 BUSY_CYCLES = 200_000_000
 """About 100 ms of a spinning kernel at 2 GHz."""
 
-Pages = list[tuple[int, int]]
-"""Page bytes and block stride of each region."""
-
 kernel_only = pytest.mark.parametrize("path", ["kernel"], indirect=True)
-dma_only = pytest.mark.parametrize("path", ["dma"], indirect=True)
 
 
 @pytest.fixture(autouse=True, params=["kernel", "dma"])
@@ -60,101 +61,9 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return name
 
 
-@dataclass
-class Cache:
-    """A KV cache of several tensors in one allocation, in the order of its regions."""
-
-    storage: Any
-    tensors: list[Any]
-    layout: KVLayout
-
-    def blocks(self) -> Any:
-        """All blocks as they lie in slots: uint8 of `(num_blocks, slot_bytes)` on the host."""
-        pages = zip(self.tensors, self.layout.regions, strict=True)
-        return torch.cat([t[:, : region.page_bytes] for t, region in pages], 1).cpu()
-
-
-def make_cache(num_blocks: int, pages: Pages, device: str = "cuda:0") -> Cache:
-    storage = torch.empty(
-        sum(num_blocks * stride for _, stride in pages), dtype=torch.uint8, device=device
-    )
-    tensors, descriptions, offset = [], [], 0
-    for index, (page_bytes, stride) in enumerate(pages):
-        tensor = storage[offset : offset + num_blocks * stride].view(num_blocks, stride)
-        tensors.append(tensor)
-        descriptions.append(
-            TensorDescription(
-                f"layer.{index}",
-                tensor.data_ptr(),
-                (num_blocks, page_bytes),
-                (stride, 1),
-                1,
-                0,
-                page_bytes,
-            )
-        )
-        offset += num_blocks * stride
-    layout = KVLayout.from_tensors(num_blocks, descriptions)
-    assert len(layout.regions) == len(pages)
-    return Cache(storage, tensors, layout)
-
-
-def make_arena(cache: Cache, num_slots: int) -> HostArena:
-    registrar = CudaRegistrar(cache.storage.device)
-    return HostArena(num_slots, cache.layout.slot_bytes, register=registrar)
-
-
-def make_engine(
-    num_blocks: int, pages: Pages, num_slots: int, output_copy_stream: Any = None
-) -> tuple[CudaSwapEngine, Cache, Any]:
-    """An engine, its cache, and its slots as a tensor `(num_slots, slot_bytes)` on the host."""
-    cache = make_cache(num_blocks, pages)
-    arena = make_arena(cache, num_slots)
-    engine = CudaSwapEngine(
-        cache.layout, arena, cache.storage.device, [cache.storage], output_copy_stream
-    )
-    return engine, cache, torch.from_numpy(arena.view())
-
-
-def randomize(*tensors: Any) -> None:
-    for tensor in tensors:
-        tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8, device=tensor.device))
-    torch.cuda.synchronize()
-
-
-def random_pairs(rng: np.random.Generator, blocks: int, slots: int, count: int) -> Any:
-    chosen = [rng.permutation(blocks)[:count], rng.permutation(slots)[:count]]
-    return np.stack(chosen, 1).astype(np.int32)
-
-
-def ids(pairs: Any) -> tuple[Any, Any]:
-    """Block ids and slot ids, as torch indexes with them."""
-    return torch.from_numpy(pairs.astype(np.int64)).unbind(1)
-
-
-def finish(engine: CudaSwapEngine) -> list[Completion]:
-    assert engine.wait(60)
-    return engine.poll()
-
-
 def busy() -> None:
     """Occupy the current stream for about 100 ms."""
     torch.cuda._sleep(BUSY_CYCLES)
-
-
-SHAPES: list[tuple[Pages, int, int]] = [
-    ([(16, 16)], 25_000, 1),
-    ([(16, 16)], 25_000, 20_000),
-    ([(16, 48)], 5_000, 3_000),
-    ([(4 * KIB, 4 * KIB)], 12_000, MAX_PAIRS),
-    ([(4 * KIB, 4 * KIB)], 12_000, MAX_PAIRS + 1),
-    ([(4 * KIB + 16, 5 * KIB)], 6_000, 5_000),
-    ([(64 * KIB, 64 * KIB)], 1_500, 1_000),
-    ([(2 * MIB, 2 * MIB)], 60, 40),
-    ([(2 * MIB - 16, 2 * MIB)], 60, 1),
-    ([(16, 32), (4 * KIB + 32, 8 * KIB), (512, 512), (48 * KIB, 48 * KIB)], 900, 700),
-    ([(16 * KIB, 16 * KIB)] * 64, 150, 100),
-]
 
 
 @pytest.mark.parametrize(("pages", "num_blocks", "count"), SHAPES)
@@ -166,19 +75,7 @@ def test_moves_exactly_the_bytes_of_the_pairs(
     engine, cache, slots = make_engine(num_blocks, pages, num_slots)
     randomize(cache.storage, slots)
     pairs = random_pairs(np.random.default_rng(count), num_blocks, num_slots, count)
-    block_ids, slot_ids = ids(pairs)
-    expected_storage, expected_slots = cache.storage.cpu(), slots.clone()
-    if direction is STORE:
-        expected_slots[slot_ids] = cache.blocks()[block_ids]
-    else:
-        offset = 0
-        for (_, stride), region in zip(pages, cache.layout.regions, strict=True):
-            tensor = expected_storage[offset : offset + num_blocks * stride].view(-1, stride)
-            first = region.slot_offset_bytes
-            tensor[block_ids, : region.page_bytes] = slots[
-                slot_ids, first : first + region.page_bytes
-            ]
-            offset += num_blocks * stride
+    expected_storage, expected_slots = expect_copied(cache, slots, pairs, direction)
     engine.submit(SwapJob(4, direction, pairs))
     (completion,) = finish(engine)
     assert completion.error is None
@@ -233,43 +130,26 @@ def test_many_jobs_in_both_directions_at_once() -> None:
     engine.close()
 
 
-def no_wait(stream: CopyStream) -> Any:
-    """What `wait_stream` must not be: it orders a copy after nothing."""
-    return stream.record()
-
-
-def store_after_slow_write(
-    engine: CudaSwapEngine, cache: Cache, slots: Any, *, waits: bool = True
-) -> int:
-    """Return the byte that a store finds which is submitted behind a kernel that writes 9s late."""
-    cache.storage.fill_(1)
-    slots.fill_(0)
-    gate = Gate()
-    gate.hold()
-    cache.storage.fill_(9)
-    engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
-    gate.open(engine, after_copies=not waits)
-    finish(engine)
-    torch.cuda.synchronize()
-    (value,) = slots[5].unique().tolist()
-    return int(value)
-
-
-@pytest.mark.parametrize("own_stream", [True, False])
-def test_store_waits_for_compute(own_stream: bool) -> None:
+@pytest.mark.parametrize(("waits", "own_stream"), [(True, True), (True, False), (False, True)])
+def test_store_waits_for_compute(
+    waits: bool, own_stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is submitted behind a kernel that writes 9s late. With a control, which is stale."""
     engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
+    if not waits:
+        monkeypatch.setattr(CopyStream, "wait_stream", no_wait)
     stream = torch.cuda.Stream() if own_stream else torch.cuda.default_stream()
     with torch.cuda.stream(stream):
-        assert store_after_slow_write(engine, cache, slots) == 9
-    engine.close()
-
-
-def test_without_the_wait_a_store_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above: it would notice."""
-    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
-    monkeypatch.setattr(CopyStream, "wait_stream", no_wait)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        assert store_after_slow_write(engine, cache, slots, waits=False) == 1
+        cache.storage.fill_(1)
+        slots.fill_(0)
+        gate = Gate()
+        gate.hold()
+        cache.storage.fill_(9)
+        engine.submit(SwapJob(1, STORE, ONE_PAIR))
+        gate.open(engine, after_copies=not waits)
+        finish(engine)
+        torch.cuda.synchronize()
+    assert slots[5].unique().tolist() == [9 if waits else 1]
     engine.close()
 
 
@@ -282,7 +162,7 @@ def test_store_waits_for_the_output_copy_stream(awaited: bool) -> None:
     with torch.cuda.stream(output):
         gate.hold()
         cache.storage.fill_(9)
-    engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
+    engine.submit(SwapJob(1, STORE, ONE_PAIR))
     gate.open(engine, after_copies=not awaited)
     finish(engine)
     torch.cuda.synchronize()
@@ -301,7 +181,7 @@ def test_compute_waits_for_a_load_before_it(awaited: bool) -> None:
     gate, compute = Gate(), torch.cuda.Stream()
     with torch.cuda.stream(torch.cuda.Stream()):
         gate.hold()
-        engine.submit(SwapJob(1, LOAD, np.array([[3, 5]], np.int32), before_compute=True))
+        engine.submit(SwapJob(1, LOAD, ONE_PAIR, before_compute=True))
     with torch.cuda.stream(compute):
         if awaited:
             engine.await_loads()
@@ -323,8 +203,7 @@ def test_compute_waits_for_no_other_load() -> None:
     num_blocks, count = 8192, 2048  # 384 and 128 MiB: some milliseconds each
     engine, cache, slots = make_engine(num_blocks, [(64 * KIB, 64 * KIB)], num_blocks)
     slots.fill_(9)
-    every = np.arange(num_blocks, dtype=np.int32)
-    pairs = np.stack([every, every], 1)
+    pairs = same_pairs(num_blocks)
     gate, went_on = Gate(), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(torch.cuda.Stream()):
         gate.hold()
@@ -452,13 +331,7 @@ def test_waves_move_exactly_the_bytes_of_the_pairs(
     randomize(cache.storage, slots)
     pairs = random_pairs(np.random.default_rng(count), num_blocks, count, count)
     block_ids, slot_ids = ids(pairs)
-    expected = cache.storage.cpu()
-    offset = 0
-    for (_, stride), region in zip(pages, cache.layout.regions, strict=True):
-        tensor = expected[offset : offset + num_blocks * stride].view(num_blocks, stride)
-        first = region.slot_offset_bytes
-        tensor[block_ids, : region.page_bytes] = slots[slot_ids, first : first + region.page_bytes]
-        offset += num_blocks * stride
+    expected, _ = expect_copied(cache, slots, pairs, LOAD)
     engine.submit(SwapJob(4, LOAD, pairs, before_compute=True, in_waves=True))
     engine.await_wave(len(waves) - 1)
     # Compute sees it, without a word from the host.
@@ -483,8 +356,7 @@ def test_compute_runs_while_later_waves_arrive(waits: bool) -> None:
     engine.set_waves([[layer] for layer in range(layers)])
     cache.storage.fill_(1)
     slots.fill_(9)
-    every = np.arange(num_blocks, dtype=np.int32)
-    pairs = np.stack([every, every], 1)
+    pairs = same_pairs(num_blocks)
     seen = [torch.empty_like(tensor) for tensor in cache.tensors]
     began = torch.cuda.Event(enable_timing=True)
     read = [torch.cuda.Event(enable_timing=True) for _ in range(layers)]
@@ -525,8 +397,7 @@ def test_every_stream_waits_for_its_wave() -> None:
     for target in seen:
         target.copy_(cache.tensors[1][-8:])
     torch.cuda.synchronize()
-    every = np.arange(1024, dtype=np.int32)
-    engine.submit(SwapJob(1, LOAD, np.stack([every, every], 1), True, True))
+    engine.submit(SwapJob(1, LOAD, same_pairs(1024), True, True))
     engine.await_wave(1)
     with torch.cuda.stream(other):
         engine.await_wave(1)
@@ -538,11 +409,14 @@ def test_every_stream_waits_for_its_wave() -> None:
     engine.close()
 
 
-def test_waves_that_cannot_be_are_refused(path: str) -> None:
+def test_waves_and_loads_before_compute_that_cannot_be_are_refused(path: str) -> None:
     engine, _, _ = make_engine(8, [(16, 16), (32, 64)], 8)
-    job = SwapJob(4, LOAD, np.array([[3, 5]], np.int32), before_compute=True, in_waves=True)
+    job = SwapJob(4, LOAD, ONE_PAIR, before_compute=True, in_waves=path == "kernel")
     assert engine.can_load_before_compute == (path == "kernel")
-    if path == "kernel":
+    if path == "dma":
+        with pytest.raises(JobError, match="job 4: compute cannot wait for copies of the copy eng"):
+            engine.submit(job)
+    else:
         with pytest.raises(JobError, match="job 4: waves are of loads before compute, and to be s"):
             engine.submit(job)
         with pytest.raises(JobError, match="each of 2 regions once"):
@@ -560,20 +434,11 @@ def test_a_load_before_compute_that_does_not_fit_fails() -> None:
     lane = engine._state.lanes["before_compute"]
     busy()
     for job_id in range(lane.path.max_in_flight):
-        engine.submit(SwapJob(job_id, LOAD, np.array([[3, 5]], np.int32), before_compute=True))
+        engine.submit(SwapJob(job_id, LOAD, ONE_PAIR, before_compute=True))
     engine.submit(SwapJob(999, LOAD, np.array([[4, 6]], np.int32), before_compute=True))
     failed = [completion for completion in finish(engine) if completion.error is not None]
     assert [completion.job_id for completion in failed] == [999]
     assert "no more fit: load job 999" in str(failed[0].error)
-    engine.close()
-
-
-def test_the_copy_engine_takes_no_load_before_compute(path: str) -> None:
-    engine, _, _ = make_engine(8, [(16, 16)], 8)
-    assert engine.can_load_before_compute == (path == "kernel")
-    if path == "dma":
-        with pytest.raises(JobError, match="job 4: compute cannot wait for copies of the copy eng"):
-            engine.submit(SwapJob(4, LOAD, np.array([[3, 5]], np.int32), before_compute=True))
     engine.close()
 
 
@@ -583,7 +448,7 @@ def test_load_does_not_wait_for_the_output_copy_stream() -> None:
     gate = Gate()
     with torch.cuda.stream(output):
         gate.hold()
-    engine.submit(SwapJob(1, LOAD, np.array([[3, 5]], np.int32)))
+    engine.submit(SwapJob(1, LOAD, ONE_PAIR))
     gate.open(engine, after_copies=True)
     torch.cuda.synchronize()
     engine.close()
@@ -601,7 +466,7 @@ def test_load_waits_for_compute(ordered: bool, monkeypatch: pytest.MonkeyPatch) 
     with torch.cuda.stream(torch.cuda.Stream()):
         gate.hold()
         cache.storage.zero_()
-        engine.submit(SwapJob(1, LOAD, np.array([[3, 5]], np.int32)))
+        engine.submit(SwapJob(1, LOAD, ONE_PAIR))
         gate.open(engine, after_copies=not ordered)
     finish(engine)
     torch.cuda.synchronize()
@@ -632,8 +497,7 @@ def test_a_load_may_run_ahead_of_compute(before_compute: bool) -> None:
 def load_ahead(engine: CudaSwapEngine, before_compute: bool) -> SwapJob:
     if before_compute and not engine.can_load_before_compute:
         pytest.skip("compute cannot wait for the copy engine")
-    pairs = np.array([[3, 5]], np.int32)
-    return SwapJob(1, LOAD, pairs, before_compute=before_compute, behind_compute=False)
+    return SwapJob(1, LOAD, ONE_PAIR, before_compute=before_compute, behind_compute=False)
 
 
 @pytest.mark.parametrize("fenced", [True, False])
@@ -704,43 +568,13 @@ def test_compute_does_not_wait_for_copies() -> None:
     engine.close()
 
 
-@kernel_only
-def test_captured_launch_replays_another_list() -> None:
-    cache = make_cache(64, [(4 * KIB, 8 * KIB), (48, 64)])
-    arena = make_arena(cache, 64)
-    slots = torch.from_numpy(arena.view())
-    randomize(cache.storage)
-    device = cache.storage.device
-    kernel = SwapKernel(cache.layout, arena, device, choose_family(device))
-    lists = HostArena(1, LIST_BYTES, register=CudaRegistrar(cache.storage.device))
-    target = lists.view()[0]
-    write_list(target, np.empty((0, 2), np.int32))
-    kernel.launch(STORE, lists.address, torch.cuda.current_stream())
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kernel.launch(STORE, lists.address, torch.cuda.current_stream())
-    assert not slots.any()
-    rng = np.random.default_rng(3)
-    for count in (1, 40, 0, 64):
-        pairs = random_pairs(rng, 64, 64, count)
-        write_list(target, pairs)
-        slots.zero_()
-        expected = torch.zeros_like(slots)
-        block_ids, slot_ids = ids(pairs)
-        expected[slot_ids] = cache.blocks()[block_ids]
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(slots, expected)
-
-
 def test_submitting_within_a_capture_is_refused() -> None:
     engine, _, _ = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
     value = torch.zeros(16, device="cuda").add_(1)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         value.add_(1)
         with pytest.raises(JobError, match="while a CUDA graph is captured"):
-            engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
+            engine.submit(SwapJob(1, STORE, ONE_PAIR))
         assert engine.poll() == []
     assert engine.in_flight == 0
     engine.close()
@@ -777,7 +611,7 @@ def test_dropping_everything_in_mid_copy(view_survives: bool, path: str) -> None
     surviving = torch.from_numpy(arena.view()) if view_survives else None
     engine = CudaSwapEngine(cache.layout, arena, cache.storage.device, [cache.storage, token])
     busy()
-    engine.submit(SwapJob(1, STORE, np.stack([np.arange(400)] * 2, 1).astype(np.int32)))
+    engine.submit(SwapJob(1, STORE, same_pairs(400)))
     registrar.event = torch.cuda.Event()
     registrar.event.record(engine._state.lanes[STORE].stream.stream)
     assert not registrar.event.query()
@@ -804,7 +638,7 @@ def test_close_waits_then_drops_references() -> None:
     kept = weakref.ref(token)
     engine = CudaSwapEngine(cache.layout, arena, cache.storage.device, [token])
     busy()
-    engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
+    engine.submit(SwapJob(1, STORE, ONE_PAIR))
     del arena, token
     engine.close(timeout_seconds=0.01)
     gc.collect()
@@ -818,67 +652,38 @@ def test_close_waits_then_drops_references() -> None:
     engine.close()
     assert engine.wait(0)
     with pytest.raises(JobError, match="closed"):
-        engine.submit(SwapJob(2, STORE, np.array([[3, 5]], np.int32)))
+        engine.submit(SwapJob(2, STORE, ONE_PAIR))
     with pytest.raises(JobError, match="closed"):
         engine.zero_blocks([1])
 
 
-def failing_launch(failing: int) -> Callable[..., None]:
-    """Replace `SwapKernel.launch` by one whose `failing`-th call fails in CUDA's own words."""
-    launch, calls = SwapKernel.launch, []
-
-    def fail(kernel: SwapKernel, *args: Any) -> None:
-        calls.append(args)
-        if len(calls) == failing:
-            import cupy
-
-            raise cupy.cuda.driver.CUDADriverError(1)  # CUDA_ERROR_INVALID_VALUE
-        launch(kernel, *args)
-
-    return fail
+SLICES: dict[str, tuple[Any, Any, str, int, str]] = {
+    "kernel": (kernel, SwapKernel, "launch", MIB, "swap_store"),
+    "dma": (dma, dma.Copier, "copy", 2 * MIB, dma.Copier.call),
+}
+"""Who cuts a path's slices and who queues them, a block stride, and the name in errors."""
 
 
-@kernel_only
-def test_a_failed_launch_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "SLICE_BYTES", 16 * MIB)
-    engine, cache, slots = make_engine(64, [(MIB, MIB)], 64)
+def test_a_failed_slice_fails_its_job_alone(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts, owner, name, stride, call = SLICES[path]
+    monkeypatch.setattr(cuts, "SLICE_BYTES", 16 * MIB)
+    engine, cache, slots = make_engine(64, [(MIB, stride)], 64)
     randomize(cache.storage, slots)
-    monkeypatch.setattr(SwapKernel, "launch", failing_launch(2))
-    pairs = random_pairs(np.random.default_rng(0), 64, 64, 64)
-    engine.submit(SwapJob(1, STORE, pairs[:40]))
-    engine.submit(SwapJob(2, STORE, pairs[40:]))
-    failed, fine = finish(engine)
-    assert isinstance(failed.error, CopyError)
-    for part in ("swap_store", "CUDA_ERROR_INVALID_VALUE", "job 1", f"{40 * MIB} bytes"):
-        assert part in str(failed.error)
-    assert (fine.job_id, fine.error) == (2, None)
-    block_ids, slot_ids = ids(pairs[40:])
-    assert torch.equal(slots[slot_ids], cache.blocks()[block_ids])
-    engine.close()
+    original, calls = getattr(owner, name), []
 
-
-@dma_only
-def test_a_failed_slice_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dma, "SLICE_BYTES", 16 * MIB)
-    engine, cache, slots = make_engine(64, [(MIB, 2 * MIB)], 64)
-    randomize(cache.storage, slots)
-    copy, calls = dma.Copier.copy, []
-
-    def fail(self: Any, *args: Any) -> None:
+    def fail_second(*args: Any) -> None:
         calls.append(args)
         if len(calls) == 2:
-            import cupy
-
             raise cupy.cuda.driver.CUDADriverError(1)  # CUDA_ERROR_INVALID_VALUE
-        copy(self, *args)
+        original(*args)
 
-    monkeypatch.setattr(dma.Copier, "copy", fail)
+    monkeypatch.setattr(owner, name, fail_second)
     pairs = random_pairs(np.random.default_rng(0), 64, 64, 64)
     engine.submit(SwapJob(1, STORE, pairs[:40]))
     engine.submit(SwapJob(2, STORE, pairs[40:]))
     failed, fine = finish(engine)
     assert isinstance(failed.error, CopyError)
-    for part in (dma.Copier.call, "CUDA_ERROR_INVALID_VALUE", "job 1", f"{40 * MIB} bytes"):
+    for part in (call, "CUDA_ERROR_INVALID_VALUE", "job 1", f"{40 * MIB} bytes"):
         assert part in str(failed.error)
     assert (fine.job_id, fine.error) == (2, None)
     block_ids, slot_ids = ids(pairs[40:])
@@ -966,7 +771,7 @@ def test_wait_times_out() -> None:
     assert engine.wait(0)
     gate = Gate()
     gate.hold()
-    engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
+    engine.submit(SwapJob(1, STORE, ONE_PAIR))
     started = time.perf_counter()
     assert not engine.wait(0.02)
     assert 0.02 <= time.perf_counter() - started < 0.5
@@ -1001,13 +806,10 @@ def test_bad_pairs_copy_nothing() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_device_that_is_not_the_current_one() -> None:
-    cache = make_cache(8, [(4 * KIB, 4 * KIB)], "cuda:1")
-    arena = make_arena(cache, 8)
-    slots = torch.from_numpy(arena.view())
+    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8, device="cuda:1")
     cache.storage.fill_(3)
     torch.cuda.synchronize("cuda:1")
-    engine = CudaSwapEngine(cache.layout, arena, torch.device("cuda", 1), [cache.storage])
-    engine.submit(SwapJob(1, STORE, np.array([[3, 5]], np.int32)))
+    engine.submit(SwapJob(1, STORE, ONE_PAIR))
     (completion,) = finish(engine)
     assert completion.error is None
     assert (slots[5] == 3).all()
@@ -1041,21 +843,6 @@ source = 'extern "C" __global__ void harm(unsigned long long a) { *(int*)a = 1; 
 cupy.RawKernel(source, "harm")((1,), (1,), (np.uint64(1 << 46),))
 """
 """On the default stream, which is torch's too: copies that wait for it find the context lost."""
-
-
-def run_script(script: str, **values: str) -> subprocess.CompletedProcess[str]:
-    for name, value in values.items():
-        script = script.replace(name, value)
-    root = str(Path(state.__file__).parents[2])
-    search = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": search},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 def test_the_process_may_end_in_mid_copy(path: str) -> None:

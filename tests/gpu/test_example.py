@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-torch: Any = pytest.importorskip("torch", reason="torch is not installed")
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device", allow_module_level=True)
+from tests.gpu.caches import torch
 
 EXAMPLE = Path(__file__).parents[2] / "transfer" / "example.py"
 

@@ -11,11 +11,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kv_swap.cuda.engine import CudaSwapEngine
+from kv_swap.cuda.kernel_families import choose_family
+from kv_swap.cuda.launcher import write_list
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.streams import CopyStream
+from kv_swap.cuda.swap import LIST_BYTES, SwapKernel
+from kv_swap.engine import Direction, SwapJob
+from kv_swap.memory.arena import HostArena
 
-torch: Any = pytest.importorskip("torch", reason="torch is not installed")
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device", allow_module_level=True)
-pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
+from tests.gpu.caches import (
+    KIB,
+    cupy,
+    ids,
+    make_engine,
+    no_wait,
+    random_pairs,
+    torch,
+)
+from tests.gpu.gate import Gate
+from tests.support.processes import run_module
+
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
 with warnings.catch_warnings():
@@ -27,19 +43,8 @@ with warnings.catch_warnings():
     from kv_offload.worker.worker import OffloadWorker
     from tests.gpu.engine_run import read_device
     from tests.support.configurations import PAGE_WORDS, make_kv_cache_config
-from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
-from kv_swap.cuda.kernel_families import choose_family  # noqa: E402
-from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
-from kv_swap.cuda.streams import CopyStream  # noqa: E402
-from kv_swap.cuda.swap import LIST_BYTES, SwapKernel, write_list  # noqa: E402
-from kv_swap.engine import Direction, SwapJob  # noqa: E402
-from kv_swap.memory.arena import HostArena  # noqa: E402
 
-from tests.gpu.gate import Gate  # noqa: E402
-from tests.gpu.test_cuda_engine import KIB, ids, make_arena, make_cache, random_pairs  # noqa: E402
-from tests.support.processes import run_module  # noqa: E402
-
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 BLOCKS = 8
 BLOCK, SLOT = 3, 5
@@ -91,10 +96,6 @@ def plan(*, store: bool = False, load: bool = False) -> OffloadMetadata:
 # -- stores wait for compute (vLLM 31341) ------------------------------------------------------
 
 
-def wait_for_nothing(stream: CopyStream) -> Any:
-    return stream.record()
-
-
 def wait_for_the_output_copy_alone(stream: CopyStream) -> Any:
     if stream._output_copy_stream is not None:
         stream.stream.wait_stream(stream._output_copy_stream)
@@ -104,7 +105,7 @@ def wait_for_the_output_copy_alone(stream: CopyStream) -> Any:
 WAITS: dict[str, Callable[[CopyStream], Any]] = {
     "as it is": CopyStream.wait_stream,
     "output copy alone": wait_for_the_output_copy_alone,
-    "nothing": wait_for_nothing,
+    "nothing": no_wait,
 }
 
 
@@ -176,8 +177,6 @@ def test_zeroing_of_fresh_blocks_does_not_wipe_what_is_loaded(load_comes: str, f
 def test_the_destination_of_a_failed_load_holds_no_nan(
     monkeypatch: pytest.MonkeyPatch, zeroes: bool, found: int
 ) -> None:
-    import cupy
-
     def fail(*_: Any) -> None:
         raise cupy.cuda.driver.CUDADriverError(1)  # CUDA_ERROR_INVALID_VALUE
 
@@ -212,10 +211,9 @@ def test_tables_and_captured_graphs_are_valid_after_sleep_and_wake_up() -> None:
         pytest.skip("this vLLM has no allocator for sleep mode")
     allocator = cumem.CuMemAllocator.get_instance()
     with allocator.use_memory_pool(tag="kv_cache"):
-        cache = make_cache(64, [(4 * KIB, 8 * KIB), (48, 64)])
-        arena = make_arena(cache, 64)
-        device = cache.storage.device
-        engine = CudaSwapEngine(cache.layout, arena, device, [cache.storage])
+        engine, cache, slots = make_engine(64, [(4 * KIB, 8 * KIB), (48, 64)], 64)
+        arena, device = engine._state.arena, cache.storage.device
+        assert arena is not None
         kernel = SwapKernel(cache.layout, arena, device, choose_family(device))
         before = {d: table_of(kernel, d) for d in Direction}
         # The control: what a table that torch allocates here would look like afterwards.
@@ -241,7 +239,6 @@ def test_tables_and_captured_graphs_are_valid_after_sleep_and_wake_up() -> None:
     assert cache.storage.data_ptr() == address
     assert {d: table_of(kernel, d) for d in Direction} == before
     assert in_pool.cpu().numpy().tobytes() != before[Direction.STORE][1]
-    slots = torch.from_numpy(arena.view())
     rng = np.random.default_rng(5)
     for round_trip in ("graphs", "engine"):
         content = torch.randint(0, 256, cache.storage.shape, dtype=torch.uint8, device=device)
@@ -269,10 +266,7 @@ def test_tables_and_captured_graphs_are_valid_after_sleep_and_wake_up() -> None:
     engine.close()
 
 
-both_runners = pytest.mark.parametrize("runner", ["0", "1"], ids=["V1", "V2"])
-
-
-@both_runners
+@pytest.mark.parametrize("runner", ["0", "1"], ids=["V1", "V2"])
 def test_an_engine_with_graphs_sleeps_wakes_up_and_serves(tmp_path: Path, runner: str) -> None:
     """Levels 1 and 2, with the host memory that the user lets outlive the first."""
     arguments = {

@@ -14,22 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kv_swap.cuda.engine import CudaSwapEngine
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.engine import SwapJob
+from kv_swap.memory.arena import HostArena
+from kv_swap.memory.shared import SharedMemory
 
-torch: Any = pytest.importorskip("torch", reason="torch is not installed")
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device", allow_module_level=True)
-pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
+from tests.gpu.caches import KIB, LOAD, STORE, finish, make_cache, randomize, torch
+from tests.support.processes import run_module
+
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
-from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
-from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
-from kv_swap.engine import Direction, SwapJob  # noqa: E402
-from kv_swap.memory.arena import HostArena  # noqa: E402
-from kv_swap.memory.shared import SharedMemory  # noqa: E402
-
-from tests.engine import multiprocess_run, replica_run  # noqa: E402
-from tests.gpu.test_cuda_engine import KIB, finish, make_cache, randomize  # noqa: E402
-from tests.support.processes import run_module  # noqa: E402
+from tests.engine import multiprocess_run, replica_run
 
 pytestmark = [
     # One process: pytest-xdist would have several start all engines of the fixture.
@@ -143,14 +139,14 @@ def test_what_one_gpu_stored_another_loads() -> None:
     halves = pairs[: slots // 2], pairs[slots // 2 :]
     expected = [cache.blocks() for cache in caches]
     for engine, half in zip(engines, halves, strict=True):
-        engine.submit(SwapJob(1, Direction.STORE, half))
+        engine.submit(SwapJob(1, STORE, half))
     for engine in engines:
         assert [done.error for done in finish(engine)] == [None]
     for cache in caches:
         cache.storage.fill_(0)
         torch.cuda.synchronize(cache.storage.device)
     for engine in engines:
-        engine.submit(SwapJob(2, Direction.LOAD, pairs))
+        engine.submit(SwapJob(2, LOAD, pairs))
     for engine, cache in zip(engines, caches, strict=True):
         assert [done.error for done in finish(engine)] == [None]
         assert torch.equal(cache.blocks()[: slots // 2], expected[0][: slots // 2])

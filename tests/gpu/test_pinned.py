@@ -13,37 +13,31 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kv_swap.cuda.engine import CudaSwapEngine
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.engine import SwapJob
+from kv_swap.errors import JobError
+from kv_swap.factory import create_engine
+from kv_swap.memory import registration
+from kv_swap.memory.arena import HostArena
+from kv_swap.memory.numa import device_node
+from kv_swap.memory.shared import SharedMemory
 
-torch: Any = pytest.importorskip("torch", reason="torch is not installed")
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device", allow_module_level=True)
-cupy: Any = pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is absent")
-
-from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
-from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
-from kv_swap.engine import SwapJob  # noqa: E402
-from kv_swap.errors import JobError  # noqa: E402
-from kv_swap.factory import create_engine  # noqa: E402
-from kv_swap.memory import registration  # noqa: E402
-from kv_swap.memory.arena import HostArena  # noqa: E402
-from kv_swap.memory.numa import device_node  # noqa: E402
-from kv_swap.memory.shared import SharedMemory  # noqa: E402
-
-from tests.gpu.test_cuda_engine import (  # noqa: E402
+from tests.gpu.caches import (
     KIB,
     LOAD,
     MIB,
     STORE,
+    cupy,
     finish,
     ids,
     make_cache,
     random_pairs,
     randomize,
     run_script,
+    torch,
 )
-from tests.support.registrars import is_mapped  # noqa: E402
-
-pytestmark = pytest.mark.gpu
+from tests.support.registrars import is_mapped
 
 DEVICE = torch.device("cuda", 0)
 REGISTERED, UNREGISTERED = 1, 0
@@ -157,9 +151,7 @@ def test_a_capture_survives_registrations_and_their_end(small_pieces: int) -> No
     assert (value == 2).all()
 
 
-def test_without_relaxed_mode_a_capture_would_not_survive(
-    small_pieces: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_relaxed_mode_a_capture_would_not_survive() -> None:
     """The control of the test above. In a process of its own: it leaves an error behind."""
     ended = run_script(
         """
@@ -272,7 +264,7 @@ print("ready", arena.ready_slots < 4096)
 PEER = """
 import sys
 import numpy as np, torch
-from tests.gpu.test_cuda_engine import STORE, finish, make_cache
+from tests.gpu.caches import STORE, finish, make_cache
 from kv_swap.engine import SwapJob
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.registrar import CudaRegistrar

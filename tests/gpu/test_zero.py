@@ -6,31 +6,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kv_swap.cuda import zero
+from kv_swap.cuda.launcher import write_list
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.memory.arena import HostArena
 
-torch: Any = pytest.importorskip("torch", reason="torch is not installed")
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device", allow_module_level=True)
-pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
-
-from kv_swap.cuda import zero  # noqa: E402
-from kv_swap.cuda.registrar import CudaRegistrar  # noqa: E402
-from kv_swap.memory.arena import HostArena  # noqa: E402
-
-from tests.gpu.test_cuda_engine import KIB, Cache, Pages, make_cache  # noqa: E402
-
-pytestmark = pytest.mark.gpu
+from tests.gpu.caches import KIB, Cache, Pages, make_cache, torch
 
 
-def expect_zeroed(cache: Cache, pages: Pages, blocks: Any) -> Any:
+def expect_zeroed(cache: Cache, blocks: Any) -> Any:
     """The storage, all 5s before, with the pages of `blocks` zeroed and gaps untouched."""
     expected = torch.full_like(cache.storage, 5)
-    offset = 0
-    num_blocks = cache.layout.num_blocks
-    for page_bytes, stride in pages:
-        tensor = expected[offset : offset + num_blocks * stride].view(num_blocks, stride)
-        tensor[torch.as_tensor(blocks, dtype=torch.int64, device="cuda"), :page_bytes] = 0
-        offset += num_blocks * stride
+    for pages in cache.pages(expected):
+        pages[torch.as_tensor(blocks, dtype=torch.int64, device="cuda")] = 0
     return expected
+
+
+def make_zeroer(cache: Cache) -> zero.BlockZeroer:
+    device = cache.storage.device
+    return zero.BlockZeroer(cache.layout, device, CudaRegistrar(device))
 
 
 @pytest.mark.parametrize(
@@ -44,22 +38,18 @@ def expect_zeroed(cache: Cache, pages: Pages, blocks: Any) -> Any:
 )
 def test_zeroes_exactly_the_pages_of_the_blocks(pages: Pages, count: int) -> None:
     cache = make_cache(count + 40, pages)
-    zeroer = zero.BlockZeroer(
-        cache.layout, cache.storage.device, CudaRegistrar(torch.device("cuda", 0))
-    )
+    zeroer = make_zeroer(cache)
     cache.storage.fill_(5)
     blocks = np.random.default_rng(count).permutation(count + 40)[:count]
     zeroer.zero(blocks.tolist())
     zeroer.synchronize()
-    assert torch.equal(cache.storage, expect_zeroed(cache, pages, blocks))
+    assert torch.equal(cache.storage, expect_zeroed(cache, blocks))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
 def test_zero_bytes_are_zeros_of_every_cache_dtype(dtype: Any) -> None:
     cache = make_cache(8, [(4 * KIB, 4 * KIB)])
-    zeroer = zero.BlockZeroer(
-        cache.layout, cache.storage.device, CudaRegistrar(torch.device("cuda", 0))
-    )
+    zeroer = make_zeroer(cache)
     cache.storage.fill_(0xFF)
     zeroer.zero([3])
     values = cache.tensors[0].view(dtype).float()
@@ -69,9 +59,7 @@ def test_zero_bytes_are_zeros_of_every_cache_dtype(dtype: Any) -> None:
 
 def test_more_launches_than_the_ring_has_lists() -> None:
     cache = make_cache(64, [(4 * KIB, 4 * KIB)])
-    zeroer = zero.BlockZeroer(
-        cache.layout, cache.storage.device, CudaRegistrar(torch.device("cuda", 0))
-    )
+    zeroer = make_zeroer(cache)
     cache.storage.fill_(5)
     torch.cuda._sleep(20_000_000)
     for block in range(3 * zero.RING_ENTRIES):
@@ -96,8 +84,8 @@ def test_captured_launch_replays_another_list() -> None:
     rng = np.random.default_rng(0)
     for count in (1, 64, 0, 17):
         blocks = rng.permutation(64)[:count]
-        zero.write_list(target, blocks.tolist())
+        write_list(target, blocks.astype(np.int32))
         cache.storage.fill_(5)
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(cache.storage, expect_zeroed(cache, pages, blocks))
+        assert torch.equal(cache.storage, expect_zeroed(cache, blocks))

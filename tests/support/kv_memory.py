@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout, TensorDescription
 from numpy.typing import NDArray
 
@@ -32,7 +33,7 @@ class Storage:
         shape: Sequence[int],
         strides: Sequence[int],
         *,
-        block_dim: int,
+        block_dim: int = 0,
         page_bytes: int | None = None,
         itemsize: int = 1,
         offset: int = 0,
@@ -82,6 +83,24 @@ def region_bytes(layout: KVLayout, storage: Storage, block: int) -> NDArray[np.i
         runs.append(np.arange(start, start + region.page_bytes))
     assert expected_offset == layout.slot_bytes
     return np.concatenate(runs)
+
+
+def expect_copied(
+    layout: KVLayout,
+    storage: Storage,
+    slots: NDArray[np.uint8],
+    direction: Direction,
+    pairs: Iterable[tuple[int, int]],
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Return what `storage` and `slots` must hold once (block, slot) `pairs` were copied."""
+    data, copied = storage.data.copy(), slots.copy()
+    for block, slot in pairs:
+        offsets = region_bytes(layout, storage, block)
+        if direction is Direction.LOAD:
+            data[offsets] = slots[slot]
+        else:
+            copied[slot] = storage.data[offsets]
+    return data, copied
 
 
 def check_exact(layout: KVLayout, storage: Storage, *, padding: bool = False) -> None:

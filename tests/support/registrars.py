@@ -83,6 +83,13 @@ class Registrar:
             self.unmapped_too_early |= not is_mapped(address)
             del self.live[address]
 
+    def assert_undone(self) -> None:
+        """Assert that all was unregistered, and then unmapped."""
+        assert not self.live
+        assert not self.unmapped_too_early
+        assert self.base is not None
+        assert not is_mapped(self.base)
+
 
 class GatedRegistrar(Registrar):
     """Holds every registration but the first until its offset is let in."""

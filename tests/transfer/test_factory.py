@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from kv_swap import factory
@@ -24,23 +24,23 @@ class Made:
         self.arguments, self.more = arguments, more
 
 
-@pytest.mark.parametrize(("kind", "copy_engine_only"), [("cuda", False), ("dma", True)])
+@pytest.mark.parametrize(
+    ("kind", "copy_engine_only"), [("cuda", False), ("dma", True), ("auto", False)]
+)
 def test_a_cuda_engine_has_a_page_locked_arena(
-    kind: EngineKind, copy_engine_only: bool, monkeypatch: pytest.MonkeyPatch
+    kind: EngineKind | Literal["auto"], copy_engine_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`auto` fits the tensors; the device is theirs unless it is named."""
     monkeypatch.setattr(cuda, "CudaSwapEngine", Made)
     monkeypatch.setattr(factory, "HostArena", Made)
     monkeypatch.setattr(factory, "CudaRegistrar", Made)
-    stream, device = object(), object()
-    tensors: Any = [object()]
+    tensors: Any = [SimpleNamespace(device=SimpleNamespace(type="cuda"))]
+    stream: Any = object()
+    named: Any = None if kind == "auto" else object()
     made: Any = create_engine(
-        kind,
-        LAYOUT,
-        3,
-        device=device,  # type: ignore[arg-type]
-        keep_alive=tensors,
-        output_copy_stream=stream,  # type: ignore[arg-type]
+        kind, LAYOUT, 3, device=named, keep_alive=tensors, output_copy_stream=stream
     )
+    device = named or tensors[0].device
     layout, arena, *others = made.arguments
     assert layout is LAYOUT
     assert others == [device, tensors, stream]
@@ -50,25 +50,15 @@ def test_a_cuda_engine_has_a_page_locked_arena(
     assert arena.more["background"]
 
 
-def test_a_host_engine_page_locks_nothing() -> None:
-    device: Any = object()
-    engine = create_engine("host", LAYOUT, 3, device=device, keep_alive=[])
-    assert isinstance(engine, HostSwapEngine)
-    assert engine._state.arena is not None
-    assert not engine._state.arena.registered
-    engine.close()
+CPU = SimpleNamespace(device=SimpleNamespace(type="cpu"))
 
 
-def test_the_engine_fits_the_tensors_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "CudaSwapEngine", Made)
-    monkeypatch.setattr(factory, "HostArena", Made)
-    monkeypatch.setattr(factory, "CudaRegistrar", Made)
-    tensor: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
-    made: Any = create_engine("auto", LAYOUT, 3, keep_alive=[tensor])
-    assert made.arguments[2] is tensor.device
-    assert made.more == {"copy_engine_only": False}
-    monkeypatch.undo()
-    tensor.device.type = "cpu"
-    with create_engine("auto", LAYOUT, 3, keep_alive=[tensor]) as engine:
+@pytest.mark.parametrize(
+    ("kind", "device", "tensors"), [("host", object(), []), ("auto", None, [CPU])]
+)
+def test_a_host_engine_page_locks_nothing(kind: Any, device: Any, tensors: Any) -> None:
+    with create_engine(kind, LAYOUT, 3, device=device, keep_alive=tensors) as engine:
         assert isinstance(engine, HostSwapEngine)
+        assert engine._state.arena is not None
+        assert not engine._state.arena.registered
     assert engine._state.stopping, "a context manager closes its engine"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from kv_swap.cuda import kernel_path as kernel
 from kv_swap.cuda.kernel_path import KernelPath
 from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, Tiles
 from kv_swap.engine import Direction
+
+from tests.support.registrars import Registrar
 
 
 class FakeKernel:
@@ -35,20 +38,23 @@ class FakeKernel:
         return pairs
 
 
-class NoRegistrar:
-    def register(self, address: int, nbytes: int) -> None:
-        pass
+class FakeTable:
+    """Waves of as many bytes each."""
 
-    def unregister(self, address: int) -> None:
-        pass
+    def __init__(self, wave_bytes: int, num_waves: int) -> None:
+        self.wave_bytes = [wave_bytes] * num_waves
+
+    def tiles(self, waves: range) -> Tiles:
+        return Tiles(1000 + waves.start, len(waves), 1)
 
 
-def make_path(slot_bytes: int) -> tuple[KernelPath, FakeKernel]:
-    fake = FakeKernel()
-    return (
-        KernelPath(Direction.STORE, fake, slot_bytes, NoRegistrar()),  # type: ignore[arg-type]
-        fake,
-    )
+STREAM: Any = object()
+
+
+def make_path(slot_bytes: int, num_waves: int = 1) -> tuple[KernelPath, FakeKernel]:
+    fake: Any = FakeKernel()
+    table: Any = FakeTable(slot_bytes // num_waves, num_waves)
+    return KernelPath(Direction.STORE, fake, slot_bytes, Registrar(), table), fake
 
 
 def make_pairs(count: int) -> np.ndarray:
@@ -68,9 +74,8 @@ def test_slices_are_bounded_in_pairs_and_bytes(slot_bytes: int, pairs: int) -> N
 def test_lists_of_slices_in_flight_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "RING_ENTRIES", 3)
     path, fake = make_path(16)
-    stream = object()
     for count in range(1, 8):
-        path.queue((None, make_pairs(count)), stream)  # type: ignore[arg-type]
+        path.queue((None, make_pairs(count)), STREAM)
         for ago in range(min(count, path.max_in_flight)):
             assert fake.read(count - 1 - ago) == make_pairs(count - ago).tolist()
     assert len(set(fake.launched)) == 3
@@ -79,75 +84,48 @@ def test_lists_of_slices_in_flight_are_left_alone(monkeypatch: pytest.MonkeyPatc
 def test_a_failed_launch_takes_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "RING_ENTRIES", 2)
     path, fake = make_path(16)
-    stream = object()
-    path.queue((None, make_pairs(1)), stream)  # type: ignore[arg-type]
+    path.queue((None, make_pairs(1)), STREAM)
     fake.failing = True
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
-        path.queue((None, make_pairs(2)), stream)  # type: ignore[arg-type]
+        path.queue((None, make_pairs(2)), STREAM)
     fake.failing = False
-    path.queue((None, make_pairs(3)), stream)  # type: ignore[arg-type]
+    path.queue((None, make_pairs(3)), STREAM)
     assert fake.read(0) == make_pairs(1).tolist()
     assert fake.read(1) == make_pairs(3).tolist()
 
 
 def test_warm_up_launches_an_empty_list() -> None:
     path, fake = make_path(16)
-    path.warm_up(object())  # type: ignore[arg-type]
+    path.warm_up(STREAM)
     assert fake.read(0) == []
 
 
 # -- waves -------------------------------------------------------------------------------------
 
 
-class FakeTable:
-    """Waves of as many bytes each."""
-
-    def __init__(self, wave_bytes: int, num_waves: int) -> None:
-        self.wave_bytes = [wave_bytes] * num_waves
-
-    def tiles(self, waves: range) -> Tiles:
-        return Tiles(1000 + waves.start, len(waves), 1)
-
-
-def make_wave_path(wave_bytes: int = 64 << 20, num_waves: int = 4) -> tuple[KernelPath, FakeKernel]:
-    fake, table = FakeKernel(), FakeTable(wave_bytes, num_waves)
-    path = KernelPath(
-        Direction.STORE,
-        fake,  # type: ignore[arg-type]
-        wave_bytes * num_waves,
-        NoRegistrar(),
-        table,  # type: ignore[arg-type]
-    )
-    return path, fake
-
-
-def test_waves_are_launched_with_their_tiles() -> None:
-    path, fake = make_wave_path()
-    stream = object()
+@pytest.mark.parametrize(
+    ("wave_bytes", "joined"),
+    [(64 << 20, [range(i, i + 1) for i in range(4)]), (128 << 10, [range(3), range(3, 4)])],
+)
+def test_waves_are_launched_with_their_tiles(wave_bytes: int, joined: list[range]) -> None:
+    """The first waves of small slots are joined."""
+    path, fake = make_path(4 * wave_bytes, num_waves=4)
     slices = list(path.slices(make_pairs(3), in_waves=True))
-    assert [waves for waves, _ in slices] == [range(i, i + 1) for i in range(4)]
+    assert [waves for waves, _ in slices] == joined
     for part in slices:
-        path.queue(part, stream)  # type: ignore[arg-type]
-    assert fake.tiles == [Tiles(1000 + wave, 1, 1) for wave in range(4)]
-    for index in range(4):
+        path.queue(part, STREAM)
+    assert fake.tiles == [Tiles(1000 + waves.start, len(waves), 1) for waves in joined]
+    for index in range(len(joined)):
         assert fake.read(index) == make_pairs(3).tolist()
-    path.queue((None, make_pairs(1)), stream)  # type: ignore[arg-type]
+    path.queue((None, make_pairs(1)), STREAM)
     assert fake.tiles[-1] is None
 
 
 def test_a_large_load_comes_in_waves_too() -> None:
-    path, _ = make_wave_path()
+    path, _ = make_path(256 << 20, num_waves=4)
     slices = list(path.slices(make_pairs(5), in_waves=True))
     expected = [(range(i, i + 1), count) for i in range(4) for count in (4, 1)]
     assert [(waves, len(part)) for waves, part in slices] == expected
-
-
-def test_the_first_waves_of_small_slots_are_joined() -> None:
-    path, fake = make_wave_path(128 << 10)
-    slices = list(path.slices(make_pairs(5), in_waves=True))
-    assert [waves for waves, _ in slices] == [range(3), range(3, 4)]
-    path.queue(slices[0], object())  # type: ignore[arg-type]
-    assert fake.tiles == [Tiles(1000, 3, 1)]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +133,7 @@ def test_the_first_waves_of_small_slots_are_joined() -> None:
     [(256 << 10, 1), (512 << 10, 2), (1 << 20, 3), (1536 << 10, 4), (8 << 20, 4)],
 )
 def test_pieces_of_slots_are_not_too_small(slot_bytes: int, launches: int) -> None:
-    path, _ = make_wave_path(slot_bytes // 4)
+    path, _ = make_path(slot_bytes, num_waves=4)
     ranges = [waves for waves, _ in path.slices(make_pairs(1), in_waves=True)]
     assert len(ranges) == launches
     assert [wave for waves in ranges for wave in waves] == [0, 1, 2, 3]

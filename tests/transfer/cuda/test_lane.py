@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -73,7 +74,7 @@ class FakeDevice:
 
     stream = STREAM
 
-    def __init__(self, max_in_flight: int = 4, slices_per_call: int = 4) -> None:
+    def __init__(self, max_in_flight: int, slices_per_call: int) -> None:
         self.path = FakePath(max_in_flight, slices_per_call)
         self.out: set[FakeEvent] = set()
         self.failing_wait = False
@@ -139,19 +140,17 @@ class FakeDevice:
                 ended.completed = True
 
 
-@pytest.fixture
-def device() -> FakeDevice:
-    return FakeDevice()
+def make_lane(max_in_flight: int = 4, slices_per_call: int = 4) -> tuple[FakeDevice, Lane]:
+    device = FakeDevice(max_in_flight, slices_per_call)
+    return device, Lane(Direction.STORE, device.path, device)  # type: ignore[arg-type]
 
 
-def make_lane(device: FakeDevice) -> Lane:
-    return Lane(Direction.STORE, device.path, device)  # type: ignore[arg-type]
-
-
-def submit(store: Lane, job_id: int, count: int) -> list[list[int]]:
+def submit(lane: Lane, job_id: int, count: int, *, in_waves: bool = False) -> list[list[int]]:
+    """Submit a store, or a load in waves; return its pairs."""
     pairs = np.stack([np.arange(count), 1000 * job_id + np.arange(count)], 1).astype(np.int32)
     expected = pairs.tolist()
-    store.submit(SwapJob(job_id, Direction.STORE, pairs), count * SLOT_BYTES)
+    direction = Direction.LOAD if in_waves else Direction.STORE
+    lane.submit(SwapJob(job_id, direction, pairs, in_waves, in_waves), count * SLOT_BYTES)
     pairs[:] = -1  # the caller may reuse them
     return expected
 
@@ -160,8 +159,8 @@ def ids(completions: Sequence[Completion]) -> list[int]:
     return [completion.job_id for completion in completions]
 
 
-def test_jobs_are_cut_and_end_with_their_last_slice(device: FakeDevice) -> None:
-    store = make_lane(device)
+def test_jobs_are_cut_and_end_with_their_last_slice() -> None:
+    device, store = make_lane()
     expected = submit(store, 1, 10)
     assert device.queued == 3
     device.complete(2)
@@ -176,8 +175,8 @@ def test_jobs_are_cut_and_end_with_their_last_slice(device: FakeDevice) -> None:
     assert not device.out
 
 
-def test_no_more_slices_are_in_flight_than_the_path_allows(device: FakeDevice) -> None:
-    store = make_lane(device)
+def test_no_more_slices_are_in_flight_than_the_path_allows() -> None:
+    device, store = make_lane()
     expected = [submit(store, 1, 20), submit(store, 2, 12), submit(store, 3, 1)]
     assert device.queued == 4
     ended = []
@@ -191,10 +190,8 @@ def test_no_more_slices_are_in_flight_than_the_path_allows(device: FakeDevice) -
     assert not device.out
 
 
-def test_a_failed_slice_fails_its_job_alone_and_only_when_its_slices_have_ended(
-    device: FakeDevice,
-) -> None:
-    store = make_lane(device)
+def test_a_failed_slice_fails_its_job_alone_and_only_when_its_slices_have_ended() -> None:
+    device, store = make_lane()
     device.path.failing = 1
     submit(store, 7, 12)
     expected = submit(store, 8, 1)
@@ -213,19 +210,27 @@ def test_a_failed_slice_fails_its_job_alone_and_only_when_its_slices_have_ended(
     assert device.copied[1] == expected
 
 
-def test_a_job_that_cannot_be_ordered_is_not_launched(device: FakeDevice) -> None:
-    store = make_lane(device)
-    device.failing_wait = True
-    submit(store, 3, 1)
-    assert not device.queued
-    (completion,) = store.advance()
-    assert "waiting for the compute stream failed" in str(completion.error)
-    assert "illegal memory access" in str(completion.error)
+@pytest.mark.parametrize(
+    ("fault", "queued", "message"),
+    [
+        ("failing_wait", 0, "waiting for the compute stream failed with .* illegal memory access"),
+        ("failing_record", 1, "recording an event failed with CUDA error: unspecified"),
+    ],
+)
+def test_a_job_that_cannot_be_ordered_or_followed_by_an_event_fails(
+    fault: str, queued: int, message: str
+) -> None:
+    device, store = make_lane()
+    setattr(device, fault, True)
+    submit(store, 7, 1)
+    assert device.queued == queued
+    (failed,) = store.advance()
+    assert re.search(message, str(failed.error))
     assert store.idle
 
 
-def test_a_lost_context_fails_every_job(device: FakeDevice) -> None:
-    store = make_lane(device)
+def test_a_lost_context_fails_every_job() -> None:
+    device, store = make_lane()
     submit(store, 1, 20)
     submit(store, 2, 1)
     event = device.path.queued[0][1]
@@ -240,8 +245,8 @@ def test_a_lost_context_fails_every_job(device: FakeDevice) -> None:
     assert store.idle
 
 
-def test_part_of_a_slice_that_failed_may_run_so_the_job_waits_for_it(device: FakeDevice) -> None:
-    store = make_lane(device)
+def test_part_of_a_slice_that_failed_may_run_so_the_job_waits_for_it() -> None:
+    device, store = make_lane()
     device.path.failing = 1
     submit(store, 7, 8)
     event = device.path.queued[0][1]
@@ -256,18 +261,9 @@ def test_part_of_a_slice_that_failed_may_run_so_the_job_waits_for_it(device: Fak
     assert store.idle
 
 
-def test_a_slice_behind_which_no_event_can_be_recorded_fails_its_job(device: FakeDevice) -> None:
-    store = make_lane(device)
-    device.failing_record = True
-    submit(store, 7, 1)
-    (failed,) = store.advance()
-    assert "recording an event failed with CUDA error: unspecified" in str(failed.error)
-    assert store.idle
-
-
-def test_a_slice_for_which_there_is_no_event_is_not_queued(device: FakeDevice) -> None:
+def test_a_slice_for_which_there_is_no_event_is_not_queued() -> None:
     """It would run on after its job has ended, and write blocks that are another's by then."""
-    store = make_lane(device)
+    device, store = make_lane()
     device.path.max_in_flight = 1
     submit(store, 7, 8)
     device.failing_make = True
@@ -279,8 +275,7 @@ def test_a_slice_for_which_there_is_no_event_is_not_queued(device: FakeDevice) -
 
 
 def test_a_call_queues_no_more_than_the_path_allows() -> None:
-    device = FakeDevice(max_in_flight=4, slices_per_call=1)
-    store = make_lane(device)
+    device, store = make_lane(slices_per_call=1)
     expected = [submit(store, 1, 8)]
     assert device.queued == 1
     expected.append(submit(store, 2, 4))
@@ -296,8 +291,7 @@ def test_a_call_queues_no_more_than_the_path_allows() -> None:
 
 
 def test_compute_waits_for_the_last_slice_of_what_is_in_flight() -> None:
-    device = FakeDevice(max_in_flight=3)
-    lane = make_lane(device)
+    device, lane = make_lane(max_in_flight=3)
     lane.await_all()
     assert device.awaited == []
     submit(lane, 1, 8)
@@ -317,20 +311,13 @@ def test_compute_waits_for_the_last_slice_of_what_is_in_flight() -> None:
 # -- waves -------------------------------------------------------------------------------------
 
 
-def submit_waves(lane: Lane, job_id: int, count: int) -> None:
-    pairs = np.stack([np.arange(count)] * 2, 1).astype(np.int32)
-    job = SwapJob(job_id, Direction.LOAD, pairs, before_compute=True, in_waves=True)
-    lane.submit(job, count * SLOT_BYTES)
-
-
 def events(device: FakeDevice) -> list[FakeEvent]:
     return [event for _, event in device.path.queued if event is not None]
 
 
 def test_compute_waits_for_the_last_slice_of_a_wave_once() -> None:
-    device = FakeDevice(8, 8)
-    lane = make_lane(device)
-    submit_waves(lane, 1, 8)
+    device, lane = make_lane(8, 8)
+    submit(lane, 1, 8, in_waves=True)
     assert device.path.waves == [0, 0, 1, 1, 3, 3]
     behind = events(device)
     for wave in (0, 2, 0, 1, 2):
@@ -349,11 +336,10 @@ def test_compute_waits_for_the_last_slice_of_a_wave_once() -> None:
 
 
 def test_a_new_load_is_waited_for_anew() -> None:
-    device = FakeDevice(8, 8)
-    lane = make_lane(device)
-    submit_waves(lane, 1, 4)
+    device, lane = make_lane(8, 8)
+    submit(lane, 1, 4, in_waves=True)
     lane.await_wave(3)
-    submit_waves(lane, 2, 4)
+    submit(lane, 2, 4, in_waves=True)
     lane.await_wave(0)
     assert device.awaited == [(1, events(device)[2]), (1, events(device)[3])]
     submit(lane, 3, 4)  # in one piece, and not waited for
@@ -362,10 +348,9 @@ def test_a_new_load_is_waited_for_anew() -> None:
 
 
 def test_compute_cannot_wait_for_a_load_that_failed() -> None:
-    device = FakeDevice(8, 8)
-    lane = make_lane(device)
+    device, lane = make_lane(8, 8)
     device.path.failing = 1
-    submit_waves(lane, 1, 4)
+    submit(lane, 1, 4, in_waves=True)
     assert device.path.waves == [0, 1]
     for wave in (0, 3):
         with pytest.raises(CopyError, match="store job 1"):
@@ -377,9 +362,8 @@ def test_compute_cannot_wait_for_a_load_that_failed() -> None:
 
 
 def test_a_wait_that_fails_fails_the_load() -> None:
-    device = FakeDevice(8, 8)
-    lane = make_lane(device)
-    submit_waves(lane, 1, 4)
+    device, lane = make_lane(8, 8)
+    submit(lane, 1, 4, in_waves=True)
     device.failing_await = True
     with pytest.raises(CopyError, match="having compute wait for it failed"):
         lane.await_wave(1)

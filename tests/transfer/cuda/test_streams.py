@@ -18,6 +18,8 @@ from kv_swap.cuda.lane import Lane  # noqa: E402
 from kv_swap.cuda.streams import CopyStream  # noqa: E402
 from kv_swap.engine import Direction, SwapJob  # noqa: E402
 
+from tests.support.registrars import Registrar  # noqa: E402
+
 COPIES, OUTPUT, COMPUTE = 100, 200, 300
 
 
@@ -127,11 +129,8 @@ def test_events_are_made_once(cuda: FakeCuda) -> None:
 
 def test_what_a_job_asks_of_cuda(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but the two calls that order it stands before its launch."""
-    registrar: Any = SimpleNamespace(
-        register=lambda address, nbytes: None, unregister=lambda address: None
-    )
     kernel: Any = SimpleNamespace(launch=lambda *args: cuda.note("launch"))
-    path = KernelPath(Direction.STORE, kernel, 4096, registrar)
+    path = KernelPath(Direction.STORE, kernel, 4096, Registrar())
     lane = Lane(Direction.STORE, path, make_stream())
     made = cuda.num_events
     lane.submit(SwapJob(1, Direction.STORE, np.zeros((1, 2), np.int32)), 4096)

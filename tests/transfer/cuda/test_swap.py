@@ -87,23 +87,18 @@ def test_runs_to_zero_cover_every_byte_of_a_block_once() -> None:
     assert runs[:, 1].tolist() == [131_072] * 4 + [48]
 
 
-@pytest.mark.parametrize("count", [0, 1, zero.MAX_BLOCKS])
-def test_list_of_blocks_is_a_header_and_ids(count: int) -> None:
-    target = np.full(zero.LIST_BYTES, 0xFF, np.uint8)
-    zero.write_list(target, range(count))
-    words = target.view(np.int32)
-    assert words[0] == count
-    np.testing.assert_array_equal(words[4 : 4 + count], np.arange(count))
-
-
-@pytest.mark.parametrize("count", [0, 1, swap.MAX_PAIRS])
-def test_list_is_a_header_and_pairs(count: int) -> None:
-    target = np.full(swap.LIST_BYTES, 0xFF, np.uint8)
-    pairs = np.arange(2 * count, dtype=np.int32).reshape(-1, 2)
-    swap.write_list(target, pairs)
-    words = target.view(np.int32)
-    assert words[0] == count
-    np.testing.assert_array_equal(words[4 : 4 + 2 * count], pairs.reshape(-1))
+@pytest.mark.parametrize(
+    ("list_bytes", "most", "width"),
+    [(swap.LIST_BYTES, swap.MAX_PAIRS, 2), (zero.LIST_BYTES, zero.MAX_BLOCKS, 1)],
+)
+def test_list_is_a_header_and_rows(list_bytes: int, most: int, width: int) -> None:
+    for count in (0, 1, most):
+        target = np.full(list_bytes, 0xFF, np.uint8)
+        rows = np.arange(width * count, dtype=np.int32).reshape(-1, width)
+        launcher.write_list(target, rows)
+        words = target.view(np.int32)
+        assert words[0] == count
+        np.testing.assert_array_equal(words[4 : 4 + width * count], rows.reshape(-1))
 
 
 def test_sources_are_found_in_a_checkout_and_once_installed(

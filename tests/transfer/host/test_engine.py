@@ -23,7 +23,7 @@ from kv_swap.host.runs import Run, copy_runs
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 
-from tests.support.kv_memory import Storage, region_bytes
+from tests.support.kv_memory import Storage, expect_copied, region_bytes
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 
@@ -62,8 +62,17 @@ def halves(num_blocks: int, page_bytes: int, num_layers: int = 2) -> tuple[KVLay
 def packed(num_blocks: int, page_bytes: int, stride: int) -> tuple[KVLayout, Storage]:
     """One region whose pages are contiguous (stride == page) or spaced."""
     storage = Storage(num_blocks * stride)
-    tensor = storage.describe("kv", num_blocks, (num_blocks, page_bytes), (stride, 1), block_dim=0)
+    tensor = storage.describe("kv", num_blocks, (num_blocks, page_bytes), (stride, 1))
     return KVLayout.from_tensors(num_blocks, [tensor]), storage
+
+
+def make_engine(
+    cache: tuple[KVLayout, Storage], num_slots: int, *kept: object
+) -> tuple[HostSwapEngine, HostArena, Storage]:
+    """An engine over a cache and an arena of its own; it keeps `kept` alive besides."""
+    layout, storage = cache
+    arena = HostArena(num_slots, layout.slot_bytes, register=None)
+    return HostSwapEngine(layout, arena, [storage.data, *kept]), arena, storage
 
 
 def job(job_id: int, direction: Direction, pairs: list[tuple[int, int]]) -> SwapJob:
@@ -141,13 +150,7 @@ def test_moves_exactly_the_blocks_of_the_pairs(
     rng = np.random.default_rng(count)
     storage.data[:] = rng.integers(0, 256, len(storage.data), np.uint8)
     view[:] = rng.integers(0, 256, view.shape, np.uint8)
-    expected_data, expected_view = storage.data.copy(), view.copy()
-    for block, slot in pairs:
-        offsets = region_bytes(layout, storage, block)
-        if direction is STORE:
-            expected_view[slot] = storage.data[offsets]
-        else:
-            expected_data[offsets] = view[slot]
+    expected_data, expected_view = expect_copied(layout, storage, view, direction, pairs)
     engine = HostSwapEngine(layout, arena, [storage.data])
     engine.submit(job(5, direction, pairs))
     (completion,) = finish(engine)
@@ -162,9 +165,7 @@ def test_moves_exactly_the_blocks_of_the_pairs(
 
 
 def test_adjacent_pages_are_one_run(gate: Gate) -> None:
-    layout, storage = packed(8, 64, 64)
-    arena = HostArena(8, 64, register=None)
-    engine = HostSwapEngine(layout, arena, [storage.data])
+    engine, arena, storage = make_engine(packed(8, 64, 64), 8)
     gate.open()
     engine.submit(job(1, STORE, [(3, 1), (2, 0), (4, 2), (6, 4), (7, 6)]))
     finish(engine)
@@ -174,14 +175,11 @@ def test_adjacent_pages_are_one_run(gate: Gate) -> None:
         (arena.address + 4 * 64, base + 6 * 64, 64),
         (arena.address + 6 * 64, base + 7 * 64, 64),
     ]
-    engine.close()
 
 
 def test_load_waits_for_one_slice_of_a_store(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "SLICE_BYTES", 256)
-    layout, storage = packed(40, 64, 80)
-    arena = HostArena(40, 64, register=None)
-    engine = HostSwapEngine(layout, arena, [storage.data])
+    engine, _, storage = make_engine(packed(40, 64, 80), 40)
     engine.submit(job(1, STORE, [(i, i) for i in range(20)]))
     assert gate.reached.acquire(timeout=120)
     engine.submit(job(2, LOAD, [(30, 30), (31, 31)]))
@@ -191,21 +189,17 @@ def test_load_waits_for_one_slice_of_a_store(gate: Gate, monkeypatch: pytest.Mon
     into_cache = range(storage.address, storage.address + len(storage.data))
     first_load = next(i for i, (dst, _, _) in enumerate(gate.runs) if dst in into_cache)
     assert sum(nbytes for _, _, nbytes in gate.runs[:first_load]) <= 256
-    engine.close()
 
 
 def test_long_runs_are_cut_into_slices(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
     monkeypatch.setattr(transfers, "SLICE_BYTES", 1024)
-    layout, storage = packed(64, 64, 64)
+    engine, arena, storage = make_engine(packed(64, 64, 64), 64)
     storage.data[:] = np.arange(len(storage.data)) % 251
-    arena = HostArena(64, 64, register=None)
-    engine = HostSwapEngine(layout, arena, [storage.data])
     gate.open()
     engine.submit(job(1, STORE, [(i, i) for i in range(64)]))
     finish(engine)
     assert [nbytes for _, _, nbytes in gate.runs] == [512] * 8
     np.testing.assert_array_equal(arena.view().reshape(-1), storage.data)
-    engine.close()
 
 
 class Token:
@@ -213,14 +207,12 @@ class Token:
 
 
 def test_dropping_everything_in_mid_copy(gate: Gate) -> None:
-    layout, storage = halves(4, 64)
-    storage.data[:] = np.arange(len(storage.data)) % 251
-    expected = storage.data[region_bytes(layout, storage, 2)].copy()
-    arena = HostArena(4, layout.slot_bytes, register=None)
-    surviving = arena.view()
     token = Token()
+    engine, arena, storage = make_engine(halves(4, 64), 4, token)
+    storage.data[:] = np.arange(len(storage.data)) % 251
+    expected = storage.data[region_bytes(engine.layout, storage, 2)].copy()
+    surviving = arena.view()
     owner, kept = weakref.ref(arena._owner), weakref.ref(token)
-    engine = HostSwapEngine(layout, arena, [storage.data, token])
     facade = weakref.ref(engine)
     engine.submit(job(1, STORE, [(2, 3)]))
     assert gate.reached.acquire(timeout=120)
@@ -243,8 +235,7 @@ def test_dropping_everything_in_mid_copy(gate: Gate) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_may_drop_an_engine_whose_lock_was_taken_at_the_fork() -> None:
-    layout, _storage = packed(4, 64, 64)
-    engine = HostSwapEngine(layout, HostArena(4, 64, register=None), [])
+    engine, _, _ = make_engine(packed(4, 64, 64), 4)
     held, forked = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -274,11 +265,9 @@ def test_a_forked_child_may_drop_an_engine_whose_lock_was_taken_at_the_fork() ->
 
 
 def test_close_drops_references_and_keeps_completions() -> None:
-    layout, storage = packed(4, 64, 64)
-    arena = HostArena(4, 64, register=None)
     token = Token()
+    engine, arena, _ = make_engine(packed(4, 64, 64), 4, token)
     owner, kept = weakref.ref(arena._owner), weakref.ref(token)
-    engine = HostSwapEngine(layout, arena, [token])
     engine.submit(job(1, STORE, [(2, 3)]))
     engine.close()
     del arena, token
@@ -292,14 +281,11 @@ def test_close_drops_references_and_keeps_completions() -> None:
         engine.submit(job(2, STORE, [(2, 3)]))
     with pytest.raises(JobError, match="closed"):
         engine.zero_blocks([1])
-    del storage
 
 
 def test_close_gives_up_on_time_and_the_copy_still_ends_safely(gate: Gate) -> None:
-    layout, storage = packed(4, 64, 64)
-    arena = HostArena(4, 64, register=None)
+    engine, arena, _ = make_engine(packed(4, 64, 64), 4)
     owner = weakref.ref(arena._owner)
-    engine = HostSwapEngine(layout, arena, [storage.data])
     engine.submit(job(1, STORE, [(2, 3)]))
     assert gate.reached.acquire(timeout=120)
     engine.close(timeout_seconds=0.01)
@@ -314,9 +300,8 @@ def test_close_gives_up_on_time_and_the_copy_still_ends_safely(gate: Gate) -> No
 
 
 def test_a_failed_copy_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, storage = packed(4, 64, 80)
+    engine, arena, storage = make_engine(packed(4, 64, 80), 4)
     storage.data[:] = 7
-    arena = HostArena(4, 64, register=None)
     owner = weakref.ref(arena._owner)
     view = arena.view()
     copy, calls = transfers.copy_runs, []
@@ -329,7 +314,6 @@ def test_a_failed_copy_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> N
         copy(runs)
 
     monkeypatch.setattr(transfers, "copy_runs", fail_once)
-    engine = HostSwapEngine(layout, arena, [storage.data])
     engine.submit(job(8, STORE, [(0, 0), (1, 1), (2, 2)]))
     engine.submit(job(9, STORE, [(3, 3)]))
     failed, fine = finish(engine)
@@ -346,9 +330,7 @@ def test_a_failed_copy_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_wait_and_in_flight(gate: Gate) -> None:
-    layout, storage = packed(4, 64, 64)
-    arena = HostArena(4, 64, register=None)
-    engine = HostSwapEngine(layout, arena, [storage.data])
+    engine, _, _ = make_engine(packed(4, 64, 64), 4)
     assert engine.wait(0)
     assert engine.poll() == []
     engine.submit(job(1, STORE, [(2, 3)]))
@@ -364,28 +346,22 @@ def test_wait_and_in_flight(gate: Gate) -> None:
     assert done.seconds >= 0.05, "so long the gate was closed"
     assert engine.in_flight == 0
     assert engine.poll() == []
-    engine.close()
 
 
 def test_the_caller_may_reuse_the_pairs(gate: Gate) -> None:
-    layout, storage = packed(4, 64, 64)
+    engine, arena, storage = make_engine(packed(4, 64, 64), 4)
     storage.data[:] = np.repeat(np.arange(4, dtype=np.uint8), 64)
-    arena = HostArena(4, 64, register=None)
-    engine = HostSwapEngine(layout, arena, [storage.data])
     pairs = np.array([[2, 3]], np.int32)
     engine.submit(SwapJob(1, STORE, pairs))
     pairs[:] = 0
     gate.open()
     finish(engine)
     assert (arena.view()[3] == 2).all()
-    engine.close()
 
 
 def test_zero_blocks() -> None:
-    layout, storage = halves(4, 64)
+    engine, _, storage = make_engine(halves(4, 64), 1)
     storage.data[:] = 5
-    arena = HostArena(1, layout.slot_bytes, register=None)
-    engine = HostSwapEngine(layout, arena, [storage.data])
     engine.zero_blocks([1, 3])
     zeroed = np.isin(storage.owner, [1, 3])
     assert not storage.data[zeroed].any()
@@ -393,7 +369,6 @@ def test_zero_blocks() -> None:
     with pytest.raises(JobError, match="block 4 does not exist, valid are 0 to 3"):
         engine.zero_blocks([0, 4])
     assert (storage.data[storage.owner == 0] == 5).all()
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -417,24 +392,20 @@ def test_zero_blocks() -> None:
     ],
 )
 def test_bad_pairs_copy_nothing(direction: Direction, pairs: np.ndarray, message: str) -> None:
-    layout, storage = packed(4, 64, 64)
+    engine, arena, storage = make_engine(packed(4, 64, 64), 2)
     storage.data[:] = 3
-    arena = HostArena(2, 64, register=None)
-    engine = HostSwapEngine(layout, arena, [storage.data])
     with pytest.raises(JobError, match=message) as caught:
         engine.submit(SwapJob(77, direction, pairs))
     assert "job 77" in str(caught.value)
     assert engine.in_flight == 0
     assert not arena.view().any()
     assert (storage.data == 3).all()
-    engine.close()
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("direction", [STORE, LOAD])
 def test_exactly_the_bad_pairs_are_refused(direction: Direction, order: Literal["C", "F"]) -> None:
-    layout, storage = packed(6, 64, 64)
-    engine = HostSwapEngine(layout, HostArena(5, 64, register=None), [storage.data])
+    engine, _, _ = make_engine(packed(6, 64, 64), 5)
     rng = np.random.default_rng(5)
     outcomes = set()
     for _ in range(600):
@@ -453,7 +424,6 @@ def test_exactly_the_bad_pairs_are_refused(direction: Direction, order: Literal[
         else:
             assert good, pairs
     assert outcomes == {True, False}
-    engine.close()
 
 
 def test_an_arena_that_does_not_fit_is_refused() -> None:
@@ -496,14 +466,15 @@ def in_waves(job_id: int, pairs: list[tuple[int, int]]) -> SwapJob:
     return SwapJob(job_id, LOAD, np.array(pairs, np.int32), before_compute=True, in_waves=True)
 
 
+Waves = tuple[HostSwapEngine, Storage, np.ndarray]
+
+
 @pytest.fixture
-def waves() -> Iterator[tuple[HostSwapEngine, Storage, np.ndarray]]:
+def waves() -> Iterator[Waves]:
     """An engine of two layers of K and V whose waves are V, then K, of both layers."""
-    layout, storage = halves(4, 32)
-    arena = HostArena(4, layout.slot_bytes, register=None)
+    engine, arena, storage = make_engine(halves(4, 32), 4)
     view = arena.view()
     view[:] = np.random.default_rng(1).integers(1, 256, view.shape, np.uint8)
-    engine = HostSwapEngine(layout, arena, [storage.data])
     engine.set_waves([[1, 3], [0], [2]])
     yield engine, storage, view
     engine.close()
@@ -522,9 +493,7 @@ def arrived(engine: HostSwapEngine, storage: Storage, block: int, slot: np.ndarr
     return found
 
 
-def test_a_wave_is_there_when_it_was_awaited(
-    waves: tuple[HostSwapEngine, Storage, np.ndarray],
-) -> None:
+def test_a_wave_is_there_when_it_was_awaited(waves: Waves) -> None:
     engine, storage, view = waves
     engine.submit(in_waves(7, [(2, 3), (0, 1)]))
     for block, slot in ((2, 3), (0, 1)):
@@ -542,9 +511,7 @@ def test_a_wave_is_there_when_it_was_awaited(
     assert engine.poll() == []
 
 
-def test_seconds_are_those_of_the_copies(
-    waves: tuple[HostSwapEngine, Storage, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seconds_are_those_of_the_copies(waves: Waves, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of three waves takes a second; there is an hour between them."""
     engine, _, _ = waves
     clock = 0.0
@@ -565,9 +532,7 @@ def test_seconds_are_those_of_the_copies(
 
 
 @pytest.mark.parametrize("end", ["wait", "close", "submit"])
-def test_waves_that_nobody_awaited_come_before_what_follows(
-    waves: tuple[HostSwapEngine, Storage, np.ndarray], end: str
-) -> None:
+def test_waves_that_nobody_awaited_come_before_what_follows(waves: Waves, end: str) -> None:
     engine, storage, view = waves
     engine.submit(in_waves(7, [(2, 3)]))
     if end == "submit":
@@ -580,9 +545,7 @@ def test_waves_that_nobody_awaited_come_before_what_follows(
     assert [done.job_id for done in engine.poll()] == [7]
 
 
-def test_a_wave_that_fails_ends_its_load(
-    waves: tuple[HostSwapEngine, Storage, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wave_that_fails_ends_its_load(waves: Waves, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, storage, view = waves
     engine.submit(in_waves(7, [(2, 3)]))
 
@@ -604,11 +567,11 @@ def test_a_wave_that_fails_ends_its_load(
     engine.submit(in_waves(8, [(2, 3)]))
     engine.await_wave(2)
     assert arrived(engine, storage, 2, view[3]) == [True] * 4
+    assert [done.job_id for done in engine.poll()] == [8]
 
 
 def test_waves_that_cannot_be_are_refused() -> None:
-    layout, storage = halves(4, 32)
-    engine = HostSwapEngine(layout, HostArena(4, layout.slot_bytes, register=None), [storage.data])
+    engine, _, _ = make_engine(halves(4, 32), 4)
     with pytest.raises(JobError, match="only once those were set"):
         engine.submit(in_waves(1, [(0, 0)]))
     for wrong in ([[0, 1], [2]], [[0, 1], [2, 3, 3]], [[0, 1, 2, 3], []], [[0, 1, 2, 4]], []):

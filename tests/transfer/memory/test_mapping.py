@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,18 +31,21 @@ def test_a_mapping_is_whole_pages_that_do_not_exist_yet() -> None:
     assert not is_mapped(made.address)
 
 
+@pytest.fixture
+def file() -> Iterator[int]:
+    """A file in memory, of 4 pages that do not exist yet."""
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 4 * PAGE)
+    yield fd
+    os.close(fd)
+
+
 @pytest.mark.parametrize("shared", [False, True])
-def test_children_and_core_dumps_do_not_get_it(shared: bool) -> None:
-    fd = os.memfd_create("test") if shared else None
-    if fd is not None:
-        os.ftruncate(fd, 4 * PAGE)
-    made = Mapping(4 * PAGE, fd=fd)
+def test_children_and_core_dumps_do_not_get_it(shared: bool, file: int) -> None:
+    made = Mapping(4 * PAGE, fd=file if shared else None)
     areas = Path("/proc/self/smaps").read_text()
     (flags,) = re.findall(rf"^{made.address:x}-.*?^VmFlags: (.*?)$", areas, re.DOTALL | re.M)
     assert {"dc", "dd"} <= set(flags.split())
-    made.close()
-    if fd is not None:
-        os.close(fd)
 
 
 def test_populating_gives_pages_to_exactly_the_range() -> None:
@@ -51,12 +54,9 @@ def test_populating_gives_pages_to_exactly_the_range() -> None:
     assert resident_bytes(made.address) == 16 * PAGE
     made.discard(16 * PAGE)
     assert resident_bytes(made.address) == 8 * PAGE
-    made.close()
 
 
 GIB = 1 << 30
-
-
 FEW_MAPS = 10
 """Fewer tell nothing: either the work held up the others, or the machine did."""
 ATTEMPTS = 20
@@ -107,49 +107,36 @@ def test_no_mmap_waits_until_all_pages_are_there(asked: bool) -> None:
     assert (shares[-1] > 0.5) == asked, f"the longest mmap took these shares of the work: {shares}"
 
 
-def test_a_kernel_that_cannot_populate_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_populate_is_no_error(
+    file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mapping, "_MADV_POPULATE_WRITE", 4711)
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, 64 * PAGE)
-    made = Mapping(64 * PAGE, fd=fd)
-    made.populate(0, 64 * PAGE)
+    made = Mapping(4 * PAGE, fd=file)
+    made.populate(0, 4 * PAGE)
     assert resident_bytes(made.address) == 0
-    made.close()
-    os.close(fd)
 
 
-def test_memory_that_cannot_be_had_is_an_error_and_no_signal() -> None:
+def test_memory_that_cannot_be_had_is_an_error_and_no_signal(file: int) -> None:
     """A shared mapping beyond the end of its file: a touch would be SIGBUS."""
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, 4 * PAGE)
-    made = Mapping(4 * PAGE, fd=fd)
-    os.ftruncate(fd, PAGE)
+    made = Mapping(4 * PAGE, fd=file)
+    os.ftruncate(file, PAGE)
     with pytest.raises(OSError, match="Bad address"):
         made.populate(0, 4 * PAGE)
-    made.close()
-    os.close(fd)
 
 
-def test_shared_pages_are_not_discarded() -> None:
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, 4 * PAGE)
-    one, other = Mapping(4 * PAGE, fd=fd), Mapping(4 * PAGE, fd=fd)
+def test_shared_pages_are_not_discarded(file: int) -> None:
+    one, other = Mapping(4 * PAGE, fd=file), Mapping(4 * PAGE, fd=file)
     one.populate(0, 4 * PAGE)
     other.discard(0)
     one.discard(0)
     assert one.describe() == "from where its creator placed it"
     assert resident_bytes(one.address) == 4 * PAGE
-    assert os.fstat(fd).st_blocks * 512 == 4 * PAGE
-    one.close()
-    other.close()
-    os.close(fd)
+    assert os.fstat(file).st_blocks * 512 == 4 * PAGE
 
 
-def test_a_file_that_is_too_short_cannot_be_mapped() -> None:
-    fd = os.memfd_create("test")
-    with pytest.raises(PinnedMemoryError, match=f"cannot map {PAGE} bytes"):
-        Mapping(PAGE, fd=fd)
-    os.close(fd)
+def test_a_file_that_is_too_short_cannot_be_mapped(file: int) -> None:
+    with pytest.raises(PinnedMemoryError, match=f"cannot map {5 * PAGE} bytes"):
+        Mapping(5 * PAGE, fd=file)
 
 
 # -- NUMA --------------------------------------------------------------------------------------
@@ -162,14 +149,11 @@ def test_pages_come_from_the_node_that_was_asked_for() -> None:
     assert policy_of(bound.address) == f"prefer:{node}"
     assert bound.describe() == f"from NUMA node {node}"
     bound.populate(0, 8 * PAGE)
-    plain.close()
-    bound.close()
 
 
 def test_a_system_that_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Mapping(8 * PAGE)
     usual = policy_of(plain.address)  # vLLM's CPU engine sets one for its process
-    plain.close()
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     made = Mapping(8 * PAGE, numa_node=0)
     assert policy_of(made.address) == usual
@@ -178,7 +162,6 @@ def test_a_system_that_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert not prefer_node(made.address, 8 * PAGE, 1023), "a node that does not exist"
     assert not prefer_node(made.address + 1, 8 * PAGE, 0), "an address that is no page's"
     assert policy_of(made.address) == usual
-    made.close()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +75,7 @@ class CudaSwapEngine(SwapEngine):
         )
         # For `load_now`, which uses nothing that jobs use.
         self._copier = Copier(self._device)
-        self._done: deque[Completion] = deque()
+        self._done: list[Completion] = []
         self._closed = False
         self._num_waves = 0
         self._release = weakref.finalize(self, release, self._state)
@@ -161,8 +160,7 @@ class CudaSwapEngine(SwapEngine):
         if not self._undelivered and not self._closed:
             return []
         self._advance()
-        completions = list(self._done)
-        self._done.clear()
+        completions, self._done = self._done, []
         self._undelivered -= len(completions)
         return completions
 

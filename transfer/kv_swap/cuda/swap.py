@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kv_swap.cuda.device import device_index, import_cupy
 from kv_swap.cuda.kernel_families import KernelFamily, LaunchShape
-from kv_swap.cuda.launcher import Launcher, compiled, source_directory
+from kv_swap.cuda.launcher import LIST_HEADER_BYTES, Launcher, compiled, source_directory
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout, Region
 from kv_swap.memory.arena import HostArena
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 MAX_PAIRS = 2048
 """Pairs of one launch: the vector kernels hold them in 16 KiB of shared memory."""
 
-_HEADER_BYTES = 16
-LIST_BYTES = _HEADER_BYTES + 8 * MAX_PAIRS
-"""Bytes of a list: a header, of which the first int32 is the number of pairs, and the pairs."""
+LIST_BYTES = LIST_HEADER_BYTES + 8 * MAX_PAIRS
+"""Bytes of a list of pairs."""
 
 
 def compile_options(family: KernelFamily) -> tuple[str, ...]:
@@ -46,14 +45,6 @@ def compile_options(family: KernelFamily) -> tuple[str, ...]:
         f"-DKV_SWAP_MAX_PAIRS={MAX_PAIRS}",
         *family.options,
     )
-
-
-def write_list(target: NDArray[np.uint8], pairs: NDArray[np.int32]) -> None:
-    """Write `pairs`, `(n, 2)` with n <= MAX_PAIRS, into `target`, which no kernel may read."""
-    # As bytes: NumPy's own assignments take three times as long for few pairs.
-    listed, pairs_bytes = target.data, pairs.tobytes()
-    listed[_HEADER_BYTES : _HEADER_BYTES + len(pairs_bytes)] = pairs_bytes
-    listed[:4] = len(pairs).to_bytes(4, "little")
 
 
 def cut_tiles(
@@ -130,7 +121,6 @@ class SwapKernel:
         self._current_device: Any = cuda.runtime.getDevice
         self._device: Any = cuda.Device
         self.family = family
-        self._arguments: dict[Direction, _Arguments] = {}
         self._launchers: dict[Direction, Launcher] = {}
         self._whole: dict[Direction, Tiles] = {}
         with compiled(family.source, compile_options(family), device) as module:
@@ -141,7 +131,6 @@ class SwapKernel:
                 launcher = Launcher(
                     function, table, arguments, shape.ctas, shape.threads, shape.shared_bytes
                 )
-                self._arguments[direction] = arguments
                 self._launchers[direction] = launcher
                 self._whole[direction] = Tiles(launcher.table_address, *table.shape[:2])
 
@@ -159,13 +148,14 @@ class SwapKernel:
         not block and allocates nothing; may be captured in a CUDA graph. Raises `RuntimeError`.
         """
         tiles = tiles or self._whole[direction]
-        arguments = self._arguments[direction]
+        launcher = self._launchers[direction]
+        arguments = launcher.arguments
         arguments.list_address = list_address
         arguments.table_address = tiles.address
         arguments.num_tiles = tiles.num_tiles
         arguments.segments_per_tile = tiles.segments_per_tile
         if self._current_device() == self._index:
-            self._launchers[direction](stream.cuda_stream)
+            launcher(stream.cuda_stream)
         else:
             with self._device(self._index):
-                self._launchers[direction](stream.cuda_stream)
+                launcher(stream.cuda_stream)

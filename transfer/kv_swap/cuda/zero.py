@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.cuda.device import device_index, import_cupy
-from kv_swap.cuda.launcher import Launcher, compiled
+from kv_swap.cuda.launcher import LIST_HEADER_BYTES, Launcher, compiled, write_list
 from kv_swap.errors import CopyError
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 MAX_BLOCKS = 4096
 """Blocks of one launch."""
 
-LIST_BYTES = 16 + 4 * MAX_BLOCKS
-"""Bytes of a list: a header, of which the first int32 is the number of blocks, and their ids."""
+LIST_BYTES = LIST_HEADER_BYTES + 4 * MAX_BLOCKS
+"""Bytes of a list of block ids."""
 
 RING_ENTRIES = 16
 """Lists that launches in flight may still read."""
@@ -58,13 +58,6 @@ def cut_runs(layout: KVLayout) -> NDArray[np.uint64]:
     return np.array(rows, np.uint64)
 
 
-def write_list(target: NDArray[np.uint8], blocks: Sequence[int]) -> None:
-    """Write at most MAX_BLOCKS block ids as a list into `target`, which no kernel may read."""
-    words = target.view(np.int32)
-    words[4 : 4 + len(blocks)] = blocks
-    words[0] = len(blocks)
-
-
 class _Arguments(ctypes.Structure):
     _fields_ = (
         ("list_address", ctypes.c_uint64),
@@ -85,19 +78,19 @@ class ZeroKernel:
         self._index = device_index(device)
         self._device: Any = cuda.Device
         table = cut_runs(layout)
-        self._arguments = _Arguments(num_runs=len(table))
+        arguments = _Arguments(num_runs=len(table))
         with compiled(SOURCE, COMPILE_OPTIONS, device) as module:
             attribute = cuda.runtime.cudaDevAttrMultiProcessorCount
             ctas = _CTAS_PER_SM * cuda.runtime.deviceGetAttribute(attribute, self._index)
             function = module.get_function("zero_pages")
-            self._launcher = Launcher(function, table, self._arguments, ctas, _THREADS)
+            self._launcher = Launcher(function, table, arguments, ctas, _THREADS)
 
     def launch(self, list_address: int, stream: torch.cuda.Stream) -> None:
         """Queue the zeroing of the blocks listed at `list_address` on `stream`.
 
         As `SwapKernel.launch`: the list is read when the kernel runs.
         """
-        self._arguments.list_address = list_address
+        self._launcher.arguments.list_address = list_address
         with self._device(self._index):
             self._launcher(stream.cuda_stream)
 
@@ -136,7 +129,8 @@ class BlockZeroer:
             for first in range(0, len(blocks), MAX_BLOCKS):
                 entry = self._next_entry
                 self._reads[entry].synchronize()
-                write_list(self._ring[entry], blocks[first : first + MAX_BLOCKS])
+                listed = np.array(blocks[first : first + MAX_BLOCKS], np.int32)
+                write_list(self._ring[entry], listed)
                 self._kernel.launch(self._ring_address + entry * LIST_BYTES, stream)
                 self._reads[entry].record(stream)
                 self._next_entry = (entry + 1) % RING_ENTRIES

@@ -177,8 +177,7 @@ class HostSwapEngine(SwapEngine):
             return []
         time.sleep(0)
         with self._state.condition:
-            completions = list(self._state.done)
-            self._state.done.clear()
+            completions, self._state.done = self._state.done, []
         self._undelivered -= len(completions)
         return completions
 

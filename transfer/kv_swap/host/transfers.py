@@ -45,7 +45,7 @@ class WorkerState:
     condition: threading.Condition = field(default_factory=threading.Condition)
     loads: deque[Transfer] = field(default_factory=deque)
     stores: deque[Transfer] = field(default_factory=deque)
-    done: deque[Completion] = field(default_factory=deque)
+    done: list[Completion] = field(default_factory=list)
     stopping: bool = False
     process: int = field(default_factory=os.getpid)
 

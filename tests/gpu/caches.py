@@ -1,0 +1,169 @@
+"""KV caches on a device, their slots, and what a copy must make of both.
+
+Skips a module of tests that imports it where there is no CUDA device, or no CuPy.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import kv_swap
+import numpy as np
+import pytest
+from kv_swap.cuda.engine import CudaSwapEngine
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.streams import CopyStream
+from kv_swap.cuda.swap import MAX_PAIRS
+from kv_swap.engine import Completion, Direction, SwapEngine
+from kv_swap.layout import KVLayout, TensorDescription
+from kv_swap.memory.arena import HostArena
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+cupy: Any = pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
+
+LOAD, STORE = Direction.LOAD, Direction.STORE
+KIB, MIB = 1 << 10, 1 << 20
+
+Pages = list[tuple[int, int]]
+"""Page bytes and block stride of each region."""
+
+SHAPES: list[tuple[Pages, int, int]] = [
+    ([(16, 16)], 25_000, 1),
+    ([(16, 16)], 25_000, 20_000),
+    ([(16, 48)], 5_000, 3_000),
+    ([(4 * KIB, 4 * KIB)], 12_000, MAX_PAIRS),
+    ([(4 * KIB, 4 * KIB)], 12_000, MAX_PAIRS + 1),
+    ([(4 * KIB + 16, 5 * KIB)], 6_000, 5_000),
+    ([(64 * KIB, 64 * KIB)], 1_500, 1_000),
+    ([(2 * MIB, 2 * MIB)], 60, 40),
+    ([(2 * MIB - 16, 2 * MIB)], 60, 1),
+    ([(16, 32), (4 * KIB + 32, 8 * KIB), (512, 512), (48 * KIB, 48 * KIB)], 900, 700),
+    ([(16 * KIB, 16 * KIB)] * 64, 150, 100),
+]
+"""Pages, blocks, and pairs to copy."""
+
+ONE_PAIR = np.array([[3, 5]], np.int32)
+"""Block 3 and slot 5."""
+
+
+@dataclass
+class Cache:
+    """A KV cache of several tensors in one allocation, in the order of its regions."""
+
+    storage: Any
+    tensors: list[Any]
+    layout: KVLayout
+
+    def pages(self, storage: Any) -> list[Any]:
+        """The pages in the storage, or in a copy of it: views `(num_blocks, page_bytes)`."""
+        tensors = storage.split([tensor.numel() for tensor in self.tensors])
+        return [
+            tensor.view(self.layout.num_blocks, -1)[:, : region.page_bytes]
+            for tensor, region in zip(tensors, self.layout.regions, strict=True)
+        ]
+
+    def blocks(self) -> Any:
+        """All blocks as they lie in slots: uint8 of `(num_blocks, slot_bytes)` on the host."""
+        return torch.cat(self.pages(self.storage), 1).cpu()
+
+
+def make_cache(num_blocks: int, pages: Pages, device: str = "cuda:0") -> Cache:
+    sizes = [num_blocks * stride for _, stride in pages]
+    storage = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    tensors = [tensor.view(num_blocks, -1) for tensor in storage.split(sizes)]
+    descriptions = [
+        TensorDescription.of(f"layer.{index}", tensor[:, :page_bytes], num_blocks)
+        for index, (tensor, (page_bytes, _)) in enumerate(zip(tensors, pages, strict=True))
+    ]
+    layout = KVLayout.from_tensors(num_blocks, descriptions)
+    assert len(layout.regions) == len(pages)
+    return Cache(storage, tensors, layout)
+
+
+def make_arena(cache: Cache, num_slots: int) -> HostArena:
+    registrar = CudaRegistrar(cache.storage.device)
+    return HostArena(num_slots, cache.layout.slot_bytes, register=registrar)
+
+
+def make_engine(
+    num_blocks: int,
+    pages: Pages,
+    num_slots: int,
+    output_copy_stream: Any = None,
+    device: str = "cuda:0",
+) -> tuple[CudaSwapEngine, Cache, Any]:
+    """An engine, its cache, and its slots as a tensor `(num_slots, slot_bytes)` on the host."""
+    cache = make_cache(num_blocks, pages, device)
+    arena = make_arena(cache, num_slots)
+    engine = CudaSwapEngine(
+        cache.layout, arena, cache.storage.device, [cache.storage], output_copy_stream
+    )
+    return engine, cache, torch.from_numpy(arena.view())
+
+
+def randomize(*tensors: Any) -> None:
+    for tensor in tensors:
+        tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8, device=tensor.device))
+    torch.cuda.synchronize()
+
+
+def random_pairs(rng: np.random.Generator, blocks: int, slots: int, count: int) -> Any:
+    chosen = [rng.permutation(blocks)[:count], rng.permutation(slots)[:count]]
+    return np.stack(chosen, 1).astype(np.int32)
+
+
+def same_pairs(count: int) -> Any:
+    """Each block and the slot of its number."""
+    return np.stack([np.arange(count, dtype=np.int32)] * 2, 1)
+
+
+def ids(pairs: Any) -> tuple[Any, Any]:
+    """Block ids and slot ids, as torch indexes with them."""
+    blocks, slots = torch.from_numpy(pairs.astype(np.int64)).unbind(1)
+    return blocks, slots
+
+
+def expect_copied(cache: Cache, slots: Any, pairs: Any, direction: Direction) -> tuple[Any, Any]:
+    """The storage and the slots as they must be after the copy, both on the host."""
+    storage, slots = cache.storage.cpu(), slots.clone()
+    block_ids, slot_ids = ids(pairs)
+    if direction is STORE:
+        slots[slot_ids] = cache.blocks()[block_ids]
+    else:
+        parts = slots[slot_ids].split([region.page_bytes for region in cache.layout.regions], 1)
+        for pages, part in zip(cache.pages(storage), parts, strict=True):
+            pages[block_ids] = part
+    return storage, slots
+
+
+def finish(engine: SwapEngine) -> list[Completion]:
+    assert engine.wait(60)
+    return engine.poll()
+
+
+def no_wait(stream: CopyStream) -> Any:
+    """What `wait_stream` must not be: it orders a copy after nothing."""
+    return stream.record()
+
+
+def run_script(script: str, **values: str) -> subprocess.CompletedProcess[str]:
+    """Run a script, in which names stand for `values`, in a process of its own."""
+    for name, value in values.items():
+        script = script.replace(name, value)
+    root = str(Path(kv_swap.__file__).parents[1])
+    search = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
