@@ -17,6 +17,7 @@ CHANGED = ("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight")
 """Weights that the CPU engine uses as they were loaded, and on which all KV depends."""
 
 Weights = list[tuple[str, torch.Tensor]]
+Way = Callable[[Engine, Weights], None]
 
 
 def write_new_weights(models: Path) -> tuple[Path, Weights]:
@@ -66,7 +67,7 @@ def by_hand(engine: Engine, weights: Weights) -> None:
         executor.driver_worker.model_runner.model.load_weights([weight])
 
 
-WAYS: dict[str, Callable[[Engine, Weights], None]] = {
+WAYS: dict[str, Way] = {
     "a method of a worker extension": by_name,
     "a function": by_function,
     "apply_model": by_apply_model,
