@@ -8,9 +8,9 @@ import pytest
 from kv_swap.engine import Direction
 
 from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
+from tests.engine.copies import Copies
 from tests.engine.harness import (
     BLOCK_TOKENS,
-    Copies,
     offloading,
     plain_answers,
     prompts_with_shared_prefix,

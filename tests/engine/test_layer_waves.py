@@ -13,8 +13,8 @@ from kv_swap.engine import Direction, SwapJob
 
 from kv_offload.engines.vllm.connector import KVOffloadConnector
 from kv_offload.engines.vllm.runner import VLLMRank
+from tests.engine.copies import Copies
 from tests.engine.harness import (
-    Copies,
     Engine,
     Tokens,
     offloading,

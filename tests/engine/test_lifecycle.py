@@ -11,9 +11,9 @@ from kv_swap.engine import Direction
 
 from kv_offload.engines.vllm.hooks import worker as worker_hooks
 from kv_offload.messages import OffloadMetadata
+from tests.engine.copies import Copies
 from tests.engine.harness import (
     BLOCK_TOKENS,
-    Copies,
     Engine,
     Tokens,
     engine,
@@ -246,17 +246,6 @@ def test_pausing_as_sleep_does_drains_first(ours: Engine, plain: Answer) -> None
     ours.core.resume_scheduler()
     assert not ours.offload.has_pending_stores
     assert ours.generate([LONG]) == [plain(LONG)]
-
-
-def test_empty_steps_submit_and_report_the_last_stores(ours: Engine) -> None:
-    ours.add("only", LONG, max_tokens=1)
-    while ours.llm.llm_engine.has_unfinished_requests():
-        ours.step()
-    assert ours.offload.has_pending_stores
-    assert ours.scheduler.has_requests(), "an engine that idles here would keep the pins"
-    ours.settle()
-    assert ours.blocks_stored() == 10
-    assert not ours.offload.has_pending_stores
 
 
 def test_a_request_that_skips_the_cache_loads_nothing(ours: Engine) -> None:

@@ -11,9 +11,9 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.errors import UnsupportedError
+from tests.engine.copies import Copies
 from tests.engine.harness import (
     BLOCK_TOKENS,
-    Copies,
     Engine,
     Tokens,
     all_differ,

@@ -1,21 +1,13 @@
-"""Tight GPU caches, tight pools and the rules for what is stored; each test has its own engine."""
+"""Tight GPU caches and tight pools; each test has its own engine."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import pytest
 from kv_swap.engine import Direction
 
-from tests.engine.harness import (
-    BLOCK_TOKENS,
-    Copies,
-    engine,
-    offloading,
-    plain_answers,
-    random_tokens,
-)
+from tests.engine.copies import Copies
+from tests.engine.harness import BLOCK_TOKENS, engine, offloading, plain_answers, random_tokens
 
 LONG = random_tokens(10 * BLOCK_TOKENS + 1, seed=2)
 
@@ -40,28 +32,6 @@ def test_eviction_keeps_answers_right(model_folder: Path) -> None:
                 ours.offload.manager.check_integrity()
         assert ours.totals["evictions"] > 0
         assert ours.reload(prompts[:-3:-1], one_by_one=True) == expected[:-3:-1]
-
-
-def test_store_after_uses_keeps_only_what_is_seen_again(model_folder: Path) -> None:
-    with offloading(model_folder, plugin={"store_after_uses": 2}) as ours:
-        ours.generate([LONG], max_tokens=1)
-        ours.reset_gpu_cache()
-        assert ours.blocks_stored() == 0
-        assert ours.totals["skipped_used_too_little"] == 10
-        ours.generate([LONG], max_tokens=1)
-        ours.reset_gpu_cache()
-        assert ours.blocks_stored() == 10
-
-
-@pytest.mark.parametrize(("plugin", "blocks"), [({}, 3), ({"store_blocks": "prompt"}, 1)])
-def test_decoded_blocks_are_stored_unless_only_prompts_are(
-    model_folder: Path, plugin: dict[str, Any], blocks: int
-) -> None:
-    prompt = random_tokens(BLOCK_TOKENS, seed=50)
-    with offloading(model_folder, plugin=plugin) as ours:
-        ours.generate([prompt], max_tokens=2 * BLOCK_TOKENS + 1)
-        ours.settle()
-        assert ours.blocks_stored() == blocks
 
 
 def test_shutdown_with_work_in_flight(model_folder: Path, copies: Copies) -> None:

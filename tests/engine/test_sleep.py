@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from kv_swap.engine import Direction
 
-from tests.engine.harness import Copies, offloading, prompts_with_shared_prefix, refusal
+from tests.engine.copies import Copies
+from tests.engine.harness import offloading, prompts_with_shared_prefix, refusal
 from tests.support.processes import run_module
 
 
