@@ -87,11 +87,13 @@ class Engine:
         self.cached_tokens = [output.num_cached_tokens for output in outputs]
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    def generate_each(self, prompts: Sequence[Tokens], max_tokens: int = 8) -> list[Tokens]:
+    def generate_each(
+        self, prompts: Sequence[Tokens], max_tokens: int = 8, **more: Any
+    ) -> list[Tokens]:
         """Answer prompts one by one, so that every engine computes the same batches."""
         answers, cached_tokens = [], []
         for prompt in prompts:
-            answers += self.generate([prompt], max_tokens)
+            answers += self.generate([prompt], max_tokens, **more)
             cached_tokens += self.cached_tokens
         self.cached_tokens = cached_tokens
         return answers
@@ -112,16 +114,13 @@ class Engine:
         self.forget()
         if corrupted:
             self.slots[:] ^= 0x40
-        if one_by_one:
-            answers = self.generate_each(prompts, max_tokens)
-        else:
-            answers = self.generate(prompts, max_tokens, **more)
+        generate = self.generate_each if one_by_one else self.generate
+        answers = generate(prompts, max_tokens, **more)
         assert self.blocks_loaded() > 0
         return answers
 
     def forget(self) -> None:
         """Leave host memory as the only place with anything of the prompts; begin new totals."""
-        self.settle()
         self.reset_gpu_cache()
         self.totals.clear()
         for tensor in self.kv_tensors:

@@ -194,6 +194,7 @@ def test_abort_while_a_copy_runs(
     assert ours.rank.transfer.in_flight > 0
     copies.release()
     assert answers(ours.run()) == {"other": plain(SHARED[0])}
+    ours.settle()
     ours.forget()
     assert ours.generate([LONG]) == [plain(LONG)]
 

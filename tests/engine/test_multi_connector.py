@@ -50,6 +50,7 @@ def ask(running: Engine, request_id: str, prompt: Tokens, **params: Any) -> Any:
 def send(running: Engine) -> Any:
     """Compute `SENT`, whose KV only the remote connector has then; return vLLM's output."""
     sent = ask(running, "sends", SENT, do_remote_decode=True)
+    running.settle()
     running.forget()
     running.offload.manager.reset()
     return sent
@@ -80,6 +81,7 @@ def test_both_members_serve_their_requests(model_folder: Path, first: bool, role
         assert received.num_cached_tokens >= len(SENT) - 1, "only the last token was computed"
         assert running.blocks_loaded() == 0
         # What came from afar was stored, and comes back from host memory.
+        running.settle()
         assert running.reload([SENT]) == [answer]
         assert running.blocks_loaded() == 5
 
@@ -152,6 +154,7 @@ def test_what_the_other_member_failed_to_load_is_not_stored(
         rank.submit_stores = lambda: (submit(), rank.transfer.wait(120))
         received = ask(running, "receives", SENT, **sent.kv_transfer_params)
         assert tokens_of(received) == answer
+        running.settle()
         running.forget()
         assert running.generate([SENT]) == [answer]
 

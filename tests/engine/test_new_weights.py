@@ -6,11 +6,14 @@ plugin hear nothing of the change, and must give other tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from kv_offload.scheduler.contents import Contents
 from tests.engine.harness import (
@@ -21,10 +24,76 @@ from tests.engine.harness import (
     plain_answers,
     random_tokens,
 )
-from tests.engine.weight_updates import WAYS, Way, Weights, by_hand, write_new_weights
+from tests.support.small_models import write_model
 
 PROMPT = random_tokens(10 * BLOCK_TOKENS + 1, seed=11)
+CHANGED = ("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight")
+"""Weights that the CPU engine uses as they were loaded, and on which all KV depends."""
+
+Weights = list[tuple[str, torch.Tensor]]
+Way = Callable[[Engine, Weights], None]
+
+
+def write_new_weights(models: Path) -> tuple[Path, Weights]:
+    """Write the small model with other weights; return its folder and what is other."""
+    old = write_model("qwen3", models / "qwen3")
+    folder = models / "new" / "qwen3"
+    shutil.copytree(old, folder, dirs_exist_ok=True)
+    weights = load_file(old / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    changed = [(name, weights[name].clone()) for name in CHANGED]
+    for name, weight in changed:
+        weight += torch.randn(weight.shape, generator=generator) * weight.std().clamp(min=0.3)
+        weights[name] = weight
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, changed
+
+
+# -- ways in which trainers give a running engine new weights ----------------------------------
+
+
+def give(model: Any, weights: Weights) -> None:
+    """Give a model weights as a broadcast into its tensors does: nobody can notice."""
+    type(model).load_weights(model, iter(weights))
+
+
+class UpdateNamedParam:
+    """The worker extension of TRL's server, with its method's name."""
+
+    def update_named_param(self, name: str, weight: torch.Tensor) -> None:
+        give(self.model_runner.model, [(name, weight)])  # type: ignore[attr-defined]
+
+
+def by_name(engine: Engine, weights: Weights) -> None:
+    for name, weight in weights:
+        engine.llm.collective_rpc("update_named_param", args=(name, weight))
+
+
+def by_function(engine: Engine, weights: Weights) -> None:
+    engine.llm.collective_rpc(lambda worker: give(worker.model_runner.model, weights))
+
+
+def by_apply_model(engine: Engine, weights: Weights) -> None:
+    engine.llm.apply_model(lambda model: give(model, weights))
+
+
+def by_hand(engine: Engine, weights: Weights) -> None:
+    """As TRL does where the engine lives in the trainer's process."""
+    executor = engine.llm.llm_engine.model_executor
+    for weight in weights:
+        executor.driver_worker.model_runner.model.load_weights([weight])
+
+
+WAYS = {
+    "a method of a worker extension": by_name,
+    "a function": by_function,
+    "apply_model": by_apply_model,
+    "load_weights of the model": by_hand,
+}
 all_ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+# -- what is served then -----------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -45,7 +114,7 @@ def case(model_folder: Path) -> Case:
 @pytest.fixture
 def ours(model_folder: Path, case: Case) -> Iterator[Engine]:
     """An engine with the old weights that has served the prompt from host memory."""
-    extension = "tests.engine.weight_updates.UpdateNamedParam"
+    extension = "tests.engine.test_new_weights.UpdateNamedParam"
     with offloading(model_folder, worker_extension_cls=extension) as running:
         assert running.generate([PROMPT]) == case.old
         assert running.reload([PROMPT]) == case.old
