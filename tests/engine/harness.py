@@ -15,11 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import LLM, SamplingParams
-from vllm.distributed.kv_transfer import (
-    ensure_kv_transfer_shutdown,
-    get_kv_transfer_group,
-    has_kv_transfer_group,
-)
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 from vllm.lora.request import LoRARequest
 
 from kv_offload.engines.vllm.halves import halves
