@@ -8,7 +8,8 @@ from unittest import mock
 
 import pytest
 
-from tests.engine.harness import Copies, engine
+from tests.engine.copies import Copies
+from tests.engine.harness import engine
 from tests.support import imports, processes
 
 ENGINE_SECONDS = 1800

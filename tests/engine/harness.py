@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import threading
 import time
 import weakref
 from collections import Counter
@@ -14,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kv_swap.engine import Direction
-from kv_swap.host.runs import Run, copy_runs
+import pytest
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+from vllm.lora.request import LoRARequest
 
 from kv_offload.engines.vllm.halves import halves
 from tests.support.inputs import Tokens, random_tokens, transfer_config
@@ -56,23 +56,87 @@ class Engine:
     def __init__(self, llm: LLM, totals: Counter[str]) -> None:
         self.llm = llm
         self.totals = totals
+        self.preemptions = 0
+        preempt = self.scheduler._preempt_request
+
+        def count_and_preempt(*arguments: Any, **more: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*arguments, **more)
+
+        self.scheduler._preempt_request = count_and_preempt
 
     # -- running ---------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[Tokens], max_tokens: int = 8) -> list[Tokens]:
-        """Answer prompts greedily; return the new tokens of each."""
+    def generate(
+        self,
+        prompts: Sequence[Tokens],
+        max_tokens: int = 8,
+        lora_request: LoRARequest | None = None,
+        **more: Any,
+    ) -> list[Tokens]:
+        """Answer prompts greedily, with `more` in each; return the new tokens of each."""
         outputs = self.llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+            [{"prompt_token_ids": list(prompt), **more} for prompt in prompts],
             greedy(max_tokens),
             use_tqdm=False,
+            lora_request=lora_request,
         )
         self.cached_tokens = [output.num_cached_tokens for output in outputs]
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    def add(self, request_id: str, prompt: Tokens, max_tokens: int = 8, **sampling: Any) -> None:
+    def generate_each(
+        self, prompts: Sequence[Tokens], max_tokens: int = 8, **more: Any
+    ) -> list[Tokens]:
+        """Answer prompts one by one, so that every engine computes the same batches."""
+        answers, cached_tokens = [], []
+        for prompt in prompts:
+            answers += self.generate([prompt], max_tokens, **more)
+            cached_tokens += self.cached_tokens
+        self.cached_tokens = cached_tokens
+        return answers
+
+    def reload(
+        self,
+        prompts: Sequence[Tokens],
+        max_tokens: int = 8,
+        *,
+        one_by_one: bool = False,
+        corrupted: bool = False,
+        **more: Any,
+    ) -> list[Tokens]:
+        """Answer prompts that only host memory has, which must load blocks.
+
+        With `corrupted`, of which it has other bytes: the control of every comparison.
+        """
+        self.forget()
+        if corrupted:
+            self.slots[:] ^= 0x40
+        generate = self.generate_each if one_by_one else self.generate
+        answers = generate(prompts, max_tokens, **more)
+        assert self.blocks_loaded() > 0
+        return answers
+
+    def forget(self) -> None:
+        """Leave host memory as the only place with anything of the prompts; begin new totals."""
+        self.reset_gpu_cache()
+        self.totals.clear()
+        for tensor in self.kv_tensors:
+            tensor.fill_(50.0)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Tokens,
+        max_tokens: int = 8,
+        priority: int = 0,
+        **sampling: Any,
+    ) -> None:
         """Queue a request for `step`."""
         self.llm.llm_engine.add_request(
-            request_id, {"prompt_token_ids": list(prompt)}, greedy(max_tokens, **sampling)
+            request_id,
+            {"prompt_token_ids": list(prompt)},
+            greedy(max_tokens, **sampling),
+            priority=priority,
         )
 
     def step(self) -> dict[str, Any]:
@@ -124,6 +188,12 @@ class Engine:
         return next(halves(get_kv_transfer_group(), "offload_worker"))
 
     @property
+    def kv_tensors(self) -> list[Any]:
+        """Every tensor that the engine registered; a layer with states has several."""
+        registered = self.rank.transfer._state.keep_alive
+        return [tensor for of_layer in registered for tensor in as_list(of_layer)]
+
+    @property
     def slots(self) -> np.ndarray:
         """The arena as `(slots, bytes)`."""
         return self.rank.transfer._state.arena.view()
@@ -132,9 +202,7 @@ class Engine:
         """Return weak references to the KV tensors that the model's layers hold, by layer."""
         watched = {}
         for name, layer in self.core.vllm_config.compilation_config.static_forward_context.items():
-            cache = getattr(layer, "kv_cache", None)
-            tensors = cache if isinstance(cache, (list, tuple)) else [cache]
-            for index, tensor in enumerate(tensors):
+            for index, tensor in enumerate(as_list(getattr(layer, "kv_cache", None))):
                 if tensor is not None:
                     watched[f"{name}, {index}"] = weakref.ref(tensor)
         assert watched
@@ -153,9 +221,8 @@ class Engine:
     def reset_gpu_cache(self) -> None:
         """Forget the engine's own prefix cache, so that only host memory can serve a prefix."""
         assert self.llm.reset_prefix_cache() is True
-        stats = (
-            self.rank.reports.take_stats()
-        )  # of the drain; the engine asks only at the end of a step
+        # Of the drain; the engine asks only at the end of a step.
+        stats = self.rank.reports.take_stats()
         self.totals.update(stats.data if stats is not None else {})
 
     def assert_nothing_left(self) -> None:
@@ -194,6 +261,11 @@ class Drafts:
         counts = self.checked, self.accepted
         self.checked = self.accepted = 0
         return counts
+
+
+def as_list(cache: Any) -> list[Any]:
+    """Return the tensors of a layer: attention has one, states several."""
+    return list(cache) if isinstance(cache, (list, tuple)) else [cache]
 
 
 def draft_head(models: Path) -> dict[str, Any]:
@@ -255,41 +327,47 @@ def engine(
             gc.collect()
 
 
-class Copies:
-    """Stands in front of the host engine's copies: holds or fails those of a direction."""
+@contextlib.contextmanager
+def offloading(
+    models: Path, kind: str = "qwen3", plugin: dict[str, Any] | None = None, **arguments: Any
+) -> Iterator[Engine]:
+    """Start an engine with the plugin, which has nothing left at the end of a test that passes."""
+    with engine(models, kind, plugin or {}, **arguments) as running:
+        yield running
+        running.assert_nothing_left()
 
-    def __init__(self) -> None:
-        self._open = {direction: threading.Event() for direction in Direction}
-        self._failing: dict[Direction, int] = {}
-        self._copied: Counter[Direction] = Counter()
-        self.release()
 
-    def hold(self, direction: Direction) -> None:
-        """Let copies of a direction wait before their first byte."""
-        self._open[direction].clear()
+_answers: dict[str, list[Tokens]] = {}
 
-    def fail(self, direction: Direction, every: int = 1) -> None:
-        """Let every so many copies of a direction raise, the next one first, after half of it."""
-        self._failing[direction] = every
-        self._copied[direction] = 0
 
-    def release(self) -> None:
-        """Let everything pass."""
-        self._failing.clear()
-        for event in self._open.values():
-            event.set()
+def plain_answers(
+    models: Path,
+    prompts: Sequence[Tokens],
+    kind: str = "qwen3",
+    *,
+    max_tokens: int = 8,
+    one_by_one: bool = False,
+    **arguments: Any,
+) -> list[Tokens]:
+    """Return what an engine without the plugin answers; one is started for all that ask the same.
 
-    def copy_runs(self, runs: Sequence[Run]) -> None:
-        direction = self._direction(runs[0][0])
-        assert self._open[direction].wait(120)
-        self._copied[direction] += 1
-        every = self._failing.get(direction)
-        if every is not None and (self._copied[direction] - 1) % every == 0:
-            copy_runs(runs[: (len(runs) + 1) // 2])
-            raise OSError("injected fault")
-        copy_runs(runs)
+    Not to be called while an engine with the plugin lives.
+    """
+    asked = repr((models, prompts, kind, max_tokens, one_by_one, arguments))
+    if asked not in _answers:
+        with engine(models, kind, **arguments) as plain:
+            generate = plain.generate_each if one_by_one else plain.generate
+            _answers[asked] = generate(prompts, max_tokens)
+    return _answers[asked]
 
-    def _direction(self, dst_address: int) -> Direction:
-        arena = next(halves(get_kv_transfer_group(), "offload_worker")).transfer._state.arena
-        inside = arena.address <= dst_address < arena.address + arena.nbytes
-        return Direction.STORE if inside else Direction.LOAD
+
+def all_differ(answers: Sequence[Tokens], others: Sequence[Tokens]) -> bool:
+    return all(answer != other for answer, other in zip(answers, others, strict=True))
+
+
+def refusal(models: Path, error: type[Exception], kind: str = "qwen3", **arguments: Any) -> str:
+    """Start an engine that must fail to start with this error; return what it says."""
+    with pytest.raises(error) as caught, engine(models, kind, **arguments):
+        pass
+    ensure_kv_transfer_shutdown()  # of a rank that was ready before
+    return str(caught.value)

@@ -13,12 +13,13 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tests.support.inputs import Tokens
 from tests.support.processes import print_result, run_module
 
 PROMPT_TOKENS = (129, 193, 257, 321)
@@ -60,11 +61,7 @@ def check(result: dict[str, Any], ranks: int, sharing: int = 1) -> None:
     for before, after, wrong in zip(stored, loaded, rolled, strict=True):
         assert len(after["blocks"]) >= 8
         assert after["blocks"].items() <= before["blocks"].items()
-        assert wrong["blocks"] == {
-            slot: before["blocks"][other]
-            for slot, other in rolled_slots(before["blocks"]).items()
-            if slot in after["blocks"]
-        }
+        assert wrong["blocks"] == rolled_blocks(before["blocks"], after["blocks"])
         assert wrong["blocks"] != after["blocks"]
     first = range(0, ranks, sharing)
     for leader in first:
@@ -92,10 +89,11 @@ def check(result: dict[str, Any], ranks: int, sharing: int = 1) -> None:
     assert result["reset_with_connector"] is True
 
 
-def rolled_slots(slots: Iterable[str]) -> dict[str, str]:
-    """Return what `rank_calls.roll` put where, by the numbers of slots, which JSON made text."""
-    used = sorted(slots, key=int)
-    return dict(zip(used, np.roll(used, 7).tolist(), strict=True))
+def rolled_blocks(stored: dict[str, str], loaded: Container[str]) -> dict[str, str]:
+    """Return what loads find after `rank_calls.roll`, by slots, whose numbers JSON made text."""
+    used = sorted(stored, key=int)
+    moved = zip(used, np.roll(used, 7).tolist(), strict=True)
+    return {slot: stored[other] for slot, other in moved if slot in loaded}
 
 
 def assert_same(answers: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -123,23 +121,13 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     )
     prompts = [random_tokens(count, seed=count) for count in PROMPT_TOKENS]
 
+    sampling = greedy(8, logprobs=logprobs)
+
     def answers(llm: LLM) -> dict[str, Any]:
-        tokens, tops = [], []
-        for prompt in prompts:
-            (output,) = llm.generate(
-                [{"prompt_token_ids": prompt}], greedy(8, logprobs=logprobs), use_tqdm=False
-            )
-            tokens.append(list(output.outputs[0].token_ids))
-            for top in output.outputs[0].logprobs or ():
-                tops.append({token: found.logprob for token, found in top.items()})
-        return {"tokens": tokens, "logprobs": tops}
+        return ask(llm, prompts, sampling)
 
-    plain = LLM(**settings)
-    result: dict[str, Any] = {"expected": [answers(plain), answers(plain)]}
-    plain.llm_engine.engine_core.shutdown()
-    del plain
-
-    result["cpu_bytes"] = cpu_bytes
+    (expected,) = plain_answers(settings, [prompts], sampling)
+    result: dict[str, Any] = {"expected": expected, "cpu_bytes": cpu_bytes}
     config = transfer_config({"cpu_bytes": cpu_bytes})
     if beside is not None:
         config = multi_config({"cpu_bytes": cpu_bytes}, first=beside)
@@ -173,6 +161,46 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     result["reset_with_connector"] = llm.reset_prefix_cache(reset_connector=True)
     llm.llm_engine.engine_core.shutdown()
     print_result(result)
+
+
+def ask(llm: Any, prompts: list[Tokens], sampling: Any) -> dict[str, Any]:
+    """Answer prompts one by one."""
+    return as_answers(
+        llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
+        for prompt in prompts
+    )
+
+
+def as_answers(outputs: Iterable[Any]) -> dict[str, Any]:
+    """Return the tokens of each of vLLM's outputs, and the log-probabilities of all of them."""
+    best = [output.outputs[0] for output in outputs]
+    return {
+        "tokens": [list(answer.token_ids) for answer in best],
+        "logprobs": [
+            {token: found.logprob for token, found in top.items()}
+            for answer in best
+            for top in answer.logprobs or ()
+        ],
+    }
+
+
+def plain_answers(
+    settings: dict[str, Any], prompts: list[list[Tokens]], sampling: Any
+) -> list[list[dict[str, Any]]]:
+    """Return what an engine without the plugin answers to each list of prompts, asked twice.
+
+    First it computes them, then it has them in its own cache.
+    """
+    from vllm import LLM
+
+    llm = LLM(**settings)
+    answers = [[ask(llm, asked, sampling) for _ in range(2)] for asked in prompts]
+    llm.llm_engine.engine_core.shutdown()
+    return answers
+
+
+LATENT = {"block_size": 16, "enable_chunked_prefill": False}
+"""What vLLM's CPU engine needs for latent attention, from 0.32."""
 
 
 def cache_prefixes_of_latents(kind: str) -> None:

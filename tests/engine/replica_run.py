@@ -18,7 +18,14 @@ from typing import Any
 from kv_offload.engines.vllm.plugin import register
 from kv_offload.host_memory import read_host_memory
 from kv_offload.sizes import parse_size
-from tests.engine.multiprocess_run import assert_same, cache_prefixes_of_latents, rolled_slots
+from tests.engine.multiprocess_run import (
+    as_answers,
+    assert_same,
+    cache_prefixes_of_latents,
+    plain_answers,
+    rolled_blocks,
+)
+from tests.support.inputs import Tokens
 from tests.support.processes import print_result
 
 REPLICAS = 2
@@ -43,11 +50,7 @@ def check(result: dict[str, Any]) -> None:
     assert_same(right, cached)
     (mixed,), (intact,) = result["loaded_rolled"]
     (before,), _ = result["stored"]
-    assert mixed["blocks"] == {
-        slot: before["blocks"][other]
-        for slot, other in rolled_slots(before["blocks"]).items()
-        if slot in mixed["blocks"]
-    }
+    assert mixed["blocks"] == rolled_blocks(before["blocks"], mixed["blocks"])
     assert intact == result["loaded"][1][0]
     # Neither knows the other's prompts: they are computed, and nothing is loaded.
     for replica, (computed, _) in enumerate(result["expected"]):
@@ -56,7 +59,6 @@ def check(result: dict[str, Any]) -> None:
 
 
 def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
-    from vllm import LLM
     from vllm.config import KVTransferConfig
 
     from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
@@ -73,19 +75,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     ]
     sampling = greedy(8, logprobs=logprobs)
 
-    plain = LLM(**settings)
-    expected = []
-    for own in prompts:
-        answers = []
-        for _ in range(2):
-            outputs = [
-                plain.generate([{"prompt_token_ids": p}], sampling, use_tqdm=False)[0] for p in own
-            ]
-            answers.append(as_answers(outputs))
-        expected.append(answers)
-    plain.llm_engine.engine_core.shutdown()
-    del plain
-
+    expected = plain_answers(settings, prompts, sampling)
     # A part of the host's memory, which the replicas divide.
     host_bytes = REPLICAS * (8 << 20)
     percent = f"{100 * host_bytes / read_host_memory().size_bytes:.10f}%"
@@ -99,19 +89,8 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     print_result(result)
 
 
-def as_answers(outputs: list[Any]) -> dict[str, Any]:
-    return {
-        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-        "logprobs": [
-            {token: found.logprob for token, found in top.items()}
-            for output in outputs
-            for top in output.outputs[0].logprobs or ()
-        ],
-    }
-
-
 async def run(
-    settings: dict[str, Any], prompts: list[list[list[int]]], sampling: Any
+    settings: dict[str, Any], prompts: list[list[Tokens]], sampling: Any
 ) -> dict[str, Any]:
     """Start the replicas, ask them, and return what they say and hold, by replica."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -122,7 +101,7 @@ async def run(
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(data_parallel_size=REPLICAS, **settings))
     asked = 0
 
-    async def ask(replica: int, own: list[list[int]]) -> dict[str, Any]:
+    async def ask(replica: int, own: list[Tokens]) -> dict[str, Any]:
         nonlocal asked
         outputs = []
         for prompt in own:
@@ -138,17 +117,17 @@ async def run(
             outputs.append(last)
         return as_answers(outputs)
 
-    async def ask_each(order: list[list[list[int]]]) -> list[dict[str, Any]]:
+    async def ask_each(order: list[list[Tokens]]) -> list[dict[str, Any]]:
         """Ask all replicas, at the same time; of a greedy answer only the last output is whole."""
         return list(await asyncio.gather(*[ask(i, own) for i, own in enumerate(order)]))
 
-    async def call(function: Any, *arguments: Any) -> list[Any]:
-        """Return what the ranks of each replica answer."""
+    async def call(function: Any, *arguments: Any, replicas: int = REPLICAS) -> list[Any]:
+        """Return what the ranks of each of the first replicas answer."""
         client = llm.engine_core
         words = ("collective_rpc", function, None, arguments, {})
         return [
             await client._call_utility_async(*words, engine=engine)
-            for engine in client.core_engines
+            for engine in client.core_engines[:replicas]
         ]
 
     try:
@@ -160,9 +139,7 @@ async def run(
         result["reloaded"] = await ask_each(prompts)
         result["loaded"] = await call(rank_calls.digests, "loaded")
         await llm.reset_prefix_cache()
-        client = llm.engine_core
-        words = ("collective_rpc", rank_calls.roll, None, ([0],), {})
-        await client._call_utility_async(*words, engine=client.core_engines[0])
+        await call(rank_calls.roll, [0], replicas=1)
         result["rolled"] = await ask_each(prompts)
         result["loaded_rolled"] = await call(rank_calls.digests, "loaded")
         await llm.reset_prefix_cache()

@@ -21,22 +21,15 @@ def main(models: str, arguments: dict[str, Any]) -> None:
     from vllm import LLM
 
     from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
+    from tests.engine.multiprocess_run import ask, plain_answers
     from tests.support.processes import print_result
 
     # None begins like another: each is computed as a whole, or loaded but for its last block.
-    prompts = [{"prompt_token_ids": random_tokens(200 + 37 * i, seed=i)} for i in range(4)]
-
+    prompts = [random_tokens(200 + 37 * i, seed=i) for i in range(4)]
     settings = engine_settings(Path(models), "qwen3", disable_log_stats=False, **arguments)
 
-    def answers(llm: LLM) -> list[list[int]]:
-        outputs = [llm.generate([prompt], greedy(8), use_tqdm=False)[0] for prompt in prompts]
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    plain = LLM(**settings)
-    result: dict[str, Any] = {"expected": [answers(plain), answers(plain)]}
-    plain.llm_engine.engine_core.shutdown()
-    del plain
-
+    (expected,) = plain_answers(settings, [prompts], greedy(8))
+    result: dict[str, Any] = {"expected": expected}
     llm = LLM(**settings, kv_transfer_config=transfer_config({"keep_on_sleep": True}))
 
     def hit_tokens() -> float:
@@ -46,10 +39,10 @@ def main(models: str, arguments: dict[str, Any]) -> None:
             if metric.name == "vllm:host_kv_cache_hit_tokens"
         )
 
-    def after(event: Callable[[], Any]) -> tuple[list[list[int]], float]:
+    def after(event: Callable[[], Any]) -> tuple[dict[str, Any], float]:
         event()
         before = hit_tokens()
-        return answers(llm), hit_tokens() - before
+        return ask(llm, prompts, greedy(8)), hit_tokens() - before
 
     def sleep(level: int) -> None:
         llm.sleep(level=level)

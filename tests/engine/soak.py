@@ -27,7 +27,6 @@ import numpy as np
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.factory import create_engine
 from kv_swap.host import transfers
-from numpy.typing import NDArray
 
 from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
 from kv_offload.messages import LoadJob, OffloadMetadata
@@ -59,24 +58,42 @@ failure, only after `PATIENCE_SECONDS` too."""
 # -- digests -----------------------------------------------------------------------------------
 
 
-class DigestingEngine(SwapEngine):
-    """A transfer engine that remembers what every store copied and checks every load against it.
+class Digests:
+    """Remembers what every store of a transfer engine copied and checks every load against it.
 
     Both digests are of the bytes in the KV cache: of the source when its store has completed, which
     the pin still protects, and of the destination when its load has completed, before its request
     runs. A forward that waits for its load may have run by then, which changes the last block of a
-    whole load, `rewritten`. `delay` is called before every job and may hold up its stream.
+    whole load, `rewritten`. `delay` is called before every job and may hold up its stream. No copy
+    may fail.
     """
 
-    def __init__(self, inner: SwapEngine, read: Callable[[int, int], bytes], delay: Any) -> None:
-        super().__init__(inner.layout, inner.num_slots)
-        self.inner = inner
+    def __init__(self, engine: SwapEngine, read: Callable[[int, int], bytes], delay: Any) -> None:
         self.checked: Counter[str] = Counter()
-        self._read = read
-        self._delay = delay
-        self._jobs: dict[tuple[Direction, int], Any] = {}
-        self._digests: dict[int, bytes] = {}
         self.rewritten: set[int] = set()
+        self.unchecked: dict[tuple[Direction, int], Any] = {}
+        self._layout = engine.layout
+        self._read = read
+        self._digests: dict[int, bytes] = {}
+        submit, poll = engine.submit, engine.poll
+
+        def submit_and_note(job: SwapJob) -> None:
+            delay(engine, job.direction)
+            submit(job)
+            self.unchecked[job.direction, job.job_id] = job.pairs.copy()
+
+        def poll_and_check() -> list[Completion]:
+            completions = poll()
+            for done in completions:
+                self._check(done)
+            return completions
+
+        def load_now(pairs: object) -> None:
+            raise AssertionError("no copy fails here")
+
+        watched: Any = engine
+        watched.submit, watched.poll = submit_and_note, poll_and_check
+        watched.load_now = load_now
 
     def expect_rewritten(self, jobs: Sequence[LoadJob]) -> None:
         """Learn to which blocks of these loads a forward will write before they are looked at."""
@@ -86,71 +103,27 @@ class DigestingEngine(SwapEngine):
             if job.whole and job.synchronous and not job.incomplete
         )
 
-    @property
-    def _state(self) -> Any:
-        return self.inner._state  # type: ignore[attr-defined]
-
-    def submit(self, job: SwapJob) -> None:
-        self._delay(self.inner, job.direction)
-        self.inner.submit(job)
-        self._jobs[job.direction, job.job_id] = job.pairs.copy()
-
-    def poll(self) -> list[Completion]:
-        completions = self.inner.poll()
-        for done in completions:
-            pairs = self._jobs.pop((done.direction, done.job_id))
-            assert done.error is None, done.error
-            for block, slot in pairs.tolist():
-                digest = self._digest(block)
-                if done.direction is Direction.STORE:
-                    self._digests[slot] = digest
-                elif block in self.rewritten:
-                    self.rewritten.discard(block)
-                else:
-                    assert digest == self._digests[slot], (
-                        f"load job {done.job_id}: block {block} is not what was stored in slot "
-                        f"{slot}"
-                    )
-            self.checked[done.direction.value] += len(pairs)
-        return completions
+    def _check(self, done: Completion) -> None:
+        pairs = self.unchecked.pop((done.direction, done.job_id))
+        assert done.error is None, done.error
+        for block, slot in pairs.tolist():
+            digest = self._digest(block)
+            if done.direction is Direction.STORE:
+                self._digests[slot] = digest
+            elif block in self.rewritten:
+                self.rewritten.discard(block)
+            else:
+                assert digest == self._digests[slot], (
+                    f"load job {done.job_id}: block {block} is not what was stored in slot {slot}"
+                )
+        self.checked[done.direction.value] += len(pairs)
 
     def _digest(self, block: int) -> bytes:
         digest = hashlib.blake2b(digest_size=16)
-        for region in self.layout.regions:
+        for region in self._layout.regions:
             address = region.address + block * region.block_stride_bytes
             digest.update(self._read(address, region.page_bytes))
         return digest.digest()
-
-    def wait(self, timeout_seconds: float) -> bool:
-        return self.inner.wait(timeout_seconds)
-
-    def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
-        self.inner.set_waves(waves)
-
-    def await_loads(self) -> None:
-        self.inner.await_loads()
-
-    def await_wave(self, wave: int) -> None:
-        self.inner.await_wave(wave)
-
-    def load_now(self, pairs: NDArray[np.int32]) -> None:
-        raise AssertionError("no copy fails here")
-
-    def fence_loads(self) -> None:
-        self.inner.fence_loads()
-
-    def zero_blocks(self, blocks: Sequence[int]) -> None:
-        self.inner.zero_blocks(blocks)
-
-    def close(self, timeout_seconds: float = 30.0) -> None:
-        self.inner.close(timeout_seconds)
-
-    def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
-        return self.inner.keep_alive(objects)
-
-    @property
-    def in_flight(self) -> int:
-        return self.inner.in_flight
 
 
 def read_device(address: int, nbytes: int) -> bytes:
@@ -163,25 +136,25 @@ def read_device(address: int, nbytes: int) -> bytes:
 
 
 @contextmanager
-def digesting(chance: random.Random) -> Iterator[list[DigestingEngine]]:
+def digesting(chance: random.Random) -> Iterator[list[Digests]]:
     """Have the engine that starts here check digests, with copies of random slowness."""
-    made: list[DigestingEngine] = []
+    made: list[Digests] = []
 
-    def delay_on_device(inner: Any, direction: Direction) -> None:
+    def delay_on_device(engine: Any, direction: Direction) -> None:
         import torch
 
         if chance.random() < 0.3:
-            lane = inner._state.lanes[direction]
+            lane = engine._state.lanes[direction]
             with torch.cuda.stream(lane.stream.stream):
                 torch.cuda._sleep(chance.randrange(20_000_000))  # up to 10 ms at 2 GHz
 
-    def create(kind: Any, *arguments: Any, **more: Any) -> DigestingEngine:
-        inner = create_engine(kind, *arguments, **more)
+    def create(kind: Any, *arguments: Any, **more: Any) -> SwapEngine:
+        engine = create_engine(kind, *arguments, **more)
         if kind == "cuda":
-            made.append(DigestingEngine(inner, read_device, delay_on_device))
+            made.append(Digests(engine, read_device, delay_on_device))
         else:
-            made.append(DigestingEngine(inner, ctypes.string_at, lambda *_: None))
-        return made[-1]
+            made.append(Digests(engine, ctypes.string_at, lambda *_: None))
+        return engine
 
     start = OffloadWorker.start_copies
 
@@ -273,13 +246,6 @@ class Soak:
         self.happened: Counter[str] = Counter()
         self._steps_since_finish = 0
         self._last_finish = time.monotonic()
-        preempt = running.scheduler._preempt_request
-
-        def count_and_preempt(*arguments: Any, **more: Any) -> Any:
-            self.happened["preempted"] += 1
-            return preempt(*arguments, **more)
-
-        running.scheduler._preempt_request = count_and_preempt
 
     def act(self) -> None:
         """Do one random thing."""
@@ -299,12 +265,7 @@ class Soak:
         tokens = self.chance.randint(1, MAX_TOKENS)
         self.happened["added"] += 1
         self.live[request_id] = (question, tokens)
-        self.engine.llm.llm_engine.add_request(
-            request_id,
-            {"prompt_token_ids": question.prompt},
-            greedy(tokens),
-            priority=self.chance.randrange(4),
-        )
+        self.engine.add(request_id, question.prompt, tokens, self.chance.randrange(4))
 
     def abort(self, request_id: str) -> None:
         del self.live[request_id]
@@ -400,7 +361,7 @@ def soak(
             def result() -> dict[str, Any]:
                 checked = {f"digests_{way}": count for way, count in digests.checked.items()}
                 totals = {name: int(value) for name, value in running.totals.items()}
-                return {**run.happened, **checked, **totals}
+                return {**run.happened, "preempted": running.preemptions, **checked, **totals}
 
             until = time.monotonic() + seconds
             while time.monotonic() < until:
@@ -412,7 +373,7 @@ def soak(
             run.finish()
             run.happened["asynchronous"] = running.core.batch_queue is not None
             found = result()
-    assert not digests._jobs
+    assert not digests.unchecked
     return found
 
 

@@ -20,6 +20,7 @@ from tests.engine.harness import (
     Engine,
     draft_head,
     engine,
+    offloading,
     random_tokens,
 )
 
@@ -66,15 +67,6 @@ def digests(running: Engine, without: Collection[int] = ()) -> dict[bytes, list[
     return found
 
 
-def reload(running: Engine) -> None:
-    """Leave nothing but host memory to serve."""
-    running.settle()
-    running.reset_gpu_cache()
-    running.totals.clear()
-    for tensor in running.rank.transfer._state.keep_alive:
-        tensor.fill_(1.5)
-
-
 @pytest.mark.parametrize(
     ("method", "budget"), [("eagle", 2048), ("eagle", 48), ("draft_model", 48)]
 )
@@ -100,7 +92,7 @@ def test_blocks_of_a_drafter_are_stored_and_served_again(
         expected_drafts_after = drafts.take()
         assert plain.cached_tokens == [BLOCK_TOKENS * served]
         expected_digests = sorted(digests(plain).values())  # each engine draws keys of its own
-    with engine(model_folder, "llama", {}, **arguments) as ours:
+    with offloading(model_folder, "llama", **arguments) as ours:
         drafts = Drafts(ours)
         assert ours.generate([PROMPT], max_tokens=80) == [expected]
         checked, accepted = drafts.take()
@@ -108,8 +100,7 @@ def test_blocks_of_a_drafter_are_stored_and_served_again(
         assert accepted > 0
         assert accepted < checked or method == "draft_model"
         stored = digests(ours)
-        reload(ours)
-        assert ours.generate([follow_up], max_tokens=40) == expected_after
+        assert ours.reload([follow_up], max_tokens=40) == expected_after
         assert drafts.take() == expected_drafts_after
         # The last token that was sampled was never an input: 8 blocks are stored. Of the eighth
         # the last token's KV in a head may not fit what follows, so it is computed.
@@ -121,16 +112,15 @@ def test_blocks_of_a_drafter_are_stored_and_served_again(
         assert sorted(found.values()) == expected_digests
 
         checked, accepted = expected_drafts_after
-        reload(ours)
+        ours.forget()
         corrupt(ours, kv_layers(ours)[MODEL_LAYERS:])
         assert ours.generate([follow_up], max_tokens=40) == expected_after
         checked_then, accepted_then = drafts.take()
         assert accepted_then / checked_then < accepted / checked / 2
         assert sorted(digests(ours).values()) != expected_digests
-        reload(ours)
+        ours.forget()
         corrupt(ours, kv_layers(ours)[:MODEL_LAYERS])
         assert ours.generate([follow_up], max_tokens=40) != expected_after
-        ours.assert_nothing_left()
 
 
 @pytest.mark.parametrize("drops", [True, False], ids=["dropped", "control: kept"])
@@ -147,15 +137,13 @@ def test_the_last_block_of_a_hit_is_computed_for_the_token_that_follows(
     with engine(model_folder, "llama", speculative_config=head) as plain:
         expected = plain.generate([second])
         expected_pages = by_model_pages(plain)
-    with engine(model_folder, "llama", {}, speculative_config=head) as ours:
+    with offloading(model_folder, "llama", speculative_config=head) as ours:
         ours.generate([first])
-        reload(ours)
-        assert ours.generate([second]) == expected
+        assert ours.reload([second]) == expected
         assert ours.blocks_loaded() == (3 if drops else 4)
         pages = by_model_pages(ours)
         assert pages.keys() == expected_pages.keys()
         assert (pages == expected_pages) == drops
-        ours.assert_nothing_left()
 
 
 def by_model_pages(running: Engine) -> dict[tuple[str, ...], tuple[str, ...]]:
@@ -169,11 +157,10 @@ def test_a_block_that_the_engine_dropped_comes_from_host_memory(
 ) -> None:
     """The engine knows four blocks, the last as it is in front of another token, and drops it."""
     other_end = [*PROMPT[: 4 * BLOCK_TOKENS], PROMPT[4 * BLOCK_TOKENS] ^ 1]
-    with engine(model_folder, "llama", {}, speculative_config=head) as ours:
+    with offloading(model_folder, "llama", speculative_config=head) as ours:
         expected = ours.generate([PROMPT])
         stored = digests(ours)
-        reload(ours)
-        ours.generate([other_end], max_tokens=1)
+        ours.reload([other_end], max_tokens=1)
         assert ours.blocks_loaded() == 3
         there = digests(ours)
         (other,) = (key for key, pages in there.items() if pages != stored[key])
@@ -185,4 +172,3 @@ def test_a_block_that_the_engine_dropped_comes_from_host_memory(
         found = digests(ours, without=blocks_before)
         assert other in found
         assert found == {key: stored[key] for key in found}
-        ours.assert_nothing_left()

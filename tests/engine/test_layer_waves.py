@@ -13,57 +13,38 @@ from kv_swap.engine import Direction, SwapJob
 
 from kv_offload.engines.vllm.connector import KVOffloadConnector
 from kv_offload.engines.vllm.runner import VLLMRank
-from tests.engine.harness import Copies, Engine, Tokens, engine, prompts_with_shared_prefix
-from tests.support import small_models
+from tests.engine.copies import Copies
+from tests.engine.harness import (
+    Engine,
+    Tokens,
+    offloading,
+    plain_answers,
+    prompts_with_shared_prefix,
+)
 
 PROMPTS = prompts_with_shared_prefix(seed=41)
+KIND = "qwen3_deep"
 LAYERS = 4
 SKIPPED = "model.layers.2.self_attn.attn"
 
 
 @pytest.fixture(autouse=True)
-def deep_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of four layers, of which every load comes in waves, however small."""
-
-    def deep() -> Any:
-        config = small_models.qwen3()
-        config.num_hidden_layers = LAYERS
-        config.layer_types = ["full_attention"] * LAYERS
-        return config
-
-    monkeypatch.setitem(small_models.MODELS, "deep", deep)
+def loads_come_in_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small they are."""
     monkeypatch.setattr("kv_offload.worker.synchronous_loads.WAVES_FROM_BYTES", 0)
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, list[Tokens]]:
-    return {}
-
-
-def ask(running: Engine, prompts: int = len(PROMPTS)) -> list[Tokens]:
-    return [running.generate([prompt])[0] for prompt in PROMPTS[:prompts]]
-
-
-def plain_answers(models: Path, known: dict[str, list[Tokens]]) -> list[Tokens]:
-    if not known:
-        with engine(models, "deep") as plain:
-            known["deep"] = ask(plain)
-    return known["deep"]
+@pytest.fixture
+def answers(model_folder: Path) -> list[Tokens]:
+    return plain_answers(model_folder, PROMPTS, KIND, one_by_one=True)
 
 
 @contextmanager
-def offloading(models: Path, **arguments: Any) -> Iterator[Engine]:
-    with engine(models, "deep", {}, synchronous_loads=True, **arguments) as running:
-        yield running
-
-
-def forget(running: Engine) -> None:
-    """Leave host memory as the only place with anything of the prompts."""
-    running.settle()
-    running.reset_gpu_cache()
-    running.totals.clear()
-    for tensor in running.rank.transfer._state.keep_alive:
-        tensor.fill_(50.0)
+def started(models: Path, answers: list[Tokens], **arguments: Any) -> Iterator[Engine]:
+    """Yield an engine that has stored the prompts and knows which layers it waits in."""
+    with offloading(models, KIND, synchronous_loads=True, **arguments) as ours:
+        assert ours.generate_each(PROMPTS) == answers
+        yield ours
 
 
 def watch(running: Engine) -> tuple[list[SwapJob], list[int]]:
@@ -86,12 +67,12 @@ def watch(running: Engine) -> tuple[list[SwapJob], list[int]]:
     return jobs, awaited
 
 
-def skip_calls(monkeypatch: pytest.MonkeyPatch, layer: str) -> None:
-    """Have a layer read its KV without a call, as layers that are no attention do."""
+def skip_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `SKIPPED` read its KV without a call, as layers that are no attention do."""
     original: Callable[[Any, str], None] = KVOffloadConnector.wait_for_layer_load
 
     def called(self: Any, layer_name: str) -> None:
-        if layer_name != layer:
+        if layer_name != SKIPPED:
             original(self, layer_name)
 
     monkeypatch.setattr(KVOffloadConnector, "wait_for_layer_load", called)
@@ -99,58 +80,46 @@ def skip_calls(monkeypatch: pytest.MonkeyPatch, layer: str) -> None:
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_layers_wait_for_their_waves(
-    model_folder: Path, expected: dict[str, list[Tokens]], async_scheduling: bool
+    model_folder: Path, answers: list[Tokens], async_scheduling: bool
 ) -> None:
-    answers = plain_answers(model_folder, expected)
-    with offloading(model_folder, async_scheduling=async_scheduling) as ours:
-        assert ask(ours) == answers
+    with started(model_folder, answers, async_scheduling=async_scheduling) as ours:
         cut = ours.rank.waves.cut
         assert len(cut.waves) == LAYERS
         assert sorted(cut.wave_of.values()) == [1, 2, 3]
         jobs, awaited = watch(ours)
         for _ in range(2):
-            forget(ours)
             jobs.clear()
             awaited.clear()
-            assert ask(ours) == answers
-            assert ours.blocks_loaded() > 0
+            assert ours.reload(PROMPTS, one_by_one=True) == answers
             assert ours.totals["failed_loads"] == 0
             assert jobs
             assert all(job.in_waves for job in jobs)
             # Each forward asks before it, once a layer, and at the end of the step.
             assert awaited == [0, 0, 1, 2, 3, 3] * len(jobs)
-        ours.assert_nothing_left()
 
 
 def test_where_a_graph_is_replayed_whole_loads_stop_coming_in_waves(
-    model_folder: Path, expected: dict[str, list[Tokens]], monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, answers: list[Tokens], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = plain_answers(model_folder, expected)
-    with offloading(model_folder) as ours:
-        assert ask(ours) == answers
+    with started(model_folder, answers) as ours:
         jobs, awaited = watch(ours)
         known = VLLMRank.forward_with_layer_calls
         for layers_call, in_waves in ((False, True), (False, False), (True, False), (True, True)):
             find = known if layers_call else lambda _: None
             monkeypatch.setattr(VLLMRank, "forward_with_layer_calls", find)
-            forget(ours)
             jobs.clear()
             awaited.clear()
-            assert ask(ours, 1) == answers[:1]
+            assert ours.reload(PROMPTS[:1]) == answers[:1]
             assert [job.in_waves for job in jobs] == [in_waves]
             assert bool(awaited) == (layers_call and in_waves)
             assert ours.totals["failed_loads"] == 0
-        ours.assert_nothing_left()
 
 
 def test_a_layer_that_does_not_wait_gives_other_tokens(
-    model_folder: Path, expected: dict[str, list[Tokens]]
+    model_folder: Path, answers: list[Tokens]
 ) -> None:
     """The control: what the engine on the CPU does not wait for is not there."""
-    answers = plain_answers(model_folder, expected)
-    with offloading(model_folder) as ours:
-        assert ask(ours) == answers
-        forget(ours)
+    with started(model_folder, answers) as ours:
         await_wave, skipped = ours.rank.transfer.await_wave, ours.rank.waves.cut.wave_of[SKIPPED]
 
         def careless(wave: int) -> None:
@@ -159,71 +128,56 @@ def test_a_layer_that_does_not_wait_gives_other_tokens(
 
         # The last wave brings the third with it, but only after the third layer.
         ours.rank.transfer.await_wave = careless
-        wrong = ask(ours)
-        assert ours.blocks_loaded() > 0
+        wrong = ours.reload(PROMPTS, one_by_one=True)
         assert wrong[0] != answers[0], "the first prompt loads what all of them share"
-        ours.assert_nothing_left()
 
 
 def test_a_layer_that_stops_calling_ends_the_request_and_waves(
     model_folder: Path,
-    expected: dict[str, list[Tokens]],
+    answers: list[Tokens],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    answers = plain_answers(model_folder, expected)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with offloading(model_folder) as ours:
-        assert ask(ours) == answers
-        forget(ours)
-        skip_calls(monkeypatch, SKIPPED)
+    with started(model_folder, answers) as ours:
+        ours.forget()
+        skip_calls(monkeypatch)
         ours.add("reads too early", PROMPTS[0])
         ended = ours.run()["reads too early"].outputs[0]
         assert (ended.finish_reason, ended.token_ids) == ("error", [])
         assert ours.totals["lost_requests"] == 1
-        assert ask(ours) == answers, "nothing that was computed then is served"
+        assert ours.generate_each(PROMPTS) == answers, "nothing that was computed then is served"
         errors = {r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR}
         (error,) = (message for message in errors if "kv-offload" in message)
         assert f"1 layers, {SKIPPED} first, did not call the connector" in error
-        forget(ours)
         jobs, _ = watch(ours)
-        assert ask(ours) == answers
+        assert ours.reload(PROMPTS, one_by_one=True) == answers
         assert jobs
         assert not any(job.in_waves for job in jobs)
-        assert ours.blocks_loaded() > 0
         assert ours.totals["lost_requests"] == 0
-        ours.assert_nothing_left()
 
 
 def test_what_layers_without_calls_read_comes_first(
-    model_folder: Path, expected: dict[str, list[Tokens]], monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, answers: list[Tokens], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = plain_answers(model_folder, expected)
-    skip_calls(monkeypatch, SKIPPED)
-    with offloading(model_folder) as ours:
-        assert ask(ours) == answers
+    skip_calls(monkeypatch)
+    with started(model_folder, answers) as ours:
         cut, layout = ours.rank.waves.cut, ours.rank.transfer.layout
         assert SKIPPED not in cut.wave_of
         assert len(cut.wave_of) == LAYERS - 2
         first = set().union(*(layout.regions[region].tensors for region in cut.waves[0]))
         assert first == {"model.layers.0.self_attn.attn", SKIPPED}
-        forget(ours)
         jobs, _ = watch(ours)
-        assert ask(ours) == answers
+        assert ours.reload(PROMPTS, one_by_one=True) == answers
         assert jobs
         assert all(job.in_waves for job in jobs)
-        assert ours.blocks_loaded() > 0
         assert ours.totals["failed_loads"] == 0
-        ours.assert_nothing_left()
 
 
 def test_a_wave_that_fails_is_made_good_before_its_layer(
-    model_folder: Path, expected: dict[str, list[Tokens]], copies: Copies
+    model_folder: Path, answers: list[Tokens], copies: Copies
 ) -> None:
-    answers = plain_answers(model_folder, expected)
-    with offloading(model_folder) as ours:
-        assert ask(ours) == answers
-        forget(ours)
+    with started(model_folder, answers) as ours:
         await_wave = ours.rank.transfer.await_wave
 
         def failing(wave: int) -> None:
@@ -232,12 +186,8 @@ def test_a_wave_that_fails_is_made_good_before_its_layer(
             await_wave(wave)
 
         ours.rank.transfer.await_wave = failing
-        assert ask(ours) == answers
-        assert ours.blocks_loaded() > 0
+        assert ours.reload(PROMPTS, one_by_one=True) == answers
         assert ours.totals["repaired_loads"] == len(PROMPTS)
         copies.release()
         ours.rank.transfer.await_wave = await_wave
-        forget(ours)
-        assert ask(ours) == answers
-        assert ours.blocks_loaded() > 0
-        ours.assert_nothing_left()
+        assert ours.reload(PROMPTS, one_by_one=True) == answers

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kv_swap.engine import Completion, Direction
 
-from tests.engine.harness import BLOCK_TOKENS, engine, random_tokens
+from tests.engine.harness import BLOCK_TOKENS, offloading, plain_answers, random_tokens
 
 PROMPTS = [random_tokens(400 + index, seed=70 + index) for index in range(4)]
 STORED_TOKENS = 400 // BLOCK_TOKENS * BLOCK_TOKENS
@@ -16,23 +16,14 @@ FAST, SLOW = 1e15, 1.0
 """Bytes per second of the link: on any machine far faster, and far slower, than computing."""
 
 
-@pytest.fixture(scope="module")
-def expected(model_folder: Path) -> list[list[int]]:
-    """The answers of an engine without the plugin."""
-    with engine(model_folder) as plain:
-        return [plain.generate([prompt])[0] for prompt in PROMPTS]
-
-
 @pytest.mark.parametrize("synchronous", [False, True], ids=["asynchronous", "synchronous"])
 def test_what_is_sooner_is_done_and_the_tokens_stay_the_same(
-    model_folder: Path,
-    expected: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    synchronous: bool,
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, synchronous: bool
 ) -> None:
+    expected = plain_answers(model_folder, PROMPTS, one_by_one=True)
     monkeypatch.setattr("kv_offload.worker.copies.MEASURED_BYTES", 1)
-    with engine(model_folder, plugin={}, synchronous_loads=synchronous) as offloading:
-        speed, poll = FAST, offloading.rank.transfer.poll
+    with offloading(model_folder, synchronous_loads=synchronous) as ours:
+        speed, poll = FAST, ours.rank.transfer.poll
 
         def timed_poll() -> list[Completion]:
             """Tell of loads as if the link had the speed of the moment."""
@@ -43,27 +34,25 @@ def test_what_is_sooner_is_done_and_the_tokens_stay_the_same(
                 for done in poll()
             ]
 
-        offloading.rank.transfer.poll = timed_poll
+        ours.rank.transfer.poll = timed_poll
 
         def serve() -> int:
             """Serve all prompts, one by one; return how many blocks were loaded for them."""
-            before = offloading.blocks_loaded()
-            offloading.reset_gpu_cache()
-            assert [offloading.generate([prompt])[0] for prompt in PROMPTS] == expected
-            return offloading.blocks_loaded() - before
+            ours.forget()
+            assert ours.generate_each(PROMPTS) == expected
+            return ours.blocks_loaded()
 
         serve()
         assert serve() == len(PROMPTS) * STORED_TOKENS // BLOCK_TOKENS
-        assert offloading.totals["recomputed_tokens"] == 0
-        watch = offloading.offload.watch
+        assert ours.totals["recomputed_tokens"] == 0
+        watch = ours.offload.watch
         assert watch.prefill_rate.tokens_per_second is not None
         assert watch.load_rate.measured_bytes_per_second is not None
         speed = SLOW
         for _ in range(6):
-            if not offloading.totals["recomputed_tokens"]:
-                serve()  # until most loads that are remembered were slow ones
-        offloading.slots[:] ^= 0x40  # what is computed does not care
-        offloading.totals["recomputed_tokens"] = 0
+            serve()
+            if ours.totals["recomputed_tokens"]:
+                break  # most loads that are remembered were slow ones
+        ours.slots[:] ^= 0x40  # what is computed does not care
         assert serve() == 0
-        assert offloading.totals["recomputed_tokens"] == len(PROMPTS) * STORED_TOKENS
-        offloading.assert_nothing_left()
+        assert ours.totals["recomputed_tokens"] == len(PROMPTS) * STORED_TOKENS

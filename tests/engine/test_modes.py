@@ -15,10 +15,10 @@ from vllm.lora.request import LoRARequest
 
 from tests.engine.harness import (
     BLOCK_TOKENS,
-    Engine,
-    Tokens,
+    Drafts,
     engine,
-    greedy,
+    offloading,
+    plain_answers,
     prompts_with_shared_prefix,
     random_tokens,
 )
@@ -26,13 +26,6 @@ from tests.engine.harness import (
 PROMPTS = prompts_with_shared_prefix()
 REPEATING = random_tokens(40, seed=31) * 6
 """A text that an n-gram drafter continues with what it has seen."""
-
-
-def reload(running: Engine) -> None:
-    """Forget what the engine has itself, so that host memory must serve."""
-    running.settle()
-    running.reset_gpu_cache()
-    running.totals.clear()
 
 
 # -- drafts from the text ----------------------------------------------------------------------
@@ -55,69 +48,43 @@ def interpreted_numba(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("interpreted_numba")
 def test_drafts_from_the_text(model_folder: Path) -> None:
     """Blocks that were decoded with drafts, accepted and rejected, are stored and served again."""
-    with engine(model_folder) as plain:
-        (expected,) = plain.generate([REPEATING], max_tokens=80)
-        follow_up = [*REPEATING, *expected, 7]
-        (expected_after,) = plain.generate([follow_up])
-    drafts = {
+    (expected,) = plain_answers(model_folder, [REPEATING], max_tokens=80)
+    follow_up = [*REPEATING, *expected, 7]
+    expected_after = plain_answers(model_folder, [follow_up])
+    config = {
         "method": "ngram",
         "num_speculative_tokens": 3,
         "prompt_lookup_min": 1,
         "prompt_lookup_max": 4,
     }
-    with engine(model_folder, plugin={}, speculative_config=drafts) as ours:
-        steps = count_steps(ours)
+    with offloading(model_folder, speculative_config=config) as ours:
+        drafts = Drafts(ours)
         assert ours.generate([REPEATING], max_tokens=80) == [expected]
-        assert steps["drafts"] > 20
-        reload(ours)
-        assert ours.generate([follow_up]) == [expected_after]
+        checked, accepted = drafts.take()
+        assert checked > 20
+        assert 0 < accepted < checked
+        assert ours.reload([follow_up]) == expected_after
         # The last token that was sampled was never an input.
         computed = len(REPEATING) + len(expected) - 1
         assert ours.blocks_loaded() == computed // BLOCK_TOKENS
-        reload(ours)
-        ours.slots[:] ^= 0x40
-        assert ours.generate([follow_up]) != [expected_after]
-        ours.assert_nothing_left()
-
-
-def count_steps(running: Engine) -> dict[str, int]:
-    """Count the draft tokens that the scheduler has the model check from now on."""
-    counted = {"drafts": 0}
-    schedule = running.scheduler.schedule
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
-        counted["drafts"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
-        return output
-
-    running.scheduler.schedule = counting
-    return counted
+        assert ours.reload([follow_up], corrupted=True) != expected_after
 
 
 # -- what may be shared ------------------------------------------------------------------------
 
 
 def test_salts_share_nothing(model_folder: Path) -> None:
-    prompt = random_tokens(200, seed=32)
-
-    def ask(running: Engine, salt: str) -> int:
-        (output,) = running.llm.generate(
-            [{"prompt_token_ids": prompt, "cache_salt": salt}], greedy(4), use_tqdm=False
-        )
-        answers.append(list(output.outputs[0].token_ids))
-        return int(output.num_cached_tokens)
-
-    answers: list[Tokens] = []
-    with engine(model_folder, plugin={}) as ours:
-        assert ask(ours, "one") == 0
-        reload(ours)
-        assert ask(ours, "two") == 0
+    prompts = [random_tokens(200, seed=32)]
+    with offloading(model_folder) as ours:
+        answers = ours.generate(prompts, cache_salt="one")
+        assert ours.cached_tokens == [0]
+        ours.forget()
+        assert ours.generate(prompts, cache_salt="two") == answers
+        assert ours.cached_tokens == [0]
         assert ours.blocks_loaded() == 0
-        reload(ours)
-        assert ask(ours, "one") == 192
+        assert ours.reload(prompts, cache_salt="one") == answers
+        assert ours.cached_tokens == [192]
         assert ours.blocks_loaded() == 6
-        assert answers[0] == answers[1] == answers[2]
-        ours.assert_nothing_left()
 
 
 def write_adapter(folder: Path) -> Path:
@@ -143,31 +110,24 @@ def write_adapter(folder: Path) -> Path:
 
 
 def test_an_adapter_shares_nothing_with_its_base(model_folder: Path, tmp_path: Path) -> None:
-    prompt = random_tokens(200, seed=33)
+    prompts = [random_tokens(200, seed=33)]
     adapter = LoRARequest("adapter", 1, str(write_adapter(tmp_path / "adapter")))
-
-    def ask(running: Engine, lora: LoRARequest | None) -> tuple[Tokens, int]:
-        (output,) = running.llm.generate(
-            [{"prompt_token_ids": prompt}], greedy(8), use_tqdm=False, lora_request=lora
-        )
-        return list(output.outputs[0].token_ids), int(output.num_cached_tokens)
-
     lora = {"enable_lora": True, "max_lora_rank": 8}
     with engine(model_folder, **lora) as plain:
-        expected = {name: ask(plain, name and adapter)[0] for name in (None, "adapter")}
-    assert expected[None] != expected["adapter"]
-    with engine(model_folder, plugin={}, **lora) as ours:
-        assert ask(ours, None) == (expected[None], 0)
-        reload(ours)
-        assert ask(ours, adapter) == (expected["adapter"], 0)
-        for name in (None, "adapter"):
-            reload(ours)
-            assert ask(ours, name and adapter) == (expected[name], 192)
+        of_base = plain.generate(prompts)
+        of_adapter = plain.generate(prompts, lora_request=adapter)
+    assert of_base != of_adapter
+    with offloading(model_folder, **lora) as ours:
+        assert ours.generate(prompts) == of_base
+        assert ours.cached_tokens == [0]
+        ours.forget()
+        assert ours.generate(prompts, lora_request=adapter) == of_adapter
+        assert ours.cached_tokens == [0]
+        for request, expected in ((None, of_base), (adapter, of_adapter)):
+            assert ours.reload(prompts, lora_request=request) == expected
+            assert ours.cached_tokens == [192]
             assert ours.blocks_loaded() == 6
-        reload(ours)
-        ours.slots[:] ^= 0x40
-        assert ask(ours, adapter)[0] != expected["adapter"]
-        ours.assert_nothing_left()
+        assert ours.reload(prompts, lora_request=adapter, corrupted=True) != of_adapter
 
 
 # -- scheduling --------------------------------------------------------------------------------
@@ -184,41 +144,24 @@ def test_an_adapter_shares_nothing_with_its_base(model_folder: Path, tmp_path: P
     ids=["synchronous", "asynchronous", "priority", "whole prompts"],
 )
 def test_ways_of_scheduling(model_folder: Path, arguments: dict[str, Any]) -> None:
-    with engine(model_folder) as plain:
-        expected = plain.generate(PROMPTS)
-    with engine(model_folder, plugin={}, **arguments) as ours:
+    expected = plain_answers(model_folder, PROMPTS)
+    with offloading(model_folder, **arguments) as ours:
         assert ours.generate(PROMPTS) == expected
-        reload(ours)
-        assert ours.generate(PROMPTS) == expected
-        assert ours.blocks_loaded() > 0
-        ours.assert_nothing_left()
+        assert ours.reload(PROMPTS) == expected
 
 
 def test_an_urgent_request_takes_blocks_of_one_that_stores(model_folder: Path) -> None:
     """The one that came first is preempted; both answers stay right."""
-    slow, urgent = random_tokens(230, seed=34), random_tokens(230, seed=35)
-    with engine(model_folder) as plain:
-        expected = [plain.generate([prompt], max_tokens=130)[0] for prompt in (slow, urgent)]
+    prompts = [random_tokens(230, seed=seed) for seed in (34, 35)]
+    expected = plain_answers(model_folder, prompts, max_tokens=130, one_by_one=True)
     arguments = {"scheduling_policy": "priority", "blocks": 17, "max_model_len": 480}
-    with engine(model_folder, plugin={}, **arguments) as ours:
-        add(ours, "slow", slow, 130, priority=5)
+    with offloading(model_folder, **arguments) as ours:
+        ours.add("slow", prompts[0], 130, priority=5)
         for _ in range(6):
             ours.step()
-        add(ours, "urgent", urgent, 130, priority=0)
-        preemptions = 0
-        finished: dict[str, Any] = {}
-        while ours.llm.llm_engine.has_unfinished_requests():
-            finished.update(ours.step())
-            running = ours.scheduler.requests.values()
-            preemptions = max([preemptions, *(r.num_preemptions for r in running)])
-        assert preemptions > 0
+        ours.add("urgent", prompts[1], 130, priority=0)
+        finished = ours.run()
+        assert ours.preemptions > 0
         tokens = [list(finished[name].outputs[0].token_ids) for name in ("slow", "urgent")]
         assert tokens == expected
         assert ours.blocks_loaded() > 0, "the preempted request came back from host memory"
-        ours.assert_nothing_left()
-
-
-def add(running: Engine, name: str, prompt: Tokens, max_tokens: int, priority: int) -> None:
-    running.llm.llm_engine.add_request(
-        name, {"prompt_token_ids": prompt}, greedy(max_tokens), priority=priority
-    )

@@ -6,17 +6,94 @@ plugin hear nothing of the change, and must give other tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from kv_offload.scheduler.contents import Contents
-from tests.engine.harness import BLOCK_TOKENS, Engine, Tokens, engine, random_tokens
-from tests.engine.weight_updates import WAYS, Weights, by_hand, write_new_weights
+from tests.engine.harness import (
+    BLOCK_TOKENS,
+    Engine,
+    Tokens,
+    offloading,
+    plain_answers,
+    random_tokens,
+)
+from tests.support.small_models import write_model
 
 PROMPT = random_tokens(10 * BLOCK_TOKENS + 1, seed=11)
+CHANGED = ("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight")
+"""Weights that the CPU engine uses as they were loaded, and on which all KV depends."""
+
+Weights = list[tuple[str, torch.Tensor]]
+Way = Callable[[Engine, Weights], None]
+
+
+def write_new_weights(models: Path) -> tuple[Path, Weights]:
+    """Write the small model with other weights; return its folder and what is other."""
+    old = write_model("qwen3", models / "qwen3")
+    folder = models / "new" / "qwen3"
+    shutil.copytree(old, folder, dirs_exist_ok=True)
+    weights = load_file(old / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    changed = [(name, weights[name].clone()) for name in CHANGED]
+    for name, weight in changed:
+        weight += torch.randn(weight.shape, generator=generator) * weight.std().clamp(min=0.3)
+        weights[name] = weight
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, changed
+
+
+# -- ways in which trainers give a running engine new weights ----------------------------------
+
+
+def give(model: Any, weights: Weights) -> None:
+    """Give a model weights as a broadcast into its tensors does: nobody can notice."""
+    type(model).load_weights(model, iter(weights))
+
+
+class UpdateNamedParam:
+    """The worker extension of TRL's server, with its method's name."""
+
+    def update_named_param(self, name: str, weight: torch.Tensor) -> None:
+        give(self.model_runner.model, [(name, weight)])  # type: ignore[attr-defined]
+
+
+def by_name(engine: Engine, weights: Weights) -> None:
+    for name, weight in weights:
+        engine.llm.collective_rpc("update_named_param", args=(name, weight))
+
+
+def by_function(engine: Engine, weights: Weights) -> None:
+    engine.llm.collective_rpc(lambda worker: give(worker.model_runner.model, weights))
+
+
+def by_apply_model(engine: Engine, weights: Weights) -> None:
+    engine.llm.apply_model(lambda model: give(model, weights))
+
+
+def by_hand(engine: Engine, weights: Weights) -> None:
+    """As TRL does where the engine lives in the trainer's process."""
+    executor = engine.llm.llm_engine.model_executor
+    for weight in weights:
+        executor.driver_worker.model_runner.model.load_weights([weight])
+
+
+WAYS = {
+    "a method of a worker extension": by_name,
+    "a function": by_function,
+    "apply_model": by_apply_model,
+    "load_weights of the model": by_hand,
+}
+all_ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+# -- what is served then -----------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -29,81 +106,61 @@ class Case(NamedTuple):
 def case(model_folder: Path) -> Case:
     """The new weights, and what engines without the plugin answer with the old and with these."""
     folder, weights = write_new_weights(model_folder)
-    answers = []
-    for models in (model_folder, folder.parent):
-        with engine(models) as plain:
-            answers.append(plain.generate([PROMPT]))
-    assert answers[0] != answers[1]
-    return Case(weights, *answers)
+    old, new = (plain_answers(models, [PROMPT]) for models in (model_folder, folder.parent))
+    assert old != new
+    return Case(weights, old, new)
 
 
 @pytest.fixture
-def offloading(model_folder: Path, case: Case) -> Iterator[Engine]:
+def ours(model_folder: Path, case: Case) -> Iterator[Engine]:
     """An engine with the old weights that has served the prompt from host memory."""
-    with engine(
-        model_folder,
-        plugin={},
-        worker_extension_cls="tests.engine.weight_updates.UpdateNamedParam",
-    ) as running:
+    extension = "tests.engine.test_new_weights.UpdateNamedParam"
+    with offloading(model_folder, worker_extension_cls=extension) as running:
         assert running.generate([PROMPT]) == case.old
-        running.reset_gpu_cache()
-        assert running.generate([PROMPT]) == case.old
+        assert running.reload([PROMPT]) == case.old
         assert running.blocks_loaded() == 10
-        running.reset_gpu_cache()
+        running.forget()
         yield running
 
 
-def assert_new_weights_are_served(offloading: Engine, case: Case) -> None:
-    """Computed at first, then stored and loaded like any other prompt."""
-    offloading.totals.clear()
-    assert offloading.generate([PROMPT]) == case.new
-    assert offloading.blocks_loaded() == 0
-    for _ in range(2):
-        offloading.reset_gpu_cache()
-        offloading.totals.clear()
-        assert offloading.generate([PROMPT]) == case.new
-        assert offloading.blocks_loaded() == 10
-    offloading.assert_nothing_left()
-
-
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_nothing_of_the_old_weights_is_served(offloading: Engine, case: Case, way: object) -> None:
+@all_ways
+def test_nothing_of_the_old_weights_is_served(ours: Engine, case: Case, way: Way) -> None:
     """Also of what was stored between the change and the reset, from the engine's own cache."""
-    offloading.generate([PROMPT])
-    way(offloading, case.weights)
-    offloading.generate([PROMPT])
-    offloading.reset_gpu_cache()
-    assert_new_weights_are_served(offloading, case)
+    ours.generate([PROMPT])
+    way(ours, case.weights)
+    ours.generate([PROMPT])
+    ours.forget()
+    # Computed at first, then stored and loaded like any other prompt.
+    assert ours.generate([PROMPT]) == case.new
+    assert ours.blocks_loaded() == 0
+    for _ in range(2):
+        assert ours.reload([PROMPT]) == case.new
+        assert ours.blocks_loaded() == 10
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_weights_that_change_after_the_reset_count_too(
-    offloading: Engine, case: Case, way: object
-) -> None:
-    way(offloading, case.weights)
-    offloading.totals.clear()
-    assert offloading.generate([PROMPT]) == case.new
-    assert offloading.blocks_loaded() == 0
+@all_ways
+def test_weights_that_change_after_the_reset_count_too(ours: Engine, case: Case, way: Way) -> None:
+    way(ours, case.weights)
+    assert ours.generate([PROMPT]) == case.new
+    assert ours.blocks_loaded() == 0
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@all_ways
 def test_the_control_serves_old_kv(
-    offloading: Engine, case: Case, way: object, monkeypatch: pytest.MonkeyPatch
+    ours: Engine, case: Case, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Contents, "weights_change", lambda contents: False)
-    way(offloading, case.weights)
-    offloading.reset_gpu_cache()
-    offloading.totals.clear()
-    assert offloading.generate([PROMPT]) != case.new
-    assert offloading.blocks_loaded() == 10
+    way(ours, case.weights)
+    assert ours.reload([PROMPT]) != case.new
+    assert ours.blocks_loaded() == 10
 
 
 def test_a_report_says_that_the_model_was_given_weights(
-    offloading: Engine, case: Case, monkeypatch: pytest.MonkeyPatch
+    ours: Engine, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no rank lives beside the scheduler: what was stored before is gone a step later."""
-    monkeypatch.setattr(offloading.scheduler.connector, "_local_rank", lambda: None)
-    assert offloading.offload.manager.slots_in_use >= 10
-    by_hand(offloading, case.weights)
-    offloading.generate([random_tokens(3, seed=1)], max_tokens=1)
-    assert offloading.offload.manager.slots_in_use == 0
+    monkeypatch.setattr(ours.scheduler.connector, "_local_rank", lambda: None)
+    assert ours.offload.manager.slots_in_use >= 10
+    by_hand(ours, case.weights)
+    ours.generate([random_tokens(3, seed=1)], max_tokens=1)
+    assert ours.offload.manager.slots_in_use == 0

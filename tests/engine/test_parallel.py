@@ -1,4 +1,4 @@
-"""Ranks that hold different layers, ranks that hold the same bytes, and engines side by side."""
+"""Engines in processes of their own: ranks with other layers, with the same bytes, and replicas."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ import pytest
 
 from kv_offload.engines.vllm.versions import vllm_version
 from tests.engine import replica_run
-from tests.engine.multiprocess_run import check, run_engine
+from tests.engine.multiprocess_run import LATENT, check, run_engine
 from tests.support.processes import run_module
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_round_trip_reset_and_sleep(model_folder: Path, forks: bool, ranks: int) -> None:
+    """The engine core in a process of its own, and ranks in processes of theirs."""
+    arguments = {"tensor_parallel_size": ranks, "sleep": True}
+    check(run_engine(model_folder, "qwen3", arguments, forks=forks), ranks)
 
 
 @pytest.mark.parametrize(("kind", "partition"), [("qwen3", "1,1"), ("gemma3", "3,1")])
@@ -24,10 +31,6 @@ def test_stages_of_a_pipeline(model_folder: Path, forks: bool, kind: str, partit
     }
     stages = {"VLLM_PP_LAYER_PARTITION": partition}
     check(run_engine(model_folder, kind, arguments, forks=forks, **stages), ranks=2)
-
-
-LATENT = {"block_size": 16, "enable_chunked_prefill": False}
-"""What vLLM's CPU engine needs for latent attention, from 0.32."""
 
 
 @pytest.mark.skipif(

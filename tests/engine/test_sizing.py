@@ -12,8 +12,7 @@ from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.sizing.model import read_model
 from kv_offload.sizing.slots import slot_size
 from tests.engine.harness import BLOCK_TOKENS, engine, random_tokens
-from tests.engine.multiprocess_run import cache_prefixes_of_latents
-from tests.engine.test_parallel import LATENT
+from tests.engine.multiprocess_run import LATENT, cache_prefixes_of_latents
 from tests.support.configurations import RETENTION
 
 BLOCKS = 8

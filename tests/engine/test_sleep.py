@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from kv_swap.engine import Direction
-from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
-from tests.engine.harness import Copies, engine, prompts_with_shared_prefix
+from tests.engine.copies import Copies
+from tests.engine.harness import offloading, prompts_with_shared_prefix, refusal
 from tests.support.processes import run_module
 
 
@@ -32,12 +32,8 @@ def test_host_memory_outlives_a_sleep_of_level_1_and_nothing_else(
 
 
 def test_keeping_is_refused_in_the_process_of_the_user(model_folder: Path) -> None:
-    with (
-        pytest.raises(Exception, match="set VLLM_ENABLE_V1_MULTIPROCESSING=1"),
-        engine(model_folder, plugin={"keep_on_sleep": True}),
-    ):
-        pass
-    ensure_kv_transfer_shutdown()  # of the rank, which was ready before the scheduler refused
+    message = refusal(model_folder, Exception, plugin={"keep_on_sleep": True})
+    assert "set VLLM_ENABLE_V1_MULTIPROCESSING=1" in message
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -45,20 +41,19 @@ def test_sleep_right_after_a_load_was_aborted(
     model_folder: Path, copies: Copies, level: int
 ) -> None:
     prompts = prompts_with_shared_prefix(seed=3)
-    with engine(model_folder, plugin={}) as offloading:
-        expected = offloading.generate(prompts)
-        offloading.reset_gpu_cache()
+    with offloading(model_folder) as ours:
+        expected = ours.generate(prompts)
+        ours.forget()
         copies.hold(Direction.LOAD)
-        offloading.add("gone", prompts[0])
+        ours.add("gone", prompts[0])
         for _ in range(3):
-            offloading.step()
-        offloading.abort("gone")
-        assert offloading.offload.reports.abandoned_loads()
+            ours.step()
+        ours.abort("gone")
+        assert ours.offload.reports.abandoned_loads()
         copies.release()
-        offloading.llm.sleep(level=level)
-        offloading.llm.wake_up()
-        assert offloading.offload.manager.slots_in_use == 0
-        offloading.totals.clear()
-        assert offloading.generate(prompts) == expected
-        assert offloading.totals["hit_tokens"] == 0
-        offloading.assert_nothing_left()
+        ours.llm.sleep(level=level)
+        ours.llm.wake_up()
+        assert ours.offload.manager.slots_in_use == 0
+        ours.totals.clear()
+        assert ours.generate(prompts) == expected
+        assert ours.totals["hit_tokens"] == 0

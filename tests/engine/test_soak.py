@@ -16,7 +16,7 @@ from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 
-from tests.engine.soak import DigestingEngine, Question, Soak, check, soak
+from tests.engine.soak import Digests, Question, Soak, check, soak
 from tests.support.kv_memory import Storage
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "180"))
@@ -48,8 +48,8 @@ def test_a_load_of_other_bytes_than_were_stored_is_noticed(changed: str) -> None
     storage.data[:] = np.arange(8 * 64) % 251
     layout = KVLayout.from_tensors(8, [storage.describe("kv", 8, (8, 64), (64, 1), block_dim=0)])
     arena = HostArena(4, layout.slot_bytes, register=None)
-    inner = HostSwapEngine(layout, arena, [storage])
-    engine = DigestingEngine(inner, ctypes.string_at, lambda *_: None)
+    engine = HostSwapEngine(layout, arena, [storage])
+    digests = Digests(engine, ctypes.string_at, lambda *_: None)
     engine.submit(SwapJob(0, Direction.STORE, np.array([[3, 1]], np.int32)))
     assert engine.wait(120)
     assert len(engine.poll()) == 1
@@ -62,7 +62,7 @@ def test_a_load_of_other_bytes_than_were_stored_is_noticed(changed: str) -> None
             engine.poll()
     else:
         assert len(engine.poll()) == 1
-        assert engine.checked == {"store": 1, "load": 1}
+        assert digests.checked == {"store": 1, "load": 1}
     engine.close()
 
 
@@ -78,9 +78,7 @@ def test_answers_are_compared_up_to_a_toss_up() -> None:
 
 def test_a_wrong_answer_ends_the_soak() -> None:
     output = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 9])])
-    running: Any = SimpleNamespace(
-        scheduler=SimpleNamespace(_preempt_request=None), step=lambda: {"request-0": output}
-    )
+    running: Any = SimpleNamespace(step=lambda: {"request-0": output})
     run = Soak(running, [], random.Random(0), 0.0)
     run.live["request-0"] = (Question([1], [5, 6, 7], []), 2)
     with pytest.raises(AssertionError, match=r"answers \[5, 9\] instead of \[5, 6\]"):

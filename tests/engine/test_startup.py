@@ -11,63 +11,34 @@ import pytest
 
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.host_memory import headroom_bytes, read_host_memory
-from tests.engine.harness import engine, random_tokens, transfer_config
+from tests.engine.harness import (
+    all_differ,
+    engine,
+    offloading,
+    plain_answers,
+    random_tokens,
+    refusal,
+    transfer_config,
+)
 from tests.support.small_models import write_model
 
 
-def refusal(models: Path, plugin: dict[str, Any], error: type[Exception], **arguments: Any) -> str:
-    with pytest.raises(error) as caught, engine(models, plugin=plugin, **arguments):
-        pass
-    _forget_half_started_engine()
-    return str(caught.value)
-
-
-def _forget_half_started_engine() -> None:
-    from vllm.distributed.kv_transfer import kv_transfer_state
-
-    kv_transfer_state.ensure_kv_transfer_shutdown()
-
-
-def test_without_prefix_caching(model_folder: Path) -> None:
-    message = refusal(model_folder, {}, UnsupportedError, enable_prefix_caching=False)
-    assert "remove --no-enable-prefix-caching" in message
-
-
 def test_with_another_role(model_folder: Path) -> None:
-    config = {
-        "kv_connector": "KVOffloadConnector",
-        "kv_role": "kv_consumer",
-        "kv_connector_extra_config": {"cpu_bytes": "8MiB"},
-    }
-    with (
-        pytest.raises(UnsupportedError, match="set it to 'kv_both'"),
-        engine(model_folder, kv_transfer_config=config),
-    ):
-        pass
-    _forget_half_started_engine()
+    config = {**transfer_config({}), "kv_role": "kv_consumer"}
+    message = refusal(model_folder, UnsupportedError, kv_transfer_config=config)
+    assert "set it to 'kv_both'" in message
 
 
 def test_the_role_of_a_producer(model_folder: Path) -> None:
     """Stores and loads as with `kv_both`, and vLLM accepts no embeddings for it. With a control."""
     prompts = [random_tokens(100, seed=seed) for seed in (1, 2)]
-    with engine(model_folder) as plain:
-        expected = plain.generate(prompts)
+    expected = plain_answers(model_folder, prompts)
     config = {**transfer_config({}), "kv_role": "kv_producer"}
-    with engine(model_folder, plugin={}, kv_transfer_config=config) as running:
-        assert running.generate(prompts) == expected
-        running.reset_gpu_cache()
-        assert running.generate(prompts) == expected
-        assert running.blocks_loaded() == 6
-        running.reset_gpu_cache()
-        running.slots[:] ^= 0x40
-        assert all(a != b for a, b in zip(running.generate(prompts), expected, strict=True))
-        running.assert_nothing_left()
-
-
-def test_unknown_key(model_folder: Path) -> None:
-    message = refusal(model_folder, {"evicton_policy": "lru"}, ConfigError)
-    assert "evicton_policy" in message
-    assert "eviction_policy" in message
+    with offloading(model_folder, kv_transfer_config=config) as ours:
+        assert ours.generate(prompts) == expected
+        assert ours.reload(prompts) == expected
+        assert ours.blocks_loaded() == 6
+        assert all_differ(ours.reload(prompts, corrupted=True), expected)
 
 
 def test_a_wrong_setting_is_refused_before_weights_are_read(
@@ -77,17 +48,17 @@ def test_a_wrong_setting_is_refused_before_weights_are_read(
     bare = tmp_path / "qwen3"
     shutil.copytree(write_model("qwen3", model_folder / "qwen3"), bare)
     (bare / "model.safetensors").unlink()
-    message = refusal(tmp_path, {"evicton_policy": "lru"}, ConfigError)
+    message = refusal(tmp_path, ConfigError, plugin={"evicton_policy": "lru"})
     assert message.startswith("kv-offload: kv_connector_extra_config: evicton_policy: ")
-    message = refusal(tmp_path, {}, UnsupportedError, enable_prefix_caching=False)
+    assert "eviction_policy" in message
+    message = refusal(tmp_path, UnsupportedError, plugin={}, enable_prefix_caching=False)
     assert message.startswith("kv-offload: this engine cannot be served correctly: prefix caching")
-    with pytest.raises(RuntimeError, match="model weights"), engine(tmp_path, plugin={}):
-        pass
-    _forget_half_started_engine()
+    assert "remove --no-enable-prefix-caching" in message
+    assert "model weights" in refusal(tmp_path, RuntimeError, plugin={})
 
 
 def test_vllms_own_offloading_beside_the_plugin(model_folder: Path) -> None:
-    message = refusal(model_folder, {}, ConfigError, kv_offloading_size=1.0)
+    message = refusal(model_folder, ConfigError, plugin={}, kv_offloading_size=1.0)
     assert message.startswith("kv-offload: --kv-offloading-size 1.0: ")
 
 
@@ -95,28 +66,25 @@ def test_an_engine_without_the_plugin_says_so(
     model_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shell that loses an error of `kv-offload config` leaves vLLM an empty argument."""
-    line = "kv-offload: not in use: --kv-transfer-config is not given, or is empty"
-    with engine(model_folder):
-        pass
-    assert line in caplog.text
-    caplog.clear()
-    monkeypatch.setattr(sys, "argv", ["vllm", "--kv-transfer-config", ""])
-    with engine(model_folder):
-        pass
+
+    def log(**arguments: Any) -> str:
+        caplog.clear()
+        with engine(model_folder, **arguments):
+            pass
+        return caplog.text
+
+    not_given = "kv-offload: not in use: --kv-transfer-config is not given, or is empty"
+    assert not_given in log()
+    with monkeypatch.context() as empty_argument:
+        empty_argument.setattr(sys, "argv", ["vllm", "--kv-transfer-config", ""])
+        log()
     (record,) = [record for record in caplog.records if "not in use" in record.getMessage()]
     assert record.levelname == "WARNING"
-    monkeypatch.undo()
-    caplog.clear()
-    other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    with engine(model_folder, kv_transfer_config=other):
-        pass
-    line = "kv-offload: not in use: the connector of this engine is ExampleConnector"
-    assert line in caplog.text
-    caplog.clear()
-    with engine(model_folder, plugin={}):
-        pass
-    assert "kv-offload: " in caplog.text
-    assert "not in use" not in caplog.text
+    other = log(kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"})
+    assert "kv-offload: not in use: the connector of this engine is ExampleConnector" in other
+    ours = log(plugin={})
+    assert "kv-offload: " in ours
+    assert "not in use" not in ours
 
 
 @pytest.mark.parametrize("config", [{}, {"kv_role": "kv_both"}], ids=["empty", "no connector"])
@@ -124,12 +92,8 @@ def test_vllm_refuses_a_transfer_configuration_without_a_connector(
     model_folder: Path, config: dict[str, Any]
 ) -> None:
     """So it cannot serve without the plugin unsaid, as after an empty argument."""
-    with (
-        pytest.raises(ValueError, match="Connector name is not set in KVTransferConfig"),
-        engine(model_folder, kv_transfer_config=config),
-    ):
-        pass
-    _forget_half_started_engine()
+    message = refusal(model_folder, ValueError, kv_transfer_config=config)
+    assert "Connector name is not set in KVTransferConfig" in message
 
 
 def test_the_start_says_how_large_the_pool_is(
@@ -150,7 +114,7 @@ def test_the_start_says_how_large_the_pool_is(
 
 
 def test_pool_smaller_than_a_slot(model_folder: Path) -> None:
-    message = refusal(model_folder, {"cpu_bytes": "1000B"}, CapacityError)
+    message = refusal(model_folder, CapacityError, plugin={"cpu_bytes": "1000B"})
     assert message.startswith("kv-offload: cpu_bytes gives this engine 1000 bytes, and one slot ")
     assert "set cpu_bytes to 1GiB or more" in message
 
@@ -159,22 +123,17 @@ def test_pool_larger_than_what_is_available(model_folder: Path) -> None:
     """It exists, but this process and the system have some of it."""
     host = read_host_memory()
     size_bytes = host.size_bytes - headroom_bytes(host)
-    message = refusal(model_folder, {"cpu_bytes": size_bytes}, CapacityError)
+    message = refusal(model_folder, CapacityError, plugin={"cpu_bytes": size_bytes})
     assert f"cpu_bytes: {size_bytes}: asks for" in message
     assert "are available now (" in message
     assert "Lower cpu_bytes, end what else takes memory" in message
-
-
-def test_wrong_transfer_engine(model_folder: Path) -> None:
-    message = refusal(model_folder, {"transfer_engine": "cuda"}, ConfigError)
-    assert "use 'auto' or 'host'" in message
 
 
 def test_version_that_is_not_known(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
 
     monkeypatch.setattr(vllm, "__version__", "0.40.1")
-    message = refusal(model_folder, {}, UnsupportedError)
+    message = refusal(model_folder, UnsupportedError, plugin={})
     assert "0.26 to 0.33" in message
     assert "0.40.1" in message
 
@@ -185,8 +144,3 @@ def test_yaml_file(model_folder: Path, tmp_path: Path) -> None:
     with engine(model_folder, plugin={"config_file": str(path), "cpu_bytes": "2MiB"}) as running:
         assert running.offload.manager.num_slots == 2 * (1 << 20) // 32768
         running.generate([random_tokens(100, seed=1)])
-
-
-def test_missing_yaml_file(model_folder: Path) -> None:
-    message = refusal(model_folder, {"config_file": "/nowhere/offload.yaml"}, ConfigError)
-    assert "/nowhere/offload.yaml" in message

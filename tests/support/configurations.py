@@ -132,7 +132,7 @@ def _model_folder() -> tempfile.TemporaryDirectory[str]:
     """
     from vllm.model_executor.models import ModelRegistry
 
-    from tests.support.small_models import qwen3
+    from tests.support import small_models
 
     class ScheduledOnly(torch.nn.Module):
         def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -149,9 +149,7 @@ def _model_folder() -> tempfile.TemporaryDirectory[str]:
 
     ModelRegistry.register_model("ScheduledOnly", ScheduledOnly)
     folder = tempfile.TemporaryDirectory()
-    config = qwen3()
-    config.architectures = ["ScheduledOnly"]
-    config.save_pretrained(folder.name)
+    small_models.config("qwen3", architectures=["ScheduledOnly"]).save_pretrained(folder.name)
     return folder
 
 

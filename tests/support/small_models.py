@@ -10,230 +10,135 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 512
-INITIALIZER_RANGE = 0.3
 
-
-def qwen3() -> Any:
-    """Dense grouped-query attention: 2 layers, 2 KV heads of 32."""
-    from transformers import Qwen3Config
-
-    return Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=4096,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=False,
-    )
-
-
-def llama() -> Any:
-    """Dense grouped-query attention, as the draft head of `write_draft_head` expects it."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=4096,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=False,
-    )
-
-
-def llama_wide() -> Any:
-    """Dense, with heads of 128: in vLLM's batch-invariant mode its tokens depend on no batch.
-
-    With heads of 32 and 64 FlashAttention 3 cuts prompts and decodes in other places: 13 and 10 of
-    428 answers changed with the batch (vLLM 0.26, H100, 23 Nov 2026), and none with 128.
-    """
-    config = llama()
-    config.head_dim = 128
-    config.hidden_size = 512
-    config.intermediate_size = 1024
-    return config
-
-
-def gemma3() -> Any:
-    """Sliding windows of 96 tokens interleaved with full attention: two cache groups."""
-    from transformers import Gemma3TextConfig
-
-    return Gemma3TextConfig(
-        architectures=["Gemma3ForCausalLM"],
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        query_pre_attn_scalar=32,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=4096,
-        sliding_window=96,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=False,  # tied, a random model repeats its input whatever its KV
-    )
-
-
-def deepseek_v2() -> Any:
-    """Multi-head latent attention: one compressed KV head of 512 + 64, as in DeepSeek-V2-Lite."""
-    from transformers import DeepseekV2Config
-
-    return DeepseekV2Config(
-        architectures=["DeepseekV2ForCausalLM"],
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        first_k_dense_replace=2,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        n_shared_experts=1,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=4096,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-    )
-
-
-def llama4() -> Any:
-    """Chunked-local attention in chunks of 128 tokens, interleaved with full attention."""
-    from transformers import Llama4TextConfig
-
-    return Llama4TextConfig(
-        architectures=["Llama4ForCausalLM"],
-        hidden_size=128,
-        intermediate_size=128,
-        intermediate_size_mlp=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        moe_layers=[0, 1, 2, 3],
-        attention_chunk_size=128,
-        no_rope_layers=[1, 0, 1, 0],
-        use_qk_norm=False,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=4096,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=False,
-    )
-
-
-def jamba() -> Any:
-    """Mamba 1 interleaved with full attention."""
-    from transformers import JambaConfig
-
-    return JambaConfig(
-        architectures=["JambaForCausalLM"],
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        mamba_d_state=16,
-        mamba_d_conv=4,
-        mamba_expand=2,
-        mamba_dt_rank=8,
-        num_experts=1,
-        num_experts_per_tok=1,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=4096,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=False,
-    )
-
-
-def falcon_h1() -> Any:
-    """Attention and Mamba 2 in parallel in every layer."""
-    from transformers import FalconH1Config
-
-    return FalconH1Config(
-        architectures=["FalconH1ForCausalLM"],
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        mamba_d_ssm=128,
-        mamba_n_heads=4,
-        mamba_d_head=32,
-        mamba_n_groups=1,
-        mamba_d_state=32,
-        mamba_d_conv=4,
-        mamba_expand=1,
-        mamba_chunk_size=64,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=4096,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=False,
-    )
-
-
-def qwen3_next() -> Any:
-    """Gated delta nets interleaved with full attention, and experts."""
-    from transformers import Qwen3NextConfig
-
-    return Qwen3NextConfig(
-        architectures=["Qwen3NextForCausalLM"],
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        linear_conv_kernel_dim=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        decoder_sparse_step=1,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=4096,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=False,
-    )
-
-
-MODELS = {
-    "qwen3": qwen3,
-    "llama": llama,
-    "llama_wide": llama_wide,
-    "gemma3": gemma3,
-    "deepseek_v2": deepseek_v2,
-    "llama4": llama4,
-    "jamba": jamba,
-    "falcon_h1": falcon_h1,
-    "qwen3_next": qwen3_next,
+_COMMON = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,  # tied, a random model repeats its input whatever its KV
 }
+_QWEN3 = {**_COMMON, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+_LLAMA = {**_COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+
+MODELS: dict[str, dict[str, Any]] = {
+    # Dense grouped-query attention.
+    "qwen3": _QWEN3,
+    "qwen3_deep": {**_QWEN3, "num_hidden_layers": 4},
+    # The same, as the draft head of `write_draft_head` expects it.
+    "llama": _LLAMA,
+    # With heads of 128: in vLLM's batch-invariant mode its tokens depend on no batch. With heads of
+    # 32 and 64 FlashAttention 3 cuts prompts and decodes in other places: 13 and 10 of 428 answers
+    # changed with the batch (vLLM 0.26, H100, 23 Nov 2026), and none with 128.
+    "llama_wide": {**_LLAMA, "head_dim": 128, "hidden_size": 512, "intermediate_size": 1024},
+    # Sliding windows of 96 tokens interleaved with full attention: two cache groups.
+    "gemma3": {
+        **_COMMON,
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 4,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 96,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    # Multi-head latent attention: one compressed KV head of 512 + 64, as in DeepSeek-V2-Lite.
+    "deepseek_v2": {
+        **_COMMON,
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 64,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "initializer_range": 0.1,
+    },
+    # Chunked-local attention in chunks of 128 tokens, interleaved with full attention.
+    "llama4": {
+        **_COMMON,
+        "model_type": "llama4_text",
+        "architectures": ["Llama4ForCausalLM"],
+        "intermediate_size": 128,
+        "intermediate_size_mlp": 256,
+        "num_hidden_layers": 4,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_layers": [0, 1, 2, 3],
+        "attention_chunk_size": 128,
+        "no_rope_layers": [1, 0, 1, 0],
+        "use_qk_norm": False,
+    },
+    # Mamba 1 interleaved with full attention.
+    "jamba": {
+        **_COMMON,
+        "model_type": "jamba",
+        "architectures": ["JambaForCausalLM"],
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_dt_rank": 8,
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+    },
+    # Attention and Mamba 2 in parallel in every layer.
+    "falcon_h1": {
+        **_COMMON,
+        "model_type": "falcon_h1",
+        "architectures": ["FalconH1ForCausalLM"],
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 32,
+        "mamba_d_conv": 4,
+        "mamba_expand": 1,
+        "mamba_chunk_size": 64,
+    },
+    # Gated delta nets interleaved with full attention, and experts.
+    "qwen3_next": {
+        **_COMMON,
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+}
+"""Hugging Face configurations by kind, as a `config.json` has them."""
+
+
+def config(kind: str, **changes: Any) -> Any:
+    """Return the transformers' configuration of a kind of `MODELS`."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**MODELS[kind] | changes)
 
 
 def write_model(kind: str, folder: Path, dtype: str = "float32") -> Path:
@@ -246,7 +151,7 @@ def write_model(kind: str, folder: Path, dtype: str = "float32") -> Path:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(MODELS[kind]())
+        model = AutoModelForCausalLM.from_config(config(kind))
         if kind == "llama":
             _scale_embeddings(model)
         model.to(getattr(torch, dtype)).save_pretrained(folder)
@@ -284,9 +189,8 @@ def write_draft_head(model: Path, folder: Path) -> Path:
         size = embeddings.shape[1]
         eye = torch.eye(size, dtype=embeddings.dtype)
         weights["fc.weight"] = torch.cat((eye, torch.zeros_like(eye)), dim=1)
-        config = llama()
-        config.dtype = str(embeddings.dtype).removeprefix("torch.")
-        config.save_pretrained(folder)
+        dtype = str(embeddings.dtype).removeprefix("torch.")
+        config("llama", dtype=dtype).save_pretrained(folder)
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 

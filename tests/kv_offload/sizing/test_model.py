@@ -144,9 +144,9 @@ def test_a_model_without_a_cache_is_refused(read: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["jamba", "falcon_h1", "qwen3_next"])
 def test_models_with_states_are_refused(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("transformers", reason="needs transformers, which is not installed")
-    from tests.support.small_models import MODELS
+    from tests.support.small_models import config
 
-    MODELS[kind]().save_pretrained(tmp_path)
+    config(kind).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match="layers with states"):
         read_model(tmp_path)
 

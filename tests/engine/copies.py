@@ -1,0 +1,53 @@
+"""Holds and fails copies of an engine on the CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from kv_swap.engine import Direction
+from kv_swap.host.runs import Run, copy_runs
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from kv_offload.engines.vllm.halves import halves
+
+
+class Copies:
+    """Stands in front of the host engine's copies: holds or fails those of a direction."""
+
+    def __init__(self) -> None:
+        self._open = {direction: threading.Event() for direction in Direction}
+        self._failing: dict[Direction, int] = {}
+        self._copied: Counter[Direction] = Counter()
+        self.release()
+
+    def hold(self, direction: Direction) -> None:
+        """Let copies of a direction wait before their first byte."""
+        self._open[direction].clear()
+
+    def fail(self, direction: Direction, every: int = 1) -> None:
+        """Let every so many copies of a direction raise, the next one first, after half of it."""
+        self._failing[direction] = every
+        self._copied[direction] = 0
+
+    def release(self) -> None:
+        """Let everything pass."""
+        self._failing.clear()
+        for event in self._open.values():
+            event.set()
+
+    def copy_runs(self, runs: Sequence[Run]) -> None:
+        direction = self._direction(runs[0][0])
+        assert self._open[direction].wait(120)
+        self._copied[direction] += 1
+        every = self._failing.get(direction)
+        if every is not None and (self._copied[direction] - 1) % every == 0:
+            copy_runs(runs[: (len(runs) + 1) // 2])
+            raise OSError("injected fault")
+        copy_runs(runs)
+
+    def _direction(self, dst_address: int) -> Direction:
+        arena = next(halves(get_kv_transfer_group(), "offload_worker")).transfer._state.arena
+        inside = arena.address <= dst_address < arena.address + arena.nbytes
+        return Direction.STORE if inside else Direction.LOAD
