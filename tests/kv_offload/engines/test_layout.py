@@ -64,8 +64,6 @@ def regions(layout: KVLayout, *tensors: torch.Tensor) -> list[tuple[int, int, in
             (2, BLOCKS, HEADS, TOKENS, HEAD_SIZE),
             [(0, HALF_BYTES, HALF_BYTES), (BLOCKS * HALF_BYTES, HALF_BYTES, HALF_BYTES)],
         ),
-        # Kernel blocks that are smaller than the manager's.
-        ((4 * BLOCKS, HEADS, TOKENS // 4, 2 * HEAD_SIZE), [(0, PAGE_BYTES, PAGE_BYTES)]),
     ],
 )
 def test_where_the_blocks_are(shape: tuple[int, ...], expected: list[tuple[int, int, int]]) -> None:
@@ -73,31 +71,6 @@ def test_where_the_blocks_are(shape: tuple[int, ...], expected: list[tuple[int, 
     layout = describe_kv_caches({"layer": tensor}, config())
     assert (layout.num_blocks, layout.slot_bytes) == (BLOCKS, PAGE_BYTES)
     assert regions(layout, tensor) == expected
-
-
-def test_a_tensor_whose_blocks_are_strided() -> None:
-    """All layers of a block lie together; each layer's tensor is a view."""
-    storage = cache(BLOCKS, 3, *BLOCK_SHAPE)
-    caches = {f"layer.{i}": storage[:, i] for i in range(3)}
-    layout = describe_kv_caches(caches, config(**dict.fromkeys(caches, HEAD_SIZE)))
-    assert regions(layout, storage) == [(0, 3 * PAGE_BYTES, 3 * PAGE_BYTES)]
-
-
-def test_layers_of_a_uniform_group_have_pages_of_their_own() -> None:
-    caches = {
-        "small": cache(BLOCKS, *BLOCK_SHAPE),
-        "large": cache(BLOCKS, HEADS, TOKENS, 4 * HEAD_SIZE),
-    }
-    layout = describe_kv_caches(caches, config(small=HEAD_SIZE, large=2 * HEAD_SIZE))
-    assert sorted(region.page_bytes for region in layout.regions) == [PAGE_BYTES, 2 * PAGE_BYTES]
-    assert layout.slot_bytes == 3 * PAGE_BYTES
-
-
-def test_layers_that_share_their_memory_are_described_once() -> None:
-    tensor = cache(BLOCKS, *BLOCK_SHAPE)
-    shared = {"a": tensor, "b": tensor.view(BLOCKS, HEADS, TOKENS, 2 * HEAD_SIZE)}
-    layout = describe_kv_caches(shared, config(a=HEAD_SIZE, b=HEAD_SIZE))
-    assert layout.slot_bytes == PAGE_BYTES
 
 
 def states(page_bytes: int = PAGE_BYTES, padding: int = 64) -> tuple[torch.Tensor, list[Any]]:
@@ -233,6 +206,11 @@ def test_layers_and_their_regions() -> None:
 def test_layers_that_share_their_bytes_share_a_region() -> None:
     """Layers side by side in a block are one region, as are groups that overlay each other."""
     both, same = cache(BLOCKS, 2, *BLOCK_SHAPE), cache(BLOCKS, *BLOCK_SHAPE)
-    for caches in ({"a": both[:, 0], "b": both[:, 1]}, {"a": same, "b": same.view(same.shape)}):
+    for caches, page_bytes in (
+        ({"a": both[:, 0], "b": both[:, 1]}, 2 * PAGE_BYTES),
+        ({"a": same, "b": same.view(same.shape)}, PAGE_BYTES),
+    ):
         layout = describe_kv_caches(caches, config(a=HEAD_SIZE, b=HEAD_SIZE))
+        assert regions(layout, caches["a"]) == [(0, page_bytes, page_bytes)]
+        assert layout.slot_bytes == page_bytes
         assert layer_regions(caches, layout) == {"a": frozenset([0]), "b": frozenset([0])}
