@@ -169,8 +169,11 @@ def test_what_the_old_cache_served_after_a_weight_update_goes_with_it(keep: bool
     else:
         core.collective_rpc(how)
     assert slots(core) == 0
-    core.engine.serve("hits", PROMPT, 1)
-    assert slots(core) == 5
+    core.engine.add("hits, and lets a reset fail", PROMPT)
+    core.engine.step()
+    assert not core.reset_prefix_cache()
+    core.engine.run()
+    assert slots(core) >= 5
     if keep:
         core.sleep(level=1)
     else:
