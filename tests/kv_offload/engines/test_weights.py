@@ -98,16 +98,18 @@ def test_a_sleep_that_waits_for_requests_keeps_host_memory_too(mode: str) -> Non
     assert slots(core) >= 5
 
 
-@pytest.mark.parametrize("other", ["sleep", "reset", "pause"])
+@pytest.mark.parametrize("other", ["sleep", "reset", "pause", "pause before"])
 def test_only_the_reset_of_the_sleep_itself_spares_host_memory(other: str) -> None:
     """Somebody else's reset may come while a sleep waits for requests."""
     core = make_running()
+    if other == "pause before":
+        core.pause_scheduler("wait", clear_cache=True)
     core.sleep(1, "wait")
     if other == "sleep":
         core.sleep(2, "wait")
     elif other == "pause":
         core.pause_scheduler("wait", clear_cache=True)
-    else:
+    elif other == "reset":
         core.engine.run()
         assert core.reset_prefix_cache(False, True)
     core.run_until_idle()
