@@ -200,7 +200,8 @@ def test_a_reset_holds_back_no_block_of_steps_in_flight(
     scheduler, seen, asked = engine.scheduler, [], []
 
     def reset_prefix_cache(self: Any, running: bool) -> None:
-        seen.append((scheduler.defer_block_free, len(scheduler.deferred_frees) > 0))
+        all_free = engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+        seen.append((scheduler.defer_block_free, not all_free))
         raise RuntimeError("reset failed")
 
     wrap(monkeypatch, "reset_prefix_cache", reset_prefix_cache)

@@ -48,7 +48,8 @@ def make(kind: type, *, keep: bool, **arguments: Any) -> Any:
     engine.change_weights = lambda: None  # type: ignore[method-assign]
     core: Any = object.__new__(kind)
     vars(core).update(vars(engine.core), engine=engine)
-    core.model_executor.sleep = mock.Mock(wraps=core.model_executor.sleep)
+    sleep = core.model_executor.sleep
+    core.model_executor.sleep = mock.create_autospec(sleep, side_effect=sleep)
     core._idle_state_callbacks, core.batch_queue, core.engines_running = [], None, False
     engine.serve("stored", PROMPT, 1)
     assert slots(core) == 5
