@@ -21,11 +21,14 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     MambaSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.request import Request
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
+
+Options = dict[str, Any]
 
 RETENTION = "prefix_cache_retention_interval"
 """vLLM's setting for windows; 0, its default since 0.32, keeps them only where a prompt ends."""
@@ -95,6 +98,17 @@ def make_spec(
     return SlidingWindowSpec(**shape, sliding_window=window_tokens)
 
 
+def set_layers(kv_cache_config: Any, specs: dict[str, Any]) -> None:
+    """Have the only group of a configuration hold these layers; several make it a uniform one."""
+    (group,) = kv_cache_config.kv_cache_groups
+    group.layer_names = list(specs)
+    first = group.kv_cache_spec = next(iter(specs.values()))
+    if len(specs) > 1:
+        group.kv_cache_spec = UniformTypeKVCacheSpecs(
+            block_size=first.block_size, kv_cache_specs=specs
+        )
+
+
 def make_tensor(size: int, layers: list[str], page_bytes: int) -> KVCacheTensor:
     """Return the description of one allocation, in the words of the installed vLLM."""
     if "layers" in {field.name for field in dataclasses.fields(KVCacheTensor)}:
@@ -153,8 +167,28 @@ def _model_folder() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
+def ours(plugin: Options, role: str = "kv_both") -> Options:
+    """Return the transfer configuration of our connector, which need not be installed."""
+    return {
+        "kv_connector": "KVOffloadConnector",
+        "kv_role": role,
+        "kv_connector_module_path": "kv_offload.engines.vllm.connector",
+        "kv_connector_extra_config": plugin,
+    }
+
+
+def around(*members: Options, role: str = "kv_both", **outer: Any) -> Options:
+    """Return the transfer configuration of a MultiConnector with these members."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"connectors": list(members)},
+        **outer,
+    }
+
+
 def make_vllm_config(
-    plugin: dict[str, Any],
+    plugin: Options,
     *,
     max_model_len: int = 96,
     max_num_batched_tokens: int = 16,
@@ -165,12 +199,12 @@ def make_vllm_config(
     scheduling_policy: str = "fcfs",
     ranks: int = 1,
     replicas: int = 1,
-    transfer_config: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    transfer_config: Callable[[Options], Options] = ours,
 ) -> Any:
     """Return the configuration that vLLM makes of a user's arguments, in the front end.
 
     Drafts come from the text, or from a head whose method is set afterwards: it has no model here.
-    `transfer_config` makes that of another connector around ours from the options of the plugin.
+    `transfer_config` makes that of the engine's connector from the options of the plugin.
     """
     plugin = {"cpu_bytes": 1 << 20, **plugin}
     speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
@@ -187,14 +221,7 @@ def make_vllm_config(
         data_parallel_size=replicas,
         **({} if reports_failed_requests(vllm_version()) else {"disable_cascade_attn": True}),
         speculative_config=speculative if drafts else None,
-        kv_transfer_config={
-            "kv_connector": "KVOffloadConnector",
-            "kv_role": "kv_both",
-            "kv_connector_module_path": "kv_offload.engines.vllm.connector",
-            "kv_connector_extra_config": plugin,
-        }
-        if transfer_config is None
-        else transfer_config(plugin),
+        kv_transfer_config=transfer_config(plugin),
     ).create_engine_config()
     if draft_head:
         config.speculative_config.method = "eagle"

@@ -16,14 +16,17 @@ LIMIT_SECONDS = 500.0
 """Below the limit of a test, whose end would say less."""
 
 
-def run_code(code: str) -> str:
-    """Run statements in a new Python that finds the same packages; return what they printed."""
+def run_code(code: str, **environment: str) -> str:
+    """Run statements in a new Python that finds the same packages; return what they printed.
+
+    It has `environment`, and nothing of what this process has.
+    """
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     return done.stdout
 

@@ -30,6 +30,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from tests.support.configurations import around, ours
+
 NAME = "RemoteConnector"
 
 
@@ -237,26 +239,14 @@ def multi_config(
     **outer: Any,
 ) -> dict[str, Any]:
     """Return the configuration of a MultiConnector with ours, listed `first` or last, and this."""
-    members = [
-        {
-            "kv_connector": "KVOffloadConnector",
-            "kv_role": role,
-            "kv_connector_module_path": "kv_offload.engines.vllm.connector",
-            "kv_connector_extra_config": {"cpu_bytes": "64MiB", **plugin},
-        },
-        {
-            "kv_connector": NAME,
-            "kv_role": role,
-            "kv_connector_module_path": __name__,
-            "kv_connector_extra_config": remote or {},
-        },
-    ]
-    return {
-        "kv_connector": "MultiConnector",
+    remote_config = {
+        "kv_connector": NAME,
         "kv_role": role,
-        "kv_connector_extra_config": {"connectors": members if first else members[::-1]},
-        **outer,
+        "kv_connector_module_path": __name__,
+        "kv_connector_extra_config": remote or {},
     }
+    members = [ours({"cpu_bytes": "64MiB", **plugin}, role), remote_config]
+    return around(*(members if first else members[::-1]), role=role, **outer)
 
 
 # A MultiConnector rebuilds the stats of its members by name.

@@ -74,8 +74,7 @@ def drain_engine_core(core: Any, *, requeue: bool = True) -> None:
         if ended:
             reports.deliver(ended, functools.partial(_deliver_loads, core.scheduler))
         # Also those whose loads have not ended on all ranks: one may have failed where it has.
-        for request_id in waiting:
-            _recompute(core.scheduler, core.scheduler.requests[request_id])
+        _recompute(core.scheduler, waiting)
         _give_blocks_back(core.scheduler, waiting - answer.loading | loaded)
 
 
@@ -100,9 +99,7 @@ def _deliver_loads(engine_scheduler: Any, request_ids: set[str]) -> None:
     """
     from vllm.v1.outputs import KVConnectorOutput
 
-    engine_scheduler._update_from_kv_xfer_finished(
-        KVConnectorOutput(finished_recving=set(request_ids))
-    )
+    engine_scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=request_ids))
 
 
 def _waiting_for_loads(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
@@ -158,8 +155,7 @@ def _make_room(engine_scheduler: Any, schedulers: Sequence[Any]) -> None:
         given = tried | waiting
         if tried and len(given) > 1:
             given.remove(min(alive[name] for name in tried).request_id)
-        for request_id in waiting:
-            _recompute(engine_scheduler, alive[request_id])
+        _recompute(engine_scheduler, waiting)
         _give_blocks_back(engine_scheduler, given)
         logger.info(
             "kv-offload: no loaded request found room to run: %d of them gave their GPU blocks "
@@ -231,14 +227,14 @@ def recompute_failed_requests(original: Callable[..., Any], self: Any, output: A
     request in `failed_recving_kv_req_ids` without computed tokens is freed, then scheduled.
     """
     original(self, output)
-    for request_id in _waiting_for_loads(self, failed_loads(self.connector, output)):
-        _recompute(self, self.requests[request_id])
+    _recompute(self, _waiting_for_loads(self, failed_loads(self.connector, output)))
 
 
-def _recompute(engine_scheduler: Any, request: Any) -> None:
-    """Have vLLM free a request that waits for its load, and schedule it as one without any."""
-    request.num_computed_tokens = 0
-    engine_scheduler.failed_recving_kv_req_ids.add(request.request_id)
+def _recompute(engine_scheduler: Any, request_ids: set[str]) -> None:
+    """Have vLLM free requests that wait for their loads, and schedule them as ones without any."""
+    for request_id in request_ids:
+        engine_scheduler.requests[request_id].num_computed_tokens = 0
+    engine_scheduler.failed_recving_kv_req_ids |= request_ids
 
 
 def _end_with_error(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:

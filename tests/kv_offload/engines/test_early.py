@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from typing import Any
@@ -17,7 +18,7 @@ from kv_offload.engines.vllm.plugin import register
 from kv_offload.engines.vllm.start import early
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError, UnsupportedError
 from kv_offload.host_memory import read_host_memory
-from tests.support.configurations import make_vllm_config
+from tests.support.configurations import around, make_vllm_config, ours
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -27,19 +28,12 @@ def registered() -> None:
     register()
 
 
-def around(plugin: dict[str, Any], **outer: Any) -> dict[str, Any]:
+def inside(plugin: dict[str, Any], **outer: Any) -> dict[str, Any]:
     """Return the configuration of a MultiConnector with our connector as a member."""
-    member = {
-        "kv_connector": "KVOffloadConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": plugin,
-    }
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [member]},
-        **outer,
-    }
+    return around(ours(plugin), **outer)
+
+
+both_places = pytest.mark.parametrize("place", [ours, inside], ids=["alone", "in a MultiConnector"])
 
 
 def refusal(error: type[KVOffloadError], plugin: dict[str, Any], **arguments: Any) -> str:
@@ -51,15 +45,14 @@ def refusal(error: type[KVOffloadError], plugin: dict[str, Any], **arguments: An
     return str(caught.value)
 
 
-@pytest.mark.parametrize("inside", [None, around], ids=["alone", "in a MultiConnector"])
-def test_a_wrong_key_or_value(inside: Any) -> None:
-    assert "Did you mean eviction_policy?" in refusal(
-        ConfigError, {"eviction_polcy": "arc"}, transfer_config=inside
-    )
-    assert "use 'auto' or 'host'" in refusal(
-        ConfigError, {"transfer_engine": "cuda"}, transfer_config=inside
-    )
-    make_vllm_config({"eviction_policy": "arc"}, transfer_config=inside)
+@both_places
+def test_a_wrong_key_or_value(place: Any) -> None:
+    for plugin, remedy in (
+        ({"eviction_polcy": "arc"}, "Did you mean eviction_policy?"),
+        ({"transfer_engine": "cuda"}, "use 'auto' or 'host'"),
+    ):
+        assert remedy in refusal(ConfigError, plugin, transfer_config=place)
+    make_vllm_config({"eviction_policy": "arc"}, transfer_config=place)
 
 
 def test_more_memory_than_all_replicas_have_together() -> None:
@@ -69,16 +62,11 @@ def test_more_memory_than_all_replicas_have_together() -> None:
 
 
 def test_settings_that_do_not_fit_each_other() -> None:
-    def role(plugin: dict[str, Any]) -> dict[str, Any]:
-        (member,) = around(plugin)["kv_connector_extra_config"]["connectors"]
-        return {**member, "kv_role": "kv_consumer"}
-
-    assert "set it to 'kv_both'" in refusal(UnsupportedError, {}, transfer_config=role)
-    assert "kv_load_failure_policy of the MultiConnector" in refusal(
-        UnsupportedError,
-        {"on_load_failure": "fail"},
-        transfer_config=lambda plugin: around(plugin, kv_load_failure_policy="recompute"),
-    )
+    consumer = functools.partial(ours, role="kv_consumer")
+    assert "set it to 'kv_both'" in refusal(UnsupportedError, {}, transfer_config=consumer)
+    recomputes = functools.partial(inside, kv_load_failure_policy="recompute")
+    message = refusal(UnsupportedError, {"on_load_failure": "fail"}, transfer_config=recomputes)
+    assert "kv_load_failure_policy of the MultiConnector" in message
 
 
 def test_a_vllm_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,16 +88,21 @@ def test_an_engine_on_another_host_is_left_to_that_host() -> None:
     early.check_settings(config)
 
 
-def test_without_the_plugin_nothing_is_looked_at() -> None:
+OTHER = KVTransferConfig(
+    kv_connector="OffloadingConnector",
+    kv_role="kv_both",
+    kv_connector_extra_config={"eviction_polcy": "arc"},
+)
+
+
+@pytest.mark.parametrize("transfer", [OTHER, None])
+def test_without_the_plugin_nothing_is_looked_at(transfer: KVTransferConfig | None) -> None:
     config = make_vllm_config({})
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector="OffloadingConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"eviction_polcy": "arc"},
+    config.kv_transfer_config = transfer
+    early.check_settings(config)
+    early.check_arguments(
+        EngineArgs(model="unused", kv_transfer_config=transfer, kv_offloading_size=4.0)
     )
-    early.check_settings(config)
-    config.kv_transfer_config = None
-    early.check_settings(config)
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -129,25 +122,11 @@ def test_a_gpu_without_cupy(installed: bool, monkeypatch: pytest.MonkeyPatch) ->
             early.check_settings(config)
 
 
-# -- --kv-offloading-size ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("inside", [None, around], ids=["alone", "in a MultiConnector"])
-def test_a_setting_with_which_vllm_replaces_the_plugin(inside: Any) -> None:
-    config = make_vllm_config({}, transfer_config=inside)
-    arguments = EngineArgs(model="unused", kv_transfer_config=config.kv_transfer_config)
+@both_places
+@pytest.mark.parametrize("made", [KVTransferConfig, dict])
+def test_a_setting_with_which_vllm_replaces_the_plugin(place: Any, made: Any) -> None:
+    arguments = EngineArgs(model="unused", kv_transfer_config=made(**place({})))
     early.check_arguments(arguments)
     arguments.kv_offloading_size = 4.0
-    as_dictionary = EngineArgs(
-        model="unused", kv_transfer_config=around({}), kv_offloading_size=4.0
-    )
-    with pytest.raises(ConfigError, match="--kv-offloading-size"):
-        early.check_arguments(as_dictionary)
     with pytest.raises(ConfigError, match=r"--kv-offloading-size 4\.0: .* Remove --kv-offloading"):
         early.check_arguments(arguments)
-    arguments.kv_transfer_config = None
-    early.check_arguments(arguments)
-    arguments.kv_transfer_config = KVTransferConfig(
-        kv_connector="OffloadingConnector", kv_role="kv_both"
-    )
-    early.check_arguments(arguments)

@@ -22,9 +22,7 @@ from kv_swap.factory import create_engine
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
     KVCacheGroupSpec,
-    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -35,7 +33,7 @@ from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors
 from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import make_vllm_config
-from tests.support.planning import get_kv_cache_config_from_groups
+from tests.support.planning import SCALED, attention_spec, get_kv_cache_config_from_groups
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -45,33 +43,17 @@ NUM_BLOCKS = 7
 POISON = 0x55
 
 
-def attention(tokens: int, kind: type = FullAttentionSpec, **more: Any) -> Any:
-    shape = {"block_size": tokens, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
-    spec = kind(**{**shape, **more})
-    customize = getattr(TritonAttentionBackend, "customize_spec", None)
-    return spec if customize is None else customize(spec)
-
-
 def group(name: str, layers: int, spec: Any) -> KVCacheGroupSpec:
     return KVCacheGroupSpec([f"{name}.{i}" for i in range(layers)], spec)
 
 
-def dense(tokens: int) -> list[KVCacheGroupSpec]:
-    return [group("full", 3, attention(tokens))]
-
-
-def windows(tokens: int) -> list[KVCacheGroupSpec]:
-    window = attention(tokens, SlidingWindowSpec, sliding_window=96)
-    return [group("full", 2, attention(tokens)), group("window", 2, window)]
-
-
-def latent(tokens: int) -> list[KVCacheGroupSpec]:
-    spec = MLAAttentionSpec(block_size=tokens, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-    return [group("latent", 2, spec)]
-
-
-def states(tokens: int) -> list[KVCacheGroupSpec]:
-    full = attention(tokens)
+def groups_of(kind: str, tokens: int) -> list[KVCacheGroupSpec]:
+    """Return the cache groups of a kind of model, for blocks of this many tokens."""
+    full = attention_spec(tokens)
+    window = attention_spec(tokens, SlidingWindowSpec, sliding_window=96)
+    latent = MLAAttentionSpec(
+        block_size=tokens, num_kv_heads=1, head_size=576, dtype=torch.bfloat16
+    )
     state = MambaSpec(
         block_size=tokens,
         shapes=((3, 24), (2, 8, 8)),
@@ -79,22 +61,17 @@ def states(tokens: int) -> list[KVCacheGroupSpec]:
         page_size_padded=full.page_size_bytes,
         mamba_cache_mode="align",
     )
-    return [group("full", 2, full), group("state", 2, state)]
-
-
-def two_pages(tokens: int) -> list[KVCacheGroupSpec]:
-    specs = {"small": attention(tokens), "large": attention(tokens, head_size=64)}
-    spec = UniformTypeKVCacheSpecs(block_size=tokens, kv_cache_specs=specs)
-    return [KVCacheGroupSpec(list(specs), spec)]
-
-
-def padded(tokens: int) -> list[KVCacheGroupSpec]:
-    spec = attention(tokens)
-    return [group("padded", 2, replace(spec, page_size_padded=spec.page_size_bytes + 256))]
-
-
-def scaled(tokens: int, mode: KVQuantMode, dtype: torch.dtype) -> list[KVCacheGroupSpec]:
-    return [group("scaled", 2, attention(tokens, kv_quant_mode=mode, dtype=dtype))]
+    two_pages = {"small": full, "large": attention_spec(tokens, head_size=64)}
+    uniform = UniformTypeKVCacheSpecs(block_size=tokens, kv_cache_specs=two_pages)
+    padded = replace(full, page_size_padded=full.page_size_bytes + 256)
+    return {
+        "dense": [group("full", 3, full)],
+        "windows": [group("full", 2, full), group("window", 2, window)],
+        "latent": [group("latent", 2, latent)],
+        "states": [group("full", 2, full), group("state", 2, state)],
+        "two pages": [KVCacheGroupSpec(list(two_pages), uniform)],
+        "padded": [group("padded", 2, padded)],
+    }[kind]
 
 
 @dataclass
@@ -208,24 +185,24 @@ def round_trip(built: Built, moves: Sequence[tuple[int, int]] = ((1, 5), (3, 2))
 @pytest.mark.parametrize("tokens", [16, 32, 64, 128])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dense(layout: str, tokens: int) -> None:
-    round_trip(build(dense(tokens), layout))
+    round_trip(build(groups_of("dense", tokens), layout))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("groups", [windows, latent])
-def test_groups_and_kinds(layout: str, groups: Any) -> None:
-    round_trip(build(groups(32), layout))
+@pytest.mark.parametrize("kind", ["windows", "latent"])
+def test_groups_and_kinds(layout: str, kind: str) -> None:
+    round_trip(build(groups_of(kind, 32), layout))
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "LHBNC"])
 def test_states_overlay_attention(layout: str) -> None:
-    round_trip(build(states(32), layout))
+    round_trip(build(groups_of("states", 32), layout))
 
 
 @pytest.mark.skipif(not NEWER, reason="this vLLM has no layout with heads outermost")
 def test_states_over_attention_with_heads_outermost_are_refused() -> None:
     """A block's state would lie over the keys and values of two other blocks."""
-    built = build(states(32), "LHBNC")
+    built = build(groups_of("states", 32), "LHBNC")
     with pytest.raises(UnsupportedError, match="overlap where no copy could be exact"):
         describe_kv_caches(built.caches, built.config)
 
@@ -233,45 +210,36 @@ def test_states_over_attention_with_heads_outermost_are_refused() -> None:
 @pytest.mark.parametrize("kernel_tokens", [16, 32])
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name[0] != "B" and name[1] != "H"])
 def test_kernel_blocks_that_are_smaller_than_the_managers(layout: str, kernel_tokens: int) -> None:
-    built = build(dense(64), layout, kernel_tokens)
+    built = build(groups_of("dense", 64), layout, kernel_tokens)
     assert {t.shape[0] for t in kv_tensors(built.caches)} == {NUM_BLOCKS * 64 // kernel_tokens}
     round_trip(built)
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("LHBNC", "BHLNC")])
-@pytest.mark.parametrize("groups", [two_pages, padded])
-def test_pages_of_two_sizes_and_padded_pages(layout: str, groups: Any) -> None:
-    round_trip(build(groups(32), layout))
+@pytest.mark.parametrize("kind", ["two pages", "padded"])
+def test_pages_of_two_sizes_and_padded_pages(layout: str, kind: str) -> None:
+    round_trip(build(groups_of(kind, 32), layout))
 
 
 @pytest.mark.skipif(not NEWER, reason="this vLLM has no layout with blocks outermost")
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
 def test_blocks_outermost_are_one_region_over_all_layers(layout: str) -> None:
-    built = build(dense(32), layout)
+    built = build(groups_of("dense", 32), layout)
     (region,) = describe_kv_caches(built.caches, built.config).regions
     assert region.page_bytes == region.block_stride_bytes == bytes_per_block(built.config)
 
 
-MODES = {
-    "int8_per_token_head": (KVQuantMode.INT8_PER_TOKEN_HEAD, torch.int8),
-    "fp8_per_token_head": (KVQuantMode.FP8_PER_TOKEN_HEAD, torch.float8_e4m3fn),
-}
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", SCALED)
 def test_scales_per_token_and_head_travel_in_the_page(layout: str, name: str) -> None:
     """The views of the scales are vLLM's own; they lie between the keys and the values."""
-    mode, dtype = MODES[name]
-    built = build(scaled(32, mode, dtype), layout, dtype=name)
+    built = build([group("scaled", 2, attention_spec(32, **SCALED[name]))], layout, dtype=name)
     for cache in built.caches.values():
         implementation = SimpleNamespace(_k_scale_cache=None)
         TritonAttentionImpl._ensure_scale_caches(implementation, cache)
         scales = implementation._k_scale_cache, implementation._v_scale_cache
         assert [tuple(s.shape) for s in scales] == [(NUM_BLOCKS, 32, 2)] * 2
-        inside = {cache.data_ptr() <= s.data_ptr() for s in scales}
-        assert inside == {True}
-        assert all((s == 1.0).all() for s in scales)
+        assert all(cache.data_ptr() <= s.data_ptr() and (s == 1.0).all() for s in scales)
         one = cache[3].contiguous().view(torch.uint8)
         assert (one == np.float32(1.0).view(np.uint32) >> 24).sum() >= 2 * 32 * 2
     round_trip(built)
@@ -280,7 +248,7 @@ def test_scales_per_token_and_head_travel_in_the_page(layout: str, name: str) ->
 @pytest.mark.skipif(NEWER, reason="this vLLM has layouts instead")
 def test_packed_layers_have_strides_beyond_their_pages() -> None:
     """As vLLM packs models of several page sizes: all layers of a block lie together."""
-    built = build(dense(32), "")
+    built = build(groups_of("dense", 32), "")
     page_bytes = built.config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
     stride = 3 * page_bytes + 512
     backing = torch.zeros(NUM_BLOCKS * stride, dtype=torch.int8)
@@ -299,7 +267,7 @@ def test_packed_layers_have_strides_beyond_their_pages() -> None:
 
 
 def test_a_layout_that_puts_two_blocks_on_the_same_bytes_is_refused() -> None:
-    built = build(dense(32), LAYOUTS[0])
+    built = build(groups_of("dense", 32), LAYOUTS[0])
     name, cache = next(iter(built.caches.items()))
     overlapping = cache.as_strided(cache.shape, (cache.stride(0) // 2, *cache.stride()[1:]))
     with pytest.raises(UnsupportedError, match="neighbouring blocks would overlap"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,22 +14,12 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.start.groups import (
-    cache_groups,
-    ranks_with_equal_bytes,
-)
+from kv_offload.engines.vllm.start.groups import cache_groups, ranks_with_equal_bytes
 from kv_offload.engines.vllm.versions import vllm_version
-from tests.support.configurations import make_kv_cache_config, make_spec
+from tests.support.configurations import make_kv_cache_config, make_spec, set_layers
+from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW
 
 pytestmark = pytest.mark.filterwarnings("default")
-
-FULL, WINDOW = CacheGroup(0, 4), CacheGroup(1, 4, 6)
-CHUNKS = CacheGroup(1, 4, chunk_tokens=8)
-STATE = CacheGroup(1, 4, holds_state=True)
-
-names_some = pytest.mark.skipif(
-    vllm_version() < (0, 32), reason="this vLLM names all blocks of a window by default"
-)
 
 # -- groups ------------------------------------------------------------------------------------
 
@@ -38,15 +27,17 @@ names_some = pytest.mark.skipif(
 def test_groups_keep_the_order_of_the_block_tables() -> None:
     groups = (
         CacheGroup(0, 8),
-        CacheGroup(1, 4, 6),
+        WINDOW,
         CacheGroup(2, 4, 13),
-        CacheGroup(3, 4, chunk_tokens=8),
-        CacheGroup(4, 4, holds_state=True),
+        dataclasses.replace(CHUNKS, group_id=3),
+        dataclasses.replace(STATE, group_id=4),
     )
     assert cache_groups(make_kv_cache_config(groups, 40)) == groups
 
 
-@names_some
+@pytest.mark.skipif(
+    vllm_version() < (0, 32), reason="this vLLM names all blocks of a window by default"
+)
 def test_windows_of_which_vllm_names_some_blocks() -> None:
     groups = (FULL, dataclasses.replace(WINDOW, retention_tokens=0))
     assert cache_groups(make_kv_cache_config(groups, 40)) == groups
@@ -70,56 +61,47 @@ def test_all_groups_count_as_those_of_a_draft_head() -> None:
     assert [dataclasses.replace(group, sees_next_token=False) for group in groups] == [FULL, WINDOW]
 
 
-def uniform(*windows: int | None, chunks: Sequence[int] = ()) -> tuple[CacheGroup, ...]:
-    """Return the groups of a model whose layers, of all these rules, are in one group."""
+def spec_of(**more: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32, **more)
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        # The largest window covers the others.
+        ([make_spec(4, window) for window in (6, 30, 13)], CacheGroup(0, 4, 30)),
+        # A layer with full attention needs all blocks.
+        ([make_spec(4, window) for window in (6, None, 30)], FULL),
+        ([make_spec(4, chunk_tokens=8)] * 2, CacheGroup(0, 4, chunk_tokens=8)),
+        # Layers that read by different rules need all blocks.
+        ([make_spec(4, chunk_tokens=chunk) for chunk in (8, 12)], FULL),
+        ([make_spec(4, 6), make_spec(4, chunk_tokens=8)], FULL),
+        # So vLLM describes windows and chunks where its hybrid manager is off: nothing is freed.
+        ([spec_of(sliding_window=6)], FULL),
+        ([spec_of(attention_chunk_size=8)], FULL),
+    ],
+)
+def test_a_group_keeps_what_any_of_its_layers_reads(
+    members: list[Any], expected: CacheGroup
+) -> None:
     config = make_kv_cache_config([FULL], 40)
-    members = [make_spec(4, window) for window in windows]
-    members += [make_spec(4, chunk_tokens=chunk) for chunk in chunks]
-    specs = {f"layer.{i}": spec for i, spec in enumerate(members)}
-    (group,) = config.kv_cache_groups
-    group.layer_names = list(specs)
-    group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs)
-    return cache_groups(config)
-
-
-def test_the_largest_window_of_a_group_covers_the_others() -> None:
-    assert uniform(6, 30, 13) == (CacheGroup(0, 4, 30),)
-
-
-def test_a_layer_with_full_attention_needs_all_blocks_of_its_group() -> None:
-    assert uniform(6, None, 30) == (CacheGroup(0, 4, None),)
-
-
-def test_chunks_of_one_size_stay_chunks() -> None:
-    assert uniform(chunks=(8, 8)) == (CacheGroup(0, 4, chunk_tokens=8),)
-
-
-def test_layers_that_read_by_different_rules_need_all_blocks() -> None:
-    assert uniform(chunks=(8, 12)) == (FULL,)
-    assert uniform(6, chunks=(8,)) == (FULL,)
-
-
-def test_a_full_attention_spec_that_notes_a_rule_keeps_all_blocks() -> None:
-    """So vLLM describes windows and chunks where its hybrid manager is off: nothing is freed."""
-    config = make_kv_cache_config([FULL], 40)
-    config.kv_cache_groups[0].kv_cache_spec = FullAttentionSpec(
-        block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32, sliding_window=6
-    )
-    assert cache_groups(config) == (FULL,)
-    config.kv_cache_groups[0].kv_cache_spec = FullAttentionSpec(
-        block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32, attention_chunk_size=8
-    )
-    assert cache_groups(config) == (FULL,)
+    set_layers(config, {f"layer.{i}": spec for i, spec in enumerate(members)})
+    assert cache_groups(config) == (expected,)
 
 
 # -- ranks with equal bytes ---------------------------------------------------------------------
 
 
+SHARDED = "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__
+
+
 def latent(**more: Any) -> MLAAttentionSpec:
-    if "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__:
-        more = {"max_tp_shards": 1, **more}
     return MLAAttentionSpec(
-        block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, **more
+        block_size=16,
+        num_kv_heads=1,
+        head_size=576,
+        dtype=torch.bfloat16,
+        **({"max_tp_shards": 1, **more} if SHARDED else more),
     )
 
 
@@ -151,6 +133,6 @@ def test_ranks_that_may_differ_share_nothing() -> None:
     assert equal_ranks(latent(), dense()) == 1
     assert equal_ranks(latent(), decode_context=2) == 1
     assert equal_ranks() == 1
-    if "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__:
+    if SHARDED:
         assert equal_ranks(latent(max_tp_shards=None)) == 1
         assert equal_ranks(latent(), latent(max_tp_shards=2)) == 1

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -10,33 +9,31 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 import torch
 from kv_swap.layout import KVLayout
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors, layer_regions
 from kv_offload.errors import UnsupportedError
-from tests.support.configurations import make_kv_cache_config
+from tests.support.configurations import make_kv_cache_config, set_layers
 
 BLOCKS, TOKENS, HEADS, HEAD_SIZE = 6, 4, 2, 8
 BLOCK_SHAPE = (HEADS, TOKENS, 2 * HEAD_SIZE)
 PAGE_BYTES = 2 * HEADS * TOKENS * HEAD_SIZE * 4
+HALF_BYTES = PAGE_BYTES // 2
 
 
 def config(*, blocks: int = BLOCKS, **head_sizes: int) -> Any:
     """Return a configuration of one group; layers of several head sizes make it a uniform one."""
-    head_sizes = head_sizes or {"layer": HEAD_SIZE}
-    specs = {
-        name: FullAttentionSpec(
-            block_size=TOKENS, num_kv_heads=HEADS, head_size=size, dtype=torch.float32
-        )
-        for name, size in head_sizes.items()
-    }
     made = make_kv_cache_config([CacheGroup(0, TOKENS)], blocks)
-    (group,) = made.kv_cache_groups
-    group.layer_names = list(specs)
-    group.kv_cache_spec = next(iter(specs.values()))
-    if len(specs) > 1:
-        group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs=specs)
+    set_layers(
+        made,
+        {
+            name: FullAttentionSpec(
+                block_size=TOKENS, num_kv_heads=HEADS, head_size=size, dtype=torch.float32
+            )
+            for name, size in (head_sizes or {"layer": HEAD_SIZE}).items()
+        },
+    )
     return made
 
 
@@ -57,50 +54,23 @@ def regions(layout: KVLayout, *tensors: torch.Tensor) -> list[tuple[int, int, in
 # -- what is described -------------------------------------------------------------------------
 
 
-def test_blocks_first() -> None:
-    tensor = cache(BLOCKS, *BLOCK_SHAPE)
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        # Blocks first.
+        ((BLOCKS, *BLOCK_SHAPE), [(0, PAGE_BYTES, PAGE_BYTES)]),
+        # Keys and values first.
+        (
+            (2, BLOCKS, HEADS, TOKENS, HEAD_SIZE),
+            [(0, HALF_BYTES, HALF_BYTES), (BLOCKS * HALF_BYTES, HALF_BYTES, HALF_BYTES)],
+        ),
+    ],
+)
+def test_where_the_blocks_are(shape: tuple[int, ...], expected: list[tuple[int, int, int]]) -> None:
+    tensor = cache(*shape)
     layout = describe_kv_caches({"layer": tensor}, config())
-    assert layout.num_blocks == BLOCKS
-    assert layout.slot_bytes == PAGE_BYTES
-    assert regions(layout, tensor) == [(0, PAGE_BYTES, PAGE_BYTES)]
-
-
-def test_keys_and_values_first() -> None:
-    tensor = cache(2, BLOCKS, HEADS, TOKENS, HEAD_SIZE)
-    half = PAGE_BYTES // 2
-    layout = describe_kv_caches({"layer": tensor}, config())
-    assert regions(layout, tensor) == [(0, half, half), (BLOCKS * half, half, half)]
-
-
-def test_kernel_blocks_that_are_smaller_than_the_managers() -> None:
-    tensor = cache(4 * BLOCKS, HEADS, TOKENS // 4, 2 * HEAD_SIZE)
-    layout = describe_kv_caches({"layer": tensor}, config())
-    assert regions(layout, tensor) == [(0, PAGE_BYTES, PAGE_BYTES)]
-
-
-def test_a_tensor_whose_blocks_are_strided() -> None:
-    """All layers of a block lie together; each layer's tensor is a view."""
-    storage = cache(BLOCKS, 3, *BLOCK_SHAPE)
-    caches = {f"layer.{i}": storage[:, i] for i in range(3)}
-    layout = describe_kv_caches(caches, config(**dict.fromkeys(caches, HEAD_SIZE)))
-    assert regions(layout, storage) == [(0, 3 * PAGE_BYTES, 3 * PAGE_BYTES)]
-
-
-def test_layers_of_a_uniform_group_have_pages_of_their_own() -> None:
-    caches = {
-        "small": cache(BLOCKS, *BLOCK_SHAPE),
-        "large": cache(BLOCKS, HEADS, TOKENS, 4 * HEAD_SIZE),
-    }
-    layout = describe_kv_caches(caches, config(small=HEAD_SIZE, large=2 * HEAD_SIZE))
-    assert sorted(region.page_bytes for region in layout.regions) == [PAGE_BYTES, 2 * PAGE_BYTES]
-    assert layout.slot_bytes == 3 * PAGE_BYTES
-
-
-def test_layers_that_share_their_memory_are_described_once() -> None:
-    tensor = cache(BLOCKS, *BLOCK_SHAPE)
-    shared = {"a": tensor, "b": tensor.view(BLOCKS, HEADS, TOKENS, 2 * HEAD_SIZE)}
-    layout = describe_kv_caches(shared, config(a=HEAD_SIZE, b=HEAD_SIZE))
-    assert layout.slot_bytes == PAGE_BYTES
+    assert (layout.num_blocks, layout.slot_bytes) == (BLOCKS, PAGE_BYTES)
+    assert regions(layout, tensor) == expected
 
 
 def states(page_bytes: int = PAGE_BYTES, padding: int = 64) -> tuple[torch.Tensor, list[Any]]:
@@ -111,16 +81,19 @@ def states(page_bytes: int = PAGE_BYTES, padding: int = 64) -> tuple[torch.Tenso
     return storage, [convolution, rest.view(torch.bfloat16).unflatten(1, (2, -1))]
 
 
-def state_config(page_bytes: int) -> Any:
-    made = config()
-    (group,) = made.kv_cache_groups
-    group.kv_cache_spec = MambaSpec(
+def state_spec(page_bytes: int) -> MambaSpec:
+    return MambaSpec(
         block_size=TOKENS,
         shapes=((3, 8),),
         dtypes=(torch.float32,),
         page_size_padded=page_bytes,
         mamba_cache_mode="align",
     )
+
+
+def state_config(page_bytes: int) -> Any:
+    made = config()
+    set_layers(made, {"layer": state_spec(page_bytes)})
     return made
 
 
@@ -135,12 +108,8 @@ def test_the_states_of_a_layer_share_padded_pages(kind: type) -> None:
 
 def test_states_and_attention_overlay_each_other() -> None:
     storage, views = states(padding=0)
-    made = config(layer=HEAD_SIZE)
-    made.kv_cache_groups.append(copy.copy(made.kv_cache_groups[0]))
-    made.kv_cache_groups[1].layer_names = ["state"]
-    made.kv_cache_groups[1].kv_cache_spec = (
-        state_config(PAGE_BYTES).kv_cache_groups[0].kv_cache_spec
-    )
+    made = config()
+    made.kv_cache_groups.append(KVCacheGroupSpec(["state"], state_spec(PAGE_BYTES)))
     layout = describe_kv_caches({"layer": storage.view(BLOCKS, *BLOCK_SHAPE), "state": views}, made)
     assert regions(layout, storage) == [(0, PAGE_BYTES, PAGE_BYTES)]
 
@@ -163,16 +132,34 @@ def refusal(caches: dict[str, Any], kv_cache_config: Any) -> str:
     return message
 
 
-def test_a_layer_that_is_in_no_group() -> None:
-    message = refusal({"stranger": cache(BLOCKS, *BLOCK_SHAPE)}, config())
-    assert "layer stranger" in message
+REFUSED = {
+    "no layer": ({}, "there are no KV tensors"),
+    "a layer in no group": ({"stranger": cache(BLOCKS, *BLOCK_SHAPE)}, "layer stranger"),
+    "a page smaller than its data": (
+        {"layer": cache(BLOCKS, HEADS, TOKENS, 4 * HEAD_SIZE)},
+        "layer: page_bytes is 512",
+    ),
+    **{
+        f"no tensor: {nothing}": (
+            {"layer": nothing},
+            f"layer layer: its KV cache is a {kind} that kv-offload does not know",
+        )
+        for nothing, kind in (([], "list"), (None, "NoneType"), (3, "int"))
+    },
+    **{
+        f"no dimension of blocks: {shape}": (
+            {"layer": cache(*shape)},
+            "layer layer: neither of the first two dimensions of its KV cache of shape "
+            f"{shape} is a multiple of the {BLOCKS} blocks of the cache",
+        )
+        for shape in ((BLOCKS + 1, *BLOCK_SHAPE), (2, 2, BLOCKS, 64), (0, 4, 4))
+    },
+}
 
 
-@pytest.mark.parametrize("nothing", [[], None, 3])
-def test_a_layer_whose_cache_is_no_tensor(nothing: Any) -> None:
-    message = refusal({"layer": nothing}, config())
-    kind = type(nothing).__name__
-    assert f"layer layer: its KV cache is a {kind} that kv-offload does not know" in message
+@pytest.mark.parametrize(("caches", "problem"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_copied_exactly(caches: dict[str, Any], problem: str) -> None:
+    assert refusal(caches, config()).startswith(f"kv-offload: {problem}")
 
 
 def test_states_that_do_not_share_their_pages() -> None:
@@ -186,41 +173,17 @@ def test_states_that_do_not_share_their_pages() -> None:
     assert "do not lie in" in refusal({"layer": views}, state_config(PAGE_BYTES - 16))
 
 
-def test_a_tensor_without_a_dimension_of_blocks() -> None:
-    message = refusal({"layer": cache(BLOCKS + 1, *BLOCK_SHAPE)}, config())
-    assert "layer layer" in message
-    assert str((BLOCKS + 1, *BLOCK_SHAPE)) in message
-    assert f"the {BLOCKS} blocks of the cache" in message
-
-
-def test_blocks_in_the_third_dimension() -> None:
-    assert "neither of the first two" in refusal({"layer": cache(2, 2, BLOCKS, 64)}, config())
-
-
-def test_an_empty_dimension_is_not_mistaken_for_blocks() -> None:
-    assert "neither of the first two" in refusal({"layer": torch.zeros(0, 4, 4)}, config())
-
-
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_too_few_blocks_to_tell_them_from_keys_and_values(blocks: int) -> None:
     message = refusal({"layer": cache(2, blocks, *BLOCK_SHAPE)}, config(blocks=blocks))
     assert "at least 3 are needed" in message
 
 
-def test_a_page_that_is_smaller_than_its_data() -> None:
-    message = refusal({"layer": cache(BLOCKS, HEADS, TOKENS, 4 * HEAD_SIZE)}, config())
-    assert message.startswith("kv-offload: layer: page_bytes is 512")
-
-
 def test_a_page_that_is_not_aligned() -> None:
     made = config()
     spec = FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=3, dtype=torch.float32)
-    made.kv_cache_groups[0].kv_cache_spec = spec
+    set_layers(made, {"layer": spec})
     assert "no multiple of 16" in refusal({"layer": cache(BLOCKS, 1, 1, 6)}, made)
-
-
-def test_no_layer_at_all() -> None:
-    assert "no KV tensors" in refusal({}, config())
 
 
 # -- which layer reads what --------------------------------------------------------------------
@@ -242,11 +205,12 @@ def test_layers_and_their_regions() -> None:
 
 def test_layers_that_share_their_bytes_share_a_region() -> None:
     """Layers side by side in a block are one region, as are groups that overlay each other."""
-    both = cache(BLOCKS, 2, *BLOCK_SHAPE)
-    caches = {"a": both[:, 0], "b": both[:, 1]}
-    found = layer_regions(caches, describe_kv_caches(caches, config(a=HEAD_SIZE, b=HEAD_SIZE)))
-    assert found == {"a": frozenset([0]), "b": frozenset([0])}
-    same = cache(BLOCKS, *BLOCK_SHAPE)
-    caches = {"a": same, "b": same.view(same.shape)}
-    found = layer_regions(caches, describe_kv_caches(caches, config(a=HEAD_SIZE, b=HEAD_SIZE)))
-    assert found == {"a": frozenset([0]), "b": frozenset([0])}
+    both, same = cache(BLOCKS, 2, *BLOCK_SHAPE), cache(BLOCKS, *BLOCK_SHAPE)
+    for caches, page_bytes in (
+        ({"a": both[:, 0], "b": both[:, 1]}, 2 * PAGE_BYTES),
+        ({"a": same, "b": same.view(same.shape)}, PAGE_BYTES),
+    ):
+        layout = describe_kv_caches(caches, config(a=HEAD_SIZE, b=HEAD_SIZE))
+        assert regions(layout, caches["a"]) == [(0, page_bytes, page_bytes)]
+        assert layout.slot_bytes == page_bytes
+        assert layer_regions(caches, layout) == {"a": frozenset([0]), "b": frozenset([0])}

@@ -57,9 +57,6 @@ def test_nothing_of_a_message_is_lost() -> None:
         assert vars(carried) == vars(message)
     received = pickle.loads(pickle.dumps(ConnectorWorkerMetadata.of(REPORT)))
     assert vars(received) == vars(REPORT)
-
-
-def test_no_report_stays_none() -> None:
     assert ConnectorWorkerMetadata.of(None) is None
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ from prometheus_client.utils import floatToGoString
 from kv_offload.engines.vllm.connector import KVOffloadConnector
 from kv_offload.engines.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from kv_offload.metrics import METRICS, PREFIX, Metric
+from tests.support.processes import run_code
 
 COUNTERS = [metric.name for metric in METRICS if metric.kind == "counter"]
 GAUGES = [metric.name for metric in METRICS if metric.kind == "gauge"]
@@ -35,30 +35,22 @@ def stats(**figures: float | list[float]) -> ConnectorStats:
 # -- stats -------------------------------------------------------------------------------------
 
 
-def test_counters_add_up_and_gauges_are_replaced() -> None:
-    total = stats(stored_bytes=10, slots_in_use=3, evictions=1)
-    result = total.aggregate(stats(stored_bytes=5, slots_in_use=7, failed_loads=2))
-    assert result is total
+def test_counters_add_up_gauges_are_replaced_and_values_of_histograms_are_collected() -> None:
+    """vLLM adds up in the first of several: what was added must not be shared with it."""
+    counted = {"stored_bytes": 5, "slots_in_use": 7, "failed_loads": 2}
+    later = stats(**counted, load_bytes=[3], load_seconds=[0.5])
+    before = copy.deepcopy(later.data)
+    total = stats(stored_bytes=10, slots_in_use=3, evictions=1, load_bytes=[1, 2])
+    assert total.aggregate(later).aggregate(stats(load_seconds=[0.25])) is total
     assert total.data == {
         "stored_bytes": 15,
         "slots_in_use": 7,
         "evictions": 1,
         "failed_loads": 2,
+        "load_bytes": [1, 2, 3],
+        "load_seconds": [0.5, 0.25],
     }
-
-
-def test_aggregating_leaves_the_other_alone() -> None:
-    other = stats(stored_bytes=5)
-    stats(stored_bytes=1).aggregate(other)
-    assert other.data == {"stored_bytes": 5}
-
-
-def test_values_of_histograms_are_collected() -> None:
-    """vLLM adds up in the first of several: what was added must not be shared with it."""
-    later = stats(load_bytes=[3], load_seconds=[0.5])
-    total = stats(load_bytes=[1, 2]).aggregate(later).aggregate(stats(load_seconds=[0.25]))
-    assert total.data == {"load_bytes": [1, 2, 3], "load_seconds": [0.5, 0.25]}
-    assert later.data == {"load_bytes": [3], "load_seconds": [0.5]}
+    assert later.data == before
 
 
 def test_reset_forgets_everything_and_shares_nothing() -> None:
@@ -173,16 +165,20 @@ def test_a_histogram_has_its_values_in_its_buckets(
 
 
 GAUGES_OF_TWO_SERVERS = """
-import functools, sys
+import functools, os
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from types import SimpleNamespace
 from kv_offload.engines.vllm.metrics import ConnectorPromMetrics
 types = {kind: functools.partial(kind, registry=None) for kind in (Counter, Gauge, Histogram)}
-metrics = ConnectorPromMetrics(
-    SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]}
-)
-metrics.observe({"slots": float(sys.argv[1]), "evictions": 2})
+for slots in (7, 5):
+    if not os.fork():
+        metrics = ConnectorPromMetrics(
+            SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]}
+        )
+        metrics.observe({"slots": slots, "evictions": 2})
+        os._exit(0)
+    assert os.wait()[1] == 0
 registry = CollectorRegistry()
 MultiProcessCollector(registry)
 print(generate_latest(registry).decode())
@@ -191,13 +187,8 @@ print(generate_latest(registry).decode())
 
 def test_a_gauge_of_several_api_servers_has_the_last_value(tmp_path: Path) -> None:
     """Each of them hears of some steps only; vLLM has them share a folder."""
-    for slots in ("5", "7"):
-        page = subprocess.run(
-            [sys.executable, "-c", GAUGES_OF_TWO_SERVERS, slots],
-            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    assert f'{PREFIX}slots{{engine="0"}} 7.0' in page.splitlines()
-    assert f'{PREFIX}evictions_total{{engine="0"}} 4.0' in page.splitlines()
+    page = run_code(
+        GAUGES_OF_TWO_SERVERS, **os.environ, PROMETHEUS_MULTIPROC_DIR=str(tmp_path)
+    ).splitlines()
+    assert f'{PREFIX}slots{{engine="0"}} 5.0' in page
+    assert f'{PREFIX}evictions_total{{engine="0"}} 4.0' in page

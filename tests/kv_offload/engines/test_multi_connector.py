@@ -21,8 +21,8 @@ from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.start import build as start
 from kv_offload.engines.vllm.start.ranks import ask_ranks
 from kv_offload.errors import UnsupportedError
-from tests.support.configurations import make_kv_cache_config, make_vllm_config
-from tests.support.played_cases import OTHER, PROMPT, forget, store
+from tests.support.configurations import around, make_kv_cache_config, make_vllm_config
+from tests.support.played_cases import FULL, OTHER, PROMPT, WINDOW, forget, store
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import answer
 from tests.support.remote_connector import RemoteConnector, multi_config
@@ -30,12 +30,6 @@ from tests.support.remote_connector import RemoteConnector, multi_config
 pytestmark = pytest.mark.filterwarnings("default")
 
 ORDERS = pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
-FULL, WINDOW = CacheGroup(0, 4), CacheGroup(1, 4, 6)
-
-
-def beside(first: bool = True, **more: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return what puts ours first or last among two members."""
-    return functools.partial(multi_config, first=first, **more)
 
 
 def ask(engine: PlayedEngine, request_id: str, prompt: list[int], **params: Any) -> None:
@@ -61,7 +55,7 @@ def test_requests_of_many_prefixes(
         groups,
         blocks=16,
         async_scheduling=asynchronous,
-        transfer_config=beside(first, role=role),
+        transfer_config=functools.partial(multi_config, first=first, role=role),
         max_num_seqs=3,
     )
     assert engine.scheduler.defer_block_free == (asynchronous and role == "kv_both")
@@ -98,7 +92,9 @@ def test_what_the_other_member_brings_is_stored(first: bool, asynchronous: bool)
 
     The remote one brings all of it, ours what ends with a block.
     """
-    engine = PlayedEngine(async_scheduling=asynchronous, transfer_config=beside(first))
+    engine = PlayedEngine(
+        async_scheduling=asynchronous, transfer_config=functools.partial(multi_config, first=first)
+    )
     ask(engine, "sends", PROMPT, do_remote_decode=True)
     engine.run()
     forget(engine)
@@ -122,7 +118,7 @@ def test_what_the_other_member_brings_is_stored(first: bool, asynchronous: bool)
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_are_asked_what_they_hold(ranks: int) -> None:
-    engine = PlayedEngine(ranks=ranks, slots=24, transfer_config=beside())
+    engine = PlayedEngine(ranks=ranks, slots=24, transfer_config=multi_config)
     assert engine.offload.manager.usable_slots == 24
     (remote,) = [c for c in engine.connector._connectors if isinstance(c, RemoteConnector)]
     assert len(remote.handshake) == ranks
@@ -149,9 +145,7 @@ def build(transfer_config: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
 
 
 def nested(plugin: dict[str, Any]) -> dict[str, Any]:
-    inner = multi_config(plugin)
-    extra_config = {"connectors": [inner]}
-    return {**inner, "kv_connector_extra_config": extra_config}
+    return around(multi_config(plugin))
 
 
 @pytest.fixture

@@ -21,8 +21,13 @@ from vllm.v1.request import RequestStatus
 
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm import drain, patches
+from kv_offload.engines.vllm.halves import halves
 from kv_offload.engines.vllm.patches import MARK, PATCHES, Patch, Setup
 from kv_offload.engines.vllm.versions import NEWEST, OLDEST, dotted, vllm_version
+from tests.support.configurations import ours
+from tests.support.played_cases import PROMPT
+from tests.support.played_engine import PlayedEngine
+from tests.support.remote_connector import multi_config
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -145,155 +150,86 @@ def test_a_second_call_replaces_nothing_and_logs_nothing(
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_wrappers_of_other_plugins_stay(ours_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours takes local hits that all groups have."""
     told: list[Any] = []
-    monkeypatch.setattr(Scheduler, "schedule", lambda self: told.append("vLLM"))
+
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        told.append("vLLM")
+        return self.has_mamba_layers, args, kwargs
 
     def other() -> None:
         original = Scheduler.schedule
 
         @functools.wraps(original)
-        def schedule(self: Any) -> Any:
+        def schedule(*args: Any, **kwargs: Any) -> Any:
             told.append("other")
-            return original(self)
+            return original(*args, **kwargs)
 
         monkeypatch.setattr(Scheduler, "schedule", schedule)
 
-    def ours() -> None:
+    def plugin() -> None:
         patches.install_for_scheduler(setup(version=OLDEST, holds_state=True))
 
-    for install in (ours, other) if ours_first else (other, ours):
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    for install in (plugin, other) if ours_first else (other, plugin):
         install()
     with_both = Scheduler.schedule
-    ours()
+    plugin()
     assert Scheduler.schedule is with_both, "ours is found below another that names what it wraps"
     scheduler = object.__new__(Scheduler)
     scheduler.has_mamba_layers = True
-    scheduler.schedule()
+    assert scheduler.schedule(True, more=1) == (False, (True,), {"more": 1})
     assert told == ["other", "vLLM"]
-    assert scheduler.has_mamba_layers is False
-
-
-class Core:
-    def execute_model(self, output: object) -> object:
-        return output
-
-
-def test_one_wrapper_tells_all_listeners_of_an_object() -> None:
-    core, told = Core(), []
-    for name in ("first", "second"):
-        patches.tell(patches.EXECUTE_MODEL, core, lambda output, name=name: told.append(name))
-        wrapper = core.execute_model
-    assert core.execute_model is wrapper
-    assert core.execute_model(7) == 7
-    assert told == ["first", "second"]
-    assert Core().execute_model(7) == 7
-    assert told == ["first", "second"]
 
 
 # -- a reset -----------------------------------------------------------------------------------
 
 
-def core_of(scheduler: Any) -> EngineCore:
-    core = object.__new__(EngineCore)
-    core.scheduler = scheduler
-    return core
-
-
-def scheduler_with(connector: Any) -> Any:
-    """One that holds back blocks while steps 4 and 5 are in flight."""
-    scheduler = SimpleNamespace(
-        defer_block_free=True,
-        processed_step_seq=3,
-        sched_step_seq=5,
-        deferred_frees=[4, 5],
-        running=[],
-    )
-
-    def free() -> None:
-        fences = scheduler.deferred_frees
-        scheduler.deferred_frees = [f for f in fences if f > scheduler.processed_step_seq]
-
-    scheduler._drain_deferred_frees = free
-    scheduler.get_kv_connector = lambda: connector
-    return scheduler
-
-
-@pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What happens in a reset, in order."""
-    found: list[Any] = []
-    monkeypatch.setattr(
-        drain, "hear_of_weight_loads", lambda core, schedulers: found.append("weights")
-    )
-    monkeypatch.setattr(
-        drain, "drain_engine_core", lambda core, requeue: found.append(("drain", requeue))
-    )
-    return found
-
-
-def connector_of(events: list[Any]) -> Any:
-    contents = SimpleNamespace(engine_was_reset=lambda: events.append("told"))
-    ours = SimpleNamespace(contents=contents)
-    return SimpleNamespace(offload_scheduler=ours)
-
-
+@pytest.mark.parametrize(
+    ("place", "fenced", "held_back"),
+    [
+        (ours, [True, True], False),
+        (ours, [True, False], True),
+        (multi_config, [True, True], True),  # nothing is known of the other connector
+    ],
+)
 def test_a_reset_holds_back_no_block_of_steps_in_flight(
-    events: list[Any], monkeypatch: pytest.MonkeyPatch
+    place: Any, fenced: list[bool], held_back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
+    engine = PlayedEngine(ranks=2, async_scheduling=True, transfer_config=place)
+    scheduler, seen, asked = engine.scheduler, [], []
 
     def reset_prefix_cache(self: Any, running: bool) -> None:
-        seen.append((self.scheduler.defer_block_free, self.scheduler.deferred_frees))
+        all_free = engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+        seen.append((scheduler.defer_block_free, not all_free))
         raise RuntimeError("reset failed")
 
     wrap(monkeypatch, "reset_prefix_cache", reset_prefix_cache)
-    ours = connector_of(events)
-    for connector, fenced, expected in (
-        (ours, [True, True], (False, [])),
-        (ours, [True, False], (True, [4, 5])),
-        (SimpleNamespace(_connectors=[ours, SimpleNamespace()]), [True], (True, [4, 5])),
-        (None, [True], (True, [4, 5])),
-    ):
-        scheduler = scheduler_with(connector)
-        core = core_of(scheduler)
-        asked: list[Any] = []
-        core.model_executor = SimpleNamespace(
-            collective_rpc=lambda call, asked=asked, fenced=fenced: asked.append(call) or fenced
-        )
-        with pytest.raises(RuntimeError, match="reset failed"):
-            core.reset_prefix_cache()
-        assert seen.pop() == expected
-        assert asked == [drain.fence_rank] * (connector is ours)
-        assert (scheduler.defer_block_free, scheduler.processed_step_seq) == (True, 3)
-    assert "told" not in events
+    for rank, answer in zip(engine.ranks, fenced, strict=True):
+        (worker,) = halves(rank.connector, "offload_worker")
+        worker.fence_loads = lambda answer=answer: asked.append(answer) or answer
+    engine.add("ends", PROMPT, max_tokens=20)
+    engine.schedule_all()
+    engine.abort("ends")
+    processed = scheduler.processed_step_seq
+    with pytest.raises(RuntimeError, match="reset failed"):
+        engine.reset()
+    assert seen == [(held_back, held_back)]
+    assert asked == (fenced if place is ours else [])
+    assert (scheduler.defer_block_free, scheduler.processed_step_seq) == (True, processed)
+    engine.rest()
 
 
-def test_a_reset_hears_of_weights_drains_and_tells(
-    events: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def reset_prefix_cache(self: Any, running: bool = False, connector: bool = False) -> str:
-        events.append(("reset", running, connector))
-        return "done"
+def test_a_reset_passes_on_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset_prefix_cache(self: Any, running: bool = False, connector: bool = False) -> Any:
+        return running, connector
 
     wrap(monkeypatch, "reset_prefix_cache", reset_prefix_cache)
-    scheduler = scheduler_with(connector_of(events))
-    scheduler.processed_step_seq = scheduler.sched_step_seq  # so that no rank is asked
-    core = core_of(scheduler)
-    assert core.reset_prefix_cache(True, connector=True) == "done"
-    assert events == ["weights", ("drain", True), ("reset", True, True), "told"]
-    events.clear()
-    core.reset_prefix_cache()
-    core.scheduler.running.append("a request, so that the reset fails anyway")
-    core.reset_prefix_cache()
-    assert [event for event in events if event[0] == "drain"] == [("drain", True), ("drain", False)]
-
-
-def test_an_engine_without_the_plugin_is_left_alone(
-    events: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wrap(monkeypatch, "reset_prefix_cache", lambda self, running: "done")
-    assert core_of(scheduler_with(None)).reset_prefix_cache() == "done"
-    assert events == []
+    without_plugin: Any = object.__new__(EngineCore)
+    without_plugin.scheduler = SimpleNamespace(get_kv_connector=lambda: None)
+    for core in (PlayedEngine().core, without_plugin):
+        assert core.reset_prefix_cache(True, connector=True) == (True, True)
+        assert core.reset_prefix_cache() == (False, False)
 
 
 # -- recomputing requests whose load failed ----------------------------------------------------
@@ -329,16 +265,6 @@ def test_a_waiting_request_whose_load_failed_is_recomputed(monkeypatch: pytest.M
 
 
 # -- the others --------------------------------------------------------------------------------
-
-
-def test_local_hits_are_those_of_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.has_mamba_layers, args, kwargs
-
-    wrap(monkeypatch, "schedule", schedule)
-    scheduler = object.__new__(Scheduler)
-    scheduler.has_mamba_layers = True
-    assert scheduler.schedule(True, more=1) == (False, (True,), {"more": 1})
 
 
 def test_figures_of_members_arrive_as_dictionaries(monkeypatch: pytest.MonkeyPatch) -> None:

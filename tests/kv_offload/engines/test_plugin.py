@@ -23,31 +23,24 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     return names
 
 
-def test_the_connector_is_registered_under_the_name_of_its_class() -> None:
-    register()
-    found = KVConnectorFactory.get_connector_class_by_name(CONNECTOR)
-    assert found.__name__ == CONNECTOR == "KVOffloadConnector"
-    assert found.__module__ == "kv_offload.engines.vllm.connector"
-
-
-def test_a_second_call_changes_nothing(registry: dict[str, object]) -> None:
+def test_the_connector_is_registered_once_and_nothing_else_is_touched(
+    registry: dict[str, object],
+) -> None:
     """vLLM calls the entry point in each of its processes, and may do so more than once."""
-    register()
-    loader = registry[CONNECTOR]
-    register()
-    assert registry[CONNECTOR] is loader
-
-
-def test_nothing_else_is_touched(registry: dict[str, object]) -> None:
     before = dict(registry)
     register()
-    assert {name: cls for name, cls in registry.items() if name != CONNECTOR} == before
-
-
-def test_a_users_configuration_finds_it() -> None:
+    after = dict(registry)
     register()
+    assert registry == after, "the same loader"
+    assert after.pop(CONNECTOR)
+    assert after == before
     config = KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both")
-    assert KVConnectorFactory.get_connector_class(config).__name__ == CONNECTOR
+    for found in (
+        KVConnectorFactory.get_connector_class_by_name(CONNECTOR),
+        KVConnectorFactory.get_connector_class(config),
+    ):
+        assert found.__name__ == CONNECTOR == "KVOffloadConnector"
+        assert found.__module__ == "kv_offload.engines.vllm.connector"
 
 
 def test_a_vllm_of_another_shape_goes_on_without_the_plugin(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.connector import KVOffloadConnector
 from kv_offload.engines.vllm.plugin import register
-from kv_offload.engines.vllm.start import build as start
 from kv_offload.engines.vllm.start.ranks import LocalReplicas, count_local_replicas
 from kv_offload.errors import CapacityError
 from kv_offload.host_memory import HostMemory, read_host_memory
@@ -152,12 +152,11 @@ def test_a_rank_is_refused_what_is_not_available(
 
 
 def test_the_start_is_logged_once_a_replica(
-    front_end: Any, monkeypatch: pytest.MonkeyPatch
+    front_end: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(start.logger, "info", lambda text, *a: lines.append(text % a))
+    caplog.set_level(logging.INFO, "kv_offload")
     for role in KVConnectorRole:
         build(start_replica(front_end, 0), role)
-    (line,) = [line for line in lines if "of host memory" in line]
+    (line,) = [line for line in caplog.messages if "of host memory" in line]
     assert "3.12% of the" in line
     assert "the 8 replicas on this host take" in line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,75 +22,61 @@ from kv_offload.engines.vllm.runner import VLLMRank, before_each_step
 pytestmark = pytest.mark.filterwarnings("default")
 
 RANK = VLLMRank(None, gives_idle_blocks=False)  # type: ignore[arg-type]
-find_output_copy_stream = RANK.find_output_copy_stream
-count_weight_loads = RANK.count_weight_loads
-forward_context = RANK.forward_context
-forward_with_layer_calls = RANK.forward_with_layer_calls
 
 # -- the output-copy stream -------------------------------------------------------------------
 
 
-class Runner:
-    """A caller of `register_kv_caches`, through a frame or two of others."""
+class Caller:
+    """An object that calls the plugin, through a frame of others."""
 
-    def register(self) -> object | None:
-        return Connector().register_kv_caches()
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
 
-
-class Connector:
-    def register_kv_caches(self) -> object | None:
-        def look() -> object | None:
-            return find_output_copy_stream()
-
-        return look()
+    def call(self, function: Callable[[], Any]) -> Any:
+        return (lambda: function())()
 
 
-class RunnerV2(Runner):
-    def __init__(self, stream: object | None) -> None:
-        self.output_copy_stream = stream
+STREAM = object()
+MAKE = "_get_or_create_async_output_copy_stream"
 
 
-class RunnerV1(Runner):
-    def __init__(self, asynchronous: bool | None) -> None:
-        if asynchronous is not None:
-            self.use_async_scheduling = asynchronous
-        self.made: list[object] = []
-
-    def _get_or_create_async_output_copy_stream(self) -> object:
-        self.made = self.made or [object()]
-        return self.made[0]
+def unused() -> None:
+    pytest.fail("makes a stream that it will not use")
 
 
-def test_no_stream_is_found_where_no_runner_calls() -> None:
-    assert find_output_copy_stream() is None
-    assert Runner().register() is None
+@pytest.mark.parametrize(
+    ("runner", "stream"),
+    [
+        ({}, None),
+        # Runner V2 owns the stream, if there is one.
+        ({"output_copy_stream": STREAM}, STREAM),
+        ({"output_copy_stream": None}, None),
+        # Runner V1 makes the stream that it will use.
+        ({MAKE: lambda: STREAM, "use_async_scheduling": True}, STREAM),
+        ({MAKE: unused, "use_async_scheduling": False}, None),
+        ({MAKE: unused}, None),
+    ],
+)
+def test_the_runner_that_calls_has_the_stream(runner: dict[str, Any], stream: object) -> None:
+    caller = Caller(**runner)
+    assert caller.call(lambda: Caller().call(RANK.find_output_copy_stream)) is stream
+    assert RANK.find_output_copy_stream() is None, "no runner calls"
 
 
-def test_runner_v2_owns_the_stream() -> None:
-    stream = object()
-    assert RunnerV2(stream).register() is stream
+def test_the_nearest_runner_counts() -> None:
+    """A draft model's runner can be called by the target's."""
+    inner, outer = Caller(output_copy_stream=STREAM), Caller(output_copy_stream=object())
+    assert outer.call(lambda: inner.call(RANK.find_output_copy_stream)) is STREAM
 
 
-def test_runner_v2_without_a_stream() -> None:
-    assert RunnerV2(None).register() is None
+# -- before each step ---------------------------------------------------------------------------
 
 
-def test_runner_v1_makes_the_stream_that_it_will_use() -> None:
-    runner = RunnerV1(asynchronous=True)
-    assert runner.register() is runner.made[0]
+class SteppingRunner(Caller):
+    """Has a method that the worker calls for every step, like a real one."""
 
-
-@pytest.mark.parametrize("asynchronous", [False, None])
-def test_runner_v1_makes_no_stream_that_it_will_not_use(asynchronous: bool | None) -> None:
-    runner = RunnerV1(asynchronous)
-    assert runner.register() is None
-    assert runner.made == []
-
-
-class SteppingRunner:
-    """Has KV tensors, like a real one, and a method that the worker calls for every step."""
-
-    def __init__(self) -> None:
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
         self.executed: list[tuple[object, ...]] = []
 
     def register(self, call: Callable[[Any], None]) -> None:
@@ -145,20 +131,28 @@ def test_wrappers_of_others_are_called_too(monkeypatch: pytest.MonkeyPatch) -> N
     assert told == ["ours", "class"]
 
 
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Cycles stay in memory."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
 def test_a_runner_that_calls_is_freed_at_once() -> None:
     runner = SteppingRunner()
     runner.register(lambda output: None)
-    gc.disable()
-    try:
-        found = weakref.ref(runner)
-        del runner
-        assert found() is None
-    finally:
-        gc.enable()
+    found = weakref.ref(runner)
+    del runner
+    assert found() is None
 
 
 def test_without_a_runner_nobody_calls() -> None:
     before_each_step(lambda output: pytest.fail("nothing to call it"))
+
+
+# -- the weights of a model ---------------------------------------------------------------------
 
 
 class Weights(torch.nn.Module):
@@ -171,86 +165,61 @@ class Weights(torch.nn.Module):
         return len(weights)
 
 
-class LoadingRunner(SteppingRunner):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Weights()
-
-    def get_model(self) -> Weights:
-        return self.model
-
-    def register_counting(self) -> Callable[[], int]:
-        return count_weight_loads()
+def loading_runner() -> Any:
+    model = Weights()
+    return SteppingRunner(model=model, get_model=lambda: model)
 
 
 def test_a_model_counts_how_often_it_is_given_weights() -> None:
-    runner = LoadingRunner()
+    runner = loading_runner()
     runner.model.load_weights([("at start", 0)])
-    loads = runner.register_counting()
+    loads = runner.call(RANK.count_weight_loads)
     assert loads() == 0
     assert runner.model.load_weights([("a", 1), ("b", 2)], strict=False) == 2
     assert runner.model.load_weights(weights=[("c", 3)]) == 1
     assert (loads(), runner.model.given) == (2, ["at start", "a", "b", "c"])
-    LoadingRunner().model.load_weights([])
+    loading_runner().model.load_weights([])
     assert loads() == 2, "other models are left alone"
 
 
 def test_a_model_whose_load_fails_counts_it() -> None:
-    runner = LoadingRunner()
-    loads = runner.register_counting()
+    runner = loading_runner()
+    loads = runner.call(RANK.count_weight_loads)
     with pytest.raises(TypeError):
         runner.model.load_weights(None)  # type: ignore[arg-type]
     assert loads() == 1, "half of them may be there"
 
 
 def test_wrappers_of_load_weights_are_called_too() -> None:
-    runner, told = LoadingRunner(), []
+    runner, told = loading_runner(), []
     load = runner.model.load_weights
     runner.model.load_weights = lambda weights: told.append("before") or load(weights)  # type: ignore[method-assign,assignment,func-returns-value]
-    first, second = runner.register_counting(), runner.register_counting()
+    first = runner.call(RANK.count_weight_loads)
+    wrapper = runner.model.load_weights
+    second = runner.call(RANK.count_weight_loads)
+    assert runner.model.load_weights is wrapper, "it tells both"
     assert runner.model.load_weights([("a", 1)]) == 1
     assert (told, first(), second()) == (["before"], 1, 1)
 
 
+@pytest.mark.usefixtures("uncollected")
 def test_a_model_that_counts_is_freed_at_once_and_keeps_nothing_alive() -> None:
-    runner = LoadingRunner()
-    loads = runner.register_counting()
+    runner = loading_runner()
+    loads = runner.call(RANK.count_weight_loads)
     model = runner.model
-    gc.disable()
-    try:
-        found = [weakref.ref(runner), weakref.ref(model)]
-        model.load_weights([])
-        del runner
-        assert found[0]() is None
-        del model
-        assert found[1]() is None
-    finally:
-        gc.enable()
+    model.load_weights([])
+    found = [weakref.ref(runner), weakref.ref(model)]
+    del runner
+    assert found[0]() is None
+    del model
+    assert found[1]() is None
     assert loads() == 1
 
 
 def test_without_a_runner_or_a_model_nothing_is_counted() -> None:
-    class Bare(SteppingRunner):
-        def register_counting(self) -> Callable[[], int]:
-            return count_weight_loads()
-
-    class Other(Bare):
-        def get_model(self) -> object:
-            return object()
-
-    assert [count_weight_loads()(), Bare().register_counting()()] == [0, 0]
-    assert Other().register_counting()() == 0
-
-
-def test_the_nearest_runner_counts() -> None:
-    """A draft model's runner can be called by the target's."""
-    inner = RunnerV2(object())
-
-    class Outer(RunnerV2):
-        def register(self) -> object | None:
-            return inner.register()
-
-    assert Outer(object()).register() is inner.output_copy_stream
+    without_a_model = SteppingRunner(), SteppingRunner(get_model=object)
+    counts = [runner.call(RANK.count_weight_loads) for runner in without_a_model]
+    assert [loads() for loads in (RANK.count_weight_loads(), *counts)] == [0, 0, 0]
 
 
 # -- the forward that is about to run ---------------------------------------------------------
@@ -271,8 +240,8 @@ def context_of(mode: str = "NONE", **more: Any) -> Any:
 def test_forwards_of_which_layers_call(mode: str) -> None:
     context = context_of(mode)
     with override_forward_context(context):
-        assert forward_context() is context
-        assert forward_with_layer_calls() == (context, (mode, False))
+        assert RANK.forward_context() is context
+        assert RANK.forward_with_layer_calls() == (context, (mode, False))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +257,7 @@ def test_forwards_of_which_layers_call(mode: str) -> None:
 )
 def test_forwards_of_which_no_layer_calls(context: Any) -> None:
     with override_forward_context(context):
-        assert forward_with_layer_calls() is None
+        assert RANK.forward_with_layer_calls() is None
 
 
 def test_the_context_is_vllms_own() -> None:
@@ -297,4 +266,4 @@ def test_the_context_is_vllms_own() -> None:
     assert names >= {"cudagraph_runtime_mode", "attn_metadata", "ubatch_slices", "skip_compiled"}
     real = ForwardContext(no_compile_layers={}, attn_metadata={"layer": None}, slot_mapping={})  # type: ignore[dict-item]
     with override_forward_context(real):
-        assert forward_with_layer_calls() == (real, ("NONE", False))
+        assert RANK.forward_with_layer_calls() == (real, ("NONE", False))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-import torch
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kv_offload.engines.vllm.start.support import CACHE_DTYPES
 from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
@@ -21,7 +18,12 @@ from kv_offload.sizing.model import Model, read_model
 from kv_offload.sizing.slots import CACHE_DTYPES as SIZES
 from kv_offload.sizing.slots import slot_size
 from tests.support.configurations import make_vllm_config
-from tests.support.planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+from tests.support.planning import (
+    SCALED,
+    attention_spec,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -40,14 +42,9 @@ def test_every_served_type_of_cache_has_a_size() -> None:
 @pytest.mark.parametrize("full", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("windows", [0, 1, 2, 5, 7, 13])
 def test_groups_and_slots_are_those_of_vllm(full: int, windows: int) -> None:
-    shape: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32}
-    specs: dict[str, Any] = {
-        f"full.{i}": FullAttentionSpec(dtype=torch.bfloat16, **shape) for i in range(full)
-    }
-    specs |= {
-        f"window.{i}": SlidingWindowSpec(dtype=torch.bfloat16, sliding_window=64, **shape)
-        for i in range(windows)
-    }
+    window_spec = attention_spec(16, SlidingWindowSpec, sliding_window=64)
+    specs = {f"full.{i}": attention_spec(16) for i in range(full)}
+    specs |= {f"window.{i}": window_spec for i in range(windows)}
     vllm_config = make_vllm_config({})
     if reports_failed_requests(vllm_version()):
         vllm_config.cache_config.kv_cache_layout = "LBHNC"
@@ -60,17 +57,9 @@ def test_groups_and_slots_are_those_of_vllm(full: int, windows: int) -> None:
     assert size.slot_bytes == bytes_per_block(planned)
 
 
-@pytest.mark.parametrize("name", ["int8_per_token_head", "fp8_per_token_head"])
+@pytest.mark.parametrize("name", SCALED)
 def test_scales_per_token_and_head_are_those_of_vllm(name: str) -> None:
-    mode, dtype = {
-        "int8_per_token_head": (KVQuantMode.INT8_PER_TOKEN_HEAD, torch.int8),
-        "fp8_per_token_head": (KVQuantMode.FP8_PER_TOKEN_HEAD, torch.float8_e4m3fn),
-    }[name]
-    spec = FullAttentionSpec(
-        block_size=16, num_kv_heads=2, head_size=32, dtype=dtype, kv_quant_mode=mode
-    )
-    customize = getattr(TritonAttentionBackend, "customize_spec", None)
-    spec = spec if customize is None else customize(spec)
+    spec = attention_spec(16, **SCALED[name])
     model = shape_of({"full": 1})
     size = slot_size(model, tensor_parallel_size=1, cache_dtype=name, block_tokens=16)
     assert size.slot_bytes == spec.page_size_bytes

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import ChainMap
-from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,51 +19,15 @@ from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm import patches
 from kv_offload.engines.vllm.start.support import check_keep_on_sleep
 from kv_offload.engines.vllm.versions import vllm_version
-from kv_offload.engines.vllm.weights import may_change_weights
 from kv_offload.errors import UnsupportedError
-from tests.kv_offload.test_hazards import OTHER, PROMPT
-from tests.support.played_cases import forget
+from tests.support.played_cases import OTHER, PROMPT, forget
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-class Played:
-    """What vLLM's engine core needs of itself to sleep, pause, reset and call its workers."""
-
-    def prepare(self, engine: PlayedEngine) -> None:
-        self.engine = engine
-        self.scheduler = engine.scheduler
-        self.called: list[Any] = []
-        self.model_executor = SimpleNamespace(
-            collective_rpc=self._call,
-            sleep=lambda level: self.called.append(("sleep", level)),
-            reset_mm_cache=lambda: None,
-            reset_encoder_cache=lambda: None,
-            is_sleeping=False,
-        )
-        self.mm_receiver_cache = None
-        self._idle_state_callbacks: list[Callable[..., None]] = []
-
-    def _call(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
-        if not isinstance(method, str):
-            return self.engine.model_executor.collective_rpc(method, args=args)
-        self.called.append(method)
-        return []
-
-
-class InProcess(Played, EngineCore):
-    def __init__(self, engine: PlayedEngine) -> None:
-        self.prepare(engine)
-
-
-class OwnProcess(Played, EngineCoreProc):
-    """Like `EngineCoreProc`: a pause with requests under way ends when the engine is idle."""
-
-    def __init__(self, engine: PlayedEngine) -> None:
-        self.prepare(engine)
-        self.batch_queue = None
-        self.engines_running = False
+class OwnProcess(EngineCoreProc):
+    """A pause with requests under way ends when the engine is idle."""
 
     def _send_abort_outputs(self, requests: Any) -> None:
         """Nobody waits for outputs here."""
@@ -72,19 +37,30 @@ class OwnProcess(Played, EngineCoreProc):
         self._notify_idle_state_callbacks()
 
 
-@pytest.fixture
-def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The played engine has no engine core on its stack, so the check at start is left out."""
-    monkeypatch.setattr("kv_offload.engines.vllm.start.support.check_keep_on_sleep", lambda: None)
+def make(kind: type, *, keep: bool, **arguments: Any) -> Any:
+    """Return a core whose host memory holds five blocks, and whose own cache does as well.
+
+    The played engine has no engine core on its stack, so that check at start is left out. Calls
+    change no weight: KV that should be gone is right, so that it can be served.
+    """
+    with mock.patch("kv_offload.engines.vllm.start.support.check_keep_on_sleep"):
+        engine = PlayedEngine(plugin={"keep_on_sleep": keep}, **arguments)
+    engine.change_weights = lambda: None  # type: ignore[method-assign]
+    core: Any = object.__new__(kind)
+    vars(core).update(vars(engine.core), engine=engine)
+    sleep = core.model_executor.sleep
+    core.model_executor.sleep = mock.create_autospec(sleep, side_effect=sleep)
+    core._idle_state_callbacks, core.batch_queue, core.engines_running = [], None, False
+    engine.serve("stored", PROMPT, 1)
+    assert slots(core) == 5
+    return core
 
 
-def make(kind: Callable[[PlayedEngine], Any], *, keep: bool, **arguments: Any) -> Any:
-    """Return a core whose host memory holds five blocks, and whose own cache does as well."""
-    engine = PlayedEngine(plugin={"keep_on_sleep": keep}, **arguments)
-    core = kind(engine)
-    engine.add("stored", PROMPT, max_tokens=1)
-    engine.run()
-    assert engine.offload.manager.slots_in_use == 5
+def make_running() -> Any:
+    """Return such a core in a process of its own, with a request under way."""
+    core = make(OwnProcess, keep=True)
+    core.engine.add("running", OTHER)
+    core.engine.step()
     return core
 
 
@@ -92,10 +68,9 @@ def slots(core: Any) -> int:
     return int(core.engine.offload.manager.slots_in_use)
 
 
-KINDS = pytest.mark.parametrize("kind", [InProcess, OwnProcess])
+KINDS = pytest.mark.parametrize("kind", [EngineCore, OwnProcess])
 
 
-@pytest.mark.usefixtures("allowed")
 @KINDS
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("level", [1, 2])
@@ -104,50 +79,44 @@ def test_host_memory_outlives_a_sleep_of_level_1_where_the_user_says_so(
 ) -> None:
     core = make(kind, keep=keep)
     assert core.sleep(level=level) is None
-    assert core.called[-1] == ("sleep", level)
+    core.model_executor.sleep.assert_called_once_with(level)
     assert slots(core) == (5 if keep and level == 1 else 0)
     core.resume_scheduler()
-    core.engine.add("again", PROMPT)
-    core.engine.run()
+    core.engine.serve("again", PROMPT)
     assert core.engine.totals["hit_tokens"] == (20 if keep and level == 1 else 0)
     core.engine.check_rest()
 
 
-@pytest.mark.usefixtures("allowed")
 @pytest.mark.parametrize("mode", ["abort", "wait"])
 def test_a_sleep_that_waits_for_requests_keeps_host_memory_too(mode: str) -> None:
-    core = make(OwnProcess, keep=True)
-    core.engine.add("running", OTHER)
-    core.engine.step()
+    core = make_running()
     future = core.sleep(1, mode)
     assert isinstance(future, Future)
-    assert ("sleep", 1) not in core.called
+    assert not core.model_executor.sleep.called
     core.run_until_idle()
     assert future.result(0) is None
-    assert core.called[-1] == ("sleep", 1)
+    core.model_executor.sleep.assert_called_once_with(1)
     assert slots(core) >= 5
 
 
-@pytest.mark.usefixtures("allowed")
-@pytest.mark.parametrize("other", ["sleep", "reset", "pause"])
+@pytest.mark.parametrize("other", ["sleep", "reset", "pause", "pause before"])
 def test_only_the_reset_of_the_sleep_itself_spares_host_memory(other: str) -> None:
     """Somebody else's reset may come while a sleep waits for requests."""
-    core = make(OwnProcess, keep=True)
-    core.engine.add("running", OTHER)
-    core.engine.step()
+    core = make_running()
+    if other == "pause before":
+        core.pause_scheduler("wait", clear_cache=True)
     core.sleep(1, "wait")
     if other == "sleep":
         core.sleep(2, "wait")
     elif other == "pause":
         core.pause_scheduler("wait", clear_cache=True)
-    else:
+    elif other == "reset":
         core.engine.run()
         assert core.reset_prefix_cache(False, True)
     core.run_until_idle()
     assert slots(core) == 0
 
 
-@pytest.mark.usefixtures("allowed")
 @KINDS
 def test_a_reset_that_names_the_connector_empties_host_memory(kind: Any) -> None:
     core = make(kind, keep=True)
@@ -157,18 +126,32 @@ def test_a_reset_that_names_the_connector_empties_host_memory(kind: Any) -> None
     assert slots(core) == 0
 
 
-@pytest.mark.usefixtures("allowed")
+CHANGES: list[Any] = [
+    *("reload_weights", "start_draft_weight_update", "reset_weights", "load_model"),
+    *("update_config", "update_named_param", "apply_model", "sleep", "my_extension"),
+    *(print, lambda worker: worker),
+]
+KEEPS = [
+    *("checkpoint_prepare", "compute_weight_checksums", "get_encoder_timing_stats"),
+    *("get_model_inspection", "init_weight_transfer_engine", "update_max_model_len"),
+    "release_late_interaction_query_cache",
+]
+
+
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("method", ["reload_weights", "update_named_param", "apply_model"])
-def test_a_weight_update_empties_host_memory(keep: bool, method: str) -> None:
-    core = make(InProcess, keep=keep)
-    core.collective_rpc(method)
-    assert core.called == [method]
-    assert slots(core) == 0
+@pytest.mark.parametrize("method", [*CHANGES, *KEEPS])
+def test_calls_that_may_change_weights_empty_host_memory(keep: bool, method: Any) -> None:
+    core = make(EngineCore, keep=keep)
+    called: list[Any] = []
+    core.model_executor.collective_rpc = lambda *arguments: called.append(arguments) or []
+    core.collective_rpc(method, None, (), None)
+    assert called == [(method, None, (), None)]
+    assert slots(core) == (5 if method in KEEPS else 0)
     core.engine.check_host_memory()
+    assert core.reset_prefix_cache()
+    assert slots(core) == (5 if method in KEEPS else 0)
 
 
-@pytest.mark.usefixtures("allowed")
 @KINDS
 def test_a_weight_update_in_sleep_empties_what_was_kept(kind: Any) -> None:
     core = make(kind, keep=True)
@@ -178,36 +161,35 @@ def test_a_weight_update_in_sleep_empties_what_was_kept(kind: Any) -> None:
     assert slots(core) == 0
 
 
-@pytest.mark.usefixtures("allowed")
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("how", ["update_named_param", "by itself"])
 def test_what_the_old_cache_served_after_a_weight_update_goes_with_it(keep: bool, how: str) -> None:
     """The engine's own cache still has the old blocks; whoever hits them has them stored."""
-    core = make(InProcess, keep=keep)
+    core = make(EngineCore, keep=keep)
     if how == "by itself":
         core.engine.ranks[0].get_model().load_weights([])
         core.engine.step()
     else:
         core.collective_rpc(how)
     assert slots(core) == 0
-    core.engine.add("hits", PROMPT, max_tokens=1)
+    core.engine.add("hits, and lets a reset fail", PROMPT)
+    core.engine.step()
+    assert not core.reset_prefix_cache()
     core.engine.run()
-    assert slots(core) == 5
+    assert slots(core) >= 5
     if keep:
         core.sleep(level=1)
     else:
         assert core.reset_prefix_cache()
     assert slots(core) == 0
     core.resume_scheduler()
-    core.engine.add("new", PROMPT, max_tokens=1)
-    core.engine.run()
+    core.engine.serve("new", PROMPT, 1)
     assert core.reset_prefix_cache()
     assert slots(core) == 5
 
 
-@pytest.mark.usefixtures("allowed")
 def test_a_weight_update_while_stores_run_lets_none_of_them_become_readable() -> None:
-    core = make(InProcess, keep=True)
+    core = make(EngineCore, keep=True)
     core.engine.add("more", OTHER, max_tokens=1)
     core.engine.step(2)
     assert core.engine.offload.has_pending_stores
@@ -216,43 +198,6 @@ def test_a_weight_update_while_stores_run_lets_none_of_them_become_readable() ->
     assert not core.engine.offload.manager.readable([*core.engine.known]).any()
     assert core.reset_prefix_cache()
     core.engine.check_rest()
-
-
-@pytest.mark.usefixtures("allowed")
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("method", ["my_extension", print, "checkpoint_prepare"])
-def test_calls_that_nobody_knows_count(keep: bool, method: Any) -> None:
-    core = make(InProcess, keep=keep)
-    core.model_executor.collective_rpc = lambda *arguments: []
-    core.collective_rpc(method, None, (), None)
-    assert slots(core) == (5 if method == "checkpoint_prepare" else 0)
-    assert core.reset_prefix_cache()
-    assert slots(core) == (5 if method == "checkpoint_prepare" else 0)
-
-
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        ("reload_weights", True),
-        ("start_draft_weight_update", True),
-        ("reset_weights", True),
-        ("load_model", True),
-        ("update_config", True),
-        ("update_named_param", True),
-        ("apply_model", True),
-        ("sleep", True),
-        (print, True),
-        (lambda worker: worker, True),
-        ("compute_weight_checksums", False),
-        ("get_encoder_timing_stats", False),
-        ("get_model_inspection", False),
-        ("init_weight_transfer_engine", False),
-        ("release_late_interaction_query_cache", False),
-        ("update_max_model_len", False),
-    ],
-)
-def test_which_calls_may_change_weights(method: Any, expected: bool) -> None:
-    assert may_change_weights(method) is expected
 
 
 def watch() -> None:
@@ -275,7 +220,7 @@ def test_ranks_that_tell_again_what_they_hold_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From vLLM 0.33 the engine core asks them whenever it wakes up, as it does at the start."""
-    core = make(InProcess, keep=False)
+    core = make(EngineCore, keep=False)
     logged: list[Any] = []
     monkeypatch.setattr(
         "kv_offload.engines.vllm.hooks.scheduler.log_pool", lambda *what: logged.append(what)
@@ -295,24 +240,22 @@ def give_weights(core: Any, rank: int = 0) -> None:
 
 def test_the_scheduler_beside_hears_before_its_next_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlayedEngine, "beside", True)
-    core = make(InProcess, keep=False)
+    core = make(EngineCore, keep=False)
     forget(core.engine)
     give_weights(core)
-    core.engine.add("again", PROMPT)
-    core.engine.run()
+    core.engine.serve("again", PROMPT)
     assert core.engine.totals["hit_tokens"] == 0
     core.engine.check_rest()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_reports_that_its_model_was_given_weights(rank: int) -> None:
-    core = make(InProcess, keep=False, ranks=2)
+    core = make(EngineCore, keep=False, ranks=2)
     give_weights(core, rank)
     assert slots(core) == 5
     core.engine.step()
     assert slots(core) == 0
-    core.engine.add("hits", PROMPT, max_tokens=1)
-    core.engine.run()
+    core.engine.serve("hits", PROMPT, 1)
     assert slots(core) == 5, "the engine's own cache was not reset"
     assert core.reset_prefix_cache()
     assert slots(core) == 0
@@ -322,13 +265,12 @@ def test_a_rank_reports_that_its_model_was_given_weights(rank: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_reset_counts_that_came_before_the_report(ranks: int) -> None:
     """And the report that comes later does not empty what was stored since."""
-    core = make(InProcess, keep=False, ranks=ranks)
+    core = make(EngineCore, keep=False, ranks=ranks)
     give_weights(core, ranks - 1)
     assert core.reset_prefix_cache()
     assert slots(core) == 0
     for _ in range(2):
-        core.engine.add("new", PROMPT, max_tokens=1)
-        core.engine.run()
+        core.engine.serve("new", PROMPT, 1)
         assert slots(core) == 5
         assert core.reset_prefix_cache()
         assert slots(core) == 5
@@ -339,7 +281,7 @@ def test_a_reset_counts_that_came_before_the_report(ranks: int) -> None:
 
 
 def test_a_report_under_way_during_a_reset_is_not_heard_twice() -> None:
-    core = make(InProcess, keep=False, async_scheduling=True)
+    core = make(EngineCore, keep=False, async_scheduling=True)
     engine = core.engine
     give_weights(core)
     engine.add("new", OTHER, max_tokens=1)
@@ -358,8 +300,6 @@ def test_a_report_under_way_during_a_reset_is_not_heard_twice() -> None:
 
 def test_the_watched_methods_keep_their_signatures() -> None:
     """vLLM converts what comes from its front end by them."""
-    import inspect
-
     watch()
     assert "level" in inspect.signature(EngineCore.sleep).parameters
     assert "method" in inspect.signature(EngineCore.collective_rpc).parameters
@@ -368,26 +308,14 @@ def test_the_watched_methods_keep_their_signatures() -> None:
 # -- refusals ----------------------------------------------------------------------------------
 
 
-class Building:
-    """Stands for an engine core that builds its scheduler."""
-
-    def build(self) -> None:
-        check_keep_on_sleep()
-
-
-class BuildingInProcess(Building, EngineCore):
-    def __init__(self) -> None:
-        self.build()
-
-
-class BuildingOwnProcess(Building, EngineCoreProc):
-    def __init__(self) -> None:
-        self.build()
+def build(self: Any) -> None:
+    """Stand for the method in which an engine core builds its scheduler."""
+    check_keep_on_sleep()
 
 
 def test_keeping_is_refused_where_the_user_can_reach_the_model() -> None:
     with pytest.raises(UnsupportedError, match="set VLLM_ENABLE_V1_MULTIPROCESSING=1"):
-        BuildingInProcess()
+        build(object.__new__(EngineCore))
     with pytest.raises(UnsupportedError, match="in the process of its user"):
         PlayedEngine(plugin={"keep_on_sleep": True})
-    BuildingOwnProcess()
+    build(object.__new__(EngineCoreProc))
