@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kv_offload.cache.prefix import PrefixMap
 from kv_offload.engine import AllocatedBlocks, Request
 from kv_offload.scheduler.load_jobs import LoadJobs
@@ -11,29 +13,23 @@ from kv_offload.scheduler.request import Answer, Phase, RequestTable
 from kv_offload.scheduler.statistics import Statistics
 
 
+@dataclass(eq=False, repr=False)
 class Admissions:
     """Follows a request from its first look-up until it is scheduled."""
 
-    def __init__(
-        self,
-        requests: RequestTable,
-        prefixes: PrefixMap,
-        lookups: Lookups,
-        choice: LoadChoice,
-        mode: LoadMode,
-        loads: LoadJobs,
-        statistics: Statistics,
-    ) -> None:
-        self._requests = requests
-        self._prefixes = prefixes
-        self._lookups = lookups
-        self._choice = choice
-        self._mode = mode
-        self._loads = loads
-        self._statistics = statistics
+    _requests: RequestTable
+    _prefixes: PrefixMap
+    _lookups: Lookups
+    _choice: LoadChoice
+    _mode: LoadMode
+    _loads: LoadJobs
+    _statistics: Statistics
+
+    def __post_init__(self) -> None:
+        groups = self._prefixes.groups
         # vLLM may ask for less than it was offered; of several groups a window lacks blocks then.
         # States are moved from block to block before the forward that waits for a load.
-        self._may_be_synchronous = len(prefixes.groups) == 1 and not prefixes.groups[0].holds_state
+        self._may_be_synchronous = len(groups) == 1 and not groups[0].holds_state
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded beyond the local hit, and whether asynchronously.

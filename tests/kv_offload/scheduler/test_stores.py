@@ -21,7 +21,6 @@ from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.budget import StoreBudget
 from kv_offload.scheduler.stores.leftovers import Leftovers
 from kv_offload.scheduler.stores.planner import StorePlanner
-from kv_offload.scheduler.stores.uses import UseCounter
 from tests.support.configurations import make_request
 
 FULL = CacheGroup(0, 4)
@@ -581,11 +580,15 @@ def test_a_block_that_no_pin_was_left_for_is_not_counted_as_used() -> None:
     assert sum(stores.skipped().values()) > 0
 
 
-def test_uses_are_remembered_for_a_bounded_number_of_keys() -> None:
-    counter = UseCounter(capacity=2)
-    assert [counter.count(key) for key in (b"a", b"b", b"a", b"c")] == [1, 1, 2, 1]
-    assert counter.count(b"a") == 3, "the least recently used key is forgotten, not the oldest"
-    assert counter.count(b"b") == 1
+def test_uses_are_remembered_for_a_bounded_number_of_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kv_offload.scheduler.stores.choice.TRACKED_PREFIXES", 2)
+    stores = Stores(uses=3)
+    a, b, c = (stores.compute(1, first_token)[0] for first_token in (7, 8, 9))
+    assert [stores.plan_anew(cursor) for cursor in (a, b, a, c)] == [None] * 4
+    assert stores.plan_anew(a), "the least recently used key is forgotten, not the oldest"
+    assert [stores.plan_anew(b) is None for _ in range(3)] == [True, True, False]
 
 
 def test_known_keys_are_used_again() -> None:
