@@ -89,7 +89,7 @@ class Admissions:
         answer = tracked.answer or Answer(request.num_computed_tokens)
         asynchronous = num_external_tokens > 0 and not answer.synchronous
         phase = Phase.LOADING if asynchronous else Phase.READY
-        self._requests.admit(tracked, phase, [list(group) for group in blocks.get_block_ids()])
+        self._requests.admit(tracked, phase, blocks.get_block_ids())
         start, end = answer.start_tokens, answer.start_tokens + num_external_tokens
         self._choice.admitted(tracked, end)
         if tracked.answer is not None:
@@ -131,10 +131,9 @@ class Admissions:
             return
         answer = tracked.answer
         self.go_on_without(request)
-        block_ids = [list(group) for group in blocks.get_block_ids()]
         if tracked.phase is Phase.WAITING:
             # Its blocks count among those that `lose` looks at, whatever has failed.
-            self._requests.admit(tracked, Phase.READY, block_ids)
+            self._requests.admit(tracked, Phase.READY, blocks.get_block_ids())
         if num_external_tokens and answer is not None:
             start = answer.start_tokens
             tracked.loaded = (start, start + num_external_tokens)

@@ -21,7 +21,7 @@ A, B, C, D, E = (bytes([letter]) * 32 for letter in b"abcde")
 
 @pytest.fixture(params=POLICIES)
 def make_manager(request: pytest.FixtureRequest) -> Callable[[int], CacheManager]:
-    return lambda num_slots: CacheManager(num_slots, make_policy(request.param, num_slots))
+    return lambda num_slots: CacheManager(make_policy(request.param, num_slots))
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ LONG = [b"%3d" % i for i in range(5 * RUN_SLOTS + 3)]
 
 
 def test_a_prefix_in_slots_that_follow_each_other_is_found_whole() -> None:
-    manager = CacheManager(200, make_policy("lru", 200))
+    manager = CacheManager(make_policy("lru", 200))
     slots = store(manager, *LONG)
     for first in (0, 1, RUN_SLOTS - 1, RUN_SLOTS):
         assert manager.slot_numbers(LONG[first:]) == slots[first:]
@@ -325,14 +325,14 @@ def test_a_prefix_in_slots_that_follow_each_other_is_found_whole() -> None:
 
 
 def test_slots_are_found_in_whatever_order_keys_were_given_them() -> None:
-    manager = CacheManager(200, make_policy("arc", 200))
+    manager = CacheManager(make_policy("arc", 200))
     shuffled = random.Random(0).sample(LONG, len(LONG))
     slot_of = dict(zip(shuffled, store(manager, *shuffled), strict=True))
     assert manager.slot_numbers(LONG) == [slot_of[key] for key in LONG]
 
 
 def test_a_forgotten_key_is_not_found_by_way_of_its_neighbours() -> None:
-    manager = CacheManager(4, make_policy("lru", 4))
+    manager = CacheManager(make_policy("lru", 4))
     written = manager.prepare_store([A, B])
     manager.reset()
     assert store(manager, C, D) == [2, 3]
@@ -344,7 +344,7 @@ def test_a_forgotten_key_is_not_found_by_way_of_its_neighbours() -> None:
 
 def test_evicted_slots_are_given_in_order() -> None:
     """So a prefix stays in slots that follow each other however often they are given anew."""
-    manager = CacheManager(64, make_policy("lru", 64))
+    manager = CacheManager(make_policy("lru", 64))
     for round_ in range(6):
         for prefix in range(4):
             slots = store(manager, *(b"%d %d %d" % (round_, prefix, i) for i in range(16)))
@@ -373,7 +373,7 @@ def test_evicted_slots_are_given_in_order() -> None:
 )
 def test_check_integrity_names_what_contradicts(breakage: str, message: str) -> None:
     policy = make_policy("lru", 4)
-    manager = CacheManager(4, policy)
+    manager = CacheManager(policy)
     store(manager, A, B)
     manager.prepare_load([A])
     manager.prepare_store([C])

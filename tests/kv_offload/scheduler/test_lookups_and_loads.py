@@ -32,7 +32,7 @@ class Loads:
         """Begin with `kept` slots of the first group in host memory."""
         groups = groups or (FULL,)
         self.prefixes = PrefixMap(groups, 4, make_key)
-        self.manager = CacheManager(num_slots, make_policy("lru", num_slots))
+        self.manager = CacheManager(make_policy("lru", num_slots))
         self.requests = RequestTable()
         self.lookups = Lookups(self.prefixes, self.manager)
         self.jobs = LoadJobs(self.prefixes, self.manager, NULL, num_ranks=1)
@@ -67,7 +67,7 @@ class Loads:
     def add(self, request_id: str, start: int, end: int, *block_ids: Sequence[int]) -> None:
         """Give a request its blocks and queue its load."""
         tracked = self.tracked(request_id)
-        self.requests.admit(tracked, Phase.LOADING, [list(group) for group in block_ids])
+        self.requests.admit(tracked, Phase.LOADING, block_ids)
         self.lookups.expect(tracked, self.jobs.add(tracked, start, end, synchronous=False))
 
     def plan(self, request_id: str, start: int, end: int, *block_ids: Sequence[int]) -> LoadJob:

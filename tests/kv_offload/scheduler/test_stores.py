@@ -42,7 +42,7 @@ class Stores:
         self.groups = groups or (FULL,)
         self.prefixes = PrefixMap(self.groups, 4, make_block_hash_with_group_id)
         self.pool = BlockPool(blocks, enable_caching=True, hash_block_size=4)
-        self.manager = CacheManager(slots, make_policy("lru", slots))
+        self.manager = CacheManager(make_policy("lru", slots))
         self.requests = RequestTable()
         self.requests.admitted = 1
         self.budget = StoreBudget(64, share, self.requests, lambda: 0.0)
