@@ -36,10 +36,9 @@ from kv_offload.cache.slots import NO_SLOTS, Key, MissingKeyError, Slots
 class CacheManager:
     """Maps keys to the slots 0..`num_slots` - 1 and decides what is stored, loaded and evicted."""
 
-    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
-        """Own `policy`, which is new and made for `num_slots` slots."""
-        assert policy.capacity == num_slots, "the policy is for another number of slots"
-        self.num_slots = num_slots
+    def __init__(self, policy: EvictionPolicy) -> None:
+        """Own `policy`, which is new; `num_slots` is its capacity."""
+        self.num_slots = num_slots = policy.capacity
         self.evictions = 0
         """Keys evicted since the start; `reset` neither counts nor clears them."""
         self._index = SlotIndex(num_slots)

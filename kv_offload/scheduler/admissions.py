@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kv_offload.cache.prefix import PrefixMap
 from kv_offload.engine import AllocatedBlocks, Request
 from kv_offload.scheduler.load_jobs import LoadJobs
@@ -11,29 +13,23 @@ from kv_offload.scheduler.request import Answer, Phase, RequestTable
 from kv_offload.scheduler.statistics import Statistics
 
 
+@dataclass(eq=False, repr=False)
 class Admissions:
     """Follows a request from its first look-up until it is scheduled."""
 
-    def __init__(
-        self,
-        requests: RequestTable,
-        prefixes: PrefixMap,
-        lookups: Lookups,
-        choice: LoadChoice,
-        mode: LoadMode,
-        loads: LoadJobs,
-        statistics: Statistics,
-    ) -> None:
-        self._requests = requests
-        self._prefixes = prefixes
-        self._lookups = lookups
-        self._choice = choice
-        self._mode = mode
-        self._loads = loads
-        self._statistics = statistics
+    _requests: RequestTable
+    _prefixes: PrefixMap
+    _lookups: Lookups
+    _choice: LoadChoice
+    _mode: LoadMode
+    _loads: LoadJobs
+    _statistics: Statistics
+
+    def __post_init__(self) -> None:
+        groups = self._prefixes.groups
         # vLLM may ask for less than it was offered; of several groups a window lacks blocks then.
         # States are moved from block to block before the forward that waits for a load.
-        self._may_be_synchronous = len(prefixes.groups) == 1 and not prefixes.groups[0].holds_state
+        self._may_be_synchronous = len(groups) == 1 and not groups[0].holds_state
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded beyond the local hit, and whether asynchronously.
@@ -93,7 +89,7 @@ class Admissions:
         answer = tracked.answer or Answer(request.num_computed_tokens)
         asynchronous = num_external_tokens > 0 and not answer.synchronous
         phase = Phase.LOADING if asynchronous else Phase.READY
-        self._requests.admit(tracked, phase, [list(group) for group in blocks.get_block_ids()])
+        self._requests.admit(tracked, phase, blocks.get_block_ids())
         start, end = answer.start_tokens, answer.start_tokens + num_external_tokens
         self._choice.admitted(tracked, end)
         if tracked.answer is not None:
@@ -135,10 +131,9 @@ class Admissions:
             return
         answer = tracked.answer
         self.go_on_without(request)
-        block_ids = [list(group) for group in blocks.get_block_ids()]
         if tracked.phase is Phase.WAITING:
             # Its blocks count among those that `lose` looks at, whatever has failed.
-            self._requests.admit(tracked, Phase.READY, block_ids)
+            self._requests.admit(tracked, Phase.READY, blocks.get_block_ids())
         if num_external_tokens and answer is not None:
             start = answer.start_tokens
             tracked.loaded = (start, start + num_external_tokens)

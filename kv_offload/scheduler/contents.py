@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.scheduler.stores.leftovers import Leftovers
@@ -11,23 +12,21 @@ from kv_offload.scheduler.stores.leftovers import Leftovers
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Contents:
     """Empties host memory, together with what waits to be stored.
 
     Running copies end on their own and leave nothing.
     """
 
-    def __init__(
-        self, manager: CacheManager, leftovers: Leftovers, *, keeps_on_sleep: bool
-    ) -> None:
-        self._manager = manager
-        self._leftovers = leftovers
-        self.keeps_on_sleep = keeps_on_sleep
-        """Whether the user allows host memory to outlive a sleep of level 1."""
-        self.falling_asleep = False
-        """Set while the engine resets everything for a sleep that host memory is to outlive."""
-        self._weights_changed = False
-        self._weight_loads: dict[int, int] = {}
+    _manager: CacheManager
+    _leftovers: Leftovers
+    keeps_on_sleep: bool
+    """Whether the user allows host memory to outlive a sleep of level 1."""
+    falling_asleep: bool = False
+    """Set while the engine resets everything for a sleep that host memory is to outlive."""
+    _weights_changed: bool = False
+    _weight_loads: dict[int, int] = field(default_factory=dict)
 
     def reset(self) -> None:
         """Empty host memory; does nothing while `falling_asleep`."""

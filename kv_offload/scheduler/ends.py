@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
 from kv_offload.engine import BlockPool, Request
 from kv_offload.scheduler.load_jobs import LoadJobs, SynchronousLoad
@@ -13,26 +14,17 @@ from kv_offload.scheduler.stores.leftovers import Leftovers
 from kv_offload.scheduler.stores.planner import StorePlanner
 
 
+@dataclass(eq=False, repr=False)
 class Ends:
     """Ends requests. Their loads go on until every rank has reported them."""
 
-    def __init__(
-        self,
-        requests: RequestTable,
-        lookups: Lookups,
-        loads: LoadJobs,
-        stores: StorePlanner,
-        leftovers: Leftovers,
-        pool: BlockPool,
-        statistics: Statistics,
-    ) -> None:
-        self._requests = requests
-        self._lookups = lookups
-        self._loads = loads
-        self._stores = stores
-        self._leftovers = leftovers
-        self._pool = pool
-        self._statistics = statistics
+    _requests: RequestTable
+    _lookups: Lookups
+    _loads: LoadJobs
+    _stores: StorePlanner
+    _leftovers: Leftovers
+    _pool: BlockPool
+    _statistics: Statistics
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Plan the stores of what a request leaves behind, just before its blocks are freed."""

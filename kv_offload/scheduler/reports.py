@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field
 
 from kv_offload.messages import DrainAnswer, OffloadWorkerMetadata, StoreJob
 from kv_offload.scheduler.contents import Contents
@@ -19,33 +20,24 @@ from kv_offload.scheduler.stores.budget import StoreBudget
 from kv_offload.scheduler.stores.planner import StorePlanner
 
 
+@dataclass(eq=False, repr=False)
 class Reports:
     """Takes in what the ranks have ended."""
 
-    def __init__(
-        self,
-        requests: RequestTable,
-        loads: LoadJobs,
-        stores: StorePlanner,
-        watch: StepWatch,
-        budget: StoreBudget,
-        contents: Contents,
-        statistics: Statistics,
-        ranks_ready: Callable[[Mapping[int, int]], None],
-    ) -> None:
-        self._requests = requests
-        self._loads = loads
-        self._stores = stores
-        self._watch = watch
-        self._budget = budget
-        self._contents = contents
-        self._statistics = statistics
-        self._ranks_ready = ranks_ready
-        # What has arrived and was not read yet, after an error: mostly nothing.
-        self._unread: deque[OffloadWorkerMetadata] = deque()
-        self._retried: OffloadWorkerMetadata | None = None
-        self._received_unread: set[str] = set()
-        self._draining = False
+    _requests: RequestTable
+    _loads: LoadJobs
+    _stores: StorePlanner
+    _watch: StepWatch
+    _budget: StoreBudget
+    _contents: Contents
+    _statistics: Statistics
+    _ranks_ready: Callable[[Mapping[int, int]], None]
+
+    # What has arrived and was not read yet, after an error: mostly nothing.
+    _unread: deque[OffloadWorkerMetadata] = field(default_factory=deque)
+    _retried: OffloadWorkerMetadata | None = None
+    _received_unread: set[str] = field(default_factory=set)
+    _draining: bool = False
 
     # -- steps ---------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ the blocks of an aborted request back only then, and reports name loads by their
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kv_offload.cache.prefix import SlotKey
@@ -153,14 +153,15 @@ class RequestTable:
             tracked = self._requests[request.request_id] = TrackedRequest(request)
         return None if tracked.phase is Phase.ENDED else tracked
 
-    def admit(self, tracked: TrackedRequest, phase: Phase, block_ids: list[list[int]]) -> None:
-        """Give a waiting request its blocks; nothing of them has been stored."""
+    def admit(
+        self, tracked: TrackedRequest, phase: Phase, block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """Give a waiting request its blocks, by cache group; nothing of them has been stored."""
         self.admitted += tracked.cursor is None
         tracked.phase = phase
         self._admissions += 1
-        tracked.cursor = StoreCursor(
-            tracked.request, block_ids, [0] * len(block_ids), self._admissions
-        )
+        ids = [list(group) for group in block_ids]
+        tracked.cursor = StoreCursor(tracked.request, ids, [0] * len(ids), self._admissions)
         tracked.offer = tracked.waits_for = tracked.loaded = None
 
     def end(self, tracked: TrackedRequest) -> None:

@@ -47,7 +47,7 @@ class OffloadScheduler:
         self._num_ranks = num_ranks
         self._slot_bytes = slot_bytes
         self.requests = RequestTable()
-        self.manager = CacheManager(num_slots, make_policy(config.eviction_policy, num_slots))
+        self.manager = CacheManager(make_policy(config.eviction_policy, num_slots))
         self.prefixes = PrefixMap(groups, pool.hash_block_size, make_key)
         self.statistics = Statistics(self.manager, self._read_gauges)
         self.watch = StepWatch()

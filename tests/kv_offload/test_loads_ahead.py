@@ -213,6 +213,14 @@ def test_if_windows_moved_on_with_the_plan_a_launched_step_would_read_what_is_lo
 # -- where loads do not run ahead --------------------------------------------------------------
 
 
+def ask_beside_decodes(engine: LaggingEngine) -> None:
+    """Ask for a prompt that is in host memory, while another request decodes."""
+    store(engine, PROMPT)
+    engine.add("decodes", OTHER, max_tokens=12)
+    busy(engine, 4)
+    engine.add("loads", PROMPT)
+
+
 @pytest.mark.parametrize(
     ("groups", "more"),
     [
@@ -226,10 +234,7 @@ def test_loads_wait_where_launched_steps_may_touch_their_blocks(
     groups: tuple[CacheGroup, ...], more: dict[str, Any]
 ) -> None:
     engine = make(groups, blocks=40, synchronous_loads=True, **more)
-    store(engine, PROMPT)
-    engine.add("decodes", OTHER, max_tokens=12)
-    busy(engine, 4)
-    engine.add("loads", PROMPT)
+    ask_beside_decodes(engine)
     busy(engine, 4)
     engine.rest()
     assert engine.totals["hit_tokens"] > 0
@@ -248,10 +253,7 @@ def test_the_time_of_steps_under_way_counts_only_where_loads_may_start_within_it
 
 def test_loads_wait_in_a_step_that_zeroes_blocks() -> None:
     engine = make(blocks=40)
-    store(engine, PROMPT)
-    engine.add("decodes", OTHER, max_tokens=12)
-    busy(engine, 4)
-    engine.add("loads", PROMPT)
+    ask_beside_decodes(engine)
     engine.schedule_all()
     output = engine.scheduled[-1]
     assert output.kv_connector_metadata.loads

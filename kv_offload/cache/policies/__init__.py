@@ -5,7 +5,6 @@ from __future__ import annotations
 from kv_offload.cache.policies.arc import ARCPolicy
 from kv_offload.cache.policies.base import EvictionPolicy
 from kv_offload.cache.policies.lru import LRUPolicy
-from kv_offload.errors import ConfigError
 
 POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRUPolicy, "arc": ARCPolicy}
 
@@ -13,8 +12,6 @@ POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRUPolicy, "arc": ARCPolicy}
 def make_policy(name: str, capacity: int) -> EvictionPolicy:
     """Make the policy `name` for a cache of `capacity` slots.
 
-    Raises `ConfigError` for an unknown name and `CapacityError` for a capacity below 1.
+    Raises `CapacityError` for a capacity below 1.
     """
-    if name not in POLICIES:
-        raise ConfigError(f"unknown eviction policy {name!r}: choose from {', '.join(POLICIES)}")
     return POLICIES[name](capacity)

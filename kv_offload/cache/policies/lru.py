@@ -49,14 +49,12 @@ class LRUPolicy(EvictionPolicy):
         self._first = self._unswept = self._swept = 1
 
     def add(self, slots: Slots, keys: Sequence[Key]) -> None:
-        self._append(slots[::-1])
-        self._held[slots] = True
+        self.hold(slots[::-1])
 
     def replace(self, keys: Sequence[Key]) -> Slots:
         # Sorted, so that keys that follow each other mostly get slots that do.
         slots = np.sort(self._pop_oldest(len(keys)))
-        self._append(slots[::-1])
-        self._held[slots] = True
+        self.add(slots, keys)
         return slots
 
     def use(self, slots: Slots) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,9 @@ from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.engine import BlockPool
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
-from kv_offload.scheduler.stores.uses import UseCounter
+
+TRACKED_PREFIXES = 1 << 20
+"""Keys whose uses are counted for `store_after_uses`; the least recently used are forgotten."""
 
 
 @dataclass(slots=True)
@@ -22,6 +25,7 @@ class Chosen:
     along: list[int] = field(default_factory=list)
 
 
+@dataclass(eq=False, repr=False)
 class StoreChoice:
     """Chooses blocks that host memory does not have, that are valid, and that are used enough.
 
@@ -30,20 +34,12 @@ class StoreChoice:
     request is preempted.
     """
 
-    def __init__(
-        self,
-        prefixes: PrefixMap,
-        pool: BlockPool,
-        candidates: StoreCandidates,
-        statistics: Statistics,
-        store_after_uses: int,
-    ) -> None:
-        self._prefixes = prefixes
-        self._pool = pool
-        self._candidates = candidates
-        self._statistics = statistics
-        self._store_after_uses = store_after_uses
-        self._uses = UseCounter()
+    _prefixes: PrefixMap
+    _pool: BlockPool
+    _candidates: StoreCandidates
+    _statistics: Statistics
+    _store_after_uses: int
+    _uses: OrderedDict[SlotKey, int] = field(default_factory=OrderedDict)
 
     def choose(
         self,
@@ -122,7 +118,7 @@ class StoreChoice:
             elif chosen.slots_left <= 0:
                 passed = index
                 break
-            elif self._store_after_uses > 1 and self._uses.count(key) < self._store_after_uses:
+            elif self._store_after_uses > 1 and self._count_use(key) < self._store_after_uses:
                 used_too_little += 1
             else:
                 chosen.slots_left -= 1
@@ -136,3 +132,10 @@ class StoreChoice:
             self._statistics.skipped("moved_on", moved_on)
         chosen.along += [slot for slot in slots[:passed] if slot >= 0]
         return passed
+
+    def _count_use(self, key: SlotKey) -> int:
+        """Add one use of a key, that it was computed or reused; return how many it has."""
+        uses = self._uses[key] = self._uses.pop(key, 0) + 1
+        if len(self._uses) > TRACKED_PREFIXES:
+            self._uses.popitem(last=False)
+        return uses

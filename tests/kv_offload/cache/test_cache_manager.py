@@ -1,3 +1,5 @@
+"""What the manager promises by example. `test_cache_manager_model` has any interleaving."""
+
 from __future__ import annotations
 
 import os
@@ -19,7 +21,7 @@ A, B, C, D, E = (bytes([letter]) * 32 for letter in b"abcde")
 
 @pytest.fixture(params=POLICIES)
 def make_manager(request: pytest.FixtureRequest) -> Callable[[int], CacheManager]:
-    return lambda num_slots: CacheManager(num_slots, make_policy(request.param, num_slots))
+    return lambda num_slots: CacheManager(make_policy(request.param, num_slots))
 
 
 @pytest.fixture
@@ -73,13 +75,6 @@ def eviction_order(manager: CacheManager, keys: Sequence[bytes]) -> list[bytes]:
 # -- construction ------------------------------------------------------------------------------
 
 
-def test_a_new_manager_is_empty(manager: CacheManager) -> None:
-    assert (manager.num_slots, manager.slots_in_use, manager.evictions) == (4, 0, 0)
-    assert not manager.readable([A])[0]
-    assert not is_known(manager, A)
-    manager.check_integrity()
-
-
 def test_nothing_is_built_for_slots_that_were_never_used(
     make_manager: Callable[[int], CacheManager],
 ) -> None:
@@ -119,16 +114,6 @@ def test_prepare_store_of_nothing(manager: CacheManager) -> None:
     assert manager.prepare_load([]).tolist() == []
 
 
-def test_prepare_store_accepts_the_head_of_what_has_no_room(manager: CacheManager) -> None:
-    manager.prepare_load([A] if store(manager, A) else [])
-    prepared = manager.prepare_store([B, C, D, E, b"f"])
-    assert prepared.tolist() == [1, 2, 3]
-    assert not is_known(manager, E)
-    assert not len(manager.prepare_store([E]))
-    assert manager.slots_in_use == 4
-    manager.check_integrity()
-
-
 def test_prepare_store_evicts_and_counts(manager: CacheManager) -> None:
     slots = dict(zip((A, B, C, D), store(manager, A, B, C, D), strict=True))
     prepared = manager.prepare_store([E, b"f"])
@@ -139,38 +124,6 @@ def test_prepare_store_evicts_and_counts(manager: CacheManager) -> None:
     manager.complete_store(prepared)
     manager.prepare_store([C])
     assert manager.evictions == 3
-
-
-def test_prepare_store_never_evicts_what_goes_along(manager: CacheManager) -> None:
-    store(manager, A)
-    store(manager, B, C, D)
-    prepared = manager.prepare_store([b"1", b"2", b"3", b"4"], manager.find([A, B, A]))
-    assert manager.slot_numbers([b"1", b"2", b"3"]) == [*prepared.tolist(), -1]
-    assert manager.readable([A])[0]
-    assert manager.readable([B])[0]
-    manager.check_integrity()
-    manager.complete_store(prepared)
-    manager.prepare_store([b"5", b"6", b"7", b"8"])
-    assert not manager.readable([A])[0], "the guard must not outlast the call"
-
-
-def test_a_failed_store_frees_its_slot_and_leaves_its_key_unknown(manager: CacheManager) -> None:
-    prepared = manager.prepare_store([A, B])
-    manager.complete_store(prepared[:1], ok=False)
-    manager.complete_store(prepared[1:])
-    assert not is_known(manager, A)
-    assert manager.readable([B])[0]
-    assert manager.slots_in_use == 1
-    manager.check_integrity()
-    store(manager, A, C, D)
-    assert manager.evictions == 0
-
-
-def test_a_slot_that_is_being_written_is_not_given_out(manager: CacheManager) -> None:
-    writing = manager.prepare_store([A, B]).tolist()
-    for key in (C, D, E, b"f"):
-        assert store(manager, key)[0] not in writing
-    assert is_known(manager, A)
 
 
 # -- loading -----------------------------------------------------------------------------------
@@ -187,32 +140,6 @@ def test_prepare_load_is_all_or_nothing(manager: CacheManager) -> None:
     manager.check_integrity()
     manager.prepare_store([C, D, E])
     assert manager.evictions == 1, "A must not be held"
-
-
-def test_a_key_is_not_evicted_while_any_reader_is_left(manager: CacheManager) -> None:
-    (slot,) = store(manager, A)
-    assert [*manager.prepare_load([A]), *manager.prepare_load([A])] == [slot, slot]
-    store(manager, B, C, D)
-    for readers_left in (2, 1):
-        prepared = manager.prepare_store([b"%d%d" % (readers_left, i) for i in range(4)])
-        assert len(prepared) == 3
-        assert slot not in prepared.tolist()
-        assert manager.readable([A])[0]
-        manager.complete_store(prepared)
-        manager.complete_load(array(slot))
-        manager.check_integrity()
-    assert len(manager.prepare_store([b"%d" % i for i in range(4)])) == 4
-    assert not manager.readable([A])[0]
-
-
-def test_a_key_repeated_in_one_load_is_held_once_for_each(manager: CacheManager) -> None:
-    (slot,) = store(manager, A)
-    assert manager.prepare_load([A, A]).tolist() == [slot, slot]
-    manager.complete_load(array(slot))
-    manager.check_integrity()
-    assert len(manager.prepare_store([b"1", b"2", b"3", b"4"])) == 3
-    manager.complete_load(array(slot))
-    assert len(manager.prepare_store([b"4"])) == 1
 
 
 # -- recency -----------------------------------------------------------------------------------
@@ -252,30 +179,27 @@ def test_a_key_can_be_used_while_it_is_being_stored(manager: CacheManager) -> No
     assert eviction_order(manager, [A, B, C, D]) == [D, B, A, C]
 
 
-@pytest.mark.parametrize("slices", [[4], [1, 3], [2, 1, 1]])
+@pytest.mark.parametrize(
+    ("by", "slices"),
+    [
+        *(("store", slices) for slices in ([4], [1, 3], [2, 1, 1])),
+        *(("load", slices) for slices in ([3], [1, 2], [1, 1, 1])),
+    ],
+)
 @pytest.mark.parametrize("head_first", [True, False])
-def test_keys_stored_together_are_evicted_tail_first(
-    manager: CacheManager, slices: list[int], head_first: bool
+def test_keys_that_complete_in_slices_are_evicted_tail_first(
+    manager: CacheManager, by: str, slices: list[int], head_first: bool
 ) -> None:
-    slots = manager.prepare_store([A, B, C, D]).tolist()
+    if by == "store":
+        slots, complete = manager.prepare_store([A, B, C, D]).tolist(), manager.complete_store
+    else:
+        for key in (A, B, C, D):
+            store(manager, key)
+        use(manager, D)
+        slots, complete = manager.prepare_load([A, B, C]).tolist(), manager.complete_load
     pieces = [[slots.pop(0) for _ in range(size)] for size in slices]
     for piece in pieces if head_first else reversed(pieces):
-        manager.complete_store(array(*piece))
-    assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
-
-
-@pytest.mark.parametrize("slices", [[3], [1, 2], [1, 1, 1]])
-@pytest.mark.parametrize("head_first", [True, False])
-def test_keys_loaded_together_are_evicted_tail_first(
-    manager: CacheManager, slices: list[int], head_first: bool
-) -> None:
-    for key in (A, B, C, D):
-        store(manager, key)
-    use(manager, D)
-    slots = manager.prepare_load([A, B, C]).tolist()
-    pieces = [[slots.pop(0) for _ in range(size)] for size in slices]
-    for piece in pieces if head_first else reversed(pieces):
-        manager.complete_load(array(*piece))
+        complete(array(*piece))
     assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
 
 
@@ -345,16 +269,6 @@ def test_complete_load_refuses_slots_without_a_load_and_changes_nothing(
 # -- reset -------------------------------------------------------------------------------------
 
 
-def test_reset_forgets_idle_keys_and_frees_their_slots(manager: CacheManager) -> None:
-    store(manager, A, B, C, D)
-    manager.reset()
-    assert manager.slots_in_use == 0
-    assert not is_known(manager, A, B, C, D)
-    manager.check_integrity()
-    assert sorted(store(manager, A, B, C, D)) == [0, 1, 2, 3]
-    assert manager.evictions == 0
-
-
 def test_reset_keeps_the_slots_of_running_operations_until_they_complete(
     manager: CacheManager,
 ) -> None:
@@ -384,78 +298,7 @@ def test_reset_keeps_the_slots_of_running_operations_until_they_complete(
     assert sorted(store(manager, B, C, D)) == sorted([loading, ok, failed])
 
 
-def test_an_orphan_and_the_new_slot_of_its_key_do_not_mix(manager: CacheManager) -> None:
-    (old,) = manager.prepare_store([A]).tolist()
-    manager.reset()
-    (new,) = manager.prepare_store([A]).tolist()
-    assert new != old
-    manager.complete_store(array(old))
-    assert not manager.readable([A])[0]
-    assert is_known(manager, A)
-    manager.complete_store(array(new))
-    assert manager.prepare_load([A]).tolist() == [new]
-    manager.check_integrity()
-
-
-def test_orphans_survive_a_second_reset(manager: CacheManager) -> None:
-    (first,) = manager.prepare_store([A]).tolist()
-    manager.reset()
-    (second,) = manager.prepare_store([A]).tolist()
-    manager.reset()
-    manager.check_integrity()
-    assert manager.slots_in_use == 2
-    manager.complete_store(array(first, second))
-    manager.check_integrity()
-    assert manager.slots_in_use == 0
-    assert sorted(store(manager, A, B, C, D)) == [0, 1, 2, 3]
-
-
-def test_an_orphan_is_completed_as_what_it_was(manager: CacheManager) -> None:
-    (loading,) = store(manager, A)
-    manager.prepare_load([A])
-    (storing,) = manager.prepare_store([B]).tolist()
-    manager.reset()
-    with pytest.raises(MisuseError):
-        manager.complete_store(array(loading))
-    with pytest.raises(MisuseError):
-        manager.complete_load(array(storing))
-    with pytest.raises(MisuseError):
-        manager.complete_load(array(loading, loading))
-    assert manager.slots_in_use == 2
-    manager.check_integrity()
-
-
 # -- slots that may not be used yet ------------------------------------------------------------
-
-
-def test_only_slots_below_the_limit_are_given_out(manager: CacheManager) -> None:
-    assert manager.usable_slots == 4
-    manager.limit_slots(2)
-    assert (manager.num_slots, manager.usable_slots) == (4, 2)
-    prepared = manager.prepare_store([A, B, C])
-    assert prepared.tolist() == [0, 1]
-    assert manager.evictions == 0
-    manager.complete_store(array(0, 1))
-    assert manager.prepare_store([C]).tolist() in ([0], [1])
-    assert manager.evictions == 1
-    manager.limit_slots(4)
-    assert manager.prepare_store([D, E]).tolist() == [2, 3]
-    assert manager.evictions == 1
-    manager.check_integrity()
-
-
-def test_the_limit_outlives_a_reset(manager: CacheManager) -> None:
-    manager.limit_slots(1)
-    store(manager, A)
-    manager.reset()
-    assert manager.prepare_store([A, B]).tolist() == [0]
-    manager.check_integrity()
-
-
-def test_without_a_usable_slot_nothing_is_stored(manager: CacheManager) -> None:
-    manager.limit_slots(0)
-    assert not len(manager.prepare_store([A, B]))
-    manager.check_integrity()
 
 
 @pytest.mark.parametrize("usable_slots", [-1, 1, 5])
@@ -473,7 +316,7 @@ LONG = [b"%3d" % i for i in range(5 * RUN_SLOTS + 3)]
 
 
 def test_a_prefix_in_slots_that_follow_each_other_is_found_whole() -> None:
-    manager = CacheManager(200, make_policy("lru", 200))
+    manager = CacheManager(make_policy("lru", 200))
     slots = store(manager, *LONG)
     for first in (0, 1, RUN_SLOTS - 1, RUN_SLOTS):
         assert manager.slot_numbers(LONG[first:]) == slots[first:]
@@ -482,24 +325,14 @@ def test_a_prefix_in_slots_that_follow_each_other_is_found_whole() -> None:
 
 
 def test_slots_are_found_in_whatever_order_keys_were_given_them() -> None:
-    manager = CacheManager(200, make_policy("arc", 200))
+    manager = CacheManager(make_policy("arc", 200))
     shuffled = random.Random(0).sample(LONG, len(LONG))
     slot_of = dict(zip(shuffled, store(manager, *shuffled), strict=True))
     assert manager.slot_numbers(LONG) == [slot_of[key] for key in LONG]
 
 
-def test_a_key_whose_store_failed_is_not_found_by_way_of_its_neighbours() -> None:
-    manager = CacheManager(4, make_policy("lru", 4))
-    slots = manager.prepare_store([A, B, C]).tolist()
-    manager.complete_store(array(slots[1]), ok=False)
-    manager.complete_store(array(slots[0], slots[2]))
-    assert manager.slot_numbers([A, B, C]) == [slots[0], -1, slots[2]]
-    assert manager.readable([A, B, C]).tolist() == [True, False, True]
-    manager.check_integrity()
-
-
 def test_a_forgotten_key_is_not_found_by_way_of_its_neighbours() -> None:
-    manager = CacheManager(4, make_policy("lru", 4))
+    manager = CacheManager(make_policy("lru", 4))
     written = manager.prepare_store([A, B])
     manager.reset()
     assert store(manager, C, D) == [2, 3]
@@ -511,7 +344,7 @@ def test_a_forgotten_key_is_not_found_by_way_of_its_neighbours() -> None:
 
 def test_evicted_slots_are_given_in_order() -> None:
     """So a prefix stays in slots that follow each other however often they are given anew."""
-    manager = CacheManager(64, make_policy("lru", 64))
+    manager = CacheManager(make_policy("lru", 64))
     for round_ in range(6):
         for prefix in range(4):
             slots = store(manager, *(b"%d %d %d" % (round_, prefix, i) for i in range(16)))
@@ -540,7 +373,7 @@ def test_evicted_slots_are_given_in_order() -> None:
 )
 def test_check_integrity_names_what_contradicts(breakage: str, message: str) -> None:
     policy = make_policy("lru", 4)
-    manager = CacheManager(4, policy)
+    manager = CacheManager(policy)
     store(manager, A, B)
     manager.prepare_load([A])
     manager.prepare_store([C])

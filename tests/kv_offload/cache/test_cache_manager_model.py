@@ -39,7 +39,7 @@ class CacheManagerMachine(RuleBasedStateMachine):
 
     @initialize(num_slots=st.integers(1, 8), unusable=st.integers(0, 8), full=st.booleans())
     def start(self, num_slots: int, unusable: int, full: bool) -> None:
-        self.manager = CacheManager(num_slots, make_policy(self.policy_name, num_slots))
+        self.manager = CacheManager(make_policy(self.policy_name, num_slots))
         self.usable = max(0, num_slots - unusable)
         self.manager.limit_slots(self.usable)
         self.readable: dict[bytes, int] = {}

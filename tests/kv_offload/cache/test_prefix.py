@@ -207,19 +207,72 @@ def keys_of(group: CacheGroup, *blocks: int) -> set[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("window", "end", "first"),
-    [(None, 100, 0), (1, 100, 100), (4, 100, 97), (200, 100, 0), (101, 100, 0), (100, 100, 1)],
+    ("reads", "ends"),
+    [
+        ({"window_tokens": None}, {100: 0}),
+        ({"window_tokens": 1}, {100: 100}),
+        ({"window_tokens": 4}, {100: 97}),
+        ({"window_tokens": 100}, {100: 1}),
+        ({"window_tokens": 101}, {100: 0}),
+        ({"window_tokens": 200}, {100: 0}),
+        # vLLM's own examples: 13 and 8 computed tokens leave 8 behind, 7 leave none.
+        ({"chunk_tokens": 8}, {0: 0, 1: 0, 7: 0, 8: 8, 9: 8, 13: 8, 15: 8, 16: 16, 23: 16}),
+        ({"holds_state": True}, {0: 0, 1: 0, 16: 15}),
+    ],
+    ids=str,
 )
-def test_the_first_token_that_a_query_reads(window: int | None, end: int, first: int) -> None:
-    assert CacheGroup(0, 4, window).first_needed_token(end) == first
+def test_the_first_token_that_a_query_at_an_end_reads(
+    reads: dict[str, Any], ends: dict[int, int]
+) -> None:
+    group = CacheGroup(0, 4, **reads)
+    assert {end: group.first_needed_token(end) for end in ends} == ends
+
+
+WINDOW, LARGE = CacheGroup(1, 4, 5), CacheGroup(1, 8)
+CHUNKS = CacheGroup(0, 4, chunk_tokens=10)
+AHEAD = CacheGroup(0, 4, sees_next_token=True)
+AHEAD_WINDOW = CacheGroup(0, 4, 6, sees_next_token=True)
+AHEAD_CHUNKS = CacheGroup(0, 4, chunk_tokens=8, sees_next_token=True)
 
 
 @pytest.mark.parametrize(
-    ("end", "first"), [(0, 0), (1, 0), (7, 0), (8, 8), (9, 8), (15, 8), (16, 16), (23, 16)]
+    ("groups", "known", "start", "limit", "end"),
+    [
+        pytest.param([FULL], [(0, 1, 3, 4)], 0, 31, 8, id="a gap ends a hit"),
+        pytest.param([FULL], [(0, 1, 3, 4)], 12, 31, 20, id="a local hit bridges a gap"),
+        pytest.param([FULL], [range(8)], 0, 3, 0, id="the limit is below a slot"),
+        pytest.param([LARGE], [range(8)], 0, 7, 0, id="the limit is below a slot of two hashes"),
+        pytest.param([CacheGroup(0, 4, 6)], [(3, 4)], 0, 31, 20, id="a window needs its own"),
+        # A query at 20 reads from 15 on with a window of 6, and from 16 on with one of 5.
+        pytest.param([CacheGroup(0, 4, 6)], [(4,)], 0, 31, 0, id="a window begins inside a block"),
+        pytest.param([CacheGroup(0, 4, 5)], [(4,)], 0, 31, 20, id="a window begins with a block"),
+        pytest.param([CHUNKS], [(3,)], 0, 19, 0, id="a chunk begins inside a block"),
+        pytest.param([CHUNKS], [(2, 3)], 0, 19, 16, id="a chunk needs all of its first block"),
+        # The full group covers 8 tokens, where the window misses a block: only 4 are left.
+        pytest.param([FULL, WINDOW], [(0, 1), (0, 2, 3, 4)], 0, 31, 4, id="one falls short"),
+        pytest.param([WINDOW, FULL], [(0, 2, 3, 4), (0, 1)], 0, 31, 4, id="the other does"),
+        # The full group covers 12 tokens, but the window's slots have 8, of which it has one.
+        pytest.param(
+            [FULL, CacheGroup(1, 8, 5)], [(0, 1, 2), (1,)], 0, 31, 8, id="where all slots end"
+        ),
+        pytest.param([FULL, LARGE], [range(5), (1, 3, 5)], 0, 23, 16, id="two sizes of blocks"),
+        # KV that depends on the next token: a block behind the end proves it. At 31 of 32 tokens
+        # a hit of 28 ends before the last one, and block 7 names token 28.
+        pytest.param([AHEAD], [range(8)], 0, 31, 28, id="a proof may end with the prompt"),
+        pytest.param([AHEAD], [range(8)], 0, 27, 24, id="a proof may lie behind the limit"),
+        pytest.param([AHEAD_WINDOW], [(3, 4)], 0, 31, 0, id="a window lacks its first block"),
+        pytest.param([AHEAD_WINDOW], [(2, 3, 4)], 0, 31, 16, id="a window has a proof"),
+        pytest.param([AHEAD_CHUNKS], [(4,)], 0, 31, 16, id="a chunk needs its proof alone"),
+        pytest.param([AHEAD_CHUNKS], [(3,)], 0, 31, 0, id="a chunk has no proof"),
+    ],
 )
-def test_the_first_token_of_a_chunk(end: int, first: int) -> None:
-    """vLLM's own examples: 13 and 8 computed tokens leave 8 behind, 7 leave none."""
-    assert CacheGroup(0, 4, chunk_tokens=8).first_needed_token(end) == first
+def test_a_hit_by_the_blocks_that_are_known(
+    groups: list[CacheGroup], known: list[Sequence[int]], start: int, limit: int, end: int
+) -> None:
+    """Blocks have the numbers of their last hashes."""
+    prefixes = make_map(*groups, hash_block_tokens=4)
+    keys = [keys_of(group, *blocks) for group, blocks in zip(groups, known, strict=True)]
+    assert hit(prefixes, among(set().union(*keys)), start, limit) == end
 
 
 def test_a_chunk_that_begins_needs_no_block() -> None:
@@ -230,12 +283,6 @@ def test_a_chunk_that_begins_needs_no_block() -> None:
     assert hit(prefixes, among(keys_of(FULL, *range(5)) | keys_of(chunks, 4)), 0, 31) == 20
 
 
-def test_a_chunk_that_begins_inside_a_block_needs_all_of_it() -> None:
-    chunks = CacheGroup(0, 4, chunk_tokens=10)
-    assert hit(make_map(chunks), among(keys_of(chunks, 3)), 0, 19) == 0
-    assert hit(make_map(chunks), among(keys_of(chunks, 2, 3)), 0, 19) == 16
-
-
 def test_a_state_needs_its_last_block_only() -> None:
     states = CacheGroup(1, 4, holds_state=True)
     prefixes = make_map(FULL, states)
@@ -244,22 +291,12 @@ def test_a_state_needs_its_last_block_only() -> None:
     assert hit(prefixes, among(readable), 0, 15) == 8
     assert hit(prefixes, among(readable), 16, 31) == 16
     assert set(prefixes.needed_keys(HASHES, 4, 16)) == keys_of(FULL, 1, 2, 3) | keys_of(states, 3)
-    assert states.first_needed_token(0) == 0
-
-
-AHEAD = CacheGroup(0, 4, sees_next_token=True)
 
 
 @pytest.mark.parametrize(("known", "end"), [(0, 0), (1, 0), (2, 4), (5, 16), (8, 28)])
 def test_the_next_token_of_a_hit_is_proven_by_the_block_behind_it(known: int, end: int) -> None:
     """Of blocks with KV that depends on the next token, the last that matches is dropped."""
     assert hit(make_map(AHEAD), among(keys_of(AHEAD, *range(known))), 0, 32) == end
-
-
-def test_a_proof_may_end_with_the_prompt() -> None:
-    """At 31 of 32 tokens a hit of 28 ends before the last one, and block 7 names token 28."""
-    assert hit(make_map(AHEAD), everything, 0, 31) == 28
-    assert hit(make_map(AHEAD), everything, 0, 27) == 24
 
 
 @pytest.mark.parametrize(("known", "end"), [((3,), 12), ((3, 4), 16), ((4, 5), 12), ((3, 5), 12)])
@@ -272,62 +309,11 @@ def test_the_block_that_a_local_hit_dropped_is_loaded_if_the_next_one_proves_it(
     assert set(prefixes.needed_keys(HASHES, 12, 16)) == keys_of(AHEAD, 3)
 
 
-def test_a_window_and_a_chunk_need_the_proof_as_well() -> None:
-    window = CacheGroup(0, 4, 6, sees_next_token=True)
-    assert hit(make_map(window), among(keys_of(window, 3, 4)), 0, 31) == 0
-    assert hit(make_map(window), among(keys_of(window, 2, 3, 4)), 0, 31) == 16
-    chunks = CacheGroup(0, 4, chunk_tokens=8, sees_next_token=True)
-    assert hit(make_map(chunks), among(keys_of(chunks, 4)), 0, 31) == 16
-    assert hit(make_map(chunks), among(keys_of(chunks, 3)), 0, 31) == 0
-
-
 def test_a_proof_is_a_slot_of_the_group_that_needs_it() -> None:
     """Of a block of eight tokens, four behind the end prove nothing yet."""
     prefixes = make_map(CacheGroup(0, 8, sees_next_token=True), hash_block_tokens=4)
     assert hit(prefixes, everything, 0, 31) == 24
     assert prefixes.longest_hit(HASHES[:7], everything, 0, 31) == 16
-
-
-def test_a_gap_ends_a_full_attention_hit() -> None:
-    assert hit(make_map(FULL), among(keys_of(FULL, 0, 1, 3, 4)), 0, 31) == 8
-
-
-def test_a_local_hit_bridges_a_gap() -> None:
-    assert hit(make_map(FULL), among(keys_of(FULL, 0, 1, 3, 4)), 12, 31) == 20
-
-
-def test_a_window_needs_only_its_own_blocks() -> None:
-    window = CacheGroup(0, 4, 6)
-    assert hit(make_map(window), among(keys_of(window, 3, 4)), 0, 31) == 20
-
-
-def test_a_window_that_begins_inside_a_block_needs_all_of_it() -> None:
-    """A query at 20 reads from 15 on with a window of 6, and from 16 on with one of 5."""
-    assert hit(make_map(CacheGroup(0, 4, 6)), among(keys_of(FULL, 4)), 0, 31) == 0
-    assert hit(make_map(CacheGroup(0, 4, 5)), among(keys_of(FULL, 4)), 0, 31) == 20
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_a_group_that_falls_short_lowers_the_end_for_all(order: int) -> None:
-    """The full group covers 8 tokens, where the window misses a block: only 4 are left."""
-    window = CacheGroup(1, 4, 5)
-    readable = keys_of(FULL, 0, 1) | keys_of(window, 0, 2, 3, 4)
-    assert hit(make_map(*(FULL, window)[::order]), among(readable), 0, 31) == 4
-
-
-def test_a_hit_ends_where_the_slots_of_all_groups_do() -> None:
-    """The full group covers 12 tokens, but the window's slots have 8, of which it has one."""
-    window = CacheGroup(1, 8, 5)
-    readable = keys_of(FULL, 0, 1, 2) | keys_of(window, 1)
-    assert hit(make_map(FULL, window), among(readable), 0, 31) == 8
-
-
-def test_groups_agree_on_an_end_that_all_their_slots_share() -> None:
-    small, large = CacheGroup(0, 4), CacheGroup(1, 8)
-    prefixes = make_map(small, large, hash_block_tokens=4)
-    readable = keys_of(small, 0, 1, 2, 3, 4) | keys_of(large, 1, 3, 5)
-    assert prefixes.alignment_tokens == 8
-    assert hit(prefixes, among(readable), 0, 23) == 16
 
 
 @pytest.mark.parametrize("hashes", [1, 2, 4])
@@ -405,6 +391,7 @@ def test_blocks_have_names_up_to_a_boundary_of_all_groups() -> None:
     prefixes = make_map(CacheGroup(0, 4), CacheGroup(1, 6))
     assert [prefixes.align(end) for end in (0, 11, 12, 23, 24)] == [0, 0, 12, 12, 24]
     assert [make_map(FULL).align(end) for end in (3, 4, 7)] == [0, 4, 4]
+    assert make_map(FULL, CacheGroup(1, 8)).alignment_tokens == 8
 
 
 def test_needed_keys_are_in_prefix_order_group_by_group() -> None:
@@ -414,8 +401,3 @@ def test_needed_keys_are_in_prefix_order_group_by_group() -> None:
         *(make_key(HASHES[block], 1) for block in (3, 4)),
     ]
     assert make_map(FULL, window).needed_keys(HASHES, 4, 20) == expected
-
-
-def test_nothing_is_found_where_the_limit_is_below_a_slot() -> None:
-    assert hit(make_map(FULL), everything, 0, 3) == 0
-    assert hit(make_map(CacheGroup(0, 8), hash_block_tokens=4), everything, 0, 7) == 0

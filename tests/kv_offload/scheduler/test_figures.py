@@ -23,9 +23,15 @@ from tests.support.remote_connector import multi_config
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-def test_figures_of_a_round_trip() -> None:
+@pytest.fixture
+def engine() -> PlayedEngine:
+    """An engine at rest, which has computed and stored a prompt."""
     engine = PlayedEngine()
     engine.serve("a", PROMPT, max_tokens=1)
+    return engine
+
+
+def test_figures_of_a_round_trip(engine: PlayedEngine) -> None:
     store_figures = {name: value for name, value in engine.totals.items() if value}
     assert store_figures.pop("stored_seconds") > 0
     assert store_figures == {"lookup_tokens": 21, "stored_bytes": blocks(5)}
@@ -57,9 +63,7 @@ def test_histograms_have_each_load_once(ranks: int, synchronous: bool) -> None:
     assert min(engine.observed["load_seconds"]) > 0
 
 
-def test_a_load_that_failed_is_in_no_histogram_of_loads() -> None:
-    engine = PlayedEngine()
-    engine.serve("a", PROMPT, max_tokens=1)
+def test_a_load_that_failed_is_in_no_histogram_of_loads(engine: PlayedEngine) -> None:
     forget(engine)
     engine.add("b", PROMPT, max_tokens=1)
     engine.step(1)
@@ -80,14 +84,6 @@ def test_an_engine_that_has_just_started_steps_until_it_has_told_its_pool() -> N
     assert (engine.gauges["slots"], engine.gauges["pool_slots"]) == (7, 7)
 
 
-def test_an_engine_that_comes_to_rest_has_told_its_gauges() -> None:
-    engine = PlayedEngine()
-    engine.serve("a", PROMPT, max_tokens=1)
-    assert engine.gauges["slots_in_use"] == engine.offload.manager.slots_in_use == 5
-    names = ("running_loads", "running_stores", "pinned_blocks", "waiting_slots")
-    assert {engine.gauges[name] for name in names} == {0}
-
-
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"transfer_config": multi_config}],
@@ -105,25 +101,21 @@ def test_a_reset_of_an_idle_engine_tells_that_host_memory_is_empty(
     engine.check_rest()
 
 
-def test_a_reset_that_changes_no_figure_sends_nothing() -> None:
-    engine = PlayedEngine()
-    engine.serve("a", PROMPT, max_tokens=1)
+def test_a_reset_that_changes_no_figure_sends_nothing(engine: PlayedEngine) -> None:
     core = engine.core
     assert core.reset_prefix_cache()
     assert core.output_queue.empty()
 
 
-def test_new_weights_of_an_idle_engine_tell_that_host_memory_is_empty() -> None:
-    engine = PlayedEngine()
-    engine.serve("a", PROMPT, max_tokens=1)
+def test_new_weights_of_an_idle_engine_tell_that_host_memory_is_empty(
+    engine: PlayedEngine,
+) -> None:
     engine.core.collective_rpc("update_weights")
     engine.hear()
     assert engine.gauges["slots_in_use"] == 0
 
 
-def test_an_engine_in_its_users_process_tells_with_its_next_step() -> None:
-    engine = PlayedEngine()
-    engine.serve("a", PROMPT, max_tokens=1)
+def test_an_engine_in_its_users_process_tells_with_its_next_step(engine: PlayedEngine) -> None:
     core = engine.core
     del core.output_queue
     assert core.reset_prefix_cache(reset_connector=True)
@@ -133,11 +125,8 @@ def test_an_engine_in_its_users_process_tells_with_its_next_step() -> None:
 
 
 def test_a_front_end_that_cannot_be_told_fails_no_reset(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    engine: PlayedEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = PlayedEngine()
-    engine.serve("a", PROMPT, max_tokens=1)
-
     def fail(**_: Any) -> None:
         raise TypeError("another version of vLLM")
 

@@ -83,7 +83,8 @@ def test_the_switch_loads_always() -> None:
     assert engine.totals["recomputed_tokens"] == 0
 
 
-def test_a_prompt_that_is_asked_for_again_and_again_is_counted_once() -> None:
+@pytest.mark.parametrize("goes_away", [False, True])
+def test_a_prompt_that_is_asked_for_again_and_again_is_counted_once(goes_away: bool) -> None:
     """It does not fit beside one that runs, so the engine asks in every step."""
     engine = PlayedEngine(blocks=16, max_model_len=48, max_num_batched_tokens=64)
     store(engine, [prompt(0)])
@@ -95,22 +96,10 @@ def test_a_prompt_that_is_asked_for_again_and_again_is_counted_once() -> None:
         engine.step(copies=True)
         assert not request.num_computed_tokens
         assert engine.offload.requests.get("r0").answer.declined_tokens == 20
+    if goes_away:
+        engine.abort("r0")
     engine.run()
-    assert engine.totals["recomputed_tokens"] == 20
-    engine.check_rest()
-
-
-def test_a_request_that_goes_away_while_it_waits_leaves_nothing() -> None:
-    engine = PlayedEngine(blocks=16, max_model_len=48, max_num_batched_tokens=64)
-    store(engine, [prompt(0)])
-    teach(engine, bytes_per_second=1e3)
-    engine.add("running", prompt(7, 40), max_tokens=6)
-    engine.step()
-    engine.add("r0", prompt(0))
-    engine.step()
-    engine.abort("r0")
-    engine.run()
-    assert engine.totals["recomputed_tokens"] == 0
+    assert engine.totals["recomputed_tokens"] == (0 if goes_away else 20)
     engine.check_rest()
 
 

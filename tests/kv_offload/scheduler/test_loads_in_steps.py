@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -33,11 +34,20 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 NEWER = reports_failed_requests(vllm_version())
 
+WHOLE = PROMPT[:20]
+"""Full blocks alone."""
+
+
+def storing(prompt: Sequence[int], **arguments: Any) -> PlayedEngine:
+    """Return an engine that has a prompt in host memory, and nowhere else."""
+    engine = PlayedEngine(**arguments)
+    store(engine, prompt)
+    return engine
+
 
 @pytest.mark.parametrize("first_rank", [0, 1])
 def test_a_load_ends_when_both_ranks_have_it(first_rank: int) -> None:
-    engine = PlayedEngine(ranks=2)
-    store(engine, PROMPT)
+    engine = storing(PROMPT, ranks=2)
     request = engine.add("a", PROMPT)
     engine.step()
     engine.ranks[first_rank].copies.run()
@@ -51,8 +61,7 @@ def test_a_load_ends_when_both_ranks_have_it(first_rank: int) -> None:
 
 
 def test_a_synchronous_load_is_before_the_forward_of_the_step_that_admits_its_request() -> None:
-    engine = PlayedEngine(synchronous_loads=True)
-    store(engine, PROMPT)
+    engine = storing(PROMPT, synchronous_loads=True)
     engine.add("second", PROMPT, max_tokens=1)
     output = engine.schedule()
     (load,) = output.kv_connector_metadata.loads
@@ -67,8 +76,7 @@ def test_a_synchronous_load_is_before_the_forward_of_the_step_that_admits_its_re
 
 
 def test_a_synchronous_load_keeps_its_slots_until_every_rank_has_reported() -> None:
-    engine = PlayedEngine(synchronous_loads=True, ranks=2)
-    store(engine, PROMPT)
+    engine = storing(PROMPT, synchronous_loads=True, ranks=2)
     engine.add("second", PROMPT, max_tokens=1)
     (load,) = engine.schedule().kv_connector_metadata.loads
     loads, manager = engine.offload.loads, engine.offload.manager
@@ -80,8 +88,7 @@ def test_a_synchronous_load_keeps_its_slots_until_every_rank_has_reported() -> N
 
 
 def test_two_requests_of_one_step_share_what_was_loaded_for_the_first() -> None:
-    engine = PlayedEngine(synchronous_loads=True)
-    store(engine, PROMPT)
+    engine = storing(PROMPT, synchronous_loads=True)
     loaded_before = engine.totals["loaded_bytes"]
     engine.add("second", PROMPT)
     engine.serve("third", PROMPT)
@@ -89,32 +96,22 @@ def test_two_requests_of_one_step_share_what_was_loaded_for_the_first() -> None:
     engine.check_rest()
 
 
-def load_of_five_slots(engine: PlayedEngine, request_id: str, seconds: float) -> LoadJob:
-    """Return the load that a hit gets where it takes this long, and run it."""
-    engine.offload.watch.load_rate.learn(blocks(5) / seconds)
-    engine.add(request_id, PROMPT)
-    (load,) = engine.schedule().kv_connector_metadata.loads
-    assert len(load.pairs) == 5
-    return load
-
-
 @pytest.mark.parametrize("faster", [0.9, 1.1])
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_load_is_synchronous_if_it_is_short_for_a_lone_request_or_beside_others(
     faster: float, beside: bool
 ) -> None:
-    engine = PlayedEngine(blocks=80, synchronous_loads=True)
-    store(engine, PROMPT)
+    engine = storing(PROMPT, blocks=80, synchronous_loads=True)
     if beside:
         engine.add("other", OTHER, max_tokens=9)
         engine.step()
     limit = BUSY_SECONDS if beside else IDLE_SECONDS
-    load = load_of_five_slots(engine, "second", limit / faster)
+    engine.offload.watch.load_rate.learn(faster * blocks(5) / limit)
+    engine.add("second", PROMPT)
+    (load,) = engine.schedule().kv_connector_metadata.loads
+    assert len(load.pairs) == 5
     assert load.synchronous == (faster > 1)
     engine.rest()
-
-
-WHOLE = PROMPT[:20]
 
 
 def admit(engine: PlayedEngine, request_id: str) -> tuple[LoadJob, int]:
@@ -135,10 +132,9 @@ def admit(engine: PlayedEngine, request_id: str) -> tuple[LoadJob, int]:
 def test_all_tokens_are_loaded_and_the_last_one_is_computed_again(
     ranks: int, synchronous: bool, async_scheduling: bool
 ) -> None:
-    engine = PlayedEngine(
-        ranks=ranks, synchronous_loads=synchronous, async_scheduling=async_scheduling
+    engine = storing(
+        WHOLE, ranks=ranks, synchronous_loads=synchronous, async_scheduling=async_scheduling
     )
-    store(engine, WHOLE)
     stored = engine.offload.manager.slots_in_use
     engine.add("a", WHOLE, max_tokens=2)
     job, tokens = admit(engine, "a")
@@ -151,8 +147,7 @@ def test_all_tokens_are_loaded_and_the_last_one_is_computed_again(
 
 @both_ways
 def test_a_load_of_all_tokens_that_fails_is_recomputed(async_scheduling: bool) -> None:
-    engine = PlayedEngine(async_scheduling=async_scheduling)
-    store(engine, WHOLE)
+    engine = storing(WHOLE, async_scheduling=async_scheduling)
     engine.add("a", WHOLE)
     engine.schedule()
     engine.execute()
@@ -164,8 +159,7 @@ def test_a_load_of_all_tokens_that_fails_is_recomputed(async_scheduling: bool) -
 
 def test_a_load_of_all_tokens_brings_what_the_device_lacks() -> None:
     """Not the last block alone: computing it takes no longer than it."""
-    engine = PlayedEngine()
-    store(engine, WHOLE)
+    engine = storing(WHOLE)
     engine.add("first", WHOLE[:13], max_tokens=1)  # leaves three blocks on the device
     engine.run()
     engine.add("second", WHOLE)
@@ -180,8 +174,7 @@ def test_a_load_of_all_tokens_brings_what_the_device_lacks() -> None:
 
 
 def test_behind_a_long_load_of_a_lone_request_its_last_slot_is_computed() -> None:
-    engine = PlayedEngine(synchronous_loads=True)
-    store(engine, WHOLE)
+    engine = storing(WHOLE, synchronous_loads=True)
     engine.offload.watch.load_rate.learn(blocks(1) / WHOLE_SECONDS)
     engine.add("a", WHOLE)
     job, tokens = admit(engine, "a")
@@ -190,8 +183,7 @@ def test_behind_a_long_load_of_a_lone_request_its_last_slot_is_computed() -> Non
 
 
 def test_a_second_request_waits_for_the_load_of_its_prefix() -> None:
-    engine = PlayedEngine()
-    store(engine, PROMPT)
+    engine = storing(PROMPT)
     engine.add("first", PROMPT)
     engine.add("second", [*PROMPT[:16], 0, 0, 0])
     engine.step(3)
@@ -202,8 +194,7 @@ def test_a_second_request_waits_for_the_load_of_its_prefix() -> None:
 
 
 def test_a_follower_loads_itself_when_the_first_is_aborted() -> None:
-    engine = PlayedEngine()
-    store(engine, PROMPT)
+    engine = storing(PROMPT)
     engine.add("first", PROMPT)
     engine.add("second", PROMPT)
     engine.step()
@@ -218,8 +209,7 @@ def test_a_follower_loads_itself_when_the_first_is_aborted() -> None:
 def test_a_failed_load_is_recomputed_and_not_tried_again(
     groups: tuple[CacheGroup, ...], failing: Sequence[int]
 ) -> None:
-    engine = PlayedEngine(groups, ranks=2)
-    store(engine, PROMPT)
+    engine = storing(PROMPT, groups=groups, ranks=2)
     engine.add("a", PROMPT)
     engine.step()
     for rank in failing:
@@ -247,8 +237,7 @@ def test_a_failed_load_is_recomputed_and_not_tried_again(
     ],
 )
 def test_a_failed_load_may_end_its_request(groups: tuple[CacheGroup, ...]) -> None:
-    engine = PlayedEngine(groups, ranks=2, plugin={"on_load_failure": "fail"})
-    store(engine, PROMPT)
+    engine = storing(PROMPT, groups=groups, ranks=2, plugin={"on_load_failure": "fail"})
     request = engine.add("a", PROMPT)
     engine.step()
     engine.ranks[0].copies.run(fail=True)
@@ -262,8 +251,7 @@ def test_a_failed_load_may_end_its_request(groups: tuple[CacheGroup, ...]) -> No
 
 
 def test_a_request_that_fails_and_is_aborted_leaves_nothing() -> None:
-    engine = PlayedEngine(ranks=2)
-    store(engine, PROMPT)
+    engine = storing(PROMPT, ranks=2)
     engine.add("a", PROMPT)
     engine.step()
     engine.ranks[0].copies.run(fail=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
@@ -30,6 +33,17 @@ from tests.support.played_cases import (
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = pytest.mark.filterwarnings("default")
+
+
+def steps_of(engine: PlayedEngine) -> Iterator[Any]:
+    """Yield each step when it is planned, as many at once as may be under way, to the end."""
+    while engine.scheduler.has_unfinished_requests():
+        while engine.under_way < engine.max_steps_under_way:
+            yield engine.schedule()
+        engine.execute()
+        engine.run_copies()
+        engine.check_host_memory()
+        engine.process()
 
 
 @both_ways
@@ -70,12 +84,7 @@ def test_a_wrong_answer_is_found() -> None:
 def test_a_chunked_prefill_stores_what_each_step_computed() -> None:
     engine = PlayedEngine(max_num_batched_tokens=10)
     request = engine.add("a", PROMPT, max_tokens=1)
-    ends = []
-    for _ in range(3):
-        ends.append(ends_of(engine, request, stored_blocks(engine.schedule())))
-        engine.execute()
-        engine.run_copies()
-        engine.process()
+    ends = [ends_of(engine, request, stored_blocks(output)) for output in steps_of(engine)]
     assert ends == [[4, 8], [12, 16, 20], []]
     engine.rest()
 
@@ -270,27 +279,16 @@ def test_no_placeholder_of_asynchronous_scheduling_is_stored() -> None:
     engine = PlayedEngine(async_scheduling=True)
     request = engine.add("a", PROMPT[:6], max_tokens=20)
     counted_too_much, planned = 0, []
-    engine.schedule()
-    while engine.scheduler.has_unfinished_requests():
-        if engine.under_way < 2:
-            output = engine.schedule()
-            scheduled = output.num_scheduled_tokens.get("a", 0)
-            computed = dict(
-                zip(
-                    output.scheduled_cached_reqs.req_ids,
-                    output.scheduled_cached_reqs.num_computed_tokens,
-                    strict=True,
-                )
-            )
-            counted_too_much += computed.get("a", 0) + scheduled > request.num_tokens
-            ends = ends_of(engine, request, stored_blocks(output))
-            assert all(end <= request.num_tokens for end in ends)
-            planned += ends
-        engine.execute()
-        engine.run_copies()
-        engine.process()
+    for output in steps_of(engine):
+        running = output.scheduled_cached_reqs
+        computed = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
+        scheduled = output.num_scheduled_tokens.get("a", 0)
+        counted_too_much += computed.get("a", 0) + scheduled > request.num_tokens
+        ends = ends_of(engine, request, stored_blocks(output))
+        assert all(end <= request.num_tokens for end in ends)
+        planned += ends
     assert counted_too_much > 3
-    assert planned == [8, 12, 16, 20, 24]
+    assert planned == [4, 8, 12, 16, 20, 24]
     engine.rest()
 
 
@@ -301,17 +299,11 @@ def test_no_draft_is_stored(async_scheduling: bool, accepted: bool) -> None:
     engine.propose = engine.good_drafts if accepted else engine.bad_drafts
     request = engine.add("a", PROMPT[:6], max_tokens=24)
     counted_too_much, planned = 0, []
-    while engine.scheduler.has_unfinished_requests():
-        while engine.under_way < engine.max_steps_under_way:
-            output = engine.schedule()
-            counted_too_much += bool(output.scheduled_spec_decode_tokens.get("a"))
-            ends = ends_of(engine, request, stored_blocks(output))
-            assert all(end <= request.num_tokens for end in ends)
-            planned += ends
-        engine.execute()
-        engine.run_copies()
-        engine.check_host_memory()
-        engine.process()
+    for output in steps_of(engine):
+        counted_too_much += bool(output.scheduled_spec_decode_tokens.get("a"))
+        ends = ends_of(engine, request, stored_blocks(output))
+        assert all(end <= request.num_tokens for end in ends)
+        planned += ends
     assert counted_too_much > 2
     assert planned == sorted(set(planned))
     engine.rest()

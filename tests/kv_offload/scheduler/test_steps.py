@@ -18,6 +18,15 @@ def seconds(clock: StepClock, now: float) -> float | None:
     return None if timed is None else round(timed[1], 6)
 
 
+def with_one_left(tokens: int = 1) -> StepClock:
+    """Return a clock of two steps, of which the first has ended at 0.010; the second goes on."""
+    clock = StepClock()
+    clock.begin(step(), 0.0)
+    clock.begin(step(tokens), 0.001)
+    assert seconds(clock, 0.010) == 0.010
+    return clock
+
+
 def test_one_step_after_the_other_without_the_gaps() -> None:
     clock = StepClock()
     for begun, took in ((1.0, 0.2), (1.5, 0.1), (900.0, 0.3)):
@@ -41,10 +50,7 @@ def test_with_two_under_way_time_runs_from_end_to_end() -> None:
 
 
 def test_an_engine_that_was_idle_makes_no_step_long() -> None:
-    clock = StepClock()
-    clock.begin(step(), 0.0)
-    clock.begin(step(), 0.001)
-    assert seconds(clock, 0.010) == 0.010
+    clock = with_one_left()
     assert seconds(clock, 0.020) == 0.010
     clock.begin(step(), 500.0)
     clock.begin(step(), 500.001)
@@ -53,10 +59,7 @@ def test_an_engine_that_was_idle_makes_no_step_long() -> None:
 
 def test_a_step_that_ended_while_nobody_looked_is_not_timed() -> None:
     """An engine in the process of its user pauses while that one does something else."""
-    clock = StepClock()
-    clock.begin(step(), 0.0)
-    clock.begin(step(), 0.001)
-    assert seconds(clock, 0.010) == 0.010
+    clock = with_one_left()
     clock.begin(step(), 3.0)  # the second is long over
     assert seconds(clock, 3.0001) is None
     clock.begin(step(), 3.001)
@@ -64,10 +67,7 @@ def test_a_step_that_ended_while_nobody_looked_is_not_timed() -> None:
 
 
 def test_a_short_break_does_not_matter_where_the_step_is_waited_for_after_it() -> None:
-    clock = StepClock()
-    clock.begin(step(), 0.0)
-    clock.begin(step(), 0.001)
-    clock.end(0.010)
+    clock = with_one_left()
     clock.begin(step(), 0.012)
     assert seconds(clock, 0.020) == 0.010
 
@@ -84,10 +84,7 @@ def test_steps_that_compute_nothing_and_no_step_at_all() -> None:
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_a_step_left_from_before_a_pause_shortens_no_step(tokens: int) -> None:
     """Its end is taken in after the next step was launched, which took 20 of its 26 ms here."""
-    clock = StepClock()
-    clock.begin(step(), 0.0)
-    clock.begin(step(tokens), 0.001)
-    assert seconds(clock, 0.010) == 0.010
+    clock = with_one_left(tokens)
     clock.begin(step(1024), 5.0)
     assert seconds(clock, 5.020) is None
     clock.begin(step(0), 5.0201)
