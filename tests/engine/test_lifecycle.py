@@ -256,6 +256,16 @@ def test_a_request_that_skips_the_cache_loads_nothing(ours: Engine) -> None:
     assert ours.blocks_loaded() == 0
 
 
+def test_empty_steps_submit_and_report_the_last_stores(ours: Engine) -> None:
+    ours.add("only", LONG, max_tokens=1)
+    ours.run()
+    assert ours.offload.has_pending_stores
+    assert ours.scheduler.has_requests(), "an engine that idles here would keep the pins"
+    ours.settle()
+    assert ours.blocks_stored() == 10
+    assert not ours.offload.has_pending_stores
+
+
 def test_stores_are_submitted_one_step_late(ours: Engine, copies: Copies) -> None:
     """The deferral that keeps a store from delaying the tokens of the step that computed it."""
     copies.hold(Direction.STORE)

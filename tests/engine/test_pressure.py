@@ -1,4 +1,4 @@
-"""Tight GPU caches and tight pools; each test has its own engine."""
+"""Tight GPU caches, tight pools and what is not stored; each test has its own engine."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ def test_eviction_keeps_answers_right(model_folder: Path) -> None:
                 ours.offload.manager.check_integrity()
         assert ours.totals["evictions"] > 0
         assert ours.reload(prompts[:-3:-1], one_by_one=True) == expected[:-3:-1]
+
+
+def test_store_after_uses_keeps_only_what_is_seen_again(model_folder: Path) -> None:
+    with offloading(model_folder, plugin={"store_after_uses": 2}) as ours:
+        for stored in (0, 10):
+            ours.generate([LONG], max_tokens=1)
+            ours.reset_gpu_cache()
+            assert ours.blocks_stored() == stored
+        assert ours.totals["skipped_used_too_little"] == 10
 
 
 def test_shutdown_with_work_in_flight(model_folder: Path, copies: Copies) -> None:
