@@ -12,14 +12,17 @@ from tests.engine.multiprocess_run import LATENT, check, run_engine
 from tests.support.processes import run_module
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_round_trip_reset_and_sleep(model_folder: Path, forks: bool, ranks: int) -> None:
     """The engine core in a process of its own, and ranks in processes of theirs."""
     arguments = {"tensor_parallel_size": ranks, "sleep": True}
     check(run_engine(model_folder, "qwen3", arguments, forks=forks), ranks)
 
 
-@pytest.mark.parametrize(("kind", "partition"), [("qwen3", "1,1"), ("gemma3", "3,1")])
+@pytest.mark.parametrize(
+    ("kind", "partition"),
+    [pytest.param("qwen3", "1,1", marks=pytest.mark.slow), ("gemma3", "3,1")],
+)
 def test_stages_of_a_pipeline(model_folder: Path, forks: bool, kind: str, partition: str) -> None:
     """With `3,1` the stages' blocks have different sizes, and so have their slots."""
     arguments = {
