@@ -344,6 +344,17 @@ def test_waiting_ends_after_a_bound_for_each_request_on_its_own(clock: list[floa
     assert loads.match("third") is None
 
 
+def test_waiting_for_one_load_after_another_is_one_wait(clock: list[float]) -> None:
+    """Each time another request loads the keys before the one that waits is asked again."""
+    loads = waiting()
+    clock[0] += MAX_WAIT_SECONDS
+    loads.settle("first")
+    loads.load("third")
+    assert loads.match("second") is None
+    clock[0] += 0.001
+    assert loads.match("second") == 8
+
+
 def test_a_wait_that_ended_starts_anew(clock: list[float]) -> None:
     loads = waiting()
     loads.settle("first")
