@@ -1,8 +1,14 @@
-"""Blocks that vLLM names before they are computed, and that then nobody computes."""
+"""Blocks that vLLM names before they are computed, and that then nobody computes.
+
+Such a block is freed with its name where a request is preempted in the step that scheduled it, and
+where an error cuts a step short and the user of an engine in his own process goes on.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest import mock
+
 import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
@@ -68,3 +74,64 @@ def test_without_the_mend_vllm_serves_what_lay_there_before(
     monkeypatch.setattr("kv_offload.engines.vllm.preemption._named_uncomputed", lambda *_: iter(()))
     with pytest.raises(AssertionError, match=r"wrong KV at|holds another prefix"):
         preempt_what_the_step_has_scheduled(groups, blocks, async_scheduling=False)
+
+
+def cut_a_step_short(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have an error end the step that computes `PROMPT`; its user aborts the request."""
+    engine.model.may_lose_kv = True
+    engine.add("cut short", PROMPT)
+    engine.schedule()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.model, "forward", mock.Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            engine.execute()
+    engine.abort("cut short")
+
+
+@both_ways
+def test_after_a_step_that_was_cut_short_nobody_is_served_what_it_did_not_compute(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    """vLLM serves these blocks to the next request; it ends before a token of it is given out."""
+    engine = PlayedEngine(async_scheduling=async_scheduling)
+    cut_a_step_short(engine, monkeypatch)
+    engine.serve("next", PROMPT)
+    assert (engine.ended["next"], engine.answers["next"]) == ("error", [])
+    engine.model.may_lose_kv = False
+    engine.serve("after it", PROMPT)
+    assert len(engine.answers["after it"]) == 4
+    assert engine.totals["stored_bytes"] > 0
+    assert not engine.offload.has_pending_work
+    assert engine.offload.watch.under_way == 0
+
+
+@both_ways
+def test_where_the_engine_was_reset_after_a_step_that_was_cut_short_nobody_ends(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    engine = PlayedEngine(async_scheduling=async_scheduling)
+    cut_a_step_short(engine, monkeypatch)
+    assert engine.reset(reset_running_requests=True)
+    engine.model.may_lose_kv = False
+    for request_id in ("next", "after it"):
+        engine.serve(request_id, PROMPT)
+        assert len(engine.answers[request_id]) == 4
+    assert engine.totals["stored_bytes"] > 0
+
+
+def test_a_step_that_was_cut_short_while_others_run_ends_these(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What they computed in that step is missing, and of what they had before nobody can tell."""
+    engine = PlayedEngine()
+    engine.add("runs", OTHER, max_tokens=20)
+    engine.step(3, copies=True)
+    stored = dict(engine.offload.manager.readable_slots())
+    cut_a_step_short(engine, monkeypatch)
+    engine.run()
+    assert engine.ended["runs"] == "error"
+    assert engine.offload.manager.readable_slots() == stored
+    engine.model.may_lose_kv = False
+    engine.serve("again", OTHER)
+    assert len(engine.answers["again"]) == 4
+    engine.check_rest()

@@ -220,6 +220,9 @@ def test_only_slots_that_are_ready_on_every_rank_are_used(monkeypatch: pytest.Mo
     manager.check_integrity()
     engine.offload.ranks_ready({0: 40, 1: 35})
     assert engine.offload.take_stats().data["slots"] == 35
+    engine.offload.ranks_ready({0: 2, 1: 2})  # what they had when they were asked
+    assert manager.usable_slots == 35
+    manager.check_integrity()
 
 
 def test_before_every_rank_has_spoken_no_slot_is_used() -> None:
