@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from kv_offload.config_file import ConfigFile, as_yaml, read_file, show
-from kv_offload.environment import FILE_VARIABLE, check_variables, named_file, unknown_variables
+from kv_offload.environment import FILE_VARIABLE, check_variables, unknown_variables
 from kv_offload.errors import CapacityError, ConfigError
 from kv_offload.host_memory import HostMemory, headroom_bytes, read_host_memory
 from kv_offload.sizes import as_sentence, check_bare_size, format_size, parse_size
@@ -206,7 +206,7 @@ def trace_config(
         read = read_file("", file)
     elif FILE_KEY in extra_config:
         read = read_file(f"{EXTRA_CONFIG}: {FILE_KEY}: ", extra_config[FILE_KEY])
-    elif named := named_file(environ):
+    elif named := environ.get(FILE_VARIABLE):  # an empty variable is an absent one
         read = read_file(f"environment: {FILE_VARIABLE}: ", named)
     inline = {k: v for k, v in extra_config.items() if k != FILE_KEY}
     layers: tuple[tuple[str, Mapping[Any, Any], Mapping[str, str]], ...] = (

@@ -19,11 +19,6 @@ _NOT_MEANT_FOR_US = re.compile(
 Service named `kv-offload`: `KV_OFFLOAD_SERVICE_HOST`, `KV_OFFLOAD_PORT_8000_TCP_ADDR`."""
 
 
-def named_file(environ: Mapping[str, str]) -> str | None:
-    """Return the file that the environment names; an empty variable is an absent one."""
-    return environ.get(FILE_VARIABLE) or None
-
-
 def check_variables(environ: Mapping[str, str], keys: Collection[str]) -> None:
     """Raise `ConfigError` for a variable named after one of the configuration's `keys`.
 
