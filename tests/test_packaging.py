@@ -28,6 +28,7 @@ LEAVES = frozenset(
         "config",
         "config_file",
         "engine",
+        "environment",
         "errors",
         "files",
         "host_memory",
@@ -52,8 +53,9 @@ ALLOWED = {
     **dict.fromkeys(LEAVES, frozenset[str]()),
     "sizes": frozenset({"errors"}),
     "host_memory": frozenset({"errors"}),
-    "config": frozenset({"config_file", "errors", "host_memory", "sizes"}),
+    "config": frozenset({"config_file", "environment", "errors", "host_memory", "sizes"}),
     "config_file": frozenset({"errors", "files"}),
+    "environment": frozenset({"errors"}),
 }
 """Which room of `kv_offload` may import which, `TYPE_CHECKING` imports aside."""
 
