@@ -20,7 +20,11 @@ EXPORTED = {
     for metric in METRICS
     for suffix in {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket"]}[metric.kind]
 }
-OF_VLLM = {"vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"}
+OF_VLLM = {
+    *("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
+    *("vllm:num_requests_running", "vllm:num_requests_waiting"),
+}
+SELECTED = '{instance=~"$instance", model_name=~"$model", engine=~"$engine"}'
 
 
 @pytest.mark.parametrize(
@@ -46,15 +50,21 @@ def test_a_panel_says_what_it_shows(panel: dict) -> None:
     assert panel["datasource"]["uid"] == "${datasource}"
     for target in panel["targets"]:
         assert target["datasource"] == panel["datasource"]
-        for metric in re.findall(r"vllm:\w+(.?)", target["expr"]):
-            assert metric == "{", "every metric is chosen by server and model"
+        for selected in re.findall(r"vllm:\w+(\{.*?\})?", target["expr"]):
+            assert selected == SELECTED, "every metric is chosen by server, model and engine"
 
 
-def test_the_dashboard_asks_for_a_data_source_servers_and_models() -> None:
-    names = {variable["name"]: variable["type"] for variable in DASHBOARD["templating"]["list"]}
-    assert names == {"datasource": "datasource", "instance": "query", "model": "query"}
+def test_the_dashboard_asks_for_a_data_source_servers_models_and_engines() -> None:
+    first, *chosen = DASHBOARD["templating"]["list"]
+    assert (first["name"], first["type"]) == ("datasource", "datasource")
+    assert [variable["name"] for variable in chosen] == ["instance", "model", "engine"]
+    for variable in chosen:
+        assert variable["type"] == "query"
+        assert variable["multi"], "several at once"
+        assert variable["includeAll"]
+        assert variable["current"]["value"] == "$__all"
     used = set(re.findall(r"\$(\w+)", " ".join(QUERIES.values())))
-    assert used == {"instance", "model", "__rate_interval", "__range"}
+    assert used == {"instance", "model", "engine", "__rate_interval", "__range"}
 
 
 def test_panels_do_not_overlap() -> None:
