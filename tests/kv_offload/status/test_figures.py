@@ -66,12 +66,10 @@ def test_engines_are_added_or_taken_alone() -> None:
 
 def test_of_several_engines_the_oldest_copy_counts() -> None:
     """Ages do not add up."""
-    page = recorded("hits") + recorded_with("oldest_copy_seconds", 7.5).replace(
-        'engine="0"', 'engine="1"'
-    )
-    both = parse(page, "here")
+    first, second = (recorded_with("oldest_copy_seconds", seconds) for seconds in (2.5, 7.5))
+    both = parse(first + second.replace('engine="0"', 'engine="1"'), "here")
     ages = [figures(both, None, each).oldest_copy_seconds for each in (["0", "1"], ["0"], ["1"])]
-    assert ages == [7.5, 0, 7.5]
+    assert ages == [7.5, 2.5, 7.5]
 
 
 def test_a_prompt_that_was_looked_up_twice_makes_no_negative_count() -> None:
