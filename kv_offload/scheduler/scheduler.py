@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from kv_offload.cache.manager import CacheManager
@@ -201,10 +202,17 @@ class OffloadScheduler:
             "slot_bytes": self._slot_bytes,
             "running_loads": self.loads.running,
             "running_stores": self.stores.jobs.running,
+            "oldest_copy_seconds": self._oldest_copy_seconds,
             "pinned_blocks": self.stores.jobs.pinned_blocks,
             "waiting_slots": self.leftovers.slots,
             **self.watch.gauges(),
         }
+
+    @property
+    def _oldest_copy_seconds(self) -> float:
+        sent = (self.loads.oldest_sent, self.stores.jobs.oldest_sent)
+        oldest = min((moment for moment in sent if moment is not None), default=None)
+        return 0.0 if oldest is None else time.monotonic() - oldest
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` where the state contradicts itself; tests call it each step."""

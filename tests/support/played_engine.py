@@ -401,6 +401,8 @@ class PlayedEngine:
         assert (len(offload.leftovers), offload.leftovers.slots) == (0, 0)
         assert offload.loads.running == 0
         assert offload.watch.under_way == 0
+        assert offload.loads.oldest_sent is None
+        assert offload.stores.jobs.oldest_sent is None
         assert len(offload.requests) == 0
         assert all(rank.copies.in_flight == 0 for rank in self.ranks)
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import numpy as np
 
@@ -21,9 +21,9 @@ class _Store:
     slots: Slots
     blocks: list[int]
     ranks_left: set[int]
-    ok: bool
     sent: float
     """On the monotonic clock, in seconds."""
+    ok: bool = True
 
 
 class StoreJobs:
@@ -50,6 +50,13 @@ class StoreJobs:
     def running(self) -> int:
         """Stores sent to the ranks and not completed by all of them."""
         return len(self._running)
+
+    @property
+    def oldest_sent(self) -> float | None:
+        """When the oldest store that some rank has not ended was sent, on the monotonic clock."""
+        # What was given up is older than all that runs.
+        stores = chain(self._abandoned.values(), self._running.values())
+        return next((store.sent for store in stores), None)
 
     @property
     def pending(self) -> bool:
@@ -87,9 +94,8 @@ class StoreJobs:
         pairs[:, 1] = slots
         job = StoreJob(self._next_job_id, pairs)
         self._next_job_id += 1
-        self._running[job.job_id] = _Store(
-            slots, blocks, set(self._ranks), self._trusted, time.monotonic()
-        )
+        ranks_left, sent = set(self._ranks), time.monotonic()
+        self._running[job.job_id] = _Store(slots, blocks, ranks_left, sent, self._trusted)
         self._trusted = True
         self._planned_slots = []
         self._planned_blocks = []
