@@ -78,5 +78,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 Compared with what the models' makers, or their libraries, say of these checkpoints: Llama with
 `models/sku_list.py` of meta-llama/llama-models, Qwen3 with `gpt/model/qwen3.py` of NVIDIA/NeMo,
 gpt-oss with `gpt_oss/torch/model.py` of openai/gpt-oss, gemma with `gemma/config.py` of
-google/gemma_pytorch, DeepSeek and Qwen3-Next with the defaults of their classes in transformers.
+google/gemma_pytorch; DeepSeek, Qwen3-Next and Mistral with the defaults of their classes in
+transformers. Granite is as others cite its config.json.
 """

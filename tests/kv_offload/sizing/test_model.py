@@ -85,7 +85,9 @@ def test_values_under_other_names_are_those_that_transformers_knows(read: Any) -
     [
         ("gpt-oss-120b", "GptOssConfig"),
         ("DeepSeek-V3", "DeepseekV3Config"),
+        ("DeepSeek-V3.2", "DeepseekV32Config"),
         ("Qwen3-Next-80B-A3B", "Qwen3NextConfig"),
+        ("Mistral-7B-v0.1", "MistralConfig"),
     ],
 )
 def test_the_defaults_of_transformers_are_these_models(name: str, class_name: str) -> None:
