@@ -32,9 +32,19 @@ AT_ONCE = 24
 EVERY = 10
 
 
-def requests(count: int) -> dict[str, tuple[Tokens, int]]:
+SETTINGS = {
+    "dtype": "bfloat16",
+    "attention_config": {"backend": "FLASH_ATTN"},
+    "kv_cache_memory_bytes": 256 << 20,
+    "gpu_memory_utilization": 0.1,
+    "max_num_batched_tokens": 1024,
+    "max_num_seqs": 16,
+}
+
+
+def requests(count: int, seed: int = 7) -> dict[str, tuple[Tokens, int]]:
     """Return prompts by request, and how many tokens are asked of each."""
-    chance = random.Random(7)
+    chance = random.Random(seed)
     asked = {}
     for index in range(count):
         prefix = PREFIXES[min(chance.randrange(24), chance.randrange(24))]
@@ -43,13 +53,18 @@ def requests(count: int) -> dict[str, tuple[Tokens, int]]:
     return asked
 
 
-def serve(running: Engine, asked: dict[str, tuple[Tokens, int]]) -> dict[str, tuple[str, Tokens]]:
-    """Answer all, some at once; return how each ended, with its tokens."""
+def serve(
+    running: Engine, asked: dict[str, tuple[Tokens, int]], priorities: int = 1
+) -> dict[str, tuple[str, Tokens]]:
+    """Answer all, some at once; return how each ended, with its tokens.
+
+    Requests have so many different priorities, one after the other.
+    """
     waiting, live, ended = list(asked.items()), set(), {}
     while waiting or live:
         while waiting and len(live) < AT_ONCE:
             request_id, (prompt, max_tokens) = waiting.pop(0)
-            running.add(request_id, prompt, max_tokens)
+            running.add(request_id, prompt, max_tokens, priority=len(waiting) % priorities)
             live.add(request_id)
         for request_id, output in running.step().items():
             live.discard(request_id)
@@ -139,16 +154,7 @@ def silent_layer() -> Iterator[list[int]]:
 
 def main(models: str, arguments: dict[str, Any]) -> None:
     count = arguments.pop("requests")
-    settings = {
-        "dtype": "bfloat16",
-        "attention_config": {"backend": "FLASH_ATTN"},
-        "kv_cache_memory_bytes": 256 << 20,
-        "gpu_memory_utilization": 0.1,
-        "max_num_batched_tokens": 1024,
-        "max_num_seqs": 16,
-        "blocks": 260,
-        **arguments,
-    }
+    settings = {**SETTINGS, "blocks": 260, **arguments}
     synchronous_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
     asked = requests(count)
     with engine(Path(models), "llama_wide", None, **settings) as plain:

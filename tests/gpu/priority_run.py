@@ -1,0 +1,82 @@
+"""Run by `test_priorities.py` in a process of its own: requests of many priorities, token by token.
+
+usage: python -m tests.gpu.priority_run MODELS_FOLDER ARGUMENTS_AS_JSON
+
+Needs `VLLM_BATCH_INVARIANT=1`, see `fault_run`. The GPU cache is small and prompts are cut into
+chunks, so requests are preempted in the very step that has scheduled them. Their last blocks then
+have names, and nobody computes them. Every answer is compared with that of an engine that preempts
+nobody. Prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kv_offload.engines.vllm import preemption
+from tests.engine.harness import Engine, engine
+from tests.gpu.fault_run import SETTINGS, requests, serve
+from tests.support.processes import print_result
+
+PRIORITIES = 6
+
+
+def main(models: str, arguments: dict[str, Any]) -> None:
+    count, seeds = arguments.pop("requests"), arguments.pop("seeds")
+    settings = {
+        **SETTINGS,
+        "scheduling_policy": "priority",
+        "long_prefill_token_threshold": 128,
+        **arguments,
+    }
+    asked = [requests(count, seed) for seed in seeds]
+    with engine(Path(models), "llama_wide", None, **{**settings, "blocks": 2000}) as plain:
+        expected = [serve(plain, one) for one in asked]
+        assert not plain.preemptions
+
+    def wrong(running: Engine) -> list[int]:
+        """Return by seed how many answers are wrong; each seed finds the GPU's cache empty."""
+        found = []
+        for one, answers in zip(asked, expected, strict=True):
+            assert running.core.reset_prefix_cache(False, False)
+            answered = serve(running, one, PRIORITIES)
+            found.append(sum(answered[request] != answers[request] for request in one))
+        return found
+
+    result: dict[str, Any] = {}
+    # Before an engine with the plugin mends vLLM in this process.
+    with engine(Path(models), "llama_wide", None, **settings) as alone:
+        result["vLLM alone"] = wrong(alone)
+    unnamed: list[int] = []
+    named_uncomputed = preemption._named_uncomputed
+
+    def count_unnamed(*found: Any) -> Iterator[int]:
+        for block in named_uncomputed(*found):
+            unnamed.append(block)
+            yield block
+
+    preemption._named_uncomputed = count_unnamed
+    with engine(Path(models), "llama_wide", {"cpu_bytes": "256MiB"}, **settings) as ours:
+        for name in ("first", "again"):
+            result[name] = wrong(ours)
+            ours.settle()
+        result["asynchronous"] = ours.core.batch_queue is not None
+        result["preemptions"] = ours.preemptions
+        result["blocks without names"] = len(unnamed)
+        result["blocks_loaded"] = ours.blocks_loaded()
+        result["hook_errors"] = ours.totals["hook_errors"]
+        assert ours.rank.transfer.wait(10)
+        ours.slots[:] = np.roll(ours.slots, 7, axis=0)
+        result["control"] = wrong(ours)
+        ours.settle()
+        ours.assert_nothing_left()
+    print_result(result)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
