@@ -62,7 +62,7 @@ wheel:
 	.venv-wheel/bin/python -m pip check
 	cd .venv-wheel && bin/kv-offload --version
 	cd .venv-wheel && bin/kv-offload config
-	cd .venv-wheel && bin/python ../bench/check_installed.py ../csrc
+	cd .venv-wheel && bin/python ../bench/check_installed.py ..
 
 # The pages lie as they do in the checkout, so that their links to one another and to results work.
 site:

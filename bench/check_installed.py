@@ -1,7 +1,7 @@
-"""Check an installed kv-offload from outside the checkout: `check_installed.py CSRC`.
+"""Check an installed kv-offload from outside the checkout: `check_installed.py CHECKOUT`.
 
-Its device code is there, byte for byte that of the folder CSRC, and importing it brings neither
-torch, cupy nor vllm.
+Its device code, its dashboard and its alert rules are there, byte for byte those of the checkout,
+and importing it brings neither torch, cupy nor vllm.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 
-def main(csrc: Path) -> None:
+def main(checkout: Path) -> None:
     """Raise `SystemExit` with what is wrong."""
     import kv_swap
 
@@ -19,17 +19,28 @@ def main(csrc: Path) -> None:
     import kv_offload.engines.vllm.plugin
 
     package = Path(kv_offload.__file__).parent
-    if package.parent == csrc.resolve().parent:
+    if package.parent == checkout.resolve():
         raise SystemExit(f"{package} is the checkout, not an installed package")
     heavy = {"torch", "cupy", "vllm"} & sys.modules.keys()
     if heavy:
         raise SystemExit(f"importing kv_offload brought {sorted(heavy)}")
-    installed = Path(kv_swap.__file__).parent / "csrc"
-    for source in (file for file in csrc.rglob("*") if file.is_file()):
-        copy = installed / source.relative_to(csrc)
+    check_copies(checkout / "csrc", Path(kv_swap.__file__).parent / "csrc")
+    check_copies(checkout / "docs/grafana", package / "grafana")
+    print(
+        f"kv-offload {kv_offload.__version__} in {package}: device code and dashboard complete, "
+        "imports light"
+    )
+
+
+def check_copies(folder: Path, installed: Path) -> None:
+    """Raise `SystemExit` unless every file of a folder is installed as it is."""
+    sources = [file for file in folder.rglob("*") if file.is_file()]
+    if not sources:
+        raise SystemExit(f"{folder} has no files: give the folder of the checkout")
+    for source in sources:
+        copy = installed / source.relative_to(folder)
         if not copy.exists() or copy.read_bytes() != source.read_bytes():
             raise SystemExit(f"{copy} is missing or differs from {source}")
-    print(f"kv-offload {kv_offload.__version__} in {package}: device code complete, imports light")
 
 
 if __name__ == "__main__":

@@ -12,19 +12,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
-from kv_offload.config_file import as_yaml, read_file, show
+from kv_offload.config_file import ConfigFile, as_yaml, read_file, show
+from kv_offload.environment import FILE_VARIABLE, check_variables, unknown_variables
 from kv_offload.errors import CapacityError, ConfigError
 from kv_offload.host_memory import HostMemory, headroom_bytes, read_host_memory
 from kv_offload.sizes import as_sentence, check_bare_size, format_size, parse_size
 
 EXTRA_CONFIG = "kv_connector_extra_config"
 FILE_KEY = "config_file"
-FILE_VARIABLE = "KV_OFFLOAD_CONFIG_FILE"
 DEFAULT = "default"
 DEFAULT_CPU_BYTES = "25%"
 _MAX_INT = 2**63 - 1
@@ -77,10 +77,12 @@ class OffloadConfig:
     max_pinned_share: Annotated[
         float,
         Meta(
-            gt=0,
+            ge=0.01,
             le=1,
             description="Share of the free GPU blocks that running stores may keep from reuse.",
-            extra={"allowed": "a number above 0 and at most 1"},
+            extra={
+                "allowed": "a number from 0.01 to 1; with less, too few blocks are stored at a time"
+            },
         ),
     ] = 0.8
     load_or_recompute: Annotated[
@@ -98,11 +100,6 @@ class OffloadConfig:
         Literal["recompute", "fail"],
         Meta(description="Whether a request whose load failed is computed again or fails."),
     ] = "recompute"
-
-    def describe(self) -> str:
-        """Return the effective configuration as one line for the log."""
-        shown = dataclasses.asdict(self) | {"cpu_bytes": format_size(self.cpu_bytes)}
-        return ", ".join(f"{name}={as_yaml(value)}" for name, value in shown.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,21 +130,44 @@ _HINTS = get_type_hints(OffloadConfig, include_extras=True)
 SCHEMA = {f.name: _key(f, _HINTS[f.name]) for f in dataclasses.fields(OffloadConfig)}
 
 
+class Given(NamedTuple):
+    """The value of a key: where from, as it was read, and as it was written."""
+
+    source: str
+    value: Any
+    written: str
+
+    @property
+    def shown(self) -> str:
+        """The value as an error shows it: text in quotation marks, all else as it was written."""
+        if self.value is None:
+            return "no value"
+        return show(self.value) if isinstance(self.value, str) else self.written
+
+
 @dataclass(frozen=True, slots=True)
 class TracedConfig:
-    """A configuration, its file, and for every key the source and the value as it was written."""
+    """A configuration, its file, and what was given for every key."""
 
     config: OffloadConfig
     file: Path | None
-    given: dict[str, tuple[str, Any]]
+    given: dict[str, Given]
     host: HostMemory
     replicas: int
+    warnings: tuple[str, ...]
+    """What was set beside it and is not read."""
+
+    def describe(self) -> str:
+        """Return the effective configuration as it was written, as one line for the log."""
+        shown = {name: given.written for name, given in self.given.items()}
+        shown["cpu_bytes"] += f" ({format_size(self.config.cpu_bytes)})"
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
 
     def describe_request(self) -> str:
         """Return what `cpu_bytes` asks for, for an error: where from, as written, in bytes."""
-        source, value = self.given["cpu_bytes"]
+        given = self.given["cpu_bytes"]
         size_bytes = self.config.cpu_bytes
-        text = f"{source}: cpu_bytes: {show(value)}: asks for {describe_bytes(size_bytes)}"
+        text = f"{given.source}: cpu_bytes: {given.shown}: asks for {describe_bytes(size_bytes)}"
         if self.replicas > 1:
             all_bytes = describe_bytes(size_bytes * self.replicas)
             text += f" for each of {self.replicas} replicas on this host, {all_bytes} in all"
@@ -171,7 +191,7 @@ def trace_config(
     """Return the effective configuration of an engine with this `kv_connector_extra_config`.
 
     The file is `file`, which a command was given, else `extra_config["config_file"]`, else what
-    `KV_OFFLOAD_CONFIG_FILE` names, else none.
+    `KV_OFFLOAD_CONFIG_FILE` names, else none. A variable named after a key is refused.
     `host` stands in for `read_host_memory()`. The data-parallel `replicas` on this host divide a
     percentage, and each takes an absolute size for itself.
 
@@ -180,27 +200,30 @@ def trace_config(
         CapacityError: all replicas together ask for more than this machine or its cgroup has, less
             the headroom. What is free now is not looked at: see `kv_offload.worker.capacity`.
     """
-    path: Path | None = None
-    in_file: Mapping[Any, Any] = {}
+    check_variables(environ, SCHEMA)
+    read = ConfigFile(None, {}, {})
     if file is not None:
-        path, in_file = read_file("", file)
+        read = read_file("", file)
     elif FILE_KEY in extra_config:
-        path, in_file = read_file(f"{EXTRA_CONFIG}: {FILE_KEY}: ", extra_config[FILE_KEY])
-    elif FILE_VARIABLE in environ:
-        path, in_file = read_file(f"environment: {FILE_VARIABLE}: ", environ[FILE_VARIABLE])
-    layers = (
-        (DEFAULT, {key.name: key.default for key in SCHEMA.values()}),
-        (str(path), in_file),
-        (EXTRA_CONFIG, {k: v for k, v in extra_config.items() if k != FILE_KEY}),
+        read = read_file(f"{EXTRA_CONFIG}: {FILE_KEY}: ", extra_config[FILE_KEY])
+    elif named := environ.get(FILE_VARIABLE):  # an empty variable is an absent one
+        read = read_file(f"environment: {FILE_VARIABLE}: ", named)
+    inline = {k: v for k, v in extra_config.items() if k != FILE_KEY}
+    layers: tuple[tuple[str, Mapping[Any, Any], Mapping[str, str]], ...] = (
+        (DEFAULT, {key.name: key.default for key in SCHEMA.values()}, {}),
+        (str(read.path), read.values, read.texts),
+        (EXTRA_CONFIG, inline, {}),
     )
     host = host or read_host_memory()
     effective: dict[str, Any] = {}
-    given: dict[str, tuple[str, Any]] = {}
-    for source, values in layers:
+    given: dict[str, Given] = {}
+    for source, values, texts in layers:
         for name, value in values.items():
-            effective[name] = _checked(source, name, value, host.size_bytes // replicas)
-            given[name] = (source, value)
-    traced = TracedConfig(OffloadConfig(**effective), path, given, host, replicas)
+            one = Given(source, value, _written(value, texts.get(name)))
+            effective[name] = _checked(name, one, host.size_bytes // replicas)
+            given[name] = one
+    warnings = unknown_variables(environ)
+    traced = TracedConfig(OffloadConfig(**effective), read.path, given, host, replicas, warnings)
     headroom = headroom_bytes(host)
     if traced.config.cpu_bytes * replicas + headroom > host.size_bytes:
         raise CapacityError(
@@ -211,11 +234,20 @@ def trace_config(
     return traced
 
 
-def _checked(source: str, name: Any, value: Any, whole_bytes: int) -> Any:
-    key = SCHEMA.get(name)
+def _written(value: Any, text: str | None) -> str:
+    """Return a value as the user wrote it, as far as that is known, on one line and shortened."""
+    if isinstance(value, str):
+        return show(value)[1:-1]
+    if text is not None:
+        return show(text)[1:-1]
+    return as_yaml(value) if isinstance(value, bool) else show(value)
+
+
+def _checked(name: Any, given: Given, whole_bytes: int) -> Any:
+    key, source, value = SCHEMA.get(name), given.source, given.value
     if key is None:
         shown = show(name)[1:-1] if isinstance(name, str) else show(name)
-        raise ConfigError(f"{source}: {shown}: {show(value)}: unknown key. {_hint(source, shown)}")
+        raise ConfigError(f"{source}: {shown}: {given.shown}: unknown key. {_hint(source, shown)}")
     cause: Exception
     try:
         if name == "cpu_bytes":
@@ -226,10 +258,9 @@ def _checked(source: str, name: Any, value: Any, whole_bytes: int) -> Any:
         problem, cause = f"must be {f'{_MAX_INT} at most' if is_large else key.allowed}", error
     except ValueError as error:
         problem, cause = f"{as_sentence(error)} Allowed: {key.allowed}", error
-    shown = "no value" if value is None else show(value)
     raise ConfigError(
-        f"{source}: {key.name}: {shown}: {problem}. Correct it, or remove it to get the default, "
-        f"{key.written_default}."
+        f"{source}: {key.name}: {given.shown}: {problem}. Correct it, or remove it to get "
+        f"the default, {key.written_default}."
     ) from cause
 
 

@@ -7,6 +7,7 @@ import re
 import reprlib
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,28 @@ def as_yaml(value: Any) -> str:
     return yaml.safe_dump([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
 
 
-def read_file(named_by: str, value: Any) -> tuple[Path, Mapping[Any, Any]]:
-    """Return the absolute path of a YAML file and its top-level mapping; an empty file has none.
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """A YAML file, or none: its absolute path, and its top-level mapping."""
+
+    path: Path | None
+    values: Mapping[Any, Any]
+    texts: Mapping[str, str]
+    """Scalars as they are written, which YAML may have converted: `yes`, `0x1f`, `1_000`."""
+
+
+def read_file(named_by: str, value: Any) -> ConfigFile:
+    """Read a YAML file.
 
     `value` is the path as the user gave it; `named_by` says where, in front of every message of it.
     Raises `ConfigError`, with line and column where the content is wrong.
     """
     remedy = "Give the path of a YAML file that this process can read."
+    if value == "-":
+        raise ConfigError(
+            f"{named_by}'-': standard input is not read, because the engine reads the file again "
+            f"when it starts. {remedy} For a file of this name write ./-"
+        )
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{named_by}{show(value)}: not a path. {remedy}")
     try:
@@ -58,7 +74,7 @@ def read_file(named_by: str, value: Any) -> tuple[Path, Mapping[Any, Any]]:
         content = read_small(path, MAX_FILE_BYTES, "a configuration")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{named_by}{show(value)}: cannot be read: {error}. {remedy}") from error
-    return path, _parse(path, content)
+    return ConfigFile(path, *_parse(path, content))
 
 
 class _Loader(yaml.SafeLoader):
@@ -94,16 +110,18 @@ class _Loader(yaml.SafeLoader):
         return value
 
 
-def _parse(path: Path, content: bytes) -> Mapping[Any, Any]:
-    """Return the top-level mapping of a YAML file; an empty file is an empty mapping."""
+def _parse(path: Path, content: bytes) -> tuple[Mapping[Any, Any], Mapping[str, str]]:
+    """Return the top-level mapping of a YAML file, and its scalars as they are written."""
     line, column = 1, 1
     mistake = None
     try:
-        values = yaml.load(content.decode("utf-8"), _Loader)
+        loader = _Loader(content.decode("utf-8"))
+        root = loader.get_single_node()
+        values = None if root is None else loader.construct_document(root)
         if values is None:
-            return {}
+            return {}, {}
         if isinstance(values, dict):
-            return values
+            return values, _texts(root)
         problem = f"the top level is {show(values)}, but it must be a mapping of keys to values"
         mistake = _NO_SPACE.search(content.decode("utf-8")) if isinstance(values, str) else None
     except UnicodeDecodeError as error:
@@ -128,6 +146,14 @@ def _parse(path: Path, content: bytes) -> Mapping[Any, Any]:
         f"{path}, line {line}, column {column}: {problem}. "
         f"Correct the file; `kv-offload config {shlex.quote(str(path))}` checks it."
     )
+
+
+def _texts(root: Any) -> Mapping[str, str]:
+    return {
+        key.value: value.value
+        for key, value in root.value
+        if isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.ScalarNode)
+    }
 
 
 def _position(before: str) -> tuple[int, int]:

@@ -47,6 +47,8 @@ class OffloadMetadata:
 
     stores: tuple[StoreJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
+    admissions: int = 0
+    """How often requests had been given blocks when the step was planned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,9 @@ class OffloadWorkerMetadata:
     lost_loads: frozenset[int] = frozenset()
     """Synchronous loads that were not there when a forward read them, by job id: what was computed
     with them is wrong. Named in the report of that very step; in `loads` when the copies end."""
+    cut_short: int | None = None
+    """The `admissions` of the last step that an error of the engine cut short: nobody knows which
+    blocks it computed. Named in the report of the step after it."""
     load_bytes_per_second: float | None = None
     """The speed of a load that ran alone, of the slowest rank."""
     ready_slots: dict[int, int] = field(default_factory=dict)
@@ -98,6 +103,7 @@ class OffloadWorkerMetadata:
                 for job_id in self.loads | other.loads
             },
             self.lost_loads | other.lost_loads,
+            max((n for n in (self.cut_short, other.cut_short) if n is not None), default=None),
             _slower(self.load_bytes_per_second, other.load_bytes_per_second),
             self.ready_slots | other.ready_slots,
             self.store_bytes_per_second | other.store_bytes_per_second,

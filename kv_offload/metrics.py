@@ -17,8 +17,8 @@ SKIP_REASONS: Mapping[SkipReason, str] = {
     "moved_on": "Slots not stored because vLLM reused the block before it could be stored.",
     "used_too_little": "Slots not stored because their prefix was used less often than "
     "store_after_uses asks.",
-    "no_budget": "Slots not stored because too much waited already, or because the engine came to "
-    "rest and could not pin the block.",
+    "no_budget": "Slots not stored because too much waited already, because host memory was "
+    "emptied while they waited, or because the engine came to rest and could not pin the block.",
     "pool_busy": "Slots not stored because every slot of host memory was being read or written.",
     "copy_failed": "Slots not stored because the copy failed; the log has the error.",
 }
@@ -64,6 +64,7 @@ METRICS = (
         hit_tokens="Tokens loaded from host memory instead of being computed.",
         recomputed_tokens="Tokens that host memory had but that were computed, since that was "
         "sooner.",
+        stored_slots="Slots that became readable because their store ended well on every rank.",
         evictions="Slots whose content was replaced by another block's.",
         stored_bytes="Bytes copied to host memory, over all ranks.",
         stored_seconds="Time from submitting stores to their end, over all ranks.",
@@ -88,6 +89,8 @@ METRICS = (
         slot_bytes="Bytes of one slot on one rank.",
         running_loads="Loads that some rank has not completed.",
         running_stores="Stores that some rank has not completed.",
+        oldest_copy_seconds="Age of the oldest load or store that was sent to the ranks and that "
+        "some rank has not ended, given up or not; 0 if there is none.",
         pinned_blocks="GPU blocks kept from reuse until their store has ended.",
         waiting_slots="Slots of ended requests that wait to be stored.",
         load_bytes_per_second="Speed of loads that ran alone, of the slowest rank; 0 until it was "

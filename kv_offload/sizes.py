@@ -6,9 +6,12 @@ import re
 from fractions import Fraction
 
 UNITS = ("B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB", "Ki", "Mi", "Gi", "Ti")
-SMALLEST_BARE = 4096
-"""Bytes in a page of memory. A number of bytes below it was meant to have a unit."""
+SMALLEST_BYTES = 1 << 20
+"""A pool needs thousands of blocks, and one of a small model takes a third of this (SmolLM2-135M:
+360 KiB). So a smaller number was meant to have a unit, and a smaller percentage to be larger.
+Whoever wants less writes `5000B`."""
 
+_TOO_LITTLE = "less than 1 MiB (1048576 bytes), room for hardly one block"
 _BINARY_UNITS = ("TiB", "GiB", "MiB", "KiB")
 _UNIT_BYTES = {
     unit.lower(): (1024 if "i" in unit else 1000) ** "bkmgt".index(unit[0].lower())
@@ -24,16 +27,15 @@ def parse_size(text: str, whole_bytes: int) -> int:
     Kubernetes writes it, is `GiB`.
 
     Raises:
-        ValueError: not a positive number with a unit of `UNITS` or `%`, or less than one byte.
+        ValueError: not a positive number with a unit of `UNITS` or `%`, less than one byte, or a
+            percentage that is less than `SMALLEST_BYTES`.
     """
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ValueError("not a positive number and a unit")
     number, unit = match.groups()
-    if not unit and number.isdecimal() and int(number) >= SMALLEST_BARE:
-        raise ValueError(f"the unit is missing, write {number}B")
     if not unit:
-        raise ValueError(f"the unit is missing, write {number}GiB or {number}%")
+        raise ValueError(f"the unit is missing, write {_with_units(number)}")
     if unit != "%" and unit.lower() not in _UNIT_BYTES:
         known = f"known are {', '.join(UNITS)} and %"
         if f"{unit}b".lower() in _UNIT_BYTES:  # `G`: 10^9 for Kubernetes, 2^30 for Docker
@@ -43,19 +45,32 @@ def parse_size(text: str, whole_bytes: int) -> int:
     size_bytes = int(Fraction(number) * one)
     if size_bytes < 1:
         raise ValueError("less than one byte")
+    if unit == "%" and size_bytes < SMALLEST_BYTES:
+        raise ValueError(f"that is {size_bytes} bytes here, {_TOO_LITTLE}")
     return size_bytes
 
 
 def check_bare_size(size_bytes: int) -> int:
     """Return a number of bytes that was written without a unit.
 
-    Raises `ValueError`, with a guess at what was meant, for one below `SMALLEST_BARE`.
+    Raises `ValueError`, with a guess at what was meant, for one below `SMALLEST_BYTES`.
     """
-    if size_bytes >= SMALLEST_BARE:
+    if size_bytes >= SMALLEST_BYTES:
         return size_bytes
-    other = "%" if size_bytes < 100 else "MiB"
-    guess = f". Did you mean {size_bytes}GiB or {size_bytes}{other}?" if size_bytes > 0 else ""
-    raise ValueError(f"less than {SMALLEST_BARE} bytes, a page of memory{guess}")
+    if size_bytes < 1:
+        raise ValueError(_TOO_LITTLE)
+    meant = _with_units(str(size_bytes))
+    raise ValueError(f"without a unit it is bytes, {_TOO_LITTLE}. Did you mean {meant}?")
+
+
+def _with_units(number: str) -> str:
+    """Return what a number that lacks its unit may mean: the size of a pool, or so many bytes."""
+    value = float(number)
+    if value >= SMALLEST_BYTES:
+        return f"{number}B"
+    units = ["GiB", "%"] if value <= 100 else ["MiB"]
+    *others, last = [f"{number}{unit}" for unit in (*units, *([] if "." in number else ["B"]))]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def as_sentence(error: ValueError) -> str:

@@ -27,6 +27,7 @@ from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.versions import check_version
 from kv_offload.errors import UnsupportedError
 from kv_offload.host_memory import HostMemory
+from kv_offload.sizes import parse_size
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/use/*.md"))]
@@ -180,7 +181,7 @@ def test_examples_are_accepted(page: Path, tmp_path: Path) -> None:
 def test_the_manifest_fits_together(tmp_path: Path) -> None:
     """What is mounted exists, the file is where the argument says, and it fits the limit.
 
-    A model that was downloaded outlives its pod.
+    A model that was downloaded outlives its pod. What is in /dev/shm counts towards the limit.
     """
     config, claim, deployment = manifests(ROOT / "docs/use/containers.md")
     pod = deployment["spec"]["template"]["spec"]
@@ -201,10 +202,35 @@ def test_the_manifest_fits_together(tmp_path: Path) -> None:
     assert volumes[mounts[str(path.parent)]]["configMap"]["name"] == config["metadata"]["name"]
     file = tmp_path / path.name
     file.write_text(config["data"][path.name])
-    assert resources["limits"]["memory"].endswith("Gi")
-    limit = int(resources["limits"]["memory"].removesuffix("Gi")) << 30
+    limit = parse_size(resources["limits"]["memory"], 0)
     pool = trace_config({"config_file": str(file)}, {}, host=HostMemory(limit, "")).config.cpu_bytes
-    assert limit - pool >= 16 << 30, "as the table of the page says"
+    shm = volumes[mounts["/dev/shm"]]["emptyDir"]
+    assert shm["medium"] == "Memory"
+    shm_bytes = parse_size(shm["sizeLimit"], 0)
+    assert limit - pool - shm_bytes >= 16 << 30, "as the table of the page says"
+    text = (ROOT / "docs/use/containers.md").read_text()
+    (shares,) = re.findall(r"memory: (\d+) for cpu_bytes, (\d+) for vLLM, (\d+) for /dev/shm", text)
+    assert [int(share) << 30 for share in shares] == [pool, limit - pool - shm_bytes, shm_bytes]
+
+
+def test_the_figures_of_containers_agree() -> None:
+    """Minutes of the probe, a percentage of the limit, and the version of the image."""
+    text = (ROOT / "docs/use/containers.md").read_text()
+    *_, deployment = manifests(ROOT / "docs/use/containers.md")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    probe = container["startupProbe"]
+    (minutes,) = re.findall(r"here up to (\d+) minutes", text)
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 60 * int(minutes)
+    (built,) = re.findall(r"^FROM vllm/vllm-openai:v(\S+)$", text, re.MULTILINE)
+    assert container["image"].endswith(f":{built}")
+    percentage, limit, share = re.findall(
+        r"`cpu_bytes: (\d+%)` of a limit of (\S+) is (\d+ GiB)", text
+    )[0]
+    limit_bytes = parse_size(limit, 0)
+    pool = parse_size(share, 0)
+    assert parse_size(percentage, limit_bytes) == pool
+    assert limit_bytes - pool >= 16 << 30, "it must leave room for vLLM"
+    assert set(re.findall(r"--memory=(\S+)", text)) == {limit.removesuffix("Gi") + "g"}
 
 
 def test_the_documented_refusal_of_a_version_is_real() -> None:

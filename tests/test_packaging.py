@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -28,6 +31,7 @@ LEAVES = frozenset(
         "config",
         "config_file",
         "engine",
+        "environment",
         "errors",
         "files",
         "host_memory",
@@ -52,8 +56,9 @@ ALLOWED = {
     **dict.fromkeys(LEAVES, frozenset[str]()),
     "sizes": frozenset({"errors"}),
     "host_memory": frozenset({"errors"}),
-    "config": frozenset({"config_file", "errors", "host_memory", "sizes"}),
+    "config": frozenset({"config_file", "environment", "errors", "host_memory", "sizes"}),
     "config_file": frozenset({"errors", "files"}),
+    "environment": frozenset({"errors"}),
 }
 """Which room of `kv_offload` may import which, `TYPE_CHECKING` imports aside."""
 
@@ -234,20 +239,28 @@ def pip(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build_wheel(source: Path, folder: Path) -> Path:
+    """Build the wheel of a source tree into an empty folder."""
     try:
         distribution("pip"), distribution("hatchling")
     except PackageNotFoundError as error:
         pytest.skip(f"needs pip, and hatchling as the extra `dev` brings it: {error}")
-    folder = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder), str(ROOT))
+    pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source))
     (built,) = folder.glob("*.whl")
     return built
 
 
-def test_the_wheel_holds_the_two_packages_and_all_device_code(wheel: Path) -> None:
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
+def files_in(wheel: Path) -> set[str]:
+    return {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_wheel_holds_the_packages_all_device_code_and_the_dashboard(wheel: Path) -> None:
+    names = files_in(wheel)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"kv_offload", "kv_swap"}
     sources = {
         f"kv_swap/{file.relative_to(ROOT)}" for file in (ROOT / "csrc").rglob("*") if file.is_file()
@@ -260,8 +273,10 @@ def test_the_wheel_holds_the_two_packages_and_all_device_code(wheel: Path) -> No
         for file in (folder / package).rglob("*.py")
     }
     assert python <= names
+    dashboard = {"kv_offload/grafana/kv-offload.json", "kv_offload/grafana/alerts.yml"}
+    typed = {"kv_offload/py.typed", "kv_swap/py.typed"}
     data = {name for name in names if not name.endswith(".py") and ".dist-info/" not in name}
-    assert data - sources == {"kv_offload/py.typed", "kv_swap/py.typed"}, "types, for mypy"
+    assert data - sources == typed | dashboard
 
 
 @pytest.mark.engine
@@ -277,3 +292,65 @@ def test_installing_the_wheel_beside_vllm_changes_no_other_package(wheel: Path) 
     assert not [
         line for line in requires.splitlines() if line.startswith(heavy) and "extra ==" not in line
     ]
+
+
+# -- the sdist and the image -------------------------------------------------------------------
+
+
+def test_what_the_pages_name_is_in_the_sdist(tmp_path: Path) -> None:
+    """Links, cited tests and the files of every `make` target; a wheel is built from it, too."""
+    pytest.importorskip("build", reason="needs build, as the extra `dev` brings it")
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir"]
+    subprocess.run([*command, str(tmp_path), str(ROOT)], capture_output=True, check=True)
+    (built,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        archive.extractall(tmp_path, filter="data")
+    source = tmp_path / built.name.removesuffix(".tar.gz")
+    pages = [sys.executable, "-m", "pytest", "-q", "tests/test_docs.py"]
+    done = subprocess.run(pages, cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    used = {"Makefile", "mkdocs.yml", ".ci/run", ".dockerignore", ".gitignore"}
+    assert [name for name in sorted(used) if not (source / name).is_file()] == []
+
+
+def docker_ignores(path: str) -> bool:
+    """Say whether `docker build` leaves a file out: a pattern matches it or a folder above it.
+
+    `*` matches within a name, `**/` any number of folders. Patterns begin at the root.
+    """
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    patterns = [line for line in lines if line and not line.startswith("#")]
+    assert not [line for line in patterns if re.search(r"[!?\[\\]|^/|/$", line)], "not read here"
+    parts = path.split("/")
+    above = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    for pattern in patterns:
+        written = re.escape(pattern).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*")
+        if any(re.fullmatch(written, name) for name in above):
+            return True
+    return False
+
+
+def test_docker_ignores_what_git_ignores_and_git_itself() -> None:
+    ignored = [".git/config"]
+    for line in (ROOT / ".gitignore").read_text().splitlines():
+        name = line.strip("/").replace("*", "x")
+        ignored.append(f"{name}/file")
+        if not line.startswith("/"):
+            ignored.append(f"kv_offload/cache/{name}/file")
+    assert len(ignored) > 10
+    assert [path for path in ignored if not docker_ignores(path)] == []
+
+
+def test_the_wheel_of_an_image_is_that_of_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    """Built from what `docker build` is sent: nothing that an installation needs is ignored."""
+    sent = tmp_path / "sent"
+
+    def ignored(folder: str, names: list[str]) -> list[str]:
+        at = Path(folder).relative_to(ROOT)
+        return [name for name in names if docker_ignores((at / name).as_posix())]
+
+    shutil.copytree(ROOT, sent, ignore=ignored, symlinks=True)
+    size_bytes = sum(file.lstat().st_size for file in sent.rglob("*"))
+    assert size_bytes < 64 << 20, "an environment, or another large folder, is sent"
+    (tmp_path / "wheel").mkdir()
+    assert files_in(build_wheel(sent, tmp_path / "wheel")) == files_in(wheel)

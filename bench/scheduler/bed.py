@@ -107,7 +107,7 @@ class SchedulerBed:
         self.scheduler = make_scheduler(
             blocks,
             longest,
-            {"cpu_bytes": slots * BLOCK_BYTES},
+            {"cpu_bytes": f"{slots * BLOCK_BYTES}B"},
             max_num_batched_tokens=running * max(prompt_tokens, PROMPT_CHUNK_TOKENS),
             max_num_seqs=running + 1,
         )

@@ -41,6 +41,8 @@ class CacheManager:
         self.num_slots = num_slots = policy.capacity
         self.evictions = 0
         """Keys evicted since the start; `reset` neither counts nor clears them."""
+        self.stored_slots = 0
+        """Slots whose key has become readable since the start; `reset` does not clear them."""
         self._index = SlotIndex(num_slots)
         self._policy = policy
         self._running = RunningOperations(num_slots)  # those on orphans too
@@ -168,6 +170,7 @@ class CacheManager:
         owned = self._index.free_orphans(slots)
         if ok:
             self._policy.release(owned)
+            self.stored_slots += len(owned)
         else:
             self._index.forget(owned)
             self._policy.discard(owned)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shlex
+import sys
 from typing import Any
-
-import yaml
 
 from kv_offload.config import (
     DEFAULT,
     EXTRA_CONFIG,
     FILE_KEY,
-    FILE_VARIABLE,
     SCHEMA,
     TracedConfig,
     trace_config,
 )
 from kv_offload.engines.vllm import CONNECTOR
+from kv_offload.environment import FILE_VARIABLE
 from kv_offload.sizes import format_size
 
 
@@ -55,6 +53,8 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _run(arguments: argparse.Namespace) -> int:
     traced = trace_config({}, file=arguments.file)
+    for warning in traced.warnings:
+        print(f"kv-offload: warning: {warning}", file=sys.stderr)
     argument = _vllm_argument(traced)
     print(argument if arguments.argument else _describe(traced, argument))
     return 0
@@ -64,12 +64,12 @@ def _describe(traced: TracedConfig, argument: str) -> str:
     """Return every effective value with its source, then the argument, quoted for a shell."""
     origin = "none" if traced.file is None else repr(str(traced.file))
     lines = [f"# Effective configuration; file: {origin}"]
-    for name, value in dataclasses.asdict(traced.config).items():
-        source, written = traced.given[name]
-        comment = "default" if source == DEFAULT else "file"
+    for name, given in traced.given.items():
+        value, comment = given.written, "default" if given.source == DEFAULT else "file"
         if name == "cpu_bytes":
-            comment += f", {written} is {format_size(value)}"
-        lines.append(f"{yaml.safe_dump({name: value}).strip()}  # {comment}")
+            size_bytes = traced.config.cpu_bytes
+            value, comment = str(size_bytes), f"{comment}, {value} is {format_size(size_bytes)}"
+        lines.append(f"{name}: {value}  # {comment}")
     lines += ["", "# The argument for vLLM", f"--kv-transfer-config {shlex.quote(argument)}"]
     return "\n".join(lines)
 

@@ -7,8 +7,8 @@ import os
 
 from kv_offload import __version__
 from kv_offload.cli.terminal import shows_colour
-from kv_offload.config import FILE_VARIABLE
 from kv_offload.doctor import devices, engine, memory, nvml, report, versions
+from kv_offload.environment import FILE_VARIABLE
 from kv_offload.errors import ConfigError
 
 

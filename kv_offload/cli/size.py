@@ -14,12 +14,12 @@ from kv_offload.errors import ConfigError
 from kv_offload.host_memory import read_host_memory
 from kv_offload.sizes import as_sentence, check_bare_size, format_size, parse_size
 from kv_offload.sizing.model import Model, read_model
-from kv_offload.sizing.slots import CACHE_DTYPES, SlotSize, check_arguments, slot_size
+from kv_offload.sizing.slots import CACHE_DTYPES, ENDS, SlotSize, check_arguments, slot_size
 
 GIB = 1 << 30
 COLUMNS = 100
-KINDS = {"full": "full attention", "window": "windows of {} tokens", "chunk": "chunks"}
-NAMES = {"full": "full attention", "window": "windows", "chunk": "chunks"}
+NAMES = {"full": "full attention", "window": "windows", "chunk": "chunks", "state": "states"}
+KINDS = {**NAMES, "window": "windows of {} tokens"}
 
 
 def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -82,15 +82,25 @@ def _run(arguments: argparse.Namespace) -> int:
     if cpu_bytes is not None:
         rows.append((f"in {format_size(cpu_bytes)}", _fitting(size, cpu_bytes)))
     if size.prompt_bytes:
-        as_tokens = -(-size.prompt_bytes // size.token_bytes)
-        text = f"{size.prompt_bytes:,} more for windows, as {as_tokens:,} tokens take"
-        rows.insert(2, ("bytes per prompt", text))
+        rows.insert(2, ("bytes per prompt", _prompt(size)))
     indent = max(len(name) for name, _ in rows) + 2
     for name, value in rows:
         print(textwrap.fill(f"{name:<{indent}}{value}", COLUMNS, subsequent_indent=" " * indent))
     if notes := [*_notes(size)]:
         print("\n" + textwrap.fill(" ".join(notes), COLUMNS))
     return 0
+
+
+def _prompt(size: SlotSize) -> str:
+    as_tokens = -(-size.prompt_bytes // size.token_bytes)
+    if size.keeps_ends_only:
+        return f"{size.prompt_bytes:,} at most, its last {as_tokens:,} tokens"
+    return f"{size.prompt_bytes:,} more for {_ends(size)}, as {as_tokens:,} tokens take"
+
+
+def _ends(size: SlotSize) -> str:
+    """Name the layers of which only the end of a prompt is kept."""
+    return " and ".join(NAMES[kind] for kind in ENDS if kind in size.groups)
 
 
 def _parse_cpu_bytes(text: str) -> int:
@@ -123,13 +133,17 @@ def _formula(size: SlotSize) -> str:
         heads = f"{size.rank_heads * size.tensor_parallel_size} KV heads"
         text = f"2 x {layers} x {heads} x {model.head_size}"
     text += f" x {size.number_bytes} {'byte' if size.number_bytes == 1 else 'bytes'}"
+    if model.index_bytes:
+        text += f" + {layers} x {model.index_bytes} bytes of the index"
     return f"{text} + scales" if size.scale_bytes else text
 
 
 def _fitting(size: SlotSize, cpu_bytes: int) -> str:
     blocks = size.blocks_in(cpu_bytes)
     fitting = f"{blocks * size.block_tokens:,} tokens, {blocks:,} blocks"
-    return f"{fitting}, less what windows take" if size.prompt_bytes else fitting
+    if size.keeps_ends_only:
+        return f"{fitting} of windows"
+    return f"{fitting}, less what {_ends(size)} take" if size.prompt_bytes else fitting
 
 
 def _notes(size: SlotSize) -> Iterator[str]:
@@ -146,10 +160,17 @@ def _notes(size: SlotSize) -> Iterator[str]:
             f"vLLM makes cache groups of {size.group_layers} layers: {kinds}"
             f"{f'; {padding} layers are padding' if padding else ''}."
         )
+    if size.state_bytes:
+        yield (
+            f"A block has {size.block_tokens} tokens, so that it has room for a state, which takes "
+            f"{size.state_bytes:,} bytes of a layer on a rank. vLLM 0.32 keeps one state of a "
+            "prompt, at its last full block, and hits end there. vLLM 0.28 keeps more: one for "
+            "each chunk of a prefill, and one wherever an answer fills a block."
+        )
     if "window" in size.groups:
         yield (
-            "vLLM 0.32 keeps windows only where a prompt ends. vLLM 0.28 keeps those of all "
-            f"tokens: {size.windowed_token_bytes:,} bytes per token."
+            "vLLM 0.32 keeps windows only where a prompt ends, and hits end there. vLLM 0.28 keeps "
+            f"those of all tokens: {size.windowed_token_bytes:,} bytes per token."
         )
     ranks = size.tensor_parallel_size
     if ranks > 1 and size.model.latent:

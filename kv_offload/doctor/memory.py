@@ -28,7 +28,8 @@ def read_configuration(file: str | None, replicas: int) -> tuple[Check, TracedCo
     origin = "the defaults" if traced.file is None else str(traced.file)
     found = f"{origin}; cpu_bytes is {format_size(traced.config.cpu_bytes)}"
     each = " for each replica" if replicas > 1 else ""
-    return Check(name=name, state="ok", found=f"{found}{each}"), traced
+    unread = " ".join(traced.warnings)
+    return judged(name, f"{found}{each}", "", unread, fits=not unread, otherwise="warning"), traced
 
 
 def check_memory(traced: TracedConfig | None, *, has_gpu: bool) -> Iterator[Check]:

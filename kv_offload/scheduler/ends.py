@@ -56,23 +56,30 @@ class Ends:
         if tracked is not None:
             self._end(tracked)
 
-    def lose(self, lost_loads: Set[int]) -> set[str]:
+    def lose(self, lost_loads: Set[int], cut_short: int | None = None) -> set[str] | None:
         """Take it that a forward read what these synchronous loads had not brought.
 
         Returns the requests that have computed with those blocks by now: their own, and all that
         share these blocks or what was computed with them. The engine must end them, and know no
         block by its key any more, before it takes in the output of that forward. Nothing that is on
         its way to host memory becomes readable, and of the requests returned nothing is stored any
-        more.
+        more. None where nothing was lost.
+
+        After the step `cut_short` (see `OffloadWorkerMetadata`) any named block may be one that
+        nobody computed, so that is all requests with blocks; none if the engine's own cache has
+        been emptied since.
 
         What they computed in that step and in the one behind it cannot be readable yet: a store
         ends in a later step than the forward whose KV it copies, and `lose` comes first.
         """
         loads = self._loads.running_synchronous(lost_loads)
-        if not loads:
-            return set()
+        step_lost = cut_short is not None and cut_short > self._requests.admissions_at_reset
+        if not loads and not step_lost:
+            return None
         self._stores.jobs.distrust()
-        lost = self._computed_with(loads)
+        lost = self._computed_with(loads) if loads else set()
+        if step_lost:
+            lost |= {tracked for tracked in self._requests if tracked.cursor is not None}
         # An aborted request has left the table, where another may have its name by now.
         alive = [tracked for tracked in lost if tracked.phase is not Phase.ENDED]
         for tracked in alive:

@@ -28,6 +28,8 @@ class SynchronousLoad(NamedTuple):
     slots: Slots
     blocks: NDArray[np.int32]
     ranks_left: set[int]
+    sent: float
+    """On the monotonic clock, in seconds."""
 
 
 class LoadJobs:
@@ -44,13 +46,26 @@ class LoadJobs:
         self._next_job_id = 0
         self._planned: list[LoadJob] = []
         self._synchronous: dict[int, SynchronousLoad] = {}
-        self.running_asynchronous = 0
-        """Asynchronous loads that some rank has not completed: those of requests with `held`."""
+        # When the load of each request with `held` was sent, on the monotonic clock, in seconds.
+        self._asynchronous: dict[TrackedRequest, float] = {}
 
     @property
     def running(self) -> int:
         """Loads that some rank has not completed."""
         return self.running_asynchronous + len(self._synchronous)
+
+    @property
+    def running_asynchronous(self) -> int:
+        """Asynchronous loads that some rank has not completed: those of requests with `held`."""
+        return len(self._asynchronous)
+
+    @property
+    def oldest_sent(self) -> float | None:
+        """When the oldest of the running loads was sent, on the monotonic clock, in seconds."""
+        # Each dict has its loads in the order in which they were sent.
+        synchronous = (load.sent for load in self._synchronous.values())
+        oldest = (next(iter(self._asynchronous.values()), None), next(synchronous, None))
+        return min((sent for sent in oldest if sent is not None), default=None)
 
     @property
     def awaits_report(self) -> bool:
@@ -137,16 +152,18 @@ class LoadJobs:
         self._planned.append(
             LoadJob(job_id, tracked.request_id, pairs, incomplete, synchronous, whole)
         )
-        self.queue.add(len(slots), time.monotonic())
+        # The step that is being planned sends it: `take_planned` follows in a moment.
+        sent = time.monotonic()
+        self.queue.add(len(slots), sent)
         if synchronous:
             assert tracked.cursor is not None
             ranks = set(range(self._num_ranks))
             self._synchronous[job_id] = SynchronousLoad(
-                tracked, tracked.cursor, slots, pairs[:, 0], ranks
+                tracked, tracked.cursor, slots, pairs[:, 0], ranks, sent
             )
         else:
             tracked.held = slots
-            self.running_asynchronous += 1
+            self._asynchronous[tracked] = sent
 
     def take_planned(self) -> tuple[LoadJob, ...]:
         """Return the loads added since the last call, for this step's metadata."""
@@ -158,7 +175,7 @@ class LoadJobs:
         """Let go of the slots of an asynchronous load that every rank has ended."""
         slots, tracked.held = tracked.held, None
         if slots is not None:
-            self.running_asynchronous -= 1
+            del self._asynchronous[tracked]
             self._let_go(slots)
 
     def complete_synchronous(self, ended: Mapping[int, Set[int]]) -> None:

@@ -71,6 +71,8 @@ class Lookups:
         now = time.monotonic()
         if end > start_tokens:
             keys = prefixes.needed_keys(hashes, start_tokens, end)
+            if not keys:
+                end = start_tokens  # what reads no token before itself is not looked up: compute it
             owner = self._owner(keys) if patient else None
             if owner is not None:
                 if waits_for is None:

@@ -6,6 +6,7 @@ have freed the blocks, and forgotten the request, when it is told again.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.steps import StepWatch
 from kv_offload.scheduler.stores.budget import StoreBudget
 from kv_offload.scheduler.stores.planner import StorePlanner
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, repr=False)
@@ -86,15 +89,17 @@ class Reports:
     def read(self) -> None:
         """Take in what the ranks have reported; what an error interrupted is read once more.
 
-        After a second error a report is given up, since the later ones wait for it. Pins that it
-        would have ended last until a reset.
+        After a second error a report is given up, since the later ones wait for it: see `_give_up`.
         """
         while self._unread:
             report = self._unread.popleft()
             try:
-                self._read(report)
+                for part in self._parts(report):
+                    part()
             except Exception:
-                if report is not self._retried:
+                if report is self._retried:
+                    self._give_up(report)
+                else:
                     self._retried = report
                     self._unread.appendleft(report)
                 raise
@@ -103,16 +108,33 @@ class Reports:
             for request_id in received:
                 self._end_load(request_id)
 
-    def _read(self, report: OffloadWorkerMetadata) -> None:
-        self._contents.weights_were_loaded(report.weight_loads)
-        if report.failed_loads:
-            for request_id in report.failed_loads:
-                tracked = self._requests.get(request_id)
-                if tracked is not None:
-                    tracked.load_failed = True
-            self._statistics.count("failed_loads", len(report.failed_loads))
-        self._stores.complete(report.stores)
-        self._loads.complete_synchronous(report.loads)
+    def _parts(self, report: OffloadWorkerMetadata) -> Iterable[Callable[[], None]]:
+        """Return what reads a report, in order; each part does nothing when it is run again."""
+        return (
+            lambda: self._contents.weights_were_loaded(report.weight_loads),
+            lambda: self._fail_loads(report.failed_loads),
+            lambda: self._stores.complete(report.stores),
+            lambda: self._loads.complete_synchronous(report.loads),
+            lambda: self._learn(report),
+        )
+
+    def _give_up(self, report: OffloadWorkerMetadata) -> None:
+        """Take in what can be read of a report. Its stores have failed: no block stays pinned."""
+        self._stores.fail(report.stores)
+        for part in self._parts(report):
+            try:
+                part()
+            except Exception:
+                logger.exception("kv-offload: a part of a rank's report is given up")
+
+    def _fail_loads(self, request_ids: Set[str]) -> None:
+        for request_id in request_ids:
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                tracked.load_failed = True
+        self._statistics.count("failed_loads", len(request_ids))
+
+    def _learn(self, report: OffloadWorkerMetadata) -> None:
         if report.load_bytes_per_second is not None:
             self._watch.load_rate.learn(report.load_bytes_per_second)
         for rank, speed in report.store_bytes_per_second.items():

@@ -132,7 +132,10 @@ class RequestTable:
         self._requests: dict[str, TrackedRequest] = {}
         self.admitted = 0
         """How many hold GPU blocks, or did before they were preempted."""
-        self._admissions = 0
+        self.admissions = 0
+        """How often a request has been given blocks."""
+        self.admissions_at_reset = 0
+        """What that was when the engine's own cache was emptied last, with all requests' blocks."""
 
     def get(self, request_id: str) -> TrackedRequest | None:
         """Return a request that has not ended; None for any other."""
@@ -159,10 +162,14 @@ class RequestTable:
         """Give a waiting request its blocks, by cache group; nothing of them has been stored."""
         self.admitted += tracked.cursor is None
         tracked.phase = phase
-        self._admissions += 1
+        self.admissions += 1
         ids = [list(group) for group in block_ids]
-        tracked.cursor = StoreCursor(tracked.request, ids, [0] * len(ids), self._admissions)
+        tracked.cursor = StoreCursor(tracked.request, ids, [0] * len(ids), self.admissions)
         tracked.offer = tracked.waits_for = tracked.loaded = None
+
+    def engine_was_reset(self) -> None:
+        """Hear that no request has blocks any more: those that go on are admitted again."""
+        self.admissions_at_reset = self.admissions
 
     def end(self, tracked: TrackedRequest) -> None:
         """End a request; it is kept only until no rank has to tell of its load any more."""

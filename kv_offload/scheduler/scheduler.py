@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from kv_offload.cache.manager import CacheManager
@@ -9,7 +10,7 @@ from kv_offload.cache.policies import make_policy
 from kv_offload.cache.prefix import CacheGroup, KeyMaker, PrefixMap
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import BlockPool, StepOutput
-from kv_offload.messages import OffloadMetadata
+from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, StoreJob
 from kv_offload.metrics import OffloadStats
 from kv_offload.scheduler.admissions import Admissions
 from kv_offload.scheduler.contents import Contents
@@ -109,19 +110,29 @@ class OffloadScheduler:
         self.ranks_ready({})
 
     def ranks_ready(self, ready_slots: Mapping[int, int]) -> None:
-        """Use slots whose memory is ready on every rank; `ready_slots` has news by rank."""
-        self._ready_slots.update(ready_slots)
+        """Use slots whose memory is ready on every rank; `ready_slots` has news by rank.
+
+        Memory that is ready stays so. News that says less is older: vLLM asks for a rank's capacity
+        again when it wakes up, while a report of more may have been read.
+        """
+        for rank, slots in ready_slots.items():
+            self._ready_slots[rank] = max(slots, self._ready_slots.get(rank, 0))
         known = len(self._ready_slots) == self._num_ranks
         usable = min(self._ready_slots.values()) if known else 0
         self.manager.limit_slots(min(usable, self.manager.num_slots))
 
     def build_metadata(self, output: StepOutput) -> OffloadMetadata:
-        """Plan the stores of this step's requests; return them with the loads planned before."""
+        """Plan the stores of this step's requests; return them with the loads planned before.
+
+        If it raises, `metadata_without_new_stores` must follow: the engine counts on the loads, and
+        the step has begun.
+        """
         self.load_mode.next_step()
         self.budget.next_step(
             load_seconds=self.load_choice.queued_seconds(), grown_blocks=self._grown_blocks
         )
         self.stores.candidates.next_step()
+        self.stores.give_up_late()
         self.leftovers.examine()
         self._grown_blocks = self.progress.follow(output)
         self.stores.pin_chosen()
@@ -129,14 +140,32 @@ class OffloadScheduler:
         self.leftovers.settle(idle=idle)
         loaded = self.reports.loaded() if idle and not self.has_pending_stores else set()
         self.stranded, self._idle_loaded = loaded & self._idle_loaded, loaded
-        self.watch.begin(output, loads=self.loads.running > 0, waits=self.loads.plans_synchronous)
-        # Last: what has been taken must be sent.
-        return OffloadMetadata(self.stores.jobs.take_planned(), self.loads.take_planned())
+        return self._begin_step(output, self.stores.jobs.take_planned())
 
-    def metadata_without_new_stores(self) -> OffloadMetadata:
-        """Return the plan where `build_metadata` failed: the engine counts on its loads."""
+    def metadata_without_new_stores(self, output: StepOutput) -> OffloadMetadata:
+        """Return the plan of a step for which `build_metadata` failed."""
         self.stranded = set()
-        return OffloadMetadata((), self.loads.take_planned())
+        return self._begin_step(output, ())
+
+    def _begin_step(self, output: StepOutput, stores: tuple[StoreJob, ...]) -> OffloadMetadata:
+        # Last, and nothing here raises: what has been taken must be sent.
+        self.watch.begin(output, loads=self.loads.running > 0, waits=self.loads.plans_synchronous)
+        return OffloadMetadata(stores, self.loads.take_planned(), self.requests.admissions)
+
+    def lose(self, report: OffloadWorkerMetadata) -> set[str] | None:
+        """Hear what a report says was lost, before the engine takes in the tokens of its step.
+
+        Returns the requests that computed with it: the engine must end them, and know no block by
+        its key any more. None if nothing was lost.
+        """
+        if report.cut_short is not None:
+            self.watch.forget()
+        return self.ends.lose(report.lost_loads, report.cut_short)
+
+    def engine_was_reset(self) -> None:
+        """Hear that the engine's own cache is empty, and that no request has blocks."""
+        self.contents.engine_was_reset()
+        self.requests.engine_was_reset()
 
     @property
     def _is_still(self) -> bool:
@@ -173,10 +202,17 @@ class OffloadScheduler:
             "slot_bytes": self._slot_bytes,
             "running_loads": self.loads.running,
             "running_stores": self.stores.jobs.running,
+            "oldest_copy_seconds": self._oldest_copy_seconds,
             "pinned_blocks": self.stores.jobs.pinned_blocks,
             "waiting_slots": self.leftovers.slots,
             **self.watch.gauges(),
         }
+
+    @property
+    def _oldest_copy_seconds(self) -> float:
+        sent = (self.loads.oldest_sent, self.stores.jobs.oldest_sent)
+        oldest = min((moment for moment in sent if moment is not None), default=None)
+        return 0.0 if oldest is None else time.monotonic() - oldest
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` where the state contradicts itself; tests call it each step."""

@@ -19,7 +19,7 @@ class Statistics:
         self._manager = manager
         self._read_gauges = read_gauges
         self._stats = OffloadStats()
-        self._evictions_told = 0
+        self._told = {"evictions": 0, "stored_slots": 0}
         self._gauges_told: dict[str, float] = {}
         self._gauges_due = 0.0
 
@@ -46,9 +46,11 @@ class Statistics:
         Gauges change with every step of decodes, and are read at intervals of seconds. So they are
         looked at every `GAUGE_SECONDS`, or at once where the engine is `idle`.
         """
-        evictions = self._manager.evictions
-        self.count("evictions", evictions - self._evictions_told)
-        self._evictions_told = evictions
+        manager = self._manager
+        counted = {"evictions": manager.evictions, "stored_slots": manager.stored_slots}
+        for name, total in counted.items():
+            self.count(name, total - self._told[name])
+        self._told = counted
         now = time.monotonic()
         if idle or now >= self._gauges_due:
             self._gauges_due = now + GAUGE_SECONDS

@@ -117,6 +117,15 @@ class StepWatch:
         if not step.waits:
             self.prefill_rate.learn(step.tokens, step.requests, seconds)
 
+    def forget(self) -> None:
+        """Forget the steps under way, of which one has ended without a word."""
+        self._clock = StepClock()
+
+    @property
+    def under_way(self) -> int:
+        """Steps that were planned and have not ended."""
+        return len(self._clock.under_way(time.monotonic())[0])
+
     def seconds_left(self) -> float:
         """Return for how long the steps under way will yet compute; 0 without evidence."""
         steps, ran = self._clock.under_way(time.monotonic())

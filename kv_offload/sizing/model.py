@@ -13,18 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kv_offload.config_file import show
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.files import read_small
+from kv_offload.sizing.layers import INDEXED, read_layers
+from kv_offload.sizing.states import STATE_MODELS, State, read_state
+from kv_offload.sizing.values import positive, unsupported
 
 INNER = ("thinker_config", "text_config", "language_config", "llm_config")
 """Where a model with several parts keeps the configuration of the part that has a KV cache."""
 
-LATENT = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe"})
-"""Values of `model_type` for which vLLM keeps one latent KV head, and nothing else."""
+LATENT = INDEXED | {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe"}
+"""Values of `model_type` for which vLLM keeps one latent KV head."""
 
-ALL_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
-"""Values of `model_type` whose layers all have the window, if the configuration has one."""
+INDEX_SCALE_NUMBERS = 128
+"""Numbers of the index that share a scale of 4 bytes (`Indexer` of `deepseek_v2` in vLLM 0.32)."""
 
 QUANTIZATIONS = ("quantization_config", "compression_config")
 """Keys under which a checkpoint says how it is quantized, at the top or beside the text part's."""
@@ -32,31 +34,21 @@ QUANTIZATIONS = ("quantization_config", "compression_config")
 QUANTIZATION_FILE = "hf_quant_config.json"
 """Where checkpoints of ModelOpt before 0.31 say it."""
 
-MAX_NUMBER = 1 << 31
-"""No layer, head or window of a model is as many."""
-
 MAX_FILE_BYTES = 64 << 20
 """A config.json has some kilobytes; what is larger are weights, named by mistake."""
-
-KINDS = {
-    "full_attention": "full",
-    "attention": "full",
-    "sliding_attention": "window",
-    "chunked_attention": "chunk",
-}
-"""What an entry of `layer_types` means."""
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 
 HEAD_SIZES = ("head_dim", "kv_channels")
 
+STATES = "layers with states (Mamba, linear attention, convolutions)"
+SPARSE = "a sparse or compressed cache"
 STRANGERS = {
-    "layers with states (Mamba, linear attention, convolutions)": re.compile(
+    STATES: re.compile(
         r"mamba|ssm_|^state_size$|linear_(attn|num|key|conv)|conv_L_cache|lru_width|attn_layer_|"
         r"attn_type_list|layers_block_type|hybrid_override_pattern|rwkv"
     ),
-    "a sparse or compressed cache": re.compile(r"^index_(topk|n_heads|head_dim)|^compress_ratios"),
-    "cross attention": re.compile(r"^is_encoder_decoder$|^cross_attention_layers$"),
+    SPARSE: re.compile(r"^index_(topk|n_heads|head_dim)|^compress_ratios"),
     "layers of different shapes": re.compile(
         r"^block_configs$|^global_head_dim$|^num_global_key_value_heads$|^swa_|^per_layer_config$|"
         r"^hybrid_layer_pattern$|^attention_other_setting$|^multi_query$|^attn_config$"
@@ -65,6 +57,12 @@ STRANGERS = {
 }
 """Keys of models whose cache has parts that the formula lacks, where their value is not empty."""
 
+KNOWN = {STATES: STATE_MODELS, SPARSE: INDEXED}
+"""Values of `model_type` that have such parts, and whose parts are known."""
+
+CROSS = ("is_encoder_decoder", "cross_attention_layers")
+"""Keys of models whose layers also read what an encoder made of the prompt."""
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -72,7 +70,7 @@ class Model:
 
     model_type: str
     layers: dict[str, int]
-    """How many layers of each kind (`full`, `window`, `chunk`) there are; no kind has none."""
+    """How many layers of each kind there are: `full`, `window`, `chunk`, `state`; none has 0."""
     window_tokens: int
     """What a layer with a window reads; 0 where no layer has one."""
     kv_heads: int
@@ -83,6 +81,10 @@ class Model:
     """Whether the checkpoint itself asks for another type of cache than the model's."""
     assumed: tuple[str, ...] = ()
     """What was taken for values that the file lacks, where nobody knew the model's defaults."""
+    index_bytes: int = 0
+    """Bytes of a token in the index of a layer with sparse attention."""
+    state: State | None = None
+    """Of a layer with states, where there are such layers."""
 
 
 def read_model(path: Path) -> Model:
@@ -161,23 +163,30 @@ def _model(
             f"{file}: {model_type} reads each prompt as a whole and has no KV cache, so there is "
             "nothing to keep in host memory. Give the config.json of a model that generates text"
         )
+    if cross := next((key for key in CROSS if values.get(key) or outer.get(key)), None):
+        raise UnsupportedError(
+            f"{file}: {model_type} has an encoder, which the decoder reads through cross attention "
+            f"({cross}). kv-offload refuses such a model at the start: run it without kv-offload"
+        )
     for problem, keys in STRANGERS.items():
+        if model_type in KNOWN.get(problem, ()):
+            continue
         for key, value in values.items():
             # MiniMax: 1 is full attention, 0 is linear. M2 has ones only.
             plain = (
                 key == "attn_type_list" and isinstance(value, list) and all(v == 1 for v in value)
             )
             if keys.search(key) and value and not plain:
-                raise _unsupported(file, model_type, f"has {problem} ({key})")
+                raise unsupported(file, model_type, f"has {problem} ({key})")
     latent = values.get("kv_lora_rank") is not None
     if latent and model_type not in LATENT:
-        raise _unsupported(file, model_type, "has latent attention in a form that is not known")
-    positive = functools.partial(_positive, file, values)
+        raise unsupported(file, model_type, "has latent attention in a form that is not known")
+    number = functools.partial(positive, file, values)
     if latent:
-        kv_heads, head_size = 1, positive("kv_lora_rank") + positive("qk_rope_head_dim")
+        kv_heads, head_size = 1, number("kv_lora_rank") + number("qk_rope_head_dim")
     else:
-        heads = positive("num_attention_heads")
-        kv_heads = next((positive(key) for key in KV_HEADS if values.get(key) is not None), heads)
+        heads = number("num_attention_heads")
+        kv_heads = next((number(key) for key in KV_HEADS if values.get(key) is not None), heads)
         if heads % kv_heads:
             raise ConfigError(
                 f"{file}: num_attention_heads is {heads}, not a multiple of the {kv_heads} KV "
@@ -185,7 +194,7 @@ def _model(
             )
         named_size = next((key for key in HEAD_SIZES if values.get(key)), None)
         head_size, rest = (
-            (positive(named_size), 0) if named_size else divmod(positive("hidden_size"), heads)
+            (number(named_size), 0) if named_size else divmod(number("hidden_size"), heads)
         )
         if rest:
             raise ConfigError(
@@ -193,16 +202,19 @@ def _model(
                 "(num_attention_heads): correct one of them"
             )
         if values.get("v_head_dim", head_size) not in (head_size, None):
-            raise _unsupported(file, model_type, "has values of another size than keys")
-    layers = _layers(file, values, model_type)
+            raise unsupported(file, model_type, "has values of another size than keys")
+    layers = read_layers(file, values, model_type)
+    index_size = number("index_head_dim") if model_type in INDEXED else 0
     return Model(
         model_type=model_type,
         layers=layers,
-        window_tokens=positive("sliding_window") if "window" in layers else 0,
+        window_tokens=number("sliding_window") if "window" in layers else 0,
         kv_heads=kv_heads,
         head_size=head_size,
         latent=latent,
         cache_is_quantized=is_quantized,
+        index_bytes=index_size + index_size // INDEX_SCALE_NUMBERS * 4,
+        state=read_state(model_type, values, number) if "state" in layers else None,
     )
 
 
@@ -213,55 +225,3 @@ def _assumed(model: Model, values: Mapping[str, Any]) -> tuple[str, ...]:
     if not model.latent and not any(values.get(key) for key in HEAD_SIZES):
         assumed.append("head_dim is hidden_size / num_attention_heads")
     return tuple(assumed)
-
-
-def _layers(file: Path, values: Mapping[str, Any], model_type: str) -> dict[str, int]:
-    """Return the number of layers of each kind."""
-    count = _positive(file, values, "num_hidden_layers")
-    types = values.get("layer_types")
-    if types is None:
-        has_window = values.get("sliding_window") and values.get("use_sliding_window", True)
-        if not has_window and not values.get("attention_chunk_size"):
-            return {"full": count}
-        if model_type in ALL_WINDOWS:
-            return {"window": count}
-        raise ConfigError(
-            f"{file}: {model_type} has windows or chunks, and no layer_types says in which layers. "
-            "Run kv-offload in a Python with transformers, which knows the defaults of models, or "
-            "add layer_types to the file"
-        )
-    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
-        raise ConfigError(f"{file}: layer_types is {show(types)}, but a list of names is needed")
-    strange = [kind for kind in types if kind not in KINDS]
-    if strange:
-        raise _unsupported(file, model_type, f"has layers of the type {strange[0]}")
-    kinds = [KINDS[kind] for kind in types]
-    if len(kinds) != count:
-        raise ConfigError(
-            f"{file}: layer_types has {len(kinds)} entries, num_hidden_layers is {count}: correct "
-            "one of them"
-        )
-    return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-
-
-def _positive(file: Path, values: Mapping[str, Any], key: str) -> int:
-    value = values.get(key)
-    if value is None:
-        raise ConfigError(
-            f"{file}: has no {key}. Give the config.json of a model that generates text; if it "
-            "leaves values to defaults, run kv-offload in a Python with transformers, which knows "
-            "them"
-        )
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_NUMBER:
-        raise ConfigError(
-            f"{file}: {key} is {show(value)}, but one positive integer for all layers is needed, "
-            f"of at most {MAX_NUMBER:,}"
-        )
-    return value
-
-
-def _unsupported(file: Path, model_type: str, problem: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{file}: {model_type} {problem}, whose size this file does not tell. Start the engine "
-        "with kv-offload: its log says how many bytes a slot takes"
-    )

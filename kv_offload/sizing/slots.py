@@ -18,6 +18,9 @@ CACHE_DTYPES = {
 
 `auto` is the type in which the model computes: 16 bits, unless `--dtype float32` is given."""
 
+ENDS = ("window", "state")
+"""Kinds of layers of which only the end of a prompt is kept."""
+
 SCALE_BYTES = 2 * 4
 """Of the two scales, of the key and of the value, that the types `..._per_token_head` keep."""
 
@@ -26,14 +29,15 @@ SCALE_BYTES = 2 * 4
 class SlotSize:
     """What one slot of one rank holds, a block of one cache group, and what tokens need of slots.
 
-    From 0.32 vLLM keeps windows only where a prompt ends, unless a retention interval is set; in
-    0.28 it keeps those of all tokens.
+    From 0.32 vLLM keeps windows and states only where a prompt ends, unless a retention interval is
+    set; in 0.28 it keeps the windows of all tokens, and more states.
     """
 
     model: Model
     tensor_parallel_size: int
     number_bytes: int
     block_tokens: int
+    """Tokens of a block. vLLM makes it so large that a block of attention has room for a state."""
     groups: dict[str, int]
     """How many cache groups there are of each kind of layer."""
     group_layers: int
@@ -41,12 +45,10 @@ class SlotSize:
     rank_heads: int
     scale_bytes: int
     """Of the scales of one head and token, for a type that has them, else 0."""
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes that one layer of one rank keeps for one token."""
-        numbers = self.model.head_size * (1 if self.model.latent else 2)
-        return self.rank_heads * (numbers * self.number_bytes + self.scale_bytes)
+    layer_bytes: int
+    """Bytes that one layer of attention on one rank keeps for one token."""
+    state_bytes: int
+    """Bytes of the state of one layer on one rank; 0 where no layer has one."""
 
     @property
     def slot_bytes(self) -> int:
@@ -59,14 +61,19 @@ class SlotSize:
         return 1 if self.model.latent else self.tensor_parallel_size
 
     @property
-    def block_slots(self) -> int:
-        """Slots of a rank for `block_tokens` tokens, less the windows of a mixed model."""
-        return sum(self.groups.values()) - self.window_groups
+    def keeps_ends_only(self) -> bool:
+        """Whether all layers have windows, so that nothing keeps all of a prompt."""
+        return self.groups.keys() == {"window"}
 
     @property
-    def window_groups(self) -> int:
-        """Groups that keep only the end of a prompt while others keep all of it."""
-        return self.groups.get("window", 0) if len(self.groups) > 1 else 0
+    def block_slots(self) -> int:
+        """Slots of a rank for `block_tokens` tokens, less the windows and states of a mixed model.
+
+        Of windows alone, those of tokens in the window.
+        """
+        if self.keeps_ends_only:
+            return self.groups["window"]
+        return sum(count for kind, count in self.groups.items() if kind not in ENDS)
 
     @property
     def block_bytes(self) -> int:
@@ -75,19 +82,24 @@ class SlotSize:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token, over all ranks, less the windows of a mixed model."""
+        """Bytes of a token, over all ranks, less the windows and states of a mixed model."""
         return self.block_bytes // self.block_tokens
 
     @property
     def windowed_token_bytes(self) -> int:
-        """Bytes of a token, over all ranks, where windows of all tokens are kept."""
-        return self.token_bytes // self.block_slots * sum(self.groups.values())
+        """Bytes of a token, over all ranks, where windows of all tokens are kept; no states."""
+        groups = sum(self.groups.values()) - self.groups.get("state", 0)
+        return self.token_bytes // self.block_slots * groups
 
     @property
     def prompt_bytes(self) -> int:
-        """Bytes of the windows where one prompt ends, over all ranks; 0 for one kind of layer."""
+        """Bytes of windows and states where one prompt ends, over all ranks.
+
+        A prompt that is shorter than the window has less of it.
+        """
         window_blocks = -(-(self.model.window_tokens - 1) // self.block_tokens)
-        return self.window_groups * window_blocks * self.slot_bytes * self.arenas
+        windows = self.groups.get("window", 0) * window_blocks
+        return (windows + self.groups.get("state", 0)) * self.slot_bytes * self.arenas
 
     def blocks_in(self, cpu_bytes: int) -> int:
         """Return how many blocks of `block_tokens` fit into `cpu_bytes` of all ranks together."""
@@ -99,11 +111,22 @@ def slot_size(
 ) -> SlotSize:
     """Return the size of a slot, for settings that `check_arguments` accepts.
 
-    Raises `ConfigError` for a `cache_dtype` that does not fit the model, and where the KV heads
-    cannot be split over the ranks.
+    Raises `ConfigError` for a `cache_dtype` that does not fit the model, and where the KV heads or
+    the states cannot be split over the ranks.
     """
     number_bytes = _number_bytes(model, cache_dtype)
     groups, group_layers = cut_into_groups(model.layers)
+    rank_heads = 1 if model.latent else _heads_per_rank(model.kv_heads, tensor_parallel_size)
+    scale_bytes = SCALE_BYTES if cache_dtype.endswith("_per_token_head") else 0
+    numbers = model.head_size * (1 if model.latent else 2)
+    layer_bytes = rank_heads * (numbers * number_bytes + scale_bytes) + model.index_bytes
+    state_bytes = 0
+    if model.state is not None:
+        # The cache's type is that of attention alone. A model of 32 bits keeps states of 32 bits.
+        of_model = CACHE_DTYPES["float32" if cache_dtype == "float32" else "auto"]
+        state_bytes = model.state.rank_bytes(tensor_parallel_size, of_model)
+        # As `_align_hybrid_block_size` in vLLM 0.32 does it.
+        block_tokens *= -(-state_bytes // (block_tokens * layer_bytes))
     return SlotSize(
         model,
         tensor_parallel_size,
@@ -111,8 +134,10 @@ def slot_size(
         block_tokens,
         groups,
         group_layers,
-        1 if model.latent else _heads_per_rank(model.kv_heads, tensor_parallel_size),
-        SCALE_BYTES if cache_dtype.endswith("_per_token_head") else 0,
+        rank_heads,
+        scale_bytes,
+        layer_bytes,
+        state_bytes,
     )
 
 
@@ -135,6 +160,11 @@ def _number_bytes(model: Model, cache_dtype: str) -> int:
         raise ConfigError(
             "--kv-cache-dtype is auto, and the checkpoint has a type of its own for the cache "
             "(kv_cache in its quantization): name it, for example --kv-cache-dtype fp8"
+        )
+    if model.index_bytes and CACHE_DTYPES[cache_dtype] == 1:
+        raise ConfigError(
+            f"--kv-cache-dtype is {cache_dtype!r}: what sparse attention keeps then depends on the "
+            "GPU. Give bfloat16, or start the engine: its log says how many bytes a slot takes"
         )
     if model.latent and cache_dtype.endswith("_per_token_head"):
         raise ConfigError(

@@ -48,6 +48,7 @@ class Pool:
     pool_slots: float
     """All, ready or not."""
     slot_bytes: float
+    stored_slots: Count
     evictions: Count
 
 
@@ -81,6 +82,8 @@ class Figures:
     skipped: Mapping[str, Count]
     """Slots not stored, by reason."""
     waiting: Mapping[str, float]
+    oldest_copy_seconds: float
+    """The age of the oldest load or store that has not ended; of several engines, the largest."""
     errors: Mapping[str, float]
 
 
@@ -93,6 +96,9 @@ def figures(
 
     def total(reading: Reading, name: str, prefix: str = PREFIX) -> float:
         return sum(reading.values.get((prefix + name, engine), 0.0) for engine in chosen)
+
+    def largest(name: str) -> float:
+        return max(now.values.get((PREFIX + name, engine), 0.0) for engine in chosen)
 
     def counted(value: Callable[[Reading], float]) -> Count:
         newest = value(now)
@@ -115,7 +121,6 @@ def figures(
         copied = counter(f"{name}_bytes")
         return Copies(copied, copied.total / busy if busy else 0.0)
 
-    slot_bytes = [now.values.get((f"{PREFIX}slot_bytes", engine), 0.0) for engine in chosen]
     return Figures(
         engines=chosen,
         model=now.model,
@@ -133,11 +138,13 @@ def figures(
             total(now, "slots_in_use"),
             total(now, "slots"),
             total(now, "pool_slots"),
-            max(slot_bytes),
+            largest("slot_bytes"),
+            counter("stored_slots"),
             counter("evictions"),
         ),
         skipped={reason: counter(f"skipped_{reason}") for reason in SKIP_REASONS},
         waiting={name: total(now, name) for name in WAITS},
+        oldest_copy_seconds=largest("oldest_copy_seconds"),
         errors={name: counter(name).total for name in ERRORS},
     )
 

@@ -77,6 +77,7 @@ def _table(figures: Figures) -> Table:
         table.add_row(f"  a load takes {median}, 99 %: {slowest}")
     heading("Host memory")
     _add_pool(table, figures)
+    row("slots stored", figures.pool.stored_slots)
     row("slots given to another block", figures.pool.evictions)
     heading("Not stored, in slots")
     skipped = {name: count for name, count in figures.skipped.items() if count.total}
@@ -88,7 +89,10 @@ def _table(figures: Figures) -> Table:
     waiting = {name: value for name, value in figures.waiting.items() if value}
     for name, value in waiting.items():
         table.add_row(f"  {WAITS[name]}", _number(value))
-    if not waiting:
+    if figures.oldest_copy_seconds:
+        age = _time(figures.oldest_copy_seconds)
+        table.add_row("  age of the oldest load or store", age)
+    elif not waiting:
         table.add_row("  nothing")
     return table
 

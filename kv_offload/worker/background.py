@@ -41,15 +41,21 @@ class BackgroundCopies:
     def queue_stores(self, jobs: Iterable[StoreJob]) -> None:
         """Keep jobs for the start of the next step."""
         for job in jobs:
+            self._reached(job)
             self._queued_stores.append(job)
             self._storing.add(job.job_id)
-            self._next_store_id = job.job_id + 1
 
     def fail_stores(self, jobs: Iterable[StoreJob]) -> None:
         """Report jobs that could not be queued as failed."""
         for job in jobs:
-            self._next_store_id = job.job_id + 1
+            self._reached(job)
             self._store_ended(job.job_id, ok=False)
+
+    def _reached(self, job: StoreJob) -> None:
+        """Report the stores that should have come before this one and did not as failed."""
+        for missing in range(self._next_store_id, job.job_id):
+            self._store_ended(missing, ok=False)
+        self._next_store_id = job.job_id + 1
 
     def submit_stores(self) -> None:
         """Start what is queued; on the device the copies wait for all compute until now."""

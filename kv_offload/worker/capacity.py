@@ -77,8 +77,8 @@ def describe_share(traced: TracedConfig) -> str:
 
 def warn_of_hidden_replicas(traced: TracedConfig) -> None:
     """Say that a percentage was not divided, because nothing tells how many replicas there are."""
-    _, written = traced.given["cpu_bytes"]
-    if isinstance(written, str) and "%" in written:
+    written = traced.given["cpu_bytes"].written
+    if "%" in written:
         logger.warning(
             "kv-offload: this engine is a data-parallel replica, and how many of them run on this "
             "host cannot be seen: cpu_bytes %s is taken for this one alone. If there are others, "

@@ -31,7 +31,8 @@ class Reports:
         self._loads: dict[int, frozenset[int]] = {}
         self._failed_loads: set[str] = set()
         self._lost_loads: set[int] = set()
-        # What it was told last of stores, and whether it was told of a lost load.
+        self._cut_short: int | None = None
+        # What it was told last of stores, and whether it was told of a loss.
         self._last_stores: dict[int, JobResult] = {}
         self._told_loss = False
         # Requests whose asynchronous loads ended; the value is the load if it failed. vLLM has not
@@ -75,6 +76,10 @@ class Reports:
         self._lost_loads.add(job.job_id)
         self._lost_lately.append(job.job_id)
 
+    def step_cut_short(self, admissions: int) -> None:
+        """Take in that an error of the engine cut a step short, which had so many `admissions`."""
+        self._cut_short = admissions
+
     def count(self, name: str, amount: float) -> None:
         """Add to a metric."""
         self._stats.count(name, amount)
@@ -110,30 +115,33 @@ class Reports:
         """
         self._last_stores, self._stores = self._stores, {}
         loads, self._loads = self._loads, {}
-        failed, lost = self._take_failed()
+        failed, lost, cut_short = self._take_losses()
         ready = self._if_grown("ready_slots", ready_slots)
         weights = self._if_grown("weight_loads", weight_loads)
-        stores = self._last_stores
-        if not (stores or loads or failed or lost or load_speed or store_speed or ready or weights):
+        stores, is_cut_short = self._last_stores, cut_short is not None
+        news = (stores, loads, failed, lost, is_cut_short, load_speed, store_speed, ready, weights)
+        if not any(news):
             return None  # as in most steps
         return OffloadWorkerMetadata(
             stores=stores,
             failed_loads=failed,
             loads=loads,
             lost_loads=lost,
+            cut_short=cut_short,
             load_bytes_per_second=load_speed,
             ready_slots=ready,
             store_bytes_per_second={} if store_speed is None else {self._rank: store_speed},
             weight_loads=weights,
         )
 
-    def _take_failed(self) -> tuple[frozenset[str], frozenset[int]]:
-        """Return the loads that failed and that were lost, and remember whether any was lost."""
+    def _take_losses(self) -> tuple[frozenset[str], frozenset[int], int | None]:
+        """Return the loads that failed and that were lost, and a step that was cut short."""
         failed, lost = frozenset(self._failed_loads), frozenset(self._lost_loads)
+        cut_short, self._cut_short = self._cut_short, None
         self._failed_loads.clear()
         self._lost_loads.clear()
-        self._told_loss = bool(lost)
-        return failed, lost
+        self._told_loss = bool(lost) or cut_short is not None
+        return failed, lost, cut_short
 
     def _if_grown(self, name: str, value: int) -> dict[int, int]:
         if value <= self._told[name]:
@@ -142,14 +150,14 @@ class Reports:
         return {self._rank: value}
 
     def take_losses(self) -> OffloadWorkerMetadata | None:
-        """Return what cannot wait for the next report: loads that failed or were lost.
+        """Return what cannot wait for the next report: loads that failed, and all that was lost.
 
         In this step vLLM takes in the tokens that were computed with them.
         """
-        failed, lost = self._take_failed()
-        if not (failed or lost):
+        failed, lost, cut_short = self._take_losses()
+        if not (failed or lost or cut_short is not None):
             return None
-        return OffloadWorkerMetadata(failed_loads=failed, lost_loads=lost)
+        return OffloadWorkerMetadata(failed_loads=failed, lost_loads=lost, cut_short=cut_short)
 
     def take_ended_loads(self) -> tuple[set[str], set[str]]:
         """Return the requests whose loads ended well and that a scheduler in this process awaits.
@@ -166,10 +174,10 @@ class Reports:
     def take_ended_stores(self) -> dict[int, JobResult]:
         """Return the stores that ended, also the ones that the last report names.
 
-        Empty while the last report or the next one says that a load was lost: first the scheduler
-        must distrust what was computed with that load, and a store may hold it.
+        Empty while the last report or the next one says that a load was lost or a step cut short:
+        first the scheduler must distrust what was computed with it, and a store may hold that.
         """
-        if self._lost_loads or self._told_loss:
+        if self._lost_loads or self._told_loss or self._cut_short is not None:
             return {}
         results = self._last_stores | self._stores
         self._last_stores, self._stores = {}, {}  # not cleared: a report may hold the first

@@ -179,7 +179,7 @@ class OffloadWorker:
         does not wait for them; what this rank itself has queued, the zeroing of a failed load's
         blocks, every load waits for.
         """
-        self._take_loads(metadata)
+        self.begin_step(metadata)
         self.submit_stores()
         behind_compute = not (first and self._rank_engine.gives_idle_blocks)
         self._synchronous.start(behind_compute=behind_compute)
@@ -198,15 +198,32 @@ class OffloadWorker:
 
         What the forward reads is copied at once. Asynchronous loads that have not started fail.
         """
-        self._take_loads(metadata)
+        self.begin_step(metadata)
         self._synchronous.make_good(CopyError("an error of the plugin, which the log has"))
         self._background.fail_loads()
 
-    def _take_loads(self, metadata: OffloadMetadata) -> None:
+    def begin_step(self, metadata: OffloadMetadata) -> None:
+        """Take in a step's plan. Nothing of it has started; nothing of the step before follows."""
         if self._started_for is not metadata:
+            self._end_cut_short()
             self._started_for = metadata
             self._background.take_loads([job for job in metadata.loads if not job.synchronous])
             self._synchronous.take([job for job in metadata.loads if job.synchronous])
+
+    def _end_cut_short(self) -> None:
+        """End the step before, if the engine never did: an error of its own cut it short.
+
+        What it was to compute may be missing, so it is not stored. The engine goes on only where
+        its user caught the error, in the user's own process.
+        """
+        step = self._started_for
+        if step is None or self._ended_for is step:
+            return
+        self._ended_for = step
+        self._background.fail_loads()
+        self._background.fail_stores(step.stores)
+        self.reports.step_cut_short(step.admissions)
+        self._copies.log.error("an error of the engine cut a step short; nothing of it is kept")
 
     @property
     def on_layer(self) -> Callable[[str], None] | None:

@@ -346,7 +346,7 @@ def soak(
         questions = ask(plain, prompts, exact=tolerance == 0)
         block_bytes = bytes_per_block(plain.scheduler.kv_cache_config)
     with digesting(chance) as made:
-        plugin = {"cpu_bytes": POOL_SLOTS * block_bytes}
+        plugin = {"cpu_bytes": f"{POOL_SLOTS * block_bytes}B"}
         tight = {
             "blocks": GPU_BLOCKS,
             "max_model_len": 10 * BLOCK_TOKENS + MAX_TOKENS,

@@ -57,6 +57,8 @@ def test_the_queries_say_what_happened(scraped: tuple[str, Prometheus]) -> None:
     assert value("Hit rates, host memory") == pytest.approx(864 / 1800, rel=0.1)
     assert value("Hit rates, GPU cache") == 0
     assert value("Host memory in use, in use") == pytest.approx(27 / 2048)
+    assert metric(server, f"{PREFIX}stored_slots_total") == 27
+    assert value("Stored and replaced slots, stored") > 0
     assert value("Errors, errors") == 0
     assert 128 < value("Tokens that a hit saves, median") < 512
     assert 65536 < value("Size of a load, median") < 1 << 20
@@ -74,7 +76,20 @@ def test_the_variables_have_values(scraped: tuple[str, Prometheus]) -> None:
         if variable["type"] == "query":
             metric_name, label = variable["query"]["query"][len("label_values(") : -1].split(", ")
             found[label] = {series["metric"][label] for series in prometheus.query(metric_name)}
-    assert found == {"instance": {server.removeprefix("http://")}, "model_name": {"small"}}
+    address = server.removeprefix("http://")
+    assert found == {"instance": {address}, "model_name": {"small"}, "engine": {"0"}}
+
+
+def test_every_query_is_of_the_chosen_engines(scraped: tuple[str, Prometheus]) -> None:
+    """Grafana sends several as `(0|1)`."""
+    _, prometheus = scraped
+    for name, query in QUERIES.items():
+        both, other = (
+            prometheus.value(filled_in(query.replace("$engine", engines), WINDOW))
+            for engines in ("(0|1)", "(1)")
+        )
+        assert both is not None, name
+        assert other is None, name
 
 
 def test_the_alerts_are_evaluated_and_a_healthy_server_raises_none(
@@ -90,6 +105,17 @@ def test_the_alerts_are_evaluated_and_a_healthy_server_raises_none(
         time.sleep(0.2)
     states = {rule["name"]: (rule["health"], rule["state"]) for rule in group["rules"]}
     assert states == {rule["alert"]: ("ok", "inactive") for rule in alert_rules()}
+
+
+def test_a_server_without_our_metrics_is_what_an_alert_sees(
+    scraped: tuple[str, Prometheus],
+) -> None:
+    server, prometheus = scraped
+    (rule,) = (rule for rule in alert_rules() if rule["alert"] == "KVOffloadMissing")
+    assert prometheus.query(rule["expr"]) == []
+    without = rule["expr"].replace(PREFIX, "vllm:of_a_plugin_that_is_not_there_")
+    (series,) = prometheus.query(without)
+    assert series["metric"]["instance"] == server.removeprefix("http://")
 
 
 def test_vllms_own_metrics_agree_with_ours(scraped: tuple[str, Prometheus]) -> None:

@@ -9,7 +9,16 @@ import pytest
 
 from kv_offload.cli.main import main
 from kv_offload.metrics import PREFIX
-from tests.support.server import SLOT_BYTES, get, hit, metric, serving, wait_for
+from tests.support.server import (
+    BLOCK_TOKENS,
+    SLOT_BYTES,
+    ask,
+    get,
+    hit,
+    metric,
+    serving,
+    wait_for,
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +51,19 @@ def test_a_prompt_is_served_again_from_host_memory(server: str) -> None:
     tokens, copied = 9 * 32, 9 * SLOT_BYTES
     assert grown == [tokens, tokens, copied, 2 * 300, copied, 1, tokens]
     assert metric(server, f"{PREFIX}slots_in_use") >= 9
+
+
+def test_cached_tokens_of_an_answer_count_hits_of_either_cache(server: str) -> None:
+    """What a client reads does not tell where its tokens came from; the metrics do."""
+    name = f"{PREFIX}hit_tokens_total"
+    hit(server, seed=12)
+    loaded = metric(server, name)
+    of_gpu = ask(server, seed=12)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert metric(server, name) == loaded
+    get(server + "/reset_prefix_cache", {})
+    of_host = ask(server, seed=12)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert metric(server, name) == loaded + of_host
+    assert of_gpu == of_host == 300 // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def test_a_reset_of_an_idle_server_shows_in_its_gauges(server: str) -> None:

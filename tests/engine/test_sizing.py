@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.sizing.model import read_model
-from kv_offload.sizing.slots import slot_size
+from kv_offload.sizing.slots import SlotSize, slot_size
 from tests.engine.harness import BLOCK_TOKENS, engine, random_tokens
 from tests.engine.multiprocess_run import LATENT, cache_prefixes_of_latents
 from tests.support.configurations import RETENTION
@@ -18,7 +19,9 @@ from tests.support.configurations import RETENTION
 BLOCKS = 8
 
 
-@pytest.mark.parametrize(("kind", "groups"), [("qwen3", 1), ("gemma3", 2), ("llama4", 2)])
+@pytest.mark.parametrize(
+    ("kind", "groups"), [("qwen3", 1), ("mistral", 1), ("gemma3", 2), ("llama4", 2)]
+)
 def test_heads_windows_and_chunks(model_folder: Path, kind: str, groups: int) -> None:
     assert check(model_folder, kind, BLOCK_TOKENS) == groups
 
@@ -33,23 +36,61 @@ def test_latent_attention(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert check(model_folder, "deepseek_v2", **LATENT) == 1
 
 
-def check(model_folder: Path, kind: str, block_size: int, **arguments: Any) -> int:
-    """Compare a slot, and what one stored prompt takes, with what is told; return the groups."""
-    with engine(model_folder, kind, plugin={}, block_size=block_size, **arguments) as running:
-        size = slot_size(
-            read_model(model_folder / kind),
-            tensor_parallel_size=1,
-            cache_dtype="float32",
-            block_tokens=block_size,
-        )
+@pytest.mark.skipif(vllm_version() < (0, 32), reason="this vLLM's CPU kernels refuse the states")
+def test_states(model_folder: Path) -> None:
+    """A block is as large as a state, of which a prompt keeps one."""
+    arguments = {"dtype": "bfloat16", "enable_prefix_caching": True, "max_model_len": 4096}
+    # vLLM's CPU engine keeps recurrent states in 32 bits.
+    assert check(model_folder, "qwen3_next", BLOCK_TOKENS, recurrent_bytes=4, **arguments) == 2
+
+
+@pytest.mark.skipif(vllm_version() < (0, 32), reason="this vLLM's CPU kernels refuse the states")
+def test_states_of_mamba_2(model_folder: Path) -> None:
+    """Its CPU kernels cannot compute them, so only the slot is compared."""
+    kind = "granitemoehybrid"
+    with engine(model_folder, kind, plugin={}, enable_prefix_caching=True) as running:
+        size = told(model_folder, kind, BLOCK_TOKENS, "float32")
         assert running.block_bytes == size.slot_bytes
-        running.generate([random_tokens(BLOCKS * block_size + 1, seed=1)], max_tokens=1)
+        assert running.core.vllm_config.cache_config.block_size == size.block_tokens
+
+
+def told(
+    model_folder: Path,
+    kind: str,
+    block_size: int,
+    cache_dtype: str,
+    recurrent_bytes: int | None = None,
+) -> SlotSize:
+    model = read_model(model_folder / kind)
+    if model.state is not None:
+        state = dataclasses.replace(model.state, recurrent_bytes=recurrent_bytes)
+        model = dataclasses.replace(model, state=state)
+    return slot_size(
+        model, tensor_parallel_size=1, cache_dtype=cache_dtype, block_tokens=block_size
+    )
+
+
+def check(
+    model_folder: Path,
+    kind: str,
+    block_size: int,
+    recurrent_bytes: int | None = None,
+    dtype: str = "float32",
+    **arguments: Any,
+) -> int:
+    """Compare a slot, and what one stored prompt takes, with what is told; return the groups."""
+    arguments |= {"block_size": block_size, "dtype": dtype}
+    with engine(model_folder, kind, plugin={}, **arguments) as running:
+        size = told(model_folder, kind, block_size, dtype, recurrent_bytes)
+        assert running.block_bytes == size.slot_bytes
+        running.generate([random_tokens(BLOCKS * size.block_tokens + 1, seed=1)], max_tokens=1)
         running.settle()
         running.reset_gpu_cache()
         if getattr(running.core.vllm_config.cache_config, RETENTION, None) == 0:
-            stored_bytes = BLOCKS * size.block_bytes + size.prompt_bytes
+            stored_bytes = size.prompt_bytes
+            stored_bytes += 0 if size.keeps_ends_only else BLOCKS * size.block_bytes
         else:
-            stored_bytes = BLOCKS * block_size * size.windowed_token_bytes
+            stored_bytes = BLOCKS * size.block_tokens * size.windowed_token_bytes
         assert running.totals["stored_bytes"] == stored_bytes
         assert running.totals["skipped_moved_on"] == 0, "what vLLM does not keep is not missed"
         return sum(size.groups.values())

@@ -12,7 +12,7 @@ import yaml
 
 from kv_offload.metrics import METRICS, PREFIX
 from kv_offload.status.figures import ERRORS
-from tests.support.dashboard import ALERTS, DASHBOARD, QUERIES, alert_rules
+from tests.support.dashboard import ALERTS, DASHBOARD, QUERIES, alert_rules, filled_in
 
 TESTS_OF_ALERTS = Path(__file__).parent / "alerts.yml"
 EXPORTED = {
@@ -20,7 +20,11 @@ EXPORTED = {
     for metric in METRICS
     for suffix in {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket"]}[metric.kind]
 }
-OF_VLLM = {"vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"}
+OF_VLLM = {
+    *("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
+    *("vllm:num_requests_running", "vllm:num_requests_waiting"),
+}
+SELECTED = '{instance=~"$instance", model_name=~"$model", engine=~"$engine"}'
 
 
 @pytest.mark.parametrize(
@@ -46,15 +50,21 @@ def test_a_panel_says_what_it_shows(panel: dict) -> None:
     assert panel["datasource"]["uid"] == "${datasource}"
     for target in panel["targets"]:
         assert target["datasource"] == panel["datasource"]
-        for metric in re.findall(r"vllm:\w+(.?)", target["expr"]):
-            assert metric == "{", "every metric is chosen by server and model"
+        for selected in re.findall(r"vllm:\w+(\{.*?\})?", target["expr"]):
+            assert selected == SELECTED, "every metric is chosen by server, model and engine"
 
 
-def test_the_dashboard_asks_for_a_data_source_servers_and_models() -> None:
-    names = {variable["name"]: variable["type"] for variable in DASHBOARD["templating"]["list"]}
-    assert names == {"datasource": "datasource", "instance": "query", "model": "query"}
+def test_the_dashboard_asks_for_a_data_source_servers_models_and_engines() -> None:
+    first, *chosen = DASHBOARD["templating"]["list"]
+    assert (first["name"], first["type"]) == ("datasource", "datasource")
+    assert [variable["name"] for variable in chosen] == ["instance", "model", "engine"]
+    for variable in chosen:
+        assert variable["type"] == "query"
+        assert variable["multi"], "several at once"
+        assert variable["includeAll"]
+        assert variable["current"]["value"] == "$__all"
     used = set(re.findall(r"\$(\w+)", " ".join(QUERIES.values())))
-    assert used == {"instance", "model", "__rate_interval", "__range"}
+    assert used == {"instance", "model", "engine", "__rate_interval", "__range"}
 
 
 def test_panels_do_not_overlap() -> None:
@@ -87,12 +97,47 @@ def test_every_alert_has_a_remedy_and_a_case_in_which_it_fires() -> None:
         assert rule["alert"] in silent
 
 
+def promtool(*command: str) -> None:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("needs promtool, which Debian's package prometheus brings")
+    done = subprocess.run([program, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     "command", [["check", "rules", str(ALERTS)], ["test", "rules", str(TESTS_OF_ALERTS)]]
 )
 def test_promtool_accepts_the_alerts(command: list[str]) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("needs promtool, which Debian's package prometheus brings")
-    done = subprocess.run([promtool, *command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    promtool(*command)
+
+
+def test_where_the_pool_is_full_two_ranks_store_as_many_slots_as_are_replaced(
+    tmp_path: Path,
+) -> None:
+    """An engine of two ranks stores two slots a second, each in the place of another."""
+    series = {
+        "stored_slots_total": "0+120x20",
+        "evictions_total": "0+120x20",
+        "slot_bytes": "64x20",
+        "stored_bytes_total": f"0+{120 * 2 * 64}x20",
+    }
+    labels = '{instance="a", model_name="m", engine="0"}'
+    queries = [QUERIES[f"Stored and replaced slots, {line}"] for line in ("stored", "replaced")]
+    case = {
+        "interval": "1m",
+        "input_series": [
+            {"series": PREFIX + name + labels, "values": values} for name, values in series.items()
+        ],
+        "promql_expr_test": [
+            {
+                "expr": filled_in(query, "5m"),
+                "eval_time": "15m",
+                "exp_samples": [{"labels": "{}", "value": 2}],
+            }
+            for query in queries
+        ],
+    }
+    file = tmp_path / "slots.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [], "tests": [case]}))
+    promtool("test", "rules", str(file))

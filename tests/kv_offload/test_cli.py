@@ -73,6 +73,31 @@ def test_without_a_file_it_takes_the_one_of_the_environment(tmp_path, capsys, mo
     assert extra_config == {"config_file": str(tmp_path / "kv.yaml")}
 
 
+def test_values_are_shown_as_they_are_written(tmp_path, capsys):
+    (tmp_path / "kv.yaml").write_text(
+        "cpu_bytes: 0x100000\nmax_pinned_share: 1\nkeep_on_sleep: yes"
+    )
+    assert main(["config", "kv.yaml"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "cpu_bytes: 1048576  # file, 0x100000 is 1 MiB" in lines
+    assert "max_pinned_share: 1  # file" in lines
+    assert "keep_on_sleep: yes  # file" in lines
+
+
+def test_a_variable_that_is_not_read_is_a_warning(capsys, monkeypatch):
+    monkeypatch.setenv("KV_OFFLOAD_CONFIG", "kv.yaml")
+    assert main(["config", "--argument"]) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out)["kv_connector"] == "KVOffloadConnector"
+    assert output.err.startswith("kv-offload: warning: environment: KV_OFFLOAD_CONFIG is not read")
+    assert output.err.count("\n") == 1
+
+
+def test_standard_input_is_refused_with_the_reason(capsys):
+    assert main(["config", "-"]) == 2
+    assert capsys.readouterr().err.startswith("kv-offload: '-': standard input is not read, ")
+
+
 def test_the_documented_run_is_real(tmp_path, capsys, monkeypatch):
     machine = HostMemory(64 << 30, "/proc/meminfo")
     monkeypatch.setattr("kv_offload.config.read_host_memory", lambda: machine)
@@ -98,11 +123,13 @@ def test_awkward_paths_survive_the_shell(tmp_path, capsys, name):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("max_pinned_share: 1.5", "max_pinned_share: 1.5: must be a number above 0"),
+        ("max_pinned_share: 1.5", "max_pinned_share: 1.5: must be a number from 0.01"),
         ("evict_policy: arc", "Did you mean eviction_policy?"),
         ("cpu_bytes: 101%", "cpu_bytes: '101%': asks for"),
         ("cpu_bytes: 100%", "cpu_bytes: '100%': asks for"),
         ("a: [", "line 1, column 5"),
+        ("cpu_bytes: 1GiB\ncpu_bytes: 2GiB", "line 2, column 1: cpu_bytes: '2GiB': this key was"),
+        ("cpu_bytes: 5000", "Did you mean 5000MiB or 5000B?"),
     ],
 )
 def test_errors_are_one_message_and_status_2(tmp_path, capsys, content, message):

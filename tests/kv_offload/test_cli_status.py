@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from kv_offload.cli.main import main
-from kv_offload.metrics import PREFIX
+from kv_offload.metrics import KINDS, PREFIX
 from tests.kv_offload.status.server import PageServer, page_server, recorded, recorded_with
 from tests.support.commands import LIMIT_SECONDS, Terminal
 
@@ -48,8 +48,10 @@ def test_json_is_one_reading(server: PageServer, capsys: pytest.CaptureFixture[s
     assert reading["host_tokens"] == 2 * 864
     assert reading["by_engine"]["1"]["host_tokens"] == 864
     assert (reading["pool"]["slots"], reading["pool"]["pool_slots"]) == (2048 + 512, 2 * 2048)
-    names = {f"{PREFIX}{name}" for name in reading["pool"]} - {f"{PREFIX}evictions"}
+    suffixes = {"gauge": "", "counter": "_total"}
+    names = {f"{PREFIX}{name}{suffixes[KINDS[name]]}" for name in reading["pool"]}
     assert all(f"\n{name}{{" in server.page for name in names), "named as the metrics are"
+    assert reading["oldest_copy_seconds"] == 0
     assert reading["stored"]["bytes"] == 2 * 27 * 32768
     assert reading["skipped"]["pool_busy"] == reading["errors"]["hook_errors"] == 0
     assert reading["load_times"].keys() == {"median_seconds", "slowest_hundredth_seconds"}

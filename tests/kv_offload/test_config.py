@@ -64,12 +64,14 @@ def test_without_a_file_or_in_an_empty_one_all_are_defaults(write, content):
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("cpu_bytes", 4096, 4096),
+        ("cpu_bytes", 1 << 20, 1 << 20),
+        ("cpu_bytes", "5000B", 5000),
         ("cpu_bytes", "64B", 64),
         ("cpu_bytes", 62 * GIB, 62 * GIB),
         ("cpu_bytes", "1.5GiB", 3 * GIB // 2),
         ("cpu_bytes", "48 GB", 48 * 10**9),
         ("cpu_bytes", "40%", 64 * GIB * 40 // 100),
+        ("cpu_bytes", "0.4%", 64 * GIB * 4 // 1000),
         ("cpu_bytes", "96%", 64 * GIB * 96 // 100),
         ("eviction_policy", "arc", "arc"),
         ("store_blocks", "prompt", "prompt"),
@@ -90,26 +92,29 @@ def test_values_that_are_accepted_inline_and_in_a_file(write, key, value, expect
         assert load(extra_config) == dataclasses.replace(DEFAULTS, **{key: expected})
 
 
-PAGE = "less than 4096 bytes, a page of memory"
+LITTLE = "less than 1 MiB (1048576 bytes), room for hardly one block"
+BARE = f"without a unit it is bytes, {LITTLE}. Did you mean"
 BAD_VALUES = [
-    ("cpu_bytes", 0, f"{PAGE}. Allowed"),
-    ("cpu_bytes", -1, f"{PAGE}. Allowed"),
-    ("cpu_bytes", 40, f"{PAGE}. Did you mean 40GiB or 40%? Allowed"),
-    ("cpu_bytes", 64, f"{PAGE}. Did you mean 64GiB or 64%? Allowed"),
-    ("cpu_bytes", 1024, f"{PAGE}. Did you mean 1024GiB or 1024MiB? Allowed"),
-    ("cpu_bytes", 4095, PAGE),
+    ("cpu_bytes", 0, f"{LITTLE}. Allowed"),
+    ("cpu_bytes", -1, f"{LITTLE}. Allowed"),
+    ("cpu_bytes", 40, f"{BARE} 40GiB, 40% or 40B? Allowed"),
+    ("cpu_bytes", 64, f"{BARE} 64GiB, 64% or 64B? Allowed"),
+    ("cpu_bytes", 1024, f"{BARE} 1024MiB or 1024B? Allowed"),
+    ("cpu_bytes", 5000, f"{BARE} 5000MiB or 5000B? Allowed"),
+    ("cpu_bytes", (1 << 20) - 1, BARE),
     ("cpu_bytes", 1.0, "a number with a fraction needs a unit. Allowed"),
     ("cpu_bytes", 1.5, "a number with a fraction needs a unit. Allowed"),
     ("cpu_bytes", True, "must be bytes, a size"),
     ("cpu_bytes", None, "must be bytes, a size"),
     ("cpu_bytes", [1], "must be bytes, a size"),
     ("cpu_bytes", 2**70, "must be 9223372036854775807 at most"),
-    ("cpu_bytes", "48", "the unit is missing, write 48GiB or 48%. Allowed"),
+    ("cpu_bytes", "48", "the unit is missing, write 48GiB, 48% or 48B. Allowed"),
     ("cpu_bytes", "48G", "unknown unit 'G', write 48GB or 48GiB. Allowed"),
     ("cpu_bytes", "48Q", "unknown unit 'Q', known are B, kB, MB"),
     ("cpu_bytes", "-1GiB", "not a positive number and a unit"),
     ("cpu_bytes", "0GiB", "less than one byte"),
     ("cpu_bytes", "0%", "less than one byte"),
+    ("cpu_bytes", "0.0001%", f"that is 68719 bytes here, {LITTLE}. Allowed"),
     ("eviction_policy", "lfu", "must be lru or arc"),
     ("eviction_policy", "LRU", "must be lru or arc"),
     ("eviction_policy", False, "must be lru or arc"),
@@ -121,10 +126,11 @@ BAD_VALUES = [
     ("store_after_uses", "4", "must be an integer"),
     ("store_after_uses", True, "must be an integer"),
     ("transfer_engine", "gpu", "must be auto, host, cuda or dma"),
-    ("max_pinned_share", 0, "must be a number above 0 and at most 1"),
-    ("max_pinned_share", -0.5, "must be a number above 0"),
-    ("max_pinned_share", 1.01, "must be a number above 0 and at most 1"),
-    ("max_pinned_share", "50%", "must be a number above 0 and at most 1"),
+    ("max_pinned_share", 0, "must be a number from 0.01 to 1; with less, too few blocks are"),
+    ("max_pinned_share", 0.0099, "must be a number from 0.01 to 1; with less"),
+    ("max_pinned_share", -0.5, "must be a number from 0.01"),
+    ("max_pinned_share", 1.01, "must be a number from 0.01 to 1"),
+    ("max_pinned_share", "50%", "must be a number from 0.01 to 1"),
     ("max_pinned_share", True, "must be a number"),
     ("load_or_recompute", "always", "must be measured or always_load"),
     ("keep_on_sleep", 1, "must be true or false"),
@@ -142,7 +148,8 @@ def test_bad_values_are_refused_with_source_path_value_and_remedy(write, key, va
         ({"config_file": file}, file),
     ):
         message = refusal(extra_config)
-        shown = "no value" if value is None else repr(value)
+        shown = json.dumps(value) if isinstance(value, bool) else repr(value)
+        shown = "no value" if value is None else shown
         assert message.startswith(f"{source}: {key}: {shown}: {reason}")
         has_limit = f"{SCHEMA[key].allowed}. Correct it, or remove it" in message
         assert has_limit or "at most. Correct it, or remove it" in message
@@ -159,11 +166,12 @@ DIGITS = "f" * 5000
     [
         *((f"max_pinned_share: {text}", "max_pinned_share") for text in (".nan", ".inf", "-.inf")),
         ("store_after_uses: 0", "store_after_uses: 0: must be"),
+        ("max_pinned_share: 1.0e-300", "max_pinned_share: 1.0e-300: must be a number from 0.01"),
         (f"store_after_uses: '{'x' * 100_000}'", "store_after_uses: 'xxx"),
         (f"- &a0 [x]\n{LISTS}", "the top level is [["),
         (f"? {'x' * 500}\n: 1", "xxx: 1: unknown key"),
         ('"\\e[2J": 1', r"\x1b[2J: 1: unknown key"),
-        (f"store_after_uses: 0x{DIGITS}", "a huge integer"),
+        (f"store_after_uses: 0x{DIGITS}", "store_after_uses: 0xfff"),
         (f"? 0x{DIGITS}\n: 1", "a huge integer: 1: unknown key"),
         *((f"{key}: 1", "unknown key") for key in ("1", "true", "null", "2024-01-01")),
     ],
@@ -185,6 +193,25 @@ def test_a_bad_value_is_refused_also_where_another_source_overrides_it(write):
 def test_a_bad_value_of_the_argument_is_short_too():
     assert len(refusal({"store_after_uses": "x" * 100_000})) < 1000
     assert "1: 2: unknown key" in refusal({1: 2})
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ("store_after_uses: 1_0.50", "store_after_uses: 1_0.50: must be"),
+        ("store_after_uses: -0x1f", "store_after_uses: -0x1f: must be"),
+        ("eviction_policy: no", "eviction_policy: no: must be"),
+        ("eviction_policy: 2024-01-01", "eviction_policy: 2024-01-01: must be"),
+        ("cpu_bytes: 1_000", "cpu_bytes: 1_000: without a unit"),
+        ("cpu_bytes: 0x1000000000", "cpu_bytes: 0x1000000000: asks for 64 GiB"),
+        ("store_after_uses: 1e3", "store_after_uses: '1e3': must be"),
+        ("cpu_byte: &a 0x10", "cpu_byte: 0x10: unknown key"),
+        ("<<: {max_pinned_share: 1.50}", "max_pinned_share: 1.50: must be"),
+    ],
+)
+def test_a_message_shows_what_was_written_and_not_what_yaml_made_of_it(write, content, shown):
+    file = write(content)
+    assert refusal({"config_file": file}, kind=KVOffloadError).startswith(f"{file}: {shown}")
 
 
 # Capacity
@@ -286,9 +313,9 @@ def test_inline_wins_over_the_file_which_wins_over_the_default_and_is_traced(wri
     )
     assert traced.file == Path(file)
     assert set(traced.given) == set(SCHEMA)
-    assert traced.given["store_after_uses"] == ("kv_connector_extra_config", 4)
-    assert traced.given["cpu_bytes"] == (file, "1GiB")
-    assert traced.given["eviction_policy"] == (DEFAULT, "lru")
+    assert traced.given["store_after_uses"] == ("kv_connector_extra_config", 4, "4")
+    assert traced.given["cpu_bytes"] == (file, "1GiB", "1GiB")
+    assert traced.given["eviction_policy"] == (DEFAULT, "lru", "lru")
     assert trace_config({}, {}, host=HOST).file is None
 
 
@@ -315,6 +342,58 @@ def test_paths_may_be_relative_links_or_start_at_home(write, tmp_path, monkeypat
     assert trace_config({"config_file": "kv.yaml"}, {}, host=HOST).file == tmp_path / "kv.yaml"
 
 
+def test_an_empty_variable_is_an_absent_one():
+    assert load({}, {"KV_OFFLOAD_CONFIG_FILE": ""}) == DEFAULTS
+
+
+# Other variables
+
+
+@pytest.mark.parametrize("key", SCHEMA)
+def test_a_variable_named_after_a_key_is_refused(key):
+    name = f"KV_OFFLOAD_{key.upper()}"
+    for extra_config in ({}, {key: SCHEMA[key].default}):
+        assert refusal(extra_config, {name: "100GiB"}) == (
+            f"environment: {name}: '100GiB': no variable sets a key. Write {key} into the file "
+            "that KV_OFFLOAD_CONFIG_FILE names, or into kv_connector_extra_config, and unset "
+            f"{name}."
+        )
+    assert load({}, {name: ""}) == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("KV_OFFLOAD_CONFIG", "Did you mean KV_OFFLOAD_CONFIG_FILE?"),
+        ("KV_OFFLOAD_CONFIG_PATH", "Did you mean KV_OFFLOAD_CONFIG_FILE?"),
+        ("KV_OFFLOAD_ENABLED", "Unset it unless another reads it."),
+    ],
+)
+def test_a_variable_that_nobody_reads_is_a_warning(name, hint):
+    traced = trace_config({}, {name: "/srv/kv.yaml"}, host=HOST)
+    assert traced.config == DEFAULTS
+    assert traced.warnings == (
+        f"environment: {name} is not read: the plugin reads KV_OFFLOAD_CONFIG_FILE only. {hint}",
+    )
+
+
+def test_variables_of_others_are_left_alone(write):
+    """Kubernetes tells every container of its services; one may be named `kv-offload`."""
+    environ = {
+        "KV_OFFLOAD_CONFIG_FILE": write("store_after_uses: 2"),
+        "KV_OFFLOAD_SERVICE_HOST": "10.0.0.1",
+        "KV_OFFLOAD_SERVICE_PORT": "8000",
+        "KV_OFFLOAD_SERVICE_PORT_HTTP": "8000",
+        "KV_OFFLOAD_PORT": "tcp://10.0.0.1:8000",
+        "KV_OFFLOAD_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "KV_OFFLOAD_CONFIG_SERVICE_HOST": "10.0.0.2",
+        "KV_OFFLOAD_BENCH_RESULTS": "results",
+        "VLLM_KV_OFFLOAD": "1",
+    }
+    traced = trace_config({}, environ, host=HOST)
+    assert (traced.warnings, traced.config.store_after_uses) == ((), 2)
+
+
 # Files that cannot be used
 
 READABLE = "Give the path of a YAML file that this process can read."
@@ -324,8 +403,6 @@ READABLE = "Give the path of a YAML file that this process can read."
 def test_a_config_file_that_is_no_path(value):
     message = refusal({"config_file": value})
     assert message == f"kv_connector_extra_config: config_file: {value!r}: not a path. {READABLE}"
-    message = refusal({}, {"KV_OFFLOAD_CONFIG_FILE": ""})  # which is not taken for an absent one
-    assert message == f"environment: KV_OFFLOAD_CONFIG_FILE: '': not a path. {READABLE}"
 
 
 @pytest.mark.parametrize(
@@ -357,6 +434,17 @@ def test_files_that_cannot_be_read(write, tmp_path, monkeypatch, path, reason):
         assert message.startswith(f"{place}: '{path[:20]}" if path.isprintable() else place)
         assert reason in message
         assert message.endswith(READABLE)
+
+
+def test_standard_input_is_no_file(monkeypatch, tmp_path, write):
+    reason = "standard input is not read, because the engine reads the file again when it starts"
+    assert refusal({"config_file": "-"}) == (
+        f"kv_connector_extra_config: config_file: '-': {reason}. {READABLE} For a file of this "
+        "name write ./-"
+    )
+    write("store_after_uses: 2", name="-")
+    monkeypatch.chdir(tmp_path)
+    assert load({"config_file": "./-"}).store_after_uses == 2
 
 
 def test_a_file_without_permission(write, monkeypatch):
@@ -475,12 +563,17 @@ def test_a_configuration_is_frozen_and_round_trips():
         config.cpu_bytes = 1
 
 
-def test_describe_is_one_line_with_every_key():
-    line = load({"cpu_bytes": "1.5GiB"}).describe()
-    assert line.startswith("cpu_bytes=1.5 GiB, eviction_policy=lru, ")
-    assert "\n" not in line
-    assert all(f"{name}=" in line for name in SCHEMA)
-    assert ", keep_on_sleep=false, " in line
+def test_describe_is_one_line_with_every_key_as_it_was_written(write):
+    file = write("keep_on_sleep: no\nstore_after_uses: 0x1f\nmax_pinned_share: 1")
+    traced = trace_config({"config_file": file, "cpu_bytes": "12.5%"}, {}, host=HOST)
+    assert traced.describe() == (
+        "cpu_bytes=12.5% (8 GiB), eviction_policy=lru, store_blocks=all, store_after_uses=0x1f, "
+        "transfer_engine=auto, max_pinned_share=1, load_or_recompute=measured, keep_on_sleep=no, "
+        "on_load_failure=recompute"
+    )
+    inline = trace_config({"keep_on_sleep": True}, {}, host=HOST).describe()
+    assert inline.startswith("cpu_bytes=25% (16 GiB), ")
+    assert ", keep_on_sleep=true, " in inline
 
 
 def test_a_default_is_shown_as_a_user_writes_it(write):
@@ -514,7 +607,7 @@ def test_the_documented_table_is_the_schema():
 def test_the_documented_example_names_every_key(write):
     (example,) = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
     traced = trace_config({"config_file": write(example)}, {}, host=HOST)
-    assert all(source != DEFAULT for source, _ in traced.given.values())
+    assert all(given.source != DEFAULT for given in traced.given.values())
 
 
 def test_the_documented_inline_keys_are_accepted():
@@ -548,7 +641,7 @@ def test_the_file_of_a_command_is_read_in_place_of_the_others(tmp_path):
     traced = trace_config({}, environ, file=str(file), host=HOST)
     assert traced.config.store_after_uses == 3
     assert traced.file == file
-    assert traced.given["store_after_uses"] == (str(file), 3)
+    assert traced.given["store_after_uses"].source == str(file)
 
 
 @pytest.mark.parametrize(

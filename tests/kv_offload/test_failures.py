@@ -5,6 +5,8 @@ On vLLM's plain scheduler and on its asynchronous one, with as many steps under 
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -476,11 +478,14 @@ def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice() -> None:
     assert engine.totals["hook_errors"] > 0
 
 
-def test_a_report_that_can_never_be_read_does_not_keep_others_from_being_read() -> None:
-    class Unreadable(dict[int, int]):
-        def items(self) -> Any:
-            raise RuntimeError("at every try")
+class Unreadable(dict[int, int]):
+    """A part of a report that raises whenever it is read."""
 
+    def items(self) -> Any:
+        raise RuntimeError("at every try")
+
+
+def test_a_report_that_can_never_be_read_does_not_keep_others_from_being_read() -> None:
     engine = store(PlayedEngine(async_scheduling=True), PROMPT)
     unreadable = OffloadWorkerMetadata(weight_loads=Unreadable())
     engine.offload.reports.take(unreadable, received=set())
@@ -489,6 +494,32 @@ def test_a_report_that_can_never_be_read_does_not_keep_others_from_being_read() 
     assert engine.answers["a"] == answer(PROMPT)
     assert engine.totals["hit_tokens"] == 20
     assert engine.totals["hook_errors"] == 2
+
+
+@both_ways
+def test_the_stores_of_a_report_that_can_never_be_read_end_as_failed(
+    async_scheduling: bool,
+) -> None:
+    engine = PlayedEngine(async_scheduling=async_scheduling, beside=False)
+    reports, stored = engine.offload.reports, []
+    take = reports.take
+
+    def take_unreadable(report: Any, *more: Any) -> Any:
+        if report is not None and report.stores:
+            stored.append(report)
+            report = dataclasses.replace(report, weight_loads=Unreadable())
+        return take(report, *more)
+
+    reports.take = take_unreadable
+    engine.add("a", PROMPT)
+    play(engine)
+    assert stored
+    assert not pinned(engine)
+    assert not engine.connector.has_pending_block_frees()
+    assert engine.totals["skipped_copy_failed"] >= 5
+    assert engine.offload.manager.slots_in_use == 0
+    reports.take = take
+    check_served(engine, PROMPT)
 
 
 def test_a_drain_does_not_tell_of_a_load_whose_report_could_not_be_read() -> None:
@@ -506,6 +537,47 @@ def test_a_drain_does_not_tell_of_a_load_whose_report_could_not_be_read() -> Non
     assert "a" not in engine.scheduler.requests
     engine.reset(reset_running_requests=True)
     engine.rest()
+
+
+@both_ways
+def test_a_store_that_never_ends_does_not_keep_others_waiting(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    """vLLM waits for its blocks rather than preempt, until they are released."""
+    monkeypatch.setattr("kv_offload.scheduler.stores.planner.MAX_STORE_SECONDS", 0.5)
+    engine = PlayedEngine(
+        blocks=24, max_model_len=64, async_scheduling=async_scheduling, beside=False
+    )
+    engine.add("gone", PROMPT, max_tokens=1)
+    others = [engine.add("a", OTHER, max_tokens=30), engine.add("b", MORE[4:], max_tokens=30)]
+    stood_still = 0
+    until = time.monotonic() + 60
+    while engine.scheduler.has_unfinished_requests() and time.monotonic() < until:
+        engine.schedule_all()
+        engine.execute()
+        engine.process()
+        stood_still += not any(request.num_in_flight_tokens for request in others)
+    assert stood_still > 0, "the stores must be in the way first"
+    assert [len(engine.answers[name]) for name in ("gone", "a", "b")] == [1, 30, 30]
+    assert not pinned(engine)
+    assert engine.offload.manager.readable_slots() == {}
+    engine.run_copies()
+    engine.run()
+    check_served(engine, PROMPT)
+
+
+@both_ways
+def test_a_model_whose_tokens_read_only_themselves_is_served(async_scheduling: bool) -> None:
+    """With a window of one token nothing is to be loaded."""
+    engine = PlayedEngine(
+        (CacheGroup(0, BLOCK, window_tokens=1),), async_scheduling=async_scheduling
+    )
+    for request_id in ("a", "b"):
+        engine.serve(request_id, PROMPT)
+        assert engine.answers[request_id] == answer(PROMPT)
+        assert engine.scheduler.reset_prefix_cache()
+    assert not engine.totals["hook_errors"]
+    engine.check_rest()
 
 
 def test_copies_fail_only_where_a_test_says_so() -> None:

@@ -43,14 +43,15 @@ def test_units_are_those_of_the_oracle():
         ("  2 TiB ", 2 << 40),
         ("7B", 7),
         ("1.9B", 1),
-        ("40%", 400),
-        ("12.5 %", 125),
-        ("0.1%", 1),
-        ("250%", 2500),
+        ("40%", 400 * GIB),
+        ("12.5 %", 125 * GIB),
+        ("0.4%", 4 * GIB),
+        ("0.0001%", 1073741),
+        ("250%", 2500 * GIB),
     ],
 )
 def test_sizes_that_are_accepted(text, size_bytes):
-    assert parse_size(text, whole_bytes=1000) == size_bytes
+    assert parse_size(text, whole_bytes=1000 * GIB) == size_bytes
 
 
 @pytest.mark.parametrize(
@@ -68,9 +69,11 @@ def test_sizes_that_are_accepted(text, size_bytes):
         ("1\N{KELVIN SIGN}iB", "not a positive number and a unit"),
         ("\N{ARABIC-INDIC DIGIT THREE}GiB", "not a positive number and a unit"),
         ("nan%", "not a positive number and a unit"),
-        ("48", "the unit is missing, write 48GiB or 48%"),
-        ("1.5", "the unit is missing"),
-        ("4096", "the unit is missing, write 4096B"),
+        ("48", "the unit is missing, write 48GiB, 48% or 48B"),
+        ("1.5", "the unit is missing, write 1.5GiB or 1.5%"),
+        ("101.5", "the unit is missing, write 101.5MiB"),
+        ("4096", "the unit is missing, write 4096MiB or 4096B"),
+        ("1048576", "the unit is missing, write 1048576B"),
         ("9" * 5000 + "GiB", "not a positive number and a unit"),
         ("48G", "unknown unit 'G', write 48GB or 48GiB"),
         ("1.5t", "unknown unit 't', write 1.5TB or 1.5TiB"),
@@ -82,6 +85,7 @@ def test_sizes_that_are_accepted(text, size_bytes):
         ("0%", "less than one byte"),
         ("0.5B", "less than one byte"),
         ("0.01%", "less than one byte"),
+        ("40%", "that is 400 bytes here, less than 1 MiB (1048576 bytes)"),
     ],
 )
 def test_sizes_that_are_refused(text, reason):
@@ -112,7 +116,7 @@ def test_a_formatted_size_is_within_its_two_decimals(size_bytes):
     assert abs(parse_size(format_size(size_bytes), 1) - size_bytes) <= 0.00501 * size_bytes + 1
 
 
-@given(percent=st.integers(1, 100), whole_bytes=st.integers(100, 1 << 50))
+@given(percent=st.integers(1, 100), whole_bytes=st.integers(100 << 20, 1 << 50))
 def test_a_percentage_is_rounded_down(percent, whole_bytes):
     assert parse_size(f"{percent}%", whole_bytes) == whole_bytes * percent // 100
 

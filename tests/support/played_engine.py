@@ -2,7 +2,9 @@
 
 `PlayedEngine` drives vLLM's own `Scheduler` with both roles of `KVOffloadConnector`. The model
 (`played_model`) checks all KV that it reads, and the copies (`manual_copies`) run when the test
-says so. Every token that a client gets is compared with what the model answers without a cache.
+says so. Every token that a client gets is compared with what the model answers without a cache,
+and after every step each readable slot with what its key stands for: whatever was stored had been
+computed.
 """
 
 from __future__ import annotations
@@ -270,6 +272,7 @@ class PlayedEngine:
             self.scheduler.update_draft_token_ids(
                 DraftTokenIds(list(drafts), [list(tokens) for tokens in drafts.values()])
             )
+        self.check_host_memory()
 
     def _take_stats(self, scheduler_stats: Any) -> None:
         """Do as vLLM's front end does with the figures that an engine core sends."""
@@ -397,6 +400,9 @@ class PlayedEngine:
         assert offload.stores.jobs.pinned_blocks == 0
         assert (len(offload.leftovers), offload.leftovers.slots) == (0, 0)
         assert offload.loads.running == 0
+        assert offload.watch.under_way == 0
+        assert offload.loads.oldest_sent is None
+        assert offload.stores.jobs.oldest_sent is None
         assert len(offload.requests) == 0
         assert all(rank.copies.in_flight == 0 for rank in self.ranks)
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1

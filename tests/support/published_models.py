@@ -17,6 +17,13 @@ def _dense(kind: str, layers: int, heads: int, kv_heads: int, hidden: int, **mor
     }
 
 
+_LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": _dense("llama", 32, 32, 8, 4096),
     "Llama-3.1-70B": _dense("llama", 80, 64, 8, 8192),
@@ -36,12 +43,34 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         # It leaves which layers have a window to the defaults: five, then one without.
         "text_config": _dense("gemma3_text", 62, 32, 16, 5376, head_dim=128, sliding_window=1024),
     },
-    "DeepSeek-V3": _dense(
-        *("deepseek_v3", 61, 128, 128, 7168),
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
+    "DeepSeek-V3": _dense("deepseek_v3", 61, 128, 128, 7168, **_LATENT),
+    "DeepSeek-V3.2": _dense(
+        *("deepseek_v32", 61, 128, 128, 7168),
+        **_LATENT,
+        index_topk=2048,
+        index_n_heads=64,
+        index_head_dim=128,
+    ),
+    "Mistral-7B-v0.1": _dense("mistral", 32, 32, 8, 4096, sliding_window=4096),
+    "Granite-4.0-H-Small": _dense(
+        *("granitemoehybrid", 40, 32, 8, 4096),
+        layer_types=[*["mamba"] * 5, "attention", *["mamba"] * 4] * 4,
+        mamba_n_heads=128,
+        mamba_d_head=64,
+        mamba_n_groups=1,
+        mamba_d_state=128,
+        mamba_d_conv=4,
+        mamba_expand=2,
+    ),
+    "Qwen3-Next-80B-A3B": _dense(
+        *("qwen3_next", 48, 16, 2, 2048),
+        head_dim=256,
+        layer_types=[*["linear_attention"] * 3, "full_attention"] * 12,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_value_head_dim=128,
     ),
 }
 """By name: Hugging Face's config.json, less what does not decide the size of the KV cache.
@@ -49,5 +78,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 Compared with what the models' makers, or their libraries, say of these checkpoints: Llama with
 `models/sku_list.py` of meta-llama/llama-models, Qwen3 with `gpt/model/qwen3.py` of NVIDIA/NeMo,
 gpt-oss with `gpt_oss/torch/model.py` of openai/gpt-oss, gemma with `gemma/config.py` of
-google/gemma_pytorch, DeepSeek with the defaults of its class in transformers.
+google/gemma_pytorch; DeepSeek, Qwen3-Next and Mistral with the defaults of their classes in
+transformers. Granite is as others cite its config.json.
 """

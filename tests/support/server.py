@@ -53,7 +53,7 @@ def serving(folder: Path, **plugin: Any) -> Iterator[str]:
                 *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
                 *("--model", str(write_model("qwen3", folder / "qwen3"))),
                 *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "small"),
-                *("--enforce-eager", "--dtype", "float32"),
+                *("--enforce-eager", "--dtype", "float32", "--enable-prompt-tokens-details"),
                 *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "1024"),
                 *("--kv-cache-memory-bytes", str(16 << 20)),
                 *("--kv-transfer-config", json.dumps(transfer_config(plugin))),
@@ -127,6 +127,11 @@ def wait_for(url: str, name: str, value: float) -> None:
 
 def complete(url: str, seed: int, tokens: int = 300) -> str:
     """Return what the model answers to a prompt of random tokens."""
+    return str(ask(url, seed, tokens)["choices"][0]["text"])
+
+
+def ask(url: str, seed: int, tokens: int = 300) -> dict[str, Any]:
+    """Return the whole answer to a prompt of random tokens."""
     body = {
         "model": "small",
         "prompt": " ".join(f"t{token}" for token in random_tokens(tokens, seed=seed)),
@@ -134,7 +139,8 @@ def complete(url: str, seed: int, tokens: int = 300) -> str:
         "temperature": 0,
         "ignore_eos": True,
     }
-    return str(json.loads(get(url + "/v1/completions", body))["choices"][0]["text"])
+    answer: dict[str, Any] = json.loads(get(url + "/v1/completions", body))
+    return answer
 
 
 def hit(url: str, seed: int, tokens: int = 300) -> tuple[str, str]:

@@ -114,6 +114,9 @@ class SimulatedEngine(PlayedEngine):
     def check_answer(self, request_id: str) -> None:
         """Nothing is computed."""
 
+    def check_host_memory(self) -> None:
+        """Nothing is copied."""
+
     def pass_step(self) -> dict[str, Tokens]:
         """Launch steps until two are under way, wait for the older one, and return its tokens."""
         while len(self._ends) < 2 and self.scheduler.has_requests():

@@ -66,12 +66,12 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         if scheduler is None:
             self.offload_worker.reports.count("hook_errors", self.hook_errors.take())
             return ConnectorStats.of(self.offload_worker.reports.take_stats())
+        scheduler.watch.end()  # first: whatever fails below, the step has ended
         scheduler.statistics.count("hook_errors", self.hook_errors.take())
         scheduler.reports.read()
         rank = self._local_rank()
         if rank is not None and scheduler.has_pending_stores:
             scheduler.stores.complete(rank.take_ended_stores())
-        scheduler.watch.end()
         counted = scheduler.take_stats()
         # No step may follow that would report what was polled just now.
         moved = None if rank is None else rank.reports.take_stats()

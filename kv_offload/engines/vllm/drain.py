@@ -40,7 +40,7 @@ def reset_after_drain(
         done = original(self, reset_running_requests, *args, **kwargs)
     if done:
         for scheduler in schedulers:
-            scheduler.contents.engine_was_reset()
+            scheduler.engine_was_reset()
     tell_front_end(self, schedulers)
     return done
 
@@ -211,7 +211,7 @@ def end_lost_requests(
             "this step end, since any of them may be one. Please report this",
             len(lost),
         )
-    ended = _end_with_error(self, lost) if lost else ()
+    ended = _end_with_error(self, lost) if lost is not None else ()
     outputs = original(self, scheduler_output, model_runner_output)
     _add_ends(outputs, ended)
     stranded = [s for s in halves(self.connector, "offload_scheduler") if s.stranded]

@@ -47,9 +47,12 @@ def failed_loads(connector: Any, output: Any) -> set[str]:
     return set().union(*(report.failed_loads for _, report in reports))
 
 
-def requests_with_lost_kv(connector: Any, output: Any) -> set[str]:
-    """Return the requests that have computed with KV that a step's output reports as lost."""
+def requests_with_lost_kv(connector: Any, output: Any) -> set[str] | None:
+    """Return the requests that have computed with KV that a step's output reports as lost.
+
+    None if none was lost. Otherwise no block's name may be trusted, be there requests or not.
+    """
     reports = own_reports(connector, output.kv_connector_worker_meta)
-    return set().union(
-        *(half.ends.lose(report.lost_loads) for half, report in reports if report.lost_loads)
-    )
+    lost = [half.lose(report) for half, report in reports]
+    found = [requests for requests in lost if requests is not None]
+    return set().union(*found) if found else None

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kv_offload.engines.vllm import drain, weights
+from kv_offload.engines.vllm import drain, preemption, weights
 from kv_offload.engines.vllm.start import not_in_use
 from kv_offload.engines.vllm.versions import NEWEST, OLDEST
 
@@ -194,6 +194,7 @@ PATCHES = (
         needed=lambda setup: setup.config.keep_on_sleep,
     ),
     Patch("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", drain.end_lost_requests),
+    Patch("vllm.v1.core.sched.scheduler:Scheduler._preempt_request", preemption.unname_uncomputed),
     Patch(
         "vllm.v1.core.sched.scheduler:Scheduler._update_from_kv_xfer_finished",
         drain.recompute_failed_requests,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, takewhile
 
 import numpy as np
 
@@ -18,6 +21,8 @@ class _Store:
     slots: Slots
     blocks: list[int]
     ranks_left: set[int]
+    sent: float
+    """On the monotonic clock, in seconds."""
     ok: bool = True
 
 
@@ -45,6 +50,13 @@ class StoreJobs:
     def running(self) -> int:
         """Stores sent to the ranks and not completed by all of them."""
         return len(self._running)
+
+    @property
+    def oldest_sent(self) -> float | None:
+        """When the oldest store that some rank has not ended was sent, on the monotonic clock."""
+        # What was given up is older than all that runs.
+        stores = chain(self._abandoned.values(), self._running.values())
+        return next((store.sent for store in stores), None)
 
     @property
     def pending(self) -> bool:
@@ -82,7 +94,8 @@ class StoreJobs:
         pairs[:, 1] = slots
         job = StoreJob(self._next_job_id, pairs)
         self._next_job_id += 1
-        self._running[job.job_id] = _Store(slots, blocks, set(self._ranks), self._trusted)
+        ranks_left, sent = set(self._ranks), time.monotonic()
+        self._running[job.job_id] = _Store(slots, blocks, ranks_left, sent, self._trusted)
         self._trusted = True
         self._planned_slots = []
         self._planned_blocks = []
@@ -122,16 +135,23 @@ class StoreJobs:
         for store in self._running.values():
             store.ok = False
 
-    def abandon(self) -> None:
-        """Unpin what is still running: what it copies from now on may be garbage, so it is dropped.
+    @property
+    def abandoned(self) -> int:
+        """Stores that were given up and that some rank has not ended."""
+        return len(self._abandoned)
 
-        The slots stay taken until the ranks report the end of the copies.
+    def abandon(self, sent_before: float = math.inf) -> int:
+        """Unpin stores that still run and were sent before a time of the monotonic clock.
+
+        What they copy from now on may be garbage, so it is dropped. Their slots stay taken until
+        the ranks report the end of the copies. Returns how many stores were given up.
         """
-        for job_id, store in self._running.items():
+        late = list(takewhile(lambda job: job[1].sent < sent_before, self._running.items()))
+        for job_id, store in late:
             store.ok = False
             self._unpin(store)
-            self._abandoned[job_id] = store
-        self._running.clear()
+            self._abandoned[job_id] = self._running.pop(job_id)
+        return len(late)
 
     def _unpin(self, store: _Store) -> None:
         # The pool puts the last of these at the most recent end: a prefix' head should leave last.

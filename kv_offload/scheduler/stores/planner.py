@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +19,15 @@ from kv_offload.scheduler.stores.budget import StoreBudget
 from kv_offload.scheduler.stores.candidates import StoreCandidates
 from kv_offload.scheduler.stores.choice import StoreChoice
 from kv_offload.scheduler.stores.jobs import StoreJobs
+
+logger = logging.getLogger(__name__)
+
+MAX_STORE_SECONDS = 10.0
+"""For how long a store may pin its GPU blocks; as long as a reset waits for it.
+
+Where too few blocks are free, vLLM waits for stores rather than preempt a request. Stores are
+planned to end within a few steps, so one that takes this long hangs, or its link is far slower than
+was measured."""
 
 
 class StorePlanner:
@@ -48,7 +60,12 @@ class StorePlanner:
         self.jobs = StoreJobs(manager, pool, num_ranks)
 
     def slots_left(self, soon_free_blocks: int = 0) -> int:
-        """Return how many more slots may be chosen; see `pin_chosen`."""
+        """Return how many more slots may be chosen; see `pin_chosen`.
+
+        None while a store that was given up has not ended: what is sent now stands behind it.
+        """
+        if self.jobs.abandoned:
+            return 0
         free_blocks = self._pool.get_num_free_blocks() + soon_free_blocks
         return self._budget.slots_left(self.jobs.pinned_blocks, free_blocks)
 
@@ -76,6 +93,21 @@ class StorePlanner:
             self._budget.count_planned(taken)
             self.jobs.pin(stored, chosen.blocks[:taken])
 
+    def give_up_late(self) -> None:
+        """Give up the stores that have run for `MAX_STORE_SECONDS`, so that nobody waits longer."""
+        late = self.jobs.abandon(time.monotonic() - MAX_STORE_SECONDS)
+        if late:
+            logger.error(
+                "kv-offload: gave up %d stores that did not end in %.0f s, and releases their GPU "
+                "blocks. Nothing is stored until they have ended",
+                late,
+                MAX_STORE_SECONDS,
+            )
+
     def complete(self, results: Mapping[int, JobResult]) -> None:
         """Take the ranks' reports of stores."""
         self._statistics.skipped("copy_failed", self.jobs.complete(results))
+
+    def fail(self, results: Mapping[int, JobResult]) -> None:
+        """Take reports of stores of which nobody can say that they went well."""
+        self.complete({job_id: replace(result, ok=False) for job_id, result in results.items()})

@@ -45,7 +45,7 @@ class CacheManagerMachine(RuleBasedStateMachine):
         self.readable: dict[bytes, int] = {}
         self.writes: dict[int, bytes | None] = {}
         self.loads: list[Load] = []
-        self.evictions = 0
+        self.evictions = self.stored_slots = 0
         self.steps_since_reset = 0
         self.remembered: dict[bytes, int] = {}
         self.remembered_at = 0
@@ -114,6 +114,7 @@ class CacheManagerMachine(RuleBasedStateMachine):
             key = self.writes.pop(slot)
             if key is not None and ok:
                 self.readable[key] = slot
+                self.stored_slots += 1
 
     @rule(keys=key_lists)
     def prepare_load(self, keys: list[bytes]) -> None:
@@ -193,6 +194,7 @@ class CacheManagerMachine(RuleBasedStateMachine):
         assert self.manager.readable_slots() == self.readable
         assert self.manager.slots_in_use == len(self.in_use())
         assert self.manager.evictions == self.evictions
+        assert self.manager.stored_slots == self.stored_slots
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):

@@ -112,6 +112,17 @@ def test_the_configuration_is_read_as_an_engine_does(
     assert (config is None) == (state == "problem")
 
 
+def test_a_variable_that_is_not_read_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kv.yaml").write_text("cpu_bytes: 1MiB")
+    monkeypatch.setenv("KV_OFFLOAD_CONFIG", "kv.yaml")
+    check, config = read_configuration(str(tmp_path / "kv.yaml"), replicas=1)
+    assert check.state == "warning"
+    assert "KV_OFFLOAD_CONFIG is not read" in check.remedy
+    assert config is not None
+
+
 def test_of_a_wrong_configuration_only_the_machine_is_checked() -> None:
     checks = [*check_memory(None, has_gpu=False)]
     assert [check.name for check in checks] == ["free memory", "huge pages"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import sys
 from typing import Any
 
@@ -69,6 +70,24 @@ def test_settings_that_do_not_fit_each_other() -> None:
     assert "kv_load_failure_policy of the MultiConnector" in message
 
 
+def test_ranks_with_a_scheduler_each() -> None:
+    config = make_vllm_config({}, ranks=2)
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    with pytest.raises(UnsupportedError, match="'external_launcher' with 2 ranks"):
+        early.check_settings(config)
+
+
+def test_a_variable_named_after_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_OFFLOAD_CPU_BYTES", "100GiB")
+    assert "unset KV_OFFLOAD_CPU_BYTES" in refusal(ConfigError, {})
+
+
+@both_places
+def test_a_size_that_lacks_its_unit(place: Any) -> None:
+    message = refusal(ConfigError, {"cpu_bytes": 5000}, transfer_config=place)
+    assert "Did you mean 5000MiB or 5000B?" in message
+
+
 def test_a_vllm_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.__version__", "0.40.1")
     assert "works with vLLM 0.26 to 0.33, this is '0.40.1'" in refusal(UnsupportedError, {})
@@ -120,6 +139,41 @@ def test_a_gpu_without_cupy(installed: bool, monkeypatch: pytest.MonkeyPatch) ->
     else:
         with pytest.raises(UnsupportedError, match=r"CuPy, .* install it with pip install cupy-"):
             early.check_settings(config)
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """Have this process be the front end of `vllm serve` with these words."""
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", *words])
+    *_, last = [word.partition("=")[2] or word for word in words]
+    arguments = EngineArgs(model="unused", kv_transfer_config=json.loads(last))
+    early.check_arguments(arguments)
+
+
+@both_places
+@pytest.mark.parametrize("name", ["--kv-transfer-config", "--kv_transfer_config"])
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_key_that_the_command_line_has_twice(
+    place: Any, name: str, joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def words(text: str) -> list[str]:
+        return [f"{name}={text}"] if joined else [name, text]
+
+    text = json.dumps(place({"cpu_bytes": "2GiB"}))
+    serve(monkeypatch, *words(text))
+    twice = text.replace('"cpu_bytes"', '"cpu_bytes": "1GiB", "cpu_bytes"')
+    with pytest.raises(ConfigError) as caught:
+        serve(monkeypatch, *words(twice))
+    assert str(caught.value) == (
+        "kv-offload: --kv-transfer-config: cpu_bytes is given twice, as '1GiB' and as '2GiB': "
+        "remove one of the two"
+    )
+
+
+def test_a_key_that_another_connector_has_twice_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_role": "kv_both"}'
+    serve(monkeypatch, "--kv-transfer-config", other)
 
 
 @both_places

@@ -26,8 +26,10 @@ def test_halves_of_one_connector_or_of_those_inside_another() -> None:
 
 def test_failed_and_lost_loads_are_collected_from_all_reports() -> None:
     def half(name: str) -> Any:
-        ends = SimpleNamespace(lose=lambda jobs: {(name, *jobs)})
-        return SimpleNamespace(offload_scheduler=SimpleNamespace(ends=ends))
+        def lose(report: OffloadWorkerMetadata) -> set[Any] | None:
+            return {(name, *report.lost_loads)} if report.lost_loads else None
+
+        return SimpleNamespace(offload_scheduler=SimpleNamespace(lose=lose))
 
     def report(failed: set[str], lost: set[int]) -> OffloadWorkerMetadata:
         return OffloadWorkerMetadata(failed_loads=frozenset(failed), lost_loads=frozenset(lost))

@@ -185,6 +185,48 @@ def test_policies_that_contradict_each_other_are_refused() -> None:
 
 
 @pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize(
+    "option", [{"cpu_bytes": "32MiB"}, {"store_blocks": "prompt"}, {"config_file": "/kv.yaml"}]
+)
+def test_an_option_of_ours_beside_the_members_is_refused(
+    deep: bool, option: dict[str, Any]
+) -> None:
+    """The member has another `cpu_bytes`, and none of the others."""
+
+    def misplaced(plugin: dict[str, Any]) -> dict[str, Any]:
+        config = multi_config(plugin)
+        config = around(config) if deep else config
+        config["kv_connector_extra_config"] |= option
+        return config
+
+    ((name, value),) = option.items()
+    with pytest.raises(UnsupportedError) as caught:
+        build(misplaced)
+    assert str(caught.value).endswith(
+        f"{name}: {value!r} stands beside connectors in the kv_connector_extra_config of the "
+        "MultiConnector, where no member reads it: move it into the kv_connector_extra_config of "
+        "the member KVOffloadConnector"
+    )
+
+
+def test_options_of_others_beside_the_members_are_left_alone(warned: list[str]) -> None:
+    """`eviction_policy` may be meant for another member, which does not get it either."""
+
+    def outside(plugin: dict[str, Any]) -> dict[str, Any]:
+        config = multi_config({**plugin, "cpu_bytes": "64MiB"}, kv_load_failure_policy="recompute")
+        config["kv_connector_extra_config"] |= {
+            "cpu_bytes": "64MiB",
+            "cpu_bytes_to_use": 1 << 30,
+            "eviction_policy": "arc",
+        }
+        return config
+
+    build(outside)
+    (message,) = warned
+    assert message.startswith("kv-offload: eviction_policy: 'arc' stands beside connectors in the ")
+
+
+@pytest.mark.parametrize("deep", [False, True])
 def test_ours_twice_is_refused(deep: bool) -> None:
     def twice(plugin: dict[str, Any]) -> dict[str, Any]:
         config = multi_config(plugin)

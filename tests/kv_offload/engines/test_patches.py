@@ -86,7 +86,7 @@ def test_no_method_is_patched_twice() -> None:
     assert len({patch.target for patch in PATCHES}) == len(PATCHES)
 
 
-ALWAYS = {"reset_prefix_cache", "collective_rpc", "update_from_output"}
+ALWAYS = {"reset_prefix_cache", "collective_rpc", "update_from_output", "_preempt_request"}
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
+import torch
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.config import CacheConfig, set_current_vllm_config
+from vllm.model_executor.models import config as model_settings
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
+from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausalLM
+from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
+from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from kv_offload.engines.vllm.start.support import CACHE_DTYPES
+from kv_offload.config import OffloadConfig
+from kv_offload.engines.vllm.start.support import CACHE_DTYPES, check_supported
 from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
 from kv_offload.sizing.model import Model, read_model
 from kv_offload.sizing.slots import CACHE_DTYPES as SIZES
@@ -24,6 +34,7 @@ from tests.support.planning import (
     get_kv_cache_config_from_groups,
     get_kv_cache_groups,
 )
+from tests.support.published_models import PUBLISHED
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -65,6 +76,77 @@ def test_scales_per_token_and_head_are_those_of_vllm(name: str) -> None:
     assert size.slot_bytes == spec.page_size_bytes
 
 
+QWEN35 = {
+    **PUBLISHED["Qwen3-Next-80B-A3B"],
+    "model_type": "qwen3_5_text",
+    "mamba_ssm_dtype": "float32",
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize(
+    ("published", "model_class", "settings"),
+    [
+        (PUBLISHED["Granite-4.0-H-Small"], GraniteMoeHybridForCausalLM, ""),
+        (PUBLISHED["Qwen3-Next-80B-A3B"], Qwen3NextForCausalLM, ""),
+        # It has the states of Qwen3-Next, whose class needs fewer packages.
+        (QWEN35, Qwen3NextForCausalLM, "Qwen3_5ForConditionalGenerationConfig"),
+    ],
+)
+def test_states_are_those_of_vllm(
+    tmp_path: Path, published: dict[str, Any], model_class: Any, settings: str, ranks: int
+) -> None:
+    """By the methods with which vLLM itself finds out how large a block must be."""
+    config = CONFIG_MAPPING[published["model_type"]].from_dict(published)
+    asked = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=config, hf_text_config=config, dtype=torch.bfloat16),
+        cache_config=CacheConfig(),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        speculative_config=None,
+        num_speculative_tokens=0,
+    )
+    if settings:
+        getattr(model_settings, settings).verify_and_update_config(asked)
+    spec = MambaSpec(
+        block_size=16,
+        shapes=tuple(model_class.get_mamba_state_shape_from_config(asked)),
+        dtypes=tuple(model_class.get_mamba_state_dtype_from_config(asked)),
+    )
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    size = slot_size(
+        read_model(tmp_path), tensor_parallel_size=ranks, cache_dtype="auto", block_tokens=16
+    )
+    assert size.state_bytes == spec.page_size_bytes
+    smaller = (size.block_tokens - 16) * size.layer_bytes
+    assert smaller < size.state_bytes <= smaller + 16 * size.layer_bytes
+
+
+def test_a_model_with_an_index_is_accepted_and_has_the_size_of_vllm(tmp_path: Path) -> None:
+    """DeepSeek-V3.2: the index of each layer is a layer of its own to vLLM, in the same group."""
+    vllm_config = make_vllm_config({})
+    if reports_failed_requests(vllm_version()):
+        vllm_config.cache_config.kv_cache_layout = "LBHNC"
+    vllm_config.cache_config.block_size = 64
+    specs = {}
+    with set_current_vllm_config(vllm_config):
+        for i in range(61):
+            latent = {"num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
+            specs[f"{i}.attn"] = MLAAttentionSpec(block_size=64, **latent)
+            index = DeepseekV32IndexerCache(
+                128 + 4, torch.uint8, f"{i}.indexer", vllm_config.cache_config
+            )
+            specs[index.prefix] = index.get_kv_cache_spec(vllm_config)
+    groups = get_kv_cache_groups(vllm_config, specs)
+    planned = get_kv_cache_config_from_groups(vllm_config, groups, 1 << 30)
+    check_supported(OffloadConfig(cpu_bytes=1 << 30), vllm_config, vllm_version(), (), planned)
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["DeepSeek-V3.2"]))
+    size = slot_size(
+        read_model(tmp_path), tensor_parallel_size=1, cache_dtype="auto", block_tokens=64
+    )
+    assert len(groups) == 1
+    assert size.slot_bytes == bytes_per_block(planned)
+
+
 def test_heads_of_every_kind_of_model_are_those_of_vllm(tmp_path: Path) -> None:
     """For the defaults of every kind that transformers knows, unless it is refused."""
     module = pytest.importorskip(
@@ -93,3 +175,5 @@ def test_heads_of_every_kind_of_model_are_those_of_vllm(tmp_path: Path) -> None:
     assert set(differ) <= ODD, differ
     assert len(agreed) > 80
     assert {"llama", "qwen3", "gemma3", "gpt_oss", "deepseek_v3", "llama4"} <= set(agreed)
+    known = {kind for kind in ("qwen3_next", "deepseek_v32") if kind in CONFIG_MAPPING}
+    assert known <= set(agreed)

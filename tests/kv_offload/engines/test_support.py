@@ -158,6 +158,19 @@ def test_no_prefix_caching(engine: Engine) -> None:
     engine.refuse("prefix caching is off, *remove --no-enable-prefix-caching*")
 
 
+def test_ranks_with_a_scheduler_each(engine: Engine) -> None:
+    parallel = engine.vllm.parallel_config
+    parallel.distributed_executor_backend = "external_launcher"
+    engine.check()
+    parallel.world_size = 2
+    engine.refuse(
+        "distributed_executor_backend is 'external_launcher' with 2 ranks, *"
+        "start one process, with 'mp' or 'ray'"
+    )
+    parallel.distributed_executor_backend = "mp"
+    engine.check()
+
+
 @pytest.mark.parametrize("dtype", ["int4_per_token_head", "turboquant_k8v4", "fp8_inc", "nvfp4"])
 def test_cache_types_with_data_elsewhere(engine: Engine, dtype: str) -> None:
     engine.vllm.cache_config = SimpleNamespace(enable_prefix_caching=True, cache_dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from kv_offload.messages import DrainAnswer, StoreJob, WorkerCapacity
 from kv_offload.scheduler.statistics import GAUGE_SECONDS
 from tests.support.configurations import make_kv_cache_config
 from tests.support.manual_copies import ManualSwapEngine
-from tests.support.played_cases import FULL, OTHER, PROMPT, WINDOW, blocks, forget
+from tests.support.played_cases import FULL, OTHER, PROMPT, WINDOW, blocks, forget, store
 from tests.support.played_engine import PlayedEngine
 from tests.support.remote_connector import multi_config
 
@@ -34,7 +35,7 @@ def engine() -> PlayedEngine:
 def test_figures_of_a_round_trip(engine: PlayedEngine) -> None:
     store_figures = {name: value for name, value in engine.totals.items() if value}
     assert store_figures.pop("stored_seconds") > 0
-    assert store_figures == {"lookup_tokens": 21, "stored_bytes": blocks(5)}
+    assert store_figures == {"lookup_tokens": 21, "stored_bytes": blocks(5), "stored_slots": 5}
     forget(engine)
     engine.serve("b", PROMPT, max_tokens=1)
     load_figures = {name: value for name, value in engine.totals.items() if value}
@@ -71,6 +72,87 @@ def test_a_load_that_failed_is_in_no_histogram_of_loads(engine: PlayedEngine) ->
     engine.run()
     assert engine.totals["failed_loads"] == 1
     assert engine.observed == {"request_hit_tokens": [20]}
+
+
+# -- a copy that does not end ------------------------------------------------------------------
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of the monotonic clock, which stands until the test moves it."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("direction", [Direction.LOAD, Direction.STORE])
+def test_the_age_of_a_copy_that_hangs_grows_while_others_come_and_go(
+    direction: Direction, now: list[float]
+) -> None:
+    """It hangs on one rank of two. The bytes that move do not show it."""
+    engine = PlayedEngine(ranks=2)
+    engine.serve("other", OTHER, max_tokens=1)
+    if direction is Direction.LOAD:
+        engine.serve("stored", PROMPT, max_tokens=1)
+    forget(engine)
+    now[0] += 1.0
+    engine.add("hung", PROMPT, max_tokens=1)
+    engine.step(2)
+    first, second = (rank.copies for rank in engine.ranks)
+    first.run_all()
+    (hung,) = second.submitted
+    assert hung.direction is direction
+    for seconds in (1.0, 2.0, 3.0):
+        now[0] += 1.0
+        loaded = engine.totals["loaded_bytes"]
+        engine.pool.evict_blocks({b.block_id for b in engine.pool.blocks if b.ref_cnt == 0})
+        request_id = f"other after {seconds} s"
+        engine.add(request_id, OTHER, max_tokens=1)
+        while request_id not in engine.ended:
+            engine.step()
+            first.run_all()
+            for job in second.submitted[1:]:
+                second.run(second.submitted.index(job))
+        assert second.submitted[0] is hung
+        assert engine.totals["loaded_bytes"] >= loaded + 2 * blocks(5)
+        assert engine.gauges["oldest_copy_seconds"] == seconds
+    second.run_all()
+    engine.run()
+    assert engine.gauges["oldest_copy_seconds"] == 0
+    engine.check_rest()
+
+
+def test_the_age_of_a_load_that_a_forward_waits_for(now: list[float]) -> None:
+    engine = store(PlayedEngine(synchronous_loads=True), PROMPT)
+    engine.add("a", PROMPT, max_tokens=1)
+    engine.schedule()
+    now[0] += 5.0
+    told = engine.offload.take_stats().data
+    assert (told["synchronous_loads"], told["oldest_copy_seconds"]) == (1, 5.0)
+    engine.run()
+    assert engine.gauges["oldest_copy_seconds"] == 0
+
+
+def test_a_store_that_was_given_up_has_its_age_until_every_rank_has_ended_it(
+    now: list[float],
+) -> None:
+    engine = PlayedEngine(ranks=2)
+    engine.add("a", PROMPT, max_tokens=1)
+    engine.step(2)
+    copies = engine.ranks[1].copies
+    copies.stuck = True
+    now[0] += 10.0
+    assert engine.reset()
+    assert engine.gauges["running_stores"] == 0
+    assert engine.gauges["oldest_copy_seconds"] == 10.0
+    engine.add("b", OTHER, max_tokens=1)
+    now[0] += 1.0
+    engine.step()
+    assert engine.gauges["oldest_copy_seconds"] == 11.0
+    copies.stuck = False
+    engine.run()
+    assert engine.gauges["oldest_copy_seconds"] == 0
+    engine.check_rest()
 
 
 # -- what an idle engine tells -----------------------------------------------------------------
@@ -144,6 +226,7 @@ def test_gauges_are_reported_when_they_change() -> None:
         "slots_in_use": 0,
         "running_loads": 0,
         "running_stores": 0,
+        "oldest_copy_seconds": 0.0,
         "pinned_blocks": 0,
         "waiting_slots": 0,
         "load_bytes_per_second": 0.0,
@@ -153,12 +236,8 @@ def test_gauges_are_reported_when_they_change() -> None:
 
 
 def test_gauges_are_reported_now_and_then_while_requests_run_and_at_their_end(
-    monkeypatch: pytest.MonkeyPatch,
+    now: list[float],
 ) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(
-        "kv_offload.scheduler.statistics.time", SimpleNamespace(monotonic=lambda: now[0])
-    )
     engine = PlayedEngine(slots=7)
     engine.offload.take_stats()
     engine.add("a", PROMPT, max_tokens=2)
@@ -168,10 +247,53 @@ def test_gauges_are_reported_now_and_then_while_requests_run_and_at_their_end(
     assert engine.offload.take_stats().data == {
         "slots_in_use": 4,
         "running_stores": 1,
+        "oldest_copy_seconds": pytest.approx(GAUGE_SECONDS),
         "pinned_blocks": 4,
     }
     engine.run()
-    assert engine.gauges == {"slots_in_use": 5, "running_stores": 0, "pinned_blocks": 0}
+    assert engine.gauges == {
+        "slots_in_use": 5,
+        "running_stores": 0,
+        "oldest_copy_seconds": 0.0,
+        "pinned_blocks": 0,
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stored_slot_is_counted_once_however_many_ranks_store_it(ranks: int) -> None:
+    """So that it can be compared with the evictions, which a full pool has as many of."""
+    engine = PlayedEngine(ranks=ranks, slots=5)
+    engine.serve("a", PROMPT, max_tokens=1)
+    assert engine.totals["stored_bytes"] == ranks * blocks(5)
+    assert (engine.totals["stored_slots"], engine.totals["evictions"]) == (5, 0)
+    engine.serve("b", OTHER, max_tokens=1)
+    assert (engine.totals["stored_slots"], engine.totals["evictions"]) == (10, 5)
+    engine.check_rest()
+
+
+def test_a_slot_that_one_rank_has_not_stored_is_not_counted() -> None:
+    engine = PlayedEngine(ranks=2)
+    engine.add("a", PROMPT, max_tokens=1)
+    engine.step(2)
+    engine.ranks[0].copies.run_all()
+    engine.step()
+    assert engine.totals["stored_bytes"] > 0
+    assert engine.totals["stored_slots"] == 0, "the other rank copies yet"
+    engine.ranks[1].copies.run(fail=True)
+    engine.run()
+    failed = engine.totals["skipped_copy_failed"]
+    assert failed > 0
+    assert engine.totals["stored_slots"] == 5 - failed
+
+
+def test_a_slot_whose_key_was_forgotten_while_it_was_stored_is_not_counted() -> None:
+    engine = PlayedEngine()
+    engine.add("a", PROMPT, max_tokens=1)
+    engine.step(2)
+    engine.offload.manager.reset()
+    engine.run()
+    assert engine.totals["stored_bytes"] > 0
+    assert engine.totals["stored_slots"] == engine.gauges["slots_in_use"] < 5
 
 
 def test_evictions_are_counted_once() -> None:
@@ -220,6 +342,9 @@ def test_only_slots_that_are_ready_on_every_rank_are_used(monkeypatch: pytest.Mo
     manager.check_integrity()
     engine.offload.ranks_ready({0: 40, 1: 35})
     assert engine.offload.take_stats().data["slots"] == 35
+    engine.offload.ranks_ready({0: 2, 1: 2})  # what they had when they were asked
+    assert manager.usable_slots == 35
+    manager.check_integrity()
 
 
 def test_before_every_rank_has_spoken_no_slot_is_used() -> None:

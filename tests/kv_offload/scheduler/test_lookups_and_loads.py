@@ -148,7 +148,7 @@ def test_what_is_matched(kept: int, start: int, tokens: int, matched: int) -> No
     "group",
     [
         CacheGroup(0, 4, window_tokens=6),
-        CacheGroup(0, 4, chunk_tokens=8),
+        CacheGroup(0, 4, chunk_tokens=12),
         CacheGroup(0, 4, holds_state=True),
         CacheGroup(0, 4, sees_next_token=True),
     ],
@@ -156,6 +156,14 @@ def test_what_is_matched(kept: int, start: int, tokens: int, matched: int) -> No
 def test_only_full_attention_serves_a_whole_request(group: CacheGroup) -> None:
     loads = Loads(group, kept=4)
     assert loads.match("a", tokens=12) == 8
+
+
+@pytest.mark.parametrize(
+    "group", [CacheGroup(0, 4, window_tokens=1), CacheGroup(0, 4, chunk_tokens=8)]
+)
+def test_where_a_query_reads_no_token_before_it_there_is_nothing_to_load(group: CacheGroup) -> None:
+    """A window of one token, and the first token of a chunk."""
+    assert Loads(group, kept=2).match("a", tokens=9) == 0
 
 
 def test_a_local_hit_must_end_on_a_block_of_every_group() -> None:

@@ -39,6 +39,9 @@ def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         ("Qwen3-32B", {"full": 64}, 8, 128, False),
         ("gpt-oss-120b", {"window": 18, "full": 18}, 8, 64, False),
         ("DeepSeek-V3", {"full": 61}, 1, 576, True),
+        ("DeepSeek-V3.2", {"full": 61}, 1, 576, True),
+        ("Granite-4.0-H-Small", {"state": 36, "full": 4}, 8, 128, False),
+        ("Qwen3-Next-80B-A3B", {"state": 36, "full": 12}, 2, 256, False),
     ],
 )
 @pytest.mark.usefixtures("without_transformers")
@@ -78,7 +81,14 @@ def test_values_under_other_names_are_those_that_transformers_knows(read: Any) -
 
 
 @pytest.mark.parametrize(
-    ("name", "class_name"), [("gpt-oss-120b", "GptOssConfig"), ("DeepSeek-V3", "DeepseekV3Config")]
+    ("name", "class_name"),
+    [
+        ("gpt-oss-120b", "GptOssConfig"),
+        ("DeepSeek-V3", "DeepseekV3Config"),
+        ("DeepSeek-V3.2", "DeepseekV32Config"),
+        ("Qwen3-Next-80B-A3B", "Qwen3NextConfig"),
+        ("Mistral-7B-v0.1", "MistralConfig"),
+    ],
 )
 def test_the_defaults_of_transformers_are_these_models(name: str, class_name: str) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -89,10 +99,11 @@ def test_the_defaults_of_transformers_are_these_models(name: str, class_name: st
     }
 
 
+@pytest.mark.parametrize("name", ["gemma-3-27b", "Qwen3-Next-80B-A3B"])
 @pytest.mark.usefixtures("without_transformers")
-def test_without_transformers_a_file_must_say_which_layers_have_windows(read: Any) -> None:
+def test_without_transformers_a_file_must_say_which_layers_are_which(read: Any, name: str) -> None:
     with pytest.raises(ConfigError, match="no layer_types says in which layers"):
-        read(PUBLISHED["gemma-3-27b"])
+        read({key: value for key, value in PUBLISHED[name].items() if key != "layer_types"})
 
 
 @pytest.mark.parametrize(
@@ -120,7 +131,6 @@ def test_kinds_of_layers(read: Any, more: dict[str, Any], layers: dict[str, int]
         ({"attn_type_list": [{}]}, "has layers with states"),
         ({"layer_types": ["linear_attention"] * 32}, "has layers of the type linear_attention"),
         ({"index_topk": 2048}, "has a sparse or compressed cache"),
-        ({"is_encoder_decoder": True}, "has cross attention"),
         ({"block_configs": [{}]}, "has layers of different shapes"),
         ({"num_kv_shared_layers": 10}, "has layers that read the cache of others"),
         ({"kv_lora_rank": 256, "qk_rope_head_dim": 32}, "has latent attention in a form that is"),
@@ -134,6 +144,23 @@ def test_what_the_formula_lacks_is_refused(read: Any, more: dict[str, Any], prob
     assert "its log says how many bytes a slot takes" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True, "num_layers": 6}, "t5"),
+        ({"model_type": "whisper", "is_encoder_decoder": True, "decoder_layers": 4}, "whisper"),
+        ({"is_encoder_decoder": True, "text_config": LLAMA}, "llama"),
+        ({**LLAMA, "cross_attention_layers": [3, 8]}, "llama"),
+    ],
+)
+def test_a_model_with_an_encoder_is_not_served(read: Any, config: Any, kind: str) -> None:
+    """The engine would be refused: to start it, as other messages say, is no advice."""
+    with pytest.raises(UnsupportedError, match=f"{kind} has an encoder") as caught:
+        read(config)
+    assert "kv-offload refuses such a model" in str(caught.value)
+    assert "Start the engine" not in str(caught.value)
+
+
 @pytest.mark.parametrize("kind", ["bert", "xlm-roberta"])
 def test_a_model_without_a_cache_is_refused(read: Any, kind: str) -> None:
     shape = {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768}
@@ -141,14 +168,23 @@ def test_a_model_without_a_cache_is_refused(read: Any, kind: str) -> None:
         read({"model_type": kind, **shape})
 
 
-@pytest.mark.parametrize("kind", ["jamba", "falcon_h1", "qwen3_next"])
-def test_models_with_states_are_refused(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["jamba", "falcon_h1"])
+def test_models_with_other_states_are_refused(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("transformers", reason="needs transformers, which is not installed")
     from tests.support.small_models import config
 
     config(kind).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match="layers with states"):
         read_model(tmp_path)
+
+
+@pytest.mark.usefixtures("without_transformers")
+def test_layers_with_states_only_where_the_file_says_so(read: Any) -> None:
+    """Granite-4.0-Micro names states, and has none."""
+    granite = PUBLISHED["Granite-4.0-H-Small"]
+    assert read({**granite, "layer_types": ["attention"] * 40}).layers == {"full": 40}
+    with pytest.raises(UnsupportedError, match="has states and no layer with full attention"):
+        read({**granite, "layer_types": ["mamba"] * 40})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from kv_offload.errors import ConfigError
 from kv_offload.sizing.model import Model
 from kv_offload.sizing.slots import SlotSize, check_arguments, cut_into_groups, slot_size
+from kv_offload.sizing.states import State
 
 
 def model(**more: Any) -> Model:
@@ -67,10 +69,52 @@ def test_windows_of_a_mixed_model_are_kept_where_a_prompt_ends() -> None:
     assert mixed.windowed_token_bytes == 7 * mixed.token_bytes
 
 
-def test_windows_alone_are_all_that_a_token_takes() -> None:
+def test_of_windows_alone_a_prompt_keeps_its_end() -> None:
     windows = size(model(layers={"window": 32}))
+    assert windows.keeps_ends_only
     assert windows.token_bytes == windows.windowed_token_bytes == size(model()).token_bytes
-    assert windows.prompt_bytes == 0
+    assert windows.prompt_bytes == 1024 * windows.token_bytes
+    assert not size(model()).keeps_ends_only
+
+
+STATE = State(
+    inner_channels=256,
+    groups=1,
+    group_channels=64,
+    columns=3,
+    heads=8,
+    head_numbers=1024,
+    recurrent_bytes=None,
+)
+
+
+def test_a_prompt_keeps_a_state_and_a_block_has_room_for_it() -> None:
+    """6,144 numbers of a token are in 3 blocks of 16 tokens; the state has 9,152 numbers."""
+    mixed = size(model(layers={"state": 6, "full": 2}, kv_heads=1, head_size=96, state=STATE))
+    assert (mixed.groups, mixed.group_layers) == ({"state": 3, "full": 1}, 2)
+    assert mixed.state_bytes == 2 * (3 * (256 + 64) + 8 * 1024)
+    assert mixed.block_tokens == 3 * 16
+    assert mixed.slot_bytes == 2 * 48 * 2 * 96 * 2
+    assert mixed.token_bytes * 48 == mixed.block_bytes == mixed.slot_bytes
+    assert mixed.prompt_bytes == 3 * mixed.slot_bytes
+
+
+def test_ranks_divide_states_but_copy_a_group_that_all_share() -> None:
+    assert STATE.rank_bytes(4, 2) == 2 * (3 * (256 // 4 + 64) + 2 * 1024)
+    with pytest.raises(ConfigError, match="is 3, and the states have 8 heads: give a divisor of 8"):
+        STATE.rank_bytes(3, 2)
+    with pytest.raises(ConfigError, match="states have 2 groups"):
+        dataclasses.replace(STATE, groups=2).rank_bytes(4, 2)
+
+
+def test_recurrent_states_may_have_a_type_of_their_own() -> None:
+    wider = dataclasses.replace(STATE, recurrent_bytes=4)
+    assert wider.rank_bytes(1, 2) - STATE.rank_bytes(1, 2) == 2 * 8 * 1024
+
+
+def test_an_index_lies_beside_the_latent_head() -> None:
+    indexed = size(model(kv_heads=1, head_size=576, latent=True, index_bytes=132), ranks=4)
+    assert indexed.token_bytes == 32 * (576 * 2 + 132)
 
 
 def test_chunks_take_a_slot_beside_full_attention() -> None:
@@ -101,6 +145,11 @@ def test_groups(layers: dict[str, int], groups: dict[str, int], group_layers: in
         (model(), {"dtype": "int4"}, "--kv-cache-dtype is 'int4': give one of auto, bfloat16"),
         (model(), {"ranks": 3}, "--tensor-parallel-size is 3, and the model has 8 KV heads"),
         (LATENT, {"dtype": "fp8_per_token_head"}, "which vLLM does not have for latent attention"),
+        (
+            model(index_bytes=132),
+            {"dtype": "fp8"},
+            "sparse attention keeps then depends on the GPU",
+        ),
         (model(cache_is_quantized=True), {}, "--kv-cache-dtype is auto, and the checkpoint has"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from kv_offload.metrics import PREFIX, SKIP_REASONS
 from kv_offload.status.figures import Count, figures
 from kv_offload.status.read import Reading, parse
-from tests.kv_offload.status.server import recorded
+from tests.kv_offload.status.server import recorded, recorded_with
 
 
 def reading(taken: float = 0.0, engine: str = "0", **values: float) -> Reading:
@@ -24,7 +24,7 @@ def test_tokens_of_a_recorded_page_come_from_one_of_three() -> None:
     assert found.host_tokens.total == 864
     assert found.computed_tokens.total == 936
     assert found.lookup_tokens.total == 1800
-    assert found.pool.slots_in_use == 27
+    assert found.pool.slots_in_use == found.pool.stored_slots.total == 27
     assert (found.pool.slots, found.pool.pool_slots, found.pool.slot_bytes) == (2048, 2048, 32768)
     assert found.loaded.bytes.total == 27 * 32768
     assert found.loaded.bytes_per_second > 0
@@ -62,6 +62,14 @@ def test_engines_are_added_or_taken_alone() -> None:
     assert together.host_tokens.total == 2 * second.host_tokens.total == 2 * 864
     assert together.pool.slot_bytes == second.pool.slot_bytes, "a slot is not twice as large"
     assert together.load_times == second.load_times
+
+
+def test_of_several_engines_the_oldest_copy_counts() -> None:
+    """Ages do not add up."""
+    first, second = (recorded_with("oldest_copy_seconds", seconds) for seconds in (2.5, 7.5))
+    both = parse(first + second.replace('engine="0"', 'engine="1"'), "here")
+    ages = [figures(both, None, each).oldest_copy_seconds for each in (["0", "1"], ["0"], ["1"])]
+    assert ages == [7.5, 2.5, 7.5]
 
 
 def test_a_prompt_that_was_looked_up_twice_makes_no_negative_count() -> None:

@@ -32,6 +32,7 @@ def test_a_recorded_page() -> None:
         "looked up": ["1,800"],
         "loaded: the hit rate": ["864", "48.0 %"],
         "in use: 864 KiB of 64 MiB on one rank": ["27 slots", "1.3 %"],
+        "slots stored": ["27"],
     }.items():
         line = next(line for line in text.splitlines() if line.strip().startswith(what))
         assert re.split(r" {2,}", line.strip())[1:] == values, line
@@ -62,6 +63,7 @@ def test_an_error_is_named_with_what_it_means(name: str) -> None:
         ("skipped_pool_busy_total", 7.0, r"every slot of host memory was being read or written +7"),
         ("slots", 512.0, r"ready; the rest is being page-locked.* 512 slots +25\.0 %"),
         ("waiting_slots", 5.0, r"slots of ended requests that wait to be stored +5"),
+        ("oldest_copy_seconds", 75.25, r"Waiting now\s+age of the oldest load or store +75.2 s"),
     ],
 )
 def test_what_is_not_as_it_should_be_has_a_line(name: str, value: float, shown: str) -> None:

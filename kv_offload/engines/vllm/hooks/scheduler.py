@@ -93,8 +93,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         self.offload_scheduler.admissions.allocated(request, blocks, num_external_tokens)
 
     @survives(
-        lambda self, _: convert(
-            self.offload_scheduler.metadata_without_new_stores(), ConnectorMetadata
+        lambda self, scheduler_output: convert(
+            self.offload_scheduler.metadata_without_new_stores(scheduler_output), ConnectorMetadata
         )
     )
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:

@@ -67,7 +67,10 @@ class WorkerHooks(KVConnectorBase_V1):
         MultiConnector the metadata is the outer one's, and copies start with the later hooks.
         """
         metadata = scheduler_output.kv_connector_metadata
-        if isinstance(metadata, OffloadMetadata) and not changes_blocks(scheduler_output):
+        if not isinstance(metadata, OffloadMetadata):
+            return
+        self.offload_worker.begin_step(metadata)
+        if not changes_blocks(scheduler_output):
             self.offload_worker.start_copies(metadata, first=True)
 
     @survives(lambda self, metadata: None)  # what is queued stays so

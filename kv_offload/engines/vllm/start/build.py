@@ -14,7 +14,7 @@ from kv_offload.config import TracedConfig, trace_config
 from kv_offload.engines.vllm import patches
 from kv_offload.engines.vllm.call_stack import callers
 from kv_offload.engines.vllm.runner import VLLMRank
-from kv_offload.engines.vllm.start import groups, ranks, support
+from kv_offload.engines.vllm.start import groups, members, ranks, support
 from kv_offload.engines.vllm.start.ordering import gives_idle_blocks
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.scheduler import OffloadScheduler
@@ -81,10 +81,13 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
     Ranks that cannot share memory, and pipeline stages with larger blocks, hold fewer slots.
     """
     config, vllm_config, enclosing = engine.traced.config, engine.vllm_config, engine.enclosing
-    for consequence in support.consequences(config, vllm_config, enclosing):
-        logger.warning("kv-offload: %s", consequence)
+    for warning in (
+        *engine.traced.warnings,
+        *support.consequences(config, vllm_config, enclosing),
+    ):
+        logger.warning("kv-offload: %s", warning)
     # Read by the engine's scheduler after it has built its connector.
-    engine_config = support.engine_transfer(vllm_config, enclosing)
+    engine_config = members.engine_transfer(vllm_config, enclosing)
     engine_config.kv_load_failure_policy = config.on_load_failure
     parallel = vllm_config.parallel_config
     cache_groups = _cache_groups(engine)
@@ -99,7 +102,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
     holds_state = any(group.holds_state for group in cache_groups)
     setup = patches.Setup(engine.version, config, holds_state, is_member=bool(enclosing))
     patches.install_for_scheduler(setup)
-    logger.info("kv-offload: %s", config.describe())
+    logger.info("kv-offload: %s", engine.traced.describe())
     logger.info("kv-offload: %s", support.describe_policy(config))
     logger.info("kv-offload: %s", describe_share(engine.traced))
     if engine.hidden_replicas:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from vllm.config import KVTransferConfig
 from kv_offload.config import trace_config
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.start import ranks, support
+from kv_offload.engines.vllm.start.command_line import check_keys
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.worker.allocation import transfer_kind
@@ -30,12 +32,16 @@ if TYPE_CHECKING:
 
 
 def check_arguments(arguments: EngineArgs) -> None:
-    """Refuse arguments with which vLLM would replace the plugin by a connector of its own.
+    """Refuse what nothing shows any more once vLLM has read its arguments. Raises `ConfigError`.
 
-    Afterwards nothing shows that the user had asked for the plugin. Raises `ConfigError`.
+    With one of them vLLM replaces the plugin by a connector of its own. Keys that were given twice
+    are looked for in this process's command line; an engine that a script makes may have none.
     """
+    if not asks_for_us(arguments.kv_transfer_config):
+        return
+    check_keys(sys.argv)
     size = arguments.kv_offloading_size
-    if size is not None and asks_for_us(arguments.kv_transfer_config):
+    if size is not None:
         raise ConfigError(
             f"--kv-offloading-size {size}: with it vLLM uses its own connector in place of the one "
             f"in --kv-transfer-config, which is {CONNECTOR}. Remove --kv-offloading-size and set "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.call_stack import callers
+from kv_offload.engines.vllm.start import members
 from kv_offload.engines.vllm.start.groups import SPECS, STATE_SPEC, has_draft_head
 from kv_offload.engines.vllm.versions import layer_specs, role_accepts_embeddings
 from kv_offload.errors import UnsupportedError
@@ -54,7 +55,7 @@ def check_supported(
     """
     problems = [
         *_engine_problems(vllm_config, version),
-        *_connector_problems(config, vllm_config, enclosing),
+        *members.problems(config, vllm_config, enclosing),
         *_draft_problems(vllm_config),
     ]
     if kv_cache_config is not None:
@@ -72,6 +73,14 @@ def _engine_problems(vllm_config: VllmConfig, version: tuple[int, int]) -> Itera
     role = vllm_config.kv_transfer_config.kv_role
     if role not in ROLES:
         yield f"kv_role is {role!r}: set it to 'kv_both', the plugin stores and loads"
+    parallel = vllm_config.parallel_config
+    backend, world_size = parallel.distributed_executor_backend, parallel.world_size
+    if backend == "external_launcher" and world_size > 1:
+        yield (
+            f"distributed_executor_backend is 'external_launcher' with {world_size} ranks, where "
+            "each rank has a scheduler that hears of no other, so no block in host memory would "
+            "ever become readable: start one process, with 'mp' or 'ray'"
+        )
     if not cache.enable_prefix_caching:
         yield (
             "prefix caching is off, and blocks are found by their prefix hash: remove "
@@ -97,53 +106,12 @@ def _engine_problems(vllm_config: VllmConfig, version: tuple[int, int]) -> Itera
         )
 
 
-def engine_transfer(
-    vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
-) -> KVTransferConfig:
-    """Return the transfer configuration that the engine reads: that of the outermost connector."""
-    return enclosing[-1] if enclosing else vllm_config.kv_transfer_config
-
-
-def _connector_problems(
-    config: OffloadConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
-) -> Iterator[str]:
-    outermost = engine_transfer(vllm_config, enclosing)
-    name = vllm_config.kv_transfer_config.kv_connector
-    count = _count_members(outermost.kv_connector_extra_config, name)
-    if count > 1:
-        yield (
-            f"the MultiConnector has {count} members {name}, which would keep the same blocks: "
-            "list it once"
-        )
-    # vLLM's default is 'fail', so 'recompute' is the user's. The other way round nobody can tell.
-    policy = outermost.kv_load_failure_policy
-    if config.on_load_failure == "fail" and policy != "fail":
-        setting, remedy = "kv_load_failure_policy", "remove one of the two"
-        if enclosing:
-            setting += " of the MultiConnector, which holds for all its members,"
-            remedy = "set both to the same"
-        yield f"on_load_failure is 'fail', and {setting} is {policy!r}: {remedy}"
-
-
-def _count_members(extra_config: Mapping[str, Any], name: str | None) -> int:
-    return sum(
-        (member.get("kv_connector") == name)
-        + _count_members(member.get("kv_connector_extra_config", {}), name)
-        for member in extra_config.get("connectors", ())
-    )
-
-
 def consequences(
     config: OffloadConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
 ) -> Iterator[str]:
     """Say what a supported configuration changes for others than the plugin, with the remedy."""
-    engine_config = engine_transfer(vllm_config, enclosing)
-    if enclosing and engine_config.kv_load_failure_policy != config.on_load_failure:
-        yield (
-            f"on_load_failure is {config.on_load_failure!r}, so what any member of the "
-            "MultiConnector fails to load is computed again, though its kv_load_failure_policy is "
-            f"{engine_config.kv_load_failure_policy!r}: set both to the same"
-        )
+    engine_config = members.engine_transfer(vllm_config, enclosing)
+    yield from members.consequences(config, vllm_config, enclosing)
     if role_accepts_embeddings(vllm_config, engine_config):
         yield (
             f"kv_role is {engine_config.kv_role!r}, with which vLLM accepts embeddings in place of "

@@ -1,0 +1,61 @@
+"""What this process's command line says in vLLM's argument. Imports no vLLM.
+
+vLLM keeps neither that the argument was given empty nor a key that was given twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from kv_offload.config_file import show
+from kv_offload.errors import ConfigError
+
+ARGUMENT = "--kv-transfer-config"
+NOTHING = ("", "None")
+"""Values of the argument that vLLM takes for none."""
+
+
+def is_given_empty(argv: Sequence[str]) -> bool:
+    """Return whether the argument has nothing in it, as a shell may leave it."""
+    return any(value in NOTHING for value in _values(argv))
+
+
+def check_keys(argv: Sequence[str]) -> None:
+    """Raise `ConfigError` for a key that the argument's JSON has twice in one place.
+
+    Python's JSON keeps the last of them and says nothing.
+    """
+    for text in _values(argv):
+        try:
+            json.loads(text or "", object_pairs_hook=_without_duplicates)
+        except ConfigError:
+            raise
+        except ValueError:  # vLLM says what is wrong with it, or has a form of its own for it
+            continue
+
+
+def _values(argv: Sequence[str]) -> list[str | None]:
+    """Return each value of the argument: the next word, if there is one, or what is behind a `=`.
+
+    vLLM takes names with `_` too.
+    """
+    values = []
+    for word, following in zip(argv, [*argv[1:], None], strict=True):
+        name, has_value, value = word.partition("=")
+        if name.replace("_", "-") == ARGUMENT:
+            values.append(value if has_value else following)
+    return values
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError(
+                f"{ARGUMENT}: {show(key)[1:-1]} is given twice, as {show(found[key])} and as "
+                f"{show(value)}: remove one of the two"
+            )
+        found[key] = value
+    return found

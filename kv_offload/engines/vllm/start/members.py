@@ -1,0 +1,97 @@
+"""What the MultiConnectors around the connector say, and what they say for all their members.
+
+vLLM gives a member its own part of the configuration, and nothing of what stands around it. But the
+engine reads the outermost configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kv_offload.config import EXTRA_CONFIG, FILE_KEY, SCHEMA, OffloadConfig
+from kv_offload.config_file import show
+from kv_offload.engines.vllm import CONNECTOR
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+
+OTHERS_OPTIONS = frozenset({"eviction_policy"})
+"""Options of ours that another connector has by the same name: vLLM's `OffloadingConnector`."""
+
+
+def engine_transfer(
+    vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
+) -> KVTransferConfig:
+    """Return the transfer configuration that the engine reads: that of the outermost connector."""
+    return enclosing[-1] if enclosing else vllm_config.kv_transfer_config
+
+
+def problems(
+    config: OffloadConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
+) -> Iterator[str]:
+    """Yield what stands in the way of any engine with these members."""
+    for name, where in _misplaced(vllm_config, enclosing):
+        if name not in OTHERS_OPTIONS:
+            yield where
+    outermost = engine_transfer(vllm_config, enclosing)
+    name = vllm_config.kv_transfer_config.kv_connector
+    count = _count_members(outermost.kv_connector_extra_config, name)
+    if count > 1:
+        yield (
+            f"the MultiConnector has {count} members {name}, which would keep the same blocks: "
+            "list it once"
+        )
+    # vLLM's default is 'fail', so 'recompute' is the user's. The other way round nobody can tell.
+    policy = outermost.kv_load_failure_policy
+    if config.on_load_failure == "fail" and policy != "fail":
+        setting, remedy = "kv_load_failure_policy", "remove one of the two"
+        if enclosing:
+            setting += " of the MultiConnector, which holds for all its members,"
+            remedy = "set both to the same"
+        yield f"on_load_failure is 'fail', and {setting} is {policy!r}: {remedy}"
+
+
+def _count_members(extra_config: Mapping[str, Any], name: str | None) -> int:
+    return sum(
+        (member.get("kv_connector") == name)
+        + _count_members(member.get("kv_connector_extra_config", {}), name)
+        for member in extra_config.get("connectors", ())
+    )
+
+
+def consequences(
+    config: OffloadConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
+) -> Iterator[str]:
+    """Say what a MultiConnector changes or leaves unread, with the remedy."""
+    for name, where in _misplaced(vllm_config, enclosing):
+        if name in OTHERS_OPTIONS:
+            yield where
+    engine_config = engine_transfer(vllm_config, enclosing)
+    if enclosing and engine_config.kv_load_failure_policy != config.on_load_failure:
+        yield (
+            f"on_load_failure is {config.on_load_failure!r}, so what any member of the "
+            "MultiConnector fails to load is computed again, though its kv_load_failure_policy is "
+            f"{engine_config.kv_load_failure_policy!r}: set both to the same"
+        )
+
+
+def _misplaced(
+    vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
+) -> Iterator[tuple[str, str]]:
+    """Yield each option of ours that stands beside `connectors`, where no member reads it.
+
+    The member may have the same value itself; then nobody misses anything.
+    """
+    own = vllm_config.kv_transfer_config.kv_connector_extra_config
+    for outer in enclosing:
+        for name, value in outer.kv_connector_extra_config.items():
+            if name not in SCHEMA and name != FILE_KEY:
+                continue
+            if name not in own or own[name] != value:
+                yield (
+                    name,
+                    f"{name}: {show(value)} stands beside connectors in the {EXTRA_CONFIG} of the "
+                    f"MultiConnector, where no member reads it: move it into the {EXTRA_CONFIG} of "
+                    f"the member {CONNECTOR}",
+                )

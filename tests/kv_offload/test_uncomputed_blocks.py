@@ -1,0 +1,137 @@
+"""Blocks that vLLM names before they are computed, and that then nobody computes.
+
+Such a block is freed with its name where a request is preempted in the step that scheduled it, and
+where an error cuts a step short and the user of an engine in his own process goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_offload.cache.prefix import CacheGroup
+from tests.support.played_cases import FULL, OTHER, PROMPT, STATE, WINDOW, both_ways
+from tests.support.played_engine import PlayedEngine
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+
+LONG = [*PROMPT, *OTHER][:36]
+FULL_CACHE = [((FULL,), 11), ((FULL, WINDOW), 18), ((FULL, STATE), 15)]
+"""Cache groups, and with how many blocks the third step finds no free one."""
+
+
+def preempt_what_the_step_has_scheduled(
+    groups: Sequence[CacheGroup], blocks: int, async_scheduling: bool
+) -> PlayedEngine:
+    """Have a chunk of `low` preempted in the step that schedules it; then serve it.
+
+    In the third step `low` gets the last free blocks for 8 tokens. Then `high` needs one, and vLLM
+    preempts `low`, frees all its blocks, and gives one of them to `high`.
+    """
+    engine = PlayedEngine(
+        groups,
+        blocks=blocks,
+        async_scheduling=async_scheduling,
+        scheduling_policy="priority",
+        long_prefill_token_threshold=8,
+        max_model_len=40,
+    )
+    engine.scheduler.scheduler_reserve_full_isl = False
+    low = engine.add("low", LONG, max_tokens=3, priority=1)
+    engine.step(copies=True)
+    engine.add("high", OTHER[:8], max_tokens=2)
+    for _ in range(3):
+        computed = low.num_computed_tokens
+        output = engine.step(copies=True)
+        if low.num_preemptions:
+            break
+    assert set(output.num_scheduled_tokens) == {"high"}
+    assert 0 < computed < len(LONG), "its chunk was scheduled before it was preempted"
+    engine.run()
+    return engine
+
+
+@both_ways
+@pytest.mark.parametrize(("groups", "blocks"), FULL_CACHE, ids=["full", "window", "state"])
+def test_a_block_that_a_preempted_request_never_computed_is_not_served(
+    groups: Sequence[CacheGroup], blocks: int, async_scheduling: bool
+) -> None:
+    engine = preempt_what_the_step_has_scheduled(groups, blocks, async_scheduling)
+    assert engine.answers["low"] == engine.expected["low"]
+    engine.serve("low again", LONG, 3)
+    engine.check_rest()
+
+
+@pytest.mark.parametrize(("groups", "blocks"), FULL_CACHE[:2], ids=["full", "window"])
+def test_without_the_mend_vllm_serves_what_lay_there_before(
+    monkeypatch: pytest.MonkeyPatch, groups: Sequence[CacheGroup], blocks: int
+) -> None:
+    """The control. With states the request's next look-up ends before these blocks."""
+    monkeypatch.setattr("kv_offload.engines.vllm.preemption._named_uncomputed", lambda *_: iter(()))
+    with pytest.raises(AssertionError, match=r"wrong KV at|holds another prefix"):
+        preempt_what_the_step_has_scheduled(groups, blocks, async_scheduling=False)
+
+
+def cut_a_step_short(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have an error end the step that computes `PROMPT`; its user aborts the request."""
+    engine.model.may_lose_kv = True
+    engine.add("cut short", PROMPT)
+    engine.schedule()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.model, "forward", mock.Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            engine.execute()
+    engine.abort("cut short")
+
+
+@both_ways
+def test_after_a_step_that_was_cut_short_nobody_is_served_what_it_did_not_compute(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    """vLLM serves these blocks to the next request; it ends before a token of it is given out."""
+    engine = PlayedEngine(async_scheduling=async_scheduling)
+    cut_a_step_short(engine, monkeypatch)
+    engine.serve("next", PROMPT)
+    assert (engine.ended["next"], engine.answers["next"]) == ("error", [])
+    engine.model.may_lose_kv = False
+    engine.serve("after it", PROMPT)
+    assert len(engine.answers["after it"]) == 4
+    assert engine.totals["stored_bytes"] > 0
+    assert not engine.offload.has_pending_work
+    assert engine.offload.watch.under_way == 0
+
+
+@both_ways
+def test_where_the_engine_was_reset_after_a_step_that_was_cut_short_nobody_ends(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    engine = PlayedEngine(async_scheduling=async_scheduling)
+    cut_a_step_short(engine, monkeypatch)
+    assert engine.reset(reset_running_requests=True)
+    engine.model.may_lose_kv = False
+    for request_id in ("next", "after it"):
+        engine.serve(request_id, PROMPT)
+        assert len(engine.answers[request_id]) == 4
+    assert engine.totals["stored_bytes"] > 0
+
+
+def test_a_step_that_was_cut_short_while_others_run_ends_these(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What they computed in that step is missing, and of what they had before nobody can tell."""
+    engine = PlayedEngine()
+    engine.add("runs", OTHER, max_tokens=20)
+    engine.step(3, copies=True)
+    stored = dict(engine.offload.manager.readable_slots())
+    cut_a_step_short(engine, monkeypatch)
+    engine.run()
+    assert engine.ended["runs"] == "error"
+    assert engine.offload.manager.readable_slots() == stored
+    engine.model.may_lose_kv = False
+    engine.serve("again", OTHER)
+    assert len(engine.answers["again"]) == 4
+    engine.check_rest()
