@@ -17,8 +17,8 @@ SKIP_REASONS: Mapping[SkipReason, str] = {
     "moved_on": "Slots not stored because vLLM reused the block before it could be stored.",
     "used_too_little": "Slots not stored because their prefix was used less often than "
     "store_after_uses asks.",
-    "no_budget": "Slots not stored because too much waited already, or because the engine came to "
-    "rest and could not pin the block.",
+    "no_budget": "Slots not stored because too much waited already, because host memory was "
+    "emptied while they waited, or because the engine came to rest and could not pin the block.",
     "pool_busy": "Slots not stored because every slot of host memory was being read or written.",
     "copy_failed": "Slots not stored because the copy failed; the log has the error.",
 }
