@@ -11,7 +11,10 @@ import pytest
 # With 8, the default, more streams share a queue. What stands behind one that a test holds waits.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
-LONGEST_FIRST = ("test_soak.py", "test_parallel.py", "test_engine.py", "test_lessons.py")
+LONGEST_FIRST = (
+    *("test_soak.py", "test_priorities.py", "test_faults.py"),
+    *("test_parallel.py", "test_engine.py", "test_lessons.py"),
+)
 """Run by several processes (`-n 16 --dist loadgroup`), what came last would be waited for alone."""
 
 

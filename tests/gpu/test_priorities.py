@@ -22,7 +22,13 @@ def test_no_block_is_served_that_nobody_computed(
     result = run_module(
         "tests.gpu.priority_run",
         tmp_path,
-        {"requests": 428, "seeds": SEEDS, "blocks": 260, "async_scheduling": async_scheduling},
+        {
+            "requests": 428,
+            "seeds": SEEDS,
+            "blocks": 72,
+            "max_model_len": 1024,
+            "async_scheduling": async_scheduling,
+        },
         timeout_seconds=500,
         VLLM_BATCH_INVARIANT="1",
         VLLM_USE_V2_MODEL_RUNNER=runner,
