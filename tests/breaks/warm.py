@@ -19,7 +19,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 PRELOADED = (
+    "hypothesis.stateful",
     "pytest",
+    "pytest_benchmark.plugin",
+    "pytest_timeout",
+    "vllm.engine.arg_utils",
     "vllm.v1.core.sched.async_scheduler",
     "vllm.v1.engine.core",
     "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
@@ -44,14 +48,17 @@ def run(arguments: Sequence[str], limit_seconds: float, output: str) -> int | No
     if child == 0:
         _run_in_fork(arguments, output)
     end = time.monotonic() + limit_seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+    status = None
+    try:
+        while status is None and time.monotonic() < end:
+            time.sleep(0.02)
+            done, ended = os.waitpid(child, os.WNOHANG)
+            status = ended if done else None
+    finally:
+        if status is None:  # out of time, or interrupted
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return None if status is None else os.waitstatus_to_exitcode(status)
 
 
 def _run_in_fork(arguments: Sequence[str], output: str) -> NoReturn:
@@ -63,7 +70,6 @@ def _run_in_fork(arguments: Sequence[str], output: str) -> NoReturn:
             os.dup2(file.fileno(), 2)
         import pytest
 
-        # vLLM imports anyio, which has a plugin for pytest.
         early = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
         code = int(pytest.main([*early, *arguments]))
         sys.stdout.flush()
