@@ -33,7 +33,7 @@ class Outcome:
     @property
     def first_failure(self) -> str:
         """The first test that failed, and how, as pytest sums it up."""
-        lines = re.findall(r"^(?:FAILED|ERROR) (.*)$", self.output, re.MULTILINE)
+        lines = re.findall(r"^(?:FAILED|ERROR) (tests/.*)$", self.output, re.MULTILINE)
         return lines[0] if lines else "".join(self.output.splitlines()[-1:])
 
 
