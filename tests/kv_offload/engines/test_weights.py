@@ -20,7 +20,7 @@ from kv_offload.engines.vllm import patches
 from kv_offload.engines.vllm.start.support import check_keep_on_sleep
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import UnsupportedError
-from tests.support.played_cases import OTHER, PROMPT, forget
+from tests.support.played_cases import OTHER, PROMPT, forget, narrow
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -193,6 +193,19 @@ def test_a_weight_update_while_stores_run_lets_none_of_them_become_readable() ->
     core.engine.add("more", OTHER, max_tokens=1)
     core.engine.step(2)
     assert core.engine.offload.has_pending_stores
+    core.collective_rpc("update_weights")
+    core.engine.run()
+    assert not core.engine.offload.manager.readable([*core.engine.known]).any()
+    assert core.reset_prefix_cache()
+    core.engine.check_rest()
+
+
+def test_a_weight_update_drops_what_waits_to_be_stored() -> None:
+    core = make(EngineCore, keep=True)
+    narrow(core.engine, 1)
+    core.engine.add("more", OTHER, max_tokens=1)
+    core.engine.step(2)
+    assert core.engine.offload.leftovers.slots > 0
     core.collective_rpc("update_weights")
     core.engine.run()
     assert not core.engine.offload.manager.readable([*core.engine.known]).any()
