@@ -217,6 +217,16 @@ def test_what_host_memory_has_in_the_middle_of_a_prompt_is_not_stored_again() ->
     engine.rest()
 
 
+def test_requests_that_fill_the_same_block_in_a_step_store_it_once() -> None:
+    """And the next request's block goes into a slot of its own."""
+    engine = PlayedEngine(max_num_batched_tokens=64)
+    for request_id, prompt in (("a", PROMPT), ("same", PROMPT), ("other", OTHER)):
+        engine.add(request_id, prompt[: BLOCK - 1])
+    engine.step(2)
+    assert len(stored_blocks(engine.schedule())) == 2
+    engine.rest()
+
+
 def test_loads_come_before_stores() -> None:
     now = iter(range(10_000))
     engine = clocked(lambda: next(now) * 0.01, blocks=60, max_num_batched_tokens=64)
