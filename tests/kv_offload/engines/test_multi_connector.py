@@ -126,9 +126,7 @@ def test_what_the_other_member_failed_to_load_is_not_kept() -> None:
     engine.run()
     forget(engine)
     engine.offload.manager.reset()
-    (remote,) = [
-        c for c in engine.ranks[0].connector._connectors if isinstance(c, RemoteConnector)
-    ]
+    (remote,) = [c for c in engine.ranks[0].connector._connectors if isinstance(c, RemoteConnector)]
     remote.failing = True
     engine.model.may_lose_kv = True
     ask(engine, "receives", PROMPT, do_remote_prefill=True, remote_id="sends")
