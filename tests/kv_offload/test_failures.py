@@ -32,6 +32,7 @@ from tests.support.played_cases import (
     pinned,
     start_load,
     store,
+    stored_blocks,
     tables,
 )
 from tests.support.played_engine import PlayedEngine
@@ -155,6 +156,26 @@ def test_what_happens_before_the_loss_is_heard_of(holding: Holding, then: str) -
     check_served(forget(engine), MORE, 6)
 
 
+def test_what_is_planned_to_be_stored_when_a_loss_is_heard_of_is_not_kept(holding: Holding) -> None:
+    """The end of its request frees blocks, so more may be stored; no step has sent that yet."""
+    engine = holding(
+        synchronous_loads=True,
+        max_num_batched_tokens=64,
+        blocks=14,
+        plugin={"max_pinned_share": 0.5},
+    )
+    lose_next_load(engine)
+    engine.add("a", [*PROMPT, *OTHER])
+    sent = stored_blocks(engine.schedule())
+    engine.execute()
+    engine.abort("a")
+    assert pinned(engine) > {*sent}
+    play(engine)
+    engine.check_host_memory()
+    check_served(forget(engine), [*PROMPT, *OTHER])
+    assert len(engine.offload.manager.readable_slots()) == 11, "later stores are kept"
+
+
 def test_a_loss_of_an_aborted_request_leaves_the_next_of_its_name_known() -> None:
     """Reports name loads; the engine ends requests by their names."""
     engine = PlayedEngine(async_scheduling=True, synchronous_loads=True, max_num_batched_tokens=64)
@@ -222,6 +243,17 @@ def test_who_was_preempted_before_a_load_that_is_lost_goes_on() -> None:
     assert engine.ended["a"] == "error"
     assert engine.totals["lost_requests"] == 1
     assert engine.answers["preempted"] == answer([1, 1, 0], 40)
+
+
+def test_a_loss_is_told_though_the_report_of_its_step_fails(holding: Holding) -> None:
+    engine = holding(synchronous_loads=True)
+    lose_next_load(engine)
+    raised = raise_once("offload_worker.take_report", engine.ranks[0].connector)
+    engine.add("a", PROMPT)
+    play(engine)
+    assert len(raised) == 1
+    check_lost(engine, "a")
+    check_served(engine, PROMPT)
 
 
 def test_where_nobody_knows_who_computed_with_lost_kv_all_of_the_step_end(holding: Holding) -> None:
@@ -311,6 +343,24 @@ def test_a_request_that_a_reset_took_back_loads_again(holding: Holding) -> None:
     assert "a" not in engine.answers, "nobody has copied it yet"
     play_to_rest(engine)
     assert engine.totals["hit_tokens"] == 20
+
+
+def test_a_second_load_that_ends_in_its_step_is_told_from_the_first(
+    holding: Holding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report of that step may still name the first, and names each request once."""
+    engine = holding(ranks=2)
+    start_load(engine)
+    assert engine.reset(reset_running_requests=True)
+    forward = engine.forward
+
+    def copy_first(output: Any) -> Any:
+        engine.run_copies(Direction.LOAD)
+        return forward(output)
+
+    monkeypatch.setattr(engine, "forward", copy_first)
+    play_to_rest(engine)
+    assert engine.answers["a"] == answer(PROMPT)
 
 
 @pytest.mark.parametrize("preempted", [False, True])
@@ -440,6 +490,30 @@ def test_a_load_that_could_not_be_planned_fails_its_request_where_failures_do(
     play_to_rest(engine)
     assert len(raised) == 1
     check_lost(engine, "a")
+
+
+def test_who_shares_blocks_with_a_load_that_could_not_be_planned_ends_too(
+    holding: Holding,
+) -> None:
+    engine = holding(synchronous_loads=True, max_num_batched_tokens=64)
+    engine.model.may_lose_kv = True
+    raise_once("offload_scheduler.admissions.allocated", engine.connector)
+    engine.add("a", MORE)
+    engine.add("shares", [*PROMPT, 1, 1])
+    play(engine)
+    check_lost(engine, "a", "shares")
+    check_served(engine, MORE)
+
+
+def test_a_load_that_was_planned_before_its_hook_failed_is_planned_once(holding: Holding) -> None:
+    engine = holding()
+    raised = raise_once("offload_scheduler.lookups.expect", engine.connector)
+    engine.add("a", PROMPT)
+    (load,) = engine.schedule().kv_connector_metadata.loads
+    assert len(raised) == 1
+    assert not load.incomplete
+    play_to_rest(engine)
+    assert engine.answers["a"] == answer(PROMPT)
 
 
 def test_failed_loads_are_not_told_again_by_a_step_whose_report_fails(

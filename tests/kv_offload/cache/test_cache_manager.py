@@ -251,6 +251,28 @@ def test_complete_store_refuses_slots_without_a_store_and_changes_nothing(
     assert manager.readable([A])[0]
 
 
+def test_a_key_that_one_load_names_twice_is_held_until_it_has_ended_twice(
+    manager: CacheManager,
+) -> None:
+    store(manager, A)
+    slots = manager.prepare_load([A, A])
+    manager.complete_load(slots[:1])
+    manager.reset()
+    assert manager.slots_in_use == 1, "a reset frees all slots but those of loads"
+    manager.complete_load(slots[1:])
+    assert manager.slots_in_use == 0
+
+
+def test_slots_keep_their_keys_until_an_eviction_or_a_reset(manager: CacheManager) -> None:
+    store(manager, A, B, C, D)
+    slots, since = manager.find([A, B]), manager.forgotten
+    store(manager, E)  # evicts D
+    assert manager.keep_their_keys(slots, since)
+    assert not manager.keep_their_keys(manager.find([E]), since)
+    manager.reset()
+    assert not manager.keep_their_keys(slots, since)
+
+
 def test_complete_load_refuses_slots_without_a_load_and_changes_nothing(
     manager: CacheManager,
 ) -> None:

@@ -116,6 +116,27 @@ def test_what_the_other_member_brings_is_stored(first: bool, asynchronous: bool)
     engine.check_rest()
 
 
+def test_what_the_other_member_failed_to_load_is_not_kept() -> None:
+    """The forward has read it, and its blocks were planned to be stored in the same step."""
+    config = functools.partial(multi_config, remote={"synchronous": True})
+    engine = PlayedEngine(
+        max_num_batched_tokens=64, transfer_config=config, plugin={"on_load_failure": "fail"}
+    )
+    ask(engine, "sends", PROMPT, do_remote_decode=True)
+    engine.run()
+    forget(engine)
+    engine.offload.manager.reset()
+    (remote,) = [c for c in engine.ranks[0].connector._connectors if isinstance(c, RemoteConnector)]
+    remote.failing = True
+    engine.model.may_lose_kv = True
+    ask(engine, "receives", PROMPT, do_remote_prefill=True, remote_id="sends")
+    engine.step()
+    assert engine.offload.has_pending_stores
+    assert engine.ended["receives"] == "error"
+    engine.rest()
+    assert engine.offload.manager.readable_slots() == {}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_are_asked_what_they_hold(ranks: int) -> None:
     engine = PlayedEngine(ranks=ranks, slots=24, transfer_config=multi_config)

@@ -43,6 +43,7 @@ from tests.support.configurations import (
 )
 from tests.support.planning import get_kv_cache_groups
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW
+from tests.support.played_engine import PlayedEngine
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -439,3 +440,8 @@ def test_embeddings_that_the_user_asked_for_are_not_the_roles(engine: Engine) ->
 def test_a_model_that_takes_text_only_opens_nothing(engine: Engine) -> None:
     assert engine.vllm.model_config.multimodal_config is None
     assert list(consequences(engine.config, engine.vllm, ())) == []
+
+
+def test_no_connector_is_built_for_an_engine_that_cannot_be_served() -> None:
+    with pytest.raises(UnsupportedError, match="decode_context_parallel_size is 2"):
+        PlayedEngine(drafts=2, draft_head=True, context_ranks=2)

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
+from vllm.distributed import kv_transfer
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from kv_offload.config import OffloadConfig
@@ -20,7 +21,7 @@ from kv_offload.engines.vllm import patches
 from kv_offload.engines.vllm.start.support import check_keep_on_sleep
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import UnsupportedError
-from tests.support.played_cases import OTHER, PROMPT, forget
+from tests.support.played_cases import OTHER, PROMPT, forget, narrow
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -195,7 +196,20 @@ def test_a_weight_update_while_stores_run_lets_none_of_them_become_readable() ->
     assert core.engine.offload.has_pending_stores
     core.collective_rpc("update_weights")
     core.engine.run()
-    assert not core.engine.offload.manager.readable([*core.engine.known]).any()
+    assert core.engine.offload.manager.readable_slots() == {}
+    assert core.reset_prefix_cache()
+    core.engine.check_rest()
+
+
+def test_a_weight_update_drops_what_waits_to_be_stored() -> None:
+    core = make(EngineCore, keep=True)
+    narrow(core.engine, 1)
+    core.engine.add("more", OTHER, max_tokens=1)
+    core.engine.step(2)
+    assert core.engine.offload.leftovers.slots > 0
+    core.collective_rpc("update_weights")
+    core.engine.run()
+    assert core.engine.offload.manager.readable_slots() == {}
     assert core.reset_prefix_cache()
     core.engine.check_rest()
 
@@ -245,6 +259,21 @@ def test_the_scheduler_beside_hears_before_its_next_answer(monkeypatch: pytest.M
     give_weights(core)
     core.engine.serve("again", PROMPT)
     assert core.engine.totals["hit_tokens"] == 0
+    core.engine.check_rest()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_of_several_engines_in_a_process_each_asks_its_own_rank(
+    monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    core, other = make(EngineCore, keep=False), make(EngineCore, keep=False)
+    rank = (core if own else other).engine.ranks[0]
+    monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: rank.connector)
+    forget(core.engine)
+    rank.get_model().load_weights([])
+    core.engine.serve("again", PROMPT)
+    assert core.engine.totals["hit_tokens"] == (0 if own else 20)
     core.engine.check_rest()
 
 

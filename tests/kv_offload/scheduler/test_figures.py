@@ -319,6 +319,17 @@ def test_the_smallest_rank_decides_on_the_slots() -> None:
     assert engine.offload.manager.num_slots == 30
 
 
+def test_one_rank_that_cannot_have_compute_wait_makes_all_loads_asynchronous() -> None:
+    engine = store(PlayedEngine(ranks=2, synchronous_loads=True), PROMPT)
+    engine.connector.set_xfer_handshake_metadata_pp_aware(
+        {(0, 0): WorkerCapacity(0, 64, 64, True), (0, 1): WorkerCapacity(1, 64, 64, False)}
+    )
+    engine.add("a", PROMPT)
+    (load,) = engine.schedule().kv_connector_metadata.loads
+    assert not load.synchronous
+    engine.rest()
+
+
 def test_only_slots_that_are_ready_on_every_rank_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory becomes ready while the engine serves; each rank says so at the end of a step."""
     ready: dict[Any, int] = {}

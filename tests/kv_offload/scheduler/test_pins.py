@@ -102,11 +102,15 @@ def test_a_drain_that_takes_too_long_gives_the_stores_up(ranks: int) -> None:
 @both_ways
 def test_a_drain_reaches_stores_that_no_rank_has_seen(async_scheduling: bool) -> None:
     """Those of a request that has just ended, and those of a step that is under way."""
-    engine = PlayedEngine(async_scheduling=async_scheduling)
+    engine = PlayedEngine(
+        async_scheduling=async_scheduling, blocks=14, plugin={"max_pinned_share": 0.4}
+    )
     engine.add("a", PROMPT, max_tokens=6)
     for _ in range(engine.max_steps_under_way):
         engine.schedule()
+    sent = pinned(engine)
     engine.abort("a")
+    assert pinned(engine) > sent > set()
     drain_engine_core(engine.core)
     engine.check_pins()
     assert pinned(engine) == set()

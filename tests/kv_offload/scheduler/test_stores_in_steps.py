@@ -17,11 +17,13 @@ from kv_offload.scheduler.stores.budget import (
 )
 from tests.support.played_cases import (
     BLOCK,
+    FULL,
     OTHER,
     PROMPT,
     blocks,
     both_ways,
     clocked,
+    ends_of,
     forget,
     pinned,
     slow,
@@ -202,6 +204,26 @@ def test_what_was_loaded_is_not_looked_at_for_stores(
         planned += len(stored_blocks(engine.step(copies=True)))
     assert planned == 1
     assert engine.totals["deferred_slots"] == 0
+    engine.rest()
+
+
+def test_what_host_memory_has_in_the_middle_of_a_prompt_is_not_stored_again() -> None:
+    engine = PlayedEngine(max_num_batched_tokens=64)
+    manager, prefixes = engine.offload.manager, engine.offload.prefixes
+    request = engine.add("a", PROMPT, max_tokens=1)
+    middle = manager.prepare_store(prefixes.slot_keys(request.block_hashes, FULL, 2, 3))
+    assert ends_of(engine, request, stored_blocks(engine.schedule())) == [4, 8, 16, 20]
+    manager.complete_store(middle, ok=False)
+    engine.rest()
+
+
+def test_requests_that_fill_the_same_block_in_a_step_store_it_once() -> None:
+    """And the next request's block goes into a slot of its own."""
+    engine = PlayedEngine(max_num_batched_tokens=64)
+    for request_id, prompt in (("a", PROMPT), ("same", PROMPT), ("other", OTHER)):
+        engine.add(request_id, prompt[: BLOCK - 1])
+    engine.step(2)
+    assert len(stored_blocks(engine.schedule())) == 2
     engine.rest()
 
 
