@@ -232,6 +232,8 @@ def test_nothing_of_a_failed_load_is_written_after_the_load_at_once(cuda: Played
     engine.write(3, 9)()
     cuda.run()
     assert engine.block(3) == [9] * LAYERS
+    (failed,) = engine.copies.poll()
+    assert failed.error is not None
 
 
 @pytest.mark.parametrize("call", ["eventRecord", "launchKernel"])
