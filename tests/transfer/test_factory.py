@@ -36,9 +36,10 @@ def test_a_cuda_engine_has_a_page_locked_arena(
     monkeypatch.setattr(factory, "CudaRegistrar", Made)
     tensors: Any = [SimpleNamespace(device=SimpleNamespace(type="cuda"))]
     stream: Any = object()
+    room: Any = object()
     named: Any = None if kind == "auto" else object()
     made: Any = create_engine(
-        kind, LAYOUT, 3, device=named, keep_alive=tensors, output_copy_stream=stream
+        kind, LAYOUT, 3, device=named, keep_alive=tensors, output_copy_stream=stream, room=room
     )
     device = named or tensors[0].device
     layout, arena, *others = made.arguments
@@ -48,6 +49,7 @@ def test_a_cuda_engine_has_a_page_locked_arena(
     assert arena.arguments == (3, 64)
     assert arena.more["register"].arguments == (device,)
     assert arena.more["background"]
+    assert arena.more["room"] is room, "the pool stops growing when memory is short"
 
 
 CPU = SimpleNamespace(device=SimpleNamespace(type="cpu"))

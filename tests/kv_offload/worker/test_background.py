@@ -165,6 +165,15 @@ def test_a_load_starts_in_its_own_step_and_is_told_once_when_it_has_ended(
     assert rank.half.reports.take_received() == (set(), {})
 
 
+def test_a_request_that_loads_again_is_not_told_of_its_first_load(rank: Rank, gate: Gate) -> None:
+    """It would run while the second load still writes its blocks."""
+    rank.step(loads=[load(0, "a", (1, 2))])
+    rank.half.reports.take_received()
+    gate.opened.clear()
+    rank.begin(loads=[load(1, "a", (3, 2))])
+    assert rank.half.take_ended_loads() == (set(), set())
+
+
 @pytest.mark.parametrize(
     ("failing", "job"),
     [
