@@ -52,6 +52,20 @@ def test_a_cuda_engine_has_a_page_locked_arena(
     assert arena.more["room"] is room, "the pool stops growing when memory is short"
 
 
+@pytest.mark.parametrize(("shared", "node"), [(None, 1), (object(), None)])
+def test_an_arena_lies_near_its_device_unless_peers_have_placed_it(
+    shared: Any, node: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "CudaSwapEngine", Made)
+    monkeypatch.setattr(factory, "HostArena", Made)
+    monkeypatch.setattr(factory, "CudaRegistrar", Made)
+    monkeypatch.setattr(factory, "device_node", {Made.pci_bus_id: 1}.get)
+    device: Any = object()
+    made: Any = create_engine("cuda", LAYOUT, 3, device=device, keep_alive=[], shared=shared)
+    arena = made.arguments[1]
+    assert (arena.more["numa_node"], arena.more["shared"]) == (node, shared)
+
+
 CPU = SimpleNamespace(device=SimpleNamespace(type="cpu"))
 
 

@@ -166,6 +166,9 @@ def test_without_a_way_to_write_the_table_loads_arrive_whole(
     assert rank.half.on_layer is None
     rank.end(metadata)
     assert rank.report().loads == {0: ENDED}
+    stats = rank.half.reports.take_stats()
+    assert stats is not None
+    assert "repaired_loads" not in stats.data, "no load is asked for waves any more"
     rank.half.shutdown()
 
 

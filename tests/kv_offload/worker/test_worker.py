@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
+from kv_swap.engine import SwapJob
 from kv_swap.errors import CopyError
 
 from tests.support.rank import (
@@ -33,22 +34,25 @@ def test_copies_start_before_the_step_is_prepared_and_the_forward_waits_before_i
     rank.step(store(2, (1, 6)))
     told: list[str] = []
     submit, await_loads = rank.transfer.submit, rank.transfer.await_loads
-    monkeypatch.setattr(
-        rank.transfer, "submit", lambda job: (told.append(job.direction.value), submit(job))
-    )
+
+    def note(job: SwapJob) -> None:
+        told.append("first load" if job.before_compute else job.direction.value)
+        submit(job)
+
+    monkeypatch.setattr(rank.transfer, "submit", note)
     monkeypatch.setattr(rank.transfer, "await_loads", lambda: (told.append("await"), await_loads()))
     metadata = metadata_of([], [load(1, "b", (6, 4)), synchronous(0, "a", (5, 2))])
     rank.half.start_copies(metadata)
-    assert told == ["store", "load", "load"]
+    assert told == ["store", "first load", "load"]
     assert torch.equal(rank.kv[5], rank.kv[1]), "what the forward reads starts first"
     rank.half.submit_stores()
     rank.half.start_kv_transfers(metadata)
-    assert told == ["store", "load", "load", "await"], "each started once"
+    assert told == ["store", "first load", "load", "await"], "each started once"
     assert rank.transfer.wait(120)
     rank.end(metadata)
     assert torch.equal(rank.kv[6], rank.kv[3])
     rank.step()
-    assert told == ["store", "load", "load", "await"]
+    assert told == ["store", "first load", "load", "await"]
 
 
 def test_a_hook_starts_what_an_error_kept_an_earlier_one_from_starting(

@@ -598,15 +598,24 @@ def test_a_load_at_once_ends_the_load_that_it_replaces(waves: Waves) -> None:
     assert not storage.data[written].any()
 
 
-def test_a_load_at_once_that_fails_is_an_error(
+def test_a_load_that_fails_at_once_is_an_error_and_leaves_the_next_one_alone(
     waves: Waves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_runs: Sequence[Run]) -> None:
         raise OSError("injected fault")
 
-    monkeypatch.setattr(transfers, "copy_runs", fail)
-    with pytest.raises(CopyError, match="injected fault"):
-        waves[0].load_now(in_waves(7, [(2, 3)]).pairs)
+    engine, storage, view = waves
+    with monkeypatch.context() as patch:
+        patch.setattr(transfers, "copy_runs", fail)
+        engine.submit(in_waves(7, [(2, 3)]))
+        with pytest.raises(CopyError, match="injected fault"):
+            engine.await_wave(0)
+        with pytest.raises(CopyError, match="injected fault"):
+            engine.load_now(in_waves(7, [(2, 3)]).pairs)
+        engine.submit(in_waves(8, [(1, 0)]))
+    engine.submit(in_waves(9, [(2, 3)]))
+    engine.await_wave(0)
+    assert arrived(engine, storage, 2, view[3]) == [False, True, False, True]
 
 
 def test_waves_that_cannot_be_are_refused() -> None:
