@@ -213,10 +213,10 @@ def _device(index: int) -> Iterator[None]:
 
 
 class _Memory:
-    """Memory of the device, of unknown content."""
+    """Memory of the device. Zeros: a table that is read before it was written copies nothing."""
 
     def __init__(self, nbytes: int) -> None:
-        self._bytes = np.full(nbytes, 0xA5, np.uint8)
+        self._bytes = np.zeros(nbytes, np.uint8)
         self.ptr: int = self._bytes.ctypes.data
 
 

@@ -21,7 +21,7 @@ from kv_swap.cuda import kernel_path, zero
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.engine import Completion, Direction, SwapJob
-from kv_swap.errors import CopyError, JobError
+from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 
@@ -292,6 +292,15 @@ def test_compute_reads_each_wave_when_it_was_awaited(
     assert errors(engine.copies.poll()) == [None]
 
 
+def test_the_table_of_waves_is_there_before_the_first_launch(cuda: PlayedCuda) -> None:
+    engine = Engine()
+    engine.copies.set_waves([[2], [0], [1]])
+    how = {"before_compute": True, "in_waves": True, "behind_compute": False}
+    engine.submit(LOAD, (3, 5), **how)
+    cuda.run_copies()
+    assert engine.block(3) == [7] * LAYERS
+
+
 def test_waves_are_set_once(cuda: PlayedCuda) -> None:
     engine = Engine()
     with pytest.raises(JobError, match="to be set first"):
@@ -301,7 +310,7 @@ def test_waves_are_set_once(cuda: PlayedCuda) -> None:
         engine.copies.set_waves([[0], [1], [2]])
 
 
-# -- captures and the end ----------------------------------------------------------------------
+# -- captures, refusals and the end ------------------------------------------------------------
 
 
 def test_nothing_is_asked_of_a_device_that_captures_a_graph(cuda: PlayedCuda) -> None:
@@ -347,3 +356,26 @@ def test_memory_is_held_until_copies_and_zeroing_have_ended(cuda: PlayedCuda, cl
     assert not any(cuda.queues)
     assert set(slots[5].tolist()) == {9}
     assert not pages[:, 4].any()
+
+
+def test_zeroing_ends_before_its_lists_are_freed(cuda: PlayedCuda) -> None:
+    """Also if no load's stream could be made to wait for it."""
+    engine = Engine()
+    pages = engine.pages
+    cuda.failing = {"streamWaitEvent"}
+    with pytest.raises(CopyError, match="having loads wait for compute failed"):
+        engine.copies.zero_blocks([4])
+    cuda.failing = set()
+    del engine
+    gc.collect()
+    assert not pages[:, 4].any()
+
+
+def test_an_arena_that_it_cannot_use_is_refused(cuda: PlayedCuda) -> None:
+    layout = Engine().copies.layout
+    short = HostArena(2, 48, register=CudaRegistrar(DEVICE))
+    with pytest.raises(LayoutError, match="slots of the arena have 48 bytes, a block has 192"):
+        CudaSwapEngine(layout, short, DEVICE, [])
+    pageable = HostArena(2, layout.slot_bytes, register=None)
+    with pytest.raises(PinnedMemoryError, match="384 bytes is not page-locked"):
+        CudaSwapEngine(layout, pageable, DEVICE, [])
