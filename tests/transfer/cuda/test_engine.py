@@ -371,6 +371,14 @@ def test_zeroing_ends_before_its_lists_are_freed(cuda: PlayedCuda) -> None:
     assert not pages[:, 4].any()
 
 
+def test_compute_cannot_wait_for_the_copy_engine(cuda: PlayedCuda) -> None:
+    engine = Engine(copy_engine_only=True)
+    assert not engine.copies.can_load_before_compute
+    with pytest.raises(JobError, match="compute cannot wait for copies of the copy engine"):
+        engine.submit(LOAD, (3, 5), before_compute=True)
+    assert engine.copies.in_flight == 0
+
+
 def test_an_arena_that_it_cannot_use_is_refused(cuda: PlayedCuda) -> None:
     layout = Engine().copies.layout
     short = HostArena(2, 48, register=CudaRegistrar(DEVICE))
