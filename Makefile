@@ -1,6 +1,7 @@
 # make demo    the plugin on a real engine: prompts computed once, then loaded from host memory
 # make test    the tests that need no GPU, on vLLM's CPU engine, in 8 minutes; the slowest ten last
 # make test-all  also the slow ones, long soaks, another version of vLLM, and the benches once
+# make breaks  takes protections out of the product one by one: the tests must notice each
 # make gpu-test  every test that needs a GPU, on a host that has CUDA, CuPy and vLLM
 # make check   ruff and mypy
 # make wheel   the wheel, installed into an empty environment and tried there
@@ -19,7 +20,7 @@ ENGINES ?= 0.32.0 0.28.0
 TESTS ?= tests
 ARGUMENTS ?=
 
-.PHONY: demo test test-all gpu-test check wheel site clean
+.PHONY: demo test test-all breaks gpu-test check wheel site clean
 .DEFAULT_GOAL := demo
 
 environment := $(PYTHON) bench/environment.py
@@ -44,6 +45,10 @@ test-all:
 	    -m pytest --durations=10 $(TESTS) -m engine; \
 	done
 	@$(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest bench/*/bench_*.py
+
+# In a copy of the tree. `make breaks ARGUMENTS="tests/breaks/worker.toml --only fence"` tries some.
+breaks:
+	@$(in_venv) -m tests.breaks $(ARGUMENTS)
 
 # With the CUDA, vLLM and pytest that PYTHON has.
 gpu-test:

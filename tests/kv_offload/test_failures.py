@@ -30,6 +30,7 @@ from tests.support.played_cases import (
     pinned,
     start_load,
     store,
+    stored_blocks,
     tables,
 )
 from tests.support.played_engine import PlayedEngine
@@ -151,6 +152,25 @@ def test_what_happens_before_the_loss_is_heard_of(holding: Holding, then: str) -
         check_lost(engine, "joins")
     assert engine.answers.get("a", []) in ([], answer(MORE, 6))
     check_served(forget(engine), MORE, 6)
+
+
+def test_what_is_planned_to_be_stored_when_a_loss_is_heard_of_is_not_kept(holding: Holding) -> None:
+    """The end of its request frees blocks, so that more may be stored; no step has sent that yet."""
+    engine = holding(
+        synchronous_loads=True,
+        max_num_batched_tokens=64,
+        blocks=14,
+        plugin={"max_pinned_share": 0.5},
+    )
+    lose_next_load(engine)
+    engine.add("a", [*PROMPT, *OTHER])
+    sent = stored_blocks(engine.schedule())
+    engine.execute()
+    engine.abort("a")
+    assert pinned(engine) > {*sent}
+    play(engine)
+    engine.check_host_memory()
+    check_served(forget(engine), [*PROMPT, *OTHER])
 
 
 def test_a_loss_of_an_aborted_request_leaves_the_next_of_its_name_known() -> None:
