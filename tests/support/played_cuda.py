@@ -142,6 +142,12 @@ class PlayedCuda:
         """Run all but compute: as far ahead of it as waits allow."""
         self.run(*range(COMPUTE + 1, len(self.queues)))
 
+    def step_copies(self) -> None:
+        """Run the next operation of each of these streams that need not wait."""
+        for queue in self.queues[COMPUTE + 1 :]:
+            if queue and queue[0]():
+                queue.popleft()
+
     def synchronize(self, stream: int) -> None:
         """Run a stream to its end; others only if it waits for them."""
         self.run(stream)

@@ -26,7 +26,7 @@ from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 
 from tests.support.kv_memory import Storage
-from tests.support.played_cuda import PlayedCuda, Stream
+from tests.support.played_cuda import COMPUTE, PlayedCuda, Stream
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 LAYERS, BLOCKS, SLOTS, PAGE_BYTES = 3, 40, 8, 64
@@ -158,7 +158,7 @@ def test_compute_waits_for_the_loads_before_it(cuda: PlayedCuda) -> None:
     engine.submit(LOAD, (3, 5), before_compute=True)
     engine.copies.await_loads()
     cuda.queue(lambda: read.append(engine.block(3)))
-    cuda.run(cuda.compute.cuda_stream)
+    cuda.run(COMPUTE)
     assert read == []
     cuda.run()
     assert read == [[7] * LAYERS]
@@ -206,6 +206,13 @@ def test_lists_of_blocks_are_left_alone_until_they_were_read(
     cuda.run()
     assert {tuple(engine.block(block)) for block in range(39)} == {(0,) * LAYERS}
     assert engine.block(39) == [1] * LAYERS
+
+
+def test_zeroing_that_cuda_refuses_is_an_error_of_a_copy(cuda: PlayedCuda) -> None:
+    engine = Engine()
+    cuda.failing = {"launchKernel"}
+    with pytest.raises(CopyError, match="launching zero_pages failed with launchKernel: injected"):
+        engine.copies.zero_blocks([3])
 
 
 # -- loads at once -----------------------------------------------------------------------------
@@ -283,11 +290,9 @@ def test_compute_reads_each_wave_when_it_was_awaited(
     for wave in range(3):
         engine.copies.await_wave(wave)
         cuda.queue(lambda: read.append(engine.block(4)))
-    copies = next(stream for stream, queue in enumerate(cuda.queues) if stream and queue)
-    while any(cuda.queues):
-        cuda.run(cuda.compute.cuda_stream)  # compute goes first wherever it may
-        if cuda.queues[copies] and cuda.queues[copies][0]():
-            cuda.queues[copies].popleft()
+    for _ in range(20):  # more than there are operations
+        cuda.run(COMPUTE)  # which goes first wherever it may
+        cuda.step_copies()
     assert read == [[1, 1, 7], [7, 1, 7], [7, 7, 7]]
     assert errors(engine.copies.poll()) == [None]
 
