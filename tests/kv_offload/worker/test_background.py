@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from unittest import mock
 
 import pytest
@@ -107,6 +108,13 @@ def test_a_drain_ends_stores_that_are_queued_or_not_sent(rank: Rank) -> None:
     rank.kv[:] = -1
     rank.step(loads=[load(0, "a", (1, 2), (3, 4))])
     assert torch.equal(rank.kv[[1, 3]], before[[1, 3]])
+
+
+def test_a_drain_waits_for_what_runs(rank: Rank, gate: Gate) -> None:
+    gate.opened.clear()
+    rank.end(rank.begin(store(0, (1, 2))))
+    threading.Timer(0.1, gate.opened.set).start()
+    assert rank.half.drain([], [0]).stores == {0: result()}
 
 
 def test_a_drain_answers_for_what_has_come_and_is_asked_for(rank: Rank) -> None:
