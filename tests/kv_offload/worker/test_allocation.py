@@ -9,9 +9,11 @@ pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
 from kv_swap.errors import DeviceError, PinnedMemoryError
+from kv_swap.host.engine import HostSwapEngine
 
 from kv_offload.config import OffloadConfig
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
+from kv_offload.host_memory import headroom_bytes, read_host_memory
 from kv_offload.messages import WorkerCapacity
 from kv_offload.worker.allocation import transfer_kind
 from tests.support.rank import BLOCK_BYTES, Rank
@@ -21,6 +23,15 @@ def test_a_rank_holds_its_share_of_host_memory() -> None:
     rank = Rank(num_ranks=2, cpu_bytes=2 * BLOCK_BYTES * 5 + 100).start()
     assert rank.half.num_slots == rank.transfer.num_slots == 5
     assert rank.half.capacity() == WorkerCapacity(0, num_slots=5, ready_slots=5)
+    rank.half.shutdown()
+
+
+def test_a_transfer_engine_without_kernels_loads_nothing_before_a_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(HostSwapEngine, "can_load_before_compute", False)
+    rank = Rank().start()
+    assert not rank.half.capacity().synchronous_loads
     rank.half.shutdown()
 
 
@@ -68,6 +79,14 @@ def test_errors_of_the_transfer_package_become_the_plugins(
     with pytest.raises(ours) as caught:
         Rank().start()
     assert str(caught.value) == "kv-offload: cannot page-lock 5 bytes"
+
+
+def test_a_pool_grows_only_into_what_need_not_stay_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = mock.Mock(side_effect=DeviceError("enough seen"))
+    monkeypatch.setattr("kv_offload.worker.allocation.create_engine", create)
+    with pytest.raises(UnsupportedError, match="enough seen"):
+        Rank().start()
+    assert create.call_args.kwargs["room"].headroom_bytes == headroom_bytes(read_host_memory())
 
 
 @pytest.mark.parametrize("asked", ["cuda", "dma"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from unittest import mock
 
 import pytest
@@ -109,6 +110,13 @@ def test_a_drain_ends_stores_that_are_queued_or_not_sent(rank: Rank) -> None:
     assert torch.equal(rank.kv[[1, 3]], before[[1, 3]])
 
 
+def test_a_drain_waits_for_what_runs(rank: Rank, gate: Gate) -> None:
+    gate.opened.clear()
+    rank.end(rank.begin(store(0, (1, 2))))
+    threading.Timer(0.1, gate.opened.set).start()
+    assert rank.half.drain([], [0]).stores == {0: result()}
+
+
 def test_a_drain_answers_for_what_has_come_and_is_asked_for(rank: Rank) -> None:
     """The scheduler asks for what it has no report of, and takes both answers."""
     rank.step(store(0, (1, 2)))
@@ -163,6 +171,15 @@ def test_a_load_starts_in_its_own_step_and_is_told_once_when_it_has_ended(
     assert rank.half.reports.take_received() == ({"a"}, {})
     rank.step()
     assert rank.half.reports.take_received() == (set(), {})
+
+
+def test_a_request_that_loads_again_is_not_told_of_its_first_load(rank: Rank, gate: Gate) -> None:
+    """It would run while the second load still writes its blocks."""
+    rank.step(loads=[load(0, "a", (1, 2))])
+    rank.half.reports.take_received()
+    gate.opened.clear()
+    rank.begin(loads=[load(1, "a", (3, 2))])
+    assert rank.half.take_ended_loads() == (set(), set())
 
 
 @pytest.mark.parametrize(

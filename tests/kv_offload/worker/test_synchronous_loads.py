@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -114,6 +115,26 @@ def test_a_load_of_which_a_layer_did_not_call_is_lost_once(
     assert layers.half.drain([], []).loading == set()
 
 
+def test_the_forward_itself_waits_for_the_first_wave(
+    layers: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads it need not be a layer that calls."""
+    await_wave = mock.Mock(wraps=layers.transfer.await_wave)
+    monkeypatch.setattr(layers.transfer, "await_wave", await_wave)
+    layers.begin(loads=[synchronous(0, "a", (4, 2))])
+    await_wave.assert_called_once_with(0)
+
+
+def test_a_lost_load_ends_only_when_its_copies_do(layers: Rank) -> None:
+    """Until then its blocks are not anybody's."""
+    metadata = layers.begin(loads=[synchronous(0, "a", (4, 2))])
+    layers.call("layer.0")
+    layers.half.prepare_store_kv(metadata)
+    assert told(layers) == ({}, {0})
+    layers.half.poll()
+    assert told(layers) == ({0: ENDED}, set())
+
+
 @pytest.mark.parametrize("kind", ["small", "whole", "asynchronous"])
 def test_other_loads_arrive_whole(layers: Rank, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     job = synchronous(0, "a", (4, 2), whole=kind == "whole")
@@ -145,6 +166,9 @@ def test_without_a_way_to_write_the_table_loads_arrive_whole(
     assert rank.half.on_layer is None
     rank.end(metadata)
     assert rank.report().loads == {0: ENDED}
+    stats = rank.half.reports.take_stats()
+    assert stats is not None
+    assert "repaired_loads" not in stats.data, "no load is asked for waves any more"
     rank.half.shutdown()
 
 
@@ -203,6 +227,52 @@ def test_a_wave_that_fails_is_made_good_before_its_layer(
     assert layers.half.on_layer is None, "no layer waits any more"
     layers.end(metadata)
     assert told(layers) == ({0: ENDED}, set())
+
+
+def poll_a_failure(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find that the copies which have ended by now have failed."""
+    ended = [replace(done, error=CopyError("injected")) for done in rank.transfer.poll()]
+    assert ended
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.transfer, "poll", lambda: ended)
+        rank.half.poll()
+
+
+def test_copies_that_fail_before_the_forward_are_made_good(
+    stored: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = metadata_of((), [synchronous(0, "a", (4, 2))])
+    stored.half.start_copies(metadata)
+    poll_a_failure(stored, monkeypatch)
+    poison(stored)
+    stored.half.start_kv_transfers(metadata)
+    assert holds(stored, 4) == [True]
+    stored.end(metadata)
+    assert told(stored) == ({0: ENDED}, set())
+
+
+def test_copies_that_fail_after_the_forward_are_lost(
+    stored: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = stored.begin(loads=[synchronous(0, "a", (4, 2))])
+    poll_a_failure(stored, monkeypatch)
+    stored.end(metadata)
+    assert told(stored) == ({0: ENDED}, {0})
+
+
+def test_a_drain_names_the_requests_whose_copies_still_run(
+    stored: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored.transfer, "wait", lambda seconds: False)
+    monkeypatch.setattr(stored.transfer, "poll", list)
+    stored.begin(loads=[synchronous(0, "a", (4, 2))])
+    assert stored.half.drain([], []).loading == {"a"}
+
+
+def test_a_drain_names_lost_loads_whose_report_is_under_way(stored: Rank) -> None:
+    stored.step(loads=[synchronous(0, "a", (5, 2), incomplete=True)])
+    stored.report()
+    assert stored.half.drain([], []).lost_loads == {0}
 
 
 def test_what_cannot_be_made_good_is_lost(stored: Rank, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
+from kv_swap.engine import SwapJob
+from kv_swap.errors import CopyError
 
 from tests.support.rank import (
     BLOCK_BYTES,
@@ -32,22 +34,25 @@ def test_copies_start_before_the_step_is_prepared_and_the_forward_waits_before_i
     rank.step(store(2, (1, 6)))
     told: list[str] = []
     submit, await_loads = rank.transfer.submit, rank.transfer.await_loads
-    monkeypatch.setattr(
-        rank.transfer, "submit", lambda job: (told.append(job.direction.value), submit(job))
-    )
+
+    def note(job: SwapJob) -> None:
+        told.append("first load" if job.before_compute else job.direction.value)
+        submit(job)
+
+    monkeypatch.setattr(rank.transfer, "submit", note)
     monkeypatch.setattr(rank.transfer, "await_loads", lambda: (told.append("await"), await_loads()))
     metadata = metadata_of([], [load(1, "b", (6, 4)), synchronous(0, "a", (5, 2))])
     rank.half.start_copies(metadata)
-    assert told == ["store", "load", "load"]
+    assert told == ["store", "first load", "load"]
     assert torch.equal(rank.kv[5], rank.kv[1]), "what the forward reads starts first"
     rank.half.submit_stores()
     rank.half.start_kv_transfers(metadata)
-    assert told == ["store", "load", "load", "await"], "each started once"
+    assert told == ["store", "first load", "load", "await"], "each started once"
     assert rank.transfer.wait(120)
     rank.end(metadata)
     assert torch.equal(rank.kv[6], rank.kv[3])
     rank.step()
-    assert told == ["store", "load", "load", "await"]
+    assert told == ["store", "first load", "load", "await"]
 
 
 def test_a_hook_starts_what_an_error_kept_an_earlier_one_from_starting(
@@ -67,6 +72,40 @@ def test_a_hook_starts_what_an_error_kept_an_earlier_one_from_starting(
     assert torch.equal(rank.kv[6], rank.kv[1])
     assert rank.half.reports.take_received() == ({"b"}, {})
     assert rank.report().loads == {0: frozenset({0})}
+
+
+@pytest.mark.parametrize("synchronous_load", [False, True])
+@pytest.mark.parametrize(("idle", "first"), [(True, True), (True, False), (False, True)])
+def test_a_load_runs_ahead_of_compute_only_as_the_first_of_a_step_into_idle_blocks(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, idle: bool, first: bool, synchronous_load: bool
+) -> None:
+    submit = mock.Mock(wraps=rank.transfer.submit)
+    monkeypatch.setattr(rank.transfer, "submit", submit)
+    rank.engine.gives_idle_blocks = idle
+    job = load(0, "a", (5, 2), synchronous=synchronous_load)
+    rank.half.start_copies(metadata_of([], [job]), first=first)
+    ((swap,),) = [call.args for call in submit.call_args_list]
+    assert swap.behind_compute == (not (idle and first))
+
+
+def test_a_fence_that_is_refused_is_told(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The blocks of steps in flight may then not be given away."""
+    fence = mock.Mock()
+    monkeypatch.setattr(rank.transfer, "fence_loads", fence)
+    assert rank.half.fence_loads()
+    fence.assert_called_once_with()
+    fence.side_effect = CopyError("injected")
+    assert not rank.half.fence_loads()
+    assert "rank 0: injected" in caplog.text
+
+
+def test_loads_that_an_error_kept_from_being_told_are_not_said_to_be_told(rank: Rank) -> None:
+    rank.step(loads=[load(0, "a", (1, 2))])
+    rank.half.reports.take_received()
+    rank.half.end_step_anyhow(rank.begin())
+    assert rank.half.take_ended_loads() == (set(), set())
 
 
 def test_a_step_that_ends_with_an_error_fails_its_stores(rank: Rank) -> None:

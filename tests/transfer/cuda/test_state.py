@@ -8,19 +8,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kv_swap.cuda import state as cuda_state
 from kv_swap.cuda.state import State, release
 
 
 class Lane:
-    """Its stream can be waited for in the process that made it, as CUDA has it."""
+    """Its stream can be waited for in the process that made it, as CUDA has it.
 
-    def __init__(self) -> None:
+    Also stands in for the zeroer, which is waited for in the same way.
+    """
+
+    def __init__(self, *, failing: bool = False) -> None:
         self.process = os.getpid()
         self.stream = SimpleNamespace(stream=self)
+        self.failing = failing
+        self.waits = 0
 
     def synchronize(self) -> None:
-        if os.getpid() != self.process:
+        if os.getpid() != self.process or self.failing:
             raise RuntimeError("CUDA error: initialization error")
+        self.waits += 1
 
 
 @pytest.mark.parametrize("forked", [False, True])
@@ -36,3 +43,24 @@ def test_only_the_process_that_made_it_lets_go_of_what_copies_use(
     assert not caplog.records
     assert state.keep_alive == (("a KV tensor",) if forked else ())
     assert len(state.lanes) == forked
+
+
+@pytest.mark.parametrize("failing", [None, "lane", "zeroer"])
+def test_all_is_waited_for_once_and_kept_where_that_fails(
+    failing: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A copy that may still run must not find its memory freed."""
+    kept: list[State] = []
+    monkeypatch.setattr(cuda_state, "_LEAKED", kept)
+    lanes: Any = [Lane(), Lane(failing=failing == "lane")]
+    zeroer: Any = Lane(failing=failing == "zeroer")
+    state = State(dict(enumerate(lanes)), None, zeroer, None, keep_alive=("a KV tensor",))
+    release(state)
+    if failing is None:
+        assert [waited.waits for waited in (*lanes, zeroer)] == [1, 1, 1]
+        assert not kept
+        assert state.keep_alive == ()
+    else:
+        assert kept == [state]
+        assert state.keep_alive == ("a KV tensor",)
+        assert "what they use is not freed" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import mmap
@@ -318,10 +319,37 @@ def test_other_users_get_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert memory.wait_attached(120)
 
 
-def test_a_peer_that_ends_in_between_is_not_counted(name: str) -> None:
+def test_memory_of_other_users_is_not_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any user may have taken the name first, and could read what is stored there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(shared._address(name))
+        listener.listen()
+        theirs = os.memfd_create("theirs")
+
+        def offer() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                socket.send_fds(connection, [b"m"], [theirs])
+                connection.recv(1)
+
+        thread = threading.Thread(target=offer)
+        thread.start()
+        uid = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+        assert shared._ask(name) is None
+        thread.join(120)
+        os.close(theirs)
+
+
+@pytest.mark.parametrize("has_it", [False, True])
+def test_a_peer_that_ends_in_between_is_not_counted(name: str, has_it: bool) -> None:
     with SharedMemory.create(name, NBYTES, 1) as memory:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(shared._address(name))
+            if has_it:
+                _, (fd,), *_ = socket.recv_fds(connection, 1, 1)
+                os.close(fd)
+        assert not memory.wait_attached(0.3)
         with SharedMemory.attach(name, NBYTES, 120) as handle:
             mapped = mmap.mmap(handle.fileno(), ROUNDED)
             assert mapped[:4] == bytes(4)

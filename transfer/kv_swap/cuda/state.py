@@ -100,15 +100,15 @@ def release(state: State) -> None:
     if os.getpid() != state.process:
         _LEAKED.append(state)
         return
-    for lane in state.lanes.values():
-        try:
+    try:
+        for lane in state.lanes.values():
             lane.stream.stream.synchronize()
-            if state.zeroer is not None:
-                state.zeroer.synchronize()
-        except RuntimeError:
-            logger.exception("cannot synchronise a copy stream; what its copies use is not freed")
-            _LEAKED.append(state)
-            return
+        if state.zeroer is not None:
+            state.zeroer.synchronize()
+    except RuntimeError:
+        logger.exception("cannot wait for copies or zeroing; what they use is not freed")
+        _LEAKED.append(state)
+        return
     state.lanes.clear()
     state.wave_table = None
     state.zeroer = None

@@ -1,0 +1,268 @@
+"""A CUDA device in host memory, for machines without one: nothing runs until a test says so.
+
+A stream holds what was queued on it. A test runs streams in the order that shows a missing wait:
+copies as far as they get before compute, or compute before copies. The kernels of csrc are played
+in Python; they read their lists and tables when they run, as a device does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kv_swap.cuda.launcher import LIST_HEADER_BYTES
+
+COMPUTE = 0
+"""The handle of the stream that is current, of compute."""
+
+Operation = Callable[[], bool]
+"""Does its work and returns True, or returns False while it has to wait."""
+
+_ARGUMENTS = {
+    "swap_load": "QQIIQQ",
+    "swap_store": "QQIIQQ",
+    "zero_pages": "QQI",
+}
+"""What each kernel takes: 64-bit and 32-bit words."""
+
+
+class Event:
+    """Stands in for `torch.cuda.Event`."""
+
+    def __init__(self, cuda: PlayedCuda) -> None:
+        self._cuda = cuda
+        self.cuda_event = len(cuda.recorded)
+        cuda.recorded.append(0)
+        cuda.completed.append(0)
+
+    def record(self, stream: Stream) -> None:
+        self._cuda.event_record(self.cuda_event, stream.cuda_stream)
+
+    def query(self) -> bool:
+        if self._cuda.capturing:
+            self._cuda.broken_captures += 1
+        return self._cuda.completed[self.cuda_event] == self._cuda.recorded[self.cuda_event]
+
+    def synchronize(self) -> None:
+        if not self.query():
+            self._cuda.run()
+        assert self.query(), "a wait that never ends"
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.query()
+        assert end.query()
+        return 1.0
+
+
+class Stream:
+    """Stands in for `torch.cuda.Stream`."""
+
+    def __init__(self, cuda: PlayedCuda) -> None:
+        self._cuda = cuda
+        self.cuda_stream = len(cuda.queues)
+        cuda.queues.append(deque())
+
+    def synchronize(self) -> None:
+        self._cuda.synchronize(self.cuda_stream)
+
+
+class PlayedCuda:
+    """One device; `install` has `kv_swap.cuda` use it."""
+
+    def __init__(self) -> None:
+        self.queues: list[deque[Operation]] = []
+        """What is queued, by the handle of the stream."""
+        self.recorded: list[int] = []
+        self.completed: list[int] = []
+        self.compute = Stream(self)
+        self.failing: set[str] = set()
+        """Calls that raise: `launchKernel`, `streamWaitEvent` and so on."""
+        self.capturing = False
+        self.broken_captures = 0
+        self._kernels: list[str] = []
+        runtime = SimpleNamespace(
+            cudaDevAttrCanUseHostPointerForRegisteredMem=91,
+            cudaDevAttrMultiProcessorCount=16,
+            memcpyDefault=4,
+            memcpyHostToDevice=1,
+            getDevice=lambda: 0,
+            deviceGetAttribute=lambda attribute, index: 1,
+            deviceGetPCIBusId=lambda index: "0000:01:00.0",
+            deviceSynchronize=lambda: None,
+            hostRegister=lambda address, nbytes, flags: None,
+            hostUnregister=lambda address: None,
+            memcpy=lambda target, source, nbytes, kind: ctypes.memmove(target, source, nbytes),
+            memcpyAsync=self._memcpy,
+            eventRecord=self.event_record,
+            streamWaitEvent=self._wait_event,
+        )
+        self.cupy: Any = SimpleNamespace(
+            RawModule=lambda **_: SimpleNamespace(get_function=self._function),
+            cuda=SimpleNamespace(
+                runtime=runtime,
+                driver=SimpleNamespace(launchKernel=self._launch),
+                compiler=SimpleNamespace(CompileException=SyntaxError),
+                Device=_device,
+                Memory=_Memory,
+            ),
+        )
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Stand in for CuPy, the driver and torch's streams until the patch is undone."""
+        patch.setitem(sys.modules, "cupy", self.cupy)
+        patch.setattr("kv_swap.cuda.registrar._exchange_capture_mode", lambda mode: None)
+        patch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(self))
+        patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(self))
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: self.compute)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        patch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: COMPUTE, raising=False)
+
+    # -- what a test does --------------------------------------------------------------------------
+
+    def queue(self, work: Callable[[], object], stream: int = COMPUTE) -> None:
+        """Queue work of the test's own, on the compute stream or another."""
+        self._queue(stream, work)
+
+    def run(self, *streams: int) -> None:
+        """Run these streams, or all, until they are empty or wait for another."""
+        handles = streams or range(len(self.queues))
+        while any(self._run_one(handle) for handle in handles):
+            pass
+
+    def run_copies(self) -> None:
+        """Run all but compute: as far ahead of it as waits allow."""
+        self.run(*range(COMPUTE + 1, len(self.queues)))
+
+    def step_copies(self) -> None:
+        """Run the next operation of each of these streams that need not wait."""
+        for queue in self.queues[COMPUTE + 1 :]:
+            if queue and queue[0]():
+                queue.popleft()
+
+    def synchronize(self, stream: int) -> None:
+        """Run a stream to its end; others only if it waits for them."""
+        self.run(stream)
+        if self.queues[stream]:
+            self.run()
+        assert not self.queues[stream], "a wait that never ends"
+
+    def _run_one(self, stream: int) -> bool:
+        queue, ran = self.queues[stream], False
+        while queue and queue[0]():
+            queue.popleft()
+            ran = True
+        return ran
+
+    # -- what CUDA does ----------------------------------------------------------------------------
+
+    def _queue(self, stream: int, work: Callable[[], object]) -> None:
+        def run() -> bool:
+            work()
+            return True
+
+        self.queues[stream].append(run)
+
+    def _call(self, name: str) -> None:
+        if name in self.failing:
+            raise RuntimeError(f"{name}: injected fault")
+
+    def event_record(self, event: int, stream: int) -> None:
+        self._call("eventRecord")
+        self.recorded[event] += 1
+        recording = self.recorded[event]
+        self._queue(stream, lambda: self._complete(event, recording))
+
+    def _complete(self, event: int, recording: int) -> None:
+        self.completed[event] = max(self.completed[event], recording)
+
+    def _wait_event(self, stream: int, event: int) -> None:
+        self._call("streamWaitEvent")
+        recording = self.recorded[event]
+        self.queues[stream].append(lambda: self.completed[event] >= recording)
+
+    def _memcpy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        self._call("memcpyAsync")
+        self._queue(stream, lambda: ctypes.memmove(target, source, nbytes))
+
+    def _function(self, name: str) -> Any:
+        self._kernels.append(name)
+        kernel = SimpleNamespace(ptr=len(self._kernels) - 1)
+        return SimpleNamespace(kernel=kernel, compile=lambda: None)
+
+    def _launch(self, function: int, *shape_and_more: int) -> None:
+        self._call("launchKernel")
+        stream, parameters, _ = shape_and_more[-3:]
+        name = self._kernels[function]
+        types = [{"Q": ctypes.c_uint64, "I": ctypes.c_uint32}[word] for word in _ARGUMENTS[name]]
+        pointers = (ctypes.c_void_p * len(types)).from_address(parameters)
+        # CUDA copies the arguments within the call.
+        values = [
+            word.from_address(pointer or 0).value
+            for word, pointer in zip(types, pointers, strict=True)
+        ]
+        self._queue(stream, lambda: globals()[f"_{name}"](*values))
+
+
+@contextmanager
+def _device(index: int) -> Iterator[None]:
+    assert index == 0
+    yield
+
+
+class _Memory:
+    """Memory of the device. Zeros: a table that is read before it was written copies nothing."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = np.zeros(nbytes, np.uint8)
+        self.ptr: int = self._bytes.ctypes.data
+
+
+def _words(address: int, count: int, dtype: type) -> np.ndarray:
+    return np.frombuffer(ctypes.string_at(address, count * np.dtype(dtype).itemsize), dtype)
+
+
+def _listed(address: int, width: int) -> list[list[int]]:
+    count = int(_words(address, 1, np.int32)[0])
+    words = _words(address + LIST_HEADER_BYTES, count * width, np.int32)
+    rows: list[list[int]] = words.reshape(-1, width).tolist()
+    return rows
+
+
+def _segments(table: int, count: int) -> list[list[int]]:
+    words = _words(table, 4 * count, np.uint64).reshape(-1, 4).astype(np.int64)
+    words[:, 3] &= 0xFFFFFFFF
+    rows: list[list[int]] = words.tolist()
+    return rows
+
+
+def _swap_load(
+    pairs: int, table: int, tiles: int, segments_per_tile: int, arena: int, slot_bytes: int
+) -> None:
+    for block, slot in _listed(pairs, 2):
+        for address, stride, offset, nbytes in _segments(table, tiles * segments_per_tile):
+            place = arena + slot * slot_bytes + offset
+            ctypes.memmove(address + block * stride, place, nbytes)
+
+
+def _swap_store(
+    pairs: int, table: int, tiles: int, segments_per_tile: int, arena: int, slot_bytes: int
+) -> None:
+    for block, slot in _listed(pairs, 2):
+        for address, stride, offset, nbytes in _segments(table, tiles * segments_per_tile):
+            place = arena + slot * slot_bytes + offset
+            ctypes.memmove(place, address + block * stride, nbytes)
+
+
+def _zero_pages(blocks: int, table: int, runs: int) -> None:
+    for (block,) in _listed(blocks, 1):
+        for address, stride, nbytes, _ in _segments(table, runs):
+            ctypes.memset(address + block * stride, 0, nbytes)

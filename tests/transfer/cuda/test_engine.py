@@ -1,0 +1,394 @@
+"""The engine on a played device: what comes before what, and the bytes that show it.
+
+tests/gpu has the same on a real one. Here copies run as far ahead of compute as they are let, or
+compute ahead of copies, so a wait that is missing shows in every run.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+import torch
+from kv_swap.cuda import kernel_path, zero
+from kv_swap.cuda.engine import CudaSwapEngine
+from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.engine import Completion, Direction, SwapJob
+from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
+from kv_swap.layout import KVLayout
+from kv_swap.memory.arena import HostArena
+
+from tests.support.kv_memory import Storage
+from tests.support.played_cuda import COMPUTE, PlayedCuda, Stream
+
+LOAD, STORE = Direction.LOAD, Direction.STORE
+LAYERS, BLOCKS, SLOTS, PAGE_BYTES = 3, 40, 8, 64
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedCuda]:
+    made = PlayedCuda()
+    made.install(monkeypatch)
+    yield made
+    gc.collect()  # engines end on the device that they were made for
+
+
+class Engine:
+    """An engine over a KV cache of `LAYERS` layers whose bytes are 1, and slots whose bytes are 7.
+
+    A block or slot is looked at layer by layer: a list of what all bytes of its pages are.
+    """
+
+    def __init__(self, *, output: Any = None, copy_engine_only: bool = False) -> None:
+        layer_bytes = BLOCKS * PAGE_BYTES
+        self.storage = Storage(LAYERS * layer_bytes)
+        tensors = [
+            self.storage.describe(
+                f"layer.{i}", BLOCKS, (BLOCKS, PAGE_BYTES), (PAGE_BYTES, 1), offset=i * layer_bytes
+            )
+            for i in range(LAYERS)
+        ]
+        # Each layer is a region of its own: layers do not fit into one block stride.
+        layout = KVLayout.from_tensors(BLOCKS, tensors)
+        assert len(layout.regions) == LAYERS
+        arena = HostArena(SLOTS, layout.slot_bytes, register=CudaRegistrar(DEVICE))
+        self.slots = arena.view()
+        self.pages = self.storage.data.reshape(LAYERS, BLOCKS, PAGE_BYTES)
+        self.pages[:] = 1
+        self.slots[:] = 7
+        self.copies = CudaSwapEngine(
+            layout, arena, DEVICE, [self.storage], output, copy_engine_only=copy_engine_only
+        )
+        self._job_ids = 0
+
+    def block(self, block: int) -> list[int]:
+        return [all_bytes(page[block]) for page in self.pages]
+
+    def slot(self, slot: int) -> list[int]:
+        return [all_bytes(page) for page in self.slots[slot].reshape(LAYERS, PAGE_BYTES)]
+
+    def submit(self, direction: Direction, *pairs: tuple[int, int], **how: bool) -> None:
+        self._job_ids += 1
+        self.copies.submit(SwapJob(self._job_ids, direction, np.array(pairs, np.int32), **how))
+
+    def write(self, block: int, value: int) -> Callable[[], None]:
+        """Return work for a stream, which does not keep the engine alive."""
+        return partial(self.pages[:, block].fill, value)
+
+
+def all_bytes(page: np.ndarray) -> int:
+    (value,) = set(page.tolist())
+    return int(value)
+
+
+def errors(completions: list[Completion]) -> list[object]:
+    return [completion.error for completion in completions]
+
+
+both_paths = pytest.mark.parametrize("copy_engine_only", [False, True])
+
+
+# -- copies and compute ------------------------------------------------------------------------
+
+
+@both_paths
+def test_a_store_reads_what_compute_had_been_given_to_write(
+    cuda: PlayedCuda, copy_engine_only: bool
+) -> None:
+    engine = Engine(copy_engine_only=copy_engine_only)
+    cuda.queue(engine.write(3, 9))
+    engine.submit(STORE, (3, 5))
+    cuda.run_copies()
+    assert engine.copies.poll() == []
+    cuda.run()
+    assert errors(engine.copies.poll()) == [None]
+    assert engine.slot(5) == [9] * LAYERS
+    assert engine.slot(4) == [7] * LAYERS
+
+
+def test_a_store_waits_for_the_output_copy_stream_and_a_load_does_not(cuda: PlayedCuda) -> None:
+    output = Stream(cuda)
+    engine = Engine(output=output)
+    cuda.queue(engine.write(3, 9), output.cuda_stream)
+    engine.submit(STORE, (3, 5))
+    engine.submit(LOAD, (2, 4))
+    cuda.run(*(stream for stream in range(len(cuda.queues)) if stream != output.cuda_stream))
+    assert engine.block(2) == [7] * LAYERS
+    cuda.run()
+    assert engine.slot(5) == [9] * LAYERS
+
+
+@both_paths
+@pytest.mark.parametrize("behind_compute", [False, True])
+def test_a_load_is_behind_compute_unless_it_need_not_be(
+    cuda: PlayedCuda, behind_compute: bool, copy_engine_only: bool
+) -> None:
+    engine = Engine(copy_engine_only=copy_engine_only)
+    read: list[list[int]] = []
+    cuda.queue(lambda: read.append(engine.block(3)))
+    engine.submit(LOAD, (3, 5), behind_compute=behind_compute)
+    cuda.run_copies()
+    cuda.run()
+    assert read == [[1 if behind_compute else 7] * LAYERS]
+    assert engine.block(3) == [7] * LAYERS
+
+
+@pytest.mark.parametrize("before_compute", [False, True])
+def test_a_fence_keeps_loads_behind_compute(cuda: PlayedCuda, before_compute: bool) -> None:
+    engine = Engine()
+    cuda.queue(engine.write(3, 9))
+    engine.copies.fence_loads()
+    engine.submit(LOAD, (3, 5), behind_compute=False, before_compute=before_compute)
+    cuda.run_copies()
+    cuda.run()
+    assert engine.block(3) == [7] * LAYERS
+
+
+def test_compute_waits_for_the_loads_before_it(cuda: PlayedCuda) -> None:
+    engine = Engine()
+    read: list[list[int]] = []
+    engine.submit(LOAD, (3, 5), before_compute=True)
+    engine.copies.await_loads()
+    cuda.queue(lambda: read.append(engine.block(3)))
+    cuda.run(COMPUTE)
+    assert read == []
+    cuda.run()
+    assert read == [[7] * LAYERS]
+
+
+# -- zeroing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before_compute", [False, True])
+def test_loads_come_after_the_zeroing_of_their_blocks(
+    cuda: PlayedCuda, before_compute: bool
+) -> None:
+    """Else the zeros would be what the forward reads."""
+    engine = Engine()
+    engine.copies.zero_blocks([3])
+    engine.submit(LOAD, (3, 5), behind_compute=False, before_compute=before_compute)
+    cuda.run_copies()
+    cuda.run()
+    assert engine.block(3) == [7] * LAYERS
+
+
+def test_blocks_are_zeroed_behind_compute_that_was_queued_and_before_what_follows(
+    cuda: PlayedCuda,
+) -> None:
+    engine = Engine()
+    read: list[list[int]] = []
+    cuda.queue(lambda: read.append(engine.block(3)))
+    engine.copies.zero_blocks([3])
+    cuda.queue(lambda: read.append(engine.block(3)))
+    cuda.run_copies()
+    cuda.run()
+    assert read == [[1] * LAYERS, [0] * LAYERS]
+    assert engine.block(2) == engine.block(4) == [1] * LAYERS
+
+
+def test_lists_of_blocks_are_left_alone_until_they_were_read(
+    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than there is room for: the last calls wait for the device."""
+    monkeypatch.setattr(zero, "MAX_BLOCKS", 3)
+    engine = Engine()
+    for block in range(20):
+        engine.copies.zero_blocks([block])
+    engine.copies.zero_blocks(range(20, 39))
+    cuda.run()
+    assert {tuple(engine.block(block)) for block in range(39)} == {(0,) * LAYERS}
+    assert engine.block(39) == [1] * LAYERS
+
+
+def test_zeroing_that_cuda_refuses_is_an_error_of_a_copy(cuda: PlayedCuda) -> None:
+    engine = Engine()
+    cuda.failing = {"launchKernel"}
+    with pytest.raises(CopyError, match="launching zero_pages failed with launchKernel: injected"):
+        engine.copies.zero_blocks([3])
+
+
+# -- loads at once -----------------------------------------------------------------------------
+
+
+def test_a_load_at_once_is_there_when_it_returns(cuda: PlayedCuda) -> None:
+    engine = Engine()
+    cuda.queue(engine.write(3, 9))
+    engine.copies.load_now(np.array([(3, 5)], np.int32))
+    assert engine.block(3) == [7] * LAYERS
+    cuda.run()
+    assert engine.block(3) == [7] * LAYERS
+
+
+def test_nothing_of_a_failed_load_is_written_after_the_load_at_once(cuda: PlayedCuda) -> None:
+    """The forward goes on then, and may write to the block."""
+    engine = Engine()
+    engine.submit(LOAD, (3, 5), before_compute=True)
+    cuda.failing = {"streamWaitEvent"}
+    with pytest.raises(CopyError, match="having compute wait for it failed"):
+        engine.copies.await_loads()
+    cuda.failing = set()
+    engine.copies.load_now(np.array([(3, 5)], np.int32))
+    engine.write(3, 9)()
+    cuda.run()
+    assert engine.block(3) == [9] * LAYERS
+    (failed,) = engine.copies.poll()
+    assert failed.error is not None
+
+
+@pytest.mark.parametrize("call", ["eventRecord", "launchKernel"])
+def test_a_load_before_compute_that_fails_is_told_before_compute_is_queued(
+    cuda: PlayedCuda, call: str
+) -> None:
+    engine = Engine()
+    cuda.failing = {call}
+    engine.submit(LOAD, (3, 5), before_compute=True)
+    cuda.failing = set()
+    with pytest.raises(CopyError, match=call):
+        engine.copies.await_loads()
+    cuda.run()
+    (failed,) = engine.copies.poll()
+    assert call in str(failed.error)
+
+
+def test_a_load_before_compute_that_does_not_fit_is_refused_to_compute(
+    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices that have to wait for others would arrive after compute has stopped waiting."""
+    monkeypatch.setattr(kernel_path, "RING_ENTRIES", 2)
+    monkeypatch.setattr(kernel_path, "MAX_PAIRS", 1)
+    engine = Engine()
+    engine.submit(LOAD, (1, 1), (2, 2), before_compute=True)
+    engine.copies.await_loads()
+    engine.submit(LOAD, (3, 3), (4, 4), (5, 5), before_compute=True)
+    with pytest.raises(CopyError, match="2 slices are in flight, no more fit"):
+        engine.copies.await_loads()
+    cuda.run()
+    fine, failed = engine.copies.poll()
+    assert fine.error is None
+    assert "no more fit" in str(failed.error)
+
+
+# -- waves -------------------------------------------------------------------------------------
+
+
+def test_compute_reads_each_wave_when_it_was_awaited(
+    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_path, "PIECE_BYTES", 1)  # a launch for every wave
+    engine = Engine()
+    engine.copies.set_waves([[2], [0], [1]])
+    read: list[list[int]] = []
+    engine.submit(LOAD, (3, 5), (4, 6), before_compute=True, in_waves=True)
+    for wave in range(3):
+        engine.copies.await_wave(wave)
+        cuda.queue(lambda: read.append(engine.block(4)))
+    for _ in range(20):  # more than there are operations
+        cuda.run(COMPUTE)  # which goes first wherever it may
+        cuda.step_copies()
+    assert read == [[1, 1, 7], [7, 1, 7], [7, 7, 7]]
+    assert errors(engine.copies.poll()) == [None]
+
+
+def test_the_table_of_waves_is_there_before_the_first_launch(cuda: PlayedCuda) -> None:
+    engine = Engine()
+    engine.copies.set_waves([[2], [0], [1]])
+    how = {"before_compute": True, "in_waves": True, "behind_compute": False}
+    engine.submit(LOAD, (3, 5), **how)
+    cuda.run_copies()
+    assert engine.block(3) == [7] * LAYERS
+
+
+def test_waves_are_set_once(cuda: PlayedCuda) -> None:
+    engine = Engine()
+    with pytest.raises(JobError, match="to be set first"):
+        engine.submit(LOAD, (3, 5), before_compute=True, in_waves=True)
+    engine.copies.set_waves([[2], [0], [1]])
+    with pytest.raises(JobError, match="waves are set once"):
+        engine.copies.set_waves([[0], [1], [2]])
+
+
+# -- captures, refusals and the end ------------------------------------------------------------
+
+
+def test_nothing_is_asked_of_a_device_that_captures_a_graph(cuda: PlayedCuda) -> None:
+    """A query would end the capture, and a copy would be captured and replayed."""
+    engine = Engine()
+    engine.submit(STORE, (3, 5))
+    cuda.run()
+    cuda.capturing = True
+    assert engine.copies.poll() == []
+    assert not engine.copies.wait(0)
+    for how in ({}, {"before_compute": True}):
+        with pytest.raises(JobError, match="while a CUDA graph is captured"):
+            engine.submit(LOAD, (3, 5), **how)
+    with pytest.raises(JobError, match="captures a CUDA graph"):
+        engine.copies.load_now(np.array([(3, 5)], np.int32))
+    with pytest.raises(JobError, match="outside of a capture"):
+        engine.copies.set_waves([[2], [0], [1]])
+    assert not cuda.broken_captures
+    assert not any(cuda.queues)
+    cuda.capturing = False
+    assert errors(engine.copies.poll()) == [None]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_memory_is_held_until_copies_and_zeroing_have_ended(cuda: PlayedCuda, closed: bool) -> None:
+    """Also if the engine is dropped: it lets its streams run out first."""
+    engine = Engine()
+    slots, pages = engine.slots, engine.pages
+    cuda.queue(engine.write(3, 9))
+    engine.submit(STORE, (3, 5))
+    engine.copies.zero_blocks([4])
+    if closed:
+        engine.copies.close(timeout_seconds=0)
+        assert engine.copies.keep_alive(()) == (engine.storage,), "copies run"
+        engine.copies.keep_alive((engine.storage,))
+        with pytest.raises(JobError, match="closed"):
+            engine.submit(STORE, (1, 1))
+        cuda.run()
+        assert errors(engine.copies.poll()) == [None]
+        assert engine.copies.keep_alive(()) == ()
+    del engine
+    gc.collect()
+    assert not any(cuda.queues)
+    assert set(slots[5].tolist()) == {9}
+    assert not pages[:, 4].any()
+
+
+def test_zeroing_ends_before_its_lists_are_freed(cuda: PlayedCuda) -> None:
+    """Also if no load's stream could be made to wait for it."""
+    engine = Engine()
+    pages = engine.pages
+    cuda.failing = {"streamWaitEvent"}
+    with pytest.raises(CopyError, match="having loads wait for compute failed"):
+        engine.copies.zero_blocks([4])
+    cuda.failing = set()
+    del engine
+    gc.collect()
+    assert not pages[:, 4].any()
+
+
+def test_compute_cannot_wait_for_the_copy_engine(cuda: PlayedCuda) -> None:
+    engine = Engine(copy_engine_only=True)
+    assert not engine.copies.can_load_before_compute
+    with pytest.raises(JobError, match="compute cannot wait for copies of the copy engine"):
+        engine.submit(LOAD, (3, 5), before_compute=True)
+    assert engine.copies.in_flight == 0
+
+
+def test_an_arena_that_it_cannot_use_is_refused(cuda: PlayedCuda) -> None:
+    layout = Engine().copies.layout
+    short = HostArena(2, 48, register=CudaRegistrar(DEVICE))
+    with pytest.raises(LayoutError, match="slots of the arena have 48 bytes, a block has 192"):
+        CudaSwapEngine(layout, short, DEVICE, [])
+    pageable = HostArena(2, layout.slot_bytes, register=None)
+    with pytest.raises(PinnedMemoryError, match="384 bytes is not page-locked"):
+        CudaSwapEngine(layout, pageable, DEVICE, [])
