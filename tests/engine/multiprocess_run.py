@@ -199,8 +199,14 @@ def plain_answers(
     return answers
 
 
-LATENT = {"block_size": 16, "enable_chunked_prefill": False}
-"""What vLLM's CPU engine needs for latent attention, from 0.32."""
+LATENT = {
+    "block_size": 16,
+    "enable_chunked_prefill": False,
+    "attention_config": {"backend": "CPU_MLA"},
+}
+"""What vLLM's CPU engine needs for latent attention, from 0.32.
+
+On a CPU with AMX it would choose another backend, which refuses weights of 32 bits."""
 
 
 def cache_prefixes_of_latents(kind: str) -> None:

@@ -106,6 +106,19 @@ def test_after_a_step_that_was_cut_short_nobody_is_served_what_it_did_not_comput
 
 
 @both_ways
+def test_what_a_step_that_was_cut_short_left_behind_is_forgotten_before_somebody_asks(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    """The aborted request is gone when the next step tells of it; its blocks still have names."""
+    engine = PlayedEngine(async_scheduling=async_scheduling)
+    cut_a_step_short(engine, monkeypatch)
+    engine.step()
+    engine.model.may_lose_kv = False
+    engine.serve("next", PROMPT)
+    assert len(engine.answers["next"]) == 4
+
+
+@both_ways
 def test_where_the_engine_was_reset_after_a_step_that_was_cut_short_nobody_ends(
     monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
 ) -> None:

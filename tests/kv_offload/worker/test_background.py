@@ -127,6 +127,14 @@ def test_a_drain_answers_for_what_has_come_and_is_asked_for(rank: Rank) -> None:
     assert rank.half.drain([], [0]).stores == {0: result()}
 
 
+def test_a_drain_does_not_take_a_store_for_done_that_never_came(rank: Rank) -> None:
+    """An error of the engine may keep a step's plan from its ranks."""
+    rank.step(store(0, (1, 2)))
+    rank.step(store(2, (3, 4)))
+    answers = rank.half.drain([], [0, 1, 2]).stores
+    assert answers == {0: result(), 1: result(ok=False), 2: result()}
+
+
 def test_a_drain_remembers_failures(rank: Rank, gate: Gate) -> None:
     rank.store(store(0, (1, 2)), store(1, (NO_BLOCK, 3)))
     gate.failing = True

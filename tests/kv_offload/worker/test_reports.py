@@ -148,6 +148,18 @@ def test_a_lost_load_is_told_before_any_store(reports: Reports, by: str) -> None
     assert reports.take_ended_stores() == stores
 
 
+def test_a_step_that_was_cut_short_is_told_before_any_store(reports: Reports) -> None:
+    """What it did not compute may be in a store."""
+    reports.store_ended(3, ok=True)
+    reports.step_cut_short(7)
+    assert reports.take_ended_stores() == {}
+    assert report(reports) == OffloadWorkerMetadata({3: OK}, cut_short=7)
+    assert reports.take_ended_stores() == {}, "the report may be under way"
+    assert report(reports) is None
+    reports.step_cut_short(8)
+    assert reports.take_losses() == OffloadWorkerMetadata(cut_short=8)
+
+
 # -- metrics -----------------------------------------------------------------------------------
 
 
