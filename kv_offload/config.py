@@ -63,7 +63,7 @@ class OffloadConfig:
         Meta(
             ge=1,
             le=_MAX_INT,
-            description="A prefix is stored when it is computed or reused for the n-th time.",
+            description="How often a prefix must have been computed or reused before it is stored.",
             extra={"allowed": "an integer of at least 1"},
         ),
     ] = 1

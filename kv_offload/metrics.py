@@ -17,8 +17,8 @@ SKIP_REASONS: Mapping[SkipReason, str] = {
     "moved_on": "Slots not stored because vLLM reused the block before it could be stored.",
     "used_too_little": "Slots not stored because their prefix was used less often than "
     "store_after_uses asks.",
-    "no_budget": "Slots not stored because too much waited already, because host memory was "
-    "emptied while they waited, or because the engine came to rest and could not pin the block.",
+    "no_budget": "Slots not stored: too many waited already, host memory was emptied while they "
+    "waited, or the engine came to rest and could not pin their blocks.",
     "pool_busy": "Slots not stored because every slot of host memory was being read or written.",
     "copy_failed": "Slots not stored because the copy failed; the log has the error.",
 }
@@ -78,7 +78,7 @@ METRICS = (
         "loaded.",
         hook_errors="Errors within the plugin that the engine survived.",
         **{f"skipped_{reason}": text for reason, text in SKIP_REASONS.items()},
-        deferred_slots="Slots that an ended request left without a store budget. They were put in "
+        deferred_slots="Slots that could not be stored yet when their request ended. They wait in "
         "the queue that waiting_slots shows.",
     ),
     *_metrics(
