@@ -28,13 +28,14 @@ def front_end() -> Any:
 
 @pytest.fixture
 def logged(front_end: Any, caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    """The level and the text of every line of a start with a variable that is not read."""
+    """The level and the text of our lines of a start with a variable that is not read."""
     caplog.set_level(logging.INFO, "kv_offload")
     cache = make_kv_cache_config((FULL,), 40)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("KV_OFFLOAD_CONFIG", "/srv/kv.yaml")
         KVConnectorFactory.create_connector(front_end, KVConnectorRole.SCHEDULER, cache)
-    return [(record.levelname, record.getMessage()) for record in caplog.records]
+    ours = [record for record in caplog.records if record.name.startswith("kv_offload.")]
+    return [(record.levelname, record.getMessage()) for record in ours]
 
 
 def test_the_configuration_is_shown_as_it_was_written(logged: list[tuple[str, str]]) -> None:
