@@ -19,8 +19,17 @@ from tests.support.configurations import RETENTION
 BLOCKS = 8
 
 
+WINDOWS_ONLY = pytest.param(
+    "mistral",
+    1,
+    marks=pytest.mark.skipif(
+        vllm_version() < (0, 32), reason="this vLLM's CPU engine gives it blocks of 16 tokens"
+    ),
+)
+
+
 @pytest.mark.parametrize(
-    ("kind", "groups"), [("qwen3", 1), ("mistral", 1), ("gemma3", 2), ("llama4", 2)]
+    ("kind", "groups"), [("qwen3", 1), WINDOWS_ONLY, ("gemma3", 2), ("llama4", 2)]
 )
 def test_heads_windows_and_chunks(model_folder: Path, kind: str, groups: int) -> None:
     assert check(model_folder, kind, BLOCK_TOKENS) == groups
