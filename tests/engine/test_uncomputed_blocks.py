@@ -15,7 +15,8 @@ HIGH = random_tokens(2 * BLOCK_TOKENS, seed=2)
 def preempt_what_the_step_has_scheduled(models: Path) -> tuple[Tokens, Tokens]:
     """Answer `LOW` with ten blocks, of which `HIGH` takes one away; then again, reset.
 
-    The third step gives `LOW` the last two free blocks, then preempts it: `HIGH` needs one.
+    The second step after `HIGH` has come gives `LOW` the last two free blocks, then preempts it:
+    `HIGH` needs one.
     """
     with offloading(
         models,
@@ -26,7 +27,9 @@ def preempt_what_the_step_has_scheduled(models: Path) -> tuple[Tokens, Tokens]:
         max_model_len=10 * BLOCK_TOKENS,
     ) as ours:
         ours.add("low", LOW, max_tokens=8, priority=1)
-        ours.step()
+        (low,) = ours.scheduler.requests.values()
+        while low.num_computed_tokens < 4 * BLOCK_TOKENS:
+            ours.step()
         ours.add("high", HIGH, max_tokens=2)
         answer = ours.run()["low"].outputs[0].token_ids
         assert ours.preemptions == 1

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 from tests.support.played_cases import FULL, OTHER, PROMPT, STATE, WINDOW, both_ways
 from tests.support.played_engine import PlayedEngine
 
@@ -29,8 +30,8 @@ def preempt_what_the_step_has_scheduled(
 ) -> PlayedEngine:
     """Have a chunk of `low` preempted in the step that schedules it; then serve it.
 
-    In the third step `low` gets the last free blocks for 8 tokens. Then `high` needs one, and vLLM
-    preempts `low`, frees all its blocks, and gives one of them to `high`.
+    In the second step after `high` has come, `low` gets the last free blocks for 8 tokens. Then
+    `high` needs one, and vLLM preempts `low` and frees all its blocks.
     """
     engine = PlayedEngine(
         groups,
@@ -42,14 +43,15 @@ def preempt_what_the_step_has_scheduled(
     )
     engine.scheduler.scheduler_reserve_full_isl = False
     low = engine.add("low", LONG, max_tokens=3, priority=1)
-    engine.step(copies=True)
+    while low.num_computed_tokens < 16:  # at once from 0.32, where only others set a limit
+        engine.step(copies=True)
     engine.add("high", OTHER[:8], max_tokens=2)
     for _ in range(3):
         computed = low.num_computed_tokens
         output = engine.step(copies=True)
         if low.num_preemptions:
             break
-    assert set(output.num_scheduled_tokens) == {"high"}
+    assert "low" not in output.num_scheduled_tokens
     assert 0 < computed < len(LONG), "its chunk was scheduled before it was preempted"
     engine.run()
     return engine
@@ -71,6 +73,8 @@ def test_without_the_mend_vllm_serves_what_lay_there_before(
     monkeypatch: pytest.MonkeyPatch, groups: Sequence[CacheGroup], blocks: int
 ) -> None:
     """The control. With states the request's next look-up ends before these blocks."""
+    if WINDOW in groups and not reports_failed_requests(vllm_version()):
+        pytest.skip("this vLLM reuses the blocks before the request is looked up again")
     monkeypatch.setattr("kv_offload.engines.vllm.preemption._named_uncomputed", lambda *_: iter(()))
     with pytest.raises(AssertionError, match=r"wrong KV at|holds another prefix"):
         preempt_what_the_step_has_scheduled(groups, blocks, async_scheduling=False)
