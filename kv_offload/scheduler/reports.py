@@ -109,7 +109,7 @@ class Reports:
                 self._end_load(request_id)
 
     def _parts(self, report: OffloadWorkerMetadata) -> Iterable[Callable[[], None]]:
-        """Return what reads a report, in order; each part does nothing when it is run again."""
+        """Return what reads a report, in order; only figures count twice where it is read again."""
         return (
             lambda: self._contents.weights_were_loaded(report.weight_loads),
             lambda: self._fail_loads(report.failed_loads),

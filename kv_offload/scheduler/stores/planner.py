@@ -98,7 +98,7 @@ class StorePlanner:
         late = self.jobs.abandon(time.monotonic() - MAX_STORE_SECONDS)
         if late:
             logger.error(
-                "kv-offload: gave up %d stores that did not end in %.0f s, and releases their GPU "
+                "kv-offload: gave up %d stores that did not end in %.0f s, and released their GPU "
                 "blocks. Nothing is stored until they have ended",
                 late,
                 MAX_STORE_SECONDS,
