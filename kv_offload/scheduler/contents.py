@@ -21,8 +21,6 @@ class Contents:
 
     _manager: CacheManager
     _leftovers: Leftovers
-    keeps_on_sleep: bool
-    """Whether the user allows host memory to outlive a sleep of level 1."""
     falling_asleep: bool = False
     """Set while the engine resets everything for a sleep that host memory is to outlive."""
     _weights_changed: bool = False

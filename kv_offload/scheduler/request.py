@@ -8,8 +8,7 @@
     any of them --ended--> ENDED
 
 A request is looked up again after its load failed, and after the engine preempted it or put it
-back. One that ends leaves the dict, unless a rank has still to tell of its load: the engine gives
-the blocks of an aborted request back only then, and reports name loads by their request.
+back. One that ends leaves the dict; its load runs on (`jobs`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kv_offload.engine import Request
 
 
 class Phase(enum.Enum):
-    """Where a request stands."""
+    """Where a request stands. Only the methods below change it."""
 
     WAITING = enum.auto()
     LOADING = enum.auto()
@@ -97,17 +96,14 @@ class TrackedRequest:
     waits_since: float = 0.0
     """On the monotonic clock, in seconds."""
     load_failed: bool = False
-    """Whether nothing more is loaded for this request."""
+    """Whether a load of this request has failed: nothing more is loaded for it."""
 
     # Loaded, not scheduled since.
     loaded: tuple[int, int] | None = None
     """From which token to which host memory had it."""
-    held: Slots | None = None
-    """The slots of its asynchronous load, until every rank has ended that."""
     arriving: list[SlotKey] = field(default_factory=list)
-    """The keys of that load, until the engine knows the blocks by them: others wait for these."""
-    report_due: bool = False
-    """Whether a report on its way tells of a load that the engine has heard of already."""
+    """The keys of its asynchronous load, until the engine knows the blocks by them: others wait for
+    these."""
 
     cursor: StoreCursor | None = None
     """Its GPU blocks; None before it is admitted."""
@@ -124,9 +120,42 @@ class TrackedRequest:
             return 0
         return int(self.request.num_tokens - self.request.num_computed_tokens)
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether its load has ended, and it has not been scheduled since."""
+        return self.phase is Phase.READY and self.loaded is not None
+
+    def looked_up(self) -> None:
+        """Hear that the engine asks what can be loaded; what was answered before is void."""
+        self.phase = Phase.WAITING
+        self.answer = None
+
+    def load_planned(self, start_tokens: int, end_tokens: int, *, synchronous: bool) -> None:
+        """Hear that a load brings these tokens into the blocks that it was just given."""
+        self.phase = Phase.READY if synchronous else Phase.LOADING
+        self.loaded = start_tokens, end_tokens
+
+    def load_ended(self, *, ok: bool) -> None:
+        """Hear that every rank has ended its asynchronous load."""
+        self.load_failed = self.load_failed or not ok
+        if self.phase is Phase.LOADING:
+            self.phase = Phase.READY
+
+    def scheduled(self, block_ids: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+        """Hear that it runs for the first time with these blocks, by cache group.
+
+        Returns from which token to which they were loaded; None if nothing was.
+        """
+        assert self.cursor is not None
+        self.phase = Phase.RUNNING
+        self.cursor.block_ids = [list(group) for group in block_ids]
+        self.cursor.next_slot = [0] * len(block_ids)
+        loaded, self.loaded = self.loaded, None
+        return None if self.load_failed else loaded
+
 
 class RequestTable:
-    """The requests by their ids."""
+    """The requests that have not ended, by their ids."""
 
     def __init__(self) -> None:
         self._requests: dict[str, TrackedRequest] = {}
@@ -138,51 +167,35 @@ class RequestTable:
         """What that was when the engine's own cache was emptied last, with all requests' blocks."""
 
     def get(self, request_id: str) -> TrackedRequest | None:
-        """Return a request that has not ended; None for any other."""
-        tracked = self._requests.get(request_id)
-        return None if tracked is None or tracked.phase is Phase.ENDED else tracked
-
-    def of_report(self, request_id: str) -> TrackedRequest | None:
-        """Return a request of which a rank tells; also one that has ended."""
+        """Return a request that was looked up and has not ended."""
         return self._requests.get(request_id)
 
-    def track(self, request: Request) -> TrackedRequest | None:
-        """Return the record of a request, made at the first call.
-
-        None while a rank has still to tell of a load for one of the same id that has ended.
-        """
+    def track(self, request: Request) -> TrackedRequest:
+        """Return the record of a request, made at the first call."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             tracked = self._requests[request.request_id] = TrackedRequest(request)
-        return None if tracked.phase is Phase.ENDED else tracked
+        return tracked
 
-    def admit(
-        self, tracked: TrackedRequest, phase: Phase, block_ids: Sequence[Sequence[int]]
-    ) -> None:
+    def admit(self, tracked: TrackedRequest, block_ids: Sequence[Sequence[int]]) -> None:
         """Give a waiting request its blocks, by cache group; nothing of them has been stored."""
         self.admitted += tracked.cursor is None
-        tracked.phase = phase
         self.admissions += 1
         ids = [list(group) for group in block_ids]
+        tracked.phase = Phase.READY
         tracked.cursor = StoreCursor(tracked.request, ids, [0] * len(ids), self.admissions)
         tracked.offer = tracked.waits_for = tracked.loaded = None
+
+    def end(self, tracked: TrackedRequest) -> None:
+        """End a request."""
+        self.admitted -= tracked.cursor is not None
+        tracked.phase = Phase.ENDED
+        tracked.waits_for = None
+        del self._requests[tracked.request_id]
 
     def engine_was_reset(self) -> None:
         """Hear that no request has blocks any more: those that go on are admitted again."""
         self.admissions_at_reset = self.admissions
-
-    def end(self, tracked: TrackedRequest) -> None:
-        """End a request; it is kept only until no rank has to tell of its load any more."""
-        self.admitted -= tracked.cursor is not None
-        tracked.phase = Phase.ENDED
-        tracked.offer = tracked.answer = tracked.waits_for = tracked.loaded = None
-        tracked.cursor = None
-        self.settle(tracked)
-
-    def settle(self, tracked: TrackedRequest) -> None:
-        """Drop a request that has ended and of which no rank has to tell any more."""
-        if tracked.phase is Phase.ENDED and tracked.held is None and not tracked.report_due:
-            self._requests.pop(tracked.request_id, None)
 
     def __iter__(self) -> Iterator[TrackedRequest]:
         return iter(self._requests.values())
@@ -205,6 +218,4 @@ class RequestTable:
                     assert tracked.cursor is not None
                     assert tracked.offer is None
                 case Phase.ENDED:
-                    assert tracked.held is not None or tracked.report_due
-                    assert not tracked.arriving
-                    assert tracked.cursor is None
+                    raise AssertionError("a request that has ended is in the table")

@@ -1,38 +1,50 @@
-"""Builds the scheduler's half of the plugin, and has the copies of a step planned in order."""
+"""The scheduler's half of the plugin: what the engine's hooks call, and one step in order."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 from kv_offload.cache.prefix import CacheGroup, KeyMaker, PrefixMap
 from kv_offload.config import OffloadConfig
-from kv_offload.engine import BlockPool, StepOutput
-from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, StoreJob
+from kv_offload.engine import AllocatedBlocks, BlockPool, Request, StepOutput
+from kv_offload.messages import (
+    OffloadMetadata,
+    OffloadWorkerMetadata,
+    Outcome,
+    StoreJob,
+    WorkerCapacity,
+)
 from kv_offload.metrics import OffloadStats
-from kv_offload.scheduler.admissions import Admissions
 from kv_offload.scheduler.contents import Contents
-from kv_offload.scheduler.ends import Ends
-from kv_offload.scheduler.load_jobs import LoadJobs
-from kv_offload.scheduler.loads import LoadChoice, LoadMode
-from kv_offload.scheduler.lookups import Lookups
-from kv_offload.scheduler.progress import Progress
-from kv_offload.scheduler.reports import Reports
-from kv_offload.scheduler.request import RequestTable
+from kv_offload.scheduler.jobs import Heard, Job, Jobs
+from kv_offload.scheduler.loads.admissions import Admissions
+from kv_offload.scheduler.loads.choice import LoadChoice
+from kv_offload.scheduler.loads.lookups import Lookups
+from kv_offload.scheduler.loads.mode import LoadMode
+from kv_offload.scheduler.losses import computed_with
+from kv_offload.scheduler.request import Phase, RequestTable, TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
-from kv_offload.scheduler.steps import StepWatch
-from kv_offload.scheduler.stores.budget import StoreBudget
-from kv_offload.scheduler.stores.leftovers import Leftovers
 from kv_offload.scheduler.stores.planner import StorePlanner
+from kv_offload.scheduler.timing.steps import StepWatch
+
+logger = logging.getLogger(__name__)
 
 
 class OffloadScheduler:
-    """Lives on the engine's one scheduling thread; the connector's hooks call it and its parts.
+    """Lives on the engine's one scheduling thread. Hooks call its methods, and none of its parts.
 
     Built when the block sizes and the number of slots are final: `num_slots` is what the smallest
-    rank holds. No slot is used before `ranks_ready` has heard of all ranks.
+    rank holds. No slot is used before `take_capacities` has heard of all ranks. `loads_overlap`
+    says that a load runs while the steps under way compute.
+
+    A job lives from its plan until every rank has ended it. Ranks may be asked at any time, and may
+    tell of a job twice. What the engine has to do then waits until it is taken: `take_lost`,
+    `take_failed` and `take_loaded` return each request once.
     """
 
     def __init__(
@@ -44,72 +56,294 @@ class OffloadScheduler:
         slot_bytes: int,
         num_ranks: int,
         make_key: KeyMaker,
+        *,
+        loads_overlap: bool = False,
     ) -> None:
+        self.config = config
         self._num_ranks = num_ranks
         self._slot_bytes = slot_bytes
-        self.requests = RequestTable()
-        self.manager = CacheManager(make_policy(config.eviction_policy, num_slots))
-        self.prefixes = PrefixMap(groups, pool.hash_block_size, make_key)
-        self.statistics = Statistics(self.manager, self._read_gauges)
+        self.manager = manager = CacheManager(make_policy(config.eviction_policy, num_slots))
+        self._requests = requests = RequestTable()
+        self._jobs = jobs = Jobs(manager, pool, num_ranks)
+        self._statistics = Statistics(manager, self.gauges)
         self.watch = StepWatch()
-        self.lookups = Lookups(self.prefixes, self.manager)
-        self.loads = LoadJobs(self.prefixes, self.manager, pool.null_block.block_id, num_ranks)
-        self.load_choice = LoadChoice(
-            config.load_or_recompute, slot_bytes, self.watch, self.loads.queue
+        prefixes = PrefixMap(groups, pool.hash_block_size, make_key)
+        self._lookups = Lookups(prefixes, manager)
+        mode = config.load_or_recompute
+        self._choice = LoadChoice(mode, slot_bytes, self.watch, jobs.queue)
+        self._mode = LoadMode(slot_bytes, self.watch, overlaps=loads_overlap)
+        self._admissions = Admissions(
+            requests,
+            prefixes,
+            manager,
+            self._lookups,
+            self._choice,
+            self._mode,
+            jobs,
+            self._statistics,
+            pool.null_block.block_id,
         )
-        self.load_mode = LoadMode(slot_bytes, self.watch)
-        self.admissions = Admissions(
-            self.requests,
-            self.prefixes,
-            self.lookups,
-            self.load_choice,
-            self.load_mode,
-            self.loads,
-            self.statistics,
+        self._stores = StorePlanner(
+            config, requests, prefixes, manager, pool, jobs, self._statistics, slot_bytes
         )
-        self.budget = StoreBudget(slot_bytes, config.max_pinned_share, self.requests)
-        self.stores = StorePlanner(
-            self.prefixes,
-            self.manager,
-            pool,
-            num_ranks,
-            self.budget,
-            self.statistics,
-            prompt_only=config.store_blocks == "prompt",
-            after_uses=config.store_after_uses,
-        )
-        self.leftovers = Leftovers(self.stores, self.statistics)
-        self.progress = Progress(self.requests, self.stores.candidates)
-        self.ends = Ends(
-            self.requests,
-            self.lookups,
-            self.loads,
-            self.stores,
-            self.leftovers,
-            pool,
-            self.statistics,
-        )
-        self.contents = Contents(self.manager, self.leftovers, keeps_on_sleep=config.keep_on_sleep)
-        self.reports = Reports(
-            self.requests,
-            self.loads,
-            self.stores,
-            self.watch,
-            self.budget,
-            self.contents,
-            self.statistics,
-            self.ranks_ready,
-        )
+        self._contents = Contents(manager, self._stores.leftovers)
         self._ready_slots: dict[int, int] = {}
-        self._grown_blocks = 0
+        manager.limit_slots(0)
         self._idle_loaded: set[str] = set()
         self.stranded: set[str] = set()
         """Loaded requests that two steps have not run, though nothing else is under way.
 
         Not one step: the engine admits nothing in a step that preempts."""
-        self.ranks_ready({})
+        # What ranks have told and the engine has not been told.
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+        self._lost_loads: list[Job] = []
+        self._step_is_lost = False
 
-    def ranks_ready(self, ready_slots: Mapping[int, int]) -> None:
+    # -- requests ------------------------------------------------------------------------------
+
+    def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `Admissions.match`."""
+        return self._admissions.match(request, num_computed_tokens)
+
+    def allocated(
+        self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
+    ) -> None:
+        """See `Admissions.allocated`."""
+        self._admissions.allocated(request, blocks, num_external_tokens)
+
+    def allocation_failed(
+        self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
+    ) -> None:
+        """See `Admissions.allocation_failed`."""
+        self._admissions.allocation_failed(request, blocks, num_external_tokens)
+
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """Plan the stores of what a request leaves behind, just before its blocks are freed."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return
+        self._end_request(tracked)
+        if tracked.cursor is None or tracked.loaded is not None:
+            return  # nothing of it was computed
+        # Steps in flight are executed before what is planned now is submitted, so all that is
+        # computed at their end counts; drafts and placeholders have no hashes.
+        end_tokens = min(request.num_computed_tokens, request.num_tokens)
+        self._stores.request_ends(tracked.cursor, block_ids, end_tokens)
+
+    def forget(self, request_id: str) -> None:
+        """End a request without storing what it leaves behind."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            self._end_request(tracked)
+
+    def _end_request(self, tracked: TrackedRequest) -> None:
+        self._lookups.arrived(tracked)
+        self._requests.end(tracked)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def plan_step(self, output: StepOutput) -> OffloadMetadata:
+        """Plan the stores of this step's requests; return them with the loads planned before.
+
+        If it raises, `plan_without_stores` must follow: the engine counts on the loads, and the
+        step has begun.
+        """
+        self._mode.next_step()
+        idle = not output.num_scheduled_tokens and self._is_still
+        load_seconds = self._choice.queued_seconds()
+        self._stores.plan_step(output, load_seconds=load_seconds, idle=idle)
+        loaded = self.loaded_requests() if idle and not self._jobs.pinned_blocks else set()
+        self.stranded, self._idle_loaded = loaded & self._idle_loaded, loaded
+        return self._begin_step(output, self._jobs.send_stores())
+
+    def plan_without_stores(self, output: StepOutput) -> OffloadMetadata:
+        """Return the plan of a step for which `plan_step` failed."""
+        self.stranded = set()
+        return self._begin_step(output, ())
+
+    def _begin_step(self, output: StepOutput, stores: tuple[StoreJob, ...]) -> OffloadMetadata:
+        # Last, and nothing here raises: what has been taken must be sent.
+        jobs = self._jobs
+        self.watch.begin(output, loads=jobs.running_loads > 0, waits=jobs.plans_synchronous)
+        return self._make_plan(stores)
+
+    def _make_plan(self, stores: tuple[StoreJob, ...]) -> OffloadMetadata:
+        jobs = self._jobs
+        loads = jobs.send_loads()
+        known, admissions = jobs.take_known(), self._requests.admissions
+        return OffloadMetadata(stores, loads, jobs.next_job_id, known, admissions)
+
+    @property
+    def _is_still(self) -> bool:
+        """Whether no step that computes something is under way, and no load."""
+        return not self._jobs.running_loads and not any(
+            tracked.request.num_in_flight_tokens
+            for tracked in self._requests
+            if tracked.cursor is not None
+        )
+
+    def step_ended(self) -> None:
+        """Hear that the engine has taken in the oldest step under way."""
+        self.watch.end()
+
+    # -- reports -------------------------------------------------------------------------------
+
+    def take_report(self, report: OffloadWorkerMetadata) -> None:
+        """Take in what ranks tell, before the engine takes in the tokens of the step they tell of.
+
+        To hear of a job again changes nothing. What they computed wrongly cannot be readable yet: a
+        store ends in a later step than the forward whose KV it copies.
+        """
+        heard = Heard()
+        for rank, told in report.ranks.items():
+            self._jobs.hear(rank, told.jobs, heard)
+            if told.cut_short is not None:
+                self.watch.forget()
+                self._step_is_lost |= told.cut_short > self._requests.admissions_at_reset
+        self._lost_loads += heard.lost
+        if heard.lost or self._step_is_lost:
+            self._jobs.distrust_stores(heard.ended)
+        for job in heard.ended:
+            self._survive(self._end_job, job)
+        self._survive(self._learn, report)
+
+    def _survive(self, take: Callable[[Any], None], part: Any) -> None:
+        """Take in a part of a report; an error in it keeps nobody from the others."""
+        try:
+            take(part)
+        except Exception:
+            self._statistics.count("hook_errors", 1)
+            logger.exception("kv-offload: an error in a part of a report. Please report this")
+
+    def _end_job(self, job: Job) -> None:
+        """End a job that every rank has ended."""
+        ok = job.outcome is Outcome.OK
+        if job.request is not None and not job.synchronous:
+            job.request.load_ended(ok=ok)
+            self._loaded.add(job.request.request_id)
+            if not ok:
+                self._failed.add(job.request.request_id)
+                self._statistics.count("failed_loads", 1)
+        if job.request is None and not ok:
+            self._statistics.skipped("copy_failed", len(job.slots))
+        self._jobs.release(job)
+
+    def _learn(self, report: OffloadWorkerMetadata) -> None:
+        told = report.ranks.values()
+        speeds = [r.load_bytes_per_second for r in told if r.load_bytes_per_second is not None]
+        if speeds:
+            self.watch.load_rate.learn(min(speeds))
+        for rank, news in report.ranks.items():
+            if news.store_bytes_per_second is not None:
+                self._stores.budget.learn(news.store_bytes_per_second, rank)
+            if news.ready_slots is not None:
+                self._use_ready_slots({rank: news.ready_slots})
+            if news.weight_loads is not None:
+                self.weights_were_loaded({rank: news.weight_loads})
+
+    def take_loaded(self) -> set[str]:
+        """Return the requests whose asynchronous loads have ended, well or not, each once."""
+        loaded, self._loaded = self._loaded, set()
+        return loaded
+
+    def take_failed(self) -> set[str]:
+        """Return those of them whose loads have failed, each once. Taken before `take_loaded`."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def take_lost(self) -> set[str] | None:
+        """Return the requests that have computed with wrong KV by now; None where none was.
+
+        Those of synchronous loads that a forward read before they were there, and all that share
+        their blocks or what was computed with them. After a step that was cut short any named block
+        may be one that nobody computed, so that is all requests with blocks; none if the engine's
+        own cache has been emptied since. The engine must end them, and know no block by its key any
+        more, before it takes in the output of that forward. Nothing of them is stored any more.
+        """
+        loads, self._lost_loads = self._lost_loads, []
+        step_is_lost, self._step_is_lost = self._step_is_lost, False
+        if not loads and not step_is_lost:
+            return None
+        lost = computed_with(self._requests, loads) if loads else set()
+        if step_is_lost:
+            lost |= {tracked for tracked in self._requests if tracked.cursor is not None}
+        # An aborted request has left the table, where another may have its name by now.
+        alive = [tracked for tracked in lost if tracked.phase is not Phase.ENDED]
+        for tracked in alive:
+            self._end_request(tracked)
+        self._statistics.count("lost_requests", len(alive))
+        return {tracked.request_id for tracked in lost}
+
+    def others_load_failed(self) -> None:
+        """Let nothing become readable that may hold what another connector failed to load."""
+        self._jobs.distrust_stores()
+
+    # -- between steps -------------------------------------------------------------------------
+
+    def plan_drain(self) -> OffloadMetadata:
+        """Return the plan with which ranks end all copies, between two steps."""
+        return self._make_plan(self._jobs.send_stores())
+
+    def give_up_stores(self) -> int:
+        """Release the blocks of the stores that have not ended; return how many these are."""
+        return self._jobs.give_up_stores()
+
+    def loading_requests(self) -> set[str]:
+        """Return the requests, also ended ones, of asynchronous loads that have not ended."""
+        return self._jobs.loading_requests()
+
+    def abandoned_requests(self) -> set[str]:
+        """Return those of them that have ended: the engine holds their blocks."""
+        return {name for name in self._jobs.loading_requests() if self._requests.get(name) is None}
+
+    def waiting_requests(self) -> set[str]:
+        """Return the requests that may wait for a load of ours, or for their turn after it."""
+        return {tracked.request_id for tracked in self._requests if tracked.loaded is not None}
+
+    def loaded_requests(self) -> set[str]:
+        """Return the requests whose loads have ended, and that have not been scheduled since."""
+        return {tracked.request_id for tracked in self._requests if tracked.is_loaded}
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether the engine must go on stepping for a job to be planned, submitted or reported."""
+        jobs, leftovers = self._jobs, self._stores.leftovers
+        return jobs.pinned_blocks > 0 or leftovers.slots > 0 or jobs.awaits_synchronous
+
+    @property
+    def awaits_ranks(self) -> bool:
+        """Whether some rank has not told of the end of a job."""
+        return self._jobs.any_running
+
+    @property
+    def has_pending_stores(self) -> bool:
+        """Whether a store pins GPU blocks."""
+        return self._jobs.pinned_blocks > 0
+
+    def pinned_blocks(self) -> set[int]:
+        """Return the GPU blocks that stores pin."""
+        return set(self._jobs.pinned())
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that were looked up and have not ended."""
+        return len(self._requests)
+
+    @property
+    def holds_idle_blocks(self) -> bool:
+        """Whether a store alone keeps some GPU block from being free."""
+        return self._jobs.holds_idle_blocks
+
+    # -- host memory ---------------------------------------------------------------------------
+
+    def take_capacities(self, capacities: Sequence[WorkerCapacity]) -> None:
+        """Hear what ranks hold, at the start or later."""
+        if not all(rank.synchronous_loads for rank in capacities):
+            self._mode.allowed = False
+        self._use_ready_slots({rank.rank: rank.ready_slots for rank in capacities})
+
+    def _use_ready_slots(self, ready_slots: Mapping[int, int]) -> None:
         """Use slots whose memory is ready on every rank; `ready_slots` has news by rank.
 
         Memory that is ready stays so. News that says less is older: vLLM asks for a rank's capacity
@@ -121,103 +355,65 @@ class OffloadScheduler:
         usable = min(self._ready_slots.values()) if known else 0
         self.manager.limit_slots(min(usable, self.manager.num_slots))
 
-    def build_metadata(self, output: StepOutput) -> OffloadMetadata:
-        """Plan the stores of this step's requests; return them with the loads planned before.
+    def reset(self) -> None:
+        """Empty host memory, unless the engine falls asleep and host memory is to outlive that."""
+        self._contents.reset()
 
-        If it raises, `metadata_without_new_stores` must follow: the engine counts on the loads, and
-        the step has begun.
-        """
-        self.load_mode.next_step()
-        self.budget.next_step(
-            load_seconds=self.load_choice.queued_seconds(), grown_blocks=self._grown_blocks
-        )
-        self.stores.candidates.next_step()
-        self.stores.give_up_late()
-        self.leftovers.examine()
-        self._grown_blocks = self.progress.follow(output)
-        self.stores.pin_chosen()
-        idle = not output.num_scheduled_tokens and self._is_still
-        self.leftovers.settle(idle=idle)
-        loaded = self.reports.loaded() if idle and not self.has_pending_stores else set()
-        self.stranded, self._idle_loaded = loaded & self._idle_loaded, loaded
-        return self._begin_step(output, self.stores.jobs.take_planned())
+    def fall_asleep(self, *, asleep: bool) -> None:
+        """Hear that the resets from now on are those of a sleep, or are not any more."""
+        self._contents.falling_asleep = asleep
 
-    def metadata_without_new_stores(self, output: StepOutput) -> OffloadMetadata:
-        """Return the plan of a step for which `build_metadata` failed."""
-        self.stranded = set()
-        return self._begin_step(output, ())
+    def weights_change(self) -> bool:
+        """See `Contents.weights_change`."""
+        return self._contents.weights_change()
 
-    def _begin_step(self, output: StepOutput, stores: tuple[StoreJob, ...]) -> OffloadMetadata:
-        # Last, and nothing here raises: what has been taken must be sent.
-        self.watch.begin(output, loads=self.loads.running > 0, waits=self.loads.plans_synchronous)
-        return OffloadMetadata(stores, self.loads.take_planned(), self.requests.admissions)
-
-    def lose(self, report: OffloadWorkerMetadata) -> set[str] | None:
-        """Hear what a report says was lost, before the engine takes in the tokens of its step.
-
-        Returns the requests that computed with it: the engine must end them, and know no block by
-        its key any more. None if nothing was lost.
-        """
-        if report.cut_short is not None:
-            self.watch.forget()
-        return self.ends.lose(report.lost_loads, report.cut_short)
+    def weights_were_loaded(self, weight_loads: Mapping[int, int]) -> None:
+        """See `Contents.weights_were_loaded`."""
+        self._contents.weights_were_loaded(weight_loads)
 
     def engine_was_reset(self) -> None:
         """Hear that the engine's own cache is empty, and that no request has blocks."""
-        self.contents.engine_was_reset()
-        self.requests.engine_was_reset()
+        self._contents.engine_was_reset()
+        self._requests.engine_was_reset()
+
+    # -- figures -------------------------------------------------------------------------------
+
+    def take_stats(self, errors: int = 0, *, at_once: bool = False) -> OffloadStats | None:
+        """Return what was counted since the last call, and `errors` of hooks; None if nothing was.
+
+        Of gauges those that have changed, at intervals unless `at_once` or the engine is idle.
+        """
+        self._statistics.count("hook_errors", errors)
+        return self._statistics.take(idle=at_once or not self._requests.admitted)
 
     @property
-    def _is_still(self) -> bool:
-        """Whether no step that computes something is under way, and no load."""
-        return not self.loads.running and not any(
-            tracked.request.num_in_flight_tokens
-            for tracked in self.requests
-            if tracked.cursor is not None
-        )
+    def has_told(self) -> bool:
+        """Whether `take_stats` has returned all gauges once: until then they read 0."""
+        return self._statistics.has_told
 
-    def others_load_failed(self) -> None:
-        """Let nothing become readable that may hold what another connector failed to load."""
-        self.stores.jobs.distrust()
-
-    @property
-    def has_pending_work(self) -> bool:
-        """Whether the engine must go on stepping for a job to be planned, submitted or reported."""
-        return self.has_pending_stores or len(self.leftovers) > 0 or self.loads.awaits_report
-
-    @property
-    def has_pending_stores(self) -> bool:
-        """Whether a store has not ended on all ranks, so that it pins GPU blocks."""
-        return self.stores.jobs.pending
-
-    def take_stats(self) -> OffloadStats | None:
-        """Return what was counted since the last call; None if nothing was."""
-        return self.statistics.take(idle=not self.requests.admitted)
-
-    def _read_gauges(self) -> dict[str, float]:
+    def gauges(self) -> dict[str, float]:
+        """Return what the gauges of `kv_offload.metrics` are now."""
+        sent = self._jobs.oldest_sent
         return {
             "slots": self.manager.usable_slots,
             "slots_in_use": self.manager.slots_in_use,
             "pool_slots": self.manager.num_slots,
             "slot_bytes": self._slot_bytes,
-            "running_loads": self.loads.running,
-            "running_stores": self.stores.jobs.running,
-            "oldest_copy_seconds": self._oldest_copy_seconds,
-            "pinned_blocks": self.stores.jobs.pinned_blocks,
-            "waiting_slots": self.leftovers.slots,
+            "running_loads": self._jobs.running_loads,
+            "running_stores": self._jobs.running_stores,
+            "oldest_copy_seconds": 0.0 if sent is None else time.monotonic() - sent,
+            "pinned_blocks": self._jobs.pinned_blocks,
+            "waiting_slots": self._stores.leftovers.slots,
             **self.watch.gauges(),
         }
 
-    @property
-    def _oldest_copy_seconds(self) -> float:
-        sent = (self.loads.oldest_sent, self.stores.jobs.oldest_sent)
-        oldest = min((moment for moment in sent if moment is not None), default=None)
-        return 0.0 if oldest is None else time.monotonic() - oldest
-
     def check_integrity(self) -> None:
         """Raise `AssertionError` where the state contradicts itself; tests call it each step."""
-        self.requests.check_integrity()
-        self.lookups.check_integrity()
+        self._requests.check_integrity()
+        self._lookups.check_integrity()
+        self._jobs.check_integrity()
         self.manager.check_integrity()
-        held = sum(tracked.held is not None for tracked in self.requests)
-        assert held == self.loads.running_asynchronous
+        loading = self.loading_requests()
+        for tracked in self._requests:
+            planned = self._jobs.has_planned_load(tracked)
+            assert tracked.phase is not Phase.LOADING or planned or tracked.request_id in loading

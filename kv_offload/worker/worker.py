@@ -5,28 +5,28 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kv_swap.engine import SwapEngine
+from kv_swap.engine import Direction, SwapEngine
 from kv_swap.errors import CopyError
 
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import RankEngine
 from kv_offload.messages import (
-    DrainAnswer,
-    JobResult,
     OffloadMetadata,
     OffloadWorkerMetadata,
+    RankReport,
     StoreJob,
     WorkerCapacity,
 )
+from kv_offload.metrics import OffloadStats
 from kv_offload.worker.allocation import allocate, transfer_kind
-from kv_offload.worker.background import BackgroundCopies
-from kv_offload.worker.copies import Copies, RankLog
-from kv_offload.worker.reports import Reports
+from kv_offload.worker.forward_loads import ForwardLoads
+from kv_offload.worker.jobs import RankJobs, RankLog
+from kv_offload.worker.loads import Loads
 from kv_offload.worker.sharing import ALONE, Peers
-from kv_offload.worker.synchronous_loads import SynchronousLoads
+from kv_offload.worker.stores import Stores
 from kv_offload.worker.waves import LayerWaves
 
 logger = logging.getLogger(__name__)
@@ -57,14 +57,16 @@ class OffloadWorker:
         self._config = config
         self._rank_engine = rank_engine
         self._num_ranks = num_ranks
-        self.reports = Reports(rank)
-        """What ended on this rank, until it was told."""
-        self._copies = Copies(self.reports, RankLog(logger, rank))
-        self._background = BackgroundCopies(self._copies, peers)
-        self._synchronous = SynchronousLoads(self._copies, rank_engine.forward_context)
+        self._jobs = RankJobs(rank, RankLog(logger, rank))
+        self._stores = Stores(self._jobs, peers)
+        self._loads = Loads(self._jobs)
+        self._forward_loads = ForwardLoads(self._jobs, rank_engine.forward_context)
         # The steps whose loads were taken in, and whose stores were queued.
         self._started_for: OffloadMetadata | None = None
         self._ended_for: OffloadMetadata | None = None
+        self._cut_short: int | None = None
+        # What the scheduler was told last.
+        self._told_ready_slots = self._told_weight_loads = 0
         self._count_weight_loads: Callable[[], int] = lambda: 0
         # The KV tensors that the transfer engine held before a sleep.
         self._let_go: list[weakref.ref[Any]] = []
@@ -82,20 +84,20 @@ class OffloadWorker:
         kind = transfer_kind(self._config, caches.tensors[0].device)
         stream = self._rank_engine.find_output_copy_stream() if kind != "host" else None
         started = time.monotonic()
-        transfer, self._background.peers = allocate(
+        transfer, self._stores.peers = allocate(
             self._config,
             self._num_ranks,
-            self._background.peers,
+            self._stores.peers,
             kind,
             caches,
             tuple(kv_caches),
             stream,
         )
-        self._copies.transfer = transfer
+        self._jobs.transfer = transfer
         self.num_slots = transfer.num_slots
         if transfer.can_load_before_compute:
             page_bytes = [region.page_bytes for region in layout.regions]
-            self._synchronous.waves = LayerWaves(caches.regions_of_layer, page_bytes)
+            self._forward_loads.waves = LayerWaves(caches.regions_of_layer, page_bytes)
         logger.info(
             "kv-offload: rank %d holds %d slots, %d of them ready, of %d bytes (%.2f GiB%s) over "
             "%d regions, started in %.1f s; stores wait for %s",
@@ -119,7 +121,7 @@ class OffloadWorker:
         if self.transfer is None or self._let_go:
             return
         if not self.transfer.wait(DRAIN_SECONDS):
-            self._copies.log.error("copies run while the engine sleeps")
+            self._jobs.log.error("copies run while the engine sleeps")
             return
         self._let_go = [weakref.ref(tensor) for tensor in self.transfer.keep_alive(())]
 
@@ -134,22 +136,22 @@ class OffloadWorker:
         """Wait, bounded, for running copies and let go of the KV tensors and of host memory."""
         if self.transfer is not None:
             self.transfer.close(DRAIN_SECONDS)
-            self._copies.transfer = None
+            self._jobs.transfer = None
 
     @property
     def transfer(self) -> SwapEngine | None:
         """The transfer engine; None before `register_kv_caches` and after `shutdown`."""
-        return self._copies.transfer
+        return self._jobs.transfer
 
     @property
     def waves(self) -> LayerWaves:
         """What is known of the layers that wait for their part of a load."""
-        return self._synchronous.waves
+        return self._forward_loads.waves
 
     @property
     def sharing_ranks(self) -> int:
         """How many ranks keep their KV bytes in this rank's host memory, this one included."""
-        return self._background.peers.count
+        return self._stores.peers.count
 
     @property
     def weight_loads(self) -> dict[int, int]:
@@ -160,11 +162,37 @@ class OffloadWorker:
     def capacity(self) -> WorkerCapacity:
         """Return what this rank holds and how much of it is ready."""
         synchronous = self.transfer is not None and self.transfer.can_load_before_compute
-        return WorkerCapacity(self.rank, self.num_slots, self._copies.ready_slots, synchronous)
+        return WorkerCapacity(self.rank, self.num_slots, self._jobs.ready_slots, synchronous)
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def begin_step(self, metadata: OffloadMetadata) -> None:
+        """Take in a step's plan. Nothing of it has started; nothing of the step before follows."""
+        if self._started_for is not metadata:
+            self._end_cut_short()
+            self._started_for = metadata
+            self._jobs.take_plan(metadata)
+            self._loads.take([job for job in metadata.loads if not job.synchronous])
+            self._forward_loads.take([job for job in metadata.loads if job.synchronous])
+
+    def _end_cut_short(self) -> None:
+        """End the step before, if the engine never did: an error of its own cut it short.
+
+        What it was to compute may be missing, so it is not stored. The engine goes on only where
+        its user caught the error, in the user's own process.
+        """
+        step = self._started_for
+        if step is None or self._ended_for is step:
+            return
+        self._ended_for = step
+        self._loads.fail()
+        self._stores.fail(step.stores)
+        self._cut_short = step.admissions
+        self._jobs.log.error("an error of the engine cut a step short; nothing of it is kept")
 
     def submit_stores(self) -> None:
         """Start the stores that the last step queued; they wait for all compute until now."""
-        self._background.submit_stores()
+        self._stores.submit()
 
     def start_copies(self, metadata: OffloadMetadata, *, first: bool = False) -> None:
         """Start the last step's stores, then this step's loads, unless they were started.
@@ -182,8 +210,8 @@ class OffloadWorker:
         self.begin_step(metadata)
         self.submit_stores()
         behind_compute = not (first and self._rank_engine.gives_idle_blocks)
-        self._synchronous.start(behind_compute=behind_compute)
-        self._background.start_loads(behind_compute=behind_compute)
+        self._forward_loads.start(behind_compute=behind_compute)
+        self._loads.start(behind_compute=behind_compute)
 
     def start_kv_transfers(self, metadata: OffloadMetadata) -> None:
         """Start this step's copies if they were not, and have its forward wait for what it reads.
@@ -191,7 +219,7 @@ class OffloadWorker:
         Called before the forward, after all else that the engine does for the step.
         """
         self.start_copies(metadata)
-        self._synchronous.make_forward_wait(self._rank_engine.forward_with_layer_calls())
+        self._forward_loads.make_forward_wait(self._rank_engine.forward_with_layer_calls())
 
     def rescue(self, metadata: OffloadMetadata) -> None:
         """Make the loads of a step good in which `start_kv_transfers` raised.
@@ -199,48 +227,24 @@ class OffloadWorker:
         What the forward reads is copied at once. Asynchronous loads that have not started fail.
         """
         self.begin_step(metadata)
-        self._synchronous.make_good(CopyError("an error of the plugin, which the log has"))
-        self._background.fail_loads()
-
-    def begin_step(self, metadata: OffloadMetadata) -> None:
-        """Take in a step's plan. Nothing of it has started; nothing of the step before follows."""
-        if self._started_for is not metadata:
-            self._end_cut_short()
-            self._started_for = metadata
-            self._background.take_loads([job for job in metadata.loads if not job.synchronous])
-            self._synchronous.take([job for job in metadata.loads if job.synchronous])
-
-    def _end_cut_short(self) -> None:
-        """End the step before, if the engine never did: an error of its own cut it short.
-
-        What it was to compute may be missing, so it is not stored. The engine goes on only where
-        its user caught the error, in the user's own process.
-        """
-        step = self._started_for
-        if step is None or self._ended_for is step:
-            return
-        self._ended_for = step
-        self._background.fail_loads()
-        self._background.fail_stores(step.stores)
-        self.reports.step_cut_short(step.admissions)
-        self._copies.log.error("an error of the engine cut a step short; nothing of it is kept")
+        self._forward_loads.make_good(CopyError("an error of the plugin, which the log has"))
+        self._loads.fail()
 
     @property
     def on_layer(self) -> Callable[[str], None] | None:
         """Takes the calls of attention layers in this step; None in most steps."""
-        return self._synchronous.on_layer
+        return self._forward_loads.on_layer
 
     def prepare_store_kv(self, metadata: OffloadMetadata) -> None:
         """Queue this step's stores for the start of the next; a second call does nothing.
 
         Two hooks end a step and some versions call only one of them in a step without a forward.
         """
-        self._end_step(metadata, self._background.queue_stores)
+        self._end_step(metadata, self._stores.queue)
 
     def end_step_anyhow(self, metadata: OffloadMetadata) -> None:
-        """End a step whose loads an error kept from being reported; fail stores not yet queued."""
-        self.reports.received_were_not_told()
-        self._end_step(metadata, self._background.fail_stores)
+        """End a step in whose hooks an error was; stores that are not queued fail."""
+        self._end_step(metadata, self._stores.fail)
 
     def _end_step(
         self, metadata: OffloadMetadata, take: Callable[[Sequence[StoreJob]], None]
@@ -248,35 +252,54 @@ class OffloadWorker:
         if self._ended_for is not metadata:
             self._ended_for = metadata
             take(metadata.stores)
-            self._synchronous.forward_ended()
+            self._forward_loads.forward_ended()
+
+    # -- reports -------------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Take in what ended since the last call. Never waits."""
-        for done in self._copies.poll():
-            if not self._background.ended(done):
-                self._synchronous.ended(done)
+        for done in self._jobs.poll():
+            if done.direction is Direction.STORE:
+                self._stores.ended(done)
+            elif not self._loads.ended(done):
+                self._forward_loads.ended(done)
+
+    def ended(self) -> OffloadWorkerMetadata:
+        """Return how jobs ended, as far as the scheduler does not know; it may ask at any time."""
+        return OffloadWorkerMetadata({self.rank: RankReport(dict(self._jobs.ended))})
 
     def take_report(self) -> OffloadWorkerMetadata | None:
-        """See `Reports.take_report`."""
-        return self.reports.take_report(
-            load_speed=self._copies.speeds.take_load_speed(),
-            store_speed=self._copies.speeds.take_store_speed(),
-            ready_slots=self._copies.ready_slots,
-            weight_loads=self._count_weight_loads(),
+        """Return what this step reports; None where nothing has happened."""
+        ready, weights = self._jobs.ready_slots, self._count_weight_loads()
+        report = RankReport(
+            jobs=dict(self._jobs.ended),
+            cut_short=self._cut_short,
+            load_bytes_per_second=self._jobs.speeds.take_load_speed(),
+            store_bytes_per_second=self._jobs.speeds.take_store_speed(),
+            ready_slots=ready if ready > self._told_ready_slots else None,
+            weight_loads=weights if weights > self._told_weight_loads else None,
         )
+        if report == RankReport():
+            return None  # as in most steps
+        self._cut_short = None
+        self._told_ready_slots, self._told_weight_loads = ready, weights
+        return OffloadWorkerMetadata({self.rank: report})
 
-    def take_ended_loads(self) -> tuple[set[str], set[str]]:
-        """Poll; see `Reports.take_ended_loads`."""
-        self.poll()
-        return self.reports.take_ended_loads()
+    def take_losses(self) -> OffloadWorkerMetadata:
+        """Return what cannot wait for the next report, where `take_report` has raised.
 
-    def take_ended_stores(self) -> dict[int, JobResult]:
-        """Poll; see `Reports.take_ended_stores`.
-
-        A store ends after the loads of the steps before it, so polling has found their losses.
+        In this step vLLM takes in the tokens that were computed with what was lost.
         """
-        self.poll()
-        return self.reports.take_ended_stores()
+        cut_short, self._cut_short = self._cut_short, None
+        report = RankReport(dict(self._jobs.ended), cut_short)
+        return OffloadWorkerMetadata({self.rank: report})
+
+    def take_stats(self, errors: int = 0) -> OffloadStats | None:
+        """Return the metrics counted since the last call, and `errors` of hooks; None if none."""
+        self._jobs.stats.count("hook_errors", errors)
+        return self._jobs.stats.take()
+
+    # -- between steps -------------------------------------------------------------------------
 
     def fence_loads(self) -> bool:
         """Have loads wait for all forwards until now, so that blocks of these may be given away.
@@ -287,30 +310,22 @@ class OffloadWorker:
             if self.transfer is not None:
                 self.transfer.fence_loads()
         except CopyError as error:
-            self._copies.log.error("%s", error)
+            self._jobs.log.error("%s", error)
             return False
         return True
 
-    def drain(
-        self, unsent: Sequence[StoreJob], running: Sequence[int], given_up: Set[str] = frozenset()
-    ) -> DrainAnswer:
-        """Submit what is queued, wait, bounded, for all copies, and return what has ended.
+    def drain(self, plan: OffloadMetadata) -> OffloadWorkerMetadata:
+        """Submit what is queued or planned, wait, bounded, for all copies; return what has ended.
 
-        Called between steps, before a reset or a sleep. `running` are the stores that the scheduler
-        has no report of; a report on its way may tell a result again. Loads of the requests
-        `given_up` are named as ended, not as failed: the caller takes their blocks back.
+        Called between steps, before a reset or a sleep. `plan` has stores alone.
         """
-        self._background.queue_stores(unsent)
+        self._jobs.take_plan(plan)
+        self._stores.queue(plan.stores)
         try:
             self.submit_stores()
             if self.transfer is not None and not self.transfer.wait(DRAIN_SECONDS):
-                self._copies.log.error("copies still run after %.0f s", DRAIN_SECONDS)
+                self._jobs.log.error("copies still run after %.0f s", DRAIN_SECONDS)
             self.poll()
         except Exception:  # it would end the engine
-            self._copies.log.exception("not all copies could be ended")
-        self.reports.forgive_failed_loads(given_up)
-        return DrainAnswer(
-            self._background.store_results({*running, *(job.job_id for job in unsent)}),
-            frozenset(self._background.loading_requests | self._synchronous.running_requests),
-            self.reports.lost_lately,
-        )
+            self._jobs.log.exception("not all copies could be ended")
+        return self.ended()

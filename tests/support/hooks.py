@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 HOOKS = (
-    "offload_scheduler.admissions.match",
-    "offload_scheduler.admissions.allocated",
-    "offload_scheduler.build_metadata",
-    "offload_scheduler.reports.read",
-    "offload_scheduler.ends.finished",
+    "offload_scheduler.match",
+    "offload_scheduler.allocated",
+    "offload_scheduler.plan_step",
+    "offload_scheduler.take_report",
+    "offload_scheduler.finished",
     "offload_scheduler.take_stats",
     "offload_worker.submit_stores",
     "offload_worker.start_copies",
@@ -27,11 +27,9 @@ def wrap_hook(
     connector: Any, hook: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
     """Replace a method such as those of `HOOKS` by what `wrap` makes of it, if it has that half."""
-    half, *path, name = hook.split(".")
+    half, name = hook.split(".")
     part = getattr(connector, half)
     if part is not None:
-        for step in path:
-            part = getattr(part, step)
         setattr(part, name, wrap(getattr(part, name)))
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.v1.request import Request, RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
+from kv_offload.messages import OffloadWorkerMetadata, RankReport
 from kv_offload.scheduler.stores.budget import MIN_HORIZON_SECONDS, StoreBudget
 from tests.support.configurations import PAGE_WORDS
 from tests.support.played_engine import PlayedEngine
@@ -59,13 +60,13 @@ def start_load(engine: PlayedEngine, request_id: str = "a") -> Request:
     request = engine.add(request_id, PROMPT)
     engine.step()
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert engine.offload.loads.running == 1
+    assert engine.offload.gauges()["running_loads"] == 1
     return request
 
 
 def pinned(engine: PlayedEngine) -> set[int]:
     """Return the blocks that stores pin."""
-    return set(engine.offload.stores.jobs.pinned())
+    return engine.offload.pinned_blocks()
 
 
 def tables(engine: PlayedEngine, request: Request) -> list[list[int]]:
@@ -88,7 +89,7 @@ def ends_of(engine: PlayedEngine, request: Request, ids: Sequence[int]) -> list[
 def clocked(clock: Callable[[], float], **arguments: Any) -> PlayedEngine:
     """Return an engine whose budget of stores reads this clock."""
     with mock.patch(
-        "kv_offload.scheduler.scheduler.StoreBudget",
+        "kv_offload.scheduler.stores.planner.StoreBudget",
         lambda *arguments: StoreBudget(*arguments, clock),
     ):
         return PlayedEngine(**arguments)
@@ -96,7 +97,9 @@ def clocked(clock: Callable[[], float], **arguments: Any) -> PlayedEngine:
 
 def narrow(engine: PlayedEngine, slots: int) -> PlayedEngine:
     """Have the link so slow that this many slots may be on their way; one of them always."""
-    engine.offload.budget.learn(blocks(1) * (slots + 0.5) / MIN_HORIZON_SECONDS)
+    speed = blocks(1) * (slots + 0.5) / MIN_HORIZON_SECONDS
+    report = RankReport(store_bytes_per_second=speed)
+    engine.offload.take_report(OffloadWorkerMetadata({0: report}))
     return engine
 
 

@@ -20,7 +20,10 @@ from kv_swap.engine import Direction
 from numpy.typing import NDArray
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    make_block_hash_with_group_id,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
@@ -28,7 +31,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kv_offload.cache.prefix import CacheGroup
+from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.halves import halves
 from kv_offload.metrics import KINDS
@@ -116,7 +119,10 @@ class PlayedEngine:
         if replaces_resumed:
             # What runner V2 has the scheduler do.
             self.scheduler.use_v2_model_runner = True
-        self.ranks = [PlayedRank(config, kv_cache_config, rank) for rank in range(ranks)]
+        self.ranks = [
+            PlayedRank(config, kv_cache_config, rank, synchronous_loads=synchronous_loads)
+            for rank in range(ranks)
+        ]
         self.scheduled: deque[Any] = deque()
         self.executed: deque[tuple[Any, ModelRunnerOutput]] = deque()
         for rank in self.ranks if locked_slots is not None else ():
@@ -128,8 +134,10 @@ class PlayedEngine:
         if handshake:
             told = self.model_executor.get_kv_connector_handshake_metadata()
             self.connector.set_xfer_handshake_metadata_pp_aware(dict(ChainMap(*told)))
-        self.offload.load_mode.allowed = synchronous_loads
         self.offload.watch.load_rate.learn(float("inf"))
+        self._prefixes = PrefixMap(
+            self.groups, self.hash_block_tokens, make_block_hash_with_group_id
+        )
         kv = [rank.kv for rank in self.ranks]
         self.model = PlayedModel(self.groups, kv, context_ranks, interleave)
         self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -370,7 +378,7 @@ class PlayedEngine:
                     last = end // self.hash_block_tokens
                     if last > len(hashes):
                         break
-                    (key,) = self.offload.prefixes.slot_keys(
+                    (key,) = self._prefixes.slot_keys(
                         hashes, group, end // tokens - 1, end // tokens
                     )
                     first = end - 1 if group.holds_state else end - tokens
@@ -378,12 +386,7 @@ class PlayedEngine:
 
     def check_pins(self) -> None:
         """Check that every pin is a reference on a block that is not free."""
-        stores = self.offload.stores.jobs
-        pins = Counter(stores.pinned())
-        assert stores.pinned_blocks == pins.total()
-        for block, count in pins.items():
-            assert self.pool.blocks[block].ref_cnt >= count
-            assert not self.pool.blocks[block].is_null
+        self.offload.check_integrity()
 
     def rest(self) -> None:
         """Run until the engine rests, and check that it then holds nothing."""
@@ -395,15 +398,13 @@ class PlayedEngine:
         assert not self.scheduler.has_requests()
         offload = self.offload
         offload.check_integrity()
-        assert not offload.has_pending_stores
         assert not offload.has_pending_work
-        assert offload.stores.jobs.pinned_blocks == 0
-        assert (len(offload.leftovers), offload.leftovers.slots) == (0, 0)
-        assert offload.loads.running == 0
+        gauges = offload.gauges()
+        for name in ("running_loads", "running_stores", "pinned_blocks", "waiting_slots"):
+            assert gauges[name] == 0, name
+        assert gauges["oldest_copy_seconds"] == 0
         assert offload.watch.under_way == 0
-        assert offload.loads.oldest_sent is None
-        assert offload.stores.jobs.oldest_sent is None
-        assert len(offload.requests) == 0
+        assert offload.num_requests == 0
         assert all(rank.copies.in_flight == 0 for rank in self.ranks)
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)

@@ -14,7 +14,13 @@ from kv_swap.layout import KVLayout, TensorDescription
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import KVCaches
 from kv_offload.errors import UnsupportedError
-from kv_offload.messages import JobResult, LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
+from kv_offload.messages import (
+    LoadJob,
+    OffloadMetadata,
+    Outcome,
+    RankReport,
+    StoreJob,
+)
 from kv_offload.worker.sharing import ALONE, Peers
 from kv_offload.worker.worker import OffloadWorker
 
@@ -42,12 +48,12 @@ def synchronous(job_id: int, request_id: str, *values: tuple[int, int], **more: 
     return load(job_id, request_id, *values, synchronous=True, **more)
 
 
-def result(rank: int = 0, *, ok: bool = True) -> JobResult:
-    return JobResult(frozenset({rank}), ok)
-
-
-def metadata_of(stores: Sequence[StoreJob] = (), loads: Sequence[LoadJob] = ()) -> OffloadMetadata:
-    return OffloadMetadata(tuple(stores), tuple(loads))
+def metadata_of(
+    stores: Sequence[StoreJob] = (), loads: Sequence[LoadJob] = (), known: Sequence[int] = ()
+) -> OffloadMetadata:
+    """Return a step's plan, before which no job was planned that it does not have."""
+    sent = max((job.job_id + 1 for job in (*stores, *loads)), default=0)
+    return OffloadMetadata(tuple(stores), tuple(loads), sent, tuple(known))
 
 
 class PlainRank:
@@ -149,15 +155,16 @@ class Rank:
         assert self.transfer.wait(120)
         self.end(metadata)
 
-    def store(self, *jobs: StoreJob) -> OffloadWorkerMetadata:
-        """Store; return the report of it."""
+    def store(self, *jobs: StoreJob) -> dict[int, Outcome]:
+        """Store; return how the jobs ended."""
         self.step(*jobs)
         self.step()
-        return self.report()
+        return self.report().jobs
 
-    def report(self) -> OffloadWorkerMetadata:
+    def report(self) -> RankReport:
         """Return what the ended step reports; empty where it reports nothing."""
-        return self.half.take_report() or OffloadWorkerMetadata()
+        told = self.half.take_report()
+        return RankReport() if told is None else told.ranks[self.half.rank]
 
 
 class Gate:

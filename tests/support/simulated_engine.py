@@ -11,7 +11,7 @@ from typing import Any
 
 from kv_swap.engine import Completion, Direction, SwapJob
 
-from kv_offload.worker.synchronous_loads import WAVES_FROM_BYTES
+from kv_offload.worker.forward_loads import WAVES_FROM_BYTES
 from kv_offload.worker.waves import WEIGHTS
 from tests.support.configurations import make_request
 from tests.support.played_engine import PlayedEngine

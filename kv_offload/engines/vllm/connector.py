@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kv_offload.engines.vllm import patches
 from kv_offload.engines.vllm.hooks.errors import HookErrors, survives
 from kv_offload.engines.vllm.hooks.scheduler import SchedulerHooks
 from kv_offload.engines.vllm.hooks.worker import WorkerHooks
 from kv_offload.engines.vllm.metrics import ConnectorPromMetrics, ConnectorStats
+from kv_offload.engines.vllm.patches.patch import log_new
 from kv_offload.engines.vllm.plugin import register
 from kv_offload.engines.vllm.start.build import build_worker, prepare_scheduler, read_engine
-from kv_offload.engines.vllm.versions import host_hit_source, reports_failed_requests
+from kv_offload.engines.vllm.versions import host_hit_source
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,11 +40,6 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         self.hook_errors = HookErrors()
         engine = read_engine(vllm_config, kv_cache_config)
         self._is_member = bool(engine.enclosing)
-        config = engine.traced.config
-        self._by_block = (
-            not reports_failed_requests(engine.version) and config.on_load_failure == "fail"
-        )
-        self._failed_loads = {}
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self._only_rank = vllm_config.parallel_config.world_size == 1
         # One of the two stays None; vLLM calls a hook only on the half that it belongs to.
@@ -52,7 +47,7 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         self.offload_worker = None  # type: ignore[assignment]
         if role == KVConnectorRole.SCHEDULER:
             self._num_slots, self._make_scheduler = prepare_scheduler(engine)
-            patches.log_new()
+            log_new()
         else:
             self.offload_worker = build_worker(engine)
 
@@ -62,19 +57,15 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
 
         Of the scheduler's hooks it is the only one that vLLM calls at the end of every step.
         """
+        errors = self.hook_errors.take()
         scheduler = self.offload_scheduler
         if scheduler is None:
-            self.offload_worker.reports.count("hook_errors", self.hook_errors.take())
-            return ConnectorStats.of(self.offload_worker.reports.take_stats())
-        scheduler.watch.end()  # first: whatever fails below, the step has ended
-        scheduler.statistics.count("hook_errors", self.hook_errors.take())
-        scheduler.reports.read()
-        rank = self._local_rank()
-        if rank is not None and scheduler.has_pending_stores:
-            scheduler.stores.complete(rank.take_ended_stores())
-        counted = scheduler.take_stats()
+            return ConnectorStats.of(self.offload_worker.take_stats(errors))
+        scheduler.step_ended()  # first: whatever fails below, the step has ended
+        counted = scheduler.take_stats(errors)
         # No step may follow that would report what was polled just now.
-        moved = None if rank is None else rank.reports.take_stats()
+        rank = self._local_rank()
+        moved = None if rank is None else rank.take_stats()
         if counted is None or moved is None:
             return ConnectorStats.of(counted or moved)
         return ConnectorStats(counted.data).aggregate(moved)

@@ -17,11 +17,15 @@ def halves(connector: Any, attribute: str) -> Iterator[Any]:
         yield from halves(member, attribute)
 
 
+def schedulers_in(connector: Any) -> Iterator[Any]:
+    """Yield our schedulers inside a connector of vLLM's scheduler."""
+    return halves(connector, "offload_scheduler")
+
+
 def schedulers_of(core: Any) -> list[Any]:
     """Return our schedulers in vLLM's engine core: none while it is built."""
     scheduler = getattr(core, "scheduler", None)
-    connector = None if scheduler is None else scheduler.get_kv_connector()
-    return list(halves(connector, "offload_scheduler"))
+    return [] if scheduler is None else list(schedulers_in(scheduler.get_kv_connector()))
 
 
 def workers_of_process() -> list[Any]:
@@ -31,28 +35,22 @@ def workers_of_process() -> list[Any]:
     return list(halves(get_kv_transfer_group(), "offload_worker"))
 
 
-def own_reports(connector: Any, report: Any) -> Iterator[tuple[Any, OffloadWorkerMetadata]]:
-    """Yield our schedulers, each with what its ranks report, also inside a MultiConnector."""
-    if isinstance(report, OffloadWorkerMetadata):
-        yield connector.offload_scheduler, report
-    else:
-        members = getattr(connector, "_connectors", ())
-        for member, part in zip(members, getattr(report, "metadata", ()), strict=False):
-            yield from own_reports(member, part)
+def connectors_with_reports(
+    connector: Any, output: Any
+) -> Iterator[tuple[Any, OffloadWorkerMetadata | None]]:
+    """Yield our connectors in vLLM's scheduler, each with what its ranks report in a step's output.
 
-
-def failed_loads(connector: Any, output: Any) -> set[str]:
-    """Return the requests whose loads a step's output reports as failed."""
-    reports = own_reports(connector, output.kv_connector_worker_meta)
-    return set().union(*(report.failed_loads for _, report in reports))
-
-
-def requests_with_lost_kv(connector: Any, output: Any) -> set[str] | None:
-    """Return the requests that have computed with KV that a step's output reports as lost.
-
-    None if none was lost. Otherwise no block's name may be trusted, be there requests or not.
+    Inside a MultiConnector the output has a list with an entry for each member.
     """
-    reports = own_reports(connector, output.kv_connector_worker_meta)
-    lost = [half.lose(report) for half, report in reports]
-    found = [requests for requests in lost if requests is not None]
-    return set().union(*found) if found else None
+    return _with_reports(connector, getattr(output, "kv_connector_worker_meta", None))
+
+
+def _with_reports(
+    connector: Any, report: Any
+) -> Iterator[tuple[Any, OffloadWorkerMetadata | None]]:
+    if getattr(connector, "offload_scheduler", None) is not None:
+        yield connector, report if isinstance(report, OffloadWorkerMetadata) else None
+    members = getattr(connector, "_connectors", ())
+    parts = getattr(report, "metadata", None) or [None] * len(members)
+    for member, part in zip(members, parts, strict=True):
+        yield from _with_reports(member, part)

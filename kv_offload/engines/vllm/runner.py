@@ -10,9 +10,10 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.engine import KVCaches
-from kv_offload.engines.vllm import patches
 from kv_offload.engines.vllm.call_stack import callers
 from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors, layer_regions
+from kv_offload.engines.vllm.patches import EXECUTE_MODEL, LOAD_WEIGHTS
+from kv_offload.engines.vllm.patches.patch import tell
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -65,7 +66,7 @@ class VLLMRank:
 
         model = getattr(find_runner(), "get_model", lambda: None)()
         if hasattr(type(model), "load_weights"):
-            patches.tell(patches.LOAD_WEIGHTS, model, count)
+            tell(LOAD_WEIGHTS, model, count)
         return lambda: loads
 
     def forward_context(self) -> object | None:
@@ -102,4 +103,4 @@ def before_each_step(call: Callable[[Any], None]) -> None:
         def begin(scheduler_output: Any, *_args: Any, **_kwargs: Any) -> None:
             call(scheduler_output)
 
-        patches.tell(patches.EXECUTE_MODEL, runner, begin)
+        tell(EXECUTE_MODEL, runner, begin)

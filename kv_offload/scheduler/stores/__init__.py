@@ -1,9 +1,9 @@
 """What is copied to host memory.
 
-- `planner`: from what a step has to a job; the rest of the scheduler talks to it.
-- `candidates`: which blocks a step looks at.
-- `choice`: which of these are worth storing.
+- `planner`: from what a step has to pinned blocks; the rest of the scheduler talks to it.
+- `progress`: which requests of a step have blocks to look at.
+- `candidates`: how far each request has been gone through.
+- `choice`: which of these blocks are worth storing.
 - `budget`: how many may be stored now.
-- `jobs`: stores on their way, and the GPU blocks that they pin.
 - `leftovers`: what ended requests left behind, to be stored later.
 """

@@ -22,7 +22,7 @@ Span: TypeAlias = tuple[StoreCursor, int, int, int]
 class StoreCandidates:
     """Collects what a step has to look at, as many slots as one step may.
 
-    `examine` only notes slots and moves the request's cursor behind them. They are looked at
+    `examine` only notes slots and moves the request's cursor past them. They are chosen from
     together, since a step of decodes has a block of each of many requests; `put_back` moves the
     cursor back to where a budget ended.
     """
@@ -36,7 +36,7 @@ class StoreCandidates:
         )
         self._spans: list[Span] = []
         self._keys: list[SlotKey] = []  # of all spans
-        self._behind: set[str] = set()
+        self._unfinished: set[str] = set()
         self.examinable = MAX_SLOTS_PER_STEP
         """Slots that may still be examined in this step."""
 
@@ -48,7 +48,7 @@ class StoreCandidates:
         """Note a request's slots that end at or below `end_tokens`, from its cursor on.
 
         They must be chosen from before their blocks can be freed. A request that does not get as
-        far as `end_tokens`, for whatever reason, is `behind`.
+        far as `end_tokens`, for whatever reason, is unfinished.
         """
         request, block_ids, next_slot = cursor.request, cursor.block_ids, cursor.next_slot
         hashes = request.block_hashes
@@ -72,7 +72,7 @@ class StoreCandidates:
                     self._spans.append((cursor, position, at, last))
                     next_slot[position] = at = last
             if end_tokens >= (at + 1) * tokens:
-                self._behind.add(request.request_id)
+                self._unfinished.add(request.request_id)
 
     @contextlib.contextmanager
     def examining_at_most(self, slots: int) -> Iterator[None]:
@@ -92,12 +92,12 @@ class StoreCandidates:
         """Have a span but for the first `passed` slots examined again."""
         cursor, position, first, _ = span
         cursor.next_slot[position] = min(cursor.next_slot[position], first + passed)
-        self._behind.add(cursor.request.request_id)
+        self._unfinished.add(cursor.request.request_id)
 
-    def take_behind(self) -> set[str]:
+    def take_unfinished(self) -> set[str]:
         """Return the requests that had more to store than was examined and chosen since."""
-        behind, self._behind = self._behind, set()
-        return behind
+        unfinished, self._unfinished = self._unfinished, set()
+        return unfinished
 
     def skip(self, cursor: StoreCursor, end_tokens: int) -> None:
         """Move a cursor to `end_tokens`: host memory has what lies before."""
@@ -106,7 +106,7 @@ class StoreCandidates:
             for at, (_, _, tokens, _) in zip(cursor.next_slot, self._groups, strict=True)
         ]
 
-    def is_behind(self, cursor: StoreCursor, end_tokens: int) -> bool:
+    def has_more(self, cursor: StoreCursor, end_tokens: int) -> bool:
         """Say whether `end_tokens` completes a slot beyond those that were examined or skipped."""
         end_tokens = self._wanted(cursor, end_tokens)
         return any(

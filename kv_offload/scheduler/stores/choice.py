@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.engine import BlockPool
 from kv_offload.scheduler.statistics import Statistics
-from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
+from kv_offload.scheduler.stores.candidates import Span
 
 TRACKED_PREFIXES = 1 << 20
 """Keys whose uses are counted for `store_after_uses`; the least recently used are forgotten."""
@@ -23,6 +23,8 @@ class Chosen:
     new: dict[SlotKey, None] = field(default_factory=dict)
     blocks: list[int] = field(default_factory=list)
     along: list[int] = field(default_factory=list)
+    cut: list[tuple[Span, int]] = field(default_factory=list)
+    """Spans for which too few slots were left, each with how many of its slots were passed."""
 
 
 @dataclass(eq=False, repr=False)
@@ -30,13 +32,12 @@ class StoreChoice:
     """Chooses blocks that host memory does not have, that are valid, and that are used enough.
 
     A block is valid while the pool knows it under exactly the key that it is expected to have:
-    hashes are set before the KV exists, and remembered ids go stale when a window moves on or a
-    request is preempted.
+    requests have their hashes before the KV exists, and remembered ids go stale when a window moves
+    on or a request is preempted.
     """
 
     _prefixes: PrefixMap
     _pool: BlockPool
-    _candidates: StoreCandidates
     _statistics: Statistics
     _store_after_uses: int
     _uses: OrderedDict[SlotKey, int] = field(default_factory=OrderedDict)
@@ -48,7 +49,7 @@ class StoreChoice:
         slots: Sequence[int],
         slots_left: int,
     ) -> Chosen:
-        """Choose at most `slots_left` of the slots of `spans`; what that ends is put back.
+        """Choose at most `slots_left` of the slots of `spans`.
 
         `slots` has what the cache manager says of `keys`, which are those of all spans in order.
         """
@@ -71,7 +72,7 @@ class StoreChoice:
             end = at + last - first
             passed = self._choose(chosen, span, keys[at:end], slots[at:end])
             if passed < end - at:
-                self._candidates.put_back(span, passed)
+                chosen.cut.append((span, passed))
             at = end
         return chosen
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kv_offload.scheduler.request import StoreCursor
 from kv_offload.scheduler.statistics import Statistics
-from kv_offload.scheduler.stores.planner import StorePlanner
+from kv_offload.scheduler.stores.candidates import StoreCandidates
 
 MAX_LEFTOVER_SLOTS = 1 << 16
 """Slots that wait at most; then the oldest are dropped, whose blocks the engine reuses first."""
@@ -36,9 +36,8 @@ class Leftover:
 class Leftovers:
     """Leftovers from the oldest to the newest."""
 
-    def __init__(self, planner: StorePlanner, statistics: Statistics) -> None:
-        self._planner = planner
-        self._candidates = planner.candidates
+    def __init__(self, candidates: StoreCandidates, statistics: Statistics) -> None:
+        self._candidates = candidates
         self._statistics = statistics
         self._queue: deque[Leftover] = deque()
         self._examined = 0
@@ -46,9 +45,9 @@ class Leftovers:
         """Slots that wait, over all."""
 
     def keep(self, cursor: StoreCursor, end_tokens: int) -> int:
-        """Queue what no budget was left for of a request that has ended; return its slots.
+        """Queue what was not chosen of a request that has ended; return its slots.
 
-        Called after `StorePlanner.pin_chosen`. The caller gives the cursor away.
+        The caller gives the cursor away.
         """
         leftover = Leftover(cursor, self._candidates.end_slots(cursor, end_tokens), end_tokens)
         if leftover.count():
@@ -60,28 +59,25 @@ class Leftovers:
             self._statistics.skipped("no_budget", oldest)
         return leftover.slots
 
-    def examine(self) -> None:
-        """Have leftovers examined, the oldest first, as many slots as can be stored now.
+    def examine(self, slots_left: int) -> None:
+        """Have leftovers examined, the oldest first, of at most so many slots.
 
         Called before the running requests are examined: those keep their blocks.
         """
         self._examined = 0
-        if not self._queue:
-            return
-        candidates = self._candidates
-        with candidates.examining_at_most(self._planner.slots_left()):
+        with self._candidates.examining_at_most(slots_left):
             for leftover in self._queue:
-                if not candidates.examinable:
+                if not self._candidates.examinable:
                     break
                 self._examined += 1
-                candidates.examine(leftover.cursor, leftover.end_tokens)
+                self._candidates.examine(leftover.cursor, leftover.end_tokens)
 
-    def settle(self, *, idle: bool) -> None:
-        """Forget the leftovers that `StorePlanner.pin_chosen` took care of.
+    def forget_chosen(self, *, resting: bool) -> None:
+        """Forget what was chosen from the leftovers that were examined.
 
-        `idle` says that this step computes nothing, and that no step or load is under way. If no
-        store is either, no GPU block will become free by itself. What could not be planned then
-        never will be: it is dropped and counted, so that the engine may rest.
+        `resting` says that the engine computes, loads and stores nothing, so that no GPU block will
+        become free by itself. What could not be planned then never will be: it is dropped and
+        counted, so that the engine may rest.
         """
         if not self._queue:
             return
@@ -92,7 +88,7 @@ class Leftovers:
             self.slots += leftover.count() - counted
             if leftover.slots:
                 self._queue.appendleft(leftover)
-        if self.slots == before and idle and not self._planner.jobs.pending:
+        if self.slots == before and resting:
             self.drop()
 
     def drop(self) -> None:
@@ -100,6 +96,3 @@ class Leftovers:
         self._statistics.skipped("no_budget", self.slots)
         self.slots = 0
         self._queue.clear()
-
-    def __len__(self) -> int:
-        return len(self._queue)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap
 from kv_offload.cache.slots import NO_SLOTS
-from kv_offload.engine import BlockPool
-from kv_offload.messages import JobResult
+from kv_offload.config import OffloadConfig
+from kv_offload.engine import BlockPool, StepOutput
+from kv_offload.scheduler.jobs import Jobs
+from kv_offload.scheduler.request import RequestTable, StoreCursor
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.budget import StoreBudget
 from kv_offload.scheduler.stores.candidates import StoreCandidates
 from kv_offload.scheduler.stores.choice import StoreChoice
-from kv_offload.scheduler.stores.jobs import StoreJobs
+from kv_offload.scheduler.stores.leftovers import Leftovers
+from kv_offload.scheduler.stores.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -35,41 +37,78 @@ class StorePlanner:
 
     A block is examined in a step that schedules its request and at whose end its tokens are
     computed, or after its request has ended with its tokens computed. If it is chosen it is pinned
-    (`StoreJobs`). The block's own request does not write it either, since only full blocks of known
+    (`Jobs.pin`). The block's own request does not write it either, since only full blocks of known
     tokens are examined.
     """
 
     def __init__(
         self,
+        config: OffloadConfig,
+        requests: RequestTable,
         prefixes: PrefixMap,
         manager: CacheManager,
         pool: BlockPool,
-        num_ranks: int,
-        budget: StoreBudget,
+        jobs: Jobs,
         statistics: Statistics,
-        *,
-        prompt_only: bool,
-        after_uses: int,
+        slot_bytes: int,
     ) -> None:
         self._manager = manager
         self._pool = pool
-        self._budget = budget
+        self._jobs = jobs
         self._statistics = statistics
-        self.candidates = StoreCandidates(prefixes, prompt_only=prompt_only)
-        self._choice = StoreChoice(prefixes, pool, self.candidates, statistics, after_uses)
-        self.jobs = StoreJobs(manager, pool, num_ranks)
+        self.budget = StoreBudget(slot_bytes, config.max_pinned_share, requests)
+        prompt_only = config.store_blocks == "prompt"
+        self._candidates = StoreCandidates(prefixes, prompt_only=prompt_only)
+        self._progress = Progress(requests, self._candidates)
+        self._choice = StoreChoice(prefixes, pool, statistics, config.store_after_uses)
+        self.leftovers = Leftovers(self._candidates, statistics)
+        self._grown_blocks = 0
 
-    def slots_left(self, soon_free_blocks: int = 0) -> int:
-        """Return how many more slots may be chosen; see `pin_chosen`.
+    def plan_step(self, output: StepOutput, *, load_seconds: float, idle: bool) -> None:
+        """Plan what a step has to store, and what was left of requests that have ended.
+
+        The loads under way take `load_seconds` more. `idle` says that this step computes nothing,
+        and that no step or load is under way.
+        """
+        self.budget.next_step(load_seconds=load_seconds, grown_blocks=self._grown_blocks)
+        self._give_up_late()
+        self._candidates.next_step()
+        if self.leftovers.slots:
+            self.leftovers.examine(self._slots_left())
+        self._grown_blocks = self._progress.follow(output)
+        self._pin_chosen()
+        self.leftovers.forget_chosen(resting=idle and not self._jobs.pinned_blocks)
+
+    def request_ends(
+        self, cursor: StoreCursor, block_ids: Sequence[Sequence[int]], end_tokens: int
+    ) -> None:
+        """Plan what a request leaves behind, of which `end_tokens` are computed.
+
+        Called just before the engine frees its blocks, `block_ids`.
+        """
+        if not self._candidates.has_more(cursor, end_tokens):
+            return
+        # Blocks that it shares with no other request and no store has pinned are free in a moment.
+        blocks = self._pool.blocks
+        own_blocks = sum(blocks[block].ref_cnt == 1 for group in block_ids for block in group)
+        # The remembered ids: of a group that reads a window the engine's have null blocks where it
+        # has moved on, though these blocks may still hold what they held.
+        self._candidates.next_step()
+        self._candidates.examine(cursor, end_tokens)
+        self._pin_chosen(own_blocks)
+        self._statistics.count("deferred_slots", self.leftovers.keep(cursor, end_tokens))
+
+    def _slots_left(self, soon_free_blocks: int = 0) -> int:
+        """Return how many more slots may be chosen; see `_pin_chosen`.
 
         None while a store that was given up has not ended: what is sent now stands behind it.
         """
-        if self.jobs.abandoned:
+        if self._jobs.stores_given_up:
             return 0
         free_blocks = self._pool.get_num_free_blocks() + soon_free_blocks
-        return self._budget.slots_left(self.jobs.pinned_blocks, free_blocks)
+        return self.budget.slots_left(self._jobs.pinned_blocks, free_blocks)
 
-    def pin_chosen(self, soon_free_blocks: int = 0) -> None:
+    def _pin_chosen(self, soon_free_blocks: int = 0) -> None:
         """Choose from the candidates, take slots for what is new and pin the blocks that got one.
 
         `soon_free_blocks` counts blocks that the engine frees right after this call.
@@ -77,12 +116,14 @@ class StorePlanner:
         What is known of the same prefixes goes along: it is used again, and must not be evicted for
         its own tail.
         """
-        spans, keys = self.candidates.take()
+        spans, keys = self._candidates.take()
         if not spans:
             return
         # Lists, not arrays: mostly decodes have filled a block each, and nothing is known of them.
         slots = self._manager.slot_numbers(keys)
-        chosen = self._choice.choose(spans, keys, slots, self.slots_left(soon_free_blocks))
+        chosen = self._choice.choose(spans, keys, slots, self._slots_left(soon_free_blocks))
+        for span, passed in chosen.cut:
+            self._candidates.put_back(span, passed)
         if not chosen.new and not chosen.along:
             return
         along = np.array(chosen.along, np.int32) if chosen.along else NO_SLOTS
@@ -90,12 +131,12 @@ class StorePlanner:
         taken = len(stored)
         self._statistics.skipped("pool_busy", len(chosen.new) - taken)
         if taken:
-            self._budget.count_planned(taken)
-            self.jobs.pin(stored, chosen.blocks[:taken])
+            self.budget.count_planned(taken)
+            self._jobs.pin(stored, chosen.blocks[:taken])
 
-    def give_up_late(self) -> None:
+    def _give_up_late(self) -> None:
         """Give up the stores that have run for `MAX_STORE_SECONDS`, so that nobody waits longer."""
-        late = self.jobs.abandon(time.monotonic() - MAX_STORE_SECONDS)
+        late = self._jobs.give_up_stores(time.monotonic() - MAX_STORE_SECONDS)
         if late:
             logger.error(
                 "kv-offload: gave up %d stores that did not end in %.0f s, and released their GPU "
@@ -103,11 +144,3 @@ class StorePlanner:
                 late,
                 MAX_STORE_SECONDS,
             )
-
-    def complete(self, results: Mapping[int, JobResult]) -> None:
-        """Take the ranks' reports of stores."""
-        self._statistics.skipped("copy_failed", self.jobs.complete(results))
-
-    def fail(self, results: Mapping[int, JobResult]) -> None:
-        """Take reports of stores of which nobody can say that they went well."""
-        self.complete({job_id: replace(result, ok=False) for job_id, result in results.items()})

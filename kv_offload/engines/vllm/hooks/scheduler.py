@@ -57,9 +57,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
             if num_slots < self._num_slots:
                 self._num_slots = num_slots
                 self.bind_gpu_block_pool(self._pool)
-            self.offload_scheduler.ranks_ready({c.rank: c.ready_slots for c in capacities})
-            if not all(rank.synchronous_loads for rank in capacities):
-                self.offload_scheduler.load_mode.allowed = False
+            self.offload_scheduler.take_capacities(capacities)
             if not self._pool_is_logged:
                 log_pool(self._vllm_config, self._kv_cache_config, self._num_slots)
                 self._pool_is_logged = True
@@ -69,61 +67,62 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         self._pool = gpu_block_pool
         self.offload_scheduler = self._make_scheduler(gpu_block_pool, self._num_slots)
 
-    @survives(
-        lambda self, request, _: (
-            self.offload_scheduler.admissions.go_on_without(request) or (0, False)
-        )
-    )
+    @survives(lambda self, request, _: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `Admissions.match`. Hear first of new weights, if the rank is in this process."""
+        """See `OffloadScheduler.match`. A rank in this process tells first of new weights."""
         rank = self._local_rank()
         if rank is not None:
-            self.offload_scheduler.contents.weights_were_loaded(rank.weight_loads)
-        return self.offload_scheduler.admissions.match(request, num_computed_tokens)
+            self.offload_scheduler.weights_were_loaded(rank.weight_loads)
+        return self.offload_scheduler.match(request, num_computed_tokens)
 
-    @survives(
-        lambda self, *arguments: self.offload_scheduler.admissions.allocation_failed(*arguments)
-    )
+    @survives(lambda self, *arguments: self.offload_scheduler.allocation_failed(*arguments))
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """See `Admissions.allocated`."""
-        self.offload_scheduler.admissions.allocated(request, blocks, num_external_tokens)
+        """See `OffloadScheduler.allocated`."""
+        self.offload_scheduler.allocated(request, blocks, num_external_tokens)
 
     @survives(
         lambda self, scheduler_output: convert(
-            self.offload_scheduler.metadata_without_new_stores(scheduler_output), ConnectorMetadata
+            self.offload_scheduler.plan_without_stores(scheduler_output), ConnectorMetadata
         )
     )
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
-        """See `OffloadScheduler.build_metadata`."""
-        return convert(self.offload_scheduler.build_metadata(scheduler_output), ConnectorMetadata)
+        """See `OffloadScheduler.plan_step`."""
+        return convert(self.offload_scheduler.plan_step(scheduler_output), ConnectorMetadata)
 
-    @survives(lambda self, _: None)  # what was not read of the report is read with the next
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take the ranks' reports, and poll the rank if it is in this process.
+    def hear_ranks(self, report: OffloadWorkerMetadata | None) -> None:
+        """Take in a step's report, then what the rank tells now if it is in this process.
 
-        A report is as old as the launch of its step. Under asynchronous scheduling it would tell of
-        a copy's end one or two steps late.
+        A report is as old as the launch of its step. Under asynchronous scheduling it tells of a
+        copy's end one or two steps late.
         """
-        if self._is_member and connector_output.invalid_block_ids:
-            self.offload_scheduler.others_load_failed()
-        ended, reported = self._take_ended_loads()
-        report = connector_output.kv_connector_worker_meta
-        received = connector_output.finished_recving or set()
-        news = self.offload_scheduler.reports.take(
-            report if isinstance(report, OffloadWorkerMetadata) else None, received, ended, reported
-        )
-        if news != received:
-            connector_output.finished_recving = news
-        self.offload_scheduler.reports.read()
+        if report is not None:
+            self._take_report(report)
+        self._poll_local_rank()
 
-    @survives(lambda self: (set(), set()))  # a report will tell
-    def _take_ended_loads(self) -> tuple[set[str], set[str]]:
-        rank = self._local_rank() if self.offload_scheduler.reports.may_come_early else None
-        return (set(), set()) if rank is None else rank.take_ended_loads()
+    @survives(lambda self, report: self.offload_scheduler.take_report(report))  # once more
+    def _take_report(self, report: OffloadWorkerMetadata) -> None:
+        self.offload_scheduler.take_report(report)
+
+    @survives(lambda self: None)  # its next report will tell
+    def _poll_local_rank(self) -> None:
+        rank = self._local_rank()
+        if rank is not None and self.offload_scheduler.awaits_ranks:
+            rank.poll()
+            self.offload_scheduler.take_report(rank.ended())
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Name the requests whose loads every rank has ended; the ranks name none to vLLM.
+
+        What the ranks report has been taken in before (`patches.update_from_output`).
+        """
+        loaded = self.offload_scheduler.take_loaded()
+        if loaded:
+            others = connector_output.finished_recving or set()
+            connector_output.finished_recving = loaded | others
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -132,15 +131,13 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     @survives(
-        lambda self, request, _: (
-            self.offload_scheduler.ends.forget(request.request_id) or (False, None)
-        )
+        lambda self, request, _: self.offload_scheduler.forget(request.request_id) or (False, None)
     )
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Let the engine free the blocks at once: what is being stored is pinned."""
-        self.offload_scheduler.ends.finished(request, block_ids)
+        self.offload_scheduler.finished(request, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:
@@ -149,15 +146,15 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         Also for the one step after the start that tells how large the pool is.
         """
         scheduler = self.offload_scheduler
-        return scheduler.has_pending_work or not scheduler.statistics.has_told
+        return scheduler.has_pending_work or not scheduler.has_told
 
     def has_pending_block_frees(self) -> bool:
         """Let the engine wait for a store rather than preempt a request. From vLLM 0.32."""
-        return self.offload_scheduler.stores.jobs.holds_idle_blocks
+        return self.offload_scheduler.holds_idle_blocks
 
     def reset_cache(self) -> bool:
         """Forget what is in host memory, for instance after the weights changed."""
-        self.offload_scheduler.contents.reset()
+        self.offload_scheduler.reset()
         return True
 
     def _local_rank(self) -> OffloadWorker | None:

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from kv_offload.engines.vllm import patches
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.metadata import (
     ConnectorWorkerMetadata,
     HandshakeMetadata,
     convert,
 )
+from kv_offload.engines.vllm.patches.patch import log_new
 from kv_offload.engines.vllm.runner import before_each_step
 from kv_offload.engines.vllm.versions import changes_blocks
-from kv_offload.messages import LoadJob, OffloadMetadata
+from kv_offload.messages import OffloadMetadata
 from kv_offload.worker.worker import OffloadWorker
 
 if TYPE_CHECKING:
@@ -31,15 +31,12 @@ class WorkerHooks(KVConnectorBase_V1):
 
     offload_worker: OffloadWorker
     _is_member: bool
-    _by_block: bool
-    """Whether failed loads are reported by block."""
-    _failed_loads: dict[str, LoadJob]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See `OffloadWorker.register_kv_caches`."""
         self.offload_worker.register_kv_caches(kv_caches)
         before_each_step(self.begin_step)
-        patches.log_new()
+        log_new()
 
     def unregister_kv_caches(self) -> None:
         """See `OffloadWorker.unregister_kv_caches`. From vLLM 0.33, before a sleep."""
@@ -122,43 +119,27 @@ class WorkerHooks(KVConnectorBase_V1):
         self.offload_worker.prepare_store_kv(self._get_connector_metadata())
 
     @survives(lambda self, _: self._end_step_anyhow())
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Queue this step's stores if `wait_for_save` was skipped; report the loads that ended.
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
+        """Queue this step's stores if `wait_for_save` was skipped; take in what ended.
 
-        vLLM 0.26 and 0.28 do not call `wait_for_save` in a step without a forward.
+        vLLM 0.26 and 0.28 do not call `wait_for_save` in a step without a forward. Requests are
+        named to vLLM by the scheduler's half: `build_connector_worker_meta` tells it.
         """
         if self.has_connector_metadata():
             self.offload_worker.prepare_store_kv(self._get_connector_metadata())
         self.offload_worker.poll()
-        received, self._failed_loads = self.offload_worker.reports.take_received()
-        return None, received or None
+        return None, None
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Report the loads that ended and those that failed. From vLLM 0.32."""
-        results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving = set(self._failed_loads)
-        return results
+    def _end_step_anyhow(self) -> tuple[None, None]:
+        """Let nothing of this step be left; what ended is reported by the next one."""
+        if self.has_connector_metadata():
+            self.offload_worker.end_step_anyhow(self._get_connector_metadata())
+        return None, None
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Name the blocks of failed loads if a request can be ended in no other way.
-
-        Of asynchronous loads only: nothing has read these blocks.
-        """
-        if not self._by_block:
-            return set()
-        return {int(block) for job in self._failed_loads.values() for block in job.pairs[:, 0]}
-
-    @survives(lambda self: ConnectorWorkerMetadata.of(self.offload_worker.reports.take_losses()))
+    @survives(lambda self: convert(self.offload_worker.take_losses(), ConnectorWorkerMetadata))
     def build_connector_worker_meta(self) -> ConnectorWorkerMetadata | None:
-        """Report the stores that ended, and again the loads that failed.
+        """Report the jobs that ended.
 
         After an error the report has only what must be told in this step.
         """
         return ConnectorWorkerMetadata.of(self.offload_worker.take_report())
-
-    def _end_step_anyhow(self) -> tuple[None, None]:
-        """Let nothing of this step be left; what ended is reported by the next one."""
-        self._failed_loads = {}  # the last step has told of them
-        if self.has_connector_metadata():
-            self.offload_worker.end_step_anyhow(self._get_connector_metadata())
-        return None, None

@@ -11,8 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kv_offload.config import TracedConfig, trace_config
-from kv_offload.engines.vllm import patches
 from kv_offload.engines.vllm.call_stack import callers
+from kv_offload.engines.vllm.patches import install_for_scheduler
+from kv_offload.engines.vllm.patches.patch import Setup
 from kv_offload.engines.vllm.runner import VLLMRank
 from kv_offload.engines.vllm.start import groups, members, ranks, support
 from kv_offload.engines.vllm.start.ordering import gives_idle_blocks
@@ -100,8 +101,8 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
     if config.keep_on_sleep:
         support.check_keep_on_sleep()
     holds_state = any(group.holds_state for group in cache_groups)
-    setup = patches.Setup(engine.version, config, holds_state, is_member=bool(enclosing))
-    patches.install_for_scheduler(setup)
+    setup = Setup(engine.version, config, holds_state, is_member=bool(enclosing))
+    install_for_scheduler(setup)
     logger.info("kv-offload: %s", engine.traced.describe())
     logger.info("kv-offload: %s", support.describe_policy(config))
     logger.info("kv-offload: %s", describe_share(engine.traced))
@@ -110,11 +111,14 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
 
     def make(pool: BlockPool, num_slots: int) -> OffloadScheduler:
         sizes = (num_slots, slot_bytes, parallel.world_size)
-        scheduler = OffloadScheduler(
-            config, cache_groups, pool, *sizes, make_block_hash_with_group_id
+        return OffloadScheduler(
+            config,
+            cache_groups,
+            pool,
+            *sizes,
+            make_block_hash_with_group_id,
+            loads_overlap=overlaps,
         )
-        scheduler.load_mode.overlaps = overlaps
-        return scheduler
 
     return max(1, rank_bytes // slot_bytes), make
 

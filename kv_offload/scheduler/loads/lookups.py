@@ -47,7 +47,7 @@ class Lookups:
         request it answers the same, unless host memory changed; then without another look at every
         block, for `OFFER_SECONDS`.
         """
-        self.settle(tracked)
+        self.arrived(tracked)
         prefixes, request = self._prefixes, tracked.request
         if start_tokens % prefixes.alignment_tokens:
             # The local hit ends inside a block, which is then the target of a copy-on-write:
@@ -93,8 +93,8 @@ class Lookups:
         self._not_indexed.append(tracked)
         self._arrivals += 1
 
-    def settle(self, tracked: TrackedRequest) -> None:
-        """Stop others from waiting for this request's load."""
+    def arrived(self, tracked: TrackedRequest) -> None:
+        """Let no request wait for this request's load any more."""
         keys, tracked.arriving = tracked.arriving, []
         if not keys:
             return

@@ -1,18 +1,10 @@
-"""A rank's transfer engine, and what all its jobs share: speeds, reports and the log.
-
-The scheduler bounds stores, and chooses loads, by the speeds.
-"""
+"""How fast a rank's copies are. The scheduler bounds stores, and chooses loads, by these speeds."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, MutableMapping
-from typing import Any
-
-from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
+from kv_swap.engine import Completion, Direction, SwapJob
 
 from kv_offload.medians import ASSUMED_BYTES_PER_SECOND, MIN_MEASUREMENTS, RecentMedian
-from kv_offload.worker.reports import Reports
 
 MEASURED_BYTES = 8 << 20
 """A job of fewer bytes says more about its start than about the speed of the link."""
@@ -75,58 +67,3 @@ class CopySpeeds:
     def _store_speed(self) -> float:
         enough = len(self._store_speeds) >= MIN_MEASUREMENTS
         return self._store_speeds.value if enough else ASSUMED_BYTES_PER_SECOND
-
-
-class RankLog(logging.LoggerAdapter[logging.Logger]):
-    """Puts the plugin's name and the rank in front of every line."""
-
-    def __init__(self, logger: logging.Logger, rank: int) -> None:
-        super().__init__(logger, {})
-        self._prefix = f"kv-offload: rank {rank}: "
-
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, Any]:
-        """Put the prefix in front of a message."""
-        return f"{self._prefix}{msg}", kwargs
-
-
-class Copies:
-    """Starts jobs, and counts and measures those that end. Never blocks."""
-
-    def __init__(self, reports: Reports, log: RankLog) -> None:
-        self.transfer: SwapEngine | None = None
-        """None before the registration of KV caches and after the end."""
-        self.speeds = CopySpeeds()
-        self.reports = reports
-        self.log = log
-
-    def require_transfer(self) -> SwapEngine:
-        """Return the transfer engine, which must be there."""
-        assert self.transfer is not None, "a copy was asked for before register_kv_caches"
-        return self.transfer
-
-    @property
-    def ready_slots(self) -> int:
-        """Slots from 0 on that jobs may name by now."""
-        return 0 if self.transfer is None else self.transfer.ready_slots
-
-    def start(self, job: SwapJob) -> Exception | None:
-        """Start a job; return the error if the transfer engine refuses it and copies nothing."""
-        transfer = self.require_transfer()
-        try:
-            transfer.submit(job)
-        except Exception as error:  # noqa: BLE001 - whatever it is, one job has failed
-            return error
-        self.speeds.starts(job)
-        return None
-
-    def poll(self) -> Iterator[Completion]:
-        """Yield the jobs that ended since the last call, each counted as it is yielded."""
-        for done in () if self.transfer is None else self.transfer.poll():
-            self.speeds.ended(done)
-            if done.error is not None:
-                self.log.error("%s", done.error)
-            else:
-                name = "stored" if done.direction is Direction.STORE else "loaded"
-                self.reports.count(f"{name}_bytes", done.nbytes)
-                self.reports.count(f"{name}_seconds", done.seconds)
-            yield done

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kv_offload.engine import StepOutput
 from kv_offload.medians import RecentMedian
-from kv_offload.scheduler.rates import LoadRate, PrefillRate, tells_of_prompts
+from kv_offload.scheduler.timing.rates import LoadRate, PrefillRate, tells_of_prompts
 
 
 @dataclass(slots=True)

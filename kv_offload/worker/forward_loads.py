@@ -16,8 +16,8 @@ import numpy as np
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError, TransferError
 
-from kv_offload.messages import LoadJob, Pairs
-from kv_offload.worker.copies import Copies
+from kv_offload.messages import LoadJob, Outcome, Pairs
+from kv_offload.worker.jobs import RankJobs
 from kv_offload.worker.waves import Forward, LayerWaves
 
 WAVES_FROM_BYTES = 16 << 20
@@ -25,13 +25,13 @@ WAVES_FROM_BYTES = 16 << 20
 
 
 @dataclass(eq=False, slots=True)
-class Arrival:
-    """The synchronous loads of one step, which arrive as one transfer."""
+class StepLoads:
+    """The synchronous loads of one step, which are copied as one transfer."""
 
     jobs: Sequence[LoadJob]
     started: bool = False
     in_waves: bool = False
-    """Whether the transfer brings it wave by wave."""
+    """Whether the transfer brings them wave by wave."""
     layers_wait: bool = False
     """Whether the forward waits for the first wave only, and layers wait for the others."""
     error: Exception | None = None
@@ -40,7 +40,7 @@ class Arrival:
     """Whether a forward may have read what was not there."""
 
     @property
-    def job_id(self) -> int:
+    def transfer_id(self) -> int:
         """The id of the transfer."""
         return self.jobs[0].job_id
 
@@ -50,39 +50,35 @@ class Arrival:
         return any(job.whole for job in self.jobs)
 
 
-class SynchronousLoads:
-    """The arrival of this step, and earlier arrivals whose copies run.
+class ForwardLoads:
+    """The loads of this step, and transfers of earlier steps that run.
 
     One object a rank. In each step `take`, `start`, `make_forward_wait` and `forward_ended` are
-    called in this order. Between the last two, every call of an attention layer goes to `on_layer`,
-    if that is set. Every load is reported as ended once no copy writes its blocks.
+    called in this order. Between the last two every call of an attention layer goes to `on_layer`,
+    if that is set. A load is reported as ended once no copy writes its blocks. One that is lost is
+    reported at once: what is computed from then on comes after its copies.
     """
 
-    def __init__(self, copies: Copies, forward_context: Callable[[], object | None]) -> None:
+    def __init__(self, jobs: RankJobs, forward_context: Callable[[], object | None]) -> None:
         self.waves = LayerWaves({}, [])
         """Knows which layers wait for their part of a load."""
         self.on_layer: Callable[[str], None] | None = None
         """Takes the calls of attention layers in this step; None in most steps."""
-        self._copies = copies
+        self._jobs = jobs
         self._forward_context = forward_context
-        # The arrival that this step's forward, or a layer of it, has not been made to wait for.
-        # Its failures can still be made good.
-        self._arriving: Arrival | None = None
-        # By job id: arrivals whose blocks the transfer may still write. One that was made good is
-        # not here: how its transfer ends does not matter any more.
-        self._copying: dict[int, Arrival] = {}
+        # The loads that this step's forward, or a layer of it, has not been made to wait for. What
+        # fails of them can still be made good.
+        self._awaited: StepLoads | None = None
+        # By id: transfers that may still write their blocks. One that was made good is not here:
+        # how it ends does not matter any more.
+        self._copying: dict[int, StepLoads] = {}
         # Whether the last forward that had loads to wait for could wait layer by layer, or will
         # have taught us to. What kind of forward follows is not known when its loads start.
         self._layers_can_wait = True
 
-    @property
-    def running_requests(self) -> set[str]:
-        """The requests whose blocks a copy may still write."""
-        return {job.request_id for arrival in self._copying.values() for job in arrival.jobs}
-
     def take(self, jobs: Sequence[LoadJob]) -> None:
-        """Take in the loads of a step; end the arrival of a step that was cut short."""
-        cut_short, self._arriving = self._arriving, Arrival(jobs) if jobs else None
+        """Take in the loads of a step; end those of a step that was cut short."""
+        cut_short, self._awaited = self._awaited, StepLoads(jobs) if jobs else None
         if cut_short is not None:
             self._end(cut_short)
 
@@ -91,30 +87,29 @@ class SynchronousLoads:
 
         See `SwapJob.behind_compute`.
         """
-        arrival = self._arriving
-        if arrival is None or arrival.started:
+        loads = self._awaited
+        if loads is None or loads.started:
             return
-        enough = self._nbytes(arrival.jobs) >= WAVES_FROM_BYTES
+        enough = self._nbytes(loads.jobs) >= WAVES_FROM_BYTES
         may_wait = self.waves.cut is not None and self._layers_can_wait
         # A layer writes its KV before it waits, and a late wave would undo that.
-        arrival.in_waves = enough and may_wait and not arrival.whole
-        arrival.started = True
-        if any(job.incomplete for job in arrival.jobs):
-            arrival.error = CopyError("host memory lacks some of its slots")
+        loads.in_waves = enough and may_wait and not loads.whole
+        loads.started = True
+        if any(job.incomplete for job in loads.jobs):
+            loads.error = CopyError("host memory lacks some of its slots")
             return
-        pairs, job_id = _all_pairs(arrival.jobs), arrival.job_id
-        arrival.error = self._copies.start(
+        loads.error = self._jobs.start(
             SwapJob(
-                job_id,
+                loads.transfer_id,
                 Direction.LOAD,
-                pairs,
+                _all_pairs(loads.jobs),
                 before_compute=True,
-                in_waves=arrival.in_waves,
+                in_waves=loads.in_waves,
                 behind_compute=behind_compute,
             )
         )
-        if arrival.error is None:
-            self._copying[job_id] = arrival
+        if loads.error is None:
+            self._copying[loads.transfer_id] = loads
 
     def make_forward_wait(self, forward: Forward | None) -> None:
         """Have the compute stream wait for this step's loads: the forward is queued behind them.
@@ -124,14 +119,14 @@ class SynchronousLoads:
         """
         self.waves.forward_follows(forward)
         self.on_layer = self._learn_layer if self.waves.learning else None
-        arrival = self._arriving
-        if arrival is None:
+        loads = self._awaited
+        if loads is None:
             return
-        transfer = self._copies.require_transfer()
-        if not arrival.whole:
+        transfer = self._jobs.require_transfer()
+        if not loads.whole:
             self._layers_can_wait = self.waves.possible or self.waves.learning
-        in_waves = arrival.in_waves and self.waves.possible
-        error = arrival.error
+        in_waves = loads.in_waves and self.waves.possible
+        error = loads.error
         if error is None:
             try:
                 if in_waves:
@@ -145,16 +140,16 @@ class SynchronousLoads:
         elif in_waves:
             self.waves.expect()
             self.on_layer = self._make_layer_wait
-            arrival.layers_wait = True
+            loads.layers_wait = True
         else:
-            self._arriving = None
+            self._awaited = None
 
     def _learn_layer(self, layer: str) -> None:
         self.waves.learn(layer, self._forward_context())
 
     def _make_layer_wait(self, layer: str) -> None:
         """Have the compute stream wait for what a layer reads, just before the layer is queued."""
-        transfer = self._copies.require_transfer()
+        transfer = self._jobs.require_transfer()
         try:
             transfer.await_wave(self.waves.called(layer))
         except Exception as error:  # noqa: BLE001 - whatever it is, the load is made good
@@ -165,35 +160,34 @@ class SynchronousLoads:
 
         What host memory lacks cannot be copied, and is lost.
         """
-        arrival, self._arriving = self._arriving, None
-        if arrival is None:
+        loads, self._awaited = self._awaited, None
+        if loads is None:
             return
         self.on_layer = None
         self.waves.missed()  # no layer has to call any more
-        self._copying.pop(arrival.job_id, None)
-        jobs = [job for job in arrival.jobs if not job.incomplete]
-        lost: Sequence[LoadJob] = [job for job in arrival.jobs if job.incomplete]
+        self._copying.pop(loads.transfer_id, None)
+        jobs = [job for job in loads.jobs if not job.incomplete]
+        lost: Sequence[LoadJob] = [job for job in loads.jobs if job.incomplete]
         if jobs:
             try:
-                self._copies.require_transfer().load_now(_all_pairs(jobs))
+                self._jobs.require_transfer().load_now(_all_pairs(jobs))
             except Exception as second:  # noqa: BLE001 - its requests end, the engine goes on
                 error = CopyError(f"{error}; and when it was copied at once: {second}")
-                jobs, lost = [], arrival.jobs
-        reports = self._copies.reports
+                jobs, lost = [], loads.jobs
         if jobs:
             nbytes = self._nbytes(jobs)
-            self._copies.log.error(
+            self._jobs.log.error(
                 "a load before a forward failed, and its %d bytes were copied at once instead, "
                 "while the engine waited: %s",
                 nbytes,
                 error,
             )
-            reports.count("repaired_loads", len(jobs))
-            reports.count("loaded_bytes", nbytes)
+            self._jobs.stats.count("repaired_loads", len(jobs))
+            self._jobs.stats.count("loaded_bytes", nbytes)
+        for job in jobs:
+            self._jobs.end(job.job_id, Outcome.OK)
         for job in lost:
             self._lose(job, error)
-        for job in arrival.jobs:
-            reports.synchronous_load_ended(job)
 
     def forward_ended(self) -> None:
         """Learn from this step's forward, and check that its layers waited; idempotent.
@@ -205,34 +199,34 @@ class SynchronousLoads:
         cut = self.waves.forward_ended()
         if cut is not None:
             try:
-                self._copies.require_transfer().set_waves(cut.waves)
+                self._jobs.require_transfer().set_waves(cut.waves)
             except TransferError as error:
                 self.waves.give_up()
-                self._copies.log.error("loads arrive whole: %s", error)
+                self._jobs.log.error("loads arrive whole: %s", error)
             else:
-                self._copies.log.info(
+                self._jobs.log.info(
                     "loads before a forward may arrive in %d waves, %d layers wait for theirs",
                     len(cut.waves),
                     len(cut.wave_of),
                 )
-        arrival, self._arriving = self._arriving, None
-        if arrival is not None:
-            self._end(arrival)
+        loads, self._awaited = self._awaited, None
+        if loads is not None:
+            self._end(loads)
 
-    def _end(self, arrival: Arrival) -> None:
+    def _end(self, loads: StepLoads) -> None:
         """Have the compute stream wait for all waves; lose the loads if a layer did not call."""
-        error, missed = arrival.error, []
-        if not arrival.started:
+        error, missed = loads.error, []
+        if not loads.started:
             error = CopyError("its step was cut short")
         elif self.waves.cut is not None:
             try:
-                self._copies.require_transfer().await_wave(len(self.waves.cut.waves) - 1)
+                self._jobs.require_transfer().await_wave(len(self.waves.cut.waves) - 1)
             except Exception as raised:  # noqa: BLE001 - whatever it is, the load is lost
                 error = raised
             missed = self.waves.missed()
         if not missed and error is None:
             return
-        if arrival.layers_wait:
+        if loads.layers_wait:
             self.waves.give_up()
         why: object = error
         if missed:
@@ -241,39 +235,37 @@ class SynchronousLoads:
                 f"forward, as they did before. From now on forwards wait for whole loads, so "
                 f"nothing need be done. Please report the model and the engine's arguments"
             )
-        arrival.lost = True
-        for job in arrival.jobs:
+        loads.lost = True
+        for job in loads.jobs:
             self._lose(job, why)
-            if arrival.job_id not in self._copying:
-                self._copies.reports.synchronous_load_ended(job)
 
     def ended(self, done: Completion) -> None:
-        """Take in the end of an arrival's copies; nothing if it was made good meanwhile."""
-        arrival = self._copying.pop(done.job_id, None)
-        if arrival is None:
+        """Take in the end of a transfer; nothing if its loads were made good or lost meanwhile."""
+        loads = self._copying.pop(done.job_id, None)
+        if loads is None or loads.lost:
             return
-        if done.error is not None and arrival is self._arriving:
-            arrival.error = done.error  # it is made good before the forward, or lost after it
+        if done.error is not None and loads is self._awaited:
+            loads.error = done.error  # it is made good before the forward, or lost after it
             return
-        for job in arrival.jobs:
-            if done.error is None and not arrival.lost:
-                self._copies.reports.load_copied(self._nbytes([job]), done.seconds)
-            elif not arrival.lost:
+        for job in loads.jobs:
+            if done.error is None:
+                self._jobs.load_copied(self._nbytes([job]), done.seconds)
+                self._jobs.end(job.job_id, Outcome.OK)
+            else:
                 self._lose(job, done.error)
-            self._copies.reports.synchronous_load_ended(job)
 
     def _lose(self, job: LoadJob, why: object) -> None:
-        self._copies.log.error(
+        self._jobs.log.error(
             "%d blocks of request %s were not loaded when they were read, so it ends with an "
             "error, as does whoever shares them: %s",
             len(job.pairs),
             job.request_id,
             why,
         )
-        self._copies.reports.load_lost(job)
+        self._jobs.end(job.job_id, Outcome.LOST)
 
     def _nbytes(self, jobs: Sequence[LoadJob]) -> int:
-        slot_bytes = self._copies.require_transfer().layout.slot_bytes
+        slot_bytes = self._jobs.require_transfer().layout.slot_bytes
         return sum(len(job.pairs) for job in jobs) * slot_bytes
 
 

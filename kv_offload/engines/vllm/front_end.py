@@ -43,7 +43,7 @@ def _stats_of(connector: Any, scheduler: OffloadScheduler) -> Any:
     from kv_offload.engines.vllm.metrics import ConnectorStats
 
     if getattr(connector, "offload_scheduler", None) is scheduler:
-        return ConnectorStats.of(scheduler.statistics.take(idle=True))
+        return ConnectorStats.of(scheduler.take_stats(at_once=True))
     for member in getattr(connector, "_connectors", ()):
         stats = _stats_of(member, scheduler)
         if stats is not None:

@@ -1,0 +1,65 @@
+"""Every patch of vLLM; there is no other. A module has what runs around one method.
+
+`docs/design/patches.md` says of each why it is needed and what is lost without it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from kv_offload.engines.vllm.patches.collective_rpc import watch_call
+from kv_offload.engines.vllm.patches.create_engine_config import check_settings
+from kv_offload.engines.vllm.patches.observe import observe_dictionaries
+from kv_offload.engines.vllm.patches.patch import Patch, Setup, tell_first
+from kv_offload.engines.vllm.patches.preempt_request import unname_uncomputed
+from kv_offload.engines.vllm.patches.reset_prefix_cache import reset_after_drain
+from kv_offload.engines.vllm.patches.schedule import take_the_shortest_hit
+from kv_offload.engines.vllm.patches.sleep import keep_on_sleep
+from kv_offload.engines.vllm.patches.update_from_output import hear_ranks_first
+from kv_offload.engines.vllm.versions import OLDEST
+
+EXECUTE_MODEL = Patch("model runner.execute_model", tell_first, "rank")
+LOAD_WEIGHTS = Patch("model.load_weights", tell_first, "rank")
+PATCHES = (
+    Patch("vllm.engine.arg_utils:EngineArgs.create_engine_config", check_settings, "process"),
+    Patch("vllm.v1.engine.core:EngineCore.reset_prefix_cache", reset_after_drain),
+    Patch("vllm.v1.engine.core:EngineCore.collective_rpc", watch_call),
+    Patch(
+        "vllm.v1.engine.core:EngineCore.sleep",
+        keep_on_sleep,
+        needed=lambda setup: setup.config.keep_on_sleep,
+    ),
+    Patch("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", hear_ranks_first),
+    Patch("vllm.v1.core.sched.scheduler:Scheduler._preempt_request", unname_uncomputed),
+    Patch(
+        "vllm.v1.core.sched.scheduler:Scheduler.schedule",
+        take_the_shortest_hit,
+        versions=(OLDEST, (0, 27)),
+        needed=lambda setup: setup.holds_state,
+    ),
+    Patch(
+        "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:"
+        "MultiKVConnectorPromMetrics.observe",
+        observe_dictionaries,
+        versions=(OLDEST, (0, 31)),
+        needed=lambda setup: setup.is_member,
+    ),
+    EXECUTE_MODEL,
+    LOAD_WEIGHTS,
+)
+
+
+def install_in_process() -> None:
+    """Patch what every process needs that has loaded it; a second call replaces nothing."""
+    for patch in PATCHES:
+        if patch.where == "process" and patch.target.partition(":")[0] in sys.modules:
+            patch.install_on_class()
+
+
+def install_for_scheduler(setup: Setup) -> None:
+    """Patch what this engine and configuration need; a second call replaces nothing."""
+    for patch in PATCHES:
+        oldest, newest = patch.versions
+        needed = patch.needed is None or patch.needed(setup)
+        if patch.where == "scheduler" and oldest <= setup.version <= newest and needed:
+            patch.install_on_class()

@@ -1,0 +1,132 @@
+"""How a method of vLLM is wrapped.
+
+A wrapper calls the method that it found, so it works with wrappers that other plugins set before or
+after. Each also works when set twice, which happens where another plugin hides ours behind a
+wrapper without `functools.wraps`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from kv_offload.engines.vllm.versions import NEWEST, OLDEST
+
+if TYPE_CHECKING:
+    from kv_offload.config import OffloadConfig
+
+logger = logging.getLogger(__name__)
+
+Method = Callable[..., Any]
+Version = tuple[int, int]
+
+MARK = "_kv_offload_patch"
+"""Attribute of our wrappers: the target. `functools.wraps` of others' copies it to theirs."""
+
+_unlogged: list[str] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What decides which patches a scheduler's process needs."""
+
+    version: Version
+    config: OffloadConfig
+    holds_state: bool
+    """Whether the model has layers with states (Mamba, gated delta nets)."""
+    is_member: bool
+    """Whether the connector is inside a MultiConnector."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One method of vLLM that the plugin wraps."""
+
+    target: str
+    """`module:Class.method`, or `object.method` of an object that a rank finds."""
+    around: Method
+    """Runs in place of the method: gets the method that was found, then its arguments."""
+    where: Literal["process", "scheduler", "rank"] = "scheduler"
+    """Wrapped in every process, where a scheduler is built, or on one object of a rank."""
+    versions: tuple[Version, Version] = (OLDEST, NEWEST)
+    needed: Callable[[Setup], bool] | None = None
+    """Whether an engine needs the patch; None where all do."""
+
+    @property
+    def method(self) -> str:
+        """The name of the method."""
+        return self.target.rpartition(".")[2]
+
+    def wrap(self, found: Method, *state: Any) -> Method:
+        """Return the wrapper of a method; `around` gets `state` first."""
+
+        # vLLM converts the arguments of some calls by the method's signature, hence `wraps`.
+        @functools.wraps(found)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return self.around(*state, found, *args, **kwargs)
+
+        setattr(wrapper, MARK, self.target)
+        return wrapper
+
+    def install(self, owner: Any, found: Method, *state: Any) -> Method:
+        """Wrap `found` where `owner` has it, unless that is our wrapper; return the wrapper."""
+        if getattr(found, MARK, None) == self.target:
+            return found
+        wrapper = self.wrap(found, *state)
+        setattr(owner, self.method, wrapper)
+        _unlogged.append(self.target.rpartition(":")[2])
+        return wrapper
+
+    def install_on_class(self) -> None:
+        """Wrap the method of its class; a process may have a vLLM that does not have it."""
+        module, _, path = self.target.partition(":")
+        owner = getattr(importlib.import_module(module), path.partition(".")[0], None)
+        if self.where == "process" and not hasattr(owner, self.method):
+            return  # the plugin may not be in use here
+        self.install(owner, getattr(owner, self.method))
+
+
+def tell(patch: Patch, owner: Any, listener: Callable[..., None]) -> None:
+    """Have a method of this one object call `listener` first, with the same arguments.
+
+    A second call for the object wraps nothing: the wrapper calls both listeners.
+    """
+    listeners: list[Callable[..., None]] = []
+    found = vars(owner).get(patch.method) or _method_of_class(owner, patch.method)
+    wrapper: Any = patch.install(owner, found, listeners)
+    if wrapper is not found:
+        wrapper.listeners = listeners
+    wrapper.listeners.append(listener)
+
+
+def log_new() -> None:
+    """Log which patches this process got since the last call."""
+    if _unlogged:
+        logger.info("kv-offload: patches of vLLM in this process: %s", ", ".join(_unlogged))
+        _unlogged.clear()
+
+
+def _method_of_class(owner: Any, name: str) -> Method:
+    """Return what calls the method that the object's class has at the time of the call."""
+    found = weakref.ref(owner)  # a cycle would keep its KV tensors until the next collection
+
+    @functools.wraps(getattr(type(owner), name))
+    def method(*args: Any, **kwargs: Any) -> Any:
+        alive = found()
+        return getattr(type(alive), name)(alive, *args, **kwargs)
+
+    return method
+
+
+def tell_first(
+    listeners: list[Callable[..., None]], original: Method, *args: Any, **kwargs: Any
+) -> Any:
+    """Run around a method of which `listeners` are told."""
+    for listener in listeners:
+        listener(*args, **kwargs)
+    return original(*args, **kwargs)

@@ -1,0 +1,135 @@
+"""Ends all copies before vLLM resets its prefix cache, since their blocks keep it from doing so."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from kv_offload.engines.vllm import requests
+from kv_offload.engines.vllm.front_end import tell_front_end
+from kv_offload.engines.vllm.halves import schedulers_of, workers_of_process
+from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata
+
+if TYPE_CHECKING:
+    from kv_offload.scheduler.scheduler import OffloadScheduler
+
+logger = logging.getLogger(__name__)
+
+
+def reset_after_drain(
+    original: Callable[..., Any],
+    self: Any,
+    reset_running_requests: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run around `EngineCore.reset_prefix_cache`, through which sleep and pause reset as well."""
+    schedulers = schedulers_of(self)
+    if not schedulers:
+        return original(self, reset_running_requests, *args, **kwargs)
+    # A rank's own report may come after the reset, and must not empty what is stored since.
+    for weight_loads in self.model_executor.collective_rpc(weight_loads_of_rank):
+        for offload in schedulers:
+            offload.weights_were_loaded(weight_loads)
+    # Running requests can make the reset fail. Then those that wait for loads keep waiting.
+    requeue = reset_running_requests or not self.scheduler.running
+    for offload in schedulers:
+        drain(self, offload, requeue=requeue)
+    with blocks_freed_at_once(self):
+        done = original(self, reset_running_requests, *args, **kwargs)
+    if done:
+        for offload in schedulers:
+            offload.engine_was_reset()
+    tell_front_end(self, schedulers)
+    return done
+
+
+def drain(core: Any, offload: OffloadScheduler, *, requeue: bool = True) -> None:
+    """Have all ranks end their copies, and release the blocks that these hold.
+
+    Those are the sources of stores and the destinations of loads. With `requeue` aborted requests
+    are freed, and a request that waits for its load, or for room to run with what was loaded, gives
+    its blocks back, so that a reset can succeed; vLLM looks it up again when it is its turn.
+
+    The ranks are called directly, not through a step: a step would also run live requests, and its
+    outputs would have no receiver. A rank has executed all steps that were launched before, so it
+    knows their jobs.
+    """
+    engine_scheduler = core.scheduler
+    waiting = requests.waiting_for_loads(engine_scheduler, offload.waiting_requests())
+    loaded = requests.waiting_for_room(engine_scheduler, offload.loaded_requests())
+    if not (offload.has_pending_stores or offload.abandoned_requests() or waiting or loaded):
+        return
+    answers = core.model_executor.collective_rpc(drain_rank, args=(offload.plan_drain(),))
+    for answer in answers:
+        offload.take_report(answer)
+    if offload.give_up_stores():
+        logger.error("kv-offload: gave up stores that did not end; their prefixes are not kept")
+    if requeue:
+        _requeue(engine_scheduler, offload, waiting, loaded)
+
+
+def _requeue(
+    engine_scheduler: Any, offload: OffloadScheduler, waiting: set[str], loaded: set[str]
+) -> None:
+    """Take the blocks of loaded requests back, and tell vLLM which loads have ended.
+
+    It frees aborted requests then.
+    """
+    from vllm.v1.outputs import KVConnectorOutput
+
+    # Also those whose loads have not ended on all ranks: one may have failed where it has.
+    requests.recompute(engine_scheduler, waiting)
+    offload.take_failed()  # they are among these
+    engine_scheduler._update_from_kv_xfer_finished(KVConnectorOutput())
+    requests.give_blocks_back(engine_scheduler, waiting - offload.loading_requests() | loaded)
+
+
+def drain_rank(_worker: Any, plan: OffloadMetadata) -> OffloadWorkerMetadata:
+    """Drain this process's rank, between steps; see `OffloadWorker.drain`."""
+    merged = OffloadWorkerMetadata()
+    for worker in workers_of_process():
+        merged = merged.merge(worker.drain(plan))
+    return merged
+
+
+def weight_loads_of_rank(_worker: Any) -> dict[int, int]:
+    """Return how often this process's model has been given weights, by rank. Runs in the worker."""
+    return {rank: n for worker in workers_of_process() for rank, n in worker.weight_loads.items()}
+
+
+def fence_rank(_worker: Any) -> bool:
+    """Fence the loads of this process's rank; see `OffloadWorker.fence_loads`."""
+    return False not in [worker.fence_loads() for worker in workers_of_process()]
+
+
+@contextlib.contextmanager
+def blocks_freed_at_once(core: Any) -> Iterator[None]:
+    """Have vLLM's scheduler free at once all blocks that it holds back for steps in flight.
+
+    With a connector it keeps what a request frees until those steps have ended: they may still
+    write the block, and a load into it might not wait for them. A reset of running requests raises
+    then. The ranks have executed all steps that were launched, so from now on their loads wait for
+    these, and the forwards of a rank follow one another. Nothing is known of other connectors, so
+    inside a MultiConnector nothing changes.
+    """
+    engine_scheduler = core.scheduler
+    alone = getattr(engine_scheduler.get_kv_connector(), "offload_scheduler", None) is not None
+    if not alone or not engine_scheduler.defer_block_free:
+        yield
+        return
+    ended = engine_scheduler.processed_step_seq
+    in_flight = ended < engine_scheduler.sched_step_seq
+    if in_flight and not all(core.model_executor.collective_rpc(fence_rank)):
+        yield
+        return
+    engine_scheduler.processed_step_seq = engine_scheduler.sched_step_seq
+    engine_scheduler._drain_deferred_frees()
+    engine_scheduler.processed_step_seq = ended
+    engine_scheduler.defer_block_free = False
+    try:
+        yield
+    finally:
+        engine_scheduler.defer_block_free = True

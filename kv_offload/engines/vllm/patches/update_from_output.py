@@ -1,0 +1,63 @@
+"""Takes in what ranks report before vLLM takes in the tokens of their step.
+
+vLLM has no right way to hear of a synchronous load that failed: under asynchronous scheduling it
+rewinds a running request's computed tokens without its placeholders, and asserts or computes a
+token in the wrong place (0.26 to 0.33). So requests that computed with KV that was not there end
+here. No block keeps its key then: others would be served what was computed with that KV, also in
+the step behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kv_offload.engines.vllm import requests
+from kv_offload.engines.vllm.halves import connectors_with_reports, schedulers_in
+
+logger = logging.getLogger(__name__)
+
+
+def hear_ranks_first(
+    original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
+) -> Any:
+    """Run around `Scheduler.update_from_output`.
+
+    All requests of the step end if an error hides which of them computed with wrong KV.
+    """
+    try:
+        ended = _hear_ranks(self, model_runner_output.kv_connector_output)
+    except Exception:
+        lost = set(scheduler_output.num_scheduled_tokens)
+        logger.exception(
+            "kv-offload: an error while looking for requests with wrong KV: the %d requests of "
+            "this step end, since any of them may be one. Please report this",
+            len(lost),
+        )
+        ended = _end_lost(self, lost)
+    outputs = original(self, scheduler_output, model_runner_output)
+    requests.add_ends(outputs, ended)
+    for offload in schedulers_in(self.connector):
+        if offload.stranded:  # hardly ever
+            requests.make_room(self, offload)
+    return outputs
+
+
+def _hear_ranks(engine_scheduler: Any, reported: Any) -> list[Any]:
+    """Take in what ranks report; return the requests that ended with an error."""
+    ended: list[Any] = []
+    for connector, report in connectors_with_reports(engine_scheduler.connector, reported):
+        if reported is not None and reported.invalid_block_ids:
+            connector.offload_scheduler.others_load_failed()  # ours name none
+        connector.hear_ranks(report)
+        lost = connector.offload_scheduler.take_lost()
+        if lost is not None:
+            ended += _end_lost(engine_scheduler, lost)
+        ended += requests.tell_failed(engine_scheduler, connector.offload_scheduler)
+    return ended
+
+
+def _end_lost(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
+    requests.forget_block_names(engine_scheduler)
+    return requests.end_with_error(engine_scheduler, request_ids)

@@ -1,0 +1,124 @@
+"""What the plugin does to requests in vLLM's scheduler that its hooks cannot ask for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kv_offload.scheduler.scheduler import OffloadScheduler
+
+logger = logging.getLogger(__name__)
+
+
+def waiting_for_loads(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
+    """Return which of the requests wait for a load, or for their turn after it."""
+    from vllm.v1.request import RequestStatus
+
+    alive, waiting = engine_scheduler.requests, RequestStatus.WAITING_FOR_REMOTE_KVS
+    return {name for name in request_ids & alive.keys() if alive[name].status == waiting}
+
+
+def waiting_for_room(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
+    """Return which of the requests have been loaded, and taken from those that wait for loads.
+
+    That is when it is their turn. Where too few blocks are free they do not run then.
+    """
+    from vllm.v1.request import RequestStatus
+
+    alive, states = engine_scheduler.requests, (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    return {name for name in request_ids & alive.keys() if alive[name].status in states}
+
+
+def recompute(engine_scheduler: Any, request_ids: set[str]) -> None:
+    """Have vLLM free requests that wait for their loads, and schedule them as ones without any.
+
+    A request in `failed_recving_kv_req_ids` without computed tokens is freed once its load has
+    ended, then scheduled (0.26 to 0.33).
+    """
+    for request_id in request_ids:
+        engine_scheduler.requests[request_id].num_computed_tokens = 0
+    engine_scheduler.failed_recving_kv_req_ids |= request_ids
+
+
+def give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
+    """Have requests whose loads have ended wait without blocks, as if nothing had been loaded.
+
+    vLLM looks a request without computed tokens up anew when it is its turn. One that it takes to
+    wait for its load must have the state of one whose load has failed, and is freed then; freeing
+    it twice does no harm. No step reads or writes these blocks: no such request has been computed.
+    """
+    for request_id in request_ids:
+        request = engine_scheduler.requests[request_id]
+        request.num_computed_tokens = 0
+        engine_scheduler._inflight_prefills.discard(request)
+        engine_scheduler.kv_cache_manager.free(request)
+
+
+def make_room(engine_scheduler: Any, offload: OffloadScheduler) -> None:
+    """Have loaded requests give their blocks back where they keep each other from running.
+
+    vLLM loads for many requests side by side. It keeps free what they need to run, but of windows
+    too little. Up to 0.28 at least, with priorities, a request that finds no room holds up those
+    behind it, also those that were loaded.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+
+    alive = engine_scheduler.requests
+    held = {r for r in offload.stranded & alive.keys() if alive[r].num_computed_tokens}
+    waiting = waiting_for_loads(engine_scheduler, held)
+    given = waiting | waiting_for_room(engine_scheduler, held)
+    if not given or engine_scheduler.pause_state is not PauseState.UNPAUSED:
+        return
+    recompute(engine_scheduler, waiting)
+    give_blocks_back(engine_scheduler, given)
+    logger.info(
+        "kv-offload: no loaded request found room to run: %d of them gave their GPU blocks back, "
+        "and load again when it is their turn",
+        len(given),
+    )
+
+
+def tell_failed(engine_scheduler: Any, offload: OffloadScheduler) -> list[Any]:
+    """Have vLLM know which loads have failed, before it hears that they have ended.
+
+    Returns the requests that ended with an error, as the user wants it, and had not ended before.
+    """
+    failed = waiting_for_loads(engine_scheduler, offload.take_failed())
+    if offload.config.on_load_failure == "recompute":
+        recompute(engine_scheduler, failed)
+        return []
+    return end_with_error(engine_scheduler, failed)
+
+
+def end_with_error(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
+    """End requests with an error; return those that had not ended."""
+    from vllm.v1.request import RequestStatus
+
+    if not request_ids:
+        return []
+    ended: list[Any] = engine_scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ERROR)
+    return ended
+
+
+def forget_block_names(engine_scheduler: Any) -> None:
+    """Have vLLM find no block by its key any more."""
+    num_blocks = engine_scheduler.kv_cache_config.num_blocks
+    engine_scheduler.kv_cache_manager.evict_blocks(set(range(num_blocks)))
+
+
+def add_ends(outputs: Any, ended: Sequence[Any]) -> None:
+    """Add to what vLLM returns of a step that these requests have ended."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+    for request in ended:
+        outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[])).outputs.append(
+            EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+        )

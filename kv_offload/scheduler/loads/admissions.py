@@ -1,0 +1,178 @@
+"""What a waiting request gets: the answer to a look-up, blocks, and the load that fills them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.prefix import PrefixMap, SlotKey
+from kv_offload.cache.slots import NO_SLOTS, MissingKeyError
+from kv_offload.engine import AllocatedBlocks, Request
+from kv_offload.scheduler.jobs import Jobs
+from kv_offload.scheduler.loads.choice import LoadChoice
+from kv_offload.scheduler.loads.lookups import Lookups
+from kv_offload.scheduler.loads.mode import LoadMode
+from kv_offload.scheduler.request import Answer, Phase, RequestTable, TrackedRequest
+from kv_offload.scheduler.statistics import Statistics
+
+
+@dataclass(eq=False, repr=False)
+class Admissions:
+    """Follows a request from its first look-up until it is scheduled."""
+
+    _requests: RequestTable
+    _prefixes: PrefixMap
+    _manager: CacheManager
+    _lookups: Lookups
+    _choice: LoadChoice
+    _mode: LoadMode
+    _jobs: Jobs
+    _statistics: Statistics
+    _null_block_id: int
+
+    def __post_init__(self) -> None:
+        groups = self._prefixes.groups
+        # vLLM may ask for less than it was offered; of several groups a window lacks blocks then.
+        # States are moved from block to block before the forward that waits for a load.
+        self._may_be_synchronous = len(groups) == 1 and not groups[0].holds_state
+
+    def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded beyond the local hit, and whether asynchronously.
+
+        None instead of tokens asks to be asked again.
+        """
+        tracked = self._requests.track(request)
+        tracked.looked_up()
+        if request.skip_reading_prefix_cache or tracked.load_failed:
+            self._lookups.arrived(tracked)
+            return 0, False
+        start = num_computed_tokens
+        tokens = self._lookups.match(tracked, start)
+        if not tokens:
+            tracked.answer = None if tokens is None else Answer(start)
+            return tokens, False
+        slots = self._prefixes.count_slots(start, start + tokens)
+        idle = self._requests.admitted == (tracked.cursor is not None)
+        synchronous = self._may_be_synchronous and self._mode.is_synchronous(
+            slots,
+            request.num_tokens - (start + tokens),
+            idle=idle,
+            queued_seconds=self._choice.queued_seconds(),
+        )
+        if not self._choice.loads(start, tokens, slots, synchronous=synchronous):
+            tracked.answer = Answer(start, declined_tokens=tokens)
+            return 0, False
+        end = start + tokens
+        if synchronous and end == request.num_tokens:
+            if self._mode.brings_last_slot(slots, idle=idle):
+                tokens -= 1
+            else:
+                end -= self._prefixes.alignment_tokens
+                tokens = end - start
+        tracked.answer = Answer(start, tokens, end, synchronous)
+        return tokens, not synchronous
+
+    def allocated(
+        self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
+    ) -> None:
+        """Take the blocks that the engine gave a waiting request, and plan its load if it has one.
+
+        Called again, with no external tokens, when a loaded request is scheduled; then the step's
+        plan has its blocks.
+        """
+        tracked = self._requests.track(request)
+        self._lookups.arrived(tracked)
+        if tracked.phase is not Phase.WAITING and tracked.loaded is not None:
+            return
+        self._requests.admit(tracked, blocks.get_block_ids())
+        answer = tracked.answer or Answer(request.num_computed_tokens)
+        start, end = answer.start_tokens, answer.start_tokens + num_external_tokens
+        self._choice.admitted(tracked, end)
+        if tracked.answer is not None:
+            self._count(request, answer, num_external_tokens)
+        slots = 0
+        if num_external_tokens:
+            # The engine may use less than it was offered.
+            end = answer.end_tokens - (answer.tokens - num_external_tokens)
+            slots = self._prefixes.count_slots(start, end)
+            self._plan_load(tracked, start, end, synchronous=answer.synchronous)
+        if tracked.phase is Phase.READY:
+            self._mode.count(slots, request.num_tokens - end)
+        tracked.answer = None
+
+    def _count(self, request: Request, answer: Answer, num_external_tokens: int) -> None:
+        self._statistics.count("lookup_tokens", request.num_tokens - answer.start_tokens)
+        if answer.declined_tokens:
+            self._statistics.count("recomputed_tokens", answer.declined_tokens)
+            self._choice.declined()
+        if num_external_tokens:
+            self._statistics.count("hit_tokens", num_external_tokens)
+            self._statistics.count("synchronous_loads", answer.synchronous)
+            self._statistics.observe("request_hit_tokens", num_external_tokens)
+            self._choice.loaded()
+
+    def _plan_load(
+        self, tracked: TrackedRequest, start_tokens: int, end_tokens: int, *, synchronous: bool
+    ) -> None:
+        """Plan the load that fills a request's blocks from `start_tokens` to `end_tokens`.
+
+        The engine may ask for less than it was offered: then a window group can lack blocks, and
+        the load is marked incomplete, which fails it and has it recomputed.
+        """
+        assert tracked.cursor is not None
+        keys: list[SlotKey] = []
+        parts: list[NDArray[np.int32]] = []
+        for group, ids in zip(self._prefixes.groups, tracked.cursor.block_ids, strict=True):
+            first, last = start_tokens // group.block_tokens, end_tokens // group.block_tokens
+            blocks = np.array(ids[first:last], np.int32)
+            # A window group has null blocks in front of the window, never behind.
+            skipped = int(np.count_nonzero(blocks == self._null_block_id))
+            parts.append(blocks[skipped:])
+            hashes = tracked.request.block_hashes
+            keys += self._prefixes.slot_keys(hashes, group, first + skipped, last)
+        try:
+            slots = self._manager.prepare_load(keys)
+        except MissingKeyError:
+            slots = NO_SLOTS
+        incomplete = len(slots) < len(keys)
+        places = np.zeros(len(keys), np.int32) if incomplete else slots
+        tracked.load_planned(start_tokens, end_tokens, synchronous=synchronous)
+        self._jobs.plan_load(
+            tracked,
+            np.stack((np.concatenate(parts), places), axis=1),
+            slots,
+            synchronous=synchronous,
+            incomplete=incomplete,
+            whole=end_tokens == tracked.request.num_tokens,
+        )
+        if not synchronous:  # else the engine's own prefix cache knows its blocks from this step on
+            self._lookups.expect(tracked, keys)
+
+    def allocation_failed(
+        self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
+    ) -> None:
+        """Let the load that the engine counts on fail, since `allocated` has raised.
+
+        So the ranks report that it failed, and leave none of these blocks with old content.
+        """
+        tracked = self._requests.track(request)
+        answer, tracked.answer = tracked.answer, None
+        if tracked.phase is Phase.WAITING:
+            # Its blocks count among those of requests that may have wrong KV, whatever has failed.
+            self._requests.admit(tracked, blocks.get_block_ids())
+        if not num_external_tokens or answer is None or self._jobs.has_planned_load(tracked):
+            return
+        start = answer.start_tokens
+        ids = [
+            block
+            for group, ids in zip(self._prefixes.groups, blocks.get_block_ids(), strict=True)
+            for block in ids[start // group.block_tokens :]
+        ]
+        synchronous = answer.synchronous
+        tracked.load_planned(start, start + num_external_tokens, synchronous=synchronous)
+        pairs = np.zeros((len(ids), 2), np.int32)
+        pairs[:, 0] = ids
+        self._jobs.plan_load(tracked, pairs, NO_SLOTS, synchronous=synchronous, incomplete=True)

@@ -1,0 +1,102 @@
+"""Whether a prefix that host memory has is loaded, or computed where that is sooner."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+from weakref import WeakSet
+
+from kv_offload.scheduler.request import TrackedRequest
+from kv_offload.scheduler.timing.rates import LoadQueue
+from kv_offload.scheduler.timing.steps import StepWatch
+
+MARGIN = 1.2
+"""Computing must be sooner by this factor: its estimate is optimistic for long prompts."""
+
+MAX_COMPUTE_RATIO = 2.0
+"""Computing may take this many times as long as the load itself, without those before it.
+
+A queue of loads can make computing sooner on any link. But it takes the device from everybody, and
+of a link that is this much faster it would relieve a third at most."""
+
+MAX_LENGTH_RATIO = 2
+"""Prefixes longer than this many times the longest prompt that was computed are loaded."""
+
+LOAD_EVERY = 32
+"""Of the hits that are to be computed every so many is loaded, to measure the link again."""
+
+
+class LoadChoice:
+    """Says whether to load a hit. Without evidence, and where it is close, the answer is to load.
+
+    `slot_bytes` are those of a slot on one rank. Asked again, it answers by what is then known;
+    only `loaded` and `declined` are remembered.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["measured", "always_load"],
+        slot_bytes: int,
+        watch: StepWatch,
+        queue: LoadQueue,
+    ) -> None:
+        self._measured = mode == "measured"
+        self._slot_bytes = slot_bytes
+        self._load_rate = watch.load_rate
+        self._prefill_rate = watch.prefill_rate
+        self._step_seconds = watch.step_seconds
+        self._queue = queue
+        # Weak, since a request that has ended must not be kept, whether or not a hit ever asks. Not
+        # cleared of these at every admission: a step may admit hundreds.
+        self._prefilling: WeakSet[TrackedRequest] = WeakSet()
+        self._longest_tokens = 0
+        self._computes = False
+        self._declined = 0
+
+    def admitted(self, tracked: TrackedRequest, computed_tokens: int) -> None:
+        """Take a request that the engine computes from `computed_tokens` on."""
+        self._prefilling.add(tracked)
+        tokens = tracked.request.num_tokens - computed_tokens
+        self._longest_tokens = max(self._longest_tokens, tokens)
+
+    def loaded(self) -> None:
+        """Take note that a hit is loaded."""
+        self._declined = 0
+
+    def declined(self) -> None:
+        """Take note that a hit is computed."""
+        self._declined += 1
+
+    def loads(self, start_tokens: int, tokens: int, slots: int, *, synchronous: bool) -> bool:
+        """Say whether to load `tokens` in `slots` that follow `start_tokens` on the device."""
+        if not self._measured or self._load_rate.measured_bytes_per_second is None:
+            return True
+        own_compute = self._prefill_rate.seconds(tokens)
+        own_load = self._load_rate.seconds(slots * self._slot_bytes)
+        if (
+            own_compute is None
+            or own_compute > MAX_COMPUTE_RATIO * own_load
+            or start_tokens + tokens > MAX_LENGTH_RATIO * self._longest_tokens
+        ):
+            return True
+        loaded = self.queued_seconds() + own_load
+        if not synchronous and self._step_seconds:
+            loaded += self._step_seconds.value
+        ahead_tokens = self._tokens_ahead()
+        computed = own_compute
+        if ahead_tokens:
+            computed += self._prefill_rate.seconds(ahead_tokens) or 0.0
+        # Without the margin for the way back: an estimate near the border moves nothing.
+        self._computes = computed * (1.0 if self._computes else MARGIN) < loaded
+        return not self._computes or self._declined + 1 >= LOAD_EVERY
+
+    def queued_seconds(self) -> float:
+        """Return for how long the loads under way will yet take the link; 0 without any."""
+        per_slot = self._load_rate.seconds(self._slot_bytes)
+        return self._queue.seconds_ahead(per_slot, time.monotonic())
+
+    def _tokens_ahead(self) -> int:
+        """Return how many tokens of admitted prompts are not computed; they come first."""
+        left = {tracked: tracked.prompt_tokens_left for tracked in self._prefilling}
+        self._prefilling.difference_update([r for r, tokens in left.items() if tokens <= 1])
+        return sum(tokens for tokens in left.values() if tokens > 1)
