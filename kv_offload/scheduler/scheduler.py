@@ -340,8 +340,17 @@ class OffloadScheduler:
     def take_capacities(self, capacities: Sequence[WorkerCapacity]) -> None:
         """Hear what ranks hold, at the start or later."""
         if not all(rank.synchronous_loads for rank in capacities):
-            self._mode.allowed = False
+            self.allows_synchronous_loads = False
         self._use_ready_slots({rank.rank: rank.ready_slots for rank in capacities})
+
+    @property
+    def allows_synchronous_loads(self) -> bool:
+        """Whether a load may be synchronous: not if compute cannot wait for it on some rank."""
+        return self._mode.allowed
+
+    @allows_synchronous_loads.setter
+    def allows_synchronous_loads(self, allows: bool) -> None:
+        self._mode.allowed = allows
 
     def _use_ready_slots(self, ready_slots: Mapping[int, int]) -> None:
         """Use slots whose memory is ready on every rank; `ready_slots` has news by rank.

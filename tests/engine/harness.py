@@ -317,7 +317,7 @@ def engine(
     with counted_stats() as totals:
         running = Engine(LLM(**settings), totals)
         if plugin is not None:
-            running.offload.load_mode.allowed = synchronous_loads
+            running.offload.allows_synchronous_loads = synchronous_loads
             running.offload.watch.load_rate.learn(float("inf"))
         try:
             yield running

@@ -162,7 +162,7 @@ def main(models: str, arguments: dict[str, Any]) -> None:
     result: dict[str, Any] = {}
     chance = random.Random(3)
     with engine(Path(models), "llama_wide", {"cpu_bytes": "256MiB"}, **settings) as ours:
-        mode = ours.offload.load_mode
+        mode = ours.offload
         mode.allowed = True
         mode.is_synchronous = lambda *_slots, **_busy: chance.random() < 0.6
         result["asynchronous"] = ours.core.batch_queue is not None

@@ -73,7 +73,7 @@ def hold(
     )
     if kind == "limit":
         engine.connector.get_num_new_matched_tokens = lambda _request, _computed: (0, False)
-    engine.offload.load_mode.allowed = kind == "ours"
+    engine.offload.allows_synchronous_loads = kind == "ours"
     converse(engine, users, 1)
     engine.totals.clear()
     return converse(engine, users, 2), engine.totals

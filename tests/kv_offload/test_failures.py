@@ -5,7 +5,6 @@ On vLLM's plain scheduler and on its asynchronous one, with as many steps under 
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.messages import OffloadWorkerMetadata
+from kv_offload.messages import OffloadWorkerMetadata, RankReport
 from tests.support.hooks import HOOKS, raise_once
 from tests.support.played_cases import (
     BLOCK,
@@ -189,7 +188,7 @@ def test_a_loss_of_an_aborted_request_leaves_the_next_of_its_name_known() -> Non
     engine.add("a", OTHER, max_tokens=3)
     assert engine.schedule().num_scheduled_tokens["a"] == len(OTHER)
     play_to_rest(engine)
-    assert engine.offload.requests.admitted == 0
+    assert engine.offload.num_requests == 0
 
 
 @pytest.mark.parametrize("aborted", [False, True])
@@ -260,7 +259,7 @@ def test_a_loss_is_told_though_the_report_of_its_step_fails(holding: Holding) ->
 def test_where_nobody_knows_who_computed_with_lost_kv_all_of_the_step_end(holding: Holding) -> None:
     engine = holding(synchronous_loads=True)
     lose_next_load(engine)
-    raised = raise_once("offload_scheduler.ends.lose", engine.connector)
+    raised = raise_once("offload_scheduler.take_lost", engine.connector)
     engine.add("a", PROMPT)
     play(engine)
     assert len(raised) == 1
@@ -486,7 +485,7 @@ def test_a_load_that_could_not_be_planned_fails_its_request_where_failures_do(
 ) -> None:
     """The engine counts on the load. It ends the request, and nothing reads the empty blocks."""
     engine = holding(plugin={"on_load_failure": "fail"})
-    raised = raise_once("offload_scheduler.admissions.allocated", engine.connector)
+    raised = raise_once("offload_scheduler.allocated", engine.connector)
     engine.add("a", PROMPT)
     play_to_rest(engine)
     assert len(raised) == 1
@@ -498,7 +497,7 @@ def test_who_shares_blocks_with_a_load_that_could_not_be_planned_ends_too(
 ) -> None:
     engine = holding(synchronous_loads=True, max_num_batched_tokens=64)
     engine.model.may_lose_kv = True
-    raise_once("offload_scheduler.admissions.allocated", engine.connector)
+    raise_once("offload_scheduler.allocated", engine.connector)
     engine.add("a", MORE)
     engine.add("shares", [*PROMPT, 1, 1])
     play(engine)
@@ -508,29 +507,13 @@ def test_who_shares_blocks_with_a_load_that_could_not_be_planned_ends_too(
 
 def test_a_load_that_was_planned_before_its_hook_failed_is_planned_once(holding: Holding) -> None:
     engine = holding()
-    raised = raise_once("offload_scheduler.lookups.expect", engine.connector)
+    raised = raise_once("offload_scheduler.allocated", engine.connector, after=True)
     engine.add("a", PROMPT)
     (load,) = engine.schedule().kv_connector_metadata.loads
     assert len(raised) == 1
     assert not load.incomplete
     play_to_rest(engine)
     assert engine.answers["a"] == answer(PROMPT)
-
-
-def test_failed_loads_are_not_told_again_by_a_step_whose_report_fails(
-    holding: Holding, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their blocks may be another request's by then; older engines are told of blocks."""
-    engine = holding()
-    start_load(engine)
-    connector = engine.ranks[0].connector
-    monkeypatch.setattr(connector, "_by_block", True)
-    engine.ranks[0].copies.run(fail=True)
-    connector.get_finished(set())
-    assert connector.get_block_ids_with_load_errors()
-    raise_once("offload_worker.poll", connector)
-    connector.get_finished(set())
-    assert not connector.get_block_ids_with_load_errors()
 
 
 def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice() -> None:
@@ -547,71 +530,39 @@ def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice() -> None:
     engine.reset()
     assert request.request_id not in engine.scheduler.requests
     engine.process()
-    raise_once("offload_scheduler.reports.read", engine.connector)
+    raise_once("offload_scheduler.take_report", engine.connector)
     engine.process()
     engine.rest()
     assert engine.totals["hook_errors"] > 0
 
 
-class Unreadable(dict[int, int]):
-    """A part of a report that raises whenever it is read."""
-
-    def items(self) -> Any:
-        raise RuntimeError("at every try")
-
-
-def test_a_report_that_can_never_be_read_does_not_keep_others_from_being_read() -> None:
-    engine = store(PlayedEngine(async_scheduling=True), PROMPT)
-    unreadable = OffloadWorkerMetadata(weight_loads=Unreadable())
-    engine.offload.reports.take(unreadable, received=set())
-    engine.add("a", PROMPT)
-    play_to_rest(engine)
-    assert engine.answers["a"] == answer(PROMPT)
-    assert engine.totals["hit_tokens"] == 20
-    assert engine.totals["hook_errors"] == 2
-
-
 @both_ways
-def test_the_stores_of_a_report_that_can_never_be_read_end_as_failed(
-    async_scheduling: bool,
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_error_at_the_end_of_a_store_keeps_nothing_else_from_ending(
+    async_scheduling: bool, beside: bool
 ) -> None:
-    engine = PlayedEngine(async_scheduling=async_scheduling, beside=False)
-    reports, stored = engine.offload.reports, []
-    take = reports.take
-
-    def take_unreadable(report: Any, *more: Any) -> Any:
-        if report is not None and report.stores:
-            stored.append(report)
-            report = dataclasses.replace(report, weight_loads=Unreadable())
-        return take(report, *more)
-
-    reports.take = take_unreadable
-    engine.add("a", PROMPT)
+    engine = store(PlayedEngine(async_scheduling=async_scheduling, beside=beside), PROMPT)
+    raised = raise_once("complete_store", engine.offload.manager)
+    engine.add("a", OTHER)
+    engine.add("b", PROMPT)
     play(engine)
-    assert stored
+    assert raised
+    assert engine.totals["hook_errors"] == 1
+    assert engine.answers["b"] == answer(PROMPT)
+    assert engine.totals["hit_tokens"] == 20
     assert not pinned(engine)
     assert not engine.connector.has_pending_block_frees()
-    assert engine.totals["skipped_copy_failed"] >= 5
-    assert engine.offload.manager.slots_in_use == 0
-    reports.take = take
     check_served(engine, PROMPT)
 
 
-def test_a_drain_does_not_tell_of_a_load_whose_report_could_not_be_read() -> None:
-    """The engine has heard of the load, and has forgotten the request."""
-    engine = store(PlayedEngine(async_scheduling=True), PROMPT)
-    start_load(engine)
-    engine.abort("a")
-    engine.run_copies(Direction.LOAD)
-    hook = "offload_scheduler.reports.read"
-    # When the report comes, and at the end of the step.
-    first, second = (raise_once(hook, engine.connector) for _ in range(2))
-    engine.add("b", OTHER)
-    engine.step()
-    assert first == second == [hook]
-    assert "a" not in engine.scheduler.requests
-    engine.reset(reset_running_requests=True)
-    engine.rest()
+def test_an_error_in_what_was_measured_keeps_no_job_from_ending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = PlayedEngine(beside=False)
+    monkeypatch.setattr(engine.offload.watch.load_rate, "learn", lambda _speed: 1 / 0)
+    engine.offload.take_report(OffloadWorkerMetadata({0: RankReport(load_bytes_per_second=1.0)}))
+    check_served(engine, PROMPT)
+    assert engine.totals["hook_errors"] == 1
 
 
 @both_ways

@@ -207,7 +207,7 @@ class Interleavings(RuleBasedStateMachine):
         """Answer until host memory has a text, then ask for it with another kind of load."""
         self.add(text, len(text), [], 1)
         self.run(8)
-        self.engine.offload.load_mode.allowed = synchronous
+        self.engine.offload.allows_synchronous_loads = synchronous
         self.ask_again([len(text), len(text) - 5], text)
 
     @rule(text=st.sampled_from(TEXTS), case=CASES)
@@ -240,7 +240,7 @@ class Interleavings(RuleBasedStateMachine):
         self.add(text, len(text), [], 1)
         self.run(8)
         self._plan(case)
-        self.engine.offload.load_mode.allowed = synchronous
+        self.engine.offload.allows_synchronous_loads = synchronous
         self.add(text, len(text), [], 3)
         self.add(text, max(6, len(text) - 5), [], 3)
         self.engine.schedule()

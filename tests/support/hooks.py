@@ -27,20 +27,25 @@ def wrap_hook(
     connector: Any, hook: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
     """Replace a method such as those of `HOOKS` by what `wrap` makes of it, if it has that half."""
-    half, name = hook.split(".")
-    part = getattr(connector, half)
+    *half, name = hook.split(".")
+    part = getattr(connector, half[0]) if half else connector
     if part is not None:
         setattr(part, name, wrap(getattr(part, name)))
 
 
-def raise_once(hook: str, *connectors: Any, when: int = 0) -> list[str]:
-    """Have a method raise at its call number `when`; what is returned is not empty when it has."""
+def raise_once(hook: str, *connectors: Any, when: int = 0, after: bool = False) -> list[str]:
+    """Have a method raise at its call number `when`, before or `after` it has done its work.
+
+    What is returned is not empty when it has.
+    """
     raised: list[str] = []
     calls = itertools.count()
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def raising(*args: Any, **kwargs: Any) -> Any:
             if next(calls) == when:
+                if after:
+                    original(*args, **kwargs)
                 raised.append(hook)
                 raise RuntimeError(f"injected into {hook}")
             return original(*args, **kwargs)

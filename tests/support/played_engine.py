@@ -33,7 +33,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.engines.vllm import CONNECTOR
-from kv_offload.engines.vllm.halves import halves
+from kv_offload.engines.vllm.halves import connectors_in
 from kv_offload.metrics import KINDS
 from tests.support.configurations import (
     PAGE_WORDS,
@@ -166,7 +166,7 @@ class PlayedEngine:
 
     @property
     def offload(self) -> Any:
-        return next(halves(self.connector, "offload_scheduler"))
+        return next(connectors_in(self.connector)).offload_scheduler
 
     @property
     def pool(self) -> Any:

@@ -8,31 +8,31 @@ from typing import Any
 from kv_offload.messages import OffloadWorkerMetadata
 
 
-def halves(connector: Any, attribute: str) -> Iterator[Any]:
-    """Yield an attribute of our connectors: the engine's own, or those inside a MultiConnector."""
-    half = getattr(connector, attribute, None)
-    if half is not None:
-        yield half
+def connectors_in(connector: Any, half: str = "offload_scheduler") -> Iterator[Any]:
+    """Yield our connectors that have this half: the engine's own, or inside a MultiConnector."""
+    if getattr(connector, half, None) is not None:
+        yield connector
     for member in getattr(connector, "_connectors", ()):
-        yield from halves(member, attribute)
+        yield from connectors_in(member, half)
 
 
-def schedulers_in(connector: Any) -> Iterator[Any]:
-    """Yield our schedulers inside a connector of vLLM's scheduler."""
-    return halves(connector, "offload_scheduler")
+def connectors_of(core: Any) -> list[Any]:
+    """Return our connectors in vLLM's engine core: none while it is built."""
+    scheduler = getattr(core, "scheduler", None)
+    return [] if scheduler is None else list(connectors_in(scheduler.get_kv_connector()))
 
 
 def schedulers_of(core: Any) -> list[Any]:
     """Return our schedulers in vLLM's engine core: none while it is built."""
-    scheduler = getattr(core, "scheduler", None)
-    return [] if scheduler is None else list(schedulers_in(scheduler.get_kv_connector()))
+    return [connector.offload_scheduler for connector in connectors_of(core)]
 
 
 def workers_of_process() -> list[Any]:
     """Return our workers in this process, one for each connector of ours. Runs in a rank."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return list(halves(get_kv_transfer_group(), "offload_worker"))
+    found = connectors_in(get_kv_transfer_group(), "offload_worker")
+    return [connector.offload_worker for connector in found]
 
 
 def connectors_with_reports(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_offload.engines.vllm import requests
 from kv_offload.engines.vllm.front_end import tell_front_end
-from kv_offload.engines.vllm.halves import schedulers_of, workers_of_process
+from kv_offload.engines.vllm.halves import connectors_of, workers_of_process
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata
 
 if TYPE_CHECKING:
@@ -26,17 +26,18 @@ def reset_after_drain(
     **kwargs: Any,
 ) -> Any:
     """Run around `EngineCore.reset_prefix_cache`, through which sleep and pause reset as well."""
-    schedulers = schedulers_of(self)
-    if not schedulers:
+    connectors = connectors_of(self)
+    if not connectors:
         return original(self, reset_running_requests, *args, **kwargs)
+    schedulers = [connector.offload_scheduler for connector in connectors]
     # A rank's own report may come after the reset, and must not empty what is stored since.
     for weight_loads in self.model_executor.collective_rpc(weight_loads_of_rank):
         for offload in schedulers:
             offload.weights_were_loaded(weight_loads)
     # Running requests can make the reset fail. Then those that wait for loads keep waiting.
     requeue = reset_running_requests or not self.scheduler.running
-    for offload in schedulers:
-        drain(self, offload, requeue=requeue)
+    for connector in connectors:
+        drain(self, connector, requeue=requeue)
     with blocks_freed_at_once(self):
         done = original(self, reset_running_requests, *args, **kwargs)
     if done:
@@ -46,8 +47,8 @@ def reset_after_drain(
     return done
 
 
-def drain(core: Any, offload: OffloadScheduler, *, requeue: bool = True) -> None:
-    """Have all ranks end their copies, and release the blocks that these hold.
+def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
+    """Have all ranks end the copies of a connector of ours, and release the blocks that they hold.
 
     Those are the sources of stores and the destinations of loads. With `requeue` aborted requests
     are freed, and a request that waits for its load, or for room to run with what was loaded, gives
@@ -57,14 +58,14 @@ def drain(core: Any, offload: OffloadScheduler, *, requeue: bool = True) -> None
     outputs would have no receiver. A rank has executed all steps that were launched before, so it
     knows their jobs.
     """
-    engine_scheduler = core.scheduler
+    engine_scheduler, offload = core.scheduler, connector.offload_scheduler
     waiting = requests.waiting_for_loads(engine_scheduler, offload.waiting_requests())
     loaded = requests.waiting_for_room(engine_scheduler, offload.loaded_requests())
     if not (offload.has_pending_stores or offload.abandoned_requests() or waiting or loaded):
         return
     answers = core.model_executor.collective_rpc(drain_rank, args=(offload.plan_drain(),))
     for answer in answers:
-        offload.take_report(answer)
+        connector.hear_ranks(answer)
     if offload.give_up_stores():
         logger.error("kv-offload: gave up stores that did not end; their prefixes are not kept")
     if requeue:

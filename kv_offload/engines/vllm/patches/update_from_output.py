@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kv_offload.engines.vllm import requests
-from kv_offload.engines.vllm.halves import connectors_with_reports, schedulers_in
+from kv_offload.engines.vllm.halves import connectors_in, connectors_with_reports
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,9 @@ def hear_ranks_first(
         ended = _end_lost(self, lost)
     outputs = original(self, scheduler_output, model_runner_output)
     requests.add_ends(outputs, ended)
-    for offload in schedulers_in(self.connector):
-        if offload.stranded:  # hardly ever
-            requests.make_room(self, offload)
+    for connector in connectors_in(self.connector):
+        if connector.offload_scheduler.stranded:  # hardly ever
+            requests.make_room(self, connector.offload_scheduler)
     return outputs
 
 
