@@ -60,6 +60,7 @@ class OffloadScheduler:
         loads_overlap: bool = False,
     ) -> None:
         self.config = config
+        self.loads_overlap = loads_overlap
         self._num_ranks = num_ranks
         self._slot_bytes = slot_bytes
         self.manager = manager = CacheManager(make_policy(config.eviction_policy, num_slots))

@@ -47,7 +47,9 @@ def test_without_the_mend_wrong_tokens_survive_a_reset(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control."""
-    monkeypatch.setattr("kv_offload.engines.vllm.preemption._named_uncomputed", lambda *_: iter(()))
+    monkeypatch.setattr(
+        "kv_offload.engines.vllm.patches.preempt_request._named_uncomputed", lambda *_: iter(())
+    )
     (expected,) = plain_answers(model_folder, [LOW])
     answer, again = preempt_what_the_step_has_scheduled(model_folder)
     assert answer != expected

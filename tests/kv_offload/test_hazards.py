@@ -20,9 +20,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.drain import drain_engine_core
-from kv_offload.messages import DrainAnswer
-from kv_offload.scheduler.stores.jobs import StoreJobs
+from kv_offload.engines.vllm.patches.reset_prefix_cache import drain
+from kv_offload.messages import OffloadWorkerMetadata, Outcome, RankReport
+from kv_offload.scheduler.jobs import Jobs
 from kv_offload.worker.worker import OffloadWorker
 from tests.support.played_cases import (
     FULL,
@@ -158,14 +158,14 @@ def test_a_store_in_the_same_step_would_read_the_block_too_early(
 
 def no_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stores take no reference on the blocks that they read."""
-    pin = StoreJobs.pin
+    pin = Jobs.pin
 
-    def pin_nothing(jobs: StoreJobs, slots: Any, blocks: list[int]) -> None:
+    def pin_nothing(jobs: Jobs, slots: Any, blocks: list[int]) -> None:
         with mock.patch.object(BlockPool, "touch"):
             pin(jobs, slots, blocks)
 
-    monkeypatch.setattr(StoreJobs, "pin", pin_nothing)
-    monkeypatch.setattr(StoreJobs, "_unpin", lambda jobs, store: None)
+    monkeypatch.setattr(Jobs, "pin", pin_nothing)
+    monkeypatch.setattr(Jobs, "_unpin", lambda jobs, store: None)
 
 
 def finish_and_reuse(engine: PlayedEngine) -> None:
@@ -320,11 +320,12 @@ def test_if_an_abort_freed_the_blocks_its_load_would_hit_the_next_owner(
 
     def finish_and_free(request_ids: Any, status: Any) -> Any:
         finished = finish(request_ids, status)
-        drain_engine_core(engine.core, requeue=False)
+        drain(engine.core, engine.connector)
         return finished
 
-    nothing_left = DrainAnswer({}, frozenset(), frozenset())
-    monkeypatch.setattr(PlayedExecutor, "collective_rpc", lambda *_, **__: [nothing_left])
+    ended = RankReport(dict.fromkeys(range(9), Outcome.OK))
+    all_ended = OffloadWorkerMetadata({0: ended})
+    monkeypatch.setattr(PlayedExecutor, "collective_rpc", lambda *_, **__: [all_ended])
     monkeypatch.setattr(engine.scheduler, "finish_requests", finish_and_free)
     with wrong_bytes():
         abort_and_reuse(engine)
@@ -339,7 +340,7 @@ def test_overlapping_prefixes_may_be_loaded_side_by_side(
     monkeypatch: pytest.MonkeyPatch, async_scheduling: bool, order: tuple[int, int]
 ) -> None:
     """One that has waited too long loads for itself: the same slots, other blocks, any order."""
-    monkeypatch.setattr("kv_offload.scheduler.lookups.MAX_WAIT_SECONDS", -1.0)
+    monkeypatch.setattr("kv_offload.scheduler.loads.lookups.MAX_WAIT_SECONDS", -1.0)
     longer = [*PROMPT[:16], 0, 0, 1, 0, 1]
     engine = store(HarshEngine(async_scheduling=async_scheduling), PROMPT)
     store(engine, longer, "longer")
@@ -368,7 +369,7 @@ def load_while_others_store(engine: PlayedEngine) -> None:
     engine.step(4)
     engine.run_copies(Direction.STORE)
     engine.step(2)
-    assert "loads" in engine.offload.reports.running_loads()
+    assert engine.offload.loading_requests() == {"loads"}
     engine.run()
 
 
@@ -399,16 +400,15 @@ def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside: b
     engine.add("decodes", OTHER, max_tokens=12)
     engine.schedule()
     engine.execute()
-    stores = engine.offload.stores.jobs
-    (first,) = stores.running_jobs()
     start_load(engine, "loads")
     engine.run_copies()
+    before = engine.offload.manager.stored_slots
     engine.step()
-    assert (engine.offload.loads.running == 0) == beside
-    assert (first not in stores.running_jobs()) == beside
+    assert (engine.offload.gauges()["running_loads"] == 0) == beside
+    assert (engine.offload.manager.stored_slots > before) == beside
     assert ("loads" in engine.schedule().num_scheduled_tokens) == beside
     engine.run()
-    assert len(engine.offload.requests) == 0
+    assert engine.offload.num_requests == 0
     engine.check_rest()
 
 
@@ -435,11 +435,11 @@ def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(
     engine.abort("a")
     assert engine.reset(reset_running_requests=True)
     assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
-    assert engine.offload.loads.running == 0
+    assert engine.offload.gauges()["running_loads"] == 0
     engine.finish_steps()
     engine.serve("b", PROMPT)
     assert engine.totals["hit_tokens"] >= 20
-    assert len(engine.offload.requests) == 0
+    assert engine.offload.num_requests == 0
     engine.check_rest()
 
 

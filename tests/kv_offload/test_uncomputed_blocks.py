@@ -75,7 +75,9 @@ def test_without_the_mend_vllm_serves_what_lay_there_before(
     """The control. With states the request's next look-up ends before these blocks."""
     if WINDOW in groups and not reports_failed_requests(vllm_version()):
         pytest.skip("with this vLLM nobody is served these blocks here")
-    monkeypatch.setattr("kv_offload.engines.vllm.preemption._named_uncomputed", lambda *_: iter(()))
+    monkeypatch.setattr(
+        "kv_offload.engines.vllm.patches.preempt_request._named_uncomputed", lambda *_: iter(())
+    )
     with pytest.raises(AssertionError, match=r"wrong KV at|holds another prefix"):
         preempt_what_the_step_has_scheduled(groups, blocks, async_scheduling=False)
 

@@ -17,12 +17,12 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.request import RequestStatus
 
 from kv_offload.config import OffloadConfig
-from kv_offload.engines.vllm import drain, patches
-from kv_offload.engines.vllm.halves import halves
-from kv_offload.engines.vllm.patches import MARK, PATCHES, Patch, Setup
+from kv_offload.engines.vllm.halves import connectors_in
+from kv_offload.engines.vllm.patches import PATCHES, install_for_scheduler
+from kv_offload.engines.vllm.patches import patch as mechanics
+from kv_offload.engines.vllm.patches.patch import MARK, Patch, Setup, log_new
 from kv_offload.engines.vllm.versions import NEWEST, OLDEST, dotted, vllm_version
 from tests.support.configurations import ours
 from tests.support.played_cases import PROMPT
@@ -94,9 +94,9 @@ ALWAYS = {"reset_prefix_cache", "collective_rpc", "update_from_output", "_preemp
     [
         ({"version": (0, 33)}, set()),
         ({"version": (0, 33), "is_member": True, "holds_state": True}, set()),
-        ({"version": (0, 31), "is_member": True}, {"_update_from_kv_xfer_finished", "observe"}),
-        ({"version": (0, 28), "holds_state": True}, {"_update_from_kv_xfer_finished"}),
-        ({"version": (0, 27), "holds_state": True}, {"_update_from_kv_xfer_finished", "schedule"}),
+        ({"version": (0, 31), "is_member": True}, {"observe"}),
+        ({"version": (0, 28), "holds_state": True}, set()),
+        ({"version": (0, 27), "holds_state": True}, {"schedule"}),
         (
             {
                 "version": (0, 31),
@@ -110,8 +110,8 @@ def test_only_what_is_needed_is_patched(
     more: dict[str, Any], found: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrapped: list[Patch] = []
-    monkeypatch.setattr(patches, "_wrap_class", wrapped.append)
-    patches.install_for_scheduler(setup(**more))
+    monkeypatch.setattr(Patch, "install_on_class", lambda patch: wrapped.append(patch))
+    install_for_scheduler(setup(**more))
     assert {patch.method for patch in wrapped} == ALWAYS | found
 
 
@@ -132,17 +132,17 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_second_call_replaces_nothing_and_logs_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patches, "_unlogged", [])
+    monkeypatch.setattr(mechanics, "_unlogged", [])
     caplog.set_level(logging.INFO, "kv_offload")
     before = EngineCore.reset_prefix_cache
-    patches.install_for_scheduler(setup())
-    patches.log_new()
+    install_for_scheduler(setup())
+    log_new()
     installed = EngineCore.reset_prefix_cache
     assert installed is not before
     (line,) = caplog.messages
     assert "EngineCore.reset_prefix_cache, EngineCore.collective_rpc" in line
-    patches.install_for_scheduler(setup())
-    patches.log_new()
+    install_for_scheduler(setup())
+    log_new()
     assert EngineCore.reset_prefix_cache is installed
     assert len(caplog.messages) == 1
 
@@ -168,7 +168,7 @@ def test_wrappers_of_other_plugins_stay(ours_first: bool, monkeypatch: pytest.Mo
         monkeypatch.setattr(Scheduler, "schedule", schedule)
 
     def plugin() -> None:
-        patches.install_for_scheduler(setup(version=OLDEST, holds_state=True))
+        install_for_scheduler(setup(version=OLDEST, holds_state=True))
 
     monkeypatch.setattr(Scheduler, "schedule", schedule)
     for install in (plugin, other) if ours_first else (other, plugin):
@@ -206,8 +206,8 @@ def test_a_reset_holds_back_no_block_of_steps_in_flight(
 
     wrap(monkeypatch, "reset_prefix_cache", reset_prefix_cache)
     for rank, answer in zip(engine.ranks, fenced, strict=True):
-        (worker,) = halves(rank.connector, "offload_worker")
-        worker.fence_loads = lambda answer=answer: asked.append(answer) or answer
+        (connector,) = connectors_in(rank.connector, "offload_worker")
+        connector.offload_worker.fence_loads = lambda answer=answer: asked.append(answer) or answer
     engine.add("ends", PROMPT, max_tokens=20)
     engine.schedule_all()
     engine.abort("ends")
@@ -230,38 +230,6 @@ def test_a_reset_passes_on_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> 
     for core in (PlayedEngine().core, without_plugin):
         assert core.reset_prefix_cache(True, connector=True) == (True, True)
         assert core.reset_prefix_cache() == (False, False)
-
-
-# -- recomputing requests whose load failed ----------------------------------------------------
-
-
-def test_a_waiting_request_whose_load_failed_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def find(connector: Any, output: Any) -> set[str]:
-        asked.append((connector, output))
-        return {"failed", "aborted", "gone"}
-
-    monkeypatch.setattr(drain, "failed_loads", find)
-    wrap(monkeypatch, "_update_from_kv_xfer_finished", lambda self, output: asked.append(output))
-    states = {
-        "failed": RequestStatus.WAITING_FOR_REMOTE_KVS,
-        "loaded": RequestStatus.WAITING_FOR_REMOTE_KVS,
-        "aborted": RequestStatus.FINISHED_ABORTED,
-    }
-    scheduler = SimpleNamespace(
-        connector="the connector",
-        failed_recving_kv_req_ids=set(),
-        requests={
-            name: SimpleNamespace(request_id=name, status=status, num_computed_tokens=7)
-            for name, status in states.items()
-        },
-    )
-    Scheduler._update_from_kv_xfer_finished(scheduler, "output")
-    assert asked == ["output", ("the connector", "output")], "vLLM's own update comes first"
-    assert scheduler.failed_recving_kv_req_ids == {"failed"}
-    computed = {name: r.num_computed_tokens for name, r in scheduler.requests.items()}
-    assert computed == {"failed": 0, "loaded": 7, "aborted": 7}
 
 
 # -- the others --------------------------------------------------------------------------------
