@@ -24,7 +24,7 @@ HOOKS = tuple(
 
 Nor are the two hooks that vLLM calls once a layer: timing them would cost more than they do."""
 
-OWN_HOOKS = ("begin_step",)
+OWN_HOOKS = ("begin_step", "hear_ranks")
 """What this project has the engine call besides."""
 
 

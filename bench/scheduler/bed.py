@@ -21,7 +21,13 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from bench.hook_clock import ConnectorClock
-from kv_offload.messages import JobResult, OffloadMetadata, OffloadWorkerMetadata
+from kv_offload.messages import (
+    OffloadMetadata,
+    OffloadWorkerMetadata,
+    Outcome,
+    RankReport,
+    WorkerCapacity,
+)
 from tests.support.configurations import make_tensor, make_vllm_config
 
 BLOCK_TOKENS = 16
@@ -111,7 +117,7 @@ class SchedulerBed:
             max_num_batched_tokens=running * max(prompt_tokens, PROMPT_CHUNK_TOKENS),
             max_num_seqs=running + 1,
         )
-        self.connector.offload_scheduler.ranks_ready({0: slots})
+        self.connector.offload_scheduler.take_capacities([WorkerCapacity(0, slots, slots)])
         self.clock = ConnectorClock()
         self.clock.put_on(self.connector)
         self._prefixes = 0
@@ -241,13 +247,10 @@ class SchedulerBed:
 
     def _copies_ended(self) -> KVConnectorOutput:
         """Report the copies of the last step, as one rank would."""
-        ended = KVConnectorOutput(finished_recving=set())
-        ok = JobResult(frozenset((0,)), ok=True)
-        if (metadata := self._submitted) is None:
-            return ended
-        stores = {job.job_id: ok for job in metadata.stores}
-        loads = {job.job_id: ok.ranks for job in metadata.loads if job.synchronous}
-        ended.finished_recving |= {job.request_id for job in metadata.loads if not job.synchronous}
-        if stores or loads:
-            ended.kv_connector_worker_meta = OffloadWorkerMetadata(stores, loads=loads)
+        ended = KVConnectorOutput()
+        if (metadata := self._submitted) is not None:
+            jobs = {job.job_id: Outcome.OK for job in metadata.stores}
+            jobs |= {job.job_id: Outcome.OK for job in metadata.loads}
+            if jobs:
+                ended.kv_connector_worker_meta = OffloadWorkerMetadata({0: RankReport(jobs)})
         return ended
