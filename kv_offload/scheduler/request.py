@@ -36,9 +36,10 @@ class Phase(enum.Enum):
 class Offer:
     """What a look-up found: `keys` bring the tokens from `start_tokens` to `end_tokens`.
 
-    `num_tokens` is how many the request had. `forgotten` and `arrivals` are the counts at which the
-    keys were last seen to be readable, and not to be on their way for another request. `since` is
-    on the monotonic clock, in seconds.
+    - `num_tokens`: how many tokens the request had.
+    - `forgotten`: the manager's count when the keys were last seen to be readable.
+    - `arrivals`: how many loads had been planned when none of them brought any of the keys.
+    - `since`: when it was made, on the monotonic clock, in seconds.
     """
 
     start_tokens: int

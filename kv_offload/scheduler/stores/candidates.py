@@ -10,9 +10,10 @@ from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.scheduler.request import StoreCursor
 
 MAX_SLOTS_PER_STEP = 1024
-"""Slots examined in one step over all requests; the rest follows in the next steps.
+"""Slots examined for the running requests of a step, and for each request that ends.
 
-It bounds the planner's time on the scheduler's thread whatever the length of a prompt."""
+It bounds the planner's time on the scheduler's thread whatever the length of a prompt; the rest
+follows in the next steps."""
 
 Span: TypeAlias = tuple[StoreCursor, int, int, int]
 """Slots of one request to look at: cursor, position of the cache group, first slot, last slot

@@ -51,7 +51,8 @@ class StoreChoice:
     ) -> Chosen:
         """Choose at most `slots_left` of the slots of `spans`.
 
-        `slots` has what the cache manager says of `keys`, which are those of all spans in order.
+        `keys` are those of all spans in order, and `slots` what the cache manager says of each: its
+        slot, or -1 where it has none.
         """
         chosen = Chosen(slots_left)
         new, pool_blocks = chosen.new, self._pool.blocks

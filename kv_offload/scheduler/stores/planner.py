@@ -99,9 +99,9 @@ class StorePlanner:
         self._statistics.count("deferred_slots", self.leftovers.keep(cursor, end_tokens))
 
     def _slots_left(self, soon_free_blocks: int = 0) -> int:
-        """Return how many more slots may be chosen; see `_pin_chosen`.
+        """Return how many more slots may be chosen, if `soon_free_blocks` become free in a moment.
 
-        None while a store that was given up has not ended: what is sent now stands behind it.
+        0 while a store that was given up has not ended: what is sent now stands behind it.
         """
         if self._jobs.stores_given_up:
             return 0
@@ -110,8 +110,6 @@ class StorePlanner:
 
     def _pin_chosen(self, soon_free_blocks: int = 0) -> None:
         """Choose from the candidates, take slots for what is new and pin the blocks that got one.
-
-        `soon_free_blocks` counts blocks that the engine frees right after this call.
 
         What is known of the same prefixes goes along: it is used again, and must not be evicted for
         its own tail.

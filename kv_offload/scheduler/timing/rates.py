@@ -40,10 +40,10 @@ class LoadRate:
 
 
 class LoadQueue:
-    """Slots of loads that were planned and that some rank has not completed.
+    """Slots of loads that were planned and that some rank has not ended.
 
-    Loads are taken to run one after the other, and the first of them to make progress since the
-    last completion, or since it was planned.
+    Loads are taken to run one after the other. The first of them has run since the last one ended,
+    or, if there was none, since it was planned.
     """
 
     def __init__(self) -> None:

@@ -35,9 +35,8 @@ class StepClock:
     before the last has ended; then its time begins when that one ends. While nothing is under way
     no time passes, so an idle engine makes no step long.
 
-    A step that computed nothing, or that ended unseen, holds up nobody, whenever its end is taken
-    in: an engine in the process of its user has one left when it pauses, and looks at it only after
-    it has launched the next.
+    An engine in the process of its user leaves a step when it pauses, and looks at it only after it
+    has launched the next. So of a step whose end may have been seen late no time is taken.
     """
 
     def __init__(self) -> None:
@@ -127,7 +126,7 @@ class StepWatch:
         return len(self._clock.under_way(time.monotonic())[0])
 
     def seconds_left(self) -> float:
-        """Return for how long the steps under way will yet compute; 0 without evidence."""
+        """Return how much longer the steps under way will compute; 0 without evidence."""
         steps, ran = self._clock.under_way(time.monotonic())
         return max(0.0, sum(map(self._expected_seconds, steps)) - ran)
 
