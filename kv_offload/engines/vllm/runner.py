@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kv_offload.engine import KVCaches
 from kv_offload.engines.vllm import patches
 from kv_offload.engines.vllm.call_stack import callers
-from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors, layer_regions
+from kv_offload.engines.vllm.model.layout import describe_kv_caches, kv_tensors, layer_regions
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

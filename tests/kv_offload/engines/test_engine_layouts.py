@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors
+from kv_offload.engines.vllm.model.layout import describe_kv_caches, kv_tensors
 from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import make_vllm_config

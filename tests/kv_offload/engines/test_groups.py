@@ -14,7 +14,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.start.groups import cache_groups, ranks_with_equal_bytes
+from kv_offload.engines.vllm.model.groups import cache_groups, ranks_with_equal_bytes
 from kv_offload.engines.vllm.versions import vllm_version
 from tests.support.configurations import make_kv_cache_config, make_spec, set_layers
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW

@@ -12,7 +12,7 @@ from kv_swap.layout import KVLayout
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors, layer_regions
+from kv_offload.engines.vllm.model.layout import describe_kv_caches, kv_tensors, layer_regions
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import make_kv_cache_config, set_layers
 

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
-from kv_offload.engines.vllm.start.groups import SPECS, cache_groups, has_draft_head
+from kv_offload.engines.vllm.model.groups import SPECS, cache_groups, has_draft_head
 from kv_offload.engines.vllm.start.support import (
     CACHE_DTYPES,
     DRAFT_HEADS,

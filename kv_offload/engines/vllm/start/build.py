@@ -13,9 +13,10 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from kv_offload.config import TracedConfig, trace_config
 from kv_offload.engines.vllm import patches
 from kv_offload.engines.vllm.call_stack import callers
+from kv_offload.engines.vllm.model import groups
+from kv_offload.engines.vllm.model.ordering import gives_idle_blocks
 from kv_offload.engines.vllm.runner import VLLMRank
-from kv_offload.engines.vllm.start import groups, members, ranks, support
-from kv_offload.engines.vllm.start.ordering import gives_idle_blocks
+from kv_offload.engines.vllm.start import members, ranks, support
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.worker.capacity import check_available, describe_share, warn_of_hidden_replicas

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.call_stack import callers
+from kv_offload.engines.vllm.model.groups import SPECS, STATE_SPEC, has_draft_head
 from kv_offload.engines.vllm.start import members
-from kv_offload.engines.vllm.start.groups import SPECS, STATE_SPEC, has_draft_head
 from kv_offload.engines.vllm.versions import layer_specs, role_accepts_embeddings
 from kv_offload.errors import UnsupportedError
 
