@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kv_offload.engines.vllm import drain, preemption, weights
-from kv_offload.engines.vllm.start import not_in_use
+from kv_offload.engines.vllm.start import command_line
 from kv_offload.engines.vllm.versions import NEWEST, OLDEST
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _method_of_class(owner: Any, name: str) -> Method:
 
 def _note_replicas_and_check(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.kv_transfer_config is None:
-        not_in_use.log_why()
+        command_line.log_not_in_use()
         return original(self, *args, **kwargs)
     # Imported here: most processes never need it.
     from kv_offload.engines.vllm.start import early, ranks
@@ -155,7 +155,7 @@ def _note_replicas_and_check(original: Method, self: Any, *args: Any, **kwargs: 
     ranks.note_local_replicas(config)
     early.check_settings(config)
     if not early.asks_for_us(config.kv_transfer_config):
-        not_in_use.log_other(config.kv_transfer_config.kv_connector)
+        command_line.log_other_connector(config.kv_transfer_config.kv_connector)
     return config
 
 

@@ -26,12 +26,11 @@ from vllm.v1.kv_cache_interface import (
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.model.groups import SPECS, cache_groups, has_draft_head
+from kv_offload.engines.vllm.model.support import DRAFT_HEADS
+from kv_offload.engines.vllm.start.log import consequences, describe_policy
 from kv_offload.engines.vllm.start.support import (
     CACHE_DTYPES,
-    DRAFT_HEADS,
     check_supported,
-    consequences,
-    describe_policy,
 )
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import UnsupportedError

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kv_offload.engines.vllm.start.not_in_use import log_why
+from kv_offload.engines.vllm.start.command_line import log_not_in_use
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_an_empty_argument_is_a_warning(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", *more])
     with caplog.at_level(logging.INFO):
-        log_why()
+        log_not_in_use()
     (record,) = caplog.records
     assert record.levelname == ("WARNING" if is_empty else "INFO")
     assert record.getMessage().startswith("kv-offload: not in use: --kv-transfer-config is ")
