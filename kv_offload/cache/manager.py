@@ -12,8 +12,8 @@ The keys of one call are in prefix order, and the first of them is evicted last:
 head is useless. `prepare_load` and `prepare_store` set that order. Completions leave it alone,
 because a job may complete piece by piece.
 
-A prompt has thousands of blocks, so whole prefixes go in and out as batches: what is known of slots
-is in arrays, and Python code runs per key only where a key is given a slot.
+A prompt has thousands of blocks, so keys and slots come in batches. Python code runs per key only
+where a key is given a slot.
 
 Not thread safe: one scheduler owns it. All operations but `reset` take O(1) amortised time per key,
 without a pause to reorganise. Memory is taken when slots are used, not for `num_slots` at once.
@@ -89,11 +89,13 @@ class CacheManager:
 
     def readable(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
         """Say for each key whether it can be loaded now. Changes nothing, recency included."""
-        slots = self._index.find(keys)
+        return self._readable(self._index.find(keys))
+
+    def _readable(self, slots: Slots) -> NDArray[np.bool_]:
         return self._running.not_written(slots) & (slots >= 0)
 
     def readable_slots(self) -> dict[Key, int]:
-        """Return all keys that can be loaded now, with their slots, in O(keys). For checks."""
+        """Return all keys that can be loaded now, with their slots, in O(keys). For tests."""
         found = list(self._index.items())
         readable = self._running.not_written(np.array([slot for _, slot in found], np.int32))
         return dict(compress(found, readable.tolist()))
@@ -107,7 +109,7 @@ class CacheManager:
         Raises `MissingKeyError` for a key that is not readable; nothing is changed.
         """
         slots = self._index.find(keys)
-        readable = self._running.not_written(slots) & (slots >= 0)
+        readable = self._readable(slots)
         if not readable.all():
             key = keys[int(readable.argmin())]
             raise MissingKeyError(f"{key!r} is not readable: look it up in the same step")
