@@ -167,6 +167,24 @@ def test_what_does_not_run_cannot_be_completed_and_what_is_not_readable_not_load
         manager.limit_slots(1)
 
 
+@each_policy
+def test_a_reset_forgets_every_key_and_gives_out_no_slot_of_a_running_copy(policy: str) -> None:
+    manager = make_manager(policy)
+    loading = store(manager, A)
+    manager.prepare_load([A])
+    storing = manager.prepare_store([B]).tolist()
+    slots, since = manager.find([A]), manager.forgotten
+    manager.reset()
+    assert not manager.keep_their_keys(slots, since)
+    assert manager.slot_numbers([A, B]) == [-1, -1]
+    assert store(manager, A, C) == [2, 3], "the same name, with new contents"
+    manager.complete_load(array(*loading))
+    manager.complete_store(array(*storing))
+    manager.check_integrity()
+    assert not manager.readable([B])[0]
+    assert sorted(store(manager, B, D)) == [0, 1]
+
+
 # -- slots ---------------------------------------------------------------------------------------
 
 
