@@ -154,6 +154,8 @@ def test_what_does_not_run_cannot_be_completed_and_what_is_not_readable_not_load
 ) -> None:
     manager = make_manager(policy)
     a, b = store(manager, A, B)
+    manager.prepare_store([C])
+    assert manager.readable([A, B, C]).tolist() == [True, True, False]
     with pytest.raises(MissingKeyError, match="is not readable") as caught:
         manager.prepare_load([A, C])
     assert isinstance(caught.value, KVOffloadError)
@@ -163,7 +165,7 @@ def test_what_does_not_run_cannot_be_completed_and_what_is_not_readable_not_load
     with pytest.raises(MisuseError, match=rf"loads of slots \[{b}\] were completed"):
         manager.complete_load(array(a, b))
     manager.complete_load(array(a))
-    with pytest.raises(AssertionError, match="2 slots were given out"):
+    with pytest.raises(AssertionError, match="3 slots were given out"):
         manager.limit_slots(1)
 
 
@@ -183,6 +185,17 @@ def test_a_reset_forgets_every_key_and_gives_out_no_slot_of_a_running_copy(polic
     manager.check_integrity()
     assert not manager.readable([B])[0]
     assert sorted(store(manager, B, D)) == [0, 1]
+
+
+def test_a_key_that_one_load_names_twice_is_held_until_it_has_ended_twice() -> None:
+    manager = make_manager()
+    store(manager, A)
+    slots = manager.prepare_load([A, A])
+    manager.reset()
+    manager.complete_load(slots[:1])
+    assert manager.slots_in_use == 1
+    manager.complete_load(slots[1:])
+    assert manager.slots_in_use == 0
 
 
 # -- slots ---------------------------------------------------------------------------------------

@@ -58,57 +58,48 @@ def test_every_replica_sees_all_of_its_host(front_end: Any, dense: bool) -> None
         assert count_local_replicas(config, {}) == LocalReplicas(REPLICAS)
 
 
-def test_an_engine_without_replicas_is_alone() -> None:
-    register()
-    config = make_vllm_config({})
-    assert count_local_replicas(config, {}) == LocalReplicas(1)
-    assert count_local_replicas(pickle.loads(pickle.dumps(config)), {}) == LocalReplicas(1)
-
-
 def test_a_dense_replica_whose_front_end_noted_nothing_says_so(front_end: Any) -> None:
     """The plugin was not loaded there, for instance."""
     bare = copy.deepcopy(front_end)
     del bare.parallel_config._kv_offload_local_replicas
     found = count_local_replicas(start_replica(bare, 3), {})
     assert found == LocalReplicas(1, hidden=True)
+    assert count_local_replicas(make_vllm_config({}), {}) == LocalReplicas(1), "alone"
 
 
-def with_experts(**parallel: Any) -> Any:
-    defaults = {
-        "data_parallel_size": 8,
-        "data_parallel_size_local": 1,
-        "data_parallel_master_ip": "10.0.0.7",
-        "data_parallel_external_lb": False,
-    }
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(**defaults | parallel),
-        kv_transfer_config=SimpleNamespace(engine_id="x_dp0"),
-    )
+HOSTS = {"data_parallel_master_ip": "10.0.0.7"}
+LOCAL = {"data_parallel_master_ip": "127.0.0.1"}
+STARTED_ALONE = {"VLLM_DP_SIZE": "8"}
 
 
 @pytest.mark.parametrize(
     ("parallel", "environ", "found"),
     [
         # Load balancing by vLLM, over hosts that have four replicas each, or one each.
-        ({"data_parallel_size_local": 4}, {}, LocalReplicas(4)),
-        ({}, {}, LocalReplicas(1)),
+        ({**HOSTS, "data_parallel_size_local": 4}, {}, LocalReplicas(4)),
+        (HOSTS, {}, LocalReplicas(1)),
         # Each process is started by itself, with load balancing by others or without any.
-        ({"data_parallel_external_lb": True}, {}, LocalReplicas(1, hidden=True)),
-        ({}, {"VLLM_DP_SIZE": "8"}, LocalReplicas(1, hidden=True)),
+        ({**HOSTS, "data_parallel_external_lb": True}, {}, LocalReplicas(1, hidden=True)),
+        (HOSTS, STARTED_ALONE, LocalReplicas(1, hidden=True)),
         # All of them meet where nobody from another host can.
-        (
-            {"data_parallel_external_lb": True, "data_parallel_master_ip": "127.0.0.1"},
-            {},
-            LocalReplicas(8),
-        ),
-        ({"data_parallel_master_ip": "localhost"}, {"VLLM_DP_SIZE": "8"}, LocalReplicas(8)),
-        ({"data_parallel_master_ip": "::1"}, {"VLLM_DP_SIZE": "8"}, LocalReplicas(8)),
+        ({**LOCAL, "data_parallel_external_lb": True}, {}, LocalReplicas(8)),
+        ({"data_parallel_master_ip": "localhost"}, STARTED_ALONE, LocalReplicas(8)),
+        ({"data_parallel_master_ip": "::1"}, STARTED_ALONE, LocalReplicas(8)),
     ],
 )
 def test_replicas_of_a_mixture_of_experts(
-    parallel: Any, environ: dict[str, str], found: LocalReplicas
+    parallel: dict[str, Any], environ: dict[str, str], found: LocalReplicas
 ) -> None:
-    assert count_local_replicas(with_experts(**parallel), environ) == found
+    defaults = {
+        "data_parallel_size": 8,
+        "data_parallel_size_local": 1,
+        "data_parallel_external_lb": False,
+    }
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**defaults | parallel),
+        kv_transfer_config=SimpleNamespace(engine_id="x_dp0"),
+    )
+    assert count_local_replicas(config, environ) == found
 
 
 # -- the connector -----------------------------------------------------------------------------
