@@ -33,7 +33,8 @@ def test_the_start_says_how_it_is_configured_and_what_it_does_not_read(
     caplog.set_level(logging.INFO, "kv_offload")
     monkeypatch.setenv("KV_OFFLOAD_CONFIG", "/srv/kv.yaml")
     cache = make_kv_cache_config((FULL,), 40)
-    KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
+    for role in KVConnectorRole:
+        KVConnectorFactory.create_connector(config, role, cache)
     lines = {
         name: [r.getMessage() for r in caplog.records if r.levelname == name and "kv_o" in r.name]
         for name in ("WARNING", "INFO")
@@ -48,3 +49,4 @@ def test_the_start_says_how_it_is_configured_and_what_it_does_not_read(
         f"{other}"
     )
     assert memory.startswith("kv-offload: takes 16 MiB of host memory, ")
+    assert len({*lines["INFO"]}) == len(lines["INFO"]), "the rank does not say it again"

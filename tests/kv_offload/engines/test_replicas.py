@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -105,15 +104,14 @@ def test_replicas_of_a_mixture_of_experts(
 # -- the connector -----------------------------------------------------------------------------
 
 
-def build(config: Any, role: KVConnectorRole) -> KVOffloadConnector:
-    return KVOffloadConnector(config, role, make_kv_cache_config([CacheGroup(0, 4)], 8))
+def build_rank(config: Any) -> KVOffloadConnector:
+    cache = make_kv_cache_config([CacheGroup(0, 4)], 8)
+    return KVOffloadConnector(config, KVConnectorRole.WORKER, cache)
 
 
 def test_the_connectors_of_eight_replicas_divide_a_quarter_of_the_host(front_end: Any) -> None:
     share_bytes = read_host_memory().size_bytes // REPLICAS // 4
-    made = [
-        build(start_replica(front_end, rank), KVConnectorRole.WORKER) for rank in range(REPLICAS)
-    ]
+    made = [build_rank(start_replica(front_end, rank)) for rank in range(REPLICAS)]
     for replica in made:
         replica.register_kv_caches({"layer.0": torch.zeros(8, 4, PAGE_WORDS // 4).long()})
         assert replica.get_handshake_metadata().num_slots == share_bytes // BLOCK_BYTES
@@ -121,33 +119,14 @@ def test_the_connectors_of_eight_replicas_divide_a_quarter_of_the_host(front_end
         replica.shutdown()
 
 
-@pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_all_of_the_host_is_refused(front_end: Any, role: KVConnectorRole) -> None:
-    config = start_replica(front_end, 0)
-    config.kv_transfer_config.kv_connector_extra_config["cpu_bytes"] = "100%"
-    with pytest.raises(CapacityError, match="for each of 8 replicas on this host"):
-        build(config, role)
-
-
 def test_a_rank_is_refused_what_is_not_available(
     front_end: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = start_replica(front_end, 0)
-    build(config, KVConnectorRole.WORKER)
+    build_rank(config)
     monkeypatch.setattr(
         "kv_offload.worker.capacity.read_available_memory",
         lambda: HostMemory(1 << 20, "a played host"),
     )
     with pytest.raises(CapacityError, match=r"1 MiB .* are available now \(a played host\)"):
-        build(config, KVConnectorRole.WORKER)
-
-
-def test_the_start_is_logged_once_a_replica(
-    front_end: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "kv_offload")
-    for role in KVConnectorRole:
-        build(start_replica(front_end, 0), role)
-    (line,) = [line for line in caplog.messages if "of host memory" in line]
-    assert "3.12% of the" in line
-    assert "the 8 replicas on this host take" in line
+        build_rank(config)
