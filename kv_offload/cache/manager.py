@@ -15,6 +15,8 @@ because a job may complete piece by piece.
 A prompt has thousands of blocks, so keys and slots come in batches. Python code runs per key only
 where a key is given a slot.
 
+`MisuseError` says that a load or a store does not run which is completed; nothing is changed.
+
 Not thread safe: one scheduler owns it. All operations but `reset` take O(1) amortised time per key,
 without a pause to reorganise. Memory is taken when slots are used, not for `num_slots` at once.
 """
@@ -121,10 +123,7 @@ class CacheManager:
         return slots
 
     def complete_load(self, slots: Slots) -> None:
-        """End one load of each slot, whether it failed or not; the last one lifts the hold.
-
-        Raises `MisuseError` for a slot that has no load running; nothing is changed.
-        """
+        """End one load of each slot, whether it failed or not. Raises `MisuseError`."""
         idle = self._running.end_loads(slots)
         self._policy.release(self._index.free_orphans(idle))
 
@@ -166,7 +165,7 @@ class CacheManager:
     def complete_store(self, slots: Slots, *, ok: bool = True) -> None:
         """End the store of each slot: its key becomes readable, or its slot free where it failed.
 
-        Raises `MisuseError` for a slot that has no store running; nothing is changed.
+        Raises `MisuseError`.
         """
         self._running.end_stores(slots)
         owned = self._index.free_orphans(slots)

@@ -342,7 +342,7 @@ def test_arc_bounds_its_ghosts_where_it_evicts_before_it_is_full() -> None:
         ("arc._remember(arc._b1, 'b')", "a key is in two of"),
         ("for key in 'vwxyz': arc._remember(arc._b2, key)", "5 ghosts exceed capacity 4"),
         ("arc._target = 4.5", "p is 4.5, not 0..4"),
-        ("arc._place_of['x'] = 0", "a ghost is lost"),
+        ("arc._place_of.add_all('x', [0])", "a ghost is lost"),
     ],
 )
 def test_arc_check_integrity_names_what_is_broken(breakage: str, message: str) -> None:

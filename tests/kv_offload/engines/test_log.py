@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from typing import Any
 
 import pytest
 
@@ -17,19 +19,28 @@ from tests.support.played_cases import FULL
 pytestmark = pytest.mark.filterwarnings("default")
 
 
+@pytest.fixture(scope="module")
+def front_end() -> Any:
+    """What the front end has made of its arguments, in which vLLM has loaded its plugins."""
+    config = make_vllm_config({"cpu_bytes": "16384kib"})
+    config.cache_config.block_size = 4
+    return config
+
+
 @pytest.mark.parametrize(
     ("policy", "done", "other"),
     [("recompute", "computed again", "fail"), ("fail", "failed", "recompute")],
 )
 def test_the_start_says_how_it_is_configured_and_what_it_does_not_read(
+    front_end: Any,
     policy: str,
     done: str,
     other: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = make_vllm_config({"cpu_bytes": "16384kib", "on_load_failure": policy})
-    config.cache_config.block_size = 4
+    config = copy.deepcopy(front_end)
+    config.kv_transfer_config.kv_connector_extra_config["on_load_failure"] = policy
     caplog.set_level(logging.INFO, "kv_offload")
     monkeypatch.setenv("KV_OFFLOAD_CONFIG", "/srv/kv.yaml")
     cache = make_kv_cache_config((FULL,), 40)

@@ -17,7 +17,7 @@ from kv_offload.engines.vllm.start import log, members, ranks, support
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.worker.capacity import check_available
-from kv_offload.worker.sharing import ALONE, Peers, arena_bytes
+from kv_offload.worker.sharing import ALONE, arena_bytes
 from kv_offload.worker.worker import OffloadWorker
 
 if TYPE_CHECKING:
@@ -122,5 +122,5 @@ def build_worker(engine: Engine) -> OffloadWorker:
         VLLMRank(engine.kv_cache_config, gives_idle_blocks=engine.gives_idle_blocks),
         parallel.rank,
         parallel.world_size,
-        Peers(*ranks.tensor_parallel_ranks()) if shares else ALONE,
+        ranks.tensor_parallel_ranks() if shares else ALONE,
     )
