@@ -37,7 +37,7 @@ class KeyMap:
             shards[hash(key) & _SHARD_BITS][key] = value
 
     def remove_all(self, keys: Sequence[Key]) -> None:
-        """Take keys out, which are distinct. Raises `KeyError` for an unknown one."""
+        """Take keys out, which are distinct and known."""
         shards = self._shards
         for key in keys:
             del shards[hash(key) & _SHARD_BITS][key]
@@ -54,14 +54,7 @@ class KeyMap:
             shards[hash(key) & _SHARD_BITS][key] = value
             key_of[value] = key
 
-    def pop(self, key: Key) -> int:
-        """Take a key out and return what it mapped to. Raises `KeyError` for an unknown one."""
-        return self._shards[hash(key) & _SHARD_BITS].pop(key)
-
     def items(self) -> Iterator[tuple[Key, int]]:
         """Iterate over all (key, int) pairs, in no order."""
         for shard in self._shards:
             yield from shard.items()
-
-    def __setitem__(self, key: Key, value: int) -> None:
-        self._shards[hash(key) & _SHARD_BITS][key] = value

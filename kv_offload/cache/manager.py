@@ -12,8 +12,10 @@ The keys of one call are in prefix order, and the first of them is evicted last:
 head is useless. `prepare_load` and `prepare_store` set that order. Completions leave it alone,
 because a job may complete piece by piece.
 
-A prompt has thousands of blocks, so whole prefixes go in and out as batches: what is known of slots
-is in arrays, and Python code runs per key only where a key is given a slot.
+A prompt has thousands of blocks, so keys and slots come in batches. Python code runs per key only
+where a key is given a slot.
+
+`MisuseError` says that a load or a store does not run which is completed; nothing is changed.
 
 Not thread safe: one scheduler owns it. All operations but `reset` take O(1) amortised time per key,
 without a pause to reorganise. Memory is taken when slots are used, not for `num_slots` at once.
@@ -89,11 +91,13 @@ class CacheManager:
 
     def readable(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
         """Say for each key whether it can be loaded now. Changes nothing, recency included."""
-        slots = self._index.find(keys)
+        return self._readable(self._index.find(keys))
+
+    def _readable(self, slots: Slots) -> NDArray[np.bool_]:
         return self._running.not_written(slots) & (slots >= 0)
 
     def readable_slots(self) -> dict[Key, int]:
-        """Return all keys that can be loaded now, with their slots, in O(keys). For checks."""
+        """Return all keys that can be loaded now, with their slots, in O(keys). For tests."""
         found = list(self._index.items())
         readable = self._running.not_written(np.array([slot for _, slot in found], np.int32))
         return dict(compress(found, readable.tolist()))
@@ -107,7 +111,7 @@ class CacheManager:
         Raises `MissingKeyError` for a key that is not readable; nothing is changed.
         """
         slots = self._index.find(keys)
-        readable = self._running.not_written(slots) & (slots >= 0)
+        readable = self._readable(slots)
         if not readable.all():
             key = keys[int(readable.argmin())]
             raise MissingKeyError(f"{key!r} is not readable: look it up in the same step")
@@ -119,10 +123,7 @@ class CacheManager:
         return slots
 
     def complete_load(self, slots: Slots) -> None:
-        """End one load of each slot, whether it failed or not; the last one lifts the hold.
-
-        Raises `MisuseError` for a slot that has no load running; nothing is changed.
-        """
+        """End one load of each slot, whether it failed or not. Raises `MisuseError`."""
         idle = self._running.end_loads(slots)
         self._policy.release(self._index.free_orphans(idle))
 
@@ -164,7 +165,7 @@ class CacheManager:
     def complete_store(self, slots: Slots, *, ok: bool = True) -> None:
         """End the store of each slot: its key becomes readable, or its slot free where it failed.
 
-        Raises `MisuseError` for a slot that has no store running; nothing is changed.
+        Raises `MisuseError`.
         """
         self._running.end_stores(slots)
         owned = self._index.free_orphans(slots)

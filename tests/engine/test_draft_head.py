@@ -130,7 +130,7 @@ def test_the_last_block_of_a_hit_is_computed_for_the_token_that_follows(
     """Two prompts part behind a block, whose KV in the head depends on how they go on."""
     if not drops:
         monkeypatch.setattr(
-            "kv_offload.engines.vllm.start.groups.has_draft_head", lambda _config: False
+            "kv_offload.engines.vllm.model.groups.has_draft_head", lambda _config: False
         )
     shared = PROMPT[: 4 * BLOCK_TOKENS]
     first, second = ([*shared, *random_tokens(70, seed=seed)] for seed in (42, 43))

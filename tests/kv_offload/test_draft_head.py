@@ -200,7 +200,7 @@ def test_without_the_drop_the_head_reads_kv_that_another_token_followed(
 ) -> None:
     """The control."""
     monkeypatch.setattr(
-        "kv_offload.engines.vllm.start.groups.has_draft_head", lambda _config: False
+        "kv_offload.engines.vllm.model.groups.has_draft_head", lambda _config: False
     )
     engine = store(HeadEngine(), PROMPT)
     engine.add("branch", BRANCH)

@@ -1,6 +1,6 @@
 """Loads that are copied while a step that was launched before them has not been computed.
 
-The argument that this is safe stands in `kv_offload.engines.vllm.start.ordering`. `LaggingEngine`
+The argument that this is safe stands in `kv_offload.engines.vllm.model.ordering`. `LaggingEngine`
 computes each step as late as a device may and copies such loads at once, so a load into a block
 that a launched step touches gives wrong KV. Each rule of vLLM that the argument rests on is taken
 out once, and then the test fails.
@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.start.ordering import gives_idle_blocks
+from kv_offload.engines.vllm.model.ordering import gives_idle_blocks
 from kv_offload.worker.worker import OffloadWorker
 from tests.support.configurations import make_vllm_config
 from tests.support.lagging_engine import LaggingEngine

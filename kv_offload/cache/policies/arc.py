@@ -116,12 +116,12 @@ class ARCPolicy(EvictionPolicy):
         else:
             place = len(self._ghost_at)
             self._ghost_at.append(key)
-        self._place_of[key] = place
+        self._place_of.add_all((key,), (place,))
         ghosts.append(place, held=False)
 
     def _forget(self, place: int) -> None:
         """Forget the ghost of a place that is in no list any more."""
-        self._place_of.pop(self._ghost_at[place])
+        self._place_of.remove_all((self._ghost_at[place],))
         self._free_places.append(place)
 
     def _insert(self, home: RecencyList, slot: int, key: Key) -> None:

@@ -10,17 +10,17 @@ from kv_offload.errors import CapacityError
 
 
 class EvictionPolicy(ABC):
-    """Ranks the resident slots, those that have a key; at most `capacity` slots from 0 upwards.
+    """Ranks the slots that have a key: at most `capacity` slots, numbered from 0.
 
-    A slot becomes resident when its store is prepared. It is held from then on: a slot that is
-    being written or read must not be evicted. `release` lets it be evicted.
+    A held slot is not evicted, because it is being written or read. A new slot is held until its
+    first `release`.
 
-    Of the slots of one call, the last that `use` or `hold` is given becomes the most recent, but
-    the first that `add` or `replace` is: they get keys in prefix order, and a head should outlive
-    its tail. `release` does not change the order.
+    `use` and `hold` make the last slot of a call the most recent. `add` and `replace` make the
+    first one the most recent: their slots get the keys of a prefix, whose head should outlive its
+    tail. `release` leaves the order alone.
 
-    All operations take O(1) amortised time per slot. They trust their caller, `CacheManager`: it
-    names each slot once, and only resident ones to all but `add`.
+    All operations take O(1) amortised time per slot. They trust `CacheManager`: it names each slot
+    once, and to all but `add` only slots that have a key.
 
     Raises `CapacityError` for a capacity below 1.
     """
@@ -32,7 +32,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def add(self, slots: Slots, keys: Sequence[Key]) -> None:
-        """Make free slots resident with new keys, held and the most recent."""
+        """Give free slots new keys; the slots are held and the most recent."""
 
     @abstractmethod
     def replace(self, keys: Sequence[Key]) -> Slots:
@@ -66,7 +66,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def resident(self) -> dict[int, bool]:
-        """Return all resident slots and whether they are held, in O(capacity)."""
+        """Return all slots that have a key, and whether they are held, in O(capacity)."""
 
     @abstractmethod
     def check_integrity(self) -> None:

@@ -80,14 +80,12 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
 
 def _register(metric: Metric, metric_types: Any, labels: Any) -> Any:
     """Return the family of a metric, of vLLM's class for its kind."""
-    shared = {
-        "name": PREFIX + metric.name,
-        "documentation": metric.documentation,
-        "labelnames": labels,
+    kind: Any = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[metric.kind]
+    # Of several API servers each hears of other steps: of a gauge, what was said last is true.
+    more: dict[str, dict[str, Any]] = {
+        "gauge": {"multiprocess_mode": "mostrecent"},
+        "histogram": {"buckets": metric.buckets},
     }
-    if metric.kind == "counter":
-        return metric_types[Counter](**shared)
-    if metric.kind == "gauge":
-        # Of several API servers each hears of other steps: what was said last is true.
-        return metric_types[Gauge](**shared, multiprocess_mode="mostrecent")
-    return metric_types[Histogram](**shared, buckets=metric.buckets)
+    return metric_types[kind](
+        PREFIX + metric.name, metric.documentation, labels, **more.get(metric.kind, {})
+    )

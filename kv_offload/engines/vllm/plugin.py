@@ -37,7 +37,15 @@ def register() -> None:
     here, is an error in its log and goes on: to it our connector has an unknown name.
     """
     try:
-        _register()
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        _show_log()
+        install_in_process()
+        if CONNECTOR not in KVConnectorFactory._registry:
+            # Imported by vLLM only if it is configured.
+            KVConnectorFactory.register_connector(
+                CONNECTOR, "kv_offload.engines.vllm.connector", CONNECTOR
+            )
     except (ImportError, AttributeError):
         try:
             vllm_version()
@@ -47,18 +55,10 @@ def register() -> None:
             raise
 
 
-def _register() -> None:
-    """Do so. vLLM's factory imports the connector's module only if it is configured."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
+def _show_log() -> None:
     for source in map(logging.getLogger, ("kv_offload", "kv_swap")):
         if not any(isinstance(handler, _Forward) for handler in source.handlers):
             source.addHandler(_Forward())
             source.setLevel(logging.INFO)
             # vLLM's logger may reach the root logger too: each line would be there twice.
             source.propagate = False
-    install_in_process()
-    if CONNECTOR not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(
-            CONNECTOR, "kv_offload.engines.vllm.connector", CONNECTOR
-        )

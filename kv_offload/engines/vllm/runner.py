@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_offload.engine import KVCaches
 from kv_offload.engines.vllm.call_stack import callers
-from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors, layer_regions
+from kv_offload.engines.vllm.model.layout import describe_kv_caches, kv_tensors, layer_regions
 from kv_offload.engines.vllm.patches import EXECUTE_MODEL, LOAD_WEIGHTS
 from kv_offload.engines.vllm.patches.patch import tell
 

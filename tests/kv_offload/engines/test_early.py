@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.plugin import register
 from kv_offload.engines.vllm.start import early
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError, UnsupportedError
@@ -47,12 +49,20 @@ def refusal(error: type[KVOffloadError], plugin: dict[str, Any], **arguments: An
 
 
 @both_places
-def test_a_wrong_key_or_value(place: Any) -> None:
-    for plugin, remedy in (
+@pytest.mark.parametrize(
+    ("plugin", "remedy"),
+    [
         ({"eviction_polcy": "arc"}, "Did you mean eviction_policy?"),
         ({"transfer_engine": "cuda"}, "use 'auto' or 'host'"),
-    ):
-        assert remedy in refusal(ConfigError, plugin, transfer_config=place)
+        ({"cpu_bytes": 5000}, "Did you mean 5000MiB or 5000B?"),
+    ],
+)
+def test_a_wrong_key_or_value(place: Any, plugin: dict[str, Any], remedy: str) -> None:
+    assert remedy in refusal(ConfigError, plugin, transfer_config=place)
+
+
+@both_places
+def test_what_is_right_is_not_refused(place: Any) -> None:
     make_vllm_config({"eviction_policy": "arc"}, transfer_config=place)
 
 
@@ -70,41 +80,28 @@ def test_settings_that_do_not_fit_each_other() -> None:
     assert "kv_load_failure_policy of the MultiConnector" in message
 
 
-def test_ranks_with_a_scheduler_each() -> None:
-    config = make_vllm_config({}, ranks=2)
-    config.parallel_config.distributed_executor_backend = "external_launcher"
-    with pytest.raises(UnsupportedError, match="'external_launcher' with 2 ranks"):
-        early.check_settings(config)
-
-
-def test_a_variable_named_after_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_named_after_a_key_and_a_vllm_that_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("KV_OFFLOAD_CPU_BYTES", "100GiB")
     assert "unset KV_OFFLOAD_CPU_BYTES" in refusal(ConfigError, {})
-
-
-@both_places
-def test_a_size_that_lacks_its_unit(place: Any) -> None:
-    message = refusal(ConfigError, {"cpu_bytes": 5000}, transfer_config=place)
-    assert "Did you mean 5000MiB or 5000B?" in message
-
-
-def test_a_vllm_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.__version__", "0.40.1")
     assert "works with vLLM 0.26 to 0.33, this is '0.40.1'" in refusal(UnsupportedError, {})
 
 
-def test_an_engine_on_another_host_is_left_to_that_host() -> None:
+def test_an_engine_on_another_host_is_left_to_that_host(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_vllm_config({})
     config.kv_transfer_config.kv_connector_extra_config["eviction_polcy"] = "arc"
     with pytest.raises(ConfigError):
         early.check_settings(config)
-    for name, value in (("data_parallel_backend", "ray"), ("distributed_executor_backend", "ray")):
-        before = getattr(config.parallel_config, name)
-        setattr(config.parallel_config, name, value)
-        early.check_settings(config)
-        setattr(config.parallel_config, name, before)
-    config.parallel_config.data_parallel_size_local = 0
-    early.check_settings(config)
+    for name, value in (
+        ("data_parallel_backend", "ray"),
+        ("distributed_executor_backend", "ray"),
+        ("data_parallel_size_local", 0),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(config.parallel_config, name, value)
+            early.check_settings(config)
 
 
 OTHER = KVTransferConfig(
@@ -134,46 +131,20 @@ def test_a_gpu_without_cupy(installed: bool, monkeypatch: pytest.MonkeyPatch) ->
         importlib.util, "find_spec", lambda name, *more: spec if name == "cupy" else find(name)
     )
     monkeypatch.setitem(sys.modules, "cupy", None)  # importing it raises
-    if installed:
+    advice = r"CuPy, .* install it with pip install cupy-"
+    with nullcontext() if installed else pytest.raises(UnsupportedError, match=advice):
         early.check_settings(config)
-    else:
-        with pytest.raises(UnsupportedError, match=r"CuPy, .* install it with pip install cupy-"):
-            early.check_settings(config)
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    """Have this process be the front end of `vllm serve` with these words."""
-    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", *words])
-    *_, last = [word.partition("=")[2] or word for word in words]
-    arguments = EngineArgs(model="unused", kv_transfer_config=json.loads(last))
-    early.check_arguments(arguments)
-
-
-@both_places
-@pytest.mark.parametrize("name", ["--kv-transfer-config", "--kv_transfer_config"])
-@pytest.mark.parametrize("joined", [True, False])
-def test_a_key_that_the_command_line_has_twice(
-    place: Any, name: str, joined: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("connector", [CONNECTOR, "NixlConnector"])
+def test_only_a_key_of_ours_that_is_given_twice_is_refused(
+    connector: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def words(text: str) -> list[str]:
-        return [f"{name}={text}"] if joined else [name, text]
-
-    text = json.dumps(place({"cpu_bytes": "2GiB"}))
-    serve(monkeypatch, *words(text))
-    twice = text.replace('"cpu_bytes"', '"cpu_bytes": "1GiB", "cpu_bytes"')
-    with pytest.raises(ConfigError) as caught:
-        serve(monkeypatch, *words(twice))
-    assert str(caught.value) == (
-        "kv-offload: --kv-transfer-config: cpu_bytes is given twice, as '1GiB' and as '2GiB': "
-        "remove one of the two"
-    )
-
-
-def test_a_key_that_another_connector_has_twice_is_not_ours(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    other = '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_role": "kv_both"}'
-    serve(monkeypatch, "--kv-transfer-config", other)
+    text = f'{{"kv_connector": "{connector}", "kv_role": "kv_both", "kv_role": "kv_both"}}'
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", "--kv-transfer-config", text])
+    arguments = EngineArgs(model="unused", kv_transfer_config=json.loads(text))
+    with nullcontext() if connector != CONNECTOR else pytest.raises(ConfigError, match="twice"):
+        early.check_arguments(arguments)
 
 
 @both_places

@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors
+from kv_offload.engines.vllm.model.layout import describe_kv_caches, kv_tensors
 from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import make_vllm_config
@@ -182,21 +182,24 @@ def round_trip(built: Built, moves: Sequence[tuple[int, int]] = ((1, 5), (3, 2))
         assert set(b"".join(built.contents(block))) == {POISON}
 
 
-@pytest.mark.parametrize("tokens", [16, 32, 64, 128])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_dense(layout: str, tokens: int) -> None:
-    round_trip(build(groups_of("dense", tokens), layout))
+NOT_ALL = {"states": {"LHBNC"}, "two pages": {"LHBNC", "BHLNC"}, "padded": {"LHBNC", "BHLNC"}}
+"""Layouts that vLLM has not, or that are refused, by kind."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["windows", "latent"])
-def test_groups_and_kinds(layout: str, kind: str) -> None:
-    round_trip(build(groups_of(kind, 32), layout))
-
-
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "LHBNC"])
-def test_states_overlay_attention(layout: str) -> None:
-    round_trip(build(groups_of("states", 32), layout))
+@pytest.mark.parametrize(
+    ("kind", "tokens", "layout"),
+    [
+        *(("dense", tokens, layout) for tokens in (16, 32, 64, 128) for layout in LAYOUTS),
+        *(
+            (kind, 32, layout)
+            for kind in ("windows", "latent", "states", "two pages", "padded")
+            for layout in LAYOUTS
+            if layout not in NOT_ALL.get(kind, ())
+        ),
+    ],
+)
+def test_blocks_come_back_as_they_were_stored(kind: str, tokens: int, layout: str) -> None:
+    round_trip(build(groups_of(kind, tokens), layout))
 
 
 @pytest.mark.skipif(not NEWER, reason="this vLLM has no layout with heads outermost")
@@ -213,12 +216,6 @@ def test_kernel_blocks_that_are_smaller_than_the_managers(layout: str, kernel_to
     built = build(groups_of("dense", 64), layout, kernel_tokens)
     assert {t.shape[0] for t in kv_tensors(built.caches)} == {NUM_BLOCKS * 64 // kernel_tokens}
     round_trip(built)
-
-
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("LHBNC", "BHLNC")])
-@pytest.mark.parametrize("kind", ["two pages", "padded"])
-def test_pages_of_two_sizes_and_padded_pages(layout: str, kind: str) -> None:
-    round_trip(build(groups_of(kind, 32), layout))
 
 
 @pytest.mark.skipif(not NEWER, reason="this vLLM has no layout with blocks outermost")
@@ -240,8 +237,6 @@ def test_scales_per_token_and_head_travel_in_the_page(layout: str, name: str) ->
         scales = implementation._k_scale_cache, implementation._v_scale_cache
         assert [tuple(s.shape) for s in scales] == [(NUM_BLOCKS, 32, 2)] * 2
         assert all(cache.data_ptr() <= s.data_ptr() and (s == 1.0).all() for s in scales)
-        one = cache[3].contiguous().view(torch.uint8)
-        assert (one == np.float32(1.0).view(np.uint32) >> 24).sum() >= 2 * 32 * 2
     round_trip(built)
 
 

@@ -14,7 +14,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.start.groups import cache_groups, ranks_with_equal_bytes
+from kv_offload.engines.vllm.model.groups import cache_groups, ranks_with_equal_bytes
 from kv_offload.engines.vllm.versions import vllm_version
 from tests.support.configurations import make_kv_cache_config, make_spec, set_layers
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW
@@ -32,7 +32,11 @@ def test_groups_keep_the_order_of_the_block_tables() -> None:
         dataclasses.replace(CHUNKS, group_id=3),
         dataclasses.replace(STATE, group_id=4),
     )
-    assert cache_groups(make_kv_cache_config(groups, 40)) == groups
+    config = make_kv_cache_config(groups, 40)
+    assert cache_groups(config) == groups
+    # vLLM names the groups of a head's layers only where it can tell them from the model's.
+    of_head = tuple(dataclasses.replace(group, sees_next_token=True) for group in groups)
+    assert cache_groups(config, draft_head=True) == of_head
 
 
 @pytest.mark.skipif(
@@ -44,21 +48,11 @@ def test_windows_of_which_vllm_names_some_blocks() -> None:
 
 
 def test_blocks_hold_the_tokens_of_all_context_parallel_ranks() -> None:
-    groups = (CacheGroup(0, 8), CacheGroup(1, 4))
-    expected = (CacheGroup(0, 16), CacheGroup(1, 8))
-    config = make_kv_cache_config(groups, 40)
-    assert cache_groups(config, 2) == expected
+    config = make_kv_cache_config((CacheGroup(0, 8), CacheGroup(1, 4)), 40)
+    assert cache_groups(config, 2) == (CacheGroup(0, 16), CacheGroup(1, 8))
     whole = SimpleNamespace(block_size=4, dcp_sharded=False)
     config.kv_cache_groups[1] = SimpleNamespace(layer_names=["layer.1"], kv_cache_spec=whole)
     assert cache_groups(config, 2) == (CacheGroup(0, 16), CacheGroup(1, 4))
-
-
-def test_all_groups_count_as_those_of_a_draft_head() -> None:
-    """vLLM names the groups of a head's layers only where it can tell them from the model's."""
-    config = make_kv_cache_config((FULL, WINDOW), 40)
-    groups = cache_groups(config, draft_head=True)
-    assert all(group.sees_next_token for group in groups)
-    assert [dataclasses.replace(group, sees_next_token=False) for group in groups] == [FULL, WINDOW]
 
 
 def spec_of(**more: Any) -> FullAttentionSpec:
@@ -105,10 +99,6 @@ def latent(**more: Any) -> MLAAttentionSpec:
     )
 
 
-def dense() -> FullAttentionSpec:
-    return FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-
-
 def equal_ranks(*specs: Any, tensor: int = 4, decode_context: int = 1) -> int:
     groups = [
         SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer.{i}"])
@@ -121,7 +111,6 @@ def equal_ranks(*specs: Any, tensor: int = 4, decode_context: int = 1) -> int:
 
 
 def test_tensor_parallel_ranks_hold_the_same_latents() -> None:
-    assert equal_ranks(latent()) == 4
     assert equal_ranks(latent(), latent()) == 4
     group = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer.0": latent()})
     assert equal_ranks(group) == 4
@@ -129,8 +118,8 @@ def test_tensor_parallel_ranks_hold_the_same_latents() -> None:
 
 
 def test_ranks_that_may_differ_share_nothing() -> None:
-    assert equal_ranks(dense()) == 1, "even of one head: what is left of it is not said"
-    assert equal_ranks(latent(), dense()) == 1
+    assert equal_ranks(spec_of()) == 1, "even of one head: what is left of it is not said"
+    assert equal_ranks(latent(), spec_of()) == 1
     assert equal_ranks(latent(), decode_context=2) == 1
     assert equal_ranks() == 1
     if SHARDED:

@@ -9,10 +9,10 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 import torch
 from kv_swap.layout import KVLayout
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.layout import describe_kv_caches, kv_tensors, layer_regions
+from kv_offload.engines.vllm.model.layout import describe_kv_caches, kv_tensors, layer_regions
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import make_kv_cache_config, set_layers
 
@@ -81,19 +81,16 @@ def states(page_bytes: int = PAGE_BYTES, padding: int = 64) -> tuple[torch.Tenso
     return storage, [convolution, rest.view(torch.bfloat16).unflatten(1, (2, -1))]
 
 
-def state_spec(page_bytes: int) -> MambaSpec:
-    return MambaSpec(
+def state_config(page_bytes: int) -> Any:
+    made = config()
+    spec = MambaSpec(
         block_size=TOKENS,
         shapes=((3, 8),),
         dtypes=(torch.float32,),
         page_size_padded=page_bytes,
         mamba_cache_mode="align",
     )
-
-
-def state_config(page_bytes: int) -> Any:
-    made = config()
-    set_layers(made, {"layer": state_spec(page_bytes)})
+    set_layers(made, {"layer": spec})
     return made
 
 
@@ -104,21 +101,6 @@ def test_the_states_of_a_layer_share_padded_pages(kind: type) -> None:
     layout = describe_kv_caches({"layer": kind(views)}, state_config(page_bytes))
     assert regions(layout, storage) == [(0, page_bytes, page_bytes)]
     assert kv_tensors({"layer": kind(views)}) == views
-
-
-def test_states_and_attention_overlay_each_other() -> None:
-    storage, views = states(padding=0)
-    made = config()
-    made.kv_cache_groups.append(KVCacheGroupSpec(["state"], state_spec(PAGE_BYTES)))
-    layout = describe_kv_caches({"layer": storage.view(BLOCKS, *BLOCK_SHAPE), "state": views}, made)
-    assert regions(layout, storage) == [(0, PAGE_BYTES, PAGE_BYTES)]
-
-
-def test_a_layer_that_reads_the_cache_of_another_is_left_out() -> None:
-    """vLLM registers it under its own name too, and in no group."""
-    tensor = cache(BLOCKS, *BLOCK_SHAPE)
-    layout = describe_kv_caches({"reader": tensor, "layer": tensor}, config())
-    assert regions(layout, tensor) == [(0, PAGE_BYTES, PAGE_BYTES)]
 
 
 # -- what is refused ---------------------------------------------------------------------------

@@ -23,16 +23,9 @@ from kv_offload.engines.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from kv_offload.metrics import METRICS, PREFIX, Metric
 from tests.support.processes import run_code
 
-COUNTERS = [metric.name for metric in METRICS if metric.kind == "counter"]
-GAUGES = [metric.name for metric in METRICS if metric.kind == "gauge"]
-HISTOGRAMS = [metric.name for metric in METRICS if metric.kind == "histogram"]
-
 
 def stats(**figures: float | list[float]) -> ConnectorStats:
     return ConnectorStats(data=dict(figures))
-
-
-# -- stats -------------------------------------------------------------------------------------
 
 
 def test_counters_add_up_gauges_are_replaced_and_values_of_histograms_are_collected() -> None:
@@ -42,7 +35,8 @@ def test_counters_add_up_gauges_are_replaced_and_values_of_histograms_are_collec
     before = copy.deepcopy(later.data)
     total = stats(stored_bytes=10, slots_in_use=3, evictions=1, load_bytes=[1, 2])
     assert total.aggregate(later).aggregate(stats(load_seconds=[0.25])) is total
-    assert total.data == {
+    data = total.data
+    assert data == {
         "stored_bytes": 15,
         "slots_in_use": 7,
         "evictions": 1,
@@ -51,23 +45,15 @@ def test_counters_add_up_gauges_are_replaced_and_values_of_histograms_are_collec
         "load_seconds": [0.5, 0.25],
     }
     assert later.data == before
-
-
-def test_reset_forgets_everything_and_shares_nothing() -> None:
-    figures = stats(evictions=1)
-    data = figures.data
-    figures.reset()
-    assert figures.is_empty()
-    assert data == {"evictions": 1}
-    assert ConnectorStats().data is not ConnectorStats().data
+    total.reset()
+    assert total.is_empty()
+    assert data["stored_bytes"] == 15, "what was sent is not taken back"
 
 
 def test_the_log_line_has_figures_of_a_readable_length() -> None:
-    assert stats(stored_seconds=0.123456789, slots=3).reduce() == {
+    assert stats(stored_seconds=0.123456789, slots=3, load_seconds=[0.123456, 3, 0.2]).reduce() == {
         "stored_seconds": 0.1235,
         "slots": 3,
-    }
-    assert stats(load_seconds=[0.123456, 3, 0.2]).reduce() == {
         "load_seconds_median": 0.2,
         "load_seconds_max": 3,
     }
@@ -75,8 +61,8 @@ def test_the_log_line_has_figures_of_a_readable_length() -> None:
 
 def test_stats_cross_a_process_boundary() -> None:
     figures = stats(stored_bytes=5, slots=2, load_bytes=[7, 8])
-    assert pickle.loads(pickle.dumps(figures)).data == figures.data
-    rebuilt = KVOffloadConnector.build_kv_connector_stats(data=figures.data)
+    sent = pickle.loads(pickle.dumps(figures)).data
+    rebuilt = KVOffloadConnector.build_kv_connector_stats(data=sent)
     assert isinstance(rebuilt, ConnectorStats)
     assert rebuilt.data == figures.data
     assert KVOffloadConnector.build_kv_connector_stats().is_empty()
@@ -98,70 +84,46 @@ def test_names_are_not_vllms() -> None:
 # -- Prometheus --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def registry() -> CollectorRegistry:
-    return CollectorRegistry()
-
-
-def build(registry: CollectorRegistry, engines: int = 1) -> ConnectorPromMetrics:
+def build(registry: CollectorRegistry, engines: int) -> ConnectorPromMetrics:
     """Build the metrics as vLLM's front end does, in a registry of our own."""
     types: dict[Any, Any] = {
         kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
     }
-    labels = ["model_name", "engine"]
     per_engine: dict[int, list[object]] = {engine: ["m", str(engine)] for engine in range(engines)}
     return KVOffloadConnector.build_prom_metrics(
-        SimpleNamespace(kv_transfer_config=None), types, labels, per_engine
+        SimpleNamespace(kv_transfer_config=None), types, ["model_name", "engine"], per_engine
     )
 
 
-def value(registry: CollectorRegistry, name: str, engine: int = 0) -> float | None:
-    suffix = "_total" if name in COUNTERS else ""
-    labels = {"model_name": "m", "engine": str(engine)}
-    return registry.get_sample_value(f"{PREFIX}{name}{suffix}", labels)
+SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_count", "_sum"]}
 
 
-def test_every_metric_reads_zero_before_its_first_event(registry: CollectorRegistry) -> None:
-    build(registry, engines=2)
-    for engine in (0, 1):
-        names = [*COUNTERS, *GAUGES, *(f"{name}_count" for name in HISTOGRAMS)]
-        assert {value(registry, name, engine) for name in names} == {0.0}
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_a_metric_of_an_engine_reads_zero_and_then_what_its_stats_hold(metric: Metric) -> None:
+    registry = CollectorRegistry()
 
+    def values(engine: int) -> list[float | None]:
+        labels = {"model_name": "m", "engine": str(engine)}
+        names = (PREFIX + metric.name + suffix for suffix in SUFFIXES[metric.kind])
+        return [registry.get_sample_value(name, labels) for name in names]
 
-def test_counters_grow_and_gauges_are_set(registry: CollectorRegistry) -> None:
     metrics = build(registry, engines=2)
-    metrics.observe({"stored_bytes": 5, "slots": 9}, engine_idx=1)
-    metrics.observe({"stored_bytes": 6, "slots": 4}, engine_idx=1)
-    assert value(registry, "stored_bytes", 1) == 11
-    assert value(registry, "slots", 1) == 4
-    assert value(registry, "stored_bytes", 0) == 0
-    metrics.observe({"stored_bytes": 3})
-    assert value(registry, "stored_bytes", 0) == 3
-
-
-@pytest.mark.parametrize("name", [*COUNTERS, *GAUGES])
-def test_what_the_stats_hold_can_be_observed(registry: CollectorRegistry, name: str) -> None:
+    assert {*values(0), *values(1)} == {0.0}
     figures = ConnectorStats()
-    (figures.count if name in COUNTERS else figures.gauge)(name, 2)
-    build(registry).observe(figures.data)
-    assert value(registry, name) == 2
-
-
-@pytest.mark.parametrize("metric", [m for m in METRICS if m.kind == "histogram"], ids=str)
-def test_a_histogram_has_its_values_in_its_buckets(
-    registry: CollectorRegistry, metric: Metric
-) -> None:
-    figures = ConnectorStats()
-    least, most = metric.buckets[0], metric.buckets[-1]
-    figures.observe(metric.name, least, most, 2 * most)
-    build(registry, engines=2).observe(figures.data, engine_idx=1)
-    assert value(registry, f"{metric.name}_count", 1) == 3
-    assert value(registry, f"{metric.name}_sum", 1) == least + 3 * most
-    assert value(registry, f"{metric.name}_count", 0) == 0
-    labels = {"model_name": "m", "engine": "1"}
-    for bound, below in ((least, 1), (most, 2), (float("inf"), 3)):
-        at = labels | {"le": floatToGoString(bound)}
-        assert registry.get_sample_value(f"{PREFIX}{metric.name}_bucket", at) == below
+    if metric.kind == "histogram":
+        least, most = metric.buckets[0], metric.buckets[-1]
+        figures.observe(metric.name, least, most, 2 * most)
+        metrics.observe(figures.data, engine_idx=1)
+        assert values(1) == [3, least + 3 * most]
+        for bound, below in ((least, 1), (most, 2), (float("inf"), 3)):
+            at = {"model_name": "m", "engine": "1", "le": floatToGoString(bound)}
+            assert registry.get_sample_value(f"{PREFIX}{metric.name}_bucket", at) == below
+    else:
+        (figures.count if metric.kind == "counter" else figures.gauge)(metric.name, 2)
+        metrics.observe(figures.data, engine_idx=1)
+        metrics.observe(figures.data, engine_idx=1)
+        assert values(1) == [4 if metric.kind == "counter" else 2]
+    assert {*values(0)} == {0.0}
 
 
 GAUGES_OF_TWO_SERVERS = """

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 import kv_offload.engines.vllm.connector
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm import CONNECTOR
-from kv_offload.engines.vllm.start import build as start
+from kv_offload.engines.vllm.start import log, members
 from kv_offload.engines.vllm.start.ranks import ask_ranks
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import around, make_kv_cache_config, make_vllm_config
@@ -173,7 +173,7 @@ def nested(plugin: dict[str, Any]) -> dict[str, Any]:
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the plugin warns of."""
     messages: list[str] = []
-    monkeypatch.setattr(start.logger, "warning", lambda text, *args: messages.append(text % args))
+    monkeypatch.setattr(log.logger, "warning", lambda text, *args: messages.append(text % args))
     return messages
 
 
@@ -260,7 +260,7 @@ def test_ours_twice_is_refused(deep: bool) -> None:
 
 
 def test_an_engine_with_one_connector_keeps_its_own_configuration(warned: list[str]) -> None:
-    assert start.enclosing_configs() == ()
+    assert members.enclosing_configs() == ()
     assert PlayedEngine().connector._is_member is False
     assert warned == []
 

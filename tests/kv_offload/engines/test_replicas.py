@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -58,71 +57,61 @@ def test_every_replica_sees_all_of_its_host(front_end: Any, dense: bool) -> None
         assert count_local_replicas(config, {}) == LocalReplicas(REPLICAS)
 
 
-def test_an_engine_without_replicas_is_alone() -> None:
-    register()
-    config = make_vllm_config({})
-    assert count_local_replicas(config, {}) == LocalReplicas(1)
-    assert count_local_replicas(pickle.loads(pickle.dumps(config)), {}) == LocalReplicas(1)
-
-
 def test_a_dense_replica_whose_front_end_noted_nothing_says_so(front_end: Any) -> None:
     """The plugin was not loaded there, for instance."""
     bare = copy.deepcopy(front_end)
     del bare.parallel_config._kv_offload_local_replicas
     found = count_local_replicas(start_replica(bare, 3), {})
     assert found == LocalReplicas(1, hidden=True)
+    assert count_local_replicas(make_vllm_config({}), {}) == LocalReplicas(1), "alone"
 
 
-def with_experts(**parallel: Any) -> Any:
-    defaults = {
-        "data_parallel_size": 8,
-        "data_parallel_size_local": 1,
-        "data_parallel_master_ip": "10.0.0.7",
-        "data_parallel_external_lb": False,
-    }
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(**defaults | parallel),
-        kv_transfer_config=SimpleNamespace(engine_id="x_dp0"),
-    )
+HOSTS = {"data_parallel_master_ip": "10.0.0.7"}
+LOCAL = {"data_parallel_master_ip": "127.0.0.1"}
+STARTED_ALONE = {"VLLM_DP_SIZE": "8"}
 
 
 @pytest.mark.parametrize(
     ("parallel", "environ", "found"),
     [
         # Load balancing by vLLM, over hosts that have four replicas each, or one each.
-        ({"data_parallel_size_local": 4}, {}, LocalReplicas(4)),
-        ({}, {}, LocalReplicas(1)),
+        ({**HOSTS, "data_parallel_size_local": 4}, {}, LocalReplicas(4)),
+        (HOSTS, {}, LocalReplicas(1)),
         # Each process is started by itself, with load balancing by others or without any.
-        ({"data_parallel_external_lb": True}, {}, LocalReplicas(1, hidden=True)),
-        ({}, {"VLLM_DP_SIZE": "8"}, LocalReplicas(1, hidden=True)),
+        ({**HOSTS, "data_parallel_external_lb": True}, {}, LocalReplicas(1, hidden=True)),
+        (HOSTS, STARTED_ALONE, LocalReplicas(1, hidden=True)),
         # All of them meet where nobody from another host can.
-        (
-            {"data_parallel_external_lb": True, "data_parallel_master_ip": "127.0.0.1"},
-            {},
-            LocalReplicas(8),
-        ),
-        ({"data_parallel_master_ip": "localhost"}, {"VLLM_DP_SIZE": "8"}, LocalReplicas(8)),
-        ({"data_parallel_master_ip": "::1"}, {"VLLM_DP_SIZE": "8"}, LocalReplicas(8)),
+        ({**LOCAL, "data_parallel_external_lb": True}, {}, LocalReplicas(8)),
+        ({"data_parallel_master_ip": "localhost"}, STARTED_ALONE, LocalReplicas(8)),
+        ({"data_parallel_master_ip": "::1"}, STARTED_ALONE, LocalReplicas(8)),
     ],
 )
 def test_replicas_of_a_mixture_of_experts(
-    parallel: Any, environ: dict[str, str], found: LocalReplicas
+    parallel: dict[str, Any], environ: dict[str, str], found: LocalReplicas
 ) -> None:
-    assert count_local_replicas(with_experts(**parallel), environ) == found
+    defaults = {
+        "data_parallel_size": 8,
+        "data_parallel_size_local": 1,
+        "data_parallel_external_lb": False,
+    }
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**defaults | parallel),
+        kv_transfer_config=SimpleNamespace(engine_id="x_dp0"),
+    )
+    assert count_local_replicas(config, environ) == found
 
 
 # -- the connector -----------------------------------------------------------------------------
 
 
-def build(config: Any, role: KVConnectorRole) -> KVOffloadConnector:
-    return KVOffloadConnector(config, role, make_kv_cache_config([CacheGroup(0, 4)], 8))
+def build_rank(config: Any) -> KVOffloadConnector:
+    cache = make_kv_cache_config([CacheGroup(0, 4)], 8)
+    return KVOffloadConnector(config, KVConnectorRole.WORKER, cache)
 
 
 def test_the_connectors_of_eight_replicas_divide_a_quarter_of_the_host(front_end: Any) -> None:
     share_bytes = read_host_memory().size_bytes // REPLICAS // 4
-    made = [
-        build(start_replica(front_end, rank), KVConnectorRole.WORKER) for rank in range(REPLICAS)
-    ]
+    made = [build_rank(start_replica(front_end, rank)) for rank in range(REPLICAS)]
     for replica in made:
         replica.register_kv_caches({"layer.0": torch.zeros(8, 4, PAGE_WORDS // 4).long()})
         assert replica.get_handshake_metadata().num_slots == share_bytes // BLOCK_BYTES
@@ -130,33 +119,14 @@ def test_the_connectors_of_eight_replicas_divide_a_quarter_of_the_host(front_end
         replica.shutdown()
 
 
-@pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_all_of_the_host_is_refused(front_end: Any, role: KVConnectorRole) -> None:
-    config = start_replica(front_end, 0)
-    config.kv_transfer_config.kv_connector_extra_config["cpu_bytes"] = "100%"
-    with pytest.raises(CapacityError, match="for each of 8 replicas on this host"):
-        build(config, role)
-
-
 def test_a_rank_is_refused_what_is_not_available(
     front_end: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = start_replica(front_end, 0)
-    build(config, KVConnectorRole.WORKER)
+    build_rank(config)
     monkeypatch.setattr(
         "kv_offload.worker.capacity.read_available_memory",
         lambda: HostMemory(1 << 20, "a played host"),
     )
     with pytest.raises(CapacityError, match=r"1 MiB .* are available now \(a played host\)"):
-        build(config, KVConnectorRole.WORKER)
-
-
-def test_the_start_is_logged_once_a_replica(
-    front_end: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "kv_offload")
-    for role in KVConnectorRole:
-        build(start_replica(front_end, 0), role)
-    (line,) = [line for line in caplog.messages if "of host memory" in line]
-    assert "3.12% of the" in line
-    assert "the 8 replicas on this host take" in line
+        build_rank(config)

@@ -23,8 +23,6 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 RANK = VLLMRank(None, gives_idle_blocks=False)  # type: ignore[arg-type]
 
-# -- the output-copy stream -------------------------------------------------------------------
-
 
 class Caller:
     """An object that calls the plugin, through a frame of others."""
@@ -35,6 +33,8 @@ class Caller:
     def call(self, function: Callable[[], Any]) -> Any:
         return (lambda: function())()
 
+
+# -- the output-copy stream -------------------------------------------------------------------
 
 STREAM = object()
 MAKE = "_get_or_create_async_output_copy_stream"
@@ -57,102 +57,18 @@ def unused() -> None:
         ({MAKE: unused}, None),
     ],
 )
-def test_the_runner_that_calls_has_the_stream(runner: dict[str, Any], stream: object) -> None:
+def test_the_nearest_runner_that_calls_has_the_stream(
+    runner: dict[str, Any], stream: object
+) -> None:
     caller = Caller(**runner)
     assert caller.call(lambda: Caller().call(RANK.find_output_copy_stream)) is stream
+    if stream is not None:  # a draft model's runner can be called by the target's
+        outer = Caller(output_copy_stream=object())
+        assert outer.call(lambda: caller.call(RANK.find_output_copy_stream)) is stream
     assert RANK.find_output_copy_stream() is None, "no runner calls"
 
 
-def test_the_nearest_runner_counts() -> None:
-    """A draft model's runner can be called by the target's."""
-    inner, outer = Caller(output_copy_stream=STREAM), Caller(output_copy_stream=object())
-    assert outer.call(lambda: inner.call(RANK.find_output_copy_stream)) is STREAM
-
-
-# -- before each step ---------------------------------------------------------------------------
-
-
-class SteppingRunner(Caller):
-    """Has a method that the worker calls for every step, like a real one."""
-
-    def __init__(self, **attributes: Any) -> None:
-        super().__init__(**attributes)
-        self.executed: list[tuple[object, ...]] = []
-
-    def register(self, call: Callable[[Any], None]) -> None:
-        before_each_step(call)
-
-    def execute_model(self, scheduler_output: object, tensors: object = None) -> str:
-        self.executed.append((scheduler_output, tensors))
-        return "output"
-
-
-def test_the_runner_calls_before_each_step() -> None:
-    runner, told = SteppingRunner(), []
-    runner.register(lambda output: told.append((output, len(runner.executed))))
-    assert runner.execute_model("one") == "output"
-    assert runner.execute_model(scheduler_output="two", tensors=3) == "output"
-    assert told == [("one", 0), ("two", 1)]
-    assert runner.executed == [("one", None), ("two", 3)]
-    assert SteppingRunner().execute_model("other") == "output"
-    assert len(told) == 2, "other runners are left alone"
-
-
-def test_wrappers_of_others_are_called_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set on the runner before ours, set on it after ours, and set on its class after ours."""
-    runner, told = SteppingRunner(), []
-
-    def wrap(name: str) -> None:
-        inner = runner.execute_model
-
-        def outer(*args: Any, **kwargs: Any) -> Any:
-            told.append(name)
-            return inner(*args, **kwargs)
-
-        runner.execute_model = outer  # type: ignore[method-assign]
-
-    wrap("before")
-    runner.register(lambda output: told.append("ours"))
-    wrap("after")
-    original = SteppingRunner.execute_model
-
-    def on_class(self: SteppingRunner, *args: Any, **kwargs: Any) -> str:
-        told.append("class")
-        return original(self, *args, **kwargs)
-
-    other = SteppingRunner()
-    other.register(lambda output: told.append("ours"))
-    monkeypatch.setattr(SteppingRunner, "execute_model", on_class)
-    assert runner.execute_model("one", tensors=3) == "output"
-    assert runner.executed == [("one", 3)]
-    assert told == ["after", "ours", "before"]
-    told.clear()
-    assert other.execute_model("one") == "output"
-    assert told == ["ours", "class"]
-
-
-@pytest.fixture
-def uncollected() -> Iterator[None]:
-    """Cycles stay in memory."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("uncollected")
-def test_a_runner_that_calls_is_freed_at_once() -> None:
-    runner = SteppingRunner()
-    runner.register(lambda output: None)
-    found = weakref.ref(runner)
-    del runner
-    assert found() is None
-
-
-def test_without_a_runner_nobody_calls() -> None:
-    before_each_step(lambda output: pytest.fail("nothing to call it"))
-
-
-# -- the weights of a model ---------------------------------------------------------------------
+# -- steps and weights ------------------------------------------------------------------------
 
 
 class Weights(torch.nn.Module):
@@ -165,46 +81,96 @@ class Weights(torch.nn.Module):
         return len(weights)
 
 
-def loading_runner() -> Any:
-    model = Weights()
-    return SteppingRunner(model=model, get_model=lambda: model)
+class Runner(Caller):
+    """Has a method that the worker calls for every step, and a model, like a real one."""
+
+    def __init__(self) -> None:
+        model = Weights()
+        super().__init__(model=model, get_model=lambda: model)
+        self.executed: list[tuple[object, ...]] = []
+
+    def execute_model(self, scheduler_output: object, tensors: object = None) -> str:
+        self.executed.append((scheduler_output, tensors))
+        return "output"
+
+    def listen(self, call: Callable[[Any], None]) -> None:
+        self.call(lambda: before_each_step(call))
+
+
+def test_the_runner_calls_before_each_step() -> None:
+    runner, told = Runner(), []
+    runner.listen(lambda output: told.append((output, len(runner.executed))))
+    assert runner.execute_model("one") == "output"
+    assert runner.execute_model(scheduler_output="two", tensors=3) == "output"
+    assert told == [("one", 0), ("two", 1)]
+    assert runner.executed == [("one", None), ("two", 3)]
+    assert Runner().execute_model("other") == "output"
+    assert len(told) == 2, "other runners are left alone"
+
+
+def test_wrappers_of_others_are_called_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set on the runner before ours, set on it after ours, and set on its class after ours."""
+    runner, told = Runner(), []
+
+    def wrap(name: str) -> None:
+        inner = runner.execute_model
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            told.append(name)
+            return inner(*args, **kwargs)
+
+        runner.execute_model = outer  # type: ignore[method-assign]
+
+    wrap("before")
+    runner.listen(lambda output: told.append("ours"))
+    wrap("after")
+    original = Runner.execute_model
+
+    def on_class(self: Runner, *args: Any, **kwargs: Any) -> str:
+        told.append("class")
+        return original(self, *args, **kwargs)
+
+    other = Runner()
+    other.listen(lambda output: told.append("ours"))
+    monkeypatch.setattr(Runner, "execute_model", on_class)
+    assert runner.execute_model("one", tensors=3) == "output"
+    assert runner.executed == [("one", 3)]
+    assert told == ["after", "ours", "before"]
+    told.clear()
+    assert other.execute_model("one") == "output"
+    assert told == ["ours", "class"]
 
 
 def test_a_model_counts_how_often_it_is_given_weights() -> None:
-    runner = loading_runner()
+    runner = Runner()
     runner.model.load_weights([("at start", 0)])
     loads = runner.call(RANK.count_weight_loads)
     assert loads() == 0
     assert runner.model.load_weights([("a", 1), ("b", 2)], strict=False) == 2
-    assert runner.model.load_weights(weights=[("c", 3)]) == 1
-    assert (loads(), runner.model.given) == (2, ["at start", "a", "b", "c"])
-    loading_runner().model.load_weights([])
-    assert loads() == 2, "other models are left alone"
-
-
-def test_a_model_whose_load_fails_counts_it() -> None:
-    runner = loading_runner()
-    loads = runner.call(RANK.count_weight_loads)
     with pytest.raises(TypeError):
-        runner.model.load_weights(None)  # type: ignore[arg-type]
-    assert loads() == 1, "half of them may be there"
-
-
-def test_wrappers_of_load_weights_are_called_too() -> None:
-    runner, told = loading_runner(), []
-    load = runner.model.load_weights
-    runner.model.load_weights = lambda weights: told.append("before") or load(weights)  # type: ignore[method-assign,assignment,func-returns-value]
-    first = runner.call(RANK.count_weight_loads)
+        runner.model.load_weights(None)
+    assert loads() == 2, "half of them may be there"
     wrapper = runner.model.load_weights
-    second = runner.call(RANK.count_weight_loads)
+    again = runner.call(RANK.count_weight_loads)
     assert runner.model.load_weights is wrapper, "it tells both"
-    assert runner.model.load_weights([("a", 1)]) == 1
-    assert (told, first(), second()) == (["before"], 1, 1)
+    assert runner.model.load_weights(weights=[("c", 3)]) == 1
+    Runner().model.load_weights([])
+    assert (loads(), again()) == (3, 1), "other models are left alone"
+    assert runner.model.given == ["at start", "a", "b", "c"]
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Cycles stay in memory."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_a_model_that_counts_is_freed_at_once_and_keeps_nothing_alive() -> None:
-    runner = loading_runner()
+def test_a_runner_and_a_model_that_tell_are_freed_at_once() -> None:
+    runner = Runner()
+    runner.listen(lambda output: None)
     loads = runner.call(RANK.count_weight_loads)
     model = runner.model
     model.load_weights([])
@@ -216,9 +182,10 @@ def test_a_model_that_counts_is_freed_at_once_and_keeps_nothing_alive() -> None:
     assert loads() == 1
 
 
-def test_without_a_runner_or_a_model_nothing_is_counted() -> None:
-    without_a_model = SteppingRunner(), SteppingRunner(get_model=object)
-    counts = [runner.call(RANK.count_weight_loads) for runner in without_a_model]
+def test_without_a_runner_or_a_model_nothing_is_told() -> None:
+    before_each_step(lambda output: pytest.fail("nothing to call it"))
+    bare, without_weights = Caller(execute_model=None), Caller(execute_model=None, get_model=object)
+    counts = [caller.call(RANK.count_weight_loads) for caller in (bare, without_weights)]
     assert [loads() for loads in (RANK.count_weight_loads(), *counts)] == [0, 0, 0]
 
 

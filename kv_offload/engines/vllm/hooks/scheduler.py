@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.metadata import ConnectorMetadata, convert
-from kv_offload.engines.vllm.start.pool import log_pool
+from kv_offload.engines.vllm.start.log import log_pool
 from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacities
 from kv_offload.messages import OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.scheduler.scheduler import OffloadScheduler

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kv_offload.engines.vllm.start import not_in_use
+from kv_offload.engines.vllm.start import command_line
 
 
 def check_settings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run around `EngineArgs.create_engine_config`."""
     if self.kv_transfer_config is None:
-        not_in_use.log_why()
+        command_line.log_not_in_use()
         return original(self, *args, **kwargs)
     # Imported here: most processes never need it.
     from kv_offload.engines.vllm.start import early, ranks
@@ -21,5 +21,5 @@ def check_settings(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     ranks.note_local_replicas(config)
     early.check_settings(config)
     if not early.asks_for_us(config.kv_transfer_config):
-        not_in_use.log_other(config.kv_transfer_config.kv_connector)
+        command_line.log_other_connector(config.kv_transfer_config.kv_connector)
     return config

@@ -1,1 +1,1 @@
-"""What runs once, when vLLM builds a connector: it reads vLLM's configuration and builds a half."""
+"""What runs once, at the start of an engine: it checks the settings, builds a half and logs."""

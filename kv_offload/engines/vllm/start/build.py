@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kv_offload.config import TracedConfig, trace_config
-from kv_offload.engines.vllm.call_stack import callers
+from kv_offload.engines.vllm.model import groups
+from kv_offload.engines.vllm.model.ordering import gives_idle_blocks
 from kv_offload.engines.vllm.patches import install_for_scheduler
 from kv_offload.engines.vllm.patches.patch import Setup
 from kv_offload.engines.vllm.runner import VLLMRank
-from kv_offload.engines.vllm.start import groups, members, ranks, support
-from kv_offload.engines.vllm.start.ordering import gives_idle_blocks
+from kv_offload.engines.vllm.start import log, members, ranks, support
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.scheduler import OffloadScheduler
-from kv_offload.worker.capacity import check_available, describe_share, warn_of_hidden_replicas
-from kv_offload.worker.sharing import ALONE, Peers, arena_bytes
+from kv_offload.worker.capacity import check_available
+from kv_offload.worker.sharing import ALONE, arena_bytes
 from kv_offload.worker.worker import OffloadWorker
 
 if TYPE_CHECKING:
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
     from kv_offload.engine import BlockPool
 
     SchedulerMaker = Callable[[BlockPool, int], OffloadScheduler]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +42,10 @@ class Engine:
     hidden_replicas: bool
     enclosing: tuple[KVTransferConfig, ...]
     """The transfer configurations of the MultiConnectors around this connector, inner first."""
+    cache_groups: tuple[CacheGroup, ...]
+    gives_idle_blocks: bool
+    sharing_ranks: int
+    """How many ranks of a pipeline stage hold the same KV bytes."""
 
 
 def read_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engine:
@@ -57,22 +57,24 @@ def read_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engi
     replicas = ranks.count_local_replicas(vllm_config)
     options = vllm_config.kv_transfer_config.kv_connector_extra_config
     traced = trace_config(options, replicas=replicas.count)
-    enclosing = enclosing_configs()
+    enclosing = members.enclosing_configs()
     support.check_supported(traced.config, vllm_config, version, enclosing, kv_cache_config)
-    return Engine(vllm_config, kv_cache_config, version, traced, replicas.hidden, enclosing)
-
-
-def enclosing_configs() -> tuple[KVTransferConfig, ...]:
-    """Return the transfer configurations of the MultiConnectors around the connector, inner first.
-
-    Must be called while the connector is built: they are looked for on the call stack. A member
-    gets a copy of the engine's configuration with its own part in their place, but the engine reads
-    the outermost. Empty for the engine's own connector.
-    """
-    return tuple(
-        caller._vllm_config.kv_transfer_config
-        for caller in callers()
-        if isinstance(caller, MultiConnector)
+    parallel = vllm_config.parallel_config
+    cache_groups = groups.cache_groups(
+        kv_cache_config,
+        parallel.decode_context_parallel_size,
+        draft_head=groups.has_draft_head(vllm_config),
+    )
+    return Engine(
+        vllm_config,
+        kv_cache_config,
+        version,
+        traced,
+        replicas.hidden,
+        enclosing,
+        cache_groups,
+        gives_idle_blocks(vllm_config, cache_groups),
+        groups.ranks_with_equal_bytes(parallel, kv_cache_config),
     )
 
 
@@ -81,54 +83,36 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
 
     Ranks that cannot share memory, and pipeline stages with larger blocks, hold fewer slots.
     """
-    config, vllm_config, enclosing = engine.traced.config, engine.vllm_config, engine.enclosing
-    for warning in (
-        *engine.traced.warnings,
-        *support.consequences(config, vllm_config, enclosing),
-    ):
-        logger.warning("kv-offload: %s", warning)
+    config, enclosing = engine.traced.config, engine.enclosing
+    log.log_warnings(engine.traced, engine.vllm_config, enclosing)
     # Read by the engine's scheduler after it has built its connector.
-    engine_config = members.engine_transfer(vllm_config, enclosing)
+    engine_config = members.engine_transfer(engine.vllm_config, enclosing)
     engine_config.kv_load_failure_policy = config.on_load_failure
-    parallel = vllm_config.parallel_config
-    cache_groups = _cache_groups(engine)
-    # Inside a MultiConnector, and where fresh blocks are zeroed, loads start just before a forward.
-    starts_late = bool(enclosing) or engine.kv_cache_config.needs_kv_cache_zeroing
-    overlaps = gives_idle_blocks(vllm_config, cache_groups) and not starts_late
-    slot_bytes = bytes_per_block(engine.kv_cache_config)
-    sharing_ranks = groups.ranks_with_equal_bytes(parallel, engine.kv_cache_config)
-    rank_bytes = arena_bytes(config.cpu_bytes, parallel.world_size, sharing_ranks)
     if config.keep_on_sleep:
         support.check_keep_on_sleep()
-    holds_state = any(group.holds_state for group in cache_groups)
+    holds_state = any(group.holds_state for group in engine.cache_groups)
     setup = Setup(engine.version, config, holds_state, is_member=bool(enclosing))
     install_for_scheduler(setup)
-    logger.info("kv-offload: %s", engine.traced.describe())
-    logger.info("kv-offload: %s", support.describe_policy(config))
-    logger.info("kv-offload: %s", describe_share(engine.traced))
-    if engine.hidden_replicas:
-        warn_of_hidden_replicas(engine.traced)
+    log.log_configuration(engine.traced, hidden_replicas=engine.hidden_replicas)
+    # Inside a MultiConnector, and where fresh blocks are zeroed, loads start just before a forward.
+    starts_late = bool(enclosing) or engine.kv_cache_config.needs_kv_cache_zeroing
+    world_size = engine.vllm_config.parallel_config.world_size
+    slot_bytes = bytes_per_block(engine.kv_cache_config)
 
     def make(pool: BlockPool, num_slots: int) -> OffloadScheduler:
-        sizes = (num_slots, slot_bytes, parallel.world_size)
         return OffloadScheduler(
             config,
-            cache_groups,
+            engine.cache_groups,
             pool,
-            *sizes,
+            num_slots,
+            slot_bytes,
+            world_size,
             make_block_hash_with_group_id,
-            loads_overlap=overlaps,
+            loads_overlap=engine.gives_idle_blocks and not starts_late,
         )
 
+    rank_bytes = arena_bytes(config.cpu_bytes, world_size, engine.sharing_ranks)
     return max(1, rank_bytes // slot_bytes), make
-
-
-def _cache_groups(engine: Engine) -> tuple[CacheGroup, ...]:
-    return groups.cache_groups(
-        engine.kv_cache_config,
-        engine.vllm_config.parallel_config.decode_context_parallel_size,
-        draft_head=groups.has_draft_head(engine.vllm_config),
-    )
 
 
 def build_worker(engine: Engine) -> OffloadWorker:
@@ -136,15 +120,12 @@ def build_worker(engine: Engine) -> OffloadWorker:
     warning = check_available(engine.traced, ranks.gather_over_ranks)
     parallel = engine.vllm_config.parallel_config
     if warning and parallel.rank == 0:
-        logger.warning("kv-offload: %s", warning)
-    shares = groups.ranks_with_equal_bytes(parallel, engine.kv_cache_config) > 1
+        log.logger.warning("kv-offload: %s", warning)
+    shares = engine.sharing_ranks > 1
     return OffloadWorker(
         engine.traced.config,
-        VLLMRank(
-            engine.kv_cache_config,
-            gives_idle_blocks=gives_idle_blocks(engine.vllm_config, _cache_groups(engine)),
-        ),
+        VLLMRank(engine.kv_cache_config, gives_idle_blocks=engine.gives_idle_blocks),
         parallel.rank,
         parallel.world_size,
-        Peers(*ranks.tensor_parallel_ranks()) if shares else ALONE,
+        ranks.tensor_parallel_ranks() if shares else ALONE,
     )

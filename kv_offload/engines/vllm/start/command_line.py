@@ -1,25 +1,43 @@
-"""What this process's command line says in vLLM's argument. Imports no vLLM.
+"""What this process's command line says in vLLM's argument, and why the plugin is not in use.
 
-vLLM keeps neither that the argument was given empty nor a key that was given twice.
+vLLM keeps neither that the argument was given empty nor a key that was given twice. Imports no
+vLLM: most engines that start without the plugin want none.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from kv_offload.config_file import show
 from kv_offload.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 ARGUMENT = "--kv-transfer-config"
 NOTHING = ("", "None")
-"""Values of the argument that vLLM takes for none."""
+"""Values of the argument that vLLM takes for none, as a shell may leave it."""
 
 
-def is_given_empty(argv: Sequence[str]) -> bool:
-    """Return whether the argument has nothing in it, as a shell may leave it."""
-    return any(value in NOTHING for value in _values(argv))
+def log_not_in_use() -> None:
+    """Log that vLLM got no transfer configuration: a warning where the argument was given empty."""
+    if any(value in NOTHING for value in _values(sys.argv)):
+        logger.warning(
+            "kv-offload: not in use: %s is empty, so this engine runs without kv-offload. Check "
+            "what fills it: `kv-offload config --argument FILE` prints it, or an error",
+            ARGUMENT,
+        )
+    else:
+        # vLLM's own file of arguments (`--config`) may have an empty one.
+        logger.info("kv-offload: not in use: %s is not given, or is empty", ARGUMENT)
+
+
+def log_other_connector(connector: str | None) -> None:
+    """Log that vLLM was asked for another connector, or for a MultiConnector without ours."""
+    logger.info("kv-offload: not in use: the connector of this engine is %s", connector)
 
 
 def check_keys(argv: Sequence[str]) -> None:

@@ -9,15 +9,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
 from kv_offload.config import EXTRA_CONFIG, FILE_KEY, SCHEMA, OffloadConfig
 from kv_offload.config_file import show
 from kv_offload.engines.vllm import CONNECTOR
+from kv_offload.engines.vllm.call_stack import callers
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
 OTHERS_OPTIONS = frozenset({"eviction_policy"})
 """Options of ours that another connector has by the same name: vLLM's `OffloadingConnector`."""
+
+
+def enclosing_configs() -> tuple[KVTransferConfig, ...]:
+    """Return the transfer configurations of the MultiConnectors around the connector, inner first.
+
+    Must be called while the connector is built: they are looked for on the call stack. Empty for
+    the engine's own connector.
+    """
+    return tuple(
+        caller._vllm_config.kv_transfer_config
+        for caller in callers()
+        if isinstance(caller, MultiConnector)
+    )
 
 
 def engine_transfer(

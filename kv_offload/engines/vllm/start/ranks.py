@@ -19,6 +19,7 @@ from kv_offload.engines.vllm.call_stack import callers
 from kv_offload.engines.vllm.halves import workers_of_process
 from kv_offload.errors import UnsupportedError
 from kv_offload.messages import WorkerCapacity
+from kv_offload.worker.sharing import Peers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,23 +52,19 @@ def rank_capacities(_worker: Any) -> list[WorkerCapacity]:
     return [worker.capacity() for worker in workers_of_process()]
 
 
-def tensor_parallel_ranks() -> tuple[int, int, Callable[[Any], list[Any]]]:
-    """Return this rank's index in its tensor-parallel group, their number, and a function.
-
-    The function returns what each rank of the group gives, in order. All must call it; it blocks.
-    """
+def tensor_parallel_ranks() -> Peers:
+    """Return the ranks of this rank's tensor-parallel group."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
-    return group.rank_in_group, group.world_size, lambda value: _gather(value, group)
+    return Peers(group.rank_in_group, group.world_size, lambda value: _gather(value, group))
 
 
 def gather_over_ranks(value: Any) -> list[Any]:
     """Return what each rank of this replica gives; this rank's alone if vLLM has formed no groups.
 
-    All ranks of the replica must call it; it blocks. It goes through the groups of tensor, pipeline
-    and prefill context parallelism, in turn: for a mixture of experts vLLM's group of all ranks has
-    the other replicas' too.
+    All ranks of the replica must call it; it blocks. Not through vLLM's group of all ranks: for a
+    mixture of experts it has the other replicas' too.
     """
     import torch
     from vllm.distributed import parallel_state

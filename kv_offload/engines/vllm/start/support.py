@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.call_stack import callers
+from kv_offload.engines.vllm.model.support import draft_problems, model_problems
 from kv_offload.engines.vllm.start import members
-from kv_offload.engines.vllm.start.groups import SPECS, STATE_SPEC, has_draft_head
-from kv_offload.engines.vllm.versions import layer_specs, role_accepts_embeddings
 from kv_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -25,13 +24,6 @@ CACHE_DTYPES = {
 With one scale per tensor the scales are the layer's own and never change. With one per token and
 head they lie in the page, between keys and values (0.26 to 0.33). The first forward sets them to 1,
 and nothing can be loaded before it: only forwards fill host memory."""
-
-DRAFT_HEADS = frozenset({"eagle", "eagle3", "mtp"})
-"""Methods whose draft layers write the KV of a computed token in the same step and for the last
-time. That KV depends on the tokens up to the next one.
-
-Beyond the accepted tokens they write guesses, which the next step writes again; stores end before
-it. `dflash` and `dspark` write KV of placeholder tokens."""
 
 ROLES = frozenset({"kv_both", "kv_producer"})
 """Values of `kv_role` with which vLLM calls all hooks that the plugin stores and loads by.
@@ -56,11 +48,10 @@ def check_supported(
     problems = [
         *_engine_problems(vllm_config, version),
         *members.problems(config, vllm_config, enclosing),
-        *_draft_problems(vllm_config),
+        *draft_problems(vllm_config),
     ]
     if kv_cache_config is not None:
-        problems += _model_problems(config, kv_cache_config, version)
-        problems += _state_problems(vllm_config, kv_cache_config)
+        problems += model_problems(config, vllm_config, kv_cache_config, version)
     if problems:
         # One line, so that whoever looks for `kv-offload:` in a log finds all of it.
         numbered = [f"({number}) {problem}" for number, problem in enumerate(problems, 1)]
@@ -104,112 +95,6 @@ def _engine_problems(vllm_config: VllmConfig, version: tuple[int, int]) -> Itera
             "cascade attention is on, and this vLLM counts the plugin's references as a common "
             "prefix: set disable_cascade_attn"
         )
-
-
-def consequences(
-    config: OffloadConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
-) -> Iterator[str]:
-    """Say what a supported configuration changes for others than the plugin, with the remedy."""
-    engine_config = members.engine_transfer(vllm_config, enclosing)
-    yield from members.consequences(config, vllm_config, enclosing)
-    if role_accepts_embeddings(vllm_config, engine_config):
-        yield (
-            f"kv_role is {engine_config.kv_role!r}, with which vLLM accepts embeddings in place of "
-            "images and other inputs (enable_mm_embeds), even without their data "
-            "(allow_missing_mm_embeddings), which it reserves for trusted users: set kv_role to "
-            "'kv_producer', unless another engine sends KV to this one"
-        )
-
-
-def describe_policy(config: OffloadConfig) -> str:
-    """Return what becomes of a failed load, and which of vLLM's settings does not count, to log."""
-    recompute = config.on_load_failure == "recompute"
-    done, other = ("computed again", "fail") if recompute else ("failed", "recompute")
-    return (
-        f"a request whose load fails is {done} (on_load_failure: {config.on_load_failure}); vLLM's "
-        f"own kv_load_failure_policy is not read: for the other choice set on_load_failure: {other}"
-    )
-
-
-def _model_problems(
-    config: OffloadConfig, kv_cache_config: KVCacheConfig, version: tuple[int, int]
-) -> Iterator[str]:
-    num_groups = len(kv_cache_config.kv_cache_groups)
-    if not num_groups:
-        yield "the model has no KV cache"
-    if version < (0, 32) and config.on_load_failure == "fail" and num_groups > 1:
-        yield (
-            "on_load_failure is 'fail', which this vLLM cannot do for a model with "
-            f"{num_groups} KV-cache groups: use 'recompute'"
-        )
-    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
-        yield "a second block pool in host memory (HiSparse) has ids of its own"
-    kinds = {type(spec).__name__ for spec in layer_specs(kv_cache_config).values()}
-    for kind in sorted(kinds - SPECS):
-        yield f"the model has layers with a {kind}: supported are {', '.join(sorted(SPECS))}"
-
-
-def _state_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    specs = layer_specs(kv_cache_config).values()
-    states = [spec for spec in specs if type(spec).__name__ == STATE_SPEC]
-    if not states:
-        return
-    ranks = vllm_config.parallel_config.decode_context_parallel_size
-    if ranks > 1:
-        yield (
-            f"decode_context_parallel_size is {ranks}, and states are not split over its ranks: "
-            "set it to 1"
-        )
-    if vllm_config.speculative_config is not None:
-        yield (
-            f"speculative method {vllm_config.speculative_config.method!r} moves the blocks of "
-            "states: remove it"
-        )
-    for mode in sorted({spec.mamba_cache_mode for spec in states} - {"align", "all"}):
-        yield (
-            f"mamba_cache_mode is {mode!r}, in which no block of states becomes final: use 'align'"
-        )
-    block_tokens = vllm_config.cache_config.block_size
-    for tokens in sorted({spec.block_size for spec in states} - {block_tokens}):
-        yield (
-            f"mamba_block_size is {tokens} and block_size {block_tokens}: leave mamba_block_size "
-            "unset, so that both are the same"
-        )
-
-
-def _draft_problems(vllm_config: VllmConfig) -> Iterator[str]:
-    speculative = vllm_config.speculative_config
-    if speculative is None:
-        return
-    method = speculative.method
-    if speculative.parallel_drafting:
-        yield (
-            f"speculative method {method!r} drafts several tokens in one pass, which writes KV of "
-            "placeholders: set parallel_drafting to false, or use 'ngram'"
-        )
-    elif speculative.use_eagle() and method not in DRAFT_HEADS:
-        yield (
-            f"speculative method {method!r} writes KV that is not known to be final: use one of "
-            f"{', '.join(sorted(DRAFT_HEADS))}, 'ngram' or none"
-        )
-    if method == "mtp":
-        tokens = speculative.num_speculative_tokens
-        hf_config = getattr(speculative.draft_model_config, "hf_config", None)
-        modules = min(getattr(hf_config, "num_nextn_predict_layers", None) or 1, tokens)
-        if modules > 1:
-            yield (
-                f"the model drafts {tokens} tokens with {modules} MTP modules, which write the KV "
-                "of a prompt's last tokens again: set num_speculative_tokens to 1"
-            )
-    if not has_draft_head(vllm_config):
-        return
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(vllm_config.parallel_config, name)
-        if size > 1:
-            yield (
-                f"{name} is {size}, and with speculative method {method!r} only 1 is known to "
-                "work: set it to 1, or use 'ngram'"
-            )
 
 
 def check_keep_on_sleep() -> None:
