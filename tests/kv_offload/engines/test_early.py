@@ -75,9 +75,6 @@ def test_more_memory_than_all_replicas_have_together() -> None:
 def test_settings_that_do_not_fit_each_other() -> None:
     consumer = functools.partial(ours, role="kv_consumer")
     assert "set it to 'kv_both'" in refusal(UnsupportedError, {}, transfer_config=consumer)
-    recomputes = functools.partial(inside, kv_load_failure_policy="recompute")
-    message = refusal(UnsupportedError, {"on_load_failure": "fail"}, transfer_config=recomputes)
-    assert "kv_load_failure_policy of the MultiConnector" in message
 
 
 def test_a_variable_named_after_a_key_and_a_vllm_that_is_not_known(

@@ -177,32 +177,13 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("make", [multi_config, nested])
-def test_the_policy_for_failed_loads_is_set_where_the_engine_reads_it(
-    make: Callable[..., dict[str, Any]], warned: list[str]
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_the_policy_for_loads_of_other_connectors_stays_as_it_is(
+    policy: str, warned: list[str]
 ) -> None:
-    assert build(make).kv_load_failure_policy == "recompute"
-    (message,) = warned
-    assert message.startswith("kv-offload: on_load_failure is 'recompute', so what any member")
-    assert message.endswith("though its kv_load_failure_policy is 'fail': set both to the same")
-
-
-def test_policies_that_agree_need_no_word(warned: list[str]) -> None:
-    agreed = functools.partial(multi_config, kv_load_failure_policy="recompute")
-    assert build(agreed).kv_load_failure_policy == "recompute"
-    failing = {"on_load_failure": "fail"}
-    policy = build(lambda plugin: multi_config({**plugin, **failing})).kv_load_failure_policy
-    assert policy == "fail"
+    transfer = build(lambda plugin: multi_config(plugin, kv_load_failure_policy=policy))
+    assert transfer.kv_load_failure_policy == policy
     assert warned == []
-
-
-def test_policies_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="'recompute': set both to the same"):
-        build(
-            lambda plugin: multi_config(
-                {**plugin, "on_load_failure": "fail"}, kv_load_failure_policy="recompute"
-            )
-        )
 
 
 @pytest.mark.parametrize("deep", [False, True])

@@ -21,7 +21,6 @@ from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausa
 from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
 from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.start.support import CACHE_DTYPES, check_supported
 from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
 from kv_offload.sizing.model import Model, read_model
@@ -138,7 +137,7 @@ def test_a_model_with_an_index_is_accepted_and_has_the_size_of_vllm(tmp_path: Pa
             specs[index.prefix] = index.get_kv_cache_spec(vllm_config)
     groups = get_kv_cache_groups(vllm_config, specs)
     planned = get_kv_cache_config_from_groups(vllm_config, groups, 1 << 30)
-    check_supported(OffloadConfig(cpu_bytes=1 << 30), vllm_config, vllm_version(), (), planned)
+    check_supported(vllm_config, vllm_version(), (), planned)
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["DeepSeek-V3.2"]))
     size = slot_size(
         read_model(tmp_path), tensor_parallel_size=1, cache_dtype="auto", block_tokens=64

@@ -73,7 +73,7 @@ class Engine:
             setattr(owner, name, value)
 
     def check(self) -> None:
-        check_supported(self.config, self.vllm, self.version, (), self.cache)
+        check_supported(self.vllm, self.version, (), self.cache)
 
 
 def spec_like(base: type, name: str | None = None) -> Any:
@@ -99,7 +99,7 @@ def mtp(modules: int, tokens: int) -> dict[str, Any]:
     return speculative("mtp", num_speculative_tokens=tokens, draft_model_config=model)
 
 
-ROLE, POLICY = "kv_transfer_config.kv_role", "kv_transfer_config.kv_load_failure_policy"
+ROLE = "kv_transfer_config.kv_role"
 BACKEND = "parallel_config.distributed_executor_backend"
 WORLD, DCP = "parallel_config.world_size", "parallel_config.decode_context_parallel_size"
 PCP = "parallel_config.prefill_context_parallel_size"
@@ -201,16 +201,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cascade attention where pins confuse it": (
         {**CASCADE, **OLD},
         "cascade attention is on, *set disable_cascade_attn*",
-    ),
-    "failing requests of two groups": (
-        {"fail": True, "groups": (FULL, WINDOW), **NO_CASCADE, **OLD},
-        "on_load_failure is 'fail', *a model with 2 KV-cache groups: use 'recompute'*",
-    ),
-    # The other way round is vLLM's default, `fail`, beside ours: only said, not refused.
-    "two policies for failed loads": (
-        {"fail": True, POLICY: "recompute"},
-        "on_load_failure is 'fail', and kv_load_failure_policy is 'recompute': remove one of the "
-        "two",
     ),
     "no KV cache": ({"groups": ()}, "the model has no KV cache"),
     "states that stay in place": (
@@ -322,12 +312,12 @@ def takes_images(engine: Engine, role: str, *, asked: bool = False) -> Sequence[
     engine.vllm.kv_transfer_config.kv_role = role
     for resolve in ("_resolve_mm_embedding_inputs", "_resolve_allow_missing_mm_embeddings"):
         getattr(engine.vllm, resolve, lambda: None)()
-    return list(consequences(engine.config, engine.vllm, ()))
+    return list(consequences(engine.vllm, ()))
 
 
 def test_a_role_that_opens_embeddings_is_named() -> None:
     engine = Engine()
-    assert list(consequences(engine.config, engine.vllm, ())) == [], "a model of text alone"
+    assert list(consequences(engine.vllm, ())) == [], "a model of text alone"
     said = takes_images(engine, "kv_both")
     opened = engine.vllm.model_config.multimodal_config.enable_mm_embeds
     assert opened == (engine.version >= (0, 32)), "a vLLM between: does the role open them?"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.model.groups import SPECS, STATE_SPEC, has_draft_head
 from kv_offload.engines.vllm.versions import layer_specs
 
@@ -21,21 +20,10 @@ Beyond the accepted tokens they write guesses, which the next step writes again;
 it. `dflash` and `dspark` write KV of placeholder tokens."""
 
 
-def model_problems(
-    config: OffloadConfig,
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    version: tuple[int, int],
-) -> Iterator[str]:
+def model_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
     """Yield what of the model's KV cache stands in the way."""
-    num_groups = len(kv_cache_config.kv_cache_groups)
-    if not num_groups:
+    if not kv_cache_config.kv_cache_groups:
         yield "the model has no KV cache"
-    if version < (0, 32) and config.on_load_failure == "fail" and num_groups > 1:
-        yield (
-            "on_load_failure is 'fail', which this vLLM cannot do for a model with "
-            f"{num_groups} KV-cache groups: use 'recompute'"
-        )
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         yield "a second block pool in host memory (HiSparse) has ids of its own"
     specs = layer_specs(kv_cache_config).values()

@@ -58,7 +58,7 @@ def read_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engi
     options = vllm_config.kv_transfer_config.kv_connector_extra_config
     traced = trace_config(options, replicas=replicas.count)
     enclosing = members.enclosing_configs()
-    support.check_supported(traced.config, vllm_config, version, enclosing, kv_cache_config)
+    support.check_supported(vllm_config, version, enclosing, kv_cache_config)
     parallel = vllm_config.parallel_config
     cache_groups = groups.cache_groups(
         kv_cache_config,
@@ -85,9 +85,6 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
     """
     config, enclosing = engine.traced.config, engine.enclosing
     log.log_warnings(engine.traced, engine.vllm_config, enclosing)
-    # Read by the engine's scheduler after it has built its connector.
-    engine_config = members.engine_transfer(engine.vllm_config, enclosing)
-    engine_config.kv_load_failure_policy = config.on_load_failure
     if config.keep_on_sleep:
         support.check_keep_on_sleep()
     holds_state = any(group.holds_state for group in engine.cache_groups)

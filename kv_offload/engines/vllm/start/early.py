@@ -65,7 +65,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
         config = trace_config(transfer.kv_connector_extra_config, replicas=replicas).config
         own = copy.copy(vllm_config)  # as a MultiConnector makes it for a member
         own.kv_transfer_config = transfer
-        support.check_supported(config, own, version, enclosing)
+        support.check_supported(own, version, enclosing)
         device = torch.device(vllm_config.device_config.device_type)
         if transfer_kind(config, device) != "host":
             _check_cupy()

@@ -24,16 +24,14 @@ def log_warnings(
     traced: TracedConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
 ) -> None:
     """Warn of what in the user's settings is not read, or changes more than the plugin."""
-    for warning in (*traced.warnings, *consequences(traced.config, vllm_config, enclosing)):
+    for warning in (*traced.warnings, *consequences(vllm_config, enclosing)):
         logger.warning("kv-offload: %s", warning)
 
 
-def consequences(
-    config: OffloadConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
-) -> Iterator[str]:
+def consequences(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> Iterator[str]:
     """Say what a supported configuration changes for others than the plugin, with the remedy."""
     engine_config = members.engine_transfer(vllm_config, enclosing)
-    yield from members.consequences(config, vllm_config, enclosing)
+    yield from members.unread(vllm_config, enclosing)
     if role_accepts_embeddings(vllm_config, engine_config):
         yield (
             f"kv_role is {engine_config.kv_role!r}, with which vLLM accepts embeddings in place of "
@@ -53,11 +51,10 @@ def log_configuration(traced: TracedConfig, *, hidden_replicas: bool) -> None:
 
 def describe_policy(config: OffloadConfig) -> str:
     """Return what becomes of a failed load, and which of vLLM's settings does not count."""
-    recompute = config.on_load_failure == "recompute"
-    done, other = ("computed again", "fail") if recompute else ("failed", "recompute")
+    done = "computed again" if config.on_load_failure == "recompute" else "failed"
     return (
         f"a request whose load fails is {done} (on_load_failure: {config.on_load_failure}); vLLM's "
-        f"own kv_load_failure_policy is not read: for the other choice set on_load_failure: {other}"
+        "own kv_load_failure_policy is for loads of other connectors"
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kv_offload.config import EXTRA_CONFIG, FILE_KEY, SCHEMA, OffloadConfig
+from kv_offload.config import EXTRA_CONFIG, FILE_KEY, SCHEMA
 from kv_offload.config_file import show
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.call_stack import callers
@@ -43,9 +43,7 @@ def engine_transfer(
     return enclosing[-1] if enclosing else vllm_config.kv_transfer_config
 
 
-def problems(
-    config: OffloadConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
-) -> Iterator[str]:
+def problems(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> Iterator[str]:
     """Yield what stands in the way of any engine with these members."""
     for name, where in _misplaced(vllm_config, enclosing):
         if name not in OTHERS_OPTIONS:
@@ -58,14 +56,6 @@ def problems(
             f"the MultiConnector has {count} members {name}, which would keep the same blocks: "
             "list it once"
         )
-    # vLLM's default is 'fail', so 'recompute' is the user's. The other way round nobody can tell.
-    policy = outermost.kv_load_failure_policy
-    if config.on_load_failure == "fail" and policy != "fail":
-        setting, remedy = "kv_load_failure_policy", "remove one of the two"
-        if enclosing:
-            setting += " of the MultiConnector, which holds for all its members,"
-            remedy = "set both to the same"
-        yield f"on_load_failure is 'fail', and {setting} is {policy!r}: {remedy}"
 
 
 def _count_members(extra_config: Mapping[str, Any], name: str | None) -> int:
@@ -76,20 +66,11 @@ def _count_members(extra_config: Mapping[str, Any], name: str | None) -> int:
     )
 
 
-def consequences(
-    config: OffloadConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
-) -> Iterator[str]:
-    """Say what a MultiConnector changes or leaves unread, with the remedy."""
+def unread(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> Iterator[str]:
+    """Say what a MultiConnector leaves unread that may be another connector's, with the remedy."""
     for name, where in _misplaced(vllm_config, enclosing):
         if name in OTHERS_OPTIONS:
             yield where
-    engine_config = engine_transfer(vllm_config, enclosing)
-    if enclosing and engine_config.kv_load_failure_policy != config.on_load_failure:
-        yield (
-            f"on_load_failure is {config.on_load_failure!r}, so what any member of the "
-            "MultiConnector fails to load is computed again, though its kv_load_failure_policy is "
-            f"{engine_config.kv_load_failure_policy!r}: set both to the same"
-        )
 
 
 def _misplaced(

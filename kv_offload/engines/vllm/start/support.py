@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.call_stack import callers
 from kv_offload.engines.vllm.model.support import draft_problems, model_problems
 from kv_offload.engines.vllm.start import members
@@ -34,7 +33,6 @@ plugin's loads not wait for these (`ordering`), so `kv_producer` is enough."""
 
 
 def check_supported(
-    config: OffloadConfig,
     vllm_config: VllmConfig,
     version: tuple[int, int],
     enclosing: Sequence[KVTransferConfig] = (),
@@ -47,11 +45,11 @@ def check_supported(
     """
     problems = [
         *_engine_problems(vllm_config, version),
-        *members.problems(config, vllm_config, enclosing),
+        *members.problems(vllm_config, enclosing),
         *draft_problems(vllm_config),
     ]
     if kv_cache_config is not None:
-        problems += model_problems(config, vllm_config, kv_cache_config, version)
+        problems += model_problems(vllm_config, kv_cache_config)
     if problems:
         # One line, so that whoever looks for `kv-offload:` in a log finds all of it.
         numbered = [f"({number}) {problem}" for number, problem in enumerate(problems, 1)]
