@@ -189,6 +189,7 @@ def test_importing_the_packages_is_light() -> None:
     code = (
         "import sys, kv_swap.factory\n"
         "import kv_offload.cli.main, kv_offload.config, kv_offload.engines.vllm.plugin\n"
+        "import kv_offload.cache.manager, kv_offload.cache.prefix\n"
         "print(sorted({'torch', 'cupy', 'vllm'} & sys.modules.keys()))"
     )
     assert run_code(code) == "[]\n"

@@ -10,8 +10,5 @@ POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRUPolicy, "arc": ARCPolicy}
 
 
 def make_policy(name: str, capacity: int) -> EvictionPolicy:
-    """Make the policy `name` for a cache of `capacity` slots.
-
-    Raises `CapacityError` for a capacity below 1.
-    """
+    """Make the policy `name` for a cache of `capacity` slots. Raises `CapacityError`."""
     return POLICIES[name](capacity)

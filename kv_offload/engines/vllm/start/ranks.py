@@ -1,9 +1,9 @@
 """What ranks tell each other and the scheduler at start, and how many replicas share this host.
 
-A replica's configuration may no longer say how many there are. vLLM makes each replica of a dense
-model an engine of its own, whose data-parallel sizes are 1. With external load balancing, and where
-a user starts the replicas (`VLLM_DP_SIZE`), every process says that it has one. So the front end
-notes the number; else it is inferred from the address at which replicas meet.
+A replica's configuration may not say how many there are. vLLM makes each replica of a dense model
+an engine of its own. With external load balancing, and where a user starts the replicas
+(`VLLM_DP_SIZE`), every process says that it has one. So the front end notes the number; else it is
+inferred from the address at which replicas meet.
 """
 
 from __future__ import annotations
