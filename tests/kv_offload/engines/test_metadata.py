@@ -22,30 +22,22 @@ from kv_offload.engines.vllm.metadata import (
     convert,
 )
 from kv_offload.messages import (
-    JobResult,
     LoadJob,
     OffloadMetadata,
     OffloadWorkerMetadata,
+    Outcome,
+    RankReport,
     StoreJob,
     WorkerCapacity,
 )
 
 PAIRS = np.array([[1, 2]], np.int32)
-REPORT = OffloadWorkerMetadata(
-    {1: JobResult(frozenset({0}), False)},
-    frozenset({"a"}),
-    {2: frozenset({0})},
-    frozenset({3}),
-    4.0,
-    {0: 5},
-    {0: 6.0},
-    {0: 7},
-)
+REPORT = OffloadWorkerMetadata({0: RankReport({1: Outcome.LOST}, 2, 3.0, 4.0, 5, 6)})
 """Every field is set."""
 
 
 def test_nothing_of_a_message_is_lost() -> None:
-    plan = OffloadMetadata((StoreJob(1, PAIRS),), (LoadJob(2, "a", PAIRS),))
+    plan = OffloadMetadata((StoreJob(1, PAIRS),), (LoadJob(2, "a", PAIRS),), 3, (0,), 4)
     capacity = WorkerCapacity(1, 2, 3, synchronous_loads=False)
     for message, kind, carried in (
         (plan, KVConnectorMetadata, convert(plan, ConnectorMetadata)),
@@ -61,7 +53,7 @@ def test_nothing_of_a_message_is_lost() -> None:
 
 
 def test_vllm_merges_reports_as_the_plugin_does() -> None:
-    other = OffloadWorkerMetadata({1: JobResult(frozenset({1}), True)}, ready_slots={1: 9})
+    other = OffloadWorkerMetadata({1: RankReport({1: Outcome.OK}, ready_slots=9)})
     one, two = ConnectorWorkerMetadata.of(REPORT), ConnectorWorkerMetadata.of(other)
     assert one is not None
     assert two is not None
