@@ -10,7 +10,7 @@ import importlib, pkgutil, sys
 
 class Refuse:
     names = ("vllm", "torch", "cupy", "kv_swap", *(
-        f"kv_offload.{room}" for room in ("scheduler", "worker", "engines", "cli")
+        f"kv_offload.{room}" for room in ("scheduler", "worker", "engines", "tools")
     ))
 
     def find_spec(self, name, path=None, target=None):

@@ -24,9 +24,9 @@ from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindo
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.start.support import CACHE_DTYPES, check_supported
 from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
-from kv_offload.sizing.model import Model, read_model
-from kv_offload.sizing.slots import CACHE_DTYPES as SIZES
-from kv_offload.sizing.slots import slot_size
+from kv_offload.tools.sizing.model import Model, read_model
+from kv_offload.tools.sizing.slots import CACHE_DTYPES as SIZES
+from kv_offload.tools.sizing.slots import slot_size
 from tests.support.configurations import make_vllm_config
 from tests.support.planning import (
     SCALED,

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kv_offload.config_file import show
+from kv_offload.config.file import show
 from kv_offload.errors import ConfigError
 
 ARGUMENT = "--kv-transfer-config"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.config import EXTRA_CONFIG, FILE_KEY, SCHEMA, OffloadConfig
-from kv_offload.config_file import show
+from kv_offload.config.file import show
 from kv_offload.engines.vllm import CONNECTOR
 
 if TYPE_CHECKING:

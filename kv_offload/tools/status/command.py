@@ -1,0 +1,159 @@
+"""`kv-offload status`: what the metrics of a running server say, live in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from kv_offload.errors import ServerError
+from kv_offload.tools.status.figures import figures
+from kv_offload.tools.status.read import Reading, metrics_url, read
+from kv_offload.tools.status.view import page
+from kv_offload.tools.terminal import is_terminal, shows_colour
+
+INTERVAL_SECONDS = 2.0
+PIPE_COLUMNS = 110
+"""The width of a page that is written to no terminal."""
+LONGEST_INTERVAL_SECONDS = 86400.0
+
+
+def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `kv-offload status URL`."""
+    parser = subcommands.add_parser(
+        "status",
+        help="show what a running server's metrics say",
+        description="Read the metrics of a running vLLM server and show them, again and again "
+        "until Ctrl-C: hit rates, copies, the pool, what was not stored and why, what waits, "
+        "errors. Without a terminal one page is printed. The exit status is 2 if there is no "
+        "server or it has no metrics of kv-offload, else 0.",
+    )
+    parser.add_argument(
+        "url", metavar="URL", help="the server: localhost:8000, or http://localhost:8000/metrics"
+    )
+    parser.add_argument(
+        "--interval",
+        type=_seconds,
+        default=INTERVAL_SECONDS,
+        metavar="SECONDS",
+        help="time between two readings (default: %(default)s)",
+    )
+    parser.add_argument("--once", action="store_true", help="print one page and end")
+    parser.add_argument("--json", action="store_true", help="print one reading as JSON and end")
+    parser.set_defaults(run=_run)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= LONGEST_INTERVAL_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds between 0.1 and {LONGEST_INTERVAL_SECONDS:g}"
+        )
+    return seconds
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    url = metrics_url(arguments.url)
+    reading = read(url)
+    if arguments.json:
+        print(json.dumps(as_json(reading), indent=2))
+        return 0
+    # Told, not left to rich: it would look at FORCE_COLOR for a pipe, and keep bold for NO_COLOR.
+    console = Console(
+        force_terminal=is_terminal(),
+        color_system="auto" if shows_colour() else None,
+        width=None if is_terminal() else PIPE_COLUMNS,
+    )
+    if arguments.once or not is_terminal():
+        with console.capture() as capture:
+            console.print(_draw(url, reading))
+        print(capture.get(), end="")  # rich itself would end the program at a closed pipe
+    else:
+        _watch(console, url, reading, arguments.interval)
+    return 0
+
+
+def _watch(console: Console, url: str, reading: Reading, interval: float) -> None:
+    """Show a page every `interval` seconds until a signal; the last one stays on the terminal."""
+    shown = _draw(url, reading)
+    interrupt = _Interrupt()
+    try:
+        with interrupt, Live(shown, console=console, screen=True, auto_refresh=False) as live:
+            while not interrupt.seen:
+                time.sleep(interval)
+                try:
+                    before, reading = reading, read(url)
+                    shown = _draw(url, reading, before)
+                except ServerError as error:
+                    note = f"{error}. Shown is what was read before; trying again."
+                    shown = _draw(url, reading, note=note)
+                live.update(shown, refresh=True)
+    except KeyboardInterrupt:
+        pass
+    console.print(shown)
+
+
+class _Interrupt:
+    """Turns Ctrl-C and SIGTERM into an exception, so that the terminal is left as it was.
+
+    It remembers them: Python drops an exception that meets a destructor, such as that of a closed
+    socket, and goes on.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._outer = {
+            number: outer
+            for number in (signal.SIGINT, signal.SIGTERM)
+            # A script's background ignores SIGINT.
+            if (outer := signal.getsignal(number)) is not signal.SIG_IGN
+        }
+
+    def __enter__(self) -> None:
+        for number in self._outer:
+            signal.signal(number, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        for number, outer in self._outer.items():
+            signal.signal(number, outer)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
+
+
+def _draw(
+    url: str, reading: Reading, before: Reading | None = None, note: str = ""
+) -> RenderableType:
+    each = [figures(reading, before, [engine]) for engine in reading.engines]
+    return page(url, figures(reading, before), each, note)
+
+
+def as_json(reading: Reading) -> dict[str, object]:
+    """Return one reading for programs: all engines together, and by engine.
+
+    What needs two readings, rates since the last one, is left out.
+    """
+    return {
+        **dataclasses.asdict(figures(reading), dict_factory=_totals),
+        "by_engine": {
+            engine: dataclasses.asdict(figures(reading, None, [engine]), dict_factory=_totals)
+            for engine in reading.engines
+        },
+    }
+
+
+def _totals(fields: list[tuple[str, Any]]) -> Any:
+    """Return the total of a `Count`, and the fields of other records but for `seconds`."""
+    values = dict(fields)
+    return values.get("total", {name: values[name] for name in values if name != "seconds"})

