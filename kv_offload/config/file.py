@@ -1,4 +1,4 @@
-"""Reads the YAML file of the configuration; every way in which a file can be wrong is one error."""
+"""Reads files that users name; every way in which the YAML file can be wrong is one error."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import reprlib
 import shlex
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 
 import yaml
 
-from kv_offload.config.files import read_small
 from kv_offload.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
@@ -40,9 +40,17 @@ def show(value: Any) -> str:
         return "a huge integer"
 
 
-def as_yaml(value: Any) -> str:
-    """Return a plain value as a user writes it into the file: `false`, `25%`."""
-    return yaml.safe_dump([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
+def read_small(path: Path, most_bytes: int, what: str) -> bytes:
+    """Return what is in a regular file of `most_bytes` at most, as `what` has: "a config.json".
+
+    Raises `OSError` if it cannot be read, and `ValueError` if it is no such file.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # a pipe would block who reads it, a device may never end
+        raise ValueError("it is not a regular file")
+    if found.st_size > most_bytes:
+        raise ValueError(f"it has {found.st_size:,} bytes, but {what} has at most {most_bytes:,}")
+    return path.read_bytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +96,10 @@ class _Loader(yaml.SafeLoader):
                 continue
             if key.value in lines:
                 given = show(value.value) if isinstance(value, yaml.ScalarNode) else f"a {value.id}"
-                problem = (
-                    f"{key.value}: {given}: this key was given before, in line {lines[key.value]}"
+                first = lines[key.value]
+                raise _wrong(
+                    key, f"{key.value}: {given}: this key was given before, in line {first}"
                 )
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             lines[key.value] = key.start_mark.line + 1
         return super().construct_mapping(node, deep=deep)
 
@@ -100,14 +108,16 @@ class _Loader(yaml.SafeLoader):
             value = super().construct_object(node, deep=deep)
         except (ValueError, LookupError, AttributeError) as error:
             # What PyYAML itself lets out for `2024-13-45`, `!!bool x` or `!!timestamp x`.
-            problem = f"{show(node.value)} is not a valid {node.tag.rpartition(':')[2]}"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+            kind = node.tag.rpartition(":")[2]
+            raise _wrong(node, f"{show(node.value)} is not a valid {kind}") from error
         if type(value) is int and _NOT_DECIMAL.search(node.value):
-            problem = (
-                f"{show(node.value)} means {show(value)} in YAML: write the number that you mean"
-            )
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            meant = f"{show(node.value)} means {show(value)} in YAML"
+            raise _wrong(node, f"{meant}: write the number that you mean")
         return value
+
+
+def _wrong(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def _parse(path: Path, content: bytes) -> tuple[Mapping[Any, Any], Mapping[str, str]]:
@@ -117,11 +127,17 @@ def _parse(path: Path, content: bytes) -> tuple[Mapping[Any, Any], Mapping[str, 
     try:
         loader = _Loader(content.decode("utf-8"))
         root = loader.get_single_node()
-        values = None if root is None else loader.construct_document(root)
+        if root is None:
+            return {}, {}
+        values = loader.construct_document(root)
         if values is None:
             return {}, {}
         if isinstance(values, dict):
-            return values, _texts(root)
+            return values, {
+                key.value: value.value
+                for key, value in root.value
+                if isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.ScalarNode)
+            }
         problem = f"the top level is {show(values)}, but it must be a mapping of keys to values"
         mistake = _NO_SPACE.search(content.decode("utf-8")) if isinstance(values, str) else None
     except UnicodeDecodeError as error:
@@ -146,14 +162,6 @@ def _parse(path: Path, content: bytes) -> tuple[Mapping[Any, Any], Mapping[str, 
         f"{path}, line {line}, column {column}: {problem}. "
         f"Correct the file; `kv-offload config {shlex.quote(str(path))}` checks it."
     )
-
-
-def _texts(root: Any) -> Mapping[str, str]:
-    return {
-        key.value: value.value
-        for key, value in root.value
-        if isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.ScalarNode)
-    }
 
 
 def _position(before: str) -> tuple[int, int]:

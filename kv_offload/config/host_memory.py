@@ -108,13 +108,18 @@ def _meminfo(proc: Path, name: str) -> int:
     return int(match[1]) * 1024
 
 
+def _read(file: Path) -> str | None:
+    """Return a file of a cgroup; `None` for a root cgroup or one outside this namespace."""
+    try:
+        return file.read_text().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def _read_bytes(file: Path) -> int | None:
     """Return the number in a file; `None` for no limit, or where no such file is."""
-    try:
-        text = file.read_text().strip()
-    except (FileNotFoundError, NotADirectoryError):
-        return None  # no such controller, a root cgroup, or a path outside this namespace
-    if text == "max":
+    text = _read(file)
+    if text is None or text == "max":
         return None
     if not text.isdecimal():
         raise ValueError(f"{file} holds {text!r} where bytes belong")
@@ -123,24 +128,12 @@ def _read_bytes(file: Path) -> int | None:
 
 def _cached_bytes(file: Path, names: tuple[str, ...]) -> int:
     """Return the sum of the values of `names`; a name that the file lacks counts as nothing."""
-    try:
-        lines = [line.partition(" ") for line in file.read_text().splitlines()]
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
+    lines = [line.partition(" ") for line in (_read(file) or "").splitlines()]
     return sum(int(value) for name, _, value in lines if name in names)
 
 
 def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[_Version, Path, int]]:
-    """Yield every limit of this process's cgroups, in bytes, with the file that says it."""
-    for version, folder in _memory_cgroups(proc, cgroups):
-        for file in (folder / name for name in version.limits):
-            limit = _read_bytes(file)
-            if limit is not None:
-                yield version, file, limit
-
-
-def _memory_cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[_Version, Path]]:
-    """Yield where a limit may stand: in this process's cgroups and in every one above them."""
+    """Yield the limits of this process's cgroups and of every one above, each with its file."""
     try:
         text = (proc / "self/cgroup").read_text(errors="surrogateescape")
     except FileNotFoundError:
@@ -156,6 +149,8 @@ def _memory_cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[_Version, Path]
         parts = PurePosixPath(path).parts[1:]
         if ".." in parts:
             parts = ()  # it lies outside the namespace; only the namespace's root can be seen
-        for root in roots:
-            for depth in range(len(parts), -1, -1):
-                yield version, root.joinpath(*parts[:depth])
+        folders = [r.joinpath(*parts[:depth]) for r in roots for depth in range(len(parts), -1, -1)]
+        for file in (folder / name for folder in folders for name in version.limits):
+            limit = _read_bytes(file)
+            if limit is not None:
+                yield version, file, limit

@@ -1,4 +1,4 @@
-"""The user's configuration: one schema, YAML, precedence.
+"""The effective configuration, and where each of its values is from.
 
 Keys in vLLM's `kv_connector_extra_config` win over the YAML file, which wins over the defaults.
 Every value that is given is checked, also one that another source overrides.
@@ -6,128 +6,29 @@ Every value that is given is checked, also one that another source overrides.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Meta
 
-from kv_offload.config.environment import FILE_VARIABLE, check_variables, unknown_variables
-from kv_offload.config.file import ConfigFile, as_yaml, read_file, show
+from kv_offload.config.environment import FILE_VARIABLE, check_variables
+from kv_offload.config.file import ConfigFile, read_file, show
 from kv_offload.config.host_memory import HostMemory, headroom_bytes, read_host_memory
-from kv_offload.config.sizes import as_sentence, check_bare_size, format_size, parse_size
+from kv_offload.config.schema import DEFAULT_CPU_BYTES, MAX_INT, SCHEMA, OffloadConfig, as_yaml
+from kv_offload.config.sizes import describe_bytes, format_size, parse_size
 from kv_offload.errors import CapacityError, ConfigError
 
 EXTRA_CONFIG = "kv_connector_extra_config"
 FILE_KEY = "config_file"
 DEFAULT = "default"
-DEFAULT_CPU_BYTES = "25%"
-_MAX_INT = 2**63 - 1
 _VLLMS_KEYS = frozenset(
     ("kv_transfer_config", "kv_connector", "kv_connector_module_path", "kv_role", EXTRA_CONFIG)
 )
 """Those of vLLM's argument that people write among ours."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadConfig:
-    """The effective configuration of one engine, as `trace_config` checked and resolved it."""
-
-    cpu_bytes: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=_MAX_INT,
-            description="Host memory for one replica of the engine, over all its ranks.",
-            extra={
-                "allowed": "bytes, a size (48GiB), or a share of the machine's memory (40%) that "
-                "its data-parallel replicas divide"
-            },
-        ),
-    ]
-    eviction_policy: Annotated[
-        Literal["lru", "arc"],
-        Meta(description="Which blocks leave host memory first when it is full."),
-    ] = "lru"
-    store_blocks: Annotated[
-        Literal["all", "prompt"],
-        Meta(description="What is copied to host memory: all blocks, or only those of the prompt."),
-    ] = "all"
-    store_after_uses: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=_MAX_INT,
-            description="How often a prefix must have been computed or reused before it is stored.",
-            extra={"allowed": "an integer of at least 1"},
-        ),
-    ] = 1
-    transfer_engine: Annotated[
-        Literal["auto", "host", "cuda", "dma"],
-        Meta(
-            description="What copies: the host (for the CPU engine), CUDA, CUDA with its copy "
-            "engine only (dma), or whichever fits."
-        ),
-    ] = "auto"
-    max_pinned_share: Annotated[
-        float,
-        Meta(
-            ge=0.01,
-            le=1,
-            description="Share of the free GPU blocks that running stores may keep from reuse.",
-            extra={
-                "allowed": "a number from 0.01 to 1; with less, too few blocks are stored at a time"
-            },
-        ),
-    ] = 0.8
-    load_or_recompute: Annotated[
-        Literal["measured", "always_load"],
-        Meta(description="Whether a hit is computed where that was measured to be sooner."),
-    ] = "measured"
-    keep_on_sleep: Annotated[
-        bool,
-        Meta(
-            description="Whether host memory still serves after a sleep of level 1.",
-            extra={"allowed": "true or false"},
-        ),
-    ] = False
-    on_load_failure: Annotated[
-        Literal["recompute", "fail"],
-        Meta(description="Whether a request whose load failed is computed again or fails."),
-    ] = "recompute"
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """One key as error messages, the command line and docs/use/configuration.md describe it."""
-
-    name: str
-    type: Any
-    description: str
-    allowed: str
-    default: Any
-
-    @property
-    def written_default(self) -> str:
-        """The default as a user writes it into the file."""
-        return as_yaml(self.default)
-
-
-def _key(field: dataclasses.Field[Any], hint: Any) -> Key:
-    kind, meta = get_args(hint)
-    names = get_args(kind)
-    allowed = meta.extra["allowed"] if meta.extra else f"{', '.join(names[:-1])} or {names[-1]}"
-    default = DEFAULT_CPU_BYTES if field.default is dataclasses.MISSING else field.default
-    return Key(field.name, hint, meta.description, allowed, default)
-
-
-_HINTS = get_type_hints(OffloadConfig, include_extras=True)
-SCHEMA = {f.name: _key(f, _HINTS[f.name]) for f in dataclasses.fields(OffloadConfig)}
 
 
 class Given(NamedTuple):
@@ -174,12 +75,6 @@ class TracedConfig:
         return text
 
 
-def describe_bytes(size_bytes: int) -> str:
-    """Return a size as people read it, and exactly."""
-    exactly = f"{size_bytes} byte{'' if size_bytes == 1 else 's'}"
-    return exactly if size_bytes < 1024 else f"{format_size(size_bytes)} ({exactly})"
-
-
 def trace_config(
     extra_config: Mapping[str, Any],
     environ: Mapping[str, str] = os.environ,
@@ -191,16 +86,17 @@ def trace_config(
     """Return the effective configuration of an engine with this `kv_connector_extra_config`.
 
     The file is `file`, which a command was given, else `extra_config["config_file"]`, else what
-    `KV_OFFLOAD_CONFIG_FILE` names, else none. A variable named after a key is refused.
-    `host` stands in for `read_host_memory()`. The data-parallel `replicas` on this host divide a
-    percentage, and each takes an absolute size for itself.
+    `KV_OFFLOAD_CONFIG_FILE` names, else none. `host` stands in for `read_host_memory()`. The
+    data-parallel `replicas` on this host divide a percentage, and each takes an absolute size for
+    itself.
 
     Raises:
-        ConfigError: a source cannot be read, or has an unknown key or a value that is not allowed.
+        ConfigError: a source cannot be read, or has an unknown key or a value that is not allowed,
+            or a variable is named after a key.
         CapacityError: all replicas together ask for more than this machine or its cgroup has, less
             the headroom. What is free now is not looked at: see `kv_offload.worker.capacity`.
     """
-    check_variables(environ, SCHEMA)
+    warnings = check_variables(environ, SCHEMA)
     read = ConfigFile(None, {}, {})
     if file is not None:
         read = read_file("", file)
@@ -222,7 +118,6 @@ def trace_config(
             one = Given(source, value, _written(value, texts.get(name)))
             effective[name] = _checked(name, one, host.size_bytes // replicas)
             given[name] = one
-    warnings = unknown_variables(environ)
     traced = TracedConfig(OffloadConfig(**effective), read.path, given, host, replicas, warnings)
     headroom = headroom_bytes(host)
     if traced.config.cpu_bytes * replicas + headroom > host.size_bytes:
@@ -250,27 +145,18 @@ def _checked(name: Any, given: Given, whole_bytes: int) -> Any:
         raise ConfigError(f"{source}: {shown}: {given.shown}: unknown key. {_hint(source, shown)}")
     cause: Exception
     try:
-        if name == "cpu_bytes":
-            value = _sized(value, whole_bytes)
+        if name == "cpu_bytes" and type(value) in (str, int, float):
+            value = parse_size(value, whole_bytes)
         return msgspec.convert(value, key.type)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter of half a letter
-        is_large = isinstance(value, int) and value > _MAX_INT
-        problem, cause = f"must be {f'{_MAX_INT} at most' if is_large else key.allowed}", error
+        is_large = isinstance(value, int) and value > MAX_INT
+        problem, cause = f"must be {f'{MAX_INT} at most' if is_large else key.allowed}", error
     except ValueError as error:
-        problem, cause = f"{as_sentence(error)} Allowed: {key.allowed}", error
+        problem, cause = f"{error} Allowed: {key.allowed}", error
     raise ConfigError(
         f"{source}: {key.name}: {given.shown}: {problem}. Correct it, or remove it to get "
         f"the default, {key.written_default}."
     ) from cause
-
-
-def _sized(value: Any, whole_bytes: int) -> Any:
-    """Return the bytes that a value of `cpu_bytes` means; other types as they are."""
-    if isinstance(value, str):
-        return parse_size(value, whole_bytes)
-    if isinstance(value, float):
-        raise ValueError("a number with a fraction needs a unit")  # noqa: TRY004 - a wrong value
-    return check_bare_size(value) if type(value) is int else value
 
 
 def _hint(source: str, unknown: str) -> str:

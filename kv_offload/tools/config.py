@@ -16,9 +16,9 @@ from kv_offload.config import (
     TracedConfig,
     trace_config,
 )
-from kv_offload.config.environment import FILE_VARIABLE
 from kv_offload.config.sizes import format_size
 from kv_offload.engines.vllm import CONNECTOR
+from kv_offload.tools.arguments import add_file
 
 
 def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,12 +42,7 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         action="store_true",
         help="print only the value of vLLM's --kv-transfer-config; nothing if the file is wrong",
     )
-    parser.add_argument(
-        "file",
-        metavar="FILE",
-        nargs="?",
-        help=f"YAML file (default: the file named by {FILE_VARIABLE}, if any)",
-    )
+    add_file(parser)
     parser.set_defaults(run=_run)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kv_offload.tools.doctor.devices import check_links, check_nodes, check_rates
+from kv_offload.tools.doctor.installation import check_driver, read_torch
 from kv_offload.tools.doctor.nvml import read_machine
-from kv_offload.tools.doctor.versions import check_driver, read_torch
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 

@@ -6,10 +6,9 @@ import argparse
 import os
 
 from kv_offload import __version__
-from kv_offload.config.environment import FILE_VARIABLE
-from kv_offload.errors import ConfigError
-from kv_offload.tools.doctor import devices, engine, memory, nvml, report, versions
-from kv_offload.tools.terminal import shows_colour
+from kv_offload.tools.arguments import add_count, add_file
+from kv_offload.tools.doctor import devices, installation, memory, nvml, report
+from kv_offload.tools.output import shows_colour
 
 
 def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,19 +20,8 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         "says what was found, what is needed and what to do. The exit status is 1 if there is a "
         "problem, 2 if an argument is wrong, else 0.",
     )
-    parser.add_argument(
-        "file",
-        metavar="FILE",
-        nargs="?",
-        help=f"YAML file (default: the file named by {FILE_VARIABLE}, if any)",
-    )
-    parser.add_argument(
-        "--replicas",
-        type=int,
-        default=1,
-        metavar="N",
-        help="data-parallel replicas of the engine on this machine (default: 1)",
-    )
+    add_file(parser)
+    add_count(parser, "--replicas", of="data-parallel replicas of the engine on this machine")
     parser.add_argument(
         "--no-measure",
         action="store_true",
@@ -44,16 +32,14 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.replicas < 1:
-        raise ConfigError(f"--replicas is {arguments.replicas}: give 1 or more")
     configuration, traced = memory.read_configuration(arguments.file, arguments.replicas)
     kind = "auto" if traced is None else traced.config.transfer_engine
-    torch = versions.read_torch()
+    torch = installation.read_torch()
     asked = not arguments.no_measure
     rates = [*devices.check_rates(nvml.read_machine(), torch, kind, asked=asked)]
     machine = nvml.read_machine()  # once more: a link that has just copied is not idle
     sections: report.Sections = {
-        "Versions": [*versions.check_versions(torch, machine)],
+        "Versions": [*installation.check_versions(torch, machine)],
         "GPUs": [
             *devices.check_links(machine),
             *devices.check_asked_for(machine, torch, kind),
@@ -64,11 +50,11 @@ def _run(arguments: argparse.Namespace) -> int:
             configuration,
             *memory.check_memory(traced, has_gpu=devices.may_have_gpu(machine, torch)),
         ],
-        "Engine": [engine.check_plugin(os.environ)],
+        "Engine": [installation.check_plugin(os.environ)],
     }
     title = f"kv-offload {__version__} doctor"
     if arguments.json:
         print(report.as_json(title, sections))
     else:
         print(report.as_text(title, sections, colour=shows_colour()))
-    return report.exit_status(sections)
+    return int(report.counts(sections)["problem"] > 0)

@@ -9,9 +9,9 @@ from pathlib import Path
 from kv_swap.memory.numa import device_node
 
 from kv_offload.tools.doctor.copies import EngineChoice, Rates, measure
+from kv_offload.tools.doctor.installation import Torch
 from kv_offload.tools.doctor.nvml import Gpu, Machine
 from kv_offload.tools.doctor.report import Check, judged, not_checked
-from kv_offload.tools.doctor.versions import Torch
 
 LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """GB/s of one lane of PCI Express each way, by generation, less the encoding of bits."""
@@ -155,7 +155,7 @@ def check_nodes(
         yield not_checked(name, f"cannot be read: {error}")
         return
     if online.isdecimal():
-        yield Check(name=name, state="ok", found="this machine has one")
+        yield Check(name, "ok", "this machine has one")
         return
     if not machine.gpus:
         yield not_checked(name, f"this process may use {allowed} of {online}; no GPU is seen")
@@ -164,15 +164,13 @@ def check_nodes(
         if node is None:
             yield not_checked(name, f"the system does not tell that of GPU {gpu.index}")
             continue
-        yield judged(
-            name,
-            f"GPU {gpu.index} is at node {node}, this process may use {allowed}",
-            f"node {node} among them",
+        found = f"GPU {gpu.index} is at node {node}, this process may use {allowed}"
+        remedy = (
             f"Give the engine memory of node {node}: numactl --membind, or the cpuset of its "
-            "container.",
-            fits=node in _numbers(allowed),
-            otherwise="warning",
+            "container."
         )
+        needed, fits = f"node {node} among them", node in _numbers(allowed)
+        yield judged(name, found, needed, remedy, fits=fits, otherwise="warning")
 
 
 def _numbers(ranges: str) -> set[int]:

@@ -24,9 +24,8 @@ def read_configuration(file: str | None, replicas: int) -> tuple[Check, TracedCo
     except KVOffloadError as error:
         fits = isinstance(error, CapacityError)
         needed = "a size that fits" if fits else "a file that kv-offload config accepts"
-        return Check(name=name, state="problem", found=error.args[0], needed=needed), None
-    origin = "the defaults" if traced.file is None else str(traced.file)
-    found = f"{origin}; cpu_bytes is {format_size(traced.config.cpu_bytes)}"
+        return Check(name, "problem", error.args[0], needed), None
+    found = f"{traced.file or 'the defaults'}; cpu_bytes is {format_size(traced.config.cpu_bytes)}"
     each = " for each replica" if replicas > 1 else ""
     unread = " ".join(traced.warnings)
     return judged(name, f"{found}{each}", "", unread, fits=not unread, otherwise="warning"), traced
@@ -37,22 +36,13 @@ def check_memory(traced: TracedConfig | None, *, has_gpu: bool) -> Iterator[Chec
     if traced is None:
         yield not_checked("free memory", "the configuration is wrong")
     else:
-        yield check_limit(traced)
+        headroom = format_size(headroom_bytes(traced.host))
+        # A configuration that asks for more than there is was refused when it was read.
+        yield Check("memory", "ok", describe_share(traced), f"{headroom} left for everything else")
         yield check_free(traced)
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         yield check_lockable(traced, locked, has_gpu=has_gpu)
     yield check_huge_pages()
-
-
-def check_limit(traced: TracedConfig) -> Check:
-    """Say how much of the machine, or of its cgroup's limit, the replicas take."""
-    headroom = format_size(headroom_bytes(traced.host))
-    return Check(
-        name="memory",
-        state="ok",  # a configuration that asks for more is refused when it is read
-        found=describe_share(traced),
-        needed=f"{headroom} left for everything else",
-    )
 
 
 def check_free(traced: TracedConfig) -> Check:
@@ -61,10 +51,9 @@ def check_free(traced: TracedConfig) -> Check:
     try:
         free = read_available_memory()
     except CapacityError as error:  # an engine would not start without the figure either
-        return Check(name=name, state="problem", found=error.args[0])
+        return Check(name, "problem", error.args[0])
     found = f"{format_size(free.size_bytes)} are available now ({free.source})"
-    all_bytes = traced.config.cpu_bytes * traced.replicas
-    needed_bytes = all_bytes + headroom_bytes(traced.host)
+    needed_bytes = traced.config.cpu_bytes * traced.replicas + headroom_bytes(traced.host)
     needed = f"{format_size(needed_bytes)}: cpu_bytes and what must stay free"
     try:
         warning = check_available(traced, lambda mine: [mine])
@@ -85,27 +74,26 @@ def check_lockable(traced: TracedConfig, limit_bytes: int, *, has_gpu: bool) -> 
     name, size_bytes = "lockable memory", traced.config.cpu_bytes
     unlimited = limit_bytes == resource.RLIM_INFINITY
     found = f"ulimit -l is {'unlimited' if unlimited else format_size(limit_bytes)}"
-    needed = f"{format_size(size_bytes)} or unlimited"
     fits = unlimited or limit_bytes >= size_bytes
     if not fits and not has_gpu:
-        return Check(name=name, state="ok", found=f"{found}; without a GPU nothing is locked")
+        return Check(name, "ok", f"{found}; without a GPU nothing is locked")
     remedy = (
         "Not every driver counts what CUDA locks. If the engine says `cannot page-lock`, raise it: "
         "ulimit -l unlimited, --ulimit memlock=-1 for a container, LimitMEMLOCK=infinity for a "
         "systemd unit."
     )
+    needed = f"{format_size(size_bytes)} or unlimited"
     return judged(name, found, needed, remedy, fits=fits, otherwise="warning")
 
 
 def check_huge_pages(file: Path = HUGE_PAGES) -> Check:
     """Say whether the pool gets huge pages: there are 512 times fewer of them to lock."""
-    name = "huge pages"
     try:
         setting = file.read_text().strip()
     except OSError as error:
-        return not_checked(name, f"cannot be read: {error}")
+        return not_checked("huge pages", f"cannot be read: {error}")
     return judged(
-        name,
+        "huge pages",
         f"{file} is {setting}",
         "madvise or always",
         f"Page-locking takes longer. As root: echo madvise > {file}",

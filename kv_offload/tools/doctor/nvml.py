@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU of this machine; None is what NVML does not tell."""
+    """One GPU of this machine, with its PCI Express link; None is what NVML does not tell."""
 
     index: int
     name: str
@@ -17,7 +17,7 @@ class Gpu:
     pci_bus_id: str
     """As in /sys/bus/pci/devices: `0000:1a:00.0`."""
     generation: int | None
-    """Of PCI Express, now. An idle GPU may lower it."""
+    """Now: an idle GPU may lower it."""
     max_generation: int | None
     width: int | None
     """Lanes, now."""
@@ -73,25 +73,23 @@ def _read(nvml: Any) -> Machine:
         except nvml.NVMLError:
             return None
 
-    gpus = []
-    for index in range(nvml.nvmlDeviceGetCount()):
+    def read_gpu(index: int) -> Gpu:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         pci = nvml.nvmlDeviceGetPciInfo(handle)
-        gpus.append(
-            Gpu(
-                index=index,
-                name=nvml.nvmlDeviceGetName(handle),
-                uuid=nvml.nvmlDeviceGetUUID(handle),
-                pci_bus_id=f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0",
-                generation=ask(nvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
-                max_generation=ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
-                width=ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
-                max_width=ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-            )
+        return Gpu(
+            index=index,
+            name=nvml.nvmlDeviceGetName(handle),
+            uuid=nvml.nvmlDeviceGetUUID(handle),
+            pci_bus_id=f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0",
+            generation=ask(nvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+            max_generation=ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+            width=ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+            max_width=ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
         )
+
     cuda = ask(nvml.nvmlSystemGetCudaDriverVersion_v2)
     return Machine(
         driver=ask(nvml.nvmlSystemGetDriverVersion),
         cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
-        gpus=tuple(gpus),
+        gpus=tuple(map(read_gpu, range(nvml.nvmlDeviceGetCount()))),
     )

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,10 +16,10 @@ COLUMNS = 100
 _COLOURS: dict[State, int] = {"ok": 32, "warning": 33, "problem": 31, "not checked": 36}
 """Of the terminal: green, yellow, red, cyan."""
 
-_INDENT = max(map(len, _COLOURS)) + 4
+_INDENT = " " * (max(map(len, _COLOURS)) + 4)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One line: what was found, what is needed, and what to do about it."""
 
@@ -36,32 +36,32 @@ Sections = Mapping[str, Sequence[Check]]
 
 def not_checked(name: str, reason: str, remedy: str = "") -> Check:
     """Return the line of a subject that could not be looked at."""
-    return Check(name=name, state="not checked", found=reason, remedy=remedy)
+    return Check(name, "not checked", reason, remedy=remedy)
 
 
 def judged(
     name: str, found: str, needed: str, remedy: str, *, fits: bool, otherwise: State = "problem"
 ) -> Check:
     """Return the line of a subject that fits, or else has a remedy."""
-    state: State = "ok" if fits else otherwise
-    return Check(name=name, state=state, found=found, needed=needed, remedy="" if fits else remedy)
+    return Check(name, "ok" if fits else otherwise, found, needed, "" if fits else remedy)
 
 
-def exit_status(sections: Sections) -> int:
-    """Return 1 if there is a problem, else 0."""
-    return int(_count(sections)["problem"] > 0)
+def counts(sections: Sections) -> dict[State, int]:
+    """Return how many lines there are of each state."""
+    found = Counter(check.state for checks in sections.values() for check in checks)
+    return {state: found[state] for state in _COLOURS}
 
 
 def as_text(title: str, sections: Sections, *, colour: bool = False) -> str:
     """Return the report for a person, `COLUMNS` wide."""
     lines = [title]
     for heading, checks in sections.items():
-        lines += ["", heading]
-        for check in checks:
-            lines += _lines(check, colour=colour)
-    counts = _count(sections)
-    lines += ["", ", ".join(_counted(state, counts[state]) for state in _COLOURS)]
-    return "\n".join(lines)
+        lines += ["", heading, *(_lines(check, colour=colour) for check in checks)]
+    counted = [
+        f"{count} {state}{'s' if state in ('warning', 'problem') and count != 1 else ''}"
+        for state, count in counts(sections).items()
+    ]
+    return "\n".join([*lines, "", ", ".join(counted)])
 
 
 def as_json(title: str, sections: Sections) -> str:
@@ -71,32 +71,20 @@ def as_json(title: str, sections: Sections) -> str:
         for heading, checks in sections.items()
         for check in checks
     ]
-    counts = _count(sections)
-    report = {"title": title, "counts": {state: counts[state] for state in _COLOURS}}
-    return json.dumps({**report, "checks": checks}, indent=2)
+    return json.dumps({"title": title, "counts": counts(sections), "checks": checks}, indent=2)
 
 
-def _count(sections: Sections) -> Counter[State]:
-    return Counter(check.state for checks in sections.values() for check in checks)
-
-
-def _counted(state: State, count: int) -> str:
-    several = state in ("warning", "problem") and count != 1
-    return f"{count} {state}{'s' if several else ''}"
-
-
-def _lines(check: Check, *, colour: bool) -> Iterator[str]:
-    state = f"{check.state:<{_INDENT - 4}}"
-    if colour:
-        state = f"\033[{_COLOURS[check.state]}m{state}\033[0m"
-    text = f"{check.name}: {check.found}"
-    parts = [text]
+def _lines(check: Check, *, colour: bool) -> str:
+    parts = [f"{check.name}: {check.found}"]
     if check.needed and check.state == "ok":
-        parts = [f"{text} (needed: {check.needed})"]
+        parts[0] += f" (needed: {check.needed})"
     elif check.needed:
         parts.append(f"needed: {check.needed}")
     if check.remedy:
         parts.append(f"to do: {check.remedy}")
-    wrapped = [line for part in parts for line in textwrap.wrap(part, COLUMNS - _INDENT)]
-    yield f"  {state}  {wrapped[0]}"
-    yield from (" " * _INDENT + line for line in wrapped[1:])
+    wrapped = [line for part in parts for line in textwrap.wrap(part, COLUMNS - len(_INDENT))]
+    text = f"\n{_INDENT}".join(wrapped)
+    state = f"{check.state:<{len(_INDENT) - 4}}"
+    if colour:
+        state = f"\033[{_COLOURS[check.state]}m{state}\033[0m"
+    return f"  {state}  {text}"

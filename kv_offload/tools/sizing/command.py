@@ -11,10 +11,11 @@ from pathlib import Path
 
 from kv_offload.config.file import show
 from kv_offload.config.host_memory import read_host_memory
-from kv_offload.config.sizes import as_sentence, check_bare_size, format_size, parse_size
+from kv_offload.config.sizes import format_size, parse_size
 from kv_offload.errors import ConfigError
+from kv_offload.tools.arguments import add_count
 from kv_offload.tools.sizing.model import Model, read_model
-from kv_offload.tools.sizing.slots import CACHE_DTYPES, ENDS, SlotSize, check_arguments, slot_size
+from kv_offload.tools.sizing.slots import CACHE_DTYPES, ENDS, SlotSize, slot_size
 
 GIB = 1 << 30
 COLUMNS = 100
@@ -35,40 +36,27 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         "model", metavar="MODEL_FOLDER", help="the folder of a config.json, or the file"
     )
     parser.add_argument("--cpu-bytes", metavar="SIZE", help="as in the configuration: 48GiB, 25%%")
-    parser.add_argument(
-        "--tensor-parallel-size",
-        "-tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="ranks that share the KV heads (default: 1)",
-    )
+    add_count(parser, "--tensor-parallel-size", "-tp", of="ranks that share the KV heads")
     parser.add_argument(
         "--kv-cache-dtype",
+        choices=CACHE_DTYPES,
         default="auto",
         metavar="TYPE",
         help=f"{', '.join(CACHE_DTYPES)}; auto is 2 bytes a number (default: auto)",
     )
-    parser.add_argument(
-        "--block-size",
-        type=int,
-        default=16,
-        metavar="TOKENS",
-        help="tokens in a block of vLLM (default: 16)",
-    )
+    add_count(parser, "--block-size", of="tokens in a block of vLLM", metavar="TOKENS", default=16)
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     cpu_bytes = None if arguments.cpu_bytes is None else _parse_cpu_bytes(arguments.cpu_bytes)
-    engine = {
-        "tensor_parallel_size": arguments.tensor_parallel_size,
-        "cache_dtype": arguments.kv_cache_dtype,
-        "block_tokens": arguments.block_size,
-    }
-    check_arguments(**engine)  # before the model, which may take seconds to read
     model = read_model(Path(os.path.expanduser(arguments.model)))
-    size = slot_size(model, **engine)
+    size = slot_size(
+        model,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        cache_dtype=arguments.kv_cache_dtype,
+        block_tokens=arguments.block_size,
+    )
     rows = [
         ("model", f"{model.model_type}, {_describe_layers(model)}"),
         ("bytes per token", f"{size.token_bytes:,} = {_formula(size)}"),
@@ -105,12 +93,11 @@ def _ends(size: SlotSize) -> str:
 
 def _parse_cpu_bytes(text: str) -> int:
     try:
-        if re.fullmatch("[0-9]{1,40}", text):
-            return check_bare_size(int(text))
-        return parse_size(text, read_host_memory().size_bytes)
+        size = int(text) if re.fullmatch("[0-9]{1,40}", text) else text
+        return parse_size(size, read_host_memory().size_bytes)
     except ValueError as error:
         raise ConfigError(
-            f"--cpu-bytes is {show(text)}: {as_sentence(error)} Give bytes, a size (48GiB), or a "
+            f"--cpu-bytes is {show(text)}: {error} Give bytes, a size (48GiB), or a "
             "share of this machine's memory (25%)"
         ) from error
 

@@ -109,10 +109,10 @@ class SlotSize:
 def slot_size(
     model: Model, *, tensor_parallel_size: int, cache_dtype: str, block_tokens: int
 ) -> SlotSize:
-    """Return the size of a slot, for settings that `check_arguments` accepts.
+    """Return the size of a slot, with a type of `CACHE_DTYPES`.
 
-    Raises `ConfigError` for a `cache_dtype` that does not fit the model, and where the KV heads or
-    the states cannot be split over the ranks.
+    Raises `ConfigError` for a type that does not fit the model, and where the KV heads or the
+    states cannot be split over the ranks.
     """
     number_bytes = _number_bytes(model, cache_dtype)
     groups, group_layers = cut_into_groups(model.layers)
@@ -128,31 +128,17 @@ def slot_size(
         # As `_align_hybrid_block_size` in vLLM 0.32 does it.
         block_tokens *= -(-state_bytes // (block_tokens * layer_bytes))
     return SlotSize(
-        model,
-        tensor_parallel_size,
-        number_bytes,
-        block_tokens,
-        groups,
-        group_layers,
-        rank_heads,
-        scale_bytes,
-        layer_bytes,
-        state_bytes,
+        model=model,
+        tensor_parallel_size=tensor_parallel_size,
+        number_bytes=number_bytes,
+        block_tokens=block_tokens,
+        groups=groups,
+        group_layers=group_layers,
+        rank_heads=rank_heads,
+        scale_bytes=scale_bytes,
+        layer_bytes=layer_bytes,
+        state_bytes=state_bytes,
     )
-
-
-def check_arguments(*, tensor_parallel_size: int, cache_dtype: str, block_tokens: int) -> None:
-    """Raise `ConfigError` for sizes below 1 and an unknown `cache_dtype`."""
-    for name, value in (
-        ("tensor-parallel-size", tensor_parallel_size),
-        ("block-size", block_tokens),
-    ):
-        if value < 1:
-            raise ConfigError(f"--{name} is {value}: give 1 or more")
-    if cache_dtype not in CACHE_DTYPES:
-        raise ConfigError(
-            f"--kv-cache-dtype is {cache_dtype!r}: give one of {', '.join(CACHE_DTYPES)}"
-        )
 
 
 def _number_bytes(model: Model, cache_dtype: str) -> int:

@@ -14,10 +14,10 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from kv_offload.errors import ServerError
+from kv_offload.tools.output import is_terminal, shows_colour
 from kv_offload.tools.status.figures import figures
 from kv_offload.tools.status.read import Reading, metrics_url, read
 from kv_offload.tools.status.view import page
-from kv_offload.tools.terminal import is_terminal, shows_colour
 
 INTERVAL_SECONDS = 2.0
 PIPE_COLUMNS = 110
@@ -84,12 +84,22 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _watch(console: Console, url: str, reading: Reading, interval: float) -> None:
-    """Show a page every `interval` seconds until a signal; the last one stays on the terminal."""
+    """Show a page every `interval` seconds until Ctrl-C or SIGTERM; the last one stays."""
     shown = _draw(url, reading)
-    interrupt = _Interrupt()
+    stopped_by: list[int] = []
+
+    def stop(number: int, _: FrameType | None) -> None:
+        stopped_by.append(number)  # Python drops an exception that meets a destructor, and goes on
+        raise KeyboardInterrupt
+
+    outer = {
+        number: signal.signal(number, stop)
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) is not signal.SIG_IGN  # as in a script's background
+    }
     try:
-        with interrupt, Live(shown, console=console, screen=True, auto_refresh=False) as live:
-            while not interrupt.seen:
+        with Live(shown, console=console, screen=True, auto_refresh=False) as live:
+            while not stopped_by:
                 time.sleep(interval)
                 try:
                     before, reading = reading, read(url)
@@ -100,36 +110,10 @@ def _watch(console: Console, url: str, reading: Reading, interval: float) -> Non
                 live.update(shown, refresh=True)
     except KeyboardInterrupt:
         pass
+    finally:
+        for number, handler in outer.items():
+            signal.signal(number, handler)
     console.print(shown)
-
-
-class _Interrupt:
-    """Turns Ctrl-C and SIGTERM into an exception, so that the terminal is left as it was.
-
-    It remembers them: Python drops an exception that meets a destructor, such as that of a closed
-    socket, and goes on.
-    """
-
-    def __init__(self) -> None:
-        self.seen = False
-        self._outer = {
-            number: outer
-            for number in (signal.SIGINT, signal.SIGTERM)
-            # A script's background ignores SIGINT.
-            if (outer := signal.getsignal(number)) is not signal.SIG_IGN
-        }
-
-    def __enter__(self) -> None:
-        for number in self._outer:
-            signal.signal(number, self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        for number, outer in self._outer.items():
-            signal.signal(number, outer)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.seen = True
-        raise KeyboardInterrupt
 
 
 def _draw(

@@ -23,7 +23,7 @@ OF_VLLM = "vllm:prefix_cache_"
 MAX_VALUE = 2.0**63
 """No counter, number of bytes or time is as large, or below 0."""
 TIMEOUT_SECONDS = 10.0
-"""For the connection, for each silence of the server, and for the whole page of metrics."""
+"""For the connection, and for each silence of the server."""
 MAX_PAGE_BYTES = 16 << 20
 """What is read of an answer at most: a page has some 100 KiB for each engine of the server."""
 
@@ -88,7 +88,7 @@ def read(url: str) -> Reading:
     try:
         opener = urllib.request.build_opener()  # the shared one keeps the proxies of its first use
         with opener.open(url, timeout=TIMEOUT_SECONDS) as response:
-            answer = _whole(response)
+            answer = response.read(MAX_PAGE_BYTES + 1)
             led_to = response.url
     except urllib.error.HTTPError as error:
         error.close()
@@ -124,20 +124,6 @@ def _describe_proxy(url: str) -> str:
         f" through {_short(host)}, which {parts.scheme}_proxy names (no_proxy={parts.hostname} "
         "asks the server itself)"
     )
-
-
-def _whole(response: http.client.HTTPResponse) -> bytes:
-    """Return an answer, or its first `MAX_PAGE_BYTES` and more.
-
-    Raises `TimeoutError` if it comes, but not within `TIMEOUT_SECONDS`.
-    """
-    ends = time.monotonic() + TIMEOUT_SECONDS
-    answer = bytearray()
-    while len(answer) <= MAX_PAGE_BYTES and (part := response.read1(1 << 20)):
-        if time.monotonic() > ends:
-            raise TimeoutError(f"its answer has not ended after {TIMEOUT_SECONDS:g} s")
-        answer += part
-    return bytes(answer)
 
 
 def parse(page: str, address: str) -> Reading:

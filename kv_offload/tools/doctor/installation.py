@@ -1,4 +1,4 @@
-"""Versions that fit together: Python, vLLM, torch, CuPy and the driver."""
+"""Versions that fit together, and whether vLLM finds the plugin."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import platform
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +26,9 @@ OTHER_CUPY = ("cupy", "cupy-cuda11x", "cupy-rocm-7-0")
 
 DAMAGED = "installed in part"
 """In place of a version: pip was interrupted, or the disk was full."""
+
+GROUP, PLUGIN = "vllm.general_plugins", "kv_offload"
+PLUGINS_VARIABLE = "VLLM_PLUGINS"
 
 IN_VLLMS_PYTHON = (
     "Install kv-offload into the Python that runs vLLM, and run doctor with that Python: activate "
@@ -62,7 +65,7 @@ def installed(*names: str) -> dict[str, str]:
 def read_torch() -> Torch | None:
     """Return what torch says of itself, without importing it, which takes seconds.
 
-    None if there is no torch, or a damaged one, which `check_versions` tells apart.
+    None if there is no torch, or a damaged one.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -78,11 +81,10 @@ def read_torch() -> Torch | None:
 
 def check_versions(torch: Torch | None, machine: Machine) -> Iterator[Check]:
     """Yield a line for each part of the installation."""
-    yield Check(name="Python", state="ok", found=platform.python_version(), needed="3.11 or newer")
+    yield Check("Python", "ok", platform.python_version(), "3.11 or newer")
     vllm = installed(*VLLM_NAMES)
     yield check_vllm(vllm)
-    damaged = None if torch else importlib.util.find_spec("torch")
-    yield check_torch(torch, _pins(vllm)) if damaged is None else _damaged(damaged.origin)
+    yield check_torch(torch, _pins(vllm))
     names = [f"cupy-cuda{major}x" for major in CUPY_NEEDED]
     yield check_cupy(torch, installed(*names, *OTHER_CUPY))
     yield check_driver(torch, machine)
@@ -99,9 +101,10 @@ def check_vllm(found: dict[str, str]) -> Check:
     remedy = f"Install a vLLM from {needed}, or a kv-offload that supports yours."
     try:
         check_version(version)
+        fits = True
     except UnsupportedError:
-        return judged("vLLM", shown, needed, remedy, fits=False)
-    return judged("vLLM", shown, needed, remedy, fits=True)
+        fits = False
+    return judged("vLLM", shown, needed, remedy, fits=fits)
 
 
 def _pins(vllm: dict[str, str]) -> set[str]:
@@ -116,7 +119,7 @@ def check_torch(torch: Torch | None, pins: set[str]) -> Check:
     """Compare torch's version with the one that vLLM asks for."""
     if torch is None and pins:
         needed = f"{' or '.join(sorted(pins))}, which vLLM asks for"
-        return judged("torch", "not installed", needed, "Install vLLM again.", fits=False)
+        return judged("torch", "missing or damaged", needed, "Install vLLM again.", fits=False)
     if torch is None:
         return not_checked("torch", "not installed in this Python")
     build = "without CUDA" if torch.cuda is None else f"for CUDA {torch.cuda}"
@@ -126,16 +129,6 @@ def check_torch(torch: Torch | None, pins: set[str]) -> Check:
     return judged("torch", f"{torch.version}, {build}", needed, remedy, fits=fits)
 
 
-def _damaged(torch: str | None) -> Check:
-    return judged(
-        "torch",
-        f"{torch or 'a folder of this name'} has no version.py that can be read",
-        "a torch that can be imported",
-        "Install vLLM again, or remove from Python's path what is called torch.",
-        fits=False,
-    )
-
-
 def check_cupy(torch: Torch | None, found: dict[str, str]) -> Check:
     """Look for the CuPy of torch's CUDA, and no other beside it."""
     shown = ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
@@ -143,13 +136,13 @@ def check_cupy(torch: Torch | None, found: dict[str, str]) -> Check:
         return not_checked("CuPy", f"{shown}; which one is needed depends on torch")
     major = torch.cuda_major
     if major is None:
-        return Check(name="CuPy", state="ok", found=f"{shown}; torch without CUDA needs none")
+        return Check("CuPy", "ok", f"{shown}; torch without CUDA needs none")
     name, oldest = f"cupy-cuda{major}x", CUPY_NEEDED.get(major)
     if oldest is None:
         return not_checked("CuPy", f"{shown}; torch is for CUDA {torch.cuda}, which is not known")
     needed = f"{name} {'.'.join(map(str, oldest))} or newer, and no other"
     if list(found) == ["cupy"]:  # built from its source, for whatever CUDA was there
-        return Check(name="CuPy", state="ok", found=f"{shown}, built from source", needed=needed)
+        return Check("CuPy", "ok", f"{shown}, built from source", needed)
     remedy = f"pip install '{name}>={'.'.join(map(str, oldest))}'"
     others = [other for other in found if other != name]
     if others:
@@ -170,7 +163,31 @@ def check_driver(torch: Torch | None, machine: Machine) -> Check:
         return not_checked(name, machine.problem or "NVML does not tell it", machine.remedy)
     found = f"{machine.driver}, up to CUDA {machine.cuda[0]}.{machine.cuda[1]}"
     if torch is None or torch.cuda_major is None:
-        return Check(name=name, state="ok", found=found)
+        return Check(name, "ok", found)
     needed = f"CUDA {torch.cuda_major}, which torch is built for"
     remedy = "Install a newer driver, or a vLLM that is built for an older CUDA."
     return judged(name, found, needed, remedy, fits=machine.cuda[0] >= torch.cuda_major)
+
+
+def check_plugin(environ: Mapping[str, str]) -> Check:
+    """Say whether vLLM will load the plugin into an engine that is started here."""
+    if not metadata.entry_points(group=GROUP, name=PLUGIN):
+        return judged(
+            "plugin",
+            "kv-offload is on Python's path, but it is not installed",
+            f"its entry point in {GROUP}",
+            "From a checkout: pip install . in the Python that runs vLLM.",
+            fits=False,
+        )
+    value = environ.get(PLUGINS_VARIABLE)
+    if value is None and not installed(*VLLM_NAMES):
+        return not_checked("plugin", "installed in this Python, which has no vLLM")
+    if value is None:
+        return Check("plugin", "ok", "installed where vLLM looks for plugins")
+    return judged(
+        "plugin",
+        f"{PLUGINS_VARIABLE} is {value!r}",
+        f"{PLUGIN} in it, or no such variable",
+        f"vLLM will say `Unsupported connector type`. Add {PLUGIN}, or unset the variable.",
+        fits=PLUGIN in value.split(","),
+    )
