@@ -116,9 +116,7 @@ def test_bad_values_are_refused_with_source_path_value_and_remedy(write, key, va
         assert message.startswith(f"{source}: {key}: {shown}: {reason}")
         limit = "at most" if "at most" in reason else SCHEMA[key].allowed
         default = SCHEMA[key].written_default
-        assert message.endswith(
-            f"{limit}. Correct it, or remove it to get the default, {default}."
-        )
+        assert message.endswith(f"{limit}. Correct it, or remove it to get the default, {default}.")
 
 
 LISTS = "".join(f"- &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]\n" for n in range(30))

