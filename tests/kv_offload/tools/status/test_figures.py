@@ -6,42 +6,34 @@ import dataclasses
 
 import pytest
 
-from kv_offload.metrics import PREFIX, SKIP_REASONS
+from kv_offload.metrics import PREFIX
 from kv_offload.tools.status.figures import Count, figures
 from kv_offload.tools.status.read import Reading, parse
 from tests.kv_offload.tools.status.server import recorded, recorded_with
 
 
-def reading(taken: float = 0.0, engine: str = "0", **values: float) -> Reading:
-    named = {(PREFIX + name, engine): value for name, value in values.items()}
-    return Reading(taken, (engine,), "m", named, {})
+def reading(taken: float = 0.0, **values: float) -> Reading:
+    named = {(PREFIX + name, "0"): value for name, value in values.items()}
+    return Reading(taken, ("0",), "m", named, {})
 
 
 def test_tokens_of_a_recorded_page_come_from_one_of_three() -> None:
     found = figures(parse(recorded("hits"), "here"))
-    assert found.prompt_tokens.total == 1800
-    assert found.gpu_tokens.total == 0
-    assert found.host_tokens.total == 864
+    assert found.prompt_tokens.total == found.lookup_tokens.total == 1800
+    assert (found.gpu_tokens.total, found.host_tokens.total) == (0, 864)
     assert found.computed_tokens.total == 936
-    assert found.lookup_tokens.total == 1800
     assert found.pool.slots_in_use == found.pool.stored_slots.total == 27
     assert (found.pool.slots, found.pool.pool_slots, found.pool.slot_bytes) == (2048, 2048, 32768)
     assert found.loaded.bytes.total == 27 * 32768
     assert found.loaded.bytes_per_second > 0
-    assert set(found.skipped) == set(SKIP_REASONS)
     assert not any(found.errors.values())
-
-
-def test_a_server_that_has_just_started_divides_by_nothing() -> None:
-    found = figures(parse(recorded("start"), "here"))
-    assert found.pool.slots == 2048
-    assert found.loaded.bytes_per_second == 0
-    assert found.load_times.median_seconds is None
-    assert found.seconds is None
 
 
 def test_rates_are_those_between_two_readings() -> None:
     before = parse(recorded("start"), "here")
+    found = figures(before)
+    assert found.loaded.bytes_per_second == 0
+    assert found.load_times.median_seconds is None
     now = dataclasses.replace(parse(recorded("hits"), "here"), taken=before.taken + 4)
     found = figures(now, before)
     assert found.seconds == pytest.approx(4)
@@ -55,21 +47,16 @@ def test_a_server_that_was_started_again_has_no_rate() -> None:
 
 
 def test_engines_are_added_or_taken_alone() -> None:
-    page = recorded("hits")
-    both = parse(page + page.replace('engine="0"', 'engine="1"'), "here")
-    together, second = figures(both), figures(both, None, ["1"])
-    assert together.engines == ("0", "1")
-    assert together.host_tokens.total == 2 * second.host_tokens.total == 2 * 864
-    assert together.pool.slot_bytes == second.pool.slot_bytes, "a slot is not twice as large"
-    assert together.load_times == second.load_times
-
-
-def test_of_several_engines_the_oldest_copy_counts() -> None:
-    """Ages do not add up."""
+    """Slots do not grow and ages do not add up: the largest counts."""
     first, second = (recorded_with("oldest_copy_seconds", seconds) for seconds in (2.5, 7.5))
     both = parse(first + second.replace('engine="0"', 'engine="1"'), "here")
-    ages = [figures(both, None, each).oldest_copy_seconds for each in (["0", "1"], ["0"], ["1"])]
-    assert ages == [7.5, 2.5, 7.5]
+    together, alone = figures(both), figures(both, None, ["1"])
+    assert together.engines == ("0", "1")
+    assert together.host_tokens.total == 2 * alone.host_tokens.total == 2 * 864
+    assert together.pool.slot_bytes == alone.pool.slot_bytes
+    assert together.load_times == alone.load_times
+    assert together.oldest_copy_seconds == alone.oldest_copy_seconds == 7.5
+    assert figures(both, None, ["0"]).oldest_copy_seconds == 2.5
 
 
 def test_a_prompt_that_was_looked_up_twice_makes_no_negative_count() -> None:

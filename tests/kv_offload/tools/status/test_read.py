@@ -6,7 +6,6 @@ import contextlib
 import gc
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -23,9 +22,7 @@ FOUND = "HTTP/1.1 302 Found"
     ("address", "url"),
     [
         ("localhost:8000", "http://localhost:8000/metrics"),
-        ("10.0.0.7", "http://10.0.0.7/metrics"),
         ("[::1]:8000", "http://[::1]:8000/metrics"),
-        ("http://localhost:8000", "http://localhost:8000/metrics"),
         ("http://localhost:8000/", "http://localhost:8000/metrics"),
         ("http://localhost:8000/metrics", "http://localhost:8000/metrics"),
         ("https://gate.example/engines/3?a=b", "https://gate.example/engines/3/metrics"),
@@ -38,9 +35,8 @@ def test_addresses_of_a_server(address: str, url: str) -> None:
 @pytest.mark.parametrize(
     "address",
     [
-        *("", "http://", "ftp://a:1", "localhost:http", "localhost:65536", "[::1:8000"),
-        *("a..b:80", f"{'a' * 64}:80", "http://localhost/ü", "me:secret@localhost:8000"),
-        *("8000", __file__),
+        *("", "ftp://a:1", "localhost:http", "localhost:65536", "[::1:8000", "a..b:80"),
+        *("http://localhost/ü", "me:secret@localhost:8000", "8000", __file__),
     ],
 )
 def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
@@ -60,32 +56,24 @@ def test_a_recorded_page_has_every_metric() -> None:
         else:
             suffix = "_total" if metric.kind == "counter" else ""
             assert (f"{name}{suffix}", "0") in reading.values
-    assert reading.values["vllm:host_kv_cache_hit_tokens_total", "0"] == 3 * 288
     assert reading.values["vllm:prefix_cache_queries_total", "0"] == 6 * 300
 
 
-def test_engines_are_told_apart_and_put_in_order() -> None:
-    page = recorded("hits")
-    several = "".join(page.replace('engine="0"', f'engine="{engine}"') for engine in (10, 2, 0))
-    assert parse(several, "here").engines == ("0", "2", "10")
-
-
-def test_samples_that_differ_in_other_labels_are_added() -> None:
+def test_engines_are_told_apart_and_samples_with_other_labels_added() -> None:
     """Of several API servers each may have samples of its own."""
     name = "vllm:host_kv_cache_slots"
-    page = f'{name}{{engine="0",pid="1"}} 5\n{name}{{engine="0",pid="2"}} 2\n'
-    assert parse(page, "here").values == {(name, "0"): 7}
+    samples = [("10", 1, 3), ("2", 1, 5), ("2", 2, 2)]
+    lines = [f'{name}{{engine="{engine}",pid="{pid}"}} {n}\n' for engine, pid, n in samples]
+    reading = parse("".join(lines) + 'vllm:other{engine="0"} NaN\n', "here")
+    assert reading.engines == ("2", "10")
+    assert reading.values == {(name, "2"): 7, (name, "10"): 3}
 
 
 @pytest.mark.parametrize(
     ("page", "message"),
     [
-        ("", "has no metrics of vLLM: .*--disable-log-stats"),
-        ("python_info 1\n", "has no metrics of vLLM"),
-        (
-            'vllm:num_requests_running{engine="0"} 0\n',
-            "without kv-offload: .*not in use.*VLLM_PLUGINS",
-        ),
+        ("python_info 1\n", "has no metrics of vLLM: .*--disable-log-stats"),
+        ('vllm:a{engine="0"} 0\n', "without kv-offload: .*not in use.*VLLM_PLUGINS"),
         ("<html>It works</html>", "no page of metrics .*API server"),
     ],
 )
@@ -96,14 +84,9 @@ def test_a_page_without_our_metrics_says_what_may_be_the_reason(page: str, messa
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-1.0", "1e300"])
-@pytest.mark.parametrize("name", ["slots", "slot_bytes", "loaded_bytes_total"])
-def test_a_value_that_no_engine_has_is_refused(name: str, value: str) -> None:
-    with pytest.raises(ServerError, match=rf"no page of metrics \(vllm:host_kv_cache_{name} is "):
-        parse(recorded_with(name, value), "here")
-
-
-def test_values_that_are_not_read_may_be_any() -> None:
-    parse(recorded("hits") + 'vllm:other{engine="0"} NaN\n', "here")
+def test_a_value_that_no_engine_has_is_refused(value: str) -> None:
+    with pytest.raises(ServerError, match=r"no page of metrics \(vllm:host_kv_cache_slots is "):
+        parse(recorded_with("slots", value), "here")
 
 
 def test_labels_bring_no_escapes_to_a_terminal() -> None:
@@ -146,10 +129,19 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 # Where it leads nowhere, urllib leaves the first connection to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("location", ["http://[x", "http://a..b/", "http://a:port/"])
-def test_a_redirection_to_nowhere_is_no_traceback(location: str) -> None:
+@pytest.mark.parametrize(
+    ("header", "status_line"),
+    [
+        ("Location: http://[x\r\n", FOUND),
+        ("Location: http://a..b/\r\n", FOUND),
+        ("", "220 mail.example"),
+    ],
+)
+def test_a_redirection_to_nowhere_and_what_is_no_http_are_no_traceback(
+    header: str, status_line: str
+) -> None:
     with (
-        answering(lambda _: None, f"Location: {location}\r\n", FOUND) as url,
+        answering(lambda _: None, header, status_line) as url,
         pytest.raises(ServerError, match="check the address"),
     ):
         read(url)
@@ -159,22 +151,13 @@ def test_a_redirection_to_nowhere_is_no_traceback(location: str) -> None:
 def test_a_redirection_to_another_page_is_told() -> None:
     """A proxy that asks who you are leads to its own page."""
     with page_server("<html>Who are you?</html>") as other:
+        told = f"leads to http://{other.address}/metrics, is no page"
         header = f"Location: http://{other.address}/metrics\r\n"
         with (
             answering(lambda _: None, header, FOUND) as url,
-            pytest.raises(
-                ServerError, match=f"leads to http://{other.address}/metrics, is no page"
-            ),
+            pytest.raises(ServerError, match=told),
         ):
             read(url)
-
-
-def test_what_is_no_http_is_no_traceback() -> None:
-    with (
-        answering(lambda _: None, status_line="220 mail.example") as url,
-        pytest.raises(ServerError, match="cannot be reached"),
-    ):
-        read(url)
 
 
 @contextlib.contextmanager
@@ -212,21 +195,6 @@ def test_an_answer_without_end_is_refused_at_the_limit(header: str) -> None:
     with (
         answering(stream, header) as url,
         pytest.raises(ServerError, match=r"more than 16 MiB, the limit .*; give the address"),
-    ):
-        read(url)
-
-
-def test_an_answer_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_offload.tools.status.read.TIMEOUT_SECONDS", 2.0)
-
-    def drip(connection: socket.socket) -> None:
-        while True:  # until the reader has gone
-            connection.sendall(b"v")
-            time.sleep(0.01)
-
-    with (
-        answering(drip) as url,
-        pytest.raises(ServerError, match="its answer has not ended after 2 s; check"),
     ):
         read(url)
 

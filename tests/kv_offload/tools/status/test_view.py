@@ -43,18 +43,11 @@ def test_a_recorded_page() -> None:
     assert "engine  hit rate" not in text
 
 
-def test_rates_stand_beside_the_totals() -> None:
-    text = drawn(recorded("hits"), recorded("start"))
-    assert re.search(r"last \d+\.\d s", text)
-    assert re.search(r"from host memory: not computed +864 +48\.0 % +[\d,]+/s", text)
-    assert re.search(r"to host memory, at .*/s +864 KiB +[\d.]+ .iB/s", text)
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_an_error_is_named_with_what_it_means(name: str) -> None:
-    text = drawn(recorded_with(f"{name}_total", 3.0))
-    assert re.search(rf"{name}: .* 3", text)
-    assert "none since the start" not in text
+def test_an_error_is_named_with_what_it_means() -> None:
+    for name in ERRORS:
+        text = drawn(recorded_with(f"{name}_total", 3.0))
+        assert re.search(rf"{name}: .* 3", text)
+        assert "none since the start" not in text
 
 
 @pytest.mark.parametrize(
@@ -72,20 +65,15 @@ def test_what_is_not_as_it_should_be_has_a_line(name: str, value: float, shown: 
 
 def test_several_engines_stand_below_their_sum() -> None:
     one = recorded("hits")
-    text = drawn(one + recorded_with("hook_errors_total", 1.0).replace('engine="0"', 'engine="1"'))
+    other = recorded_with("hook_errors_total", 1.0).replace('engine="0"', 'engine="[/red]"')
+    text = drawn(one + other)
     assert "2 engines together" in text
     assert re.search(r"looked up +3,600", text)
     table = text.partition("engine  hit rate")[2].splitlines()[1:]
-    assert [line.split() for line in table if line.strip()] == [
+    assert sorted(line.split() for line in table if line.strip()) == [
         ["0", "48.0", "%", "864", "27", "2,048", "0"],
-        ["1", "48.0", "%", "864", "27", "2,048", "1"],
-    ]
-
-
-def test_a_name_of_an_engine_is_no_markup() -> None:
-    one = recorded("hits")
-    text = drawn(one + one.replace('engine="0"', 'engine="[/red]"'))
-    assert re.search(r"\[/red\] +48.0 %", text)
+        ["[/red]", "48.0", "%", "864", "27", "2,048", "1"],
+    ], "a name is no markup"
 
 
 def test_what_is_wrong_comes_first() -> None:
@@ -98,5 +86,6 @@ def test_a_page_of_a_healthy_server_fits_the_lowest_terminal_and_loses_no_figure
     text = drawn(recorded("hits"), recorded("start"), width=80)
     assert len(text.splitlines()) <= 24
     assert max(map(len, text.splitlines())) <= 80
-    assert "864 KiB" in text
-    assert "1,800" in text
+    assert re.search(r"last \d+\.\d s", text)
+    assert re.search(r"from host memory: not computed +864 +48\.0 % +[\d,]+/s", text)
+    assert re.search(r"to host memory, at .*/s +864 KiB +[\d.]+ .iB/s", text)
