@@ -42,6 +42,9 @@ def test_heads_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     [
         ("Llama-3.1-8B", ["--kv-cache-dtype", "int8_per_token_head"], "x 1 byte + scales"),
         ("Llama-3.1-8B", ["--cpu-bytes", "2097152"], "in 2 MiB         16 tokens, 1 blocks"),
+        ("Llama-3.1-8B", ["--kv-cache-dtype", "float32"], "bytes per token  262,144 = "),
+        ("Llama-3.1-8B", ["-tp", "4"], "bytes per slot   524,288 on a rank"),
+        ("DeepSeek-V3", ["-tp", "8"], "bytes per token  70,272 = 61 layers x 576 x 2 bytes"),
         ("DeepSeek-V3", ["-tp", "8"], "The 8 ranks hold equal bytes and keep them once."),
         ("DeepSeek-V3.2", [], "61 layers x 576 x 2 bytes + 61 layers x 132 bytes of the index"),
         ("Mistral-7B-v0.1", [], "bytes per prompt  536,870,912 at most, its last 4,096 tokens"),
@@ -81,15 +84,15 @@ def test_what_was_not_read_is_said(
     assert "Assumed" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", ["~nobody-of-this-name/model", "a" * 5000, ""])
 def test_a_path_that_leads_nowhere_is_one_message(
-    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["size", path]) == 2
-    error = capsys.readouterr().err
-    assert ": cannot be read as JSON: " in error
-    assert "Give the path of a model's config.json" in error
+    for path in ("~nobody-of-this-name/model", "a" * 5000, ""):
+        assert main(["size", path]) == 2
+        error = capsys.readouterr().err
+        assert ": cannot be read as JSON: " in error
+        assert "Give the path of a model's config.json" in error
 
 
 @pytest.mark.parametrize("size", ["9" * 5000, "", "-1", "64", "²"])
@@ -99,6 +102,22 @@ def test_a_size_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert error.startswith(f"kv-offload: --cpu-bytes is {show(size)}: ")
     assert "Give bytes, a size (48GiB), or a share" in error
     assert "digits" not in error, "a limit of Python's"
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("Llama-3.1-8B", "-tp=3", "-size is 3, and the model has 8 KV heads: one must be"),
+        ("Granite-4.0-H-Small", "-tp=256", "the states have 128 heads: give a divisor of 128"),
+        ("DeepSeek-V3", "--kv-cache-dtype=fp8_per_token_head", "not have for latent attention"),
+        ("DeepSeek-V3.2", "--kv-cache-dtype=fp8", "attention keeps then depends on the GPU. Give"),
+    ],
+)
+def test_settings_that_do_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, option: str, message: str
+) -> None:
+    assert run(tmp_path, name, option) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["-tp=0", "--block-size=one", "--kv-cache-dtype=fp4"])
