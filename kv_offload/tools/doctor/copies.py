@@ -43,7 +43,11 @@ def measure(device: torch.device, kind: EngineChoice) -> Rates:
     kv = torch.zeros((BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device=device)
     layout = KVLayout.from_tensors(BLOCKS, [TensorDescription.of("kv", kv, BLOCKS)])
     with create_engine(kind, layout, BLOCKS, keep_alive=[kv]) as engine:
-        _await_memory(engine)
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while engine.ready_slots < BLOCKS:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"memory was not page-locked within {TIMEOUT_SECONDS:g} s")
+            time.sleep(0.001)
         store, load = (
             max(_run(engine, direction) for _ in range(ROUNDS))
             for direction in (Direction.STORE, Direction.LOAD)
@@ -62,12 +66,3 @@ def _run(engine: SwapEngine, direction: Direction) -> float:
     if done.error is not None:
         raise done.error
     return done.nbytes / done.seconds
-
-
-def _await_memory(engine: SwapEngine) -> None:
-    """Wait until all slots are page-locked."""
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while engine.ready_slots < BLOCKS:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"memory was not page-locked within {TIMEOUT_SECONDS:g} s")
-        time.sleep(0.001)

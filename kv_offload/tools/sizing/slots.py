@@ -67,22 +67,21 @@ class SlotSize:
 
     @property
     def block_slots(self) -> int:
-        """Slots of a rank for `block_tokens` tokens, less the windows and states of a mixed model.
-
-        Of windows alone, those of tokens in the window.
-        """
-        if self.keeps_ends_only:
-            return self.groups["window"]
-        return sum(count for kind, count in self.groups.items() if kind not in ENDS)
+        """The slots of a rank that make up `block_bytes`."""
+        ends = () if self.keeps_ends_only else ENDS
+        return sum(count for kind, count in self.groups.items() if kind not in ends)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of `block_slots`, over all ranks."""
+        """Bytes of `block_tokens` tokens, over all ranks, less what only the end of a prompt has.
+
+        Of windows alone, those of tokens in the window.
+        """
         return self.slot_bytes * self.block_slots * self.arenas
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token, over all ranks, less the windows and states of a mixed model."""
+        """Bytes of a token, as `block_bytes` counts them."""
         return self.block_bytes // self.block_tokens
 
     @property
@@ -114,7 +113,8 @@ def slot_size(
     Raises `ConfigError` for a type that does not fit the model, and where the KV heads or the
     states cannot be split over the ranks.
     """
-    number_bytes = _number_bytes(model, cache_dtype)
+    _check_cache_dtype(model, cache_dtype)
+    number_bytes = CACHE_DTYPES[cache_dtype]
     groups, group_layers = cut_into_groups(model.layers)
     rank_heads = 1 if model.latent else _heads_per_rank(model.kv_heads, tensor_parallel_size)
     scale_bytes = SCALE_BYTES if cache_dtype.endswith("_per_token_head") else 0
@@ -141,7 +141,7 @@ def slot_size(
     )
 
 
-def _number_bytes(model: Model, cache_dtype: str) -> int:
+def _check_cache_dtype(model: Model, cache_dtype: str) -> None:
     if cache_dtype == "auto" and model.cache_is_quantized:
         raise ConfigError(
             "--kv-cache-dtype is auto, and the checkpoint has a type of its own for the cache "
@@ -157,7 +157,6 @@ def _number_bytes(model: Model, cache_dtype: str) -> int:
             f"--kv-cache-dtype is {cache_dtype!r}, which vLLM does not have for latent attention: "
             "give another"
         )
-    return CACHE_DTYPES[cache_dtype]
 
 
 def _heads_per_rank(kv_heads: int, ranks: int) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kv_offload.cache.policies import POLICIES
 from kv_offload.config import DEFAULT, SCHEMA, OffloadConfig, trace_config
-from kv_offload.config.host_memory import HostMemory, read_host_memory
+from kv_offload.config.host_memory import HostMemory
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError
 
 GIB = 1 << 30
@@ -45,21 +45,13 @@ def write(tmp_path):
     return write
 
 
-# -- values ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("content", ["", "# nothing\n", "---\n", "{}"])
-def test_without_a_file_or_in_an_empty_one_all_are_defaults(write, content):
-    assert load() == load({"config_file": write(content)}) == DEFAULTS
+# -- values
 
 
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
         ("cpu_bytes", 1 << 20, 1 << 20),
-        ("cpu_bytes", "64B", 64),
-        ("cpu_bytes", 62 * GIB, 62 * GIB),
-        ("cpu_bytes", "1.5GiB", 3 * GIB // 2),
         ("cpu_bytes", "0.4%", 64 * GIB * 4 // 1000),
         ("eviction_policy", "arc", "arc"),
         ("store_blocks", "prompt", "prompt"),
@@ -75,6 +67,7 @@ def test_without_a_file_or_in_an_empty_one_all_are_defaults(write, content):
 def test_values_that_are_accepted_inline_and_in_a_file(write, key, value, expected):
     for extra_config in ({key: value}, {"config_file": write(json.dumps({key: value}))}):
         assert load(extra_config) == dataclasses.replace(DEFAULTS, **{key: expected})
+    assert load({"config_file": write("# nothing\n")}) == DEFAULTS
 
 
 BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), room for hardly one block."
@@ -90,18 +83,13 @@ BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), room for ha
         ("cpu_bytes", None, "must be bytes, a size"),
         ("cpu_bytes", [1], "must be bytes, a size"),
         ("cpu_bytes", 2**70, "must be 9223372036854775807 at most"),
-        ("cpu_bytes", "48G", "unknown unit 'G', write 48GB or 48GiB. Allowed"),
         ("eviction_policy", "lfu", "must be lru or arc"),
         ("eviction_policy", "\ud800", "must be lru or arc"),
-        ("store_blocks", "decode", "must be all or prompt"),
         ("store_after_uses", 0, "must be an integer of at least 1"),
-        ("store_after_uses", 1.0, "must be an integer"),
         ("store_after_uses", "4", "must be an integer"),
-        ("store_after_uses", 2**70, "must be 9223372036854775807 at most"),
         ("transfer_engine", "gpu", "must be auto, host, cuda or dma"),
         ("max_pinned_share", 0.0099, "must be a number from 0.01 to 1; with less, too few blocks"),
         ("max_pinned_share", 1.01, "must be a number from 0.01 to 1"),
-        ("max_pinned_share", True, "must be a number"),
         ("load_or_recompute", "always", "must be measured or always_load"),
         ("keep_on_sleep", "yes", "must be true or false"),
         ("on_load_failure", {}, "must be recompute or fail"),
@@ -132,7 +120,6 @@ DIGITS = "f" * 5000
         (f"? {'x' * 500}\n: 1", "xxx: 1: unknown key"),
         ('"\\e[2J": 1', r"\x1b[2J: 1: unknown key"),
         (f"? 0x{DIGITS}\n: 1", "a huge integer: 1: unknown key"),
-        ("2024-01-01: 1", "unknown key"),
     ],
 )
 def test_a_strange_file_is_refused_in_short_and_without_escapes(write, content, problem):
@@ -141,12 +128,6 @@ def test_a_strange_file_is_refused_in_short_and_without_escapes(write, content, 
     assert len(message) < 1000
     assert "x" * 200 not in message
     assert "\x1b" not in message
-
-
-def test_a_bad_value_is_refused_also_where_another_source_overrides_it(write):
-    file = write("max_pinned_share: 1.5")
-    message = refusal({"config_file": file, "max_pinned_share": 0.5})
-    assert message.startswith(f"{file}: max_pinned_share: 1.5")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +146,7 @@ def test_a_message_shows_what_was_written_and_not_what_yaml_made_of_it(write, co
     assert refusal({"config_file": file}, kind=KVOffloadError).startswith(f"{file}: {shown}")
 
 
-# -- capacity --------------------------------------------------------------------------------------
+# -- capacity
 
 
 def test_more_than_the_machine_has(write):
@@ -190,16 +171,7 @@ def test_replicas_of_a_host_divide_a_percentage_and_each_takes_a_size():
         ) in message
 
 
-def test_only_the_effective_size_must_fit(write):
-    file = write("cpu_bytes: 1TiB")
-    assert load({"config_file": file, "cpu_bytes": "1GiB"}).cpu_bytes == GIB
-
-
-def test_the_memory_of_this_machine_is_the_default_whole():
-    assert trace_config({}, {}).config.cpu_bytes == read_host_memory().size_bytes // 4
-
-
-# -- unknown keys ----------------------------------------------------------------------------------
+# -- unknown keys
 
 
 @pytest.mark.parametrize(
@@ -226,10 +198,16 @@ def test_config_file_is_a_key_only_inline(write):
     assert "Did you mean config_file?" in refusal({"config_fil": file})
 
 
-# -- sources and precedence ------------------------------------------------------------------------
+# -- sources and precedence
 
 
 def test_inline_wins_over_the_file_which_wins_over_the_default_and_is_traced(write):
+    """Only the effective size must fit, but every value that is given is checked."""
+    file = write("cpu_bytes: 1TiB\nmax_pinned_share: 1.5")
+    message = refusal({"config_file": file, "cpu_bytes": "1GiB", "max_pinned_share": 0.5})
+    assert message.startswith(f"{file}: max_pinned_share: 1.5")
+    file = write("cpu_bytes: 1TiB")
+    assert load({"config_file": file, "cpu_bytes": "1GiB"}).cpu_bytes == GIB
     file = write("store_after_uses: 2\nstore_blocks: prompt\ncpu_bytes: 1GiB")
     traced = trace_config({"config_file": file, "store_after_uses": 4}, {}, host=HOST)
     assert traced.config == dataclasses.replace(
@@ -253,19 +231,15 @@ def test_the_file_of_a_command_wins_over_the_named_one_and_that_over_the_environ
     assert traced.given["store_after_uses"].source == named
 
 
-def test_paths_may_be_relative_links_or_start_at_home(write, tmp_path, monkeypatch):
+def test_paths_may_be_relative_or_start_at_home(write, tmp_path, monkeypatch):
     write("store_after_uses: 2")
-    (tmp_path / "deep/below").mkdir(parents=True)
-    (tmp_path / "away").symlink_to("deep/below")
-    (tmp_path / "deep/kv.yaml").write_text("store_after_uses: 3")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load({"config_file": "~/kv.yaml"}).store_after_uses == 2
-    assert load({"config_file": "away/../kv.yaml"}).store_after_uses == 3
     assert trace_config({"config_file": "kv.yaml"}, {}, host=HOST).file == tmp_path / "kv.yaml"
 
 
-# -- other variables -------------------------------------------------------------------------------
+# -- other variables
 
 
 def test_a_variable_named_after_a_key_is_refused():
@@ -309,8 +283,6 @@ READABLE = "Give the path of a YAML file that this process can read."
     ("path", "reason"),
     [
         ("missing.yaml", "No such file or directory"),
-        ("kv.yaml/x", "Not a directory"),
-        ("loop", "Too many levels of symbolic links"),
         ("~nobody-has-this-name/kv.yaml", "No such file or directory"),
         ("a\0b", "null "),
         ("pipe", "is not a regular file"),
@@ -319,7 +291,6 @@ READABLE = "Give the path of a YAML file that this process can read."
 )
 def test_files_that_cannot_be_read(write, tmp_path, monkeypatch, path, reason):
     write("")
-    (tmp_path / "loop").symlink_to("loop")
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "model.safetensors").open("wb") as weights:
         weights.truncate(5 << 30)
@@ -351,12 +322,10 @@ def test_what_is_no_path_and_standard_input_are_no_file(monkeypatch, tmp_path, w
     ("content", "line", "column", "problem"),
     [
         ("cpu_bytes: 1\na: b: c", 2, 5, "mapping values are not allowed here"),
-        ("a: 1\n---\nb: 2", 2, 1, "expected a single document in the stream"),
         ("a: !!python/name:os.system x", 1, 4, "could not determine a constructor for the tag"),
         ("? [a]\n: 1", 1, 3, "found unhashable key"),
         ("a: 1\nb: 2024-13-45", 2, 4, "'2024-13-45' is not a valid timestamp"),
         ("a: !!bool x", 1, 4, "'x' is not a valid bool"),
-        ("a: !!timestamp x", 1, 4, "'x' is not a valid timestamp"),
         ("a: !!map x", 1, 4, "expected a mapping node, but found scalar"),
         ("a: " + "1" * 5000, 1, 4, "is not a valid int"),
         ("store_after_uses: 010", 1, 19, "'010' means 8 in YAML: write the number that you mean"),
@@ -380,7 +349,6 @@ def test_malformed_files_are_refused_with_line_and_column(write, content, line, 
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        ("cpu_bytes = 1GiB", 1),
         ("# mine\r\ncpu_bytes:1GiB  # all of it\r\n", 2),
         ("cpu_bytes=1GiB\neviction_policy=arc", 1),
         ("eviction_policy: arc\ncpu_bytes:1GiB\nstore_blocks: all", 2),
@@ -409,7 +377,7 @@ def test_any_content_is_a_configuration_or_a_refusal(tmp_path_factory, content):
         assert load({"config_file": str(file)}).cpu_bytes > 0
 
 
-# -- the record and the documentation --------------------------------------------------------------
+# -- the record and the documentation
 
 
 def test_describe_is_one_line_with_every_key_as_it_was_written(write):

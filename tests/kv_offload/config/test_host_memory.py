@@ -61,7 +61,6 @@ def test_the_smallest_limit_on_the_way_up_counts(tmp_path, path):
 
 V1, V2 = "memory.limit_in_bytes", "memory.max"
 LIMITS = [
-    ("v2, no limit", "0::/job/a", {f"job/a/{V2}": "max", f"job/{V2}": "max"}, 64 * GIB),
     ("v1, a shared hierarchy", "4:cpu,memory:/a", {f"memory/a/{V1}": 8 * GIB}, 8 * GIB),
     *(
         (f"the smaller one: {v1}, {v2}", "4:memory:/a\n0::/b", limits, 8 * GIB)
@@ -71,7 +70,6 @@ LIMITS = [
     ("a container sees its own root", "4:memory:/docker/01ab", {f"memory/{V1}": 8 * GIB}, 8 * GIB),
     ("another namespace's name", "0::/../a", {f"a/{V2}": GIB, V2: 8 * GIB}, 8 * GIB),
     ("v2 slows down", "0::/a", {f"a/{V2}": 16 * GIB, "a/memory.high": 8 * GIB}, 8 * GIB),
-    ("other processes", "0::/mine", {f"other/{V2}": GIB}, 64 * GIB),
     ("odd letters", b"0::/a:b/\xff", {f"a:b/{V2}": 8 * GIB}, 8 * GIB),
 ]
 

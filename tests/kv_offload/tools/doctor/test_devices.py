@@ -98,10 +98,8 @@ CUDA_TORCH, CPU_TORCH = Torch("2.11.0", "13.0"), Torch("2.11.0+cpu", None)
     ("machine", "torch", "may_have_one", "state"),
     [
         (ONE_GPU, CUDA_TORCH, True, "ok"),
-        (ONE_GPU, None, True, "ok"),
         (ONE_GPU, CPU_TORCH, True, "problem"),
         (NO_DRIVER, CUDA_TORCH, False, "problem"),
-        (NO_DRIVER, None, False, "problem"),
         (NOBODY_ASKED, CUDA_TORCH, True, "not checked"),
         (NOBODY_ASKED, None, False, "not checked"),
         (NOBODY_ASKED, CPU_TORCH, False, "problem"),
@@ -141,25 +139,14 @@ def test_rates_against_the_link(
     assert f"{store / 1e9:.1f} GB/s to host memory, {load / 1e9:.1f} GB/s back" in check.found
 
 
-@pytest.mark.parametrize(
-    ("torch", "asked", "reason"),
-    [
-        (Torch("2", "13.0"), False, "--no-measure was given"),
-        (None, True, "torch is not installed in this Python"),
-        (Torch("2+cpu", None), True, "torch is built without CUDA"),
-    ],
-)
-def test_what_is_not_measured_is_told(torch: Torch | None, asked: bool, reason: str) -> None:
-    (check,) = check_rates(Machine(), torch, "auto", asked=asked)
-    assert (check.state, check.found) == ("not checked", reason)
-
-
 def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with an empty `CUDA_VISIBLE_DEVICES`: NVML sees the GPU all the same."""
     torch = pytest.importorskip("torch", reason="needs torch, which is not installed")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (check,) = check_rates(Machine(), CUDA_TORCH, "auto")
     assert (check.state, check.found) == ("not checked", "torch sees no GPU")
+    (check,) = check_rates(Machine(), CPU_TORCH, "auto")
+    assert (check.state, check.found) == ("not checked", "torch is built without CUDA")
     (check,) = check_rates(Machine(gpus=(gpu(), gpu(index=1))), CUDA_TORCH, "auto")
     assert (check.state, check.found) == ("problem", "torch sees none of 2 GPUs")
     assert "CUDA_VISIBLE_DEVICES" in check.remedy
@@ -189,7 +176,6 @@ TOLD = "GPU 0 is at node 1, this process may use {}"
     [
         (STATUS, ALLOWED.format("0"), ONE_GPU, "warning", TOLD.format("0")),
         (STATUS, ALLOWED.format("0-1"), ONE_GPU, "ok", TOLD.format("0-1")),
-        (STATUS, ALLOWED.format("2-3"), ONE_GPU, "warning", TOLD.format("2-3")),
         (ONLINE, "0\n", ONE_GPU, "ok", "this machine has one"),
         (ONLINE, None, ONE_GPU, "not checked", "cannot be read"),
         (NUMA_NODE, None, ONE_GPU, "not checked", "the system does not tell that of GPU 0"),

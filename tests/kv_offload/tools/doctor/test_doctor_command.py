@@ -80,13 +80,6 @@ def test_without_nvml_a_torch_for_cuda_has_its_lockable_memory_checked(
     assert checks["lockable memory"]["state"] == "warning"
 
 
-def test_replicas_are_counted_from_one(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["doctor", "--replicas", "0"])
-    assert caught.value.code == 2
-    assert "--replicas: '0' is not an integer of 1 or more" in capsys.readouterr().err
-
-
 def test_it_runs_where_nothing_is_installed() -> None:
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr

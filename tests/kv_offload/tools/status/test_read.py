@@ -22,8 +22,6 @@ FOUND = "HTTP/1.1 302 Found"
     ("address", "url"),
     [
         ("localhost:8000", "http://localhost:8000/metrics"),
-        ("[::1]:8000", "http://[::1]:8000/metrics"),
-        ("http://localhost:8000/", "http://localhost:8000/metrics"),
         ("http://localhost:8000/metrics", "http://localhost:8000/metrics"),
         ("https://gate.example/engines/3?a=b", "https://gate.example/engines/3/metrics"),
     ],
@@ -112,14 +110,11 @@ def test_a_proxy_of_the_environment_is_named(
         assert read(metrics_url(server.address)).model == "small"
 
 
-def test_a_status_of_http_is_named() -> None:
+def test_a_server_that_is_not_there_or_answers_with_an_error_is_named() -> None:
     with page_server() as server:
         server.status = 503
         with pytest.raises(ServerError, match=r"HTTP status 503 .*check the address"):
             read(metrics_url(server.address))
-
-
-def test_a_server_that_is_not_there_is_named() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = metrics_url(f"127.0.0.1:{probe.getsockname()[1]}")
@@ -130,12 +125,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
 # Where it leads nowhere, urllib leaves the first connection to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    ("header", "status_line"),
-    [
-        ("Location: http://[x\r\n", FOUND),
-        ("Location: http://a..b/\r\n", FOUND),
-        ("", "220 mail.example"),
-    ],
+    ("header", "status_line"), [("Location: http://[x\r\n", FOUND), ("", "220 mail.example")]
 )
 def test_a_redirection_to_nowhere_and_what_is_no_http_are_no_traceback(
     header: str, status_line: str
