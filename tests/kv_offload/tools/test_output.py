@@ -109,16 +109,3 @@ def test_ctrl_c_is_quiet(
     required = {"size": ["config.json"], "status": ["localhost:8000"]}
     assert main([name, *required.get(name, [])]) == 128 + signal.SIGINT
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)])
-def test_help_states_the_exit_status(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as caught:
-        main([*arguments, "--help"])
-    assert caught.value.code == 0
-    output = " ".join(capsys.readouterr().out.split())
-    assert "exit status is" in output
-    assert "2" in output.partition("exit status is")[2]

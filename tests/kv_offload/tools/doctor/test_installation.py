@@ -7,6 +7,7 @@ import pytest
 
 from kv_offload.tools.doctor import installation
 from kv_offload.tools.doctor.installation import (
+    CUPY_NEEDED,
     Torch,
     check_cupy,
     check_driver,
@@ -58,6 +59,12 @@ def test_vllm(found: dict[str, str], state: str) -> None:
 def test_cupy(torch: Torch | None, found: dict[str, str], state: str, remedy: str) -> None:
     check = check_cupy(torch, found)
     assert (check.state, check.remedy) == (state, remedy)
+
+
+def test_the_needed_cupy_is_that_of_the_extras() -> None:
+    text = (Path(__file__).parents[4] / "pyproject.toml").read_text()
+    for major, oldest in CUPY_NEEDED.items():
+        assert f'"cupy-cuda{major}x>={".".join(map(str, oldest))}"' in text
 
 
 @pytest.mark.parametrize(

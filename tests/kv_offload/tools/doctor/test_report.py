@@ -1,6 +1,4 @@
-import json
-
-from kv_offload.tools.doctor.report import COLUMNS, Check, as_json, as_text, not_checked
+from kv_offload.tools.doctor.report import COLUMNS, Check, as_text, not_checked
 
 FINE = Check("Python", "ok", "3.12", "3.11 or newer")
 SLOW = Check("link", "warning", "x4", "x16", "Reseat the card.")
@@ -30,19 +28,6 @@ def test_every_line_says_what_was_found_what_is_needed_and_what_to_do() -> None:
         "",
         "1 ok, 1 warning, 2 problems, 1 not checked",
     ]
-
-
-def test_json_has_every_line_with_its_section() -> None:
-    report = json.loads(as_json("doctor", {"One": [FINE], "Two": [BAD]}))
-    assert report["counts"] == {"ok": 1, "warning": 0, "problem": 1, "not checked": 0}
-    assert report["checks"][1] == {
-        "section": "Two",
-        "name": "vLLM",
-        "state": "problem",
-        "found": "0.25",
-        "needed": "0.26",
-        "remedy": "Install another.",
-    }
 
 
 def test_colour_does_not_change_the_width() -> None:

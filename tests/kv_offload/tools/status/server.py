@@ -31,8 +31,7 @@ def recorded_with(name: str, value: object) -> str:
 class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     """Answers `/metrics` with `page` and `status`, everything else with 404.
 
-    No server of `http.server`: those ask for the name of their address, and a machine without a
-    name server may wait long for that.
+    Servers of `http.server` ask a name server for the name of their address, which may take long.
     """
 
     daemon_threads = True

@@ -17,18 +17,6 @@ def reading(taken: float = 0.0, **values: float) -> Reading:
     return Reading(taken, ("0",), "m", named, {})
 
 
-def test_tokens_of_a_recorded_page_come_from_one_of_three() -> None:
-    found = figures(parse(recorded("hits"), "here"))
-    assert found.prompt_tokens.total == found.lookup_tokens.total == 1800
-    assert (found.gpu_tokens.total, found.host_tokens.total) == (0, 864)
-    assert found.computed_tokens.total == 936
-    assert found.pool.slots_in_use == found.pool.stored_slots.total == 27
-    assert (found.pool.slots, found.pool.pool_slots, found.pool.slot_bytes) == (2048, 2048, 32768)
-    assert found.loaded.bytes.total == 27 * 32768
-    assert found.loaded.bytes_per_second > 0
-    assert not any(found.errors.values())
-
-
 def test_rates_are_those_between_two_readings() -> None:
     before = parse(recorded("start"), "here")
     found = figures(before)
