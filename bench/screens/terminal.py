@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from kv_offload.tools.doctor.report import COLUMNS
-from kv_offload.tools.status.figures import figures
+from kv_offload.tools.status.figures import Figures
 from kv_offload.tools.status.read import metrics_url, read
 from kv_offload.tools.status.view import page
 
@@ -40,7 +40,7 @@ def status(server: str, seconds: float) -> str:
     before = read(url)
     time.sleep(seconds)
     now = read(url)
-    return _picture(page(url, figures(now, before)), f"kv-offload status {server}", STATUS_COLUMNS)
+    return _picture(page(url, Figures(now, before)), f"kv-offload status {server}", STATUS_COLUMNS)
 
 
 def _in_terminal(command: list[str], environment: dict[str, str]) -> str:

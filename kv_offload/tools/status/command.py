@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import signal
 import time
 from types import FrameType
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 
 from kv_offload.errors import ServerError
 from kv_offload.tools.output import is_terminal, shows_colour
-from kv_offload.tools.status.figures import figures
+from kv_offload.tools.status.figures import Figures
 from kv_offload.tools.status.read import Reading, metrics_url, read
 from kv_offload.tools.status.view import page
 
@@ -66,7 +64,10 @@ def _run(arguments: argparse.Namespace) -> int:
     url = metrics_url(arguments.url)
     reading = read(url)
     if arguments.json:
-        print(json.dumps(as_json(reading), indent=2))
+        by_engine = {
+            engine: Figures(reading, None, [engine]).as_json() for engine in reading.engines
+        }
+        print(json.dumps({**Figures(reading).as_json(), "by_engine": by_engine}, indent=2))
         return 0
     # Told, not left to rich: it would look at FORCE_COLOR for a pipe, and keep bold for NO_COLOR.
     console = Console(
@@ -119,25 +120,5 @@ def _watch(console: Console, url: str, reading: Reading, interval: float) -> Non
 def _draw(
     url: str, reading: Reading, before: Reading | None = None, note: str = ""
 ) -> RenderableType:
-    each = [figures(reading, before, [engine]) for engine in reading.engines]
-    return page(url, figures(reading, before), each, note)
-
-
-def as_json(reading: Reading) -> dict[str, object]:
-    """Return one reading for programs: all engines together, and by engine.
-
-    What needs two readings, rates since the last one, is left out.
-    """
-    return {
-        **dataclasses.asdict(figures(reading), dict_factory=_totals),
-        "by_engine": {
-            engine: dataclasses.asdict(figures(reading, None, [engine]), dict_factory=_totals)
-            for engine in reading.engines
-        },
-    }
-
-
-def _totals(fields: list[tuple[str, Any]]) -> Any:
-    """Return the total of a `Count`, and the fields of other records but for `seconds`."""
-    values = dict(fields)
-    return values.get("total", {name: values[name] for name in values if name != "seconds"})
+    each = [Figures(reading, before, [engine]) for engine in reading.engines]
+    return page(url, Figures(reading, before), each, note)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kv_offload.metrics import PREFIX, SKIP_REASONS
@@ -29,139 +29,126 @@ class Count:
     """None where there is no earlier reading, or the server was started again since."""
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Bytes copied in one direction, over all ranks."""
-
-    bytes: Count
-    bytes_per_second: float
-    """While copies ran, waiting time included; 0 before the first."""
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Slots in host memory, under the names of the metrics."""
-
-    slots_in_use: float
-    slots: float
-    """Those that are ready: their memory is page-locked on every rank."""
-    pool_slots: float
-    """All, ready or not."""
-    slot_bytes: float
-    stored_slots: Count
-    evictions: Count
-
-
-@dataclass(frozen=True)
-class LoadTimes:
-    """How long a load takes, as far as the buckets of the histogram tell; None before the first."""
-
-    median_seconds: float | None
-    slowest_hundredth_seconds: float | None
-
-
-@dataclass(frozen=True)
 class Figures:
-    """What one engine does, or several together."""
+    """What one engine does, or several together: by default all of the page.
 
-    engines: tuple[str, ...]
-    model: str
-    seconds: float | None
-    """Between the readings."""
-    prompt_tokens: Count
-    """Of requests that were admitted. Each token came from one of the three that follow."""
-    gpu_tokens: Count
-    host_tokens: Count
-    computed_tokens: Count
-    lookup_tokens: Count
-    recomputed_tokens: Count
-    stored: Copies
-    loaded: Copies
-    load_times: LoadTimes
-    pool: Pool
-    skipped: Mapping[str, Count]
-    """Slots not stored, by reason."""
-    waiting: Mapping[str, float]
-    oldest_copy_seconds: float
-    """The age of the oldest load or store that has not ended; of several engines, the largest."""
-    errors: Mapping[str, float]
+    Names are those of the metrics, without `PREFIX`.
+    """
 
+    def __init__(
+        self, now: Reading, before: Reading | None = None, engines: Sequence[str] | None = None
+    ) -> None:
+        self.engines = tuple(now.engines if engines is None else engines)
+        self.model = now.model
+        self.seconds = None if before is None else now.taken - before.taken
+        """Between the readings."""
+        self._now, self._before = now, before
 
-def figures(
-    now: Reading, before: Reading | None = None, engines: Sequence[str] | None = None
-) -> Figures:
-    """Return the figures of these engines, by default of all."""
-    chosen = tuple(now.engines if engines is None else engines)
-    seconds = None if before is None else now.taken - before.taken
+    def gauge(self, name: str) -> float:
+        """Return a gauge, summed up over the engines."""
+        return self._total(self._now, name)
 
-    def total(reading: Reading, name: str, prefix: str = PREFIX) -> float:
-        return sum(reading.values.get((prefix + name, engine), 0.0) for engine in chosen)
+    def largest(self, name: str) -> float:
+        """Return a gauge that does not add up: of several engines, the largest."""
+        return max(self._now.values.get((PREFIX + name, engine), 0.0) for engine in self.engines)
 
-    def largest(name: str) -> float:
-        return max(now.values.get((PREFIX + name, engine), 0.0) for engine in chosen)
+    def counter(self, name: str, prefix: str = PREFIX) -> Count:
+        """Return a counter, summed up over the engines."""
+        return self._counted(lambda reading: self._total(reading, f"{name}_total", prefix))
 
-    def counted(value: Callable[[Reading], float]) -> Count:
-        newest = value(now)
-        if before is None or not seconds:
+    @property
+    def tokens(self) -> dict[str, Count]:
+        """Tokens of admitted requests, where each came from, and what was asked of host memory."""
+        return {
+            "prompt_tokens": self.counter("queries", OF_VLLM),
+            "gpu_tokens": self.counter("hits", OF_VLLM),
+            "host_tokens": self.counter("hit_tokens"),
+            "computed_tokens": self._counted(self._computed),
+            "lookup_tokens": self.counter("lookup_tokens"),
+            "recomputed_tokens": self.counter("recomputed_tokens"),
+        }
+
+    def bytes_per_second(self, copies: str) -> float:
+        """Return the speed while `stored` or `loaded` copies ran, waiting included, or 0."""
+        busy_seconds = self.counter(f"{copies}_seconds").total
+        return self.counter(f"{copies}_bytes").total / busy_seconds if busy_seconds else 0.0
+
+    @property
+    def skipped(self) -> dict[str, Count]:
+        """Slots not stored, by reason."""
+        return {reason: self.counter(f"skipped_{reason}") for reason in SKIP_REASONS}
+
+    @property
+    def waiting(self) -> dict[str, float]:
+        """What waits now."""
+        return {name: self.gauge(name) for name in WAITS}
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """The counters of `ERRORS`."""
+        return {name: self.counter(name).total for name in ERRORS}
+
+    def load_seconds(self, share: float) -> float | None:
+        """Return the time that this share of all loads took at most, as Prometheus estimates it.
+
+        None before the first load.
+        """
+        counts: dict[float, float] = {}
+        for engine in self.engines:
+            buckets = self._now.buckets.get((f"{PREFIX}load_seconds", engine), {})
+            for bound, up_to in buckets.items():
+                counts[bound] = counts.get(bound, 0.0) + up_to
+        bounds = sorted(counts)
+        if not bounds or not counts[bounds[-1]]:
+            return None
+        wanted = share * counts[bounds[-1]]
+        lower, below = 0.0, 0.0
+        for bound in bounds[:-1]:
+            if counts[bound] >= wanted:
+                return lower + (bound - lower) * (wanted - below) / (counts[bound] - below)
+            lower, below = bound, counts[bound]
+        return lower
+
+    def as_json(self) -> dict[str, object]:
+        """Return all that does not need a second reading."""
+        return {
+            "engines": self.engines,
+            "model": self.model,
+            **{name: count.total for name, count in self.tokens.items()},
+            **{
+                copies: {
+                    "bytes": self.counter(f"{copies}_bytes").total,
+                    "bytes_per_second": self.bytes_per_second(copies),
+                }
+                for copies in ("stored", "loaded")
+            },
+            "load_times": {
+                "median_seconds": self.load_seconds(0.5),
+                "slowest_hundredth_seconds": self.load_seconds(0.99),
+            },
+            "pool": {
+                **{name: self.gauge(name) for name in ("slots_in_use", "slots", "pool_slots")},
+                "slot_bytes": self.largest("slot_bytes"),
+                **{name: self.counter(name).total for name in ("stored_slots", "evictions")},
+            },
+            "skipped": {reason: count.total for reason, count in self.skipped.items()},
+            "waiting": self.waiting,
+            "oldest_copy_seconds": self.largest("oldest_copy_seconds"),
+            "errors": self.errors,
+        }
+
+    def _total(self, reading: Reading, name: str, prefix: str = PREFIX) -> float:
+        return sum(reading.values.get((prefix + name, engine), 0.0) for engine in self.engines)
+
+    def _counted(self, value: Callable[[Reading], float]) -> Count:
+        newest = value(self._now)
+        if self._before is None or not self.seconds:
             return Count(newest, None)
-        growth = newest - value(before)
-        return Count(newest, growth / seconds if growth >= 0 else None)
+        growth = newest - value(self._before)
+        return Count(newest, growth / self.seconds if growth >= 0 else None)
 
-    def counter(name: str, prefix: str = PREFIX) -> Count:
-        return counted(lambda reading: total(reading, f"{name}_total", prefix))
-
-    def computed(reading: Reading) -> float:
-        asked = total(reading, "queries_total", OF_VLLM)
-        cached = total(reading, "hits_total", OF_VLLM) + total(reading, "hit_tokens_total")
+    def _computed(self, reading: Reading) -> float:
+        asked = self._total(reading, "queries_total", OF_VLLM)
+        cached = self._total(reading, "hits_total", OF_VLLM)
         # A request that was preempted is looked up again, which vLLM's counters leave out.
-        return max(0.0, asked - cached)
-
-    def copies(name: str) -> Copies:
-        busy = counter(f"{name}_seconds").total
-        copied = counter(f"{name}_bytes")
-        return Copies(copied, copied.total / busy if busy else 0.0)
-
-    return Figures(
-        engines=chosen,
-        model=now.model,
-        seconds=seconds,
-        prompt_tokens=counter("queries", OF_VLLM),
-        gpu_tokens=counter("hits", OF_VLLM),
-        host_tokens=counter("hit_tokens"),
-        computed_tokens=counted(computed),
-        lookup_tokens=counter("lookup_tokens"),
-        recomputed_tokens=counter("recomputed_tokens"),
-        stored=copies("stored"),
-        loaded=copies("loaded"),
-        load_times=LoadTimes(*(_quantile(now, chosen, share) for share in (0.5, 0.99))),
-        pool=Pool(
-            total(now, "slots_in_use"),
-            total(now, "slots"),
-            total(now, "pool_slots"),
-            largest("slot_bytes"),
-            counter("stored_slots"),
-            counter("evictions"),
-        ),
-        skipped={reason: counter(f"skipped_{reason}") for reason in SKIP_REASONS},
-        waiting={name: total(now, name) for name in WAITS},
-        oldest_copy_seconds=largest("oldest_copy_seconds"),
-        errors={name: counter(name).total for name in ERRORS},
-    )
-
-
-def _quantile(reading: Reading, engines: Sequence[str], share: float) -> float | None:
-    """Return the time that this share of all loads took at most, as Prometheus estimates it."""
-    counts: dict[float, float] = {}
-    for engine in engines:
-        for bound, up_to in reading.buckets.get((f"{PREFIX}load_seconds", engine), {}).items():
-            counts[bound] = counts.get(bound, 0.0) + up_to
-    bounds = sorted(counts)
-    if not bounds or not counts[bounds[-1]]:
-        return None
-    wanted = share * counts[bounds[-1]]
-    lower, below = 0.0, 0.0
-    for bound in bounds[:-1]:
-        if counts[bound] >= wanted:
-            return lower + (bound - lower) * (wanted - below) / (counts[bound] - below)
-        lower, below = bound, counts[bound]
-    return lower
+        return max(0.0, asked - cached - self._total(reading, "hit_tokens_total"))

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kv_offload.config.sizes import format_size
 from kv_offload.metrics import METRICS
-from kv_offload.tools.status.figures import WAITS, Copies, Count, Figures
+from kv_offload.tools.status.figures import WAITS, Count, Figures
 
 _HELP = {metric.name: metric.documentation for metric in METRICS}
 _SKIPPED = "Slots not stored because "
@@ -61,24 +61,25 @@ def _table(figures: Figures) -> Table:
     if not errors:
         table.add_row("  none since the start", style="green")
     heading("Tokens of prompts")
-    row("from the GPU's own cache", figures.gpu_tokens, figures.prompt_tokens)
-    row("from host memory: not computed", figures.host_tokens, figures.prompt_tokens, "green")
-    row("computed", figures.computed_tokens, figures.prompt_tokens)
+    tokens = figures.tokens
+    prompts, lookups = tokens["prompt_tokens"], tokens["lookup_tokens"]
+    row("from the GPU's own cache", tokens["gpu_tokens"], prompts)
+    row("from host memory: not computed", tokens["host_tokens"], prompts, "green")
+    row("computed", tokens["computed_tokens"], prompts)
     heading("Asked of host memory, in tokens")
-    row("looked up", figures.lookup_tokens)
-    row("loaded: the hit rate", figures.host_tokens, figures.lookup_tokens, "green")
-    row("there, but sooner computed", figures.recomputed_tokens, figures.lookup_tokens)
+    row("looked up", lookups)
+    row("loaded: the hit rate", tokens["host_tokens"], lookups, "green")
+    row("there, but sooner computed", tokens["recomputed_tokens"], lookups)
     heading("Copies")
-    table.add_row(*_traffic("to host memory", figures.stored))
-    table.add_row(*_traffic("from host memory", figures.loaded))
-    times = figures.load_times
-    if times.median_seconds is not None and times.slowest_hundredth_seconds is not None:
-        median, slowest = _time(times.median_seconds), _time(times.slowest_hundredth_seconds)
-        table.add_row(f"  a load takes {median}, 99 %: {slowest}")
+    table.add_row(*_traffic("to host memory", figures, "stored"))
+    table.add_row(*_traffic("from host memory", figures, "loaded"))
+    median, slowest = figures.load_seconds(0.5), figures.load_seconds(0.99)
+    if median is not None and slowest is not None:
+        table.add_row(f"  a load takes {_time(median)}, 99 %: {_time(slowest)}")
     heading("Host memory")
     _add_pool(table, figures)
-    row("slots stored", figures.pool.stored_slots)
-    row("slots given to another block", figures.pool.evictions)
+    row("slots stored", figures.counter("stored_slots"))
+    row("slots given to another block", figures.counter("evictions"))
     heading("Not stored, in slots")
     skipped = {name: count for name, count in figures.skipped.items() if count.total}
     for reason, count in skipped.items():
@@ -89,31 +90,28 @@ def _table(figures: Figures) -> Table:
     waiting = {name: value for name, value in figures.waiting.items() if value}
     for name, value in waiting.items():
         table.add_row(f"  {WAITS[name]}", _number(value))
-    if figures.oldest_copy_seconds:
-        age = _time(figures.oldest_copy_seconds)
-        table.add_row("  age of the oldest load or store", age)
+    if age := figures.largest("oldest_copy_seconds"):
+        table.add_row("  age of the oldest load or store", _time(age))
     elif not waiting:
         table.add_row("  nothing")
     return table
 
 
 def _add_pool(table: Table, figures: Figures) -> None:
-    pool = figures.pool
-    used, slots = (
-        format_size(int(n * pool.slot_bytes)) for n in (pool.slots_in_use, pool.pool_slots)
-    )
+    in_use, ready, all_slots = map(figures.gauge, ("slots_in_use", "slots", "pool_slots"))
+    used, slots = (format_size(int(n * figures.largest("slot_bytes"))) for n in (in_use, all_slots))
     rank = "on one rank" if len(figures.engines) == 1 else "on one rank of each engine"
     table.add_row(
         f"  in use: {used} of {slots} {rank}",
-        f"{_number(pool.slots_in_use)} slots",
-        _share(pool.slots_in_use, pool.pool_slots),
-        ProgressBar(total=max(1.0, pool.pool_slots), completed=pool.slots_in_use, width=12),
+        f"{_number(in_use)} slots",
+        _share(in_use, all_slots),
+        ProgressBar(total=max(1.0, all_slots), completed=in_use, width=12),
     )
-    if pool.slots < pool.pool_slots:
+    if ready < all_slots:
         table.add_row(
             "  ready; the rest is being page-locked (as of the last step)",
-            f"{_number(pool.slots)} slots",
-            _share(pool.slots, pool.pool_slots),
+            f"{_number(ready)} slots",
+            _share(ready, all_slots),
             style="yellow",
         )
 
@@ -124,13 +122,13 @@ def _engines(by_engine: Sequence[Figures]) -> Table:
     for column in columns:
         table.add_column(column, justify="right", header_style="bold cyan")
     for figures in by_engine:
-        errors = sum(figures.errors.values())
+        errors, tokens = sum(figures.errors.values()), figures.tokens
         table.add_row(
             *map(Text, figures.engines),  # plain strings would be read as markup
-            _share(figures.host_tokens.total, figures.lookup_tokens.total),
-            _number(figures.host_tokens.total),
-            _number(figures.pool.slots_in_use),
-            _number(figures.pool.pool_slots),
+            _share(tokens["host_tokens"].total, tokens["lookup_tokens"].total),
+            _number(tokens["host_tokens"].total),
+            _number(figures.gauge("slots_in_use")),
+            _number(figures.gauge("pool_slots")),
             _number(errors),
             style="bold red" if errors else "",
         )
@@ -149,11 +147,12 @@ def _rate(count: Count) -> str:
     return "" if count.per_second is None else f"{count.per_second:,.0f}/s"
 
 
-def _traffic(what: str, copies: Copies) -> tuple[str, str, str, str]:
-    speed, rate = copies.bytes_per_second, copies.bytes.per_second
+def _traffic(what: str, figures: Figures, copies: str) -> tuple[str, str, str, str]:
+    speed, copied = figures.bytes_per_second(copies), figures.counter(f"{copies}_bytes")
+    rate = copied.per_second
     return (
         f"  {what}, at {format_size(int(speed))}/s" if speed else f"  {what}",
-        format_size(int(copies.bytes.total)),
+        format_size(int(copied.total)),
         "",
         "" if rate is None else f"{format_size(int(rate))}/s",
     )
