@@ -35,8 +35,9 @@ def _run(arguments: argparse.Namespace) -> int:
     configuration, traced = memory.read_configuration(arguments.file, arguments.replicas)
     kind = "auto" if traced is None else traced.config.transfer_engine
     torch = installation.read_torch()
-    asked = not arguments.no_measure
-    rates = [*devices.check_rates(nvml.read_machine(), torch, kind, asked=asked)]
+    rates = [report.not_checked("copy rate", "--no-measure was given")]
+    if not arguments.no_measure:
+        rates = [*devices.check_rates(nvml.read_machine(), torch, kind)]
     machine = nvml.read_machine()  # once more: a link that has just copied is not idle
     sections: report.Sections = {
         "Versions": [*installation.check_versions(torch, machine)],

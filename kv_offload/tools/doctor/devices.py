@@ -56,7 +56,7 @@ def check_asked_for(machine: Machine, torch: Torch | None, kind: EngineChoice) -
     needed = "a GPU, and a torch for CUDA"
     remedy = "Set transfer_engine: auto, or run where the GPU is."
     if torch is not None and torch.cuda is None:
-        yield judged(name, f"{asked}; torch is built without CUDA", needed, remedy, fits=False)
+        yield Check(name, "problem", f"{asked}; torch is built without CUDA", needed, remedy)
     elif machine.may_have_others:
         yield not_checked(name, f"{asked}; {machine.problem}")
     else:
@@ -64,22 +64,13 @@ def check_asked_for(machine: Machine, torch: Torch | None, kind: EngineChoice) -
         yield judged(name, found, needed, remedy, fits=bool(machine.gpus))
 
 
-def check_rates(
-    machine: Machine, torch: Torch | None, kind: EngineChoice, *, asked: bool = True
-) -> Iterator[Check]:
+def check_rates(machine: Machine, installed: Torch | None, kind: EngineChoice) -> Iterator[Check]:
     """Copy blocks to and from every GPU that torch sees, and yield a line for each."""
     name = "copy rate"
-    if not asked:
-        yield not_checked(name, "--no-measure was given")
-    elif torch is None:
-        yield not_checked(name, "torch is not installed in this Python")
-    elif torch.cuda is None:
-        yield not_checked(name, "torch is built without CUDA")
-    else:
-        yield from _measure_all(machine, kind)
-
-
-def _measure_all(machine: Machine, kind: EngineChoice) -> Iterator[Check]:
+    if installed is None or installed.cuda is None:
+        reason = "built without CUDA" if installed else "not installed in this Python"
+        yield not_checked(name, f"torch is {reason}")
+        return
     try:
         import torch
 
@@ -87,25 +78,19 @@ def _measure_all(machine: Machine, kind: EngineChoice) -> Iterator[Check]:
             warnings.simplefilter("ignore")  # of a missing driver, which another line tells
             count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except Exception as error:  # noqa: BLE001 - whatever torch raises where it cannot start
-        yield judged(
-            "copy rate",
-            f"torch cannot be imported: {error}",
-            "a torch that can be imported: vLLM imports it, too",
-            "Install vLLM again. If a library is missing, look at LD_LIBRARY_PATH.",
-            fits=False,
-        )
+        needed = "a torch that can be imported: vLLM imports it, too"
+        remedy = "Install vLLM again. If a library is missing, look at LD_LIBRARY_PATH."
+        yield Check(name, "problem", f"torch cannot be imported: {error}", needed, remedy)
         return
     if count == 0 and machine.gpus:
-        yield judged(
-            "copy rate",
-            f"torch sees none of {len(machine.gpus)} GPUs",
-            "a GPU that programs may use",
+        found = f"torch sees none of {len(machine.gpus)} GPUs"
+        remedy = (
             "Look at CUDA_VISIBLE_DEVICES and at the driver above. In a container, "
-            "NVIDIA_DRIVER_CAPABILITIES must have compute.",
-            fits=False,
+            "NVIDIA_DRIVER_CAPABILITIES must have compute."
         )
+        yield Check(name, "problem", found, "a GPU that programs may use", remedy)
     elif count == 0:
-        yield not_checked("copy rate", "torch sees no GPU")
+        yield not_checked(name, "torch sees no GPU")
     for index in range(count):
         name = f"copy rate of cuda:{index}"
         try:
@@ -127,7 +112,7 @@ def judge_rates(name: str, rates: Rates, gpu: Gpu | None, kind: EngineChoice) ->
     if rates.path == "the copy engine" and kind != "dma":
         needed = "the kernels, which also copy small blocks at the link's rate"
         remedy = "The kernels do not run on this GPU. Prefer a newer one."
-        return judged(name, found, needed, remedy, fits=False, otherwise="warning")
+        return Check(name, "warning", found, needed, remedy)
     if gpu is None or per_lane is None or gpu.max_width is None:
         return not_checked(name, f"{found}; NVML does not tell what the link carries")
     link = per_lane * gpu.max_width

@@ -95,7 +95,7 @@ def check_vllm(found: dict[str, str]) -> Check:
     needed = f"{dotted(OLDEST)} to {dotted(NEWEST)}"
     if not found:
         absent = f"not installed in this Python, {sys.executable}"
-        return judged("vLLM", absent, needed, IN_VLLMS_PYTHON, fits=False)
+        return Check("vLLM", "problem", absent, needed, IN_VLLMS_PYTHON)
     name, version = next(iter(found.items()))
     try:
         check_version(version)
@@ -119,7 +119,7 @@ def check_torch(torch: Torch | None, pins: set[str]) -> Check:
     """Compare torch's version with the one that vLLM asks for."""
     if torch is None and pins:
         needed = f"{' or '.join(sorted(pins))}, which vLLM asks for"
-        return judged("torch", "missing or damaged", needed, "Install vLLM again.", fits=False)
+        return Check("torch", "problem", "missing or damaged", needed, "Install vLLM again.")
     if torch is None:
         return not_checked("torch", "not installed in this Python, or damaged")
     build = "without CUDA" if torch.cuda is None else f"for CUDA {torch.cuda}"
@@ -172,13 +172,9 @@ def check_driver(torch: Torch | None, machine: Machine) -> Check:
 def check_plugin(environ: Mapping[str, str]) -> Check:
     """Say whether vLLM will load the plugin into an engine that is started here."""
     if not metadata.entry_points(group=GROUP, name=PLUGIN):
-        return judged(
-            "plugin",
-            "kv-offload is on Python's path, but it is not installed",
-            f"its entry point in {GROUP}",
-            "From a checkout: pip install . in the Python that runs vLLM.",
-            fits=False,
-        )
+        found = "kv-offload is on Python's path, but it is not installed"
+        remedy = "From a checkout: pip install . in the Python that runs vLLM."
+        return Check("plugin", "problem", found, f"its entry point in {GROUP}", remedy)
     value = environ.get(PLUGINS_VARIABLE)
     if value is None and not installed(*VLLM_NAMES):
         return not_checked("plugin", "installed in this Python, which has no vLLM")

@@ -62,7 +62,7 @@ def check_free(traced: TracedConfig) -> Check:
             "Lower cpu_bytes, end what else takes memory, or give the process more. An engine that "
             "runs already holds its own."
         )
-        return judged(name, found, needed, remedy, fits=False)
+        return Check(name, "problem", found, needed, remedy)
     if needed_bytes > free.size_bytes:
         needed = f"{needed}, for {traced.replicas} replicas"
         warning = "The last replicas will not start, unless some run already."
