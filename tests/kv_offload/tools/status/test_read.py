@@ -61,9 +61,11 @@ def test_engines_are_told_apart_and_samples_with_other_labels_added() -> None:
     """Of several API servers each may have samples of its own."""
     name = "vllm:host_kv_cache_slots"
     samples = [("10", 1, 3), ("2", 1, 5), ("2", 2, 2)]
-    lines = [f'{name}{{engine="{engine}",pid="{pid}"}} {n}\n' for engine, pid, n in samples]
+    labels = 'engine="{}",pid="{}",model_name="sm\x1b[2Jall"'
+    lines = [f"{name}{{{labels.format(engine, pid)}}} {n}\n" for engine, pid, n in samples]
     reading = parse("".join(lines) + 'vllm:other{engine="0"} NaN\n', "here")
     assert reading.engines == ("2", "10")
+    assert reading.model == "sm?[2Jall", "no escapes for a terminal"
     assert reading.values == {(name, "2"): 7, (name, "10"): 3}
 
 
@@ -85,11 +87,6 @@ def test_a_page_without_our_metrics_says_what_may_be_the_reason(page: str, messa
 def test_a_value_that_no_engine_has_is_refused(value: str) -> None:
     with pytest.raises(ServerError, match=r"no page of metrics \(vllm:host_kv_cache_slots is "):
         parse(recorded_with("slots", value), "here")
-
-
-def test_labels_bring_no_escapes_to_a_terminal() -> None:
-    page = recorded("hits").replace('"small"', '"sm\x1b[2Jall"')
-    assert parse(page, "here").model == "sm?[2Jall"
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["an error", "no answer"])
