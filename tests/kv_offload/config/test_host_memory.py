@@ -68,7 +68,7 @@ LIMITS = [
         for limits in [{f"memory/a/{V1}": v1 * GIB, f"unified/b/{V2}": v2 * GIB}]
     ),
     ("a container sees its own root", "4:memory:/docker/01ab", {f"memory/{V1}": 8 * GIB}, 8 * GIB),
-    ("another namespace's name", "0::/../a", {f"a/{V2}": GIB, V2: 8 * GIB}, 8 * GIB),
+    ("another namespace's name", "0::/../a", {f"../a/{V2}": GIB, V2: 8 * GIB}, 8 * GIB),
     ("v2 slows down", "0::/a", {f"a/{V2}": 16 * GIB, "a/memory.high": 8 * GIB}, 8 * GIB),
     ("odd letters", b"0::/a:b/\xff", {f"a:b/{V2}": 8 * GIB}, 8 * GIB),
 ]
