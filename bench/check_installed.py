@@ -15,8 +15,8 @@ def main(checkout: Path) -> None:
     import kv_swap
 
     import kv_offload
-    import kv_offload.cli.main
     import kv_offload.engines.vllm.plugin
+    import kv_offload.tools.main
 
     package = Path(kv_offload.__file__).parent
     if package.parent == checkout.resolve():

@@ -23,11 +23,11 @@ import pytest
 import yaml
 
 from kv_offload.config import EXTRA_CONFIG, SCHEMA, trace_config
+from kv_offload.config.host_memory import HostMemory
+from kv_offload.config.sizes import parse_size
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.versions import check_version
 from kv_offload.errors import UnsupportedError
-from kv_offload.host_memory import HostMemory
-from kv_offload.sizes import parse_size
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/use/*.md"))]
@@ -125,7 +125,7 @@ def test_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     assert not unknown, "say in RUN or NOT_RUN what is to be done with it"
     tools, folder, served = tmp_path / "tools", tmp_path / "here", tmp_path / "served"
     tools.mkdir(), folder.mkdir(), served.touch()
-    cli = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kv_offload.cli "$@"\n'
+    cli = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kv_offload.tools "$@"\n'
     for name, script in {"kv-offload": cli, **dict.fromkeys(STAND_INS, STAND_IN)}.items():
         (tools / name).write_text(script)
         (tools / name).chmod(0o755)

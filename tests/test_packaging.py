@@ -29,16 +29,11 @@ LEAVES = frozenset(
     {
         "",
         "config",
-        "config_file",
         "engine",
-        "environment",
         "errors",
-        "files",
-        "host_memory",
         "medians",
         "messages",
         "metrics",
-        "sizes",
     }
 )
 """Modules at the top of `kv_offload`, which every room may import; `""` is the package itself."""
@@ -48,22 +43,15 @@ ALLOWED = {
     "scheduler": LEAVES | {"cache"},
     "worker": LEAVES | {"kv_swap"},
     "engines": LEAVES | {"cache", "scheduler", "worker", "kv_swap"},
-    "sizing": LEAVES,
-    "doctor": LEAVES | {"engines", "worker", "kv_swap"},
-    "status": LEAVES,
-    "cli": LEAVES | {"engines", "sizing", "doctor", "status"},
+    "tools": LEAVES | {"engines", "worker", "kv_swap"},
     # The leaves among themselves.
     **dict.fromkeys(LEAVES, frozenset[str]()),
-    "sizes": frozenset({"errors"}),
-    "host_memory": frozenset({"errors"}),
-    "config": frozenset({"config_file", "environment", "errors", "host_memory", "sizes"}),
-    "config_file": frozenset({"errors", "files"}),
-    "environment": frozenset({"errors"}),
+    "config": frozenset({"errors"}),
 }
 """Which room of `kv_offload` may import which, `TYPE_CHECKING` imports aside."""
 
-CONSTANTS = "kv_offload.engines.vllm.versions"
-"""The only module of an engine that the doctor imports: it runs where the engine is broken."""
+CONSTANTS = ("kv_offload.engines.vllm.CONNECTOR", "kv_offload.engines.vllm.versions")
+"""All that the tools import of an engine: they run where the engine is broken."""
 
 
 def runtime_imports(tree: ast.AST, package: str) -> Iterator[str]:
@@ -108,7 +96,8 @@ def forbidden(name: str, imports: set[str]) -> list[str]:
             wrong.add(f"kv_offload.{name} imports {other}")
         if top == "vllm" and room != "engines":
             wrong.add(f"kv_offload.{name} imports vllm")
-        if room == "doctor" and other == "engines" and not target.startswith(CONSTANTS):
+        is_constant = target.startswith(CONSTANTS) or target == "kv_offload.engines.vllm"
+        if room == "tools" and other == "engines" and not is_constant:
             wrong.add(f"kv_offload.{name} imports {target}")
     return sorted(wrong)
 
@@ -156,14 +145,14 @@ def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
         ("worker.worker", "from kv_offload import scheduler", "scheduler"),
         ("worker.worker", "from .. import scheduler", "scheduler"),
         ("worker.worker", "from kv_offload.engines.vllm import versions", "engines"),
-        ("doctor.versions", "from kv_offload.engines.vllm.versions import NEWEST", None),
+        ("tools.doctor.versions", "from kv_offload.engines.vllm.versions import NEWEST", None),
         (
-            "doctor.versions",
+            "tools.doctor.versions",
             "import kv_offload.engines.vllm.plugin",
             "kv_offload.engines.vllm.plugin",
         ),
-        ("doctor.versions", "import vllm", "vllm"),
-        ("sizing.slots", "from kv_offload.worker import sharing", "worker"),
+        ("tools.doctor.versions", "import vllm", "vllm"),
+        ("tools.config", "from kv_offload.scheduler import loads", "scheduler"),
         ("cache.manager", "import vllm.config", "vllm"),
         ("cache.manager", "def f():\n  import vllm", "vllm"),
         ("cache.policies.lru", "from ...config import X", None),
@@ -171,7 +160,7 @@ def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
         ("scheduler.scheduler", "import kv_swap.engine", "kv_swap"),
         ("scheduler.scheduler", "if TYPE_CHECKING:\n  import vllm", None),
         ("engines.vllm.plugin", "import vllm", None),
-        ("cli.main", "from kv_offload import __version__", None),
+        ("tools.main", "from kv_offload import __version__", None),
         ("errors", "from kv_offload.config import X", "config"),
     ],
 )
@@ -188,7 +177,7 @@ def test_importing_the_packages_is_light() -> None:
     """vLLM loads the plugin in every process, the API front end included."""
     code = (
         "import sys, kv_swap.factory\n"
-        "import kv_offload.cli.main, kv_offload.config, kv_offload.engines.vllm.plugin\n"
+        "import kv_offload.tools.main, kv_offload.config, kv_offload.engines.vllm.plugin\n"
         "import kv_offload.cache.manager, kv_offload.cache.prefix\n"
         "print(sorted({'torch', 'cupy', 'vllm'} & sys.modules.keys()))"
     )
@@ -207,7 +196,7 @@ for name in sys.argv[1:]:
 
 
 def test_everything_but_the_engines_imports_without_vllm() -> None:
-    names = [f"kv_offload.{room}" for room in sorted(ALLOWED) if room not in {"", "engines", "cli"}]
+    names = [f"kv_offload.{room}" for room in sorted(ALLOWED) if room not in {"", "engines"}]
     command = [sys.executable, "-c", WITHOUT_VLLM, *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

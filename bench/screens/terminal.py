@@ -13,10 +13,10 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from kv_offload.doctor.report import COLUMNS
-from kv_offload.status.figures import figures
-from kv_offload.status.read import metrics_url, read
-from kv_offload.status.view import page
+from kv_offload.tools.doctor.report import COLUMNS
+from kv_offload.tools.status.figures import Figures
+from kv_offload.tools.status.read import metrics_url, read
+from kv_offload.tools.status.view import page
 
 FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 """Without the font that rich would have a browser fetch: it takes its own monospaced one."""
@@ -29,7 +29,7 @@ def doctor() -> str:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     environment = {**kept, "VLLM_PLUGINS": "lora_resolver"}
     environment.pop("NO_COLOR", None)
-    command = [sys.executable, "-m", "kv_offload.cli", "doctor"]
+    command = [sys.executable, "-m", "kv_offload.tools", "doctor"]
     shown = Text.from_ansi(_in_terminal(command, environment))
     return _picture(shown, "VLLM_PLUGINS=lora_resolver kv-offload doctor", COLUMNS)
 
@@ -40,7 +40,7 @@ def status(server: str, seconds: float) -> str:
     before = read(url)
     time.sleep(seconds)
     now = read(url)
-    return _picture(page(url, figures(now, before)), f"kv-offload status {server}", STATUS_COLUMNS)
+    return _picture(page(url, Figures(now, before)), f"kv-offload status {server}", STATUS_COLUMNS)
 
 
 def _in_terminal(command: list[str], environment: dict[str, str]) -> str:

@@ -17,9 +17,9 @@ from typing import Any
 from kv_swap.memory.room import MemoryRoom
 
 from kv_offload.config import TracedConfig, describe_bytes
+from kv_offload.config.host_memory import headroom_bytes, read_available_memory, read_host_memory
+from kv_offload.config.sizes import format_size
 from kv_offload.errors import CapacityError
-from kv_offload.host_memory import headroom_bytes, read_available_memory, read_host_memory
-from kv_offload.sizes import format_size
 
 logger = logging.getLogger(__name__)
 

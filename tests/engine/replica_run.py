@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kv_offload.config.host_memory import read_host_memory
+from kv_offload.config.sizes import parse_size
 from kv_offload.engines.vllm.plugin import register
-from kv_offload.host_memory import read_host_memory
-from kv_offload.sizes import parse_size
 from tests.engine.multiprocess_run import (
     as_answers,
     assert_same,

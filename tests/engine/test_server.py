@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kv_offload.cli.main import main
 from kv_offload.metrics import PREFIX
+from kv_offload.tools.main import main
 from tests.support.server import (
     BLOCK_TOKENS,
     SLOT_BYTES,

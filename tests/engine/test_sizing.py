@@ -10,8 +10,8 @@ import pytest
 from vllm.platforms.cpu import CpuPlatform
 
 from kv_offload.engines.vllm.versions import vllm_version
-from kv_offload.sizing.model import read_model
-from kv_offload.sizing.slots import SlotSize, slot_size
+from kv_offload.tools.sizing.model import read_model
+from kv_offload.tools.sizing.slots import SlotSize, slot_size
 from tests.engine.harness import BLOCK_TOKENS, engine, random_tokens
 from tests.engine.multiprocess_run import LATENT, cache_prefixes_of_latents
 from tests.support.configurations import RETENTION

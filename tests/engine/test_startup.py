@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kv_offload.config.host_memory import headroom_bytes, read_host_memory
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
-from kv_offload.host_memory import headroom_bytes, read_host_memory
 from tests.engine.harness import (
     all_differ,
     engine,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kv_offload.doctor.devices import check_links, check_nodes, check_rates
-from kv_offload.doctor.nvml import read_machine
-from kv_offload.doctor.versions import check_driver, read_torch
+from kv_offload.tools.doctor.devices import check_links, check_nodes, check_rates
+from kv_offload.tools.doctor.installation import check_driver, read_torch
+from kv_offload.tools.doctor.nvml import read_machine
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 

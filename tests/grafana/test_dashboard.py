@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from kv_offload.metrics import METRICS, PREFIX
-from kv_offload.status.figures import ERRORS
+from kv_offload.tools.status.figures import ERRORS
 from tests.support.dashboard import ALERTS, DASHBOARD, QUERIES, alert_rules, filled_in
 
 TESTS_OF_ALERTS = Path(__file__).parent / "alerts.yml"

@@ -16,11 +16,11 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from kv_offload.config.host_memory import read_host_memory
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.plugin import register
 from kv_offload.engines.vllm.start import early
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError, UnsupportedError
-from kv_offload.host_memory import read_host_memory
 from tests.support.configurations import around, make_vllm_config, ours
 
 pytestmark = pytest.mark.filterwarnings("default")

@@ -15,11 +15,11 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kv_offload.cache.prefix import CacheGroup
+from kv_offload.config.host_memory import HostMemory, read_host_memory
 from kv_offload.engines.vllm.connector import KVOffloadConnector
 from kv_offload.engines.vllm.plugin import register
 from kv_offload.engines.vllm.start.ranks import LocalReplicas, count_local_replicas
 from kv_offload.errors import CapacityError
-from kv_offload.host_memory import HostMemory, read_host_memory
 from tests.support.configurations import PAGE_WORDS, make_kv_cache_config, make_vllm_config
 
 REPLICAS = 8

@@ -12,8 +12,8 @@ from kv_swap.errors import DeviceError, PinnedMemoryError
 from kv_swap.host.engine import HostSwapEngine
 
 from kv_offload.config import OffloadConfig
+from kv_offload.config.host_memory import headroom_bytes, read_host_memory
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
-from kv_offload.host_memory import headroom_bytes, read_host_memory
 from kv_offload.messages import WorkerCapacity
 from kv_offload.worker.allocation import transfer_kind
 from tests.support.rank import BLOCK_BYTES, Rank

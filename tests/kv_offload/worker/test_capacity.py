@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 
 from kv_offload.config import TracedConfig, trace_config
+from kv_offload.config.host_memory import HostMemory, headroom_bytes, read_host_memory
 from kv_offload.errors import CapacityError
-from kv_offload.host_memory import HostMemory, headroom_bytes, read_host_memory
 from kv_offload.worker.capacity import (
     check_available,
     describe_share,

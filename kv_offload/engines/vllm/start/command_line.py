@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kv_offload.config_file import show
+from kv_offload.config.file import show
 from kv_offload.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from kv_offload.config import EXTRA_CONFIG, FILE_KEY, SCHEMA
-from kv_offload.config_file import show
+from kv_offload.config.file import show
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.call_stack import callers
 

@@ -1,1 +1,0 @@
-"""The command line, `kv-offload`: one module a subcommand."""

@@ -1,0 +1,168 @@
+"""Reads files that users name; every way in which the YAML file can be wrong is one error."""
+
+from __future__ import annotations
+
+import os
+import re
+import reprlib
+import shlex
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kv_offload.errors import ConfigError
+
+MAX_FILE_BYTES = 1 << 20
+"""All keys with comments take some kilobytes; what is larger are weights, named by mistake."""
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
+_REPR.maxlevel = 2
+
+_NO_SPACE = re.compile(
+    r"^(\w+)[ \t]*(?:=|:(?=\S))[ \t]*([^\n#=:]+?)[ \t\r]*(?:#.*)?$", re.MULTILINE
+)
+"""A line such as `cpu_bytes=1GiB` or `cpu_bytes:1GiB`, which YAML takes for text."""
+
+_NOT_DECIMAL = re.compile(r"^[-+]?0[0-9_]|:")
+"""An integer that YAML 1.1 reads in base 8 or 60: `010` is 8, `1:30` is 90."""
+
+
+def show(value: Any) -> str:
+    """Return a value as a message shows it: shortened, and never an error of its own."""
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        return "a huge integer"
+
+
+def read_small(path: Path, most_bytes: int, what: str) -> bytes:
+    """Return what is in a regular file of `most_bytes` at most, as `what` has: "a config.json".
+
+    Raises `OSError` if it cannot be read, and `ValueError` if it is no such file.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # a pipe would block who reads it, a device may never end
+        raise ValueError("it is not a regular file")
+    if found.st_size > most_bytes:
+        raise ValueError(f"it has {found.st_size:,} bytes, but {what} has at most {most_bytes:,}")
+    return path.read_bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """A YAML file, or none: its absolute path, and its top-level mapping."""
+
+    path: Path | None
+    values: Mapping[Any, Any]
+    texts: Mapping[str, str]
+    """Scalars as they are written, which YAML may have converted: `yes`, `0x1f`, `1_000`."""
+
+
+def read_file(named_by: str, value: Any) -> ConfigFile:
+    """Read a YAML file.
+
+    `value` is the path as the user gave it; `named_by` says where, in front of every message of it.
+    Raises `ConfigError`, with line and column where the content is wrong.
+    """
+    remedy = "Give the path of a YAML file that this process can read."
+    if value == "-":
+        raise ConfigError(
+            f"{named_by}'-': standard input is not read, because the engine reads the file again "
+            f"when it starts. {remedy} For a file of this name write ./-"
+        )
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{named_by}{show(value)}: not a path. {remedy}")
+    try:
+        path = Path(os.path.expanduser(value)).absolute()
+        content = read_small(path, MAX_FILE_BYTES, "a configuration")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{named_by}{show(value)}: cannot be read: {error}. {remedy}") from error
+    return ConfigFile(path, *_parse(path, content))
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which would keep the last of two equal keys and say nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        # `!!map x` brings a node that is no mapping; PyYAML refuses it below.
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in lines:
+                given = show(value.value) if isinstance(value, yaml.ScalarNode) else f"a {value.id}"
+                first = lines[key.value]
+                raise _wrong(
+                    key, f"{key.value}: {given}: this key was given before, in line {first}"
+                )
+            lines[key.value] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep=deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep=deep)
+        except (ValueError, LookupError, AttributeError) as error:
+            # What PyYAML itself lets out for `2024-13-45`, `!!bool x` or `!!timestamp x`.
+            kind = node.tag.rpartition(":")[2]
+            raise _wrong(node, f"{show(node.value)} is not a valid {kind}") from error
+        if type(value) is int and _NOT_DECIMAL.search(node.value):
+            meant = f"{show(node.value)} means {show(value)} in YAML"
+            raise _wrong(node, f"{meant}: write the number that you mean")
+        return value
+
+
+def _wrong(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def _parse(path: Path, content: bytes) -> tuple[Mapping[Any, Any], Mapping[str, str]]:
+    """Return the top-level mapping of a YAML file, and its scalars as they are written."""
+    line, column = 1, 1
+    mistake = None
+    try:
+        loader = _Loader(content.decode("utf-8"))
+        root = loader.get_single_node()
+        if root is None:
+            return {}, {}
+        values = loader.construct_document(root)
+        if values is None:
+            return {}, {}
+        if isinstance(values, dict):
+            return values, {
+                key.value: value.value
+                for key, value in root.value
+                if isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.ScalarNode)
+            }
+        problem = f"the top level is {show(values)}, but it must be a mapping of keys to values"
+        mistake = _NO_SPACE.search(content.decode("utf-8")) if isinstance(values, str) else None
+    except UnicodeDecodeError as error:
+        line, column = _position(content[: error.start].decode("utf-8"))
+        problem = f"byte 0x{content[error.start]:02x} is not UTF-8"
+    except yaml.reader.ReaderError as error:
+        line, column = _position(content.decode("utf-8")[: error.position])
+        problem = f"character {error.character:#x} is not allowed in YAML"
+    except yaml.MarkedYAMLError as error:
+        if error.problem_mark is not None:
+            line, column = error.problem_mark.line + 1, error.problem_mark.column + 1
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        if isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError):
+            mistake = _NO_SPACE.search(content.decode("utf-8"))
+    except RecursionError:
+        problem = "nested too deeply"
+    if mistake is not None:
+        line, column = _position(mistake.string[: mistake.start()])
+        name, value = mistake.groups()
+        problem = f"{show(mistake[0])}: write `{name}: {value}`, with a space after the colon"
+    raise ConfigError(
+        f"{path}, line {line}, column {column}: {problem}. "
+        f"Correct the file; `kv-offload config {shlex.quote(str(path))}` checks it."
+    )
+
+
+def _position(before: str) -> tuple[int, int]:
+    return before.count("\n") + 1, len(before) - before.rfind("\n")

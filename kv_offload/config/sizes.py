@@ -1,0 +1,87 @@
+"""Sizes as people write them, and as messages show them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+UNITS = ("B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB", "Ki", "Mi", "Gi", "Ti")
+SMALLEST_BYTES = 1 << 20
+"""A pool needs thousands of blocks, and one of a small model takes a third of this (SmolLM2-135M:
+360 KiB). So a smaller number was meant to have a unit, and a smaller percentage to be larger.
+Whoever wants less writes `5000B`."""
+
+_TOO_LITTLE = "less than 1 MiB (1048576 bytes), room for hardly one block"
+_UNIT_BYTES = {
+    unit.lower(): (1024 if "i" in unit else 1000) ** "bkmgt".index(unit[0].lower())
+    for unit in UNITS
+}
+_SIZE = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([a-z%]*)\s*", re.ASCII | re.IGNORECASE)
+
+
+def parse_size(size: str | float, whole_bytes: int) -> int:
+    """Return the bytes that `size` means, rounded down: `48GiB`, `1.5 TB`, or `40%` of a whole.
+
+    An integer is bytes. Units are matched without regard to case, so `Gb` is a gigabyte, not a
+    gigabit. `Gi`, as Kubernetes writes it, is `GiB`.
+
+    Raises `ValueError`, with a sentence that says what to write, for what is no positive number
+    with a unit of `UNITS` or `%`, and for an integer or a percentage below `SMALLEST_BYTES`.
+    """
+    if isinstance(size, float):
+        raise ValueError("a number with a fraction needs a unit.")  # noqa: TRY004 - a wrong value
+    if isinstance(size, int):
+        return _check_bare_size(size)
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        raise ValueError("not a positive number and a unit.")
+    number, unit = match.groups()
+    if not unit:
+        raise ValueError(f"the unit is missing, write {_with_units(number)}.")
+    if unit != "%" and unit.lower() not in _UNIT_BYTES:
+        known = f"known are {', '.join(UNITS)} and %"
+        if f"{unit}b".lower() in _UNIT_BYTES:  # `G`: 10^9 for Kubernetes, 2^30 for Docker
+            known = f"write {number}{unit.upper()}B or {number}{unit.upper()}iB"
+        raise ValueError(f"unknown unit {unit!r}, {known}.")
+    one = Fraction(whole_bytes, 100) if unit == "%" else _UNIT_BYTES[unit.lower()]
+    size_bytes = int(Fraction(number) * one)
+    if size_bytes < 1:
+        raise ValueError("less than one byte.")
+    if unit == "%" and size_bytes < SMALLEST_BYTES:
+        raise ValueError(f"that is {size_bytes} bytes here, {_TOO_LITTLE}.")
+    return size_bytes
+
+
+def _check_bare_size(size_bytes: int) -> int:
+    if size_bytes >= SMALLEST_BYTES:
+        return size_bytes
+    if size_bytes < 1:
+        raise ValueError(f"{_TOO_LITTLE}.")
+    meant = _with_units(str(size_bytes))
+    raise ValueError(f"without a unit it is bytes, {_TOO_LITTLE}. Did you mean {meant}?")
+
+
+def _with_units(number: str) -> str:
+    """Return what a number that lacks its unit may mean: the size of a pool, or so many bytes."""
+    value = float(number)
+    if value >= SMALLEST_BYTES:
+        return f"{number}B"
+    units = ["GiB", "%"] if value <= 100 else ["MiB"]
+    *others, last = [f"{number}{unit}" for unit in (*units, *([] if "." in number else ["B"]))]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def format_size(size_bytes: int) -> str:
+    """Return a size in the largest binary unit that it fills, with up to two decimals."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size_bytes >= _UNIT_BYTES[unit.lower()]:
+            hundredths = round(Fraction(100 * size_bytes, _UNIT_BYTES[unit.lower()]))
+            number = f"{hundredths // 100}.{hundredths % 100:02}".rstrip("0").rstrip(".")
+            return f"{number} {unit}"
+    return f"{size_bytes} B"
+
+
+def describe_bytes(size_bytes: int) -> str:
+    """Return a size as people read it, and exactly: for errors that compare sizes."""
+    exactly = f"{size_bytes} byte{'' if size_bytes == 1 else 's'}"
+    return exactly if size_bytes < 1024 else f"{format_size(size_bytes)} ({exactly})"

@@ -1,0 +1,172 @@
+"""The effective configuration, and where each of its values is from.
+
+Keys in vLLM's `kv_connector_extra_config` win over the YAML file, which wins over the defaults.
+Every value that is given is checked, also one that another source overrides.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kv_offload.config.environment import FILE_VARIABLE, check_variables
+from kv_offload.config.file import ConfigFile, read_file, show
+from kv_offload.config.host_memory import HostMemory, headroom_bytes, read_host_memory
+from kv_offload.config.schema import DEFAULT_CPU_BYTES, MAX_INT, SCHEMA, OffloadConfig, as_yaml
+from kv_offload.config.sizes import describe_bytes, format_size, parse_size
+from kv_offload.errors import CapacityError, ConfigError
+
+EXTRA_CONFIG = "kv_connector_extra_config"
+FILE_KEY = "config_file"
+DEFAULT = "default"
+_VLLMS_KEYS = frozenset(
+    ("kv_transfer_config", "kv_connector", "kv_connector_module_path", "kv_role", EXTRA_CONFIG)
+)
+"""Those of vLLM's argument that people write among ours."""
+
+
+class Given(NamedTuple):
+    """The value of a key: where from, as it was read, and as it was written."""
+
+    source: str
+    value: Any
+    written: str
+
+    @property
+    def shown(self) -> str:
+        """The value as an error shows it: text in quotation marks, all else as it was written."""
+        if self.value is None:
+            return "no value"
+        return show(self.value) if isinstance(self.value, str) else self.written
+
+
+@dataclass(frozen=True, slots=True)
+class TracedConfig:
+    """A configuration, its file, and what was given for every key."""
+
+    config: OffloadConfig
+    file: Path | None
+    given: dict[str, Given]
+    host: HostMemory
+    replicas: int
+    warnings: tuple[str, ...]
+    """What was set beside it and is not read."""
+
+    def describe(self) -> str:
+        """Return the effective configuration as it was written, as one line for the log."""
+        shown = {name: given.written for name, given in self.given.items()}
+        shown["cpu_bytes"] += f" ({format_size(self.config.cpu_bytes)})"
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+    def describe_request(self) -> str:
+        """Return what `cpu_bytes` asks for, for an error: where from, as written, in bytes."""
+        given = self.given["cpu_bytes"]
+        size_bytes = self.config.cpu_bytes
+        text = f"{given.source}: cpu_bytes: {given.shown}: asks for {describe_bytes(size_bytes)}"
+        if self.replicas > 1:
+            all_bytes = describe_bytes(size_bytes * self.replicas)
+            text += f" for each of {self.replicas} replicas on this host, {all_bytes} in all"
+        return text
+
+
+def trace_config(
+    extra_config: Mapping[str, Any],
+    environ: Mapping[str, str] = os.environ,
+    *,
+    file: str | None = None,
+    host: HostMemory | None = None,
+    replicas: int = 1,
+) -> TracedConfig:
+    """Return the effective configuration of an engine with this `kv_connector_extra_config`.
+
+    The file is `file`, which a command was given, else `extra_config["config_file"]`, else what
+    `KV_OFFLOAD_CONFIG_FILE` names, else none. `host` stands in for `read_host_memory()`. The
+    data-parallel `replicas` on this host divide a percentage, and each takes an absolute size for
+    itself.
+
+    Raises:
+        ConfigError: a source cannot be read, or has an unknown key or a value that is not allowed,
+            or a variable is named after a key.
+        CapacityError: all replicas together ask for more than this machine or its cgroup has, less
+            the headroom. What is free now is not looked at: see `kv_offload.worker.capacity`.
+    """
+    warnings = check_variables(environ, SCHEMA)
+    read = ConfigFile(None, {}, {})
+    if file is not None:
+        read = read_file("", file)
+    elif FILE_KEY in extra_config:
+        read = read_file(f"{EXTRA_CONFIG}: {FILE_KEY}: ", extra_config[FILE_KEY])
+    elif named := environ.get(FILE_VARIABLE):  # an empty variable is an absent one
+        read = read_file(f"environment: {FILE_VARIABLE}: ", named)
+    inline = {k: v for k, v in extra_config.items() if k != FILE_KEY}
+    layers: tuple[tuple[str, Mapping[Any, Any], Mapping[str, str]], ...] = (
+        (DEFAULT, {key.name: key.default for key in SCHEMA.values()}, {}),
+        (str(read.path), read.values, read.texts),
+        (EXTRA_CONFIG, inline, {}),
+    )
+    host = host or read_host_memory()
+    effective: dict[str, Any] = {}
+    given: dict[str, Given] = {}
+    for source, values, texts in layers:
+        for name, value in values.items():
+            one = Given(source, value, _written(value, texts.get(name)))
+            effective[name] = _checked(name, one, host.size_bytes // replicas)
+            given[name] = one
+    traced = TracedConfig(OffloadConfig(**effective), read.path, given, host, replicas, warnings)
+    headroom = headroom_bytes(host)
+    if traced.config.cpu_bytes * replicas + headroom > host.size_bytes:
+        raise CapacityError(
+            f"{traced.describe_request()}, but {host.source} says that there are "
+            f"{describe_bytes(host.size_bytes)}, of which {format_size(headroom)} must stay free. "
+            f"Ask for less, for example {DEFAULT_CPU_BYTES}, or give the process more."
+        )
+    return traced
+
+
+def _written(value: Any, text: str | None) -> str:
+    """Return a value as the user wrote it, as far as that is known, on one line and shortened."""
+    if isinstance(value, str):
+        return show(value)[1:-1]
+    if text is not None:
+        return show(text)[1:-1]
+    return as_yaml(value) if isinstance(value, bool) else show(value)
+
+
+def _checked(name: Any, given: Given, whole_bytes: int) -> Any:
+    key, source, value = SCHEMA.get(name), given.source, given.value
+    if key is None:
+        shown = show(name)[1:-1] if isinstance(name, str) else show(name)
+        raise ConfigError(f"{source}: {shown}: {given.shown}: unknown key. {_hint(source, shown)}")
+    cause: Exception
+    try:
+        if name == "cpu_bytes" and type(value) in (str, int, float):
+            value = parse_size(value, whole_bytes)
+        return msgspec.convert(value, key.type)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter of half a letter
+        is_large = isinstance(value, int) and value > MAX_INT
+        problem, cause = f"must be {f'{MAX_INT} at most' if is_large else key.allowed}", error
+    except ValueError as error:
+        problem, cause = f"{error} Allowed: {key.allowed}", error
+    raise ConfigError(
+        f"{source}: {key.name}: {given.shown}: {problem}. Correct it, or remove it to get "
+        f"the default, {key.written_default}."
+    ) from cause
+
+
+def _hint(source: str, unknown: str) -> str:
+    """Say what to do about an unknown key."""
+    known = [*SCHEMA, FILE_KEY] if source == EXTRA_CONFIG else [*SCHEMA]
+    if unknown.replace("-", "_") in _VLLMS_KEYS:
+        return (
+            "It belongs into vLLM's argument --kv-transfer-config. Here only the plugin's own keys "
+            f"are read: {', '.join(known)}."
+        )
+    near = difflib.get_close_matches(unknown.lower(), known, n=1)
+    hint = f"Did you mean {near[0]}? " if near else ""
+    return f"{hint}Correct or remove it; the keys are {', '.join(known)}."

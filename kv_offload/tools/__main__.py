@@ -1,0 +1,8 @@
+"""`python -m kv_offload.tools` is `kv-offload`."""
+
+import sys
+
+from kv_offload.tools.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Arguments that several subcommands take."""
+
+from __future__ import annotations
+
+import argparse
+
+from kv_offload.config.environment import FILE_VARIABLE
+
+
+def add_file(parser: argparse.ArgumentParser) -> None:
+    """Add the configuration's file, which may be left out."""
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        nargs="?",
+        help=f"YAML file (default: the file named by {FILE_VARIABLE}, if any)",
+    )
+
+
+def add_count(
+    parser: argparse.ArgumentParser, *names: str, of: str, metavar: str = "N", default: int = 1
+) -> None:
+    """Add a number of at least 1."""
+    parser.add_argument(
+        *names,
+        type=_count,
+        default=default,
+        metavar=metavar,
+        help=f"{of} (default: %(default)s)",
+    )
+
+
+def _count(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
+    return count

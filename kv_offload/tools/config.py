@@ -1,0 +1,77 @@
+"""`kv-offload config`: check a configuration, print it, and the argument that gives it to vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from typing import Any
+
+from kv_offload.config import (
+    DEFAULT,
+    EXTRA_CONFIG,
+    FILE_KEY,
+    SCHEMA,
+    TracedConfig,
+    trace_config,
+)
+from kv_offload.config.sizes import format_size
+from kv_offload.engines.vllm import CONNECTOR
+from kv_offload.tools.arguments import add_file
+
+
+def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `kv-offload config [--argument] [FILE]`."""
+    keys = "\n".join(
+        f"  {key.name} (default {key.written_default})\n    {key.description}\n"
+        f"    Allowed: {key.allowed}."
+        for key in SCHEMA.values()
+    )
+    parser = subcommands.add_parser(
+        "config",
+        help="check a configuration and print it with the argument for vLLM",
+        description="Check a configuration, print every effective value with its source, and\n"
+        "print the argument that gives it to vLLM. The exit status is 2 if the file is\n"
+        "wrong, else 0.",
+        epilog=f"keys:\n{keys}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--argument",
+        action="store_true",
+        help="print only the value of vLLM's --kv-transfer-config; nothing if the file is wrong",
+    )
+    add_file(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    traced = trace_config({}, file=arguments.file)
+    for warning in traced.warnings:
+        print(f"kv-offload: warning: {warning}", file=sys.stderr)
+    argument = _vllm_argument(traced)
+    print(argument if arguments.argument else _describe(traced, argument))
+    return 0
+
+
+def _describe(traced: TracedConfig, argument: str) -> str:
+    """Return every effective value with its source, then the argument, quoted for a shell."""
+    origin = "none" if traced.file is None else repr(str(traced.file))
+    lines = [f"# Effective configuration; file: {origin}"]
+    for name, given in traced.given.items():
+        value, comment = given.written, "default" if given.source == DEFAULT else "file"
+        if name == "cpu_bytes":
+            size_bytes = traced.config.cpu_bytes
+            value, comment = str(size_bytes), f"{comment}, {value} is {format_size(size_bytes)}"
+        lines.append(f"{name}: {value}  # {comment}")
+    lines += ["", "# The argument for vLLM", f"--kv-transfer-config {shlex.quote(argument)}"]
+    return "\n".join(lines)
+
+
+def _vllm_argument(traced: TracedConfig) -> str:
+    """Return the value of `--kv-transfer-config` that gives this configuration to vLLM, as JSON."""
+    transfer: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
+    if traced.file is not None:
+        transfer[EXTRA_CONFIG] = {FILE_KEY: str(traced.file)}
+    return json.dumps(transfer, separators=(",", ":"))

@@ -1,0 +1,68 @@
+"""Measures how fast blocks get to host memory and back, with the copies that engines use."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from kv_swap import Direction, EngineKind, KVLayout, SwapJob, TensorDescription, create_engine
+
+if TYPE_CHECKING:
+    import torch
+    from kv_swap import SwapEngine
+
+BLOCKS = 64
+BLOCK_BYTES = 2 << 20
+"""As large as a block of 16 tokens of an 8B model: 128 MiB of GPU memory and of host memory."""
+
+ROUNDS = 5
+TIMEOUT_SECONDS = 30.0
+
+CopyPath = Literal["the kernels", "the copy engine"]
+EngineChoice = EngineKind | Literal["auto"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes per second of the fastest round, and what copied."""
+
+    store: float
+    load: float
+    path: CopyPath
+
+
+def measure(device: torch.device, kind: EngineChoice) -> Rates:
+    """Store and load blocks of a tensor on a GPU, alone on the link as far as this process goes.
+
+    Raises what torch and `kv_swap` raise: without memory, without CuPy, on a failed copy.
+    """
+    import torch
+
+    kv = torch.zeros((BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device=device)
+    layout = KVLayout.from_tensors(BLOCKS, [TensorDescription.of("kv", kv, BLOCKS)])
+    with create_engine(kind, layout, BLOCKS, keep_alive=[kv]) as engine:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while engine.ready_slots < BLOCKS:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"memory was not page-locked within {TIMEOUT_SECONDS:g} s")
+            time.sleep(0.001)
+        store, load = (
+            max(_run(engine, direction) for _ in range(ROUNDS))
+            for direction in (Direction.STORE, Direction.LOAD)
+        )
+        path: CopyPath = "the kernels" if engine.can_load_before_compute else "the copy engine"
+    return Rates(store, load, path)
+
+
+def _run(engine: SwapEngine, direction: Direction) -> float:
+    """Copy every block once, and return bytes per second."""
+    pairs = np.repeat(np.arange(BLOCKS, dtype=np.int32)[:, None], 2, axis=1)
+    engine.submit(SwapJob(0, direction, pairs))
+    if not engine.wait(TIMEOUT_SECONDS):
+        raise TimeoutError(f"a copy did not end within {TIMEOUT_SECONDS:g} s")
+    (done,) = engine.poll()
+    if done.error is not None:
+        raise done.error
+    return done.nbytes / done.seconds

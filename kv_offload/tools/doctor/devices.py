@@ -1,0 +1,166 @@
+"""GPUs: their links, what the links carry, and their memory node."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from kv_swap.memory.numa import device_node
+
+from kv_offload.tools.doctor.copies import EngineChoice, Rates, measure
+from kv_offload.tools.doctor.installation import Torch
+from kv_offload.tools.doctor.nvml import Gpu, Machine
+from kv_offload.tools.doctor.report import Check, judged, not_checked
+
+LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""GB/s of one lane of PCI Express each way, by generation, less the encoding of bits."""
+
+ENOUGH = 0.6
+"""Part of a link that copies should reach. An H200 on PCIe 5.0 x16 reaches 0.76
+(bench/results/h200/swap.json); guests of a hypervisor reach less."""
+
+
+def may_have_gpu(machine: Machine, torch: Torch | None) -> bool:
+    """Whether an engine may copy with a GPU here: NVML sees one, or cannot be asked."""
+    for_cuda = torch is not None and torch.cuda is not None
+    return bool(machine.gpus) or (machine.may_have_others and for_cuda)
+
+
+def check_links(machine: Machine) -> Iterator[Check]:
+    """Yield a line for each GPU, or one that says why there is none."""
+    if not machine.gpus:
+        yield not_checked("GPU", machine.problem or "NVML sees no GPU")
+    for gpu in machine.gpus:
+        name = f"GPU {gpu.index}"
+        if None in (gpu.generation, gpu.max_generation, gpu.width, gpu.max_width):
+            yield not_checked(name, f"{gpu.name}; NVML does not tell its PCIe link")
+            continue
+        most = f"{gpu.max_generation}.0 x{gpu.max_width}"
+        yield judged(
+            name,
+            f"{gpu.name}, PCIe {gpu.generation}.0 x{gpu.width}, at most {most}",
+            f"x{gpu.max_width}; an idle GPU may lower the generation",
+            "Loads and stores are slower by as much. Reseat the card or its riser, or move it to a "
+            "slot that is wired with all lanes.",
+            fits=gpu.width == gpu.max_width,
+            otherwise="warning",
+        )
+
+
+def check_asked_for(machine: Machine, torch: Torch | None, kind: EngineChoice) -> Iterator[Check]:
+    """Yield whether there is a GPU for a `transfer_engine` that copies with one; else nothing."""
+    if kind not in ("cuda", "dma"):
+        return
+    name, asked = "transfer engine", f"the configuration asks for {kind}"
+    needed = "a GPU, and a torch for CUDA"
+    remedy = "Set transfer_engine: auto, or run where the GPU is."
+    if torch is not None and torch.cuda is None:
+        yield Check(name, "problem", f"{asked}; torch is built without CUDA", needed, remedy)
+    elif machine.may_have_others:
+        yield not_checked(name, f"{asked}; {machine.problem}")
+    else:
+        found = f"{asked}; GPUs seen: {len(machine.gpus)}"
+        yield judged(name, found, needed, remedy, fits=bool(machine.gpus))
+
+
+def check_rates(machine: Machine, installed: Torch | None, kind: EngineChoice) -> Iterator[Check]:
+    """Copy blocks to and from every GPU that torch sees, and yield a line for each."""
+    name = "copy rate"
+    if installed is None or installed.cuda is None:
+        reason = "built without CUDA" if installed else "not installed in this Python"
+        yield not_checked(name, f"torch is {reason}")
+        return
+    try:
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a missing driver, which another line tells
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except Exception as error:  # noqa: BLE001 - whatever torch raises where it cannot start
+        needed = "a torch that can be imported: vLLM imports it, too"
+        remedy = "Install vLLM again. If a library is missing, look at LD_LIBRARY_PATH."
+        yield Check(name, "problem", f"torch cannot be imported: {error}", needed, remedy)
+        return
+    if count == 0 and machine.gpus:
+        found = f"torch sees none of {len(machine.gpus)} GPUs"
+        remedy = (
+            "Look at CUDA_VISIBLE_DEVICES and at the driver above. In a container, "
+            "NVIDIA_DRIVER_CAPABILITIES must have compute."
+        )
+        yield Check(name, "problem", found, "a GPU that programs may use", remedy)
+    elif count == 0:
+        yield not_checked(name, "torch sees no GPU")
+    for index in range(count):
+        name = f"copy rate of cuda:{index}"
+        try:
+            device = torch.device("cuda", index)
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            rates = measure(device, "auto" if kind == "host" else kind)
+        except Exception as error:  # noqa: BLE001 - out of memory, no CuPy, a driver's error
+            yield not_checked(name, str(error).partition("\n")[0])
+            continue
+        gpu = next((gpu for gpu in machine.gpus if gpu.uuid == uuid), None)
+        yield judge_rates(name, rates, gpu, kind)
+
+
+def judge_rates(name: str, rates: Rates, gpu: Gpu | None, kind: EngineChoice) -> Check:
+    """Compare measured rates with what the link of the GPU can carry."""
+    store, load = rates.store / 1e9, rates.load / 1e9
+    found = f"{store:.1f} GB/s to host memory, {load:.1f} GB/s back, by {rates.path}"
+    per_lane = LANE_GBPS.get(gpu.max_generation or 0) if gpu else None
+    if rates.path == "the copy engine" and kind != "dma":
+        needed = "the kernels, which also copy small blocks at the link's rate"
+        remedy = "The kernels do not run on this GPU. Prefer a newer one."
+        return Check(name, "warning", found, needed, remedy)
+    if gpu is None or per_lane is None or gpu.max_width is None:
+        return not_checked(name, f"{found}; NVML does not tell what the link carries")
+    link = per_lane * gpu.max_width
+    needed = f"{ENOUGH * link:.0f} GB/s each way, {ENOUGH:.0%} of the link"
+    remedy = (
+        "Run doctor again while no engine copies. Then look at the link above, and at the memory "
+        "node below: memory of another node is slower."
+    )
+    fits = min(store, load) >= ENOUGH * link
+    return judged(name, found, needed, remedy, fits=fits, otherwise="warning")
+
+
+def check_nodes(
+    machine: Machine, proc: Path = Path("/proc"), sysfs: Path = Path("/sys")
+) -> Iterator[Check]:
+    """Yield for each GPU whether this process may take memory of the node next to it."""
+    name = "memory node"
+    try:
+        online = (sysfs / "devices/system/node/online").read_text().strip()
+        lines = (proc / "self/status").read_text().splitlines()
+        status = dict(line.split(":", 1) for line in lines if ":" in line)
+        allowed = status["Mems_allowed_list"].strip()
+    except (OSError, KeyError) as error:
+        yield not_checked(name, f"cannot be read: {error}")
+        return
+    if online.isdecimal():
+        yield Check(name, "ok", "this machine has one")
+        return
+    if not machine.gpus:
+        yield not_checked(name, f"this process may use {allowed} of {online}; no GPU is seen")
+    for gpu in machine.gpus:
+        node = device_node(gpu.pci_bus_id, sysfs)
+        if node is None:
+            yield not_checked(name, f"the system does not tell that of GPU {gpu.index}")
+            continue
+        found = f"GPU {gpu.index} is at node {node}, this process may use {allowed}"
+        remedy = (
+            f"Give the engine memory of node {node}: numactl --membind, or the cpuset of its "
+            "container."
+        )
+        needed, fits = f"node {node} among them", node in _numbers(allowed)
+        yield judged(name, found, needed, remedy, fits=fits, otherwise="warning")
+
+
+def _numbers(ranges: str) -> set[int]:
+    """Return the numbers of a list such as `0-3,8`."""
+    found: set[int] = set()
+    for part in filter(None, ranges.split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found

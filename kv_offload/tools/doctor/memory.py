@@ -1,0 +1,102 @@
+"""Host memory: what the configuration asks for, and whether this machine can give and lock it."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from kv_offload.config import TracedConfig, trace_config
+from kv_offload.config.host_memory import headroom_bytes, read_available_memory
+from kv_offload.config.sizes import format_size
+from kv_offload.errors import CapacityError, KVOffloadError
+from kv_offload.tools.doctor.report import Check, judged, not_checked
+from kv_offload.worker.capacity import check_available, describe_share
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def read_configuration(file: str | None, replicas: int) -> tuple[Check, TracedConfig | None]:
+    """Read a configuration as an engine does, and check that its size fits the machine."""
+    name = "configuration"
+    try:
+        traced = trace_config({}, file=file, replicas=replicas)
+    except KVOffloadError as error:
+        fits = isinstance(error, CapacityError)
+        needed = "a size that fits" if fits else "a file that kv-offload config accepts"
+        return Check(name, "problem", error.args[0], needed), None
+    found = f"{traced.file or 'the defaults'}; cpu_bytes is {format_size(traced.config.cpu_bytes)}"
+    each = " for each replica" if replicas > 1 else ""
+    unread = " ".join(traced.warnings)
+    return judged(name, f"{found}{each}", "", unread, fits=not unread, otherwise="warning"), traced
+
+
+def check_memory(traced: TracedConfig | None, *, has_gpu: bool) -> Iterator[Check]:
+    """Yield what bounds the memory of a configuration; `None` for one that could not be read."""
+    if traced is None:
+        yield not_checked("free memory", "the configuration is wrong")
+    else:
+        headroom = format_size(headroom_bytes(traced.host))
+        # A configuration that asks for more than there is was refused when it was read.
+        yield Check("memory", "ok", describe_share(traced), f"{headroom} left for everything else")
+        yield check_free(traced)
+        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        yield check_lockable(traced, locked, has_gpu=has_gpu)
+    yield check_huge_pages()
+
+
+def check_free(traced: TracedConfig) -> Check:
+    """Compare what the replicas take with what is available now."""
+    name = "free memory"
+    try:
+        free = read_available_memory()
+    except CapacityError as error:  # an engine would not start without the figure either
+        return Check(name, "problem", error.args[0])
+    found = f"{format_size(free.size_bytes)} are available now ({free.source})"
+    needed_bytes = traced.config.cpu_bytes * traced.replicas + headroom_bytes(traced.host)
+    needed = f"{format_size(needed_bytes)}: cpu_bytes and what must stay free"
+    try:
+        warning = check_available(traced, lambda mine: [mine])
+    except CapacityError:
+        remedy = (
+            "Lower cpu_bytes, end what else takes memory, or give the process more. An engine that "
+            "runs already holds its own."
+        )
+        return Check(name, "problem", found, needed, remedy)
+    if needed_bytes > free.size_bytes:
+        needed = f"{needed}, for {traced.replicas} replicas"
+        warning = "The last replicas will not start, unless some run already."
+    return judged(name, found, needed, warning or "", fits=warning is None, otherwise="warning")
+
+
+def check_lockable(traced: TracedConfig, limit_bytes: int, *, has_gpu: bool) -> Check:
+    """Compare `ulimit -l` with the memory that one engine page-locks."""
+    name, size_bytes = "lockable memory", traced.config.cpu_bytes
+    unlimited = limit_bytes == resource.RLIM_INFINITY
+    found = f"ulimit -l is {'unlimited' if unlimited else format_size(limit_bytes)}"
+    fits = unlimited or limit_bytes >= size_bytes
+    if not fits and not has_gpu:
+        return Check(name, "ok", f"{found}; without a GPU nothing is locked")
+    remedy = (
+        "Not every driver counts what CUDA locks. If the engine says `cannot page-lock`, raise it: "
+        "ulimit -l unlimited, --ulimit memlock=-1 for a container, LimitMEMLOCK=infinity for a "
+        "systemd unit."
+    )
+    needed = f"{format_size(size_bytes)} or unlimited"
+    return judged(name, found, needed, remedy, fits=fits, otherwise="warning")
+
+
+def check_huge_pages(file: Path = HUGE_PAGES) -> Check:
+    """Say whether the pool gets huge pages: there are 512 times fewer of them to lock."""
+    try:
+        setting = file.read_text().strip()
+    except OSError as error:
+        return not_checked("huge pages", f"cannot be read: {error}")
+    return judged(
+        "huge pages",
+        f"{file} is {setting}",
+        "madvise or always",
+        f"Page-locking takes longer. As root: echo madvise > {file}",
+        fits="[never]" not in setting,
+        otherwise="warning",
+    )

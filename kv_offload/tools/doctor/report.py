@@ -1,0 +1,90 @@
+"""A line of the report, and the report as text and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["ok", "warning", "problem", "not checked"]
+
+COLUMNS = 100
+_COLOURS: dict[State, int] = {"ok": 32, "warning": 33, "problem": 31, "not checked": 36}
+"""Of the terminal: green, yellow, red, cyan."""
+
+_INDENT = " " * (max(map(len, _COLOURS)) + 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line: what was found, what is needed, and what to do about it."""
+
+    name: str
+    state: State
+    found: str
+    needed: str = ""
+    remedy: str = ""
+
+
+Sections = Mapping[str, Sequence[Check]]
+"""The report: by the heading of a section, its lines."""
+
+
+def not_checked(name: str, reason: str, remedy: str = "") -> Check:
+    """Return the line of a subject that could not be looked at."""
+    return Check(name, "not checked", reason, remedy=remedy)
+
+
+def judged(
+    name: str, found: str, needed: str, remedy: str, *, fits: bool, otherwise: State = "problem"
+) -> Check:
+    """Return the line of a subject that fits, or else has a remedy."""
+    return Check(name, "ok" if fits else otherwise, found, needed, "" if fits else remedy)
+
+
+def counts(sections: Sections) -> dict[State, int]:
+    """Return how many lines there are of each state."""
+    found = Counter(check.state for checks in sections.values() for check in checks)
+    return {state: found[state] for state in _COLOURS}
+
+
+def as_text(title: str, sections: Sections, *, colour: bool = False) -> str:
+    """Return the report for a person, `COLUMNS` wide."""
+    lines = [title]
+    for heading, checks in sections.items():
+        lines += ["", heading, *(_lines(check, colour=colour) for check in checks)]
+    counted = [
+        f"{count} {state}{'s' if state in ('warning', 'problem') and count != 1 else ''}"
+        for state, count in counts(sections).items()
+    ]
+    return "\n".join([*lines, "", ", ".join(counted)])
+
+
+def as_json(title: str, sections: Sections) -> str:
+    """Return the report for a program: a list of lines, each with its section."""
+    checks = [
+        {"section": heading, **dataclasses.asdict(check)}
+        for heading, checks in sections.items()
+        for check in checks
+    ]
+    return json.dumps({"title": title, "counts": counts(sections), "checks": checks}, indent=2)
+
+
+def _lines(check: Check, *, colour: bool) -> str:
+    parts = [f"{check.name}: {check.found}"]
+    if check.needed and check.state == "ok":
+        parts[0] += f" (needed: {check.needed})"
+    elif check.needed:
+        parts.append(f"needed: {check.needed}")
+    if check.remedy:
+        parts.append(f"to do: {check.remedy}")
+    wrapped = [line for part in parts for line in textwrap.wrap(part, COLUMNS - len(_INDENT))]
+    text = f"\n{_INDENT}".join(wrapped)
+    state = f"{check.state:<{len(_INDENT) - 4}}"
+    if colour:
+        state = f"\033[{_COLOURS[check.state]}m{state}\033[0m"
+    return f"  {state}  {text}"

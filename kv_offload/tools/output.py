@@ -1,0 +1,60 @@
+"""Standard output: what it can show, and what happens where it cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+CLOSED_PIPE = 128 + signal.SIGPIPE
+"""The exit status that a shell shows for a tool whose reader went away, as in `... | head -1`."""
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit status that a shell shows for a tool that Ctrl-C ended before it was done."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What writing to a full disk, or beyond a limit, fails with."""
+
+
+def is_terminal() -> bool:
+    """Whether standard output is a terminal; what goes elsewhere has no escapes at all."""
+    return sys.stdout is not None and sys.stdout.isatty()  # it is None where a shell has closed it
+
+
+def shows_colour() -> bool:
+    """Whether text may have colours and weights: on a terminal, unless `NO_COLOR` is set."""
+    return is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def run_quietly(run: Callable[[], int]) -> int:
+    """Return the exit status of `run`, or that of Ctrl-C, a closed pipe or a full disk."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A path or a model's name may have letters that a locale such as C lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            return run()
+        finally:
+            print(end="", flush=True)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return CLOSED_PIPE
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _drop_output()
+        print(
+            f"kv-offload: standard output cannot be written: {error}. Free space, or write "
+            "elsewhere.",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _drop_output() -> None:
+    """Drop what is still to be written: Python tries it once more when it ends, and complains."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,168 @@
+"""`kv-offload size MODEL_FOLDER`: what a model's tokens take in host memory."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from kv_offload.config.file import show
+from kv_offload.config.host_memory import read_host_memory
+from kv_offload.config.sizes import format_size, parse_size
+from kv_offload.errors import ConfigError
+from kv_offload.tools.arguments import add_count
+from kv_offload.tools.sizing.model import Model, read_model
+from kv_offload.tools.sizing.slots import CACHE_DTYPES, ENDS, SlotSize, slot_size
+
+GIB = 1 << 30
+COLUMNS = 100
+NAMES = {"full": "full attention", "window": "windows", "chunk": "chunks", "state": "states"}
+KINDS = {**NAMES, "window": "windows of {} tokens"}
+
+
+def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `kv-offload size MODEL_FOLDER`."""
+    parser = subcommands.add_parser(
+        "size",
+        help="say how much host memory the tokens of a model take",
+        description="Say how many bytes a token and a block of a model take in host memory, and "
+        "how many of them fit. Reads the model's config.json only, and downloads nothing. The exit "
+        "status is 2 if the file or an argument is wrong, else 0.",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL_FOLDER", help="the folder of a config.json, or the file"
+    )
+    parser.add_argument("--cpu-bytes", metavar="SIZE", help="as in the configuration: 48GiB, 25%%")
+    add_count(parser, "--tensor-parallel-size", "-tp", of="ranks that share the KV heads")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=CACHE_DTYPES,
+        default="auto",
+        metavar="TYPE",
+        help=f"{', '.join(CACHE_DTYPES)}; auto is 2 bytes a number (default: auto)",
+    )
+    add_count(parser, "--block-size", of="tokens in a block of vLLM", metavar="TOKENS", default=16)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    cpu_bytes = None if arguments.cpu_bytes is None else _parse_cpu_bytes(arguments.cpu_bytes)
+    model = read_model(Path(os.path.expanduser(arguments.model)))
+    size = slot_size(
+        model,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        cache_dtype=arguments.kv_cache_dtype,
+        block_tokens=arguments.block_size,
+    )
+    rows = [
+        ("model", f"{model.model_type}, {_describe_layers(model)}"),
+        ("bytes per token", f"{size.token_bytes:,} = {_formula(size)}"),
+        ("bytes per block", f"{size.block_bytes:,}, {size.block_tokens} tokens"),
+        (
+            "bytes per slot",
+            f"{size.slot_bytes:,} on a rank, with blocks of {size.block_tokens} tokens",
+        ),
+        ("in 1 GiB", _fitting(size, GIB)),
+    ]
+    if cpu_bytes is not None:
+        rows.append((f"in {format_size(cpu_bytes)}", _fitting(size, cpu_bytes)))
+    if size.prompt_bytes:
+        rows.insert(2, ("bytes per prompt", _prompt(size)))
+    indent = max(len(name) for name, _ in rows) + 2
+    for name, value in rows:
+        print(textwrap.fill(f"{name:<{indent}}{value}", COLUMNS, subsequent_indent=" " * indent))
+    if notes := [*_notes(size)]:
+        print("\n" + textwrap.fill(" ".join(notes), COLUMNS))
+    return 0
+
+
+def _prompt(size: SlotSize) -> str:
+    as_tokens = -(-size.prompt_bytes // size.token_bytes)
+    if size.keeps_ends_only:
+        return f"{size.prompt_bytes:,} at most, its last {as_tokens:,} tokens"
+    return f"{size.prompt_bytes:,} more for {_ends(size)}, as {as_tokens:,} tokens take"
+
+
+def _ends(size: SlotSize) -> str:
+    """Name the layers of which only the end of a prompt is kept."""
+    return " and ".join(NAMES[kind] for kind in ENDS if kind in size.groups)
+
+
+def _parse_cpu_bytes(text: str) -> int:
+    try:
+        size = int(text) if re.fullmatch("[0-9]{1,40}", text) else text
+        return parse_size(size, read_host_memory().size_bytes)
+    except ValueError as error:
+        raise ConfigError(
+            f"--cpu-bytes is {show(text)}: {error} Give bytes, a size (48GiB), or a "
+            "share of this machine's memory (25%)"
+        ) from error
+
+
+def _describe_layers(model: Model) -> str:
+    shape = "one latent head" if model.latent else f"{model.kv_heads} KV heads"
+    kinds = " and ".join(
+        f"{count} layers with {KINDS[kind].format(model.window_tokens)}"
+        for kind, count in model.layers.items()
+    )
+    return f"{kinds}, {shape} of {model.head_size}"
+
+
+def _formula(size: SlotSize) -> str:
+    model = size.model
+    layers = f"{size.block_slots * size.group_layers} layers"
+    if model.latent:
+        text = f"{layers} x {model.head_size}"
+    else:
+        heads = f"{size.rank_heads * size.tensor_parallel_size} KV heads"
+        text = f"2 x {layers} x {heads} x {model.head_size}"
+    text += f" x {size.number_bytes} {'byte' if size.number_bytes == 1 else 'bytes'}"
+    if model.index_bytes:
+        text += f" + {layers} x {model.index_bytes} bytes of the index"
+    return f"{text} + scales" if size.scale_bytes else text
+
+
+def _fitting(size: SlotSize, cpu_bytes: int) -> str:
+    blocks = size.blocks_in(cpu_bytes)
+    fitting = f"{blocks * size.block_tokens:,} tokens, {blocks:,} blocks"
+    if size.keeps_ends_only:
+        return f"{fitting} of windows"
+    return f"{fitting}, less what {_ends(size)} take" if size.prompt_bytes else fitting
+
+
+def _notes(size: SlotSize) -> Iterator[str]:
+    """Yield what else decides how much fits, and what was not read but assumed."""
+    if size.model.assumed:
+        yield (
+            "The file does not say all, and this Python has no transformers that knows the "
+            f"defaults of {size.model.model_type}. Assumed: {'; '.join(size.model.assumed)}."
+        )
+    if len(size.groups) > 1:
+        padding = sum(size.groups.values()) * size.group_layers - sum(size.model.layers.values())
+        kinds = " and ".join(f"{count} with {NAMES[kind]}" for kind, count in size.groups.items())
+        yield (
+            f"vLLM makes cache groups of {size.group_layers} layers: {kinds}"
+            f"{f'; {padding} layers are padding' if padding else ''}."
+        )
+    if size.state_bytes:
+        yield (
+            f"A block has {size.block_tokens} tokens, so that it has room for a state, which takes "
+            f"{size.state_bytes:,} bytes of a layer on a rank. vLLM 0.32 keeps one state of a "
+            "prompt, at its last full block, and hits end there. vLLM 0.28 keeps more: one for "
+            "each chunk of a prefill, and one wherever an answer fills a block."
+        )
+    if "window" in size.groups:
+        yield (
+            "vLLM 0.32 keeps windows only where a prompt ends, and hits end there. vLLM 0.28 keeps "
+            f"those of all tokens: {size.windowed_token_bytes:,} bytes per token."
+        )
+    ranks = size.tensor_parallel_size
+    if ranks > 1 and size.model.latent:
+        yield f"The {ranks} ranks hold equal bytes and keep them once."
+    elif ranks > 1:
+        copies = max(1, ranks // size.model.kv_heads)
+        kept = f", and {copies} ranks each keep the same KV head" if copies > 1 else ""
+        yield f"Bytes per token, block and prompt are those of all {ranks} ranks together{kept}."

@@ -1,0 +1,132 @@
+"""Reads the values of a Hugging Face config.json, with the defaults of its kind of model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kv_offload.config.file import read_small, show
+from kv_offload.errors import ConfigError, UnsupportedError
+
+INNER = ("thinker_config", "text_config", "language_config", "llm_config")
+"""Where a model with several parts keeps the configuration of the part that has a KV cache."""
+
+QUANTIZATIONS = ("quantization_config", "compression_config")
+"""Keys under which a checkpoint says how it is quantized, at the top or beside the text part's."""
+
+QUANTIZATION_FILE = "hf_quant_config.json"
+"""Where checkpoints of ModelOpt before 0.31 say it."""
+
+MAX_FILE_BYTES = 64 << 20
+"""A config.json has some kilobytes; what is larger are weights, named by mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """What a config.json says of the part of a model that has a KV cache."""
+
+    file: Path
+    model_type: str
+    values: Mapping[str, Any]
+    outer: Mapping[str, Any]
+    """The top of the file; `values` themselves where a model has one part only."""
+    has_defaults: bool
+    """Whether transformers is installed and has added the defaults of the model's kind."""
+    cache_is_quantized: bool
+    """Whether the checkpoint itself asks for another type of cache than the model's."""
+
+    def number(self, key: str) -> int:
+        """Return a positive integer of the file. Raises `ConfigError`."""
+        value = self.values.get(key)
+        if value is None:
+            raise ConfigError(
+                f"{self.file}: has no {key}. Give the config.json of a model that generates text; "
+                "if it leaves values to defaults, run kv-offload in a Python with transformers, "
+                "which knows them"
+            )
+        if type(value) is not int or value < 1:
+            raise ConfigError(
+                f"{self.file}: {key} is {show(value)}, but one positive integer for all layers is "
+                "needed"
+            )
+        return value
+
+    def unsupported(self, problem: str) -> UnsupportedError:
+        """Return the error for a model whose cache has parts that are not known here."""
+        return UnsupportedError(
+            f"{self.file}: {self.model_type} {problem}, whose size this file does not tell. Start "
+            "the engine with kv-offload: it refuses what it cannot serve, else its log says how "
+            "many bytes a slot takes"
+        )
+
+
+def read_fields(path: Path) -> Fields:
+    """Read a config.json, or the one in a folder.
+
+    Raises `ConfigError` for no such file, one that is too large, and one that is no JSON object.
+    """
+    # Not by methods of a Path, which raise where a folder may not be read.
+    file = path / "config.json" if os.path.isdir(path) else path
+    outer = given = _load(file)
+    beside = file.with_name(QUANTIZATION_FILE)
+    quantized: list[Any] = [_load(beside)] if os.path.exists(beside) else []
+    filled = _defaults(given)
+    while inner := next((key for key in INNER if isinstance(given.get(key), dict)), None):
+        given = given[inner]
+        filled = filled[inner] if isinstance(filled.get(inner), dict) else _defaults(given)
+    values = {**filled, **{key: value for key, value in given.items() if value is not None}}
+    quantized += [part.get(key) for part in (outer, given) for key in QUANTIZATIONS]
+    return Fields(
+        file=file,
+        model_type=str(values.get("model_type", outer.get("model_type", "unknown"))),
+        values=values,
+        outer=outer,
+        has_defaults=bool(filled),
+        cache_is_quantized=any(map(_names_a_cache, quantized)),
+    )
+
+
+def _load(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises `ConfigError`."""
+    try:
+        given = json.loads(read_small(file, MAX_FILE_BYTES, "a config.json"))
+        if not isinstance(given, dict):
+            kind = type(given).__name__
+            raise ValueError(f"it holds a {kind}, but a config.json is an object")  # noqa: TRY004, TRY301
+    except (OSError, RecursionError, ValueError) as error:
+        raise ConfigError(
+            f"{file}: cannot be read as JSON: {error}. Give the path of a model's config.json, as "
+            "Hugging Face has it, or of the folder that holds it; nothing is downloaded by a "
+            "model's name"
+        ) from error
+    return given
+
+
+def _names_a_cache(quantization: Any) -> bool:
+    """Return whether a quantization, or a part of it, has a setting of the KV cache."""
+    return isinstance(quantization, dict) and any(
+        ("kv_cache" in key and bool(value)) or _names_a_cache(value)
+        for key, value in quantization.items()
+    )
+
+
+def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the defaults of its model; empty where nobody knows them."""
+    if not isinstance(given.get("model_type"), str):
+        return {}  # nothing to look up, and the import takes seconds
+    try:
+        from transformers import CONFIG_MAPPING
+
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # of remarks about tokens
+        config = CONFIG_MAPPING[given["model_type"]].from_dict(dict(given))
+        filled: dict[str, Any] = config.to_dict()
+        # Some models call a value by another name, as GPT-2 does with `n_head`.
+        usual = {name: filled.get(own) for name, own in config.attribute_map.items()}
+    except Exception:  # noqa: BLE001 - a model that it does not know, or a file that it refuses
+        return {}
+    return usual | filled

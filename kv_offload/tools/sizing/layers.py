@@ -1,0 +1,133 @@
+"""Which kinds of layers a model has, how many of each, and what a layer with a state keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_offload.config.file import show
+from kv_offload.errors import ConfigError
+from kv_offload.tools.sizing.fields import Fields
+
+INDEXED = frozenset({"deepseek_v32"})
+"""Values of `model_type` for which vLLM keeps a latent KV head and an index of it in each layer."""
+
+ALL_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
+"""Values of `model_type` whose layers all have the window, if the configuration has one."""
+
+MAMBA_2 = frozenset({"granitemoehybrid"})
+DELTA_NETS = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+STATE_MODELS = MAMBA_2 | DELTA_NETS
+"""Values of `model_type` whose states are known here."""
+
+KINDS = {
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "window",
+    "chunked_attention": "chunk",
+}
+"""What an entry of `layer_types` means."""
+
+KINDS_OF_SOME = {
+    **{kind: {"mamba": "state", "linear_attention": "state"} for kind in STATE_MODELS},
+    **{kind: {"indexed_attention": "full"} for kind in INDEXED},
+}
+"""What other entries mean, by the `model_type` whose layers are known."""
+
+
+def count_layers(fields: Fields) -> dict[str, int]:
+    """Return the number of layers of each kind."""
+    count, model_type = fields.number("num_hidden_layers"), fields.model_type
+    types = fields.values.get("layer_types")
+    if types is None:
+        window = fields.values.get("sliding_window")
+        has_windows = window and fields.values.get("use_sliding_window", True)
+        has_chunks = fields.values.get("attention_chunk_size")
+        if not has_windows and not has_chunks and model_type not in STATE_MODELS:
+            return {"full": count}
+        if model_type in ALL_WINDOWS:
+            return {"window": count}
+        raise ConfigError(
+            f"{fields.file}: {model_type} has windows, chunks or states, and no layer_types says "
+            "in which layers. Run kv-offload in a Python with transformers, which knows the "
+            "defaults of models, or add layer_types to the file"
+        )
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        shown = show(types)
+        raise ConfigError(f"{fields.file}: layer_types is {shown}, but a list of names is needed")
+    known = KINDS | KINDS_OF_SOME.get(model_type, {})
+    if strange := [kind for kind in types if kind not in known]:
+        raise fields.unsupported(f"has layers of the type {strange[0]}")
+    kinds = [known[kind] for kind in types]
+    if len(kinds) != count:
+        raise ConfigError(
+            f"{fields.file}: layer_types has {len(kinds)} entries, num_hidden_layers is {count}: "
+            "correct one of them"
+        )
+    if "state" in kinds and "full" not in kinds:
+        raise fields.unsupported("has states and no layer with full attention")
+    return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The shape of one layer's state, over all tensor-parallel ranks.
+
+    It is the last columns that the convolution reads, and a matrix for each head
+    (`MambaStateShapeCalculator` in vLLM 0.32).
+    """
+
+    inner_channels: int
+    """Channels of the convolution that the heads own."""
+    groups: int
+    """Groups of heads, each of which shares `group_channels` more."""
+    group_channels: int
+    columns: int
+    heads: int
+    head_numbers: int
+    recurrent_bytes: int | None
+    """Of a number in the matrices of the heads; None where it is that of the model's type."""
+
+    def rank_bytes(self, ranks: int, number_bytes: int) -> int:
+        """Return the bytes on one of `ranks`. Raises `ConfigError` if they cannot split it.
+
+        A single group is copied to every rank.
+        """
+        for name, count in (("heads", self.heads), ("groups", self.groups)):
+            if count % ranks and (name == "heads" or count > 1):
+                raise ConfigError(
+                    f"--tensor-parallel-size is {ranks}, and the states have {count} {name}: give "
+                    f"a divisor of {count}"
+                )
+        groups = ranks if self.groups % ranks else self.groups
+        channels = (self.inner_channels + groups * self.group_channels) // ranks
+        numbers = self.heads // ranks * self.head_numbers
+        recurrent_bytes = numbers * (self.recurrent_bytes or number_bytes)
+        return channels * self.columns * number_bytes + recurrent_bytes
+
+
+def read_state(fields: Fields) -> State:
+    """Return the state of a model of `STATE_MODELS`."""
+    number = fields.number
+    if fields.model_type in MAMBA_2:
+        return State(
+            inner_channels=number("mamba_expand") * number("hidden_size"),
+            groups=number("mamba_n_groups"),
+            group_channels=2 * number("mamba_d_state"),
+            columns=number("mamba_d_conv") - 1,
+            heads=number("mamba_n_heads"),
+            head_numbers=number("mamba_d_head") * number("mamba_d_state"),
+            recurrent_bytes=None,
+        )
+    key_size, value_size = number("linear_key_head_dim"), number("linear_value_head_dim")
+    heads = number("linear_num_value_heads")
+    # Qwen3.5 says in which type it keeps the recurrent state; others keep the model's type.
+    is_float32 = fields.values.get("mamba_ssm_dtype") == "float32"
+    return State(
+        inner_channels=heads * value_size,
+        groups=number("linear_num_key_heads"),
+        group_channels=2 * key_size,
+        columns=number("linear_conv_kernel_dim") - 1,
+        heads=heads,
+        head_numbers=value_size * key_size,
+        recurrent_bytes=4 if is_float32 and fields.model_type != "qwen3_next" else None,
+    )

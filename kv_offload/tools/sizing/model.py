@@ -1,0 +1,155 @@
+"""The shape of a model's KV cache, and which models have parts whose size is not known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kv_offload.errors import ConfigError, UnsupportedError
+from kv_offload.tools.sizing.fields import Fields, read_fields
+from kv_offload.tools.sizing.layers import INDEXED, STATE_MODELS, State, count_layers, read_state
+
+LATENT = INDEXED | {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe"}
+"""Values of `model_type` for which vLLM keeps one latent KV head."""
+
+INDEX_SCALE_NUMBERS = 128
+"""Numbers of the index that share a scale of 4 bytes (`Indexer` of `deepseek_v2` in vLLM 0.32)."""
+
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+
+HEAD_SIZES = ("head_dim", "kv_channels")
+
+STRANGERS = {
+    "layers with states (Mamba, linear attention, convolutions)": re.compile(
+        r"mamba|ssm_|^state_size$|linear_(attn|num|key|conv)|conv_L_cache|lru_width|attn_layer_|"
+        r"attn_type_list|layers_block_type|hybrid_override_pattern|rwkv"
+    ),
+    "a sparse or compressed cache": re.compile(r"^index_(topk|n_heads|head_dim)|^compress_ratios"),
+    "layers of different shapes": re.compile(
+        r"^block_configs$|^global_head_dim$|^num_global_key_value_heads$|^swa_|^per_layer_config$|"
+        r"^hybrid_layer_pattern$|^attention_other_setting$|^multi_query$|^attn_config$"
+    ),
+    "layers that read the cache of others": re.compile(r"^num_kv_shared_layers$"),
+}
+"""Keys of models whose cache has parts that the formula lacks, where their value is not empty."""
+
+KNOWN = dict(zip(STRANGERS, (STATE_MODELS, INDEXED), strict=False))
+"""Values of `model_type` that have such parts, and whose parts are known."""
+
+CROSS = ("is_encoder_decoder", "cross_attention_layers")
+"""Keys of models whose layers also read what an encoder made of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The shape of a model's KV cache, over all tensor-parallel ranks."""
+
+    model_type: str
+    layers: dict[str, int]
+    """How many layers of each kind there are: `full`, `window`, `chunk`, `state`; none has 0."""
+    window_tokens: int
+    """What a layer with a window reads; 0 where no layer has one."""
+    kv_heads: int
+    head_size: int
+    latent: bool
+    """Whether keys and values are one vector: multi-head latent attention."""
+    cache_is_quantized: bool
+    """Whether the checkpoint itself asks for another type of cache than the model's."""
+    assumed: tuple[str, ...] = ()
+    """What was taken for values that the file lacks, where nobody knew the model's defaults."""
+    index_bytes: int = 0
+    """Bytes of a token in the index of a layer with sparse attention."""
+    state: State | None = None
+    """Of a layer with states, where there are such layers."""
+
+
+def read_model(path: Path) -> Model:
+    """Read a config.json, or the one in a folder.
+
+    Where transformers is installed it adds what the file leaves to the defaults of its model.
+
+    Raises:
+        ConfigError: no such file, too large, not JSON, or a value that is missing or of another
+            kind than is needed.
+        UnsupportedError: the cache has parts whose size the file does not tell.
+    """
+    fields = read_fields(path)
+    _refuse_other_caches(fields)
+    latent = fields.values.get("kv_lora_rank") is not None
+    if latent and fields.model_type not in LATENT:
+        raise fields.unsupported("has latent attention in a form that is not known")
+    kv_heads, head_size = _latent_head(fields) if latent else _heads(fields)
+    layers = count_layers(fields)
+    index_size = fields.number("index_head_dim") if fields.model_type in INDEXED else 0
+    return Model(
+        model_type=fields.model_type,
+        layers=layers,
+        window_tokens=fields.number("sliding_window") if "window" in layers else 0,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        latent=latent,
+        cache_is_quantized=fields.cache_is_quantized,
+        assumed=() if latent or fields.has_defaults else tuple(_assumed(fields)),
+        index_bytes=index_size + index_size // INDEX_SCALE_NUMBERS * 4,
+        state=read_state(fields) if "state" in layers else None,
+    )
+
+
+def _refuse_other_caches(fields: Fields) -> None:
+    """Raise `UnsupportedError` for a model with no cache, or one with other parts."""
+    if "bert" in fields.model_type:  # bert, xlm-roberta, modernbert, nomic_bert, ...
+        raise UnsupportedError(
+            f"{fields.file}: {fields.model_type} reads each prompt as a whole and has no KV cache, "
+            "so there is nothing to keep in host memory. Give the config.json of a model that "
+            "generates text"
+        )
+    if cross := next((k for k in CROSS if fields.values.get(k) or fields.outer.get(k)), None):
+        raise UnsupportedError(
+            f"{fields.file}: {fields.model_type} has an encoder, which the decoder reads through "
+            f"cross attention ({cross}). kv-offload refuses such a model at the start: run it "
+            "without kv-offload"
+        )
+    given = {key: value for key, value in fields.values.items() if value}
+    types = given.get("attn_type_list")
+    if isinstance(types, list) and all(kind == 1 for kind in types):
+        del given["attn_type_list"]  # MiniMax: 1 is full attention, 0 is linear. M2 has ones only.
+    for problem, keys in STRANGERS.items():
+        strange = next(filter(keys.search, given), None)
+        if strange and fields.model_type not in KNOWN.get(problem, ()):
+            raise fields.unsupported(f"has {problem} ({strange})")
+
+
+def _latent_head(fields: Fields) -> tuple[int, int]:
+    return 1, fields.number("kv_lora_rank") + fields.number("qk_rope_head_dim")
+
+
+def _heads(fields: Fields) -> tuple[int, int]:
+    """Return the number of KV heads, and the numbers of a key."""
+    values, heads = fields.values, fields.number("num_attention_heads")
+    kv_heads = next((fields.number(key) for key in KV_HEADS if values.get(key) is not None), heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{fields.file}: num_attention_heads is {heads}, not a multiple of the {kv_heads} KV "
+            "heads: correct one of them"
+        )
+    if named := next((key for key in HEAD_SIZES if values.get(key)), None):
+        head_size = fields.number(named)
+    else:
+        head_size, rest = divmod(fields.number("hidden_size"), heads)
+        if rest:
+            raise ConfigError(
+                f"{fields.file}: hidden_size is {values['hidden_size']}, not a multiple of {heads} "
+                "heads (num_attention_heads): correct one of them"
+            )
+    if values.get("v_head_dim", head_size) not in (head_size, None):
+        raise fields.unsupported("has values of another size than keys")
+    return kv_heads, head_size
+
+
+def _assumed(fields: Fields) -> Iterator[str]:
+    if all(fields.values.get(key) is None for key in KV_HEADS):
+        yield "num_key_value_heads is num_attention_heads"
+    if not any(fields.values.get(key) for key in HEAD_SIZES):
+        yield "head_dim is hidden_size / num_attention_heads"

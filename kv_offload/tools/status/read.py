@@ -1,0 +1,175 @@
+"""Reads the metrics page of a running vLLM server."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kv_offload.config.sizes import format_size
+from kv_offload.errors import ServerError
+from kv_offload.metrics import PREFIX
+
+ENGINE_PREFIX = "vllm:"
+OF_VLLM = "vllm:prefix_cache_"
+"""How the names of vLLM's metrics begin that are read beside ours: those of its own cache."""
+MAX_VALUE = 2.0**63
+"""No counter, number of bytes or time is as large, or below 0."""
+TIMEOUT_SECONDS = 10.0
+"""For the connection, and for each silence of the server."""
+MAX_PAGE_BYTES = 16 << 20
+"""What is read of an answer at most: a page has some 100 KiB for each engine of the server."""
+
+NO_ENGINE = (
+    "{address} has no metrics of vLLM: it is another server, or vLLM was started with "
+    "--disable-log-stats; give the address of vLLM's API server, started without that argument"
+)
+NO_PLUGIN = (
+    "{address} is a vLLM server without kv-offload: a line of its log begins with "
+    "`kv-offload: not in use` and says why; if there is none, kv-offload is not installed in the "
+    "server's Python, or VLLM_PLUGINS leaves it out. Start the server with what "
+    "`kv-offload config` prints"
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a page said at one moment."""
+
+    taken: float
+    """Seconds of a monotonic clock."""
+    engines: tuple[str, ...]
+    """The engines of the server (data-parallel replicas), by the label `engine`."""
+    model: str
+    values: Mapping[tuple[str, str], float]
+    """By name as on the page, and engine."""
+    buckets: Mapping[tuple[str, str], Mapping[float, float]]
+    """Of histograms, by name without `_bucket`, and engine: how many values up to each bound."""
+
+
+def metrics_url(address: str) -> str:
+    """Return the URL of the metrics page: of `host:port`, of a server's URL, or of the page.
+
+    Raises `ServerError` for what is no URL of HTTP.
+    """
+    url = address if "://" in address else f"http://{address}"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname)
+        known = known and "@" not in parts.netloc and url.isascii()
+        _ = parts.port
+        (parts.hostname or "").encode("idna")  # refuses what is no name of a host
+        known = known and not address.isdecimal() and not os.path.isfile(address)
+    except ValueError:
+        known = False
+    if not known:
+        raise ServerError(
+            f"{_short(address)!r} is no address of a server; write localhost:8000 or "
+            "http://localhost:8000: a host in ASCII letters, no password, a port of at most 65535"
+        )
+    path = parts.path.rstrip("/").removesuffix("/metrics")
+    return urllib.parse.urlunsplit((parts.scheme, parts.netloc, f"{path}/metrics", "", ""))
+
+
+def read(url: str) -> Reading:
+    """Get a metrics page and read it.
+
+    Raises `ServerError` where the server cannot be reached or is slow, answers with an error or
+    with more than `MAX_PAGE_BYTES`, or has no metrics of ours; the message says what may be the
+    reason.
+    """
+    try:
+        opener = urllib.request.build_opener()  # the shared one keeps the proxies of its first use
+        with opener.open(url, timeout=TIMEOUT_SECONDS) as response:
+            answer = response.read(MAX_PAGE_BYTES + 1)
+            led_to = response.url
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise ServerError(
+            f"{url} answers with HTTP status {error.code} ({_short(error.reason)})"
+            f"{_describe_proxy(url)}; vLLM's API server has its metrics at /metrics: check the "
+            "address, and what stands in front of it"
+        ) from error
+    except (OSError, http.client.HTTPException, ValueError) as error:  # the last: of a redirection
+        why = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise ServerError(
+            f"{url} cannot be reached{_describe_proxy(url)}: {_short(why)}; check the address "
+            "(http or https, the host, the port: vLLM's is 8000 if --port names no other), and "
+            "that the server has started (it answers when the model is loaded)"
+        ) from error
+    if len(answer) > MAX_PAGE_BYTES:
+        raise ServerError(
+            f"{url} answers with more than {format_size(MAX_PAGE_BYTES)}, the limit for a page of "
+            "metrics: it is no page of vLLM's; give the address of vLLM's API server"
+        )
+    address = url if led_to == url else f"{url}, which leads to {_short(led_to)},"
+    return parse(answer.decode(errors="replace"), address)
+
+
+def _describe_proxy(url: str) -> str:
+    """Return which proxy of the environment was asked in place of the server; empty for none."""
+    parts = urllib.parse.urlsplit(url)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if proxy is None or urllib.request.proxy_bypass(parts.netloc):
+        return ""
+    host = proxy.rpartition("@")[2]  # a password may stand before it
+    return (
+        f" through {_short(host)}, which {parts.scheme}_proxy names (no_proxy={parts.hostname} "
+        "asks the server itself)"
+    )
+
+
+def parse(page: str, address: str) -> Reading:
+    """Read a page in the text format of Prometheus.
+
+    Raises `ServerError` where it is in another format or has no metrics of ours.
+    """
+    values: dict[tuple[str, str], float] = {}
+    buckets: dict[tuple[str, str], dict[float, float]] = {}
+    models: set[str] = set()
+    is_vllm = False
+    try:
+        for family in text_string_to_metric_families(page):
+            is_vllm = is_vllm or family.name.startswith(ENGINE_PREFIX)
+            for sample in family.samples if family.name.startswith((PREFIX, OF_VLLM)) else ():
+                if not 0 <= sample.value < MAX_VALUE:
+                    raise ValueError(f"{sample.name} is {sample.value}")  # noqa: TRY301
+                engine = _short(sample.labels.get("engine", ""))
+                if sample.name.startswith(PREFIX):
+                    models.add(_short(sample.labels.get("model_name", "")))
+                if "le" in sample.labels:
+                    name = sample.name.removesuffix("_bucket")
+                    bounds = buckets.setdefault((name, engine), {})
+                    bounds[float(sample.labels["le"])] = sample.value
+                else:
+                    key = sample.name, engine
+                    values[key] = values.get(key, 0.0) + sample.value
+    except (ValueError, LookupError) as error:  # the parser lets out either
+        raise ServerError(
+            f"{address} is no page of metrics ({_short(error)}); give the address of vLLM's API "
+            "server"
+        ) from error
+    if not is_vllm:
+        raise ServerError(NO_ENGINE.format(address=address))
+    engines = sorted({engine for name, engine in values if name.startswith(PREFIX)}, key=_by_number)
+    if not engines:
+        raise ServerError(NO_PLUGIN.format(address=address))
+    return Reading(time.monotonic(), tuple(engines), ", ".join(sorted(models)), values, buckets)
+
+
+def _short(what: object) -> str:
+    """Return what another program said as one line that a terminal can show."""
+    line = " ".join(str(what).split())
+    line = "".join(letter if letter.isprintable() else "?" for letter in line)
+    return line if len(line) <= 120 else f"{line[:117]}..."
+
+
+def _by_number(engine: str) -> tuple[int, str]:
+    return int(engine) if engine.isdecimal() else -1, engine

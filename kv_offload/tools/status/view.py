@@ -1,0 +1,162 @@
+"""Draws figures as a page for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kv_offload.config.sizes import format_size
+from kv_offload.metrics import METRICS
+from kv_offload.tools.status.figures import WAITS, Count, Figures
+
+_HELP = {metric.name: metric.documentation for metric in METRICS}
+_SKIPPED = "Slots not stored because "
+
+
+def page(
+    url: str, everything: Figures, by_engine: Sequence[Figures] = (), note: str = ""
+) -> RenderableType:
+    """Return the page: a note, all engines together, and each one if there are several.
+
+    What is wrong comes first: a low terminal shows the top.
+    """
+    parts: list[RenderableType] = [_title(url, everything)]
+    if note:
+        parts.append(Text(note, style="bold red"))
+    parts.append(_table(everything))
+    if len(by_engine) > 1:
+        parts.append(_engines(by_engine))
+    return Group(*parts)
+
+
+def _title(url: str, figures: Figures) -> Text:
+    count = len(figures.engines)
+    engines = f"engine {figures.engines[0]}" if count == 1 else f"{count} engines together"
+    return Text.assemble(("kv-offload", "bold"), f" at {url}: {figures.model}, {engines}")
+
+
+def _table(figures: Figures) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    table.add_column("since the start", justify="right")
+    table.add_column("share", justify="right")
+    seconds = figures.seconds
+    table.add_column("" if seconds is None else f"last {seconds:.1f} s", justify="right")
+
+    def heading(text: str) -> None:
+        table.add_row(Text(text, style="bold cyan"))
+
+    def row(what: str, count: Count, whole: Count | None = None, style: str = "") -> None:
+        share = "" if whole is None else _share(count.total, whole.total)
+        table.add_row(f"  {what}", _number(count.total), share, _rate(count), style=style)
+
+    heading("Errors")
+    errors = {name: value for name, value in figures.errors.items() if value}
+    for name, value in errors.items():
+        table.add_row(f"  {name}: {_HELP[name]}", _number(value), style="bold red")
+    if not errors:
+        table.add_row("  none since the start", style="green")
+    heading("Tokens of prompts")
+    tokens = figures.tokens
+    prompts, lookups = tokens["prompt_tokens"], tokens["lookup_tokens"]
+    row("from the GPU's own cache", tokens["gpu_tokens"], prompts)
+    row("from host memory: not computed", tokens["host_tokens"], prompts, "green")
+    row("computed", tokens["computed_tokens"], prompts)
+    heading("Asked of host memory, in tokens")
+    row("looked up", lookups)
+    row("loaded: the hit rate", tokens["host_tokens"], lookups, "green")
+    row("there, but sooner computed", tokens["recomputed_tokens"], lookups)
+    heading("Copies")
+    table.add_row(*_traffic("to host memory", figures, "stored"))
+    table.add_row(*_traffic("from host memory", figures, "loaded"))
+    median, slowest = figures.load_seconds(0.5), figures.load_seconds(0.99)
+    if median is not None and slowest is not None:
+        table.add_row(f"  a load takes {_time(median)}, 99 %: {_time(slowest)}")
+    heading("Host memory")
+    _add_pool(table, figures)
+    row("slots stored", figures.counter("stored_slots"))
+    row("slots given to another block", figures.counter("evictions"))
+    heading("Not stored, in slots")
+    skipped = {name: count for name, count in figures.skipped.items() if count.total}
+    for reason, count in skipped.items():
+        row(_HELP[f"skipped_{reason}"].removeprefix(_SKIPPED).rstrip("."), count)
+    if not skipped:
+        table.add_row("  nothing")
+    heading("Waiting now")
+    waiting = {name: value for name, value in figures.waiting.items() if value}
+    for name, value in waiting.items():
+        table.add_row(f"  {WAITS[name]}", _number(value))
+    if age := figures.largest("oldest_copy_seconds"):
+        table.add_row("  age of the oldest load or store", _time(age))
+    elif not waiting:
+        table.add_row("  nothing")
+    return table
+
+
+def _add_pool(table: Table, figures: Figures) -> None:
+    in_use, ready, all_slots = map(figures.gauge, ("slots_in_use", "slots", "pool_slots"))
+    used, slots = (format_size(int(n * figures.largest("slot_bytes"))) for n in (in_use, all_slots))
+    rank = "on one rank" if len(figures.engines) == 1 else "on one rank of each engine"
+    table.add_row(
+        f"  in use: {used} of {slots} {rank}",
+        f"{_number(in_use)} slots",
+        _share(in_use, all_slots),
+        ProgressBar(total=max(1.0, all_slots), completed=in_use, width=12),
+    )
+    if ready < all_slots:
+        table.add_row(
+            "  ready; the rest is being page-locked (as of the last step)",
+            f"{_number(ready)} slots",
+            _share(ready, all_slots),
+            style="yellow",
+        )
+
+
+def _engines(by_engine: Sequence[Figures]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
+    columns = ("engine", "hit rate", "tokens from host memory", "slots in use", "of", "errors")
+    for column in columns:
+        table.add_column(column, justify="right", header_style="bold cyan")
+    for figures in by_engine:
+        errors, tokens = sum(figures.errors.values()), figures.tokens
+        table.add_row(
+            *map(Text, figures.engines),  # plain strings would be read as markup
+            _share(tokens["host_tokens"].total, tokens["lookup_tokens"].total),
+            _number(tokens["host_tokens"].total),
+            _number(figures.gauge("slots_in_use")),
+            _number(figures.gauge("pool_slots")),
+            _number(errors),
+            style="bold red" if errors else "",
+        )
+    return table
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else ""
+
+
+def _rate(count: Count) -> str:
+    return "" if count.per_second is None else f"{count.per_second:,.0f}/s"
+
+
+def _traffic(what: str, figures: Figures, copies: str) -> tuple[str, str, str, str]:
+    speed, copied = figures.bytes_per_second(copies), figures.counter(f"{copies}_bytes")
+    rate = copied.per_second
+    return (
+        f"  {what}, at {format_size(int(speed))}/s" if speed else f"  {what}",
+        format_size(int(copied.total)),
+        "",
+        "" if rate is None else f"{format_size(int(rate))}/s",
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,428 @@
+import contextlib
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_offload.cache.policies import POLICIES
+from kv_offload.config import DEFAULT, SCHEMA, OffloadConfig, trace_config
+from kv_offload.config.host_memory import HostMemory
+from kv_offload.errors import CapacityError, ConfigError, KVOffloadError
+
+GIB = 1 << 30
+HOST = HostMemory(64 * GIB, "/proc/meminfo")
+DOCS = Path(__file__).parents[3] / "docs/use/configuration.md"
+DEFAULTS = OffloadConfig(cpu_bytes=16 * GIB)
+INLINE = "kv_connector_extra_config"
+
+
+def load(extra_config=None, environ=None, replicas=1):
+    return trace_config(extra_config or {}, environ or {}, host=HOST, replicas=replicas).config
+
+
+def refusal(extra_config=None, environ=None, kind=ConfigError, replicas=1):
+    with pytest.raises(kind) as caught:
+        load(extra_config, environ, replicas)
+    message = str(caught.value)
+    assert message.startswith("kv-offload: ")
+    assert message.count("kv-offload: ") == 1
+    return message.removeprefix("kv-offload: ")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content, name="kv.yaml"):
+        file = tmp_path / name
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(file)
+
+    return write
+
+
+# -- values
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("cpu_bytes", 1 << 20, 1 << 20),
+        ("cpu_bytes", "0.4%", 64 * GIB * 4 // 1000),
+        ("eviction_policy", "arc", "arc"),
+        ("store_blocks", "prompt", "prompt"),
+        ("store_after_uses", 1000, 1000),
+        ("transfer_engine", "dma", "dma"),
+        ("max_pinned_share", 0.01, 0.01),
+        ("max_pinned_share", 1, 1.0),
+        ("load_or_recompute", "always_load", "always_load"),
+        ("keep_on_sleep", True, True),
+        ("on_load_failure", "fail", "fail"),
+    ],
+)
+def test_values_that_are_accepted_inline_and_in_a_file(write, key, value, expected):
+    for extra_config in ({key: value}, {"config_file": write(json.dumps({key: value}))}):
+        assert load(extra_config) == dataclasses.replace(DEFAULTS, **{key: expected})
+    assert load({"config_file": write("# nothing\n")}) == DEFAULTS
+
+
+BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), room for hardly one block."
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("cpu_bytes", 0, "less than 1 MiB (1048576 bytes), room for hardly one block. Allowed"),
+        ("cpu_bytes", 64, f"{BARE} Did you mean 64GiB, 64% or 64B? Allowed"),
+        ("cpu_bytes", 1.5, "a number with a fraction needs a unit. Allowed"),
+        ("cpu_bytes", True, "must be bytes, a size"),
+        ("cpu_bytes", None, "must be bytes, a size"),
+        ("cpu_bytes", [1], "must be bytes, a size"),
+        ("cpu_bytes", 2**70, "must be 9223372036854775807 at most"),
+        ("eviction_policy", "lfu", "must be lru or arc"),
+        ("eviction_policy", "\ud800", "must be lru or arc"),
+        ("store_after_uses", 0, "must be an integer of at least 1"),
+        ("store_after_uses", "4", "must be an integer"),
+        ("transfer_engine", "gpu", "must be auto, host, cuda or dma"),
+        ("max_pinned_share", 0.0099, "must be a number from 0.01 to 1; with less, too few blocks"),
+        ("max_pinned_share", 1.01, "must be a number from 0.01 to 1"),
+        ("load_or_recompute", "always", "must be measured or always_load"),
+        ("keep_on_sleep", "yes", "must be true or false"),
+        ("on_load_failure", {}, "must be recompute or fail"),
+    ],
+)
+def test_bad_values_are_refused_with_source_path_value_and_remedy(write, key, value, reason):
+    file = write(json.dumps({key: value}))
+    for extra_config, source in (({key: value}, INLINE), ({"config_file": file}, file)):
+        message = refusal(extra_config)
+        shown = json.dumps(value) if isinstance(value, bool) else repr(value)
+        shown = "no value" if value is None else shown
+        assert message.startswith(f"{source}: {key}: {shown}: {reason}")
+        limit = "at most" if "at most" in reason else SCHEMA[key].allowed
+        default = SCHEMA[key].written_default
+        assert message.endswith(f"{limit}. Correct it, or remove it to get the default, {default}.")
+
+
+LISTS = "".join(f"- &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]\n" for n in range(30))
+DIGITS = "f" * 5000
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("max_pinned_share: .nan", "max_pinned_share"),
+        (f"store_after_uses: '{'x' * 100_000}'", "store_after_uses: 'xxx"),
+        (f"- &a0 [x]\n{LISTS}", "the top level is [["),
+        (f"? {'x' * 500}\n: 1", "xxx: 1: unknown key"),
+        ('"\\e[2J": 1', r"\x1b[2J: 1: unknown key"),
+        (f"? 0x{DIGITS}\n: 1", "a huge integer: 1: unknown key"),
+    ],
+)
+def test_a_strange_file_is_refused_in_short_and_without_escapes(write, content, problem):
+    message = refusal({"config_file": write(content)})
+    assert problem in message
+    assert len(message) < 1000
+    assert "x" * 200 not in message
+    assert "\x1b" not in message
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ("store_after_uses: 1_0.50", "store_after_uses: 1_0.50: must be"),
+        ("eviction_policy: no", "eviction_policy: no: must be"),
+        ("cpu_bytes: 0x1000000000", "cpu_bytes: 0x1000000000: asks for 64 GiB"),
+        ("store_after_uses: 1e3", "store_after_uses: '1e3': must be"),
+        ("cpu_byte: &a 0x10", "cpu_byte: 0x10: unknown key"),
+        ("<<: {max_pinned_share: 1.50}", "max_pinned_share: 1.50: must be"),
+    ],
+)
+def test_a_message_shows_what_was_written_and_not_what_yaml_made_of_it(write, content, shown):
+    file = write(content)
+    assert refusal({"config_file": file}, kind=KVOffloadError).startswith(f"{file}: {shown}")
+
+
+# -- capacity
+
+
+def test_more_than_the_machine_has(write):
+    assert refusal({"cpu_bytes": "65GiB"}, kind=CapacityError) == (
+        "kv_connector_extra_config: cpu_bytes: '65GiB': asks for 65 GiB (69793218560 bytes), but "
+        "/proc/meminfo says that there are 64 GiB (68719476736 bytes), of which 2 GiB must stay "
+        "free. Ask for less, for example 25%, or give the process more."
+    )
+    file = write("cpu_bytes: 100%")
+    assert refusal({"config_file": file}, kind=CapacityError).startswith(f"{file}: cpu_bytes: '100")
+    assert "cpu_bytes: 66571993089:" in refusal({"cpu_bytes": 62 * GIB + 1}, kind=CapacityError)
+
+
+def test_replicas_of_a_host_divide_a_percentage_and_each_takes_a_size():
+    assert load(replicas=8).cpu_bytes == 2 * GIB
+    assert load({"cpu_bytes": "7GiB"}, replicas=8).cpu_bytes == 7 * GIB
+    for value in ("100%", "8GiB", 8 * GIB):
+        message = refusal({"cpu_bytes": value}, kind=CapacityError, replicas=8)
+        assert (
+            f"cpu_bytes: {value!r}: asks for 8 GiB (8589934592 bytes) for each of 8 replicas on "
+            "this host, 64 GiB (68719476736 bytes) in all, but /proc/meminfo says"
+        ) in message
+
+
+# -- unknown keys
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("evict_policy", "Did you mean eviction_policy? Correct or remove it"),
+        ("CPU_BYTES", "Did you mean cpu_bytes? Correct or remove it"),
+        ("zzz", "Correct or remove it"),
+        ("kv-transfer-config", "It belongs into vLLM's argument --kv-transfer-config. "),
+    ],
+)
+def test_unknown_keys_are_refused_with_the_nearest_and_all_keys(write, key, hint):
+    file = write(f"{key}: lru")
+    for extra_config, source in (({key: "lru"}, INLINE), ({"config_file": file}, file)):
+        message = refusal(extra_config)
+        assert message.startswith(f"{source}: {key}: 'lru': unknown key. {hint}")
+        assert all(name in message for name in SCHEMA)
+
+
+def test_config_file_is_a_key_only_inline(write):
+    file = write("config_file: /x.yaml")
+    message = refusal({"config_file": file})
+    assert message.startswith(f"{file}: config_file: '/x.yaml': unknown key")
+    assert "Did you mean config_file?" in refusal({"config_fil": file})
+
+
+# -- sources and precedence
+
+
+def test_inline_wins_over_the_file_which_wins_over_the_default_and_is_traced(write):
+    """Only the effective size must fit, but every value that is given is checked."""
+    file = write("cpu_bytes: 1TiB\nmax_pinned_share: 1.5")
+    message = refusal({"config_file": file, "cpu_bytes": "1GiB", "max_pinned_share": 0.5})
+    assert message.startswith(f"{file}: max_pinned_share: 1.5")
+    file = write("cpu_bytes: 1TiB")
+    assert load({"config_file": file, "cpu_bytes": "1GiB"}).cpu_bytes == GIB
+    file = write("store_after_uses: 2\nstore_blocks: prompt\ncpu_bytes: 1GiB")
+    traced = trace_config({"config_file": file, "store_after_uses": 4}, {}, host=HOST)
+    assert traced.config == dataclasses.replace(
+        DEFAULTS, store_after_uses=4, store_blocks="prompt", cpu_bytes=GIB
+    )
+    assert traced.file == Path(file)
+    assert set(traced.given) == set(SCHEMA)
+    assert traced.given["store_after_uses"] == (INLINE, 4, "4")
+    assert traced.given["cpu_bytes"] == (file, "1GiB", "1GiB")
+    assert traced.given["eviction_policy"] == (DEFAULT, "lru", "lru")
+
+
+def test_the_file_of_a_command_wins_over_the_named_one_and_that_over_the_environment(write):
+    named, other = write("store_after_uses: 2"), write("store_after_uses: 3", name="other.yaml")
+    environ = {"KV_OFFLOAD_CONFIG_FILE": other}
+    assert load({"config_file": named}, environ).store_after_uses == 2
+    assert load({}, environ).store_after_uses == 3
+    assert load({"store_after_uses": 4}, environ).store_after_uses == 4
+    assert load({}, {"KV_OFFLOAD_CONFIG_FILE": ""}) == DEFAULTS
+    traced = trace_config({"config_file": other}, environ, file=named, host=HOST)
+    assert traced.given["store_after_uses"].source == named
+
+
+def test_paths_may_be_relative_or_start_at_home(write, tmp_path, monkeypatch):
+    write("store_after_uses: 2")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load({"config_file": "~/kv.yaml"}).store_after_uses == 2
+    assert trace_config({"config_file": "kv.yaml"}, {}, host=HOST).file == tmp_path / "kv.yaml"
+
+
+# -- other variables
+
+
+def test_a_variable_named_after_a_key_is_refused():
+    for key in SCHEMA:
+        name = f"KV_OFFLOAD_{key.upper()}"
+        assert refusal({key: SCHEMA[key].default}, {name: "100GiB"}) == (
+            f"environment: {name}: '100GiB': no variable sets a key. Write {key} into the file "
+            "that KV_OFFLOAD_CONFIG_FILE names, or into kv_connector_extra_config, and unset "
+            f"{name}."
+        )
+        assert load({}, {name: ""}) == DEFAULTS
+
+
+def test_a_variable_that_nobody_reads_is_a_warning_and_those_of_others_are_none(write):
+    """Kubernetes tells every container of its services; one may be named `kv-offload`."""
+    environ = {
+        "KV_OFFLOAD_CONFIG_FILE": write("store_after_uses: 2"),
+        "KV_OFFLOAD_SERVICE_HOST": "10.0.0.1",
+        "KV_OFFLOAD_SERVICE_PORT_HTTP": "8000",
+        "KV_OFFLOAD_PORT": "tcp://10.0.0.1:8000",
+        "KV_OFFLOAD_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "KV_OFFLOAD_CONFIG_SERVICE_HOST": "10.0.0.2",
+        "KV_OFFLOAD_BENCH_RESULTS": "results",
+        "VLLM_KV_OFFLOAD": "1",
+        "KV_OFFLOAD_CONFIG": "/srv/kv.yaml",
+    }
+    traced = trace_config({}, environ, host=HOST)
+    assert traced.config.store_after_uses == 2
+    (warning,) = traced.warnings
+    assert warning.startswith(
+        "environment: KV_OFFLOAD_CONFIG is not read: the plugin reads KV_OFFLOAD_CONFIG_FILE only."
+    )
+
+
+# -- files that cannot be used ---------------------------------------------------------------------
+
+READABLE = "Give the path of a YAML file that this process can read."
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("missing.yaml", "No such file or directory"),
+        ("~nobody-has-this-name/kv.yaml", "No such file or directory"),
+        ("a\0b", "null "),
+        ("pipe", "is not a regular file"),
+        ("model.safetensors", "it has 5,368,709,120 bytes, but a configuration has at most 1,048"),
+    ],
+)
+def test_files_that_cannot_be_read(write, tmp_path, monkeypatch, path, reason):
+    write("")
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(5 << 30)
+    monkeypatch.chdir(tmp_path)
+    for extra_config, environ, place in (
+        ({"config_file": path}, {}, f"{INLINE}: config_file"),
+        ({}, {"KV_OFFLOAD_CONFIG_FILE": path}, "environment: KV_OFFLOAD_CONFIG_FILE"),
+    ):
+        message = refusal(extra_config, environ)
+        assert message.startswith(f"{place}: '{path[:20]}" if path.isprintable() else place)
+        assert reason in message
+        assert message.endswith(READABLE)
+
+
+def test_what_is_no_path_and_standard_input_are_no_file(monkeypatch, tmp_path, write):
+    for value in (None, "", 3):
+        message = refusal({"config_file": value})
+        assert message == f"{INLINE}: config_file: {value!r}: not a path. {READABLE}"
+    reason = "standard input is not read, because the engine reads the file again when it starts"
+    assert refusal({"config_file": "-"}) == (
+        f"{INLINE}: config_file: '-': {reason}. {READABLE} For a file of this name write ./-"
+    )
+    write("store_after_uses: 2", name="-")
+    monkeypatch.chdir(tmp_path)
+    assert load({"config_file": "./-"}).store_after_uses == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "column", "problem"),
+    [
+        ("cpu_bytes: 1\na: b: c", 2, 5, "mapping values are not allowed here"),
+        ("a: !!python/name:os.system x", 1, 4, "could not determine a constructor for the tag"),
+        ("? [a]\n: 1", 1, 3, "found unhashable key"),
+        ("a: 1\nb: 2024-13-45", 2, 4, "'2024-13-45' is not a valid timestamp"),
+        ("a: !!bool x", 1, 4, "'x' is not a valid bool"),
+        ("a: !!map x", 1, 4, "expected a mapping node, but found scalar"),
+        ("a: " + "1" * 5000, 1, 4, "is not a valid int"),
+        ("store_after_uses: 010", 1, 19, "'010' means 8 in YAML: write the number that you mean"),
+        ("store_after_uses: 1:30", 1, 19, "'1:30' means 90 in YAML"),
+        ("a: {b: 1}\na: {c: 2}", 2, 1, "a: a mapping: this key was given before, in line 1"),
+        ("{store_blocks: all, 'store_blocks': all}", 1, 21, "was given before, in line 1"),
+        ("[" * 3000, 1, 1, "nested too deeply"),
+        ("a: 1\nb: \x01", 2, 4, "character 0x1 is not allowed in YAML"),
+        (b"a: 1\nb: \xff", 2, 4, "byte 0xff is not UTF-8"),
+        ("- a\n- b", 1, 1, "the top level is ['a', 'b'], but it must be a mapping"),
+    ],
+)
+def test_malformed_files_are_refused_with_line_and_column(write, content, line, column, problem):
+    file = write(content)
+    message = refusal({"config_file": file})
+    assert message.startswith(f"{file}, line {line}, column {column}: ")
+    assert problem in message
+    assert message.endswith(f"Correct the file; `kv-offload config {file}` checks it.")
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("# mine\r\ncpu_bytes:1GiB  # all of it\r\n", 2),
+        ("cpu_bytes=1GiB\neviction_policy=arc", 1),
+        ("eviction_policy: arc\ncpu_bytes:1GiB\nstore_blocks: all", 2),
+    ],
+)
+def test_a_key_without_a_space_before_its_value(write, content, line):
+    file = write(content)
+    message = refusal({"config_file": file})
+    assert message.startswith(f"{file}, line {line}, column 1: 'cpu_bytes")
+    assert ": write `cpu_bytes: 1GiB`, with a space after the colon. Correct the file;" in message
+
+
+TAGS = ["!!int ", "!!bool ", "!!map ", "&a ", "*a", "<<: "]
+SYNTAX = [": ", "\n", "- ", "? ", *"{}[]~'\",%#\x00>|"]
+VALUES = ["1", "0x1f", "1:30", "2024-02-30", "lru", "1GiB"]
+WORDS = st.sampled_from([*SCHEMA, *TAGS, *SYNTAX, *VALUES])
+
+
+@given(content=st.one_of(st.binary(), st.lists(WORDS | st.text(max_size=3)).map("".join)))
+def test_any_content_is_a_configuration_or_a_refusal(tmp_path_factory, content):
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    file.write_bytes(
+        content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
+    )
+    with contextlib.suppress(KVOffloadError):
+        assert load({"config_file": str(file)}).cpu_bytes > 0
+
+
+# -- the record and the documentation
+
+
+def test_describe_is_one_line_with_every_key_as_it_was_written(write):
+    file = write("\ufeff# größer\nkeep_on_sleep: no\nstore_after_uses: 0x1f\nmax_pinned_share: 1")
+    traced = trace_config({"config_file": file, "cpu_bytes": "12.5%"}, {}, host=HOST)
+    assert traced.config.store_after_uses == 31
+    assert traced.describe() == (
+        "cpu_bytes=12.5% (8 GiB), eviction_policy=lru, store_blocks=all, store_after_uses=0x1f, "
+        "transfer_engine=auto, max_pinned_share=1, load_or_recompute=measured, keep_on_sleep=no, "
+        "on_load_failure=recompute"
+    )
+    inline = trace_config({"keep_on_sleep": True}, {}, host=HOST).describe()
+    assert ", keep_on_sleep=true, " in inline
+
+
+def test_the_eviction_policies_are_those_that_exist():
+    kind, _ = get_args(get_type_hints(OffloadConfig, include_extras=True)["eviction_policy"])
+    assert set(get_args(kind)) == set(POLICIES)
+
+
+def test_the_documented_table_is_the_schema_whose_defaults_load(write):
+    rows = [
+        f"| `{key.name}` | {key.description} | {key.allowed} | `{key.written_default}` |"
+        for key in SCHEMA.values()
+    ]
+    documented = [line for line in DOCS.read_text().splitlines() if line.startswith("| `")]
+    assert documented == rows
+    defaults = "".join(f"{key.name}: {key.written_default}\n" for key in SCHEMA.values())
+    assert load({"config_file": write(defaults)}) == DEFAULTS
+
+
+def test_the_documented_example_names_every_key(write):
+    (example,) = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    traced = trace_config({"config_file": write(example)}, {}, host=HOST)
+    assert all(given.source != DEFAULT for given in traced.given.values())
+
+
+def test_the_documented_errors_are_real(write, tmp_path):
+    errors = re.findall(r"^kv-offload: (.*)$", DOCS.read_text(), re.MULTILINE)
+    contents = [
+        "max_pinned_share: 80%",
+        "cpu_bytes: 64",
+        "evict_policy: arc",
+        "cpu_bytes: 8GiB\ncpu_bytes: 16GiB",
+    ]
+    for error, content in zip(errors, contents, strict=True):
+        message = refusal({"config_file": write(content, name="kv-offload.yaml")})
+        assert message.replace(str(tmp_path), "/srv") == error

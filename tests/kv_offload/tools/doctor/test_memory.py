@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from kv_offload.config import TracedConfig, trace_config
+from kv_offload.config.host_memory import HostMemory
+from kv_offload.errors import CapacityError
+from kv_offload.tools.doctor import memory
+from kv_offload.tools.doctor.memory import (
+    check_free,
+    check_huge_pages,
+    check_lockable,
+    check_memory,
+    read_configuration,
+)
+
+GIB = 1 << 30
+HOST = HostMemory(64 * GIB, "/proc/meminfo")
+
+
+def traced(size: str, replicas: int = 1) -> TracedConfig:
+    return trace_config({"cpu_bytes": size}, {}, host=HOST, replicas=replicas)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 GiB are available."""
+    available = HostMemory(32 * GIB, "MemAvailable in /proc/meminfo")
+    for module in ("kv_offload.tools.doctor.memory", "kv_offload.worker.capacity"):
+        monkeypatch.setattr(f"{module}.read_available_memory", lambda: available)
+
+
+@pytest.mark.usefixtures("free")
+@pytest.mark.parametrize(
+    ("size", "replicas", "state"),
+    [
+        ("25GiB", 1, "ok"),
+        ("26GiB", 1, "warning"),  # more than 80 %
+        ("31GiB", 1, "problem"),  # 2 GiB must stay free
+        ("15GiB", 2, "ok"),
+        ("16GiB", 2, "warning"),
+        ("31GiB", 2, "problem"),
+    ],
+)
+def test_free_memory_for_all_replicas(size: str, replicas: int, state: str) -> None:
+    check = check_free(traced(size, replicas))
+    assert check.state == state
+    assert check.found == "32 GiB are available now (MemAvailable in /proc/meminfo)"
+    assert bool(check.remedy) == (state != "ok")
+
+
+def test_free_memory_that_cannot_be_read_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> HostMemory:
+        raise CapacityError("no MemAvailable")
+
+    monkeypatch.setattr(memory, "read_available_memory", fail)
+    check = check_free(traced("1GiB"))
+    assert (check.state, check.found) == ("problem", "no MemAvailable"), "no engine would start"
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "has_gpu", "state", "found"),
+    [
+        (resource.RLIM_INFINITY, True, "ok", "ulimit -l is unlimited"),
+        (16 * GIB, True, "ok", "ulimit -l is 16 GiB"),
+        (8 << 20, True, "warning", "ulimit -l is 8 MiB"),
+        (8 << 20, False, "ok", "ulimit -l is 8 MiB; without a GPU nothing is locked"),
+    ],
+)
+def test_lockable_memory(limit_bytes: int, has_gpu: bool, state: str, found: str) -> None:
+    check = check_lockable(traced("16GiB"), limit_bytes, has_gpu=has_gpu)
+    assert (check.state, check.found) == (state, found)
+
+
+@pytest.mark.parametrize(
+    ("setting", "state"), [("always [madvise] never", "ok"), ("[never]", "warning")]
+)
+def test_huge_pages(tmp_path: Path, setting: str, state: str) -> None:
+    (tmp_path / "enabled").write_text(f"{setting}\n")
+    assert check_huge_pages(tmp_path / "enabled").state == state
+    assert check_huge_pages(tmp_path / "missing").state == "not checked"
+
+
+@pytest.mark.parametrize(
+    ("content", "state", "found"),
+    [
+        ("cpu_bytes: 1MiB", "ok", "cpu_bytes is 1 MiB for each replica"),
+        ("cpu_bytes: 100%", "problem", "asks for"),
+        ("eviction_polcy: arc", "problem", "Did you mean eviction_policy?"),
+    ],
+)
+def test_the_configuration_is_read_as_an_engine_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, state: str, found: str
+) -> None:
+    (tmp_path / "kv.yaml").write_text(content)
+    file = str(tmp_path / "kv.yaml")
+    check, config = read_configuration(file, replicas=2)
+    assert check.state == state
+    assert found in check.found
+    names = [check.name for check in check_memory(config, has_gpu=False)]
+    if config is None:
+        assert names == ["free memory", "huge pages"]
+        return
+    assert names == ["memory", "free memory", "lockable memory", "huge pages"]
+    monkeypatch.setenv("KV_OFFLOAD_CONFIG", "kv.yaml")
+    check, _ = read_configuration(file, replicas=2)
+    assert check.state == "warning"
+    assert "KV_OFFLOAD_CONFIG is not read" in check.remedy

@@ -1,0 +1,158 @@
+"""`kv-offload size` as a user runs it, and the figures of docs/use/sizing.md, which are its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from kv_offload.config.file import show
+from kv_offload.tools.main import main
+from tests.support.published_models import PUBLISHED
+
+DOCS = Path(__file__).parents[4] / "docs/use/sizing.md"
+
+
+def run(folder: Path, name: str, *options: str) -> int:
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    return main(["size", str(folder), *options])
+
+
+def test_heads_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("-tp", "16", "--kv-cache-dtype", "fp8", "--block-size", "32", "--cpu-bytes", "2GiB")
+    assert run(tmp_path, "Llama-3.1-8B", *options) == 0
+    assert capsys.readouterr().out == (
+        "model            llama, 32 layers with full attention, 8 KV heads of 128\n"
+        "bytes per token  131,072 = 2 x 32 layers x 16 KV heads x 128 x 1 byte\n"
+        "bytes per block  4,194,304, 32 tokens\n"
+        "bytes per slot   262,144 on a rank, with blocks of 32 tokens\n"
+        "in 1 GiB         8,192 tokens, 256 blocks\n"
+        "in 2 GiB         16,384 tokens, 512 blocks\n"
+        "\n"
+        "Bytes per token, block and prompt are those of all 16 ranks together, and 2 ranks each "
+        "keep the same\nKV head.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shown"),
+    [
+        ("Llama-3.1-8B", ["--kv-cache-dtype", "int8_per_token_head"], "x 1 byte + scales"),
+        ("Llama-3.1-8B", ["--cpu-bytes", "2097152"], "in 2 MiB         16 tokens, 1 blocks"),
+        ("Llama-3.1-8B", ["--kv-cache-dtype", "float32"], "bytes per token  262,144 = "),
+        ("Llama-3.1-8B", ["-tp", "4"], "bytes per slot   524,288 on a rank"),
+        ("DeepSeek-V3", ["-tp", "8"], "bytes per token  70,272 = 61 layers x 576 x 2 bytes"),
+        ("DeepSeek-V3", ["-tp", "8"], "The 8 ranks hold equal bytes and keep them once."),
+        ("DeepSeek-V3.2", [], "61 layers x 576 x 2 bytes + 61 layers x 132 bytes of the index"),
+        ("Mistral-7B-v0.1", [], "bytes per prompt  536,870,912 at most, its last 4,096 tokens"),
+        ("Mistral-7B-v0.1", [], "in 1 GiB          8,192 tokens, 512 blocks of windows"),
+        ("Granite-4.0-H-Small", [], "77,856,768 more for states, as 4,752 tokens take"),
+        ("Granite-4.0-H-Small", [], "A block has 528"),
+        ("Qwen3-Next-80B-A3B", ["-tp", "4"], "blocks of 272 tokens"),
+    ],
+)
+def test_what_else_decides(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    options: list[str],
+    shown: str,
+) -> None:
+    assert run(tmp_path, name, *options) == 0
+    output = capsys.readouterr().out
+    assert shown in output
+    assert max(map(len, output.splitlines())) <= 100
+
+
+def test_what_was_not_read_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default of Mistral is 8 KV heads, so that the figure is four times too large."""
+    shape = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", **shape}))
+    monkeypatch.setitem(sys.modules, "transformers", None)  # importing it raises
+    assert main(["size", str(tmp_path)]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Assumed: num_key_value_heads is num_attention_heads; head_dim is hidden_size" in output
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mistral", **shape, "num_key_value_heads": 8, "head_dim": 128})
+    )
+    assert main(["size", str(tmp_path)]) == 0
+    assert "Assumed" not in capsys.readouterr().out
+
+
+def test_a_path_that_leads_nowhere_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("~nobody-of-this-name/model", "a" * 5000, ""):
+        assert main(["size", path]) == 2
+        error = capsys.readouterr().err
+        assert ": cannot be read as JSON: " in error
+        assert "Give the path of a model's config.json" in error
+
+
+@pytest.mark.parametrize("size", ["9" * 5000, "", "-1", "64", "²"])
+def test_a_size_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str) -> None:
+    assert run(tmp_path, "Llama-3.1-8B", f"--cpu-bytes={size}") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"kv-offload: --cpu-bytes is {show(size)}: ")
+    assert "Give bytes, a size (48GiB), or a share" in error
+    assert "digits" not in error, "a limit of Python's"
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("Llama-3.1-8B", "-tp=3", "-size is 3, and the model has 8 KV heads: one must be"),
+        ("Granite-4.0-H-Small", "-tp=256", "the states have 128 heads: give a divisor of 128"),
+        ("DeepSeek-V3", "--kv-cache-dtype=fp8_per_token_head", "not have for latent attention"),
+        ("DeepSeek-V3.2", "--kv-cache-dtype=fp8", "attention keeps then depends on the GPU. Give"),
+    ],
+)
+def test_settings_that_do_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, option: str, message: str
+) -> None:
+    assert run(tmp_path, name, option) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["-tp=0", "--block-size=one", "--kv-cache-dtype=fp4"])
+def test_a_wrong_argument_is_refused_before_the_model_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    """To read it may take seconds: transformers is imported for the defaults of its kind."""
+    with pytest.raises(SystemExit) as caught:
+        main(["size", str(tmp_path), option])
+    assert caught.value.code == 2
+    assert option.partition("=")[0] in capsys.readouterr().err
+
+
+def table() -> dict[str, list[str]]:
+    """Return the rows of the page's table of models, by model."""
+    rows = [row.split("|")[1:-1] for row in re.findall(r"^\|.*\|$", DOCS.read_text(), re.MULTILINE)]
+    cells = [[re.sub("at most | in all", "", cell.strip()) for cell in row] for row in rows]
+    return {row[0]: row[1:] for row in cells if row[0] in PUBLISHED}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_documented_table_is_what_the_command_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    if name == "gemma-3-27b":
+        pytest.importorskip("transformers", reason="needs transformers, which is not installed")
+    run(tmp_path, name)
+    printed = dict(
+        re.findall(r"^(bytes per \w+|in 1 GiB) +([0-9,]+)", capsys.readouterr().out, re.M)
+    )
+    row = [printed["bytes per token"], printed.get("bytes per prompt", "0"), printed["in 1 GiB"]]
+    assert table()[name] == row
+
+
+def test_the_documented_run_is_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (printed,) = re.findall(r"```\n(model  .*?)```", DOCS.read_text(), re.DOTALL)
+    run(tmp_path, "gpt-oss-120b", "--cpu-bytes", "64GiB")
+    assert capsys.readouterr().out == printed

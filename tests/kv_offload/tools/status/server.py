@@ -1,0 +1,74 @@
+"""A server on loopback that answers with given pages."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import re
+import socketserver
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from kv_offload.metrics import PREFIX
+
+PAGES = Path(__file__).parent / "pages"
+"""Recorded of vLLM 0.32's server on a CPU, without the metrics that nobody here reads."""
+
+
+def recorded(name: str) -> str:
+    return (PAGES / f"{name}.txt").read_text()
+
+
+def recorded_with(name: str, value: object) -> str:
+    """Return the page of hits in which a sample of ours has another value."""
+    sample = re.compile(rf"^({PREFIX}{name}\{{.*\}}) .*$", re.MULTILINE)
+    page, found = sample.subn(rf"\1 {value}", recorded("hits"))
+    assert found == 1
+    return page
+
+
+class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """Answers `/metrics` with `page` and `status`, everything else with 404.
+
+    Servers of `http.server` ask a name server for the name of their address, which may take long.
+    """
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    page = ""
+    status = 200
+    answered = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: PageServer
+
+    def do_GET(self) -> None:
+        here = self.path == "/metrics"
+        self.send_response(self.server.status if here else 404)
+        self.end_headers()
+        self.wfile.write(self.server.page.encode() if here else b"")
+        self.server.answered += here
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+@contextlib.contextmanager
+def page_server(page: str = "") -> Iterator[PageServer]:
+    server = PageServer(("127.0.0.1", 0), _Handler)
+    server.page = page
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

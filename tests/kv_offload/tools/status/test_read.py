@@ -1,0 +1,200 @@
+"""Reading the metrics page of a server, and what is said of one that has none."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kv_offload.errors import ServerError
+from kv_offload.metrics import METRICS, PREFIX
+from kv_offload.tools.status.read import MAX_PAGE_BYTES, metrics_url, parse, read
+from tests.kv_offload.tools.status.server import page_server, recorded, recorded_with
+
+FOUND = "HTTP/1.1 302 Found"
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("localhost:8000", "http://localhost:8000/metrics"),
+        ("http://localhost:8000/metrics", "http://localhost:8000/metrics"),
+        ("https://gate.example/engines/3?a=b", "https://gate.example/engines/3/metrics"),
+    ],
+)
+def test_addresses_of_a_server(address: str, url: str) -> None:
+    assert metrics_url(address) == url
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("", "ftp://a:1", "localhost:http", "localhost:65536", "[::1:8000", "a..b:80"),
+        *("http://localhost/ü", "me:secret@localhost:8000", "8000", __file__),
+    ],
+)
+def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
+    with pytest.raises(ServerError, match="write localhost:8000") as caught:
+        metrics_url(address)
+    assert repr(address) in str(caught.value)
+
+
+def test_a_recorded_page_has_every_metric() -> None:
+    reading = parse(recorded("hits"), "here")
+    assert (reading.engines, reading.model) == (("0",), "small")
+    for metric in METRICS:
+        name = PREFIX + metric.name
+        if metric.kind == "histogram":
+            assert reading.values[f"{name}_count", "0"] == 3
+            assert len(reading.buckets[name, "0"]) == len(metric.buckets) + 1
+        else:
+            suffix = "_total" if metric.kind == "counter" else ""
+            assert (f"{name}{suffix}", "0") in reading.values
+    assert reading.values["vllm:prefix_cache_queries_total", "0"] == 6 * 300
+
+
+def test_engines_are_told_apart_and_samples_with_other_labels_added() -> None:
+    """Of several API servers each may have samples of its own."""
+    name = "vllm:host_kv_cache_slots"
+    samples = [("10", 1, 3), ("2", 1, 5), ("2", 2, 2)]
+    labels = 'engine="{}",pid="{}",model_name="sm\x1b[2Jall"'
+    lines = [f"{name}{{{labels.format(engine, pid)}}} {n}\n" for engine, pid, n in samples]
+    reading = parse("".join(lines) + 'vllm:other{engine="0"} NaN\n', "here")
+    assert reading.engines == ("2", "10")
+    assert reading.model == "sm?[2Jall", "no escapes for a terminal"
+    assert reading.values == {(name, "2"): 7, (name, "10"): 3}
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("python_info 1\n", "has no metrics of vLLM: .*--disable-log-stats"),
+        ('vllm:a{engine="0"} 0\n', "without kv-offload: .*not in use.*VLLM_PLUGINS"),
+        ("<html>It works</html>", "no page of metrics .*API server"),
+    ],
+)
+def test_a_page_without_our_metrics_says_what_may_be_the_reason(page: str, message: str) -> None:
+    with page_server(page) as server, pytest.raises(ServerError, match=message) as caught:
+        read(metrics_url(server.address))
+    assert server.address in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-1.0", "1e300"])
+def test_a_value_that_no_engine_has_is_refused(value: str) -> None:
+    with pytest.raises(ServerError, match=r"no page of metrics \(vllm:host_kv_cache_slots is "):
+        parse(recorded_with("slots", value), "here")
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["an error", "no answer"])
+def test_a_proxy_of_the_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """Else the message would blame a server that was never asked."""
+    with page_server(recorded("hits")) as server, page_server() as proxy:
+        proxy.status = 407
+        where = proxy.address if answers else "127.0.0.1:1"
+        monkeypatch.setenv("http_proxy", f"http://user:secret@{where}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        with pytest.raises(ServerError, match=rf"through {where}, which http_proxy") as caught:
+            read(metrics_url(server.address))
+        assert "secret" not in str(caught.value)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert read(metrics_url(server.address)).model == "small"
+
+
+def test_a_server_that_is_not_there_or_answers_with_an_error_is_named() -> None:
+    with page_server() as server:
+        server.status = 503
+        with pytest.raises(ServerError, match=r"HTTP status 503 .*check the address"):
+            read(metrics_url(server.address))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = metrics_url(f"127.0.0.1:{probe.getsockname()[1]}")
+        with pytest.raises(ServerError, match=r"cannot be reached: .*refused; check"):
+            read(url)
+
+
+# Where it leads nowhere, urllib leaves the first connection to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("header", "status_line"), [("Location: http://[x\r\n", FOUND), ("", "220 mail.example")]
+)
+def test_a_redirection_to_nowhere_and_what_is_no_http_are_no_traceback(
+    header: str, status_line: str
+) -> None:
+    with (
+        answering(lambda _: None, header, status_line) as url,
+        pytest.raises(ServerError, match="check the address"),
+    ):
+        read(url)
+    gc.collect()  # here, and not in another test
+
+
+def test_a_redirection_to_another_page_is_told() -> None:
+    """A proxy that asks who you are leads to its own page."""
+    with page_server("<html>Who are you?</html>") as other:
+        told = f"leads to http://{other.address}/metrics, is no page"
+        header = f"Location: http://{other.address}/metrics\r\n"
+        with (
+            answering(lambda _: None, header, FOUND) as url,
+            pytest.raises(ServerError, match=told),
+        ):
+            read(url)
+
+
+@contextlib.contextmanager
+def answering(
+    answer: Callable[[socket.socket], object],
+    header: str = "",
+    status_line: str = "HTTP/1.1 200 OK",
+) -> Iterator[str]:
+    """Give the address of a server whose page is what `answer` sends to its one reader."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):  # the reader has gone
+            connection.recv(65536)
+            connection.sendall(f"{status_line}\r\n{header}\r\n".encode())
+            answer(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield metrics_url(f"127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
+
+
+@pytest.mark.parametrize("header", ["", "Transfer-Encoding: chunked\r\n"], ids=["bare", "chunked"])
+def test_an_answer_without_end_is_refused_at_the_limit(header: str) -> None:
+    part = b"vllm:endless 1\n" * 4096
+    piece = b"%x\r\n%b\r\n" % (len(part), part) if header else part
+
+    def stream(connection: socket.socket) -> None:
+        for _ in range(MAX_PAGE_BYTES // len(part) + 2):
+            connection.sendall(piece)
+        connection.recv(1)  # a reader that wants more than the limit gets nothing
+
+    with (
+        answering(stream, header) as url,
+        pytest.raises(ServerError, match=r"more than 16 MiB, the limit .*; give the address"),
+    ):
+        read(url)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        *("<html>\n<body>no</body></html>", f'{PREFIX}slots{{le="many"}} 1', "\x00\x1b" * 999),
+        recorded("hits") + "# HELP \xa0 x\n",  # no name
+    ],
+)
+def test_another_page_is_one_short_line(page: str) -> None:
+    with pytest.raises(ServerError, match="here is no page of metrics") as caught:
+        parse(page, "here")
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 300

@@ -1,0 +1,159 @@
+"""`kv-offload status`, against a server that answers with recorded pages."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kv_offload.metrics import KINDS, PREFIX
+from kv_offload.tools.main import main
+from tests.kv_offload.tools.status.server import PageServer, page_server, recorded, recorded_with
+from tests.support.commands import LIMIT_SECONDS, Terminal
+
+
+@pytest.fixture
+def server() -> Iterator[PageServer]:
+    with page_server(recorded("hits")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("arguments", [["{}", "--once"], ["http://{}/metrics"]])
+def test_once_or_without_a_terminal_one_page_is_printed(
+    server: PageServer, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert main(["status", *(word.format(server.address) for word in arguments)]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith(f"kv-offload at http://{server.address}/metrics: small, engine 0\n")
+    assert re.search(r"from host memory: not computed +864 +48\.0 %", output)
+    assert "none since the start" in output
+    assert "\x1b" not in output
+    assert server.answered == 1
+
+
+def test_json_is_one_reading(server: PageServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", server.address, "--once", "--json"]) == 0
+    reading = json.loads(capsys.readouterr().out)
+    assert reading["engines"] == ["0"]
+    assert reading["by_engine"]["0"] == {k: v for k, v in reading.items() if k != "by_engine"}
+    server.page += recorded_with("slots", 512).replace('engine="0"', 'engine="1"')
+    assert main(["status", server.address, "--json"]) == 0
+    reading = json.loads(capsys.readouterr().out)
+    assert reading["engines"] == ["0", "1"]
+    assert reading["host_tokens"] == 2 * 864
+    assert reading["by_engine"]["1"]["host_tokens"] == 864
+    assert (reading["pool"]["slots"], reading["pool"]["pool_slots"]) == (2048 + 512, 2 * 2048)
+    suffixes = {"gauge": "", "counter": "_total"}
+    names = {f"{PREFIX}{name}{suffixes[KINDS[name]]}" for name in reading["pool"]}
+    assert all(f"\n{name}{{" in server.page for name in names), "named as the metrics are"
+    assert reading["stored"]["bytes"] == 2 * 27 * 32768
+    assert reading["skipped"]["pool_busy"] == reading["errors"]["hook_errors"] == 0
+    assert reading["load_times"].keys() == {"median_seconds", "slowest_hundredth_seconds"}
+    assert "seconds" not in reading
+
+
+def test_a_server_without_our_metrics_is_one_line_and_status_2(
+    server: PageServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.page = "vllm:a 1\n"
+    assert main(["status", server.address]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert re.fullmatch("kv-offload: http://.* without kv-offload.*\n", output.err)
+
+
+@pytest.mark.parametrize("interval", ["0", "inf", "nan", "soon"])
+def test_an_interval_that_is_none_is_refused(
+    interval: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["status", "localhost:1", f"--interval={interval}"])
+    assert caught.value.code == 2
+    assert "is not a number of seconds between 0.1 and 86400" in capsys.readouterr().err
+
+
+PROGRAM = (sys.executable, "-X", "faulthandler")
+
+
+def watch(
+    server: PageServer,
+    readings: int,
+    meanwhile: str | None = None,
+    end: signal.Signals = signal.SIGINT,
+) -> tuple[int, str]:
+    """Run in a terminal until so many readings were taken, then press Ctrl-C."""
+    answered = server.answered + readings
+    program = (*PROGRAM, "-m", "kv_offload.tools", "status", server.address, "--interval=0.1")
+    with Terminal(program) as terminal:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while server.answered < answered:
+            assert terminal.process.poll() is None, terminal.output
+            assert time.monotonic() < deadline, terminal.output
+            time.sleep(0.05)
+            if server.answered and meanwhile is not None:
+                server.page = meanwhile
+        time.sleep(0.3)
+        terminal.process.send_signal(end)
+        status = terminal.wait()
+    return status, terminal.output
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_a_terminal_shows_rates_until_it_is_ended(server: PageServer, end: signal.Signals) -> None:
+    status, output = watch(server, readings=4, end=end)
+    assert status == 0
+    assert "Traceback" not in output
+    assert re.search(r"last \d+\.\d s", output)
+    assert "\x1b[?1049l" in output, "the terminal is as it was"
+    last = output.rpartition("\x1b[?1049l")[2]
+    assert "none since the start" in last, "the last page stays"
+
+
+def test_a_server_that_goes_away_is_waited_for(server: PageServer) -> None:
+    status, output = watch(server, readings=4, meanwhile="")
+    assert status == 0
+    plain = re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output))
+    assert "has no metrics of vLLM" in plain
+    assert "Shown is what was read before; trying again." in plain
+    last = re.sub(r"\s+", " ", output.rpartition("\x1b[?1049l")[2])
+    assert "864" in last
+    assert "trying again." in last
+
+
+SWALLOWED = """
+import signal
+import sys
+
+from kv_offload.tools import main
+from kv_offload.tools.status import command as status
+
+
+class Closed:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+def read(url, taken=[]):
+    taken.append(url)
+    if len(taken) == 3:
+        Closed()
+    return really_read(url)
+
+
+really_read, status.read = status.read, read
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+def test_a_ctrl_c_that_meets_a_destructor_ends_it(server: PageServer) -> None:
+    arguments = "status", server.address, "--interval=0.1"
+    with Terminal((*PROGRAM, "-c", SWALLOWED, *arguments)) as terminal:
+        assert terminal.wait() == 0
+    assert "Exception ignored in" in terminal.output, "Python dropped it"
+    assert server.answered == 3
+    assert "none since the start" in terminal.output.rpartition("\x1b[?1049l")[2]

@@ -1,0 +1,91 @@
+"""The page that is drawn."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from rich.console import Console
+
+from kv_offload.tools.status.figures import ERRORS, Figures
+from kv_offload.tools.status.read import parse
+from kv_offload.tools.status.view import page
+from tests.kv_offload.tools.status.server import recorded, recorded_with
+
+
+def drawn(text: str, before: str | None = None, *, width: int = 110, note: str = "") -> str:
+    earlier = None if before is None else parse(before, "here")
+    now = parse(text, "here")
+    each = [Figures(now, earlier, [engine]) for engine in now.engines]
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(page("http://here/metrics", Figures(now, earlier), each, note))
+    return console.export_text()
+
+
+def test_a_recorded_page() -> None:
+    text = drawn(recorded("hits"))
+    assert "kv-offload at http://here/metrics: small, engine 0" in text
+    for what, values in {
+        "from host memory: not computed": ["864", "48.0 %"],
+        "computed": ["936", "52.0 %"],
+        "looked up": ["1,800"],
+        "loaded: the hit rate": ["864", "48.0 %"],
+        "in use: 864 KiB of 64 MiB on one rank": ["27 slots", "1.3 %"],
+        "slots stored": ["27"],
+    }.items():
+        line = next(line for line in text.splitlines() if line.strip().startswith(what))
+        assert re.split(r" {2,}", line.strip())[1:] == values, line
+    assert re.search(r"a load takes 0\.\d+ ms, 99 %: 0\.\d+ ms", text)
+    assert text.count("  nothing") == 2, "nothing is skipped, nothing waits"
+    assert "none since the start" in text
+    assert "page-locked" not in text
+    assert "engine  hit rate" not in text
+
+
+def test_an_error_is_named_with_what_it_means() -> None:
+    for name in ERRORS:
+        text = drawn(recorded_with(f"{name}_total", 3.0))
+        assert re.search(rf"{name}: .* 3", text)
+        assert "none since the start" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("skipped_pool_busy_total", 7.0, r"every slot of host memory was being read or written +7"),
+        ("slots", 512.0, r"ready; the rest is being page-locked.* 512 slots +25\.0 %"),
+        ("waiting_slots", 5.0, r"slots of ended requests that wait to be stored +5"),
+        ("oldest_copy_seconds", 75.25, r"Waiting now\s+age of the oldest load or store +75.2 s"),
+    ],
+)
+def test_what_is_not_as_it_should_be_has_a_line(name: str, value: float, shown: str) -> None:
+    assert re.search(shown, drawn(recorded_with(name, value)))
+
+
+def test_several_engines_stand_below_their_sum() -> None:
+    one = recorded("hits")
+    other = recorded_with("hook_errors_total", 1.0).replace('engine="0"', 'engine="[/red]"')
+    text = drawn(one + other)
+    assert "2 engines together" in text
+    assert re.search(r"looked up +3,600", text)
+    table = text.partition("engine  hit rate")[2].splitlines()[1:]
+    assert sorted(line.split() for line in table if line.strip()) == [
+        ["0", "48.0", "%", "864", "27", "2,048", "0"],
+        ["[/red]", "48.0", "%", "864", "27", "2,048", "1"],
+    ], "a name is no markup"
+
+
+def test_what_is_wrong_comes_first() -> None:
+    lines = drawn(recorded_with("hook_errors_total", 1.0), note="not reachable").splitlines()
+    assert lines[1] == "not reachable"
+    assert "hook_errors" in lines[4]
+
+
+def test_a_page_of_a_healthy_server_fits_the_lowest_terminal_and_loses_no_figure() -> None:
+    text = drawn(recorded("hits"), recorded("start"), width=80)
+    assert len(text.splitlines()) <= 24
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.search(r"last \d+\.\d s", text)
+    assert re.search(r"from host memory: not computed +864 +48\.0 % +[\d,]+/s", text)
+    assert re.search(r"to host memory, at .*/s +864 KiB +[\d.]+ .iB/s", text)

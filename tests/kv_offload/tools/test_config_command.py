@@ -1,0 +1,156 @@
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+import kv_offload
+from kv_offload.config import SCHEMA, trace_config
+from kv_offload.config.host_memory import HostMemory
+from kv_offload.tools.main import main
+from tests.support.commands import COMMAND, PYTHON, run_in_shell
+
+DOCS = Path(__file__).parents[3] / "docs/use/configuration.md"
+PRINT_LAST = "import sys; print(sys.argv[-1])"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def transfer_config(output):
+    """Return what a shell would hand to vLLM from the last line of `output`."""
+    option, value = shlex.split(output.splitlines()[-1])
+    assert option == "--kv-transfer-config"
+    return json.loads(value)
+
+
+def test_a_file_gives_values_sources_and_the_argument(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "kv.yaml"
+    file.write_text("cpu_bytes: 0x100000\neviction_policy: arc\nkeep_on_sleep: yes\n")
+    assert main(["config", "kv.yaml"]) == 0
+    output = capsys.readouterr().out
+    lines = output.splitlines()
+    assert lines[0] == f"# Effective configuration; file: '{file}'"
+    assert lines[1] == "cpu_bytes: 1048576  # file, 0x100000 is 1 MiB"
+    assert lines[2] == "eviction_policy: arc  # file"
+    assert {"store_blocks: all  # default", "keep_on_sleep: yes  # file"} <= set(lines)
+    values = yaml.safe_load(output.split("\n\n")[0])
+    assert trace_config(values, {}).config == trace_config({"config_file": "kv.yaml"}, {}).config
+    argument = {
+        "kv_connector": "KVOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"config_file": str(file)},
+    }
+    assert transfer_config(output) == argument
+    assert main(["config", "--argument", "kv.yaml"]) == 0
+    assert json.loads(capsys.readouterr().out) == argument, "alone"
+    monkeypatch.setenv("KV_OFFLOAD_CONFIG_FILE", "kv.yaml")
+    assert main(["config"]) == 0
+    assert transfer_config(capsys.readouterr().out) == argument
+
+
+def test_a_variable_that_is_not_read_is_a_warning(capsys, monkeypatch):
+    monkeypatch.setenv("KV_OFFLOAD_CONFIG", "kv.yaml")
+    assert main(["config", "--argument"]) == 0
+    output = capsys.readouterr()
+    alone = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}
+    assert json.loads(output.out) == alone, "without a file"
+    assert output.err.startswith("kv-offload: warning: environment: KV_OFFLOAD_CONFIG is not read")
+    assert output.err.count("\n") == 1
+
+
+def test_the_documented_run_is_real(tmp_path, capsys, monkeypatch):
+    machine = HostMemory(64 << 30, "/proc/meminfo")
+    monkeypatch.setattr("kv_offload.config.trace.read_host_memory", lambda: machine)
+    docs = DOCS.read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", docs, re.DOTALL)
+    (printed,) = re.findall(r"```\n(# Effective.*?)```", docs, re.DOTALL)
+    (tmp_path / "kv-offload.yaml").write_text(example)
+    assert main(["config", "kv-offload.yaml"]) == 0
+    assert capsys.readouterr().out.replace(str(tmp_path), "/srv") == printed
+
+
+@pytest.mark.parametrize("name", ["it's here.yaml", 'a"b$HOME`x`.yaml', "ü\n.yaml", "\udcff.yaml"])
+def test_awkward_paths_survive_the_shell(tmp_path, capsys, name):
+    (tmp_path / name).write_text("")
+    assert main(["config", name]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    done = run_in_shell(tmp_path, f'{PYTHON} -c "{PRINT_LAST}" {line}', shell="sh")
+    extra_config = json.loads(done.stdout)["kv_connector_extra_config"]
+    assert extra_config == {"config_file": str(tmp_path / name)}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("kv.yaml", "evict_policy: arc", "{}/kv.yaml: evict_policy: 'arc': unknown key. Did you"),
+        ("kv.yaml", "cpu_bytes: 100%", "{}/kv.yaml: cpu_bytes: '100%': asks for"),
+        ("kv.yaml", "a: [", "{}/kv.yaml, line 1, column 5"),
+        ("", "", "'': not a path. Give the path of a YAML file that this process can read."),
+        ("-", "", "'-': standard input is not read, "),
+    ],
+)
+def test_errors_are_one_message_and_status_2(tmp_path, capsys, name, content, message):
+    (tmp_path / "kv.yaml").write_text(content)
+    assert main(["config", name]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"kv-offload: {message.format(tmp_path)}")
+    assert output.err.count("\n") == 1
+
+
+SERVE = 'ARGUMENT=$({command} config --argument kv-offload.yaml) && {serve} "$ARGUMENT"'
+"""The way of README.md."""
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/use/start.md", "docs/use/configuration.md"])
+def test_the_pages_start_a_server_in_the_way_that_is_tested(page):
+    start = SERVE.format(command="kv-offload", serve="").removesuffix(' "$ARGUMENT"')
+    text = (DOCS.parents[2] / page).read_text()
+    assert re.search(re.escape(start) + r"(VLLM_SERVER_DEV_MODE=1 )?vllm serve ", text)
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_a_wrong_file_starts_no_server(tmp_path, shell):
+    def serve():
+        script = SERVE.format(command=COMMAND, serve=f'{PYTHON} -c "{PRINT_LAST}"')
+        return run_in_shell(tmp_path, script, shell)
+
+    (tmp_path / "kv-offload.yaml").write_text("eviction_polcy: arc\n")
+    done = serve()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Did you mean eviction_policy?" in done.stderr
+    (tmp_path / "kv-offload.yaml").write_text("eviction_policy: arc\n")
+    done = serve()
+    assert done.returncode == 0, "the control"
+    extra_config = json.loads(done.stdout)["kv_connector_extra_config"]
+    assert trace_config(extra_config, {}).config.eviction_policy == "arc"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--version"], 0),
+        (["config", "--help"], 0),
+        ([], 2),
+        (["configure"], 2),
+        (["config", "a", "b"], 2),
+    ],
+)
+def test_arguments(arguments, status, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == status
+    output = capsys.readouterr()
+    if status == 2:
+        assert "usage: kv-offload" in output.err
+    elif arguments == ["--version"]:
+        assert output.out == f"kv-offload {kv_offload.__version__}\n"
+    else:
+        for key in SCHEMA.values():
+            described = f"{key.name} (default {key.written_default})\n    {key.description}"
+            assert f"{described}\n    Allowed: {key.allowed}." in output.out

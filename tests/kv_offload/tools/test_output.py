@@ -1,0 +1,111 @@
+"""What every subcommand of `kv-offload` does with its output, its help and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kv_offload.tools.main import main
+from tests.kv_offload.tools.status.server import page_server, recorded
+from tests.support.commands import COMMAND, Terminal, run_in_shell
+from tests.support.published_models import PUBLISHED
+
+COMMANDS = ["config", "doctor", "size", "status"]
+ASCII_ONLY = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Yield for each subcommand one run that has a page to print."""
+    model = tmp_path / "model ☃"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-8B"]))
+    (tmp_path / "☃.yaml").write_text("cpu_bytes: 1MiB")
+    for package in ("torch", "transformers"):  # they take long to import, and add nothing here
+        (tmp_path / f"{package}.py").write_text("raise ImportError")
+    file = shlex.quote(str(tmp_path / "☃.yaml"))
+    with page_server(recorded("hits").replace("small", "☃")) as server:
+        yield {
+            "config": f"{COMMAND} config {file}",
+            "doctor": f"{COMMAND} doctor --no-measure {file}",
+            "size": f"{COMMAND} size {shlex.quote(str(model))}",
+            "status": f"{COMMAND} status {server.address}",
+        }
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_output_goes_anywhere(commands: dict[str, str], tmp_path: Path, name: str) -> None:
+    """To a full disk, to nowhere, and to a locale that lacks its letters."""
+    done = run_in_shell(tmp_path, f"{commands[name]} > /dev/full")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "kv-offload: standard output cannot be written: [Errno 28] No space left on device. "
+        "Free space, or write elsewhere.\n"
+    )
+    closed = run_in_shell(tmp_path, f"{commands[name]} >&-")
+    in_ascii = run_in_shell(tmp_path, commands[name], **ASCII_ONLY)
+    for done in (closed, in_ascii):
+        assert done.returncode in ((0, 1) if name == "doctor" else (0,))
+        assert done.stderr == ""
+    assert in_ascii.stdout.isascii()
+    assert in_ascii.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [*((name, 141) for name in COMMANDS), ("--version", 0), ("config --help", 0)],
+)
+def test_a_reader_that_went_away_is_no_error(
+    commands: dict[str, str], tmp_path: Path, name: str, status: int
+) -> None:
+    """As in `kv-offload config | head -1`: quiet, with the status of a tool that SIGPIPE ended.
+
+    What argparse prints itself has its status: it ignores the error.
+    """
+    command = commands.get(name, f"{COMMAND} {name}")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as closed:
+        done = run_in_shell(tmp_path, f"{command}; echo $? >&2", stdout=closed.fileno())
+    assert done.stderr == f"{status}\n"
+
+
+@pytest.mark.parametrize(("name", "escape"), [("doctor", "\x1b[32mok"), ("status", "\x1b[")])
+def test_escapes_are_for_terminals_that_want_colour(
+    commands: dict[str, str], tmp_path: Path, name: str, escape: str
+) -> None:
+    command = commands[name] + (" --once" if name == "status" else "")
+
+    def on_terminal(**more: str) -> str:
+        path = os.pathsep.join([str(tmp_path), *sys.path])
+        with Terminal(["bash", "-c", command], PYTHONPATH=path, **more) as terminal:
+            terminal.wait()
+        return terminal.output
+
+    assert escape in on_terminal()
+    forced = {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "CLICOLOR_FORCE": "1"}
+    piped = run_in_shell(tmp_path, command, TERM="xterm-256color", **forced).stdout
+    for output in (on_terminal(NO_COLOR="1"), piped):
+        assert output
+        assert "\x1b" not in output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    module = {"config": "config", "size": "sizing.command"}.get(name, f"{name}.command")
+    monkeypatch.setattr(f"kv_offload.tools.{module}._run", interrupt)
+    required = {"size": ["config.json"], "status": ["localhost:8000"]}
+    assert main([name, *required.get(name, [])]) == 128 + signal.SIGINT
+    assert capsys.readouterr() == ("", "")
