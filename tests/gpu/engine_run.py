@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from kv_swap.engine import Direction, SwapJob
 
-from kv_offload.messages import OffloadMetadata
-from kv_offload.scheduler import loads as scheduler_loads
-from kv_offload.worker import synchronous_loads as worker_loads
+from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata
+from kv_offload.scheduler.loads import mode
+from kv_offload.worker import forward_loads
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Drafts,
@@ -137,8 +137,8 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     if settings.pop("draft_head", False):
         settings["speculative_config"] = draft_head(Path(models))
     result: dict[str, Any] = {}
-    worker_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
-    scheduler_loads.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
+    forward_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
+    mode.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
     with engine(Path(models), kind, **settings) as plain:
         drafts = Drafts(plain)
         computed = one_by_one(plain)
@@ -184,7 +184,9 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         result["batch_seconds"] = time.monotonic() - started
         ours.settle()
         if arguments.get("enable_sleep_mode"):
-            ours.rank.take_ended_stores = dict  # their reports are awaited, as of other processes
+            ours.rank.ended = (
+                OffloadWorkerMetadata  # their reports are awaited, as of other processes
+            )
             for seed in range(77, 97):  # until a sleep finds a store under way
                 ours.generate([random_tokens(300, seed=seed)], max_tokens=1)
                 result["pending_at_sleep"] = ours.offload.has_pending_stores
