@@ -26,7 +26,7 @@ from kv_swap.engine import Direction, SwapJob
 
 from kv_offload.messages import OffloadMetadata
 from kv_offload.scheduler import loads as scheduler_loads
-from kv_offload.worker import synchronous_loads as worker_loads
+from kv_offload.worker import forward_loads as worker_loads
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Drafts,

@@ -23,7 +23,7 @@ from kv_swap.engine import SwapJob
 from kv_swap.errors import JobError
 
 from kv_offload.engines.vllm.connector import KVOffloadConnector
-from kv_offload.worker import synchronous_loads
+from kv_offload.worker import forward_loads
 from tests.engine.harness import Engine, Tokens, engine, random_tokens
 from tests.support.processes import print_result
 
@@ -155,7 +155,7 @@ def silent_layer() -> Iterator[list[int]]:
 def main(models: str, arguments: dict[str, Any]) -> None:
     count = arguments.pop("requests")
     settings = {**SETTINGS, "blocks": 260, **arguments}
-    synchronous_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
+    forward_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
     asked = requests(count)
     with engine(Path(models), "llama_wide", None, **settings) as plain:
         expected = serve(plain, asked)
