@@ -181,7 +181,6 @@ class OffloadWorker:
         if step is None or self._ended_for is step:
             return
         self._ended_for = step
-        self._loads.fail()
         self._stores.fail(step.stores)
         self._cut_short = step.admissions
         self._jobs.log.error("an error of the engine cut a step short; nothing of it is kept")

@@ -37,6 +37,15 @@ def test_a_load_starts_in_its_own_step_and_is_told_when_it_has_ended(
     assert rank.jobs() == {0: OK}
 
 
+def test_a_load_that_no_hook_started_fails(rank: Rank) -> None:
+    """Its request would wait for ever."""
+    metadata = rank.plan(loads=[load(0, "a", (1, 2))])
+    rank.half.begin_step(metadata)
+    rank.half.end_step_anyhow(metadata)
+    rank.step()
+    assert rank.jobs() == {0: FAILED}
+
+
 @pytest.mark.parametrize(
     ("failing", "job"),
     [
