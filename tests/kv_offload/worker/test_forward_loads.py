@@ -53,8 +53,14 @@ def stored(rank: Rank) -> Rank:
 # -- waves -------------------------------------------------------------------------------------
 
 
-def test_a_layer_has_its_bytes_after_its_call(layers: Rank) -> None:
+def test_a_layer_has_its_bytes_after_its_call(
+    layers: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the forward itself waits for the first wave: what reads it need not be such a layer."""
+    await_wave = mock.Mock(wraps=layers.transfer.await_wave)
+    monkeypatch.setattr(layers.transfer, "await_wave", await_wave)
     metadata = layers.begin(loads=[synchronous(1, "a", (4, 2))])
+    await_wave.assert_called_once_with(0)
     assert layers.holds(4) == [True, False]
     layers.call("layer.0")
     assert layers.holds(4) == [True, False]
@@ -89,29 +95,17 @@ def test_a_load_of_which_a_layer_did_not_call_is_lost(
     assert layers.half.on_layer is None
 
 
-def test_the_forward_itself_waits_for_the_first_wave(
-    layers: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What reads it need not be a layer that calls."""
-    await_wave = mock.Mock(wraps=layers.transfer.await_wave)
-    monkeypatch.setattr(layers.transfer, "await_wave", await_wave)
-    layers.begin(loads=[synchronous(1, "a", (4, 2))])
-    await_wave.assert_called_once_with(0)
-
-
 @pytest.mark.parametrize("kind", ["small", "whole", "asynchronous"])
 def test_other_loads_arrive_whole(layers: Rank, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    job = synchronous(1, "a", (4, 2), whole=kind == "whole")
     if kind == "small":
         limit = "kv_offload.worker.forward_loads.WAVES_FROM_BYTES"
         monkeypatch.setattr(limit, 2 * BLOCK_BYTES + 1)
-    if kind == "asynchronous":
-        job = load(1, "a", (4, 2))
+    job = load(1, "a", (4, 2), synchronous=kind != "asynchronous", whole=kind == "whole")
     metadata = layers.begin(loads=[job])
+    assert layers.half.on_layer is None
     if kind == "asynchronous":
         assert layers.transfer.wait(120)
     assert all(layers.holds(4))
-    assert layers.half.on_layer is None
     layers.end(metadata)
     assert layers.jobs() == {1: OK}
 
@@ -195,17 +189,16 @@ def test_copies_that_fail_are_made_good_before_the_forward_and_lost_after_it(
     assert stored.jobs() == {1: OK if before else LOST}
 
 
-def test_what_cannot_be_made_good_is_lost(stored: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_once(stored, monkeypatch, "await_loads")
-    fail_once(stored, monkeypatch, "load_now")
-    stored.step(loads=[synchronous(1, "a", (4, 2))])
-    assert stored.jobs() == {1: LOST}
-
-
-def test_what_host_memory_lacks_is_lost_and_the_rest_made_good(stored: Rank) -> None:
+@pytest.mark.parametrize("first", [OK, LOST])
+def test_what_cannot_be_made_good_is_lost(
+    stored: Rank, monkeypatch: pytest.MonkeyPatch, first: Outcome
+) -> None:
+    """What host memory lacks, and what cannot be copied at once either."""
+    if first is LOST:
+        fail_once(stored, monkeypatch, "load_now")
     stored.step(loads=[synchronous(1, "a", (4, 2)), synchronous(2, "b", (5, 2), incomplete=True)])
-    assert stored.holds(4) + stored.holds(5) == [True, False]
-    assert stored.jobs() == {1: OK, 2: LOST}
+    assert stored.holds(4) + stored.holds(5) == [first is OK, False]
+    assert stored.jobs() == {1: first, 2: LOST}
 
 
 @pytest.mark.parametrize("started", [False, True])

@@ -133,11 +133,9 @@ def test_each_rank_stores_its_part_and_loads_everything(ranks: Ranks) -> None:
 
 def two_layers(reverse: bool) -> dict[str, torch.Tensor]:
     """Return two layers of one allocation, the first at its start or at its end."""
-    words = torch.empty(2, BLOCKS, 4, PAGE_WORDS // 4, dtype=torch.int64)
-    layers = {f"layer.{i}": words[1 - i if reverse else i] for i in range(2)}
-    for i, layer in enumerate(layers.values()):
-        layer.fill_(i + 1)
-    return layers
+    words = torch.ones(2, BLOCKS, 4, PAGE_WORDS // 4, dtype=torch.int64)
+    words[0 if reverse else 1] = 2
+    return {f"layer.{i}": words[1 - i if reverse else i] for i in range(2)}
 
 
 def test_layers_lie_elsewhere_on_another_rank() -> None:
