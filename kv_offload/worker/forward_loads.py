@@ -2,9 +2,8 @@
 
 The forward is queued behind them: the compute stream waits, the host does not. Until the forward,
 or the layer that reads them, is queued, a failure can be made good: the host copies the blocks
-itself, while the engine waits. Later it cannot. Under asynchronous scheduling the engine cannot
-take back a forward that read the wrong bytes, because the next step is planned already. Such loads
-are lost, and their requests end with an error.
+itself, while the engine waits. Later the load is lost, and its requests end with an error: under
+asynchronous scheduling the next step is planned already.
 """
 
 from __future__ import annotations
@@ -49,17 +48,16 @@ class StepLoads:
 class ForwardLoads:
     """The loads of this step, and transfers of earlier steps that run.
 
-    One object a rank. In each step `take`, `start`, `make_forward_wait` and `forward_ended` are
-    called in this order. Between the last two every call of an attention layer goes to `on_layer`,
-    if that is set. A load is reported as ended once no copy writes its blocks. One that is lost is
-    reported at once: what is computed from then on comes after its copies.
+    In each step `take`, `start`, `make_forward_wait` and `forward_ended` are called in this order.
+    Between the last two every call of an attention layer goes to `on_layer`, if that is set. A load
+    is reported as ended once no copy writes its blocks. One that is lost is reported at once: what
+    is computed from then on comes after its copies.
     """
 
     def __init__(self, jobs: RankJobs, forward_context: Callable[[], object | None]) -> None:
         self.waves = LayerWaves({}, [])
         """Knows which layers wait for their part of a load."""
         self.on_layer: Callable[[str], None] | None = None
-        """Takes the calls of attention layers in this step; None in most steps."""
         self._jobs = jobs
         self._forward_context = forward_context
         # The loads that this step's forward, or a layer of it, has not been made to wait for. What
