@@ -44,7 +44,7 @@ class RankJobs:
         """Take in which jobs there are. What should have come before and did not has failed."""
         for job_id in plan.known:
             self.ended.pop(job_id, None)
-        here = {job.job_id for job in (*plan.stores, *plan.loads)}
+        here = {job.job_id for job in plan.stores} | {job.job_id for job in plan.loads}
         for job_id in range(self._next_job_id, plan.next_job_id):
             if job_id not in here:
                 self.end(job_id, Outcome.FAILED)

@@ -82,8 +82,8 @@ class LayerWaves:
     """Learns which layers call, and notes the calls of the current forward.
 
     Call `forward_follows` before a forward, `learn` or `called` with every call of a layer, and
-    `forward_ended` after it. `regions_of` and `page_bytes` are as for `cut_waves`; every layer reads
-    at least one region.
+    `forward_ended` after it. `regions_of` and `page_bytes` are as for `cut_waves`, and every layer
+    reads at least one region.
     """
 
     def __init__(self, regions_of: Mapping[str, frozenset[int]], page_bytes: Sequence[int]) -> None:
@@ -101,7 +101,6 @@ class LayerWaves:
         """Note which forward follows; None if its layers are not known to call."""
         self._forward = None if self._given_up else forward
         self._order = {}
-        self._late = set()
 
     @property
     def learning(self) -> bool:
