@@ -40,44 +40,14 @@ def test_first_and_last_wave_are_small() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("order", "layers", "regions", "waves", "wave_of"),
-    [
-        (
-            ["b", "a"],
-            {"a": frozenset([0, 2]), "b": frozenset([1, 3])},
-            4,
-            ((1, 3), (0, 2)),
-            {"a": 1},
-        ),
-        (
-            [*alone(4)],
-            alone(4) | {"state": frozenset([2, 4])},
-            6,
-            ((2, 4, 5, 0), (1,), (3,)),  # no layer has region 5
-            {"layer.1": 1, "layer.3": 2},
-        ),
-        (
-            [*alone(4)],
-            alone(4) | {"layer.3": frozenset([1]), "layer.2": frozenset([0, 2])},
-            3,
-            ((0,), (1,), (2,)),
-            {"layer.1": 1, "layer.2": 2, "layer.3": 1},
-        ),
-    ],
-    ids=["keys and values apart", "a silent layer's come first", "shared regions"],
-)
-def test_a_region_comes_with_the_first_layer_that_reads_it(
-    order: list[str],
-    layers: dict[str, frozenset[int]],
-    regions: int,
-    waves: tuple[tuple[int, ...], ...],
-    wave_of: dict[str, int],
-) -> None:
-    cut = cut_waves(order, layers, [16] * regions)
+def test_a_region_comes_with_the_first_layer_that_reads_it() -> None:
+    """And first of all what no layer is known to read, or one that never calls."""
+    shared = {"layer.3": frozenset([1, 3]), "layer.2": frozenset([0, 2])}
+    layers = alone(4) | shared | {"state": frozenset([4, 6])}
+    cut = cut_waves([*alone(4)], layers, [16] * 7)
     assert cut is not None
-    assert cut.waves == waves
-    assert cut.wave_of == wave_of
+    assert cut.waves == ((4, 5, 6, 0), (1,), (2,), (3,))
+    assert cut.wave_of == {"layer.1": 1, "layer.2": 2, "layer.3": 3}
 
 
 @pytest.mark.parametrize(

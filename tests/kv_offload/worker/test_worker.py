@@ -19,9 +19,11 @@ from kv_offload.messages import Outcome
 from tests.support.rank import Gate, Rank, load, store, synchronous
 
 
+@pytest.mark.parametrize("failing", [False, True])
 def test_copies_start_before_the_step_is_prepared_and_the_forward_waits_before_it_runs(
-    monkeypatch: pytest.MonkeyPatch, rank: Rank
+    monkeypatch: pytest.MonkeyPatch, rank: Rank, failing: bool
 ) -> None:
+    """Or just before it runs, if an error kept an earlier hook from starting them."""
     rank.step(store(0, (1, 2)), store(1, (3, 4)))
     rank.step(store(2, (1, 6)))
     told: list[str] = []
@@ -34,35 +36,23 @@ def test_copies_start_before_the_step_is_prepared_and_the_forward_waits_before_i
     monkeypatch.setattr(rank.transfer, "submit", note)
     monkeypatch.setattr(rank.transfer, "await_loads", lambda: (told.append("await"), await_loads()))
     metadata = rank.plan(loads=[load(3, "b", (6, 4)), synchronous(4, "a", (5, 2))])
-    rank.half.start_copies(metadata)
-    assert told == ["store", "first load", "load"]
-    assert torch.equal(rank.kv[5], rank.kv[1]), "what the forward reads starts first"
-    rank.half.submit_stores()
+    if failing:
+        fail = mock.Mock(side_effect=RuntimeError("injected"))
+        with mock.patch.object(rank.half, "submit_stores", fail), pytest.raises(RuntimeError):
+            rank.half.start_copies(metadata)
+    else:
+        rank.half.start_copies(metadata)
+        assert told == ["store", "first load", "load"], "what the forward reads starts first"
+        rank.half.submit_stores()
     rank.half.start_kv_transfers(metadata)
+    assert torch.equal(rank.kv[5], rank.kv[1])
     assert told == ["store", "first load", "load", "await"], "each started once"
     assert rank.transfer.wait(120)
     rank.end(metadata)
     assert torch.equal(rank.kv[6], rank.kv[3])
+    assert rank.jobs() == dict.fromkeys(range(5), Outcome.OK)
     rank.step()
     assert told == ["store", "first load", "load", "await"]
-
-
-def test_a_hook_starts_what_an_error_kept_an_earlier_one_from_starting(
-    monkeypatch: pytest.MonkeyPatch, rank: Rank
-) -> None:
-    rank.store(store(0, (1, 2)))
-    metadata = rank.plan(loads=[synchronous(1, "a", (5, 2)), load(2, "b", (6, 2))])
-    fail = mock.Mock(side_effect=RuntimeError("injected"))
-    monkeypatch.setattr(rank.half, "submit_stores", fail)
-    with pytest.raises(RuntimeError, match="injected"):
-        rank.half.start_copies(metadata)
-    monkeypatch.undo()
-    rank.half.start_kv_transfers(metadata)
-    assert torch.equal(rank.kv[5], rank.kv[1])
-    assert rank.transfer.wait(120)
-    rank.end(metadata)
-    assert torch.equal(rank.kv[6], rank.kv[1])
-    assert rank.jobs() == {1: Outcome.OK, 2: Outcome.OK}
 
 
 @pytest.mark.parametrize("synchronous_load", [False, True])
