@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from kv_swap.engine import SwapEngine
 from kv_swap.errors import DeviceError, PinnedMemoryError
 from kv_swap.factory import EngineKind, create_engine, numa_node
+from kv_swap.memory.room import MemoryRoom
 
 from kv_offload.config import OffloadConfig, describe_bytes
+from kv_offload.config.host_memory import headroom_bytes, read_available_memory, read_host_memory
 from kv_offload.engine import KVCaches
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
-from kv_offload.worker.capacity import growing_room
 from kv_offload.worker.sharing import ALONE, Peers, arena_bytes, open_shared_memory
 
 if TYPE_CHECKING:
@@ -53,23 +54,22 @@ def allocate(
     """Return a transfer engine that owns this rank's arena, and the ranks that share the arena.
 
     `peers` have the same KV bytes. They share one arena, or each has its own if one of them cannot
-    share: then `ALONE` is returned. The bytes of `layers`, in the order in which the engine
-    registered them, must be at the same places of a slot on all peers. Waits for the slowest peer.
-    The transfer engine holds the KV tensors. Raises `CapacityError`, and `UnsupportedError` where
-    the device cannot run the copy kernels.
+    share, and `ALONE` is returned. `layers` are in the order in which the engine registered them,
+    and must lie at the same places of a slot on all peers. Waits for the slowest peer. The transfer
+    engine holds the KV tensors. Raises `CapacityError`, and `UnsupportedError` where the device
+    cannot run the copy kernels.
     """
     layout, device = caches.layout, caches.tensors[0].device
-    slot_bytes = layout.slot_bytes
+    num_slots = _count_slots(config, num_ranks, peers, layout.slot_bytes)
     shared = None
     try:
         if peers.count > 1:
-            nbytes = _count_slots(config, num_ranks, peers, slot_bytes) * slot_bytes
             places = [(region.slot_offset_bytes, region.page_bytes) for region in layout.regions]
-            node = numa_node(kind, device)
+            nbytes, node = num_slots * layout.slot_bytes, numa_node(kind, device)
             shared = open_shared_memory(peers, nbytes, (tuple(layers), places), node)
-        if shared is None:
-            peers = ALONE
-        num_slots = _count_slots(config, num_ranks, peers, slot_bytes)
+            if shared is None:
+                peers = ALONE
+                num_slots = _count_slots(config, num_ranks, peers, layout.slot_bytes)
         with shared or contextlib.nullcontext():
             transfer = create_engine(
                 kind,
@@ -79,7 +79,7 @@ def allocate(
                 keep_alive=caches.tensors,
                 output_copy_stream=output_copy_stream,
                 shared=shared,
-                room=growing_room(),
+                room=MemoryRoom(read_available_memory, headroom_bytes(read_host_memory())),
             )
     except PinnedMemoryError as error:
         raise CapacityError(str(error)) from error

@@ -1,9 +1,8 @@
 """Checks that a replica's share of host memory is available when the replica starts.
 
 `kv_offload.config` has checked that the shares of all replicas and a headroom fit the host. How
-much of its share an earlier replica has taken cannot be seen. So each replica checks its own share
-only: a configuration that fits is then never refused, whichever replica comes first. If the
-processes of a host want more than there is all the same, the pools stop growing
+much of its share an earlier replica has taken cannot be seen, so each replica checks its own share
+only. If the processes of a host want more than there is all the same, the pools stop growing
 (`kv_swap.memory.room`).
 """
 
@@ -14,10 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kv_swap.memory.room import MemoryRoom
-
 from kv_offload.config import TracedConfig, describe_bytes
-from kv_offload.config.host_memory import headroom_bytes, read_available_memory, read_host_memory
+from kv_offload.config.host_memory import headroom_bytes, read_available_memory
 from kv_offload.config.sizes import format_size
 from kv_offload.errors import CapacityError
 
@@ -35,8 +32,7 @@ def check_available(traced: TracedConfig, gather: Callable[[Any], list[Any]]) ->
 
     All ranks of the replica call it before any of them takes memory. `gather` returns what each
     gives, and waits for all. The share of a replica that spans hosts is divided by ranks. Returns a
-    warning if the share is more than `LARGE_PART` of what is available. Raises `CapacityError` with
-    the figures and the remedy.
+    warning if the share is more than `LARGE_PART` of what is available. Raises `CapacityError`.
     """
     this_host = read_boot()
     told = gather((this_host, read_available_memory()))
@@ -85,14 +81,6 @@ def warn_of_hidden_replicas(traced: TracedConfig) -> None:
             "divide it by their number, or give each a size such as 48GiB",
             written,
         )
-
-
-def growing_room() -> MemoryRoom:
-    """Return what tells a growing pool how much memory it may take.
-
-    Raises `CapacityError` if the machine's size cannot be read.
-    """
-    return MemoryRoom(read_available_memory, headroom_bytes(read_host_memory()))
 
 
 def read_boot() -> str:

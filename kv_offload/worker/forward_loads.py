@@ -2,9 +2,8 @@
 
 The forward is queued behind them: the compute stream waits, the host does not. Until the forward,
 or the layer that reads them, is queued, a failure can be made good: the host copies the blocks
-itself, while the engine waits. Later it cannot. Under asynchronous scheduling the engine cannot
-take back a forward that read the wrong bytes, because the next step is planned already. Such loads
-are lost, and their requests end with an error.
+itself, while the engine waits. Later the load is lost, and its requests end with an error: under
+asynchronous scheduling the next step is planned already.
 """
 
 from __future__ import annotations
@@ -32,12 +31,8 @@ class StepLoads:
     started: bool = False
     in_waves: bool = False
     """Whether the transfer brings them wave by wave."""
-    layers_wait: bool = False
-    """Whether the forward waits for the first wave only, and layers wait for the others."""
     error: Exception | None = None
     """What went wrong while the loads could still be made good."""
-    lost: bool = False
-    """Whether a forward may have read what was not there."""
 
     @property
     def transfer_id(self) -> int:
@@ -53,24 +48,23 @@ class StepLoads:
 class ForwardLoads:
     """The loads of this step, and transfers of earlier steps that run.
 
-    One object a rank. In each step `take`, `start`, `make_forward_wait` and `forward_ended` are
-    called in this order. Between the last two every call of an attention layer goes to `on_layer`,
-    if that is set. A load is reported as ended once no copy writes its blocks. One that is lost is
-    reported at once: what is computed from then on comes after its copies.
+    In each step `take`, `start`, `make_forward_wait` and `forward_ended` are called in this order.
+    Between the last two every call of an attention layer goes to `on_layer`, if that is set. A load
+    is reported as ended once no copy writes its blocks. One that is lost is reported at once: what
+    is computed from then on comes after its copies.
     """
 
     def __init__(self, jobs: RankJobs, forward_context: Callable[[], object | None]) -> None:
         self.waves = LayerWaves({}, [])
         """Knows which layers wait for their part of a load."""
         self.on_layer: Callable[[str], None] | None = None
-        """Takes the calls of attention layers in this step; None in most steps."""
         self._jobs = jobs
         self._forward_context = forward_context
         # The loads that this step's forward, or a layer of it, has not been made to wait for. What
         # fails of them can still be made good.
         self._awaited: StepLoads | None = None
-        # By id: transfers that may still write their blocks. One that was made good is not here:
-        # how it ends does not matter any more.
+        # By id: transfers whose end is to be reported. How one ends that was made good or lost does
+        # not matter any more.
         self._copying: dict[int, StepLoads] = {}
         # Whether the last forward that had loads to wait for could wait layer by layer, or will
         # have taught us to. What kind of forward follows is not known when its loads start.
@@ -140,7 +134,6 @@ class ForwardLoads:
         elif in_waves:
             self.waves.expect()
             self.on_layer = self._make_layer_wait
-            loads.layers_wait = True
         else:
             self._awaited = None
 
@@ -166,28 +159,29 @@ class ForwardLoads:
         self.on_layer = None
         self.waves.missed()  # no layer has to call any more
         self._copying.pop(loads.transfer_id, None)
+        for job in loads.jobs:
+            if job.incomplete:
+                self._lose(job, error)
         jobs = [job for job in loads.jobs if not job.incomplete]
-        lost: Sequence[LoadJob] = [job for job in loads.jobs if job.incomplete]
-        if jobs:
-            try:
-                self._jobs.require_transfer().load_now(_all_pairs(jobs))
-            except Exception as second:  # noqa: BLE001 - its requests end, the engine goes on
-                error = CopyError(f"{error}; and when it was copied at once: {second}")
-                jobs, lost = [], loads.jobs
-        if jobs:
-            nbytes = self._nbytes(jobs)
-            self._jobs.log.error(
-                "a load before a forward failed, and its %d bytes were copied at once instead, "
-                "while the engine waited: %s",
-                nbytes,
-                error,
-            )
-            self._jobs.stats.count("repaired_loads", len(jobs))
-            self._jobs.stats.count("loaded_bytes", nbytes)
+        if not jobs:
+            return
+        try:
+            self._jobs.require_transfer().load_now(_all_pairs(jobs))
+        except Exception as second:  # noqa: BLE001 - its requests end, the engine goes on
+            for job in jobs:
+                self._lose(job, f"{error}; and when it was copied at once: {second}")
+            return
+        nbytes = self._nbytes(jobs)
+        self._jobs.log.error(
+            "a load before a forward failed, and its %d bytes were copied at once instead, while "
+            "the engine waited: %s",
+            nbytes,
+            error,
+        )
+        self._jobs.stats.count("repaired_loads", len(jobs))
+        self._jobs.stats.count("loaded_bytes", nbytes)
         for job in jobs:
             self._jobs.end(job.job_id, Outcome.OK)
-        for job in lost:
-            self._lose(job, error)
 
     def forward_ended(self) -> None:
         """Learn from this step's forward, and check that its layers waited; idempotent.
@@ -215,34 +209,31 @@ class ForwardLoads:
 
     def _end(self, loads: StepLoads) -> None:
         """Have the compute stream wait for all waves; lose the loads if a layer did not call."""
-        error, missed = loads.error, []
+        why: object = loads.error
         if not loads.started:
-            error = CopyError("its step was cut short")
+            why = "its step was cut short"
         elif self.waves.cut is not None:
             try:
                 self._jobs.require_transfer().await_wave(len(self.waves.cut.waves) - 1)
-            except Exception as raised:  # noqa: BLE001 - whatever it is, the load is lost
-                error = raised
+            except Exception as error:  # noqa: BLE001 - whatever it is, the load is lost
+                why = error
             missed = self.waves.missed()
-        if not missed and error is None:
-            return
-        if loads.layers_wait:
-            self.waves.give_up()
-        why: object = error
-        if missed:
-            why = (
-                f"{len(missed)} layers, {missed[0]} first, did not call the connector in a "
-                f"forward, as they did before. From now on forwards wait for whole loads, so "
-                f"nothing need be done. Please report the model and the engine's arguments"
-            )
-        loads.lost = True
-        for job in loads.jobs:
-            self._lose(job, why)
+            if missed:
+                self.waves.give_up()
+                why = (
+                    f"{len(missed)} layers, {missed[0]} first, did not call the connector in a "
+                    f"forward, as they did before. From now on forwards wait for whole loads, so "
+                    f"nothing need be done. Please report the model and the engine's arguments"
+                )
+        if why is not None:
+            self._copying.pop(loads.transfer_id, None)
+            for job in loads.jobs:
+                self._lose(job, why)
 
     def ended(self, done: Completion) -> None:
         """Take in the end of a transfer; nothing if its loads were made good or lost meanwhile."""
         loads = self._copying.pop(done.job_id, None)
-        if loads is None or loads.lost:
+        if loads is None:
             return
         if done.error is not None and loads is self._awaited:
             loads.error = done.error  # it is made good before the forward, or lost after it

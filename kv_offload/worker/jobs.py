@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, MutableMapping, Set
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
@@ -45,14 +45,10 @@ class RankJobs:
         for job_id in plan.known:
             self.ended.pop(job_id, None)
         here = {job.job_id for job in plan.stores} | {job.job_id for job in plan.loads}
-        for job_id in self._missing(plan.next_job_id, here):
-            self.end(job_id, Outcome.FAILED)
+        for job_id in range(self._next_job_id, plan.next_job_id):
+            if job_id not in here:
+                self.end(job_id, Outcome.FAILED)
         self._next_job_id = plan.next_job_id
-
-    def _missing(self, next_job_id: int, here: Set[int]) -> list[int]:
-        if next_job_id - self._next_job_id == len(here):  # as in all steps but after an error
-            return []
-        return [job_id for job_id in range(self._next_job_id, next_job_id) if job_id not in here]
 
     def end(self, job_id: int, outcome: Outcome) -> None:
         """Take in that nothing copies for a job any more."""

@@ -24,7 +24,8 @@ class Loads:
         self._running: dict[int, LoadJob] = {}
 
     def take(self, jobs: Iterable[LoadJob]) -> None:
-        """Take in the loads of a step."""
+        """Take in the loads of a step; those of an earlier one that nothing has started fail."""
+        self.fail()
         self._to_start = deque(jobs)
 
     def start(self, *, behind_compute: bool) -> None:

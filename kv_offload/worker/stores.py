@@ -35,17 +35,15 @@ class Stores:
     def submit(self) -> None:
         """Start what is queued; on the device the copies wait for all compute until now."""
         while self._queued:
-            job = self._queued[0]
+            job = self._queued.popleft()
             pairs = self.peers.own_part(job)
-            self._queued.popleft()
-            error = None
-            if len(pairs):
-                error = self._jobs.start(SwapJob(job.job_id, Direction.STORE, pairs))
+            if not len(pairs):
+                self._jobs.end(job.job_id, Outcome.OK)
+                continue
+            error = self._jobs.start(SwapJob(job.job_id, Direction.STORE, pairs))
             if error is not None:
                 self._jobs.log.error("%s", error)
                 self._jobs.end(job.job_id, Outcome.FAILED)
-            elif not len(pairs):
-                self._jobs.end(job.job_id, Outcome.OK)
 
     def ended(self, done: Completion) -> None:
         """Take in the end of a store's copies."""

@@ -2,8 +2,8 @@
 
 Each wave of a load is the KV of some consecutive layers. The compute stream waits for the first
 wave before the forward, and for the others as the layers come to them: vLLM calls the connector
-before an attention layer touches its KV. But not before every layer: a full CUDA graph is replayed
-without calls, and state-space layers, indexers and others read their KV without a call. So:
+before an attention layer touches its KV. But a full CUDA graph is replayed without calls, and
+state-space layers, indexers and others read their KV without a call. So:
 
 - A layer's KV comes late only if the layer has called in an earlier forward of the same kind. Only
   forwards of the target model count. A draft head runs under a context of its own.
@@ -81,9 +81,9 @@ def cut_waves(
 class LayerWaves:
     """Learns which layers call, and notes the calls of the current forward.
 
-    One object a rank. Call `forward_follows` before a forward, `learn` or `called` with every call
-    of a layer, and `forward_ended` after the forward. `regions_of` and `page_bytes` are as for
-    `cut_waves`; every layer reads at least one region.
+    Call `forward_follows` before a forward, `learn` or `called` with every call of a layer, and
+    `forward_ended` after it. `regions_of` and `page_bytes` are as for `cut_waves`, and every layer
+    reads at least one region.
     """
 
     def __init__(self, regions_of: Mapping[str, frozenset[int]], page_bytes: Sequence[int]) -> None:
@@ -101,7 +101,6 @@ class LayerWaves:
         """Note which forward follows; None if its layers are not known to call."""
         self._forward = None if self._given_up else forward
         self._order = {}
-        self._late = set()
 
     @property
     def learning(self) -> bool:

@@ -84,14 +84,9 @@ class OffloadWorker:
         kind = transfer_kind(self._config, caches.tensors[0].device)
         stream = self._rank_engine.find_output_copy_stream() if kind != "host" else None
         started = time.monotonic()
+        config, num_ranks, peers = self._config, self._num_ranks, self._stores.peers
         transfer, self._stores.peers = allocate(
-            self._config,
-            self._num_ranks,
-            self._stores.peers,
-            kind,
-            caches,
-            tuple(kv_caches),
-            stream,
+            config, num_ranks, peers, kind, caches, tuple(kv_caches), stream
         )
         self._jobs.transfer = transfer
         self.num_slots = transfer.num_slots
@@ -168,12 +163,13 @@ class OffloadWorker:
 
     def begin_step(self, metadata: OffloadMetadata) -> None:
         """Take in a step's plan. Nothing of it has started; nothing of the step before follows."""
-        if self._started_for is not metadata:
-            self._end_cut_short()
-            self._started_for = metadata
-            self._jobs.take_plan(metadata)
-            self._loads.take([job for job in metadata.loads if not job.synchronous])
-            self._forward_loads.take([job for job in metadata.loads if job.synchronous])
+        if self._started_for is metadata:
+            return
+        self._end_cut_short()
+        self._started_for = metadata
+        self._jobs.take_plan(metadata)
+        self._loads.take(job for job in metadata.loads if not job.synchronous)
+        self._forward_loads.take([job for job in metadata.loads if job.synchronous])
 
     def _end_cut_short(self) -> None:
         """End the step before, if the engine never did: an error of its own cut it short.
@@ -185,7 +181,6 @@ class OffloadWorker:
         if step is None or self._ended_for is step:
             return
         self._ended_for = step
-        self._loads.fail()
         self._stores.fail(step.stores)
         self._cut_short = step.admissions
         self._jobs.log.error("an error of the engine cut a step short; nothing of it is kept")
@@ -198,14 +193,10 @@ class OffloadWorker:
         """Start the last step's stores, then this step's loads, unless they were started.
 
         Called as soon as the engine will not zero or copy any block before this step's forward:
-        both could undo a load. From then until the forward, nothing touches the destinations: no
-        forward reads or writes the blocks of an asynchronous load, because its request waits. This
-        step's forward reads the blocks of synchronous loads; `start_kv_transfers` makes it wait.
-
-        `first` says that nothing of this step is queued yet. Forwards of earlier steps may still
-        run then. They do not touch the destinations if `RankEngine.gives_idle_blocks`, and a load
-        does not wait for them; what this rank itself has queued, the zeroing of a failed load's
-        blocks, every load waits for.
+        both could undo a load. `first` says that nothing of this step is queued yet. Forwards of
+        earlier steps may still run then. They do not touch the destinations if
+        `RankEngine.gives_idle_blocks`, and a load does not wait for them. Every load waits for what
+        this rank itself has queued, the zeroing of a failed load's blocks.
         """
         self.begin_step(metadata)
         self.submit_stores()
@@ -286,9 +277,9 @@ class OffloadWorker:
         return OffloadWorkerMetadata({self.rank: report})
 
     def take_losses(self) -> OffloadWorkerMetadata:
-        """Return what cannot wait for the next report, where `take_report` has raised.
+        """Return what must be told in this step where `take_report` has raised.
 
-        In this step vLLM takes in the tokens that were computed with what was lost.
+        The engine takes in the tokens that were computed with what was lost.
         """
         cut_short, self._cut_short = self._cut_short, None
         report = RankReport(dict(self._jobs.ended), cut_short)

@@ -31,7 +31,7 @@ SKIPPED = "model.layers.2.self_attn.attn"
 @pytest.fixture(autouse=True)
 def loads_come_in_waves(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small they are."""
-    monkeypatch.setattr("kv_offload.worker.synchronous_loads.WAVES_FROM_BYTES", 0)
+    monkeypatch.setattr("kv_offload.worker.forward_loads.WAVES_FROM_BYTES", 0)
 
 
 @pytest.fixture

@@ -14,13 +14,7 @@ from kv_swap.layout import KVLayout, TensorDescription
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import KVCaches
 from kv_offload.errors import UnsupportedError
-from kv_offload.messages import (
-    LoadJob,
-    OffloadMetadata,
-    Outcome,
-    RankReport,
-    StoreJob,
-)
+from kv_offload.messages import LoadJob, OffloadMetadata, Outcome, RankReport, StoreJob
 from kv_offload.worker.sharing import ALONE, Peers
 from kv_offload.worker.worker import OffloadWorker
 
@@ -46,14 +40,6 @@ def load(job_id: int, request_id: str, *values: tuple[int, int], **more: bool) -
 
 def synchronous(job_id: int, request_id: str, *values: tuple[int, int], **more: bool) -> LoadJob:
     return load(job_id, request_id, *values, synchronous=True, **more)
-
-
-def metadata_of(
-    stores: Sequence[StoreJob] = (), loads: Sequence[LoadJob] = (), known: Sequence[int] = ()
-) -> OffloadMetadata:
-    """Return a step's plan, before which no job was planned that it does not have."""
-    sent = max((job.job_id + 1 for job in (*stores, *loads)), default=0)
-    return OffloadMetadata(tuple(stores), tuple(loads), sent, tuple(known))
 
 
 class PlainRank:
@@ -114,6 +100,8 @@ class Rank:
         self.layers = dict(zip(names, words.view(layers, BLOCKS, 4, -1), strict=True))
         self.first = [layer.clone() for layer in self.layers.values()]
         """What the layers hold before anything is written to them."""
+        self.next_job_id = 0
+        self._told: tuple[int, ...] = ()
 
     @property
     def kv(self) -> torch.Tensor:
@@ -133,9 +121,24 @@ class Rank:
         self.engine.context = object()
         self.engine.forward = (self.engine.context, "eager")
 
-    def begin(self, *stores: StoreJob, loads: Sequence[LoadJob] = ()) -> OffloadMetadata:
-        """Run the hooks at the start of a step; return its metadata."""
-        metadata = metadata_of(stores, loads)
+    # -- a step --------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        *stores: StoreJob,
+        loads: Sequence[LoadJob] = (),
+        known: Sequence[int] | None = None,
+        admissions: int = 0,
+    ) -> OffloadMetadata:
+        """Return the plan of the next step; the scheduler knows what the last report told."""
+        ids = [job.job_id for job in (*stores, *loads)]
+        self.next_job_id = max([self.next_job_id, *(job_id + 1 for job_id in ids)])
+        told = self._told if known is None else known
+        return OffloadMetadata(stores, tuple(loads), self.next_job_id, tuple(told), admissions)
+
+    def begin(self, *stores: StoreJob, **plan: Any) -> OffloadMetadata:
+        """Run the hooks at the start of a step; return its plan."""
+        metadata = self.plan(*stores, **plan)
         self.half.start_kv_transfers(metadata)
         return metadata
 
@@ -149,9 +152,9 @@ class Rank:
         self.half.prepare_store_kv(metadata)
         self.half.poll()
 
-    def step(self, *stores: StoreJob, loads: Sequence[LoadJob] = ()) -> None:
+    def step(self, *stores: StoreJob, **plan: Any) -> None:
         """Run a step's hooks; its loads end within it, its stores within the next one."""
-        metadata = self.begin(*stores, loads=loads)
+        metadata = self.begin(*stores, **plan)
         assert self.transfer.wait(120)
         self.end(metadata)
 
@@ -159,12 +162,44 @@ class Rank:
         """Store; return how the jobs ended."""
         self.step(*jobs)
         self.step()
-        return self.report().jobs
+        return self.jobs()
+
+    def drain(self, *stores: StoreJob, **plan: Any) -> dict[int, Outcome]:
+        """Drain between two steps; return how jobs ended, as far as that is not known."""
+        return self.half.drain(self.plan(*stores, **plan)).ranks[self.half.rank].jobs
+
+    # -- what it tells -------------------------------------------------------------------------
 
     def report(self) -> RankReport:
         """Return what the ended step reports; empty where it reports nothing."""
         told = self.half.take_report()
-        return RankReport() if told is None else told.ranks[self.half.rank]
+        report = RankReport() if told is None else told.ranks[self.half.rank]
+        self._told = tuple(report.jobs)
+        return report
+
+    def jobs(self) -> dict[int, Outcome]:
+        """Return how jobs ended, as the report of the ended step tells."""
+        return self.report().jobs
+
+    def stats(self) -> dict[str, Any]:
+        """Return the metrics counted since the last call."""
+        stats = self.half.take_stats()
+        return {} if stats is None else stats.data
+
+    # -- what is there -------------------------------------------------------------------------
+
+    def poison(self) -> None:
+        """Overwrite the KV cache, so that only a load brings something back."""
+        for kv in self.layers.values():
+            kv[:] = -1
+
+    def holds(self, block: int) -> list[bool]:
+        """Tell for every layer if a block has what block 1 had first; else it must be poisoned."""
+        found = []
+        for kv, first in zip(self.layers.values(), self.first, strict=True):
+            found.append(torch.equal(kv[block], first[1]))
+            assert found[-1] or (kv[block] == -1).all()
+        return found
 
 
 class Gate:

@@ -19,52 +19,36 @@ from kv_offload.worker.allocation import transfer_kind
 from tests.support.rank import BLOCK_BYTES, Rank
 
 
-def test_a_rank_holds_its_share_of_host_memory() -> None:
-    rank = Rank(num_ranks=2, cpu_bytes=2 * BLOCK_BYTES * 5 + 100).start()
-    assert rank.half.num_slots == rank.transfer.num_slots == 5
-    assert rank.half.capacity() == WorkerCapacity(0, num_slots=5, ready_slots=5)
-    rank.half.shutdown()
-
-
-def test_a_transfer_engine_without_kernels_loads_nothing_before_a_forward(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_rank_holds_its_share_of_host_memory(
+    monkeypatch: pytest.MonkeyPatch, synchronous: bool
 ) -> None:
-    monkeypatch.setattr(HostSwapEngine, "can_load_before_compute", False)
-    rank = Rank().start()
-    assert not rank.half.capacity().synchronous_loads
+    """A transfer engine without kernels loads nothing before a forward."""
+    monkeypatch.setattr(HostSwapEngine, "can_load_before_compute", synchronous)
+    rank = Rank(num_ranks=2, cpu_bytes=2 * BLOCK_BYTES * 5 + 100)
+    assert rank.half.capacity() == WorkerCapacity(0, 0, 0, synchronous_loads=False), "not yet"
+    rank.start()
+    assert rank.transfer.num_slots == 5
+    assert rank.half.capacity() == WorkerCapacity(0, 5, 5, synchronous)
     rank.half.shutdown()
-
-
-def test_a_rank_that_has_not_started_has_nothing() -> None:
-    assert Rank().half.capacity() == WorkerCapacity(0, 0, 0, synchronous_loads=False)
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "cpu_bytes", "given"),
-    [
-        (1, 1, "this engine 1 byte"),
-        (1, 50, "this engine 50 bytes"),
-        (2, 100, "each of 2 ranks 50 bytes"),
-    ],
+    [(1, 1, "this engine 1 byte"), (2, 100, "each of 2 ranks 50 bytes")],
 )
 def test_a_share_below_one_slot_is_refused_with_the_size_that_is_needed(
-    num_ranks: int, cpu_bytes: int, given: str
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, cpu_bytes: int, given: str
 ) -> None:
+    """The advice grows with the slot and the ranks."""
+    monkeypatch.setattr("kv_offload.worker.allocation.USEFUL_SLOTS", 20 << 20)
     with pytest.raises(CapacityError) as caught:
         Rank(num_ranks=num_ranks, cpu_bytes=cpu_bytes).start()
     assert str(caught.value) == (
         f"kv-offload: cpu_bytes gives {given}, and one slot takes 64 bytes: a pool needs thousands "
-        "of them, set cpu_bytes to 1GiB or more"
+        f"of them, set cpu_bytes to {num_ranks + 1}GiB or more"  # of 1.25 GiB for each rank
     )
     Rank(num_ranks=num_ranks, cpu_bytes=num_ranks * 64).start().half.shutdown()
-
-
-def test_the_advice_of_a_pool_grows_with_the_slot_and_the_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kv_offload.worker.allocation.USEFUL_SLOTS", 20 << 20)
-    with pytest.raises(CapacityError, match="set cpu_bytes to 3GiB or more"):  # 2 x 64 x 20 Mi
-        Rank(num_ranks=2, cpu_bytes=100).start()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +70,12 @@ def test_a_pool_grows_only_into_what_need_not_stay_free(monkeypatch: pytest.Monk
     monkeypatch.setattr("kv_offload.worker.allocation.create_engine", create)
     with pytest.raises(UnsupportedError, match="enough seen"):
         Rank().start()
-    assert create.call_args.kwargs["room"].headroom_bytes == headroom_bytes(read_host_memory())
+    room, whole = create.call_args.kwargs["room"], read_host_memory()
+    assert room.headroom_bytes == headroom_bytes(whole)
+    spare_bytes, figures = room.spare_bytes(1 << 20)
+    assert 0 < spare_bytes < whole.size_bytes
+    assert "bytes are available (" in figures
+    assert room.spare_bytes(whole.size_bytes)[0] < 0
 
 
 @pytest.mark.parametrize("asked", ["cuda", "dma"])
@@ -102,14 +91,10 @@ def test_a_cuda_device_has_an_engine_without_kernels_where_asked(asked: Any, kin
     assert transfer_kind(config, torch.device("cuda")) == kind
 
 
-def test_another_kind_of_device_is_refused() -> None:
-    rank = Rank()
-    rank.layers["layer.0"] = torch.empty_like(rank.kv, device="meta")
-    with pytest.raises(UnsupportedError, match="on meta: supported are CUDA devices and CPU"):
-        rank.start()
-
-
-def test_a_cache_that_cannot_be_described_is_refused() -> None:
+def test_another_kind_of_device_or_cache_is_refused() -> None:
     rank = Rank()
     with pytest.raises(UnsupportedError, match="layer nobody"):
         rank.half.register_kv_caches({"nobody": rank.kv})
+    rank.layers["layer.0"] = torch.empty_like(rank.kv, device="meta")
+    with pytest.raises(UnsupportedError, match="on meta: supported are CUDA devices and CPU"):
+        rank.start()

@@ -22,9 +22,11 @@ from kv_swap.host.runs import copy_runs
 from kv_swap.memory.shared import SharedMemory
 
 from kv_offload.errors import CapacityError, UnsupportedError
-from kv_offload.messages import JobResult, StoreJob, WorkerCapacity
+from kv_offload.messages import Outcome, StoreJob, WorkerCapacity
 from kv_offload.worker.sharing import Peers, arena_bytes
-from tests.support.rank import BLOCK_BYTES, BLOCKS, PAGE_WORDS, Rank, load, result, store
+from tests.support.rank import BLOCK_BYTES, BLOCKS, PAGE_WORDS, Rank, load, store
+
+OK, FAILED = Outcome.OK, Outcome.FAILED
 
 OTHER = 1000
 """What rank 1's words are above those of rank 0, to see who copied. Real ranks' are equal."""
@@ -75,9 +77,9 @@ class Ranks:
         """Return the first word of every slot."""
         return self.both[rank].transfer._state.arena.view().view(np.int64)[:, 0]
 
-    def store(self, job_id: int, *pairs: tuple[int, int]) -> list[dict[int, JobResult]]:
+    def store(self, job_id: int, *pairs: tuple[int, int]) -> list[dict[int, Outcome]]:
         """Store on both ranks; return what each reports."""
-        return [rank.store(store(job_id, *pairs)).stores for rank in self.both]
+        return [rank.store(store(job_id, *pairs)) for rank in self.both]
 
 
 @pytest.fixture
@@ -118,25 +120,22 @@ def test_the_ranks_hold_all_of_cpu_bytes_once(ranks: Ranks) -> None:
 
 
 def test_each_rank_stores_its_part_and_loads_everything(ranks: Ranks) -> None:
-    reports = ranks.store(0, (1, 4), (2, 5), (3, 6), (4, 7))
-    assert reports == [{0: result(0)}, {0: result(1)}]
+    assert ranks.store(0, (1, 4), (2, 5), (3, 6), (4, 7)) == [{0: OK}, {0: OK}]
     firsts = [PAGE_WORDS * block for block in (1, 2, 3, 4)]
     expected = [*firsts[:2], *(first + OTHER for first in firsts[2:])]
     assert ranks.arena(0)[4:].tolist() == expected
     for rank in ranks.both:
         rank.kv.zero_()
-        rank.step(loads=[load(0, "request", (5, 4), (6, 6), (7, 7))])
-        assert rank.half.reports.take_received()[0] == {"request"}
+        rank.step(loads=[load(1, "request", (5, 4), (6, 6), (7, 7))])
+        assert rank.jobs() == {1: OK}
         assert rank.kv[5:, 0, 0].tolist() == [expected[0], expected[2], expected[3]]
 
 
 def two_layers(reverse: bool) -> dict[str, torch.Tensor]:
     """Return two layers of one allocation, the first at its start or at its end."""
-    words = torch.empty(2, BLOCKS, 4, PAGE_WORDS // 4, dtype=torch.int64)
-    layers = {f"layer.{i}": words[1 - i if reverse else i] for i in range(2)}
-    for i, layer in enumerate(layers.values()):
-        layer.fill_(i + 1)
-    return layers
+    words = torch.ones(2, BLOCKS, 4, PAGE_WORDS // 4, dtype=torch.int64)
+    words[0 if reverse else 1] = 2
+    return {f"layer.{i}": words[1 - i if reverse else i] for i in range(2)}
 
 
 def test_layers_lie_elsewhere_on_another_rank() -> None:
@@ -147,7 +146,7 @@ def test_layers_lie_elsewhere_on_another_rank() -> None:
     for rank in ranks.both:
         for layer in rank.layers.values():
             layer.zero_()
-        rank.step(loads=[load(0, "request", (5, 0), (6, 1))])
+        rank.step(loads=[load(1, "request", (5, 0), (6, 1))])
         assert [set(layer[5:7].unique().tolist()) for layer in rank.layers.values()] == [{1}, {2}]
     ranks.stop()
 
@@ -161,15 +160,9 @@ def test_ranks_with_other_layers_share_nothing() -> None:
 
 def test_a_rank_without_a_part_reports_too_and_ranks_take_turns(ranks: Ranks) -> None:
     for job_id in range(4):
-        assert ranks.store(job_id, (1, job_id)) == [{job_id: result(0)}, {job_id: result(1)}]
+        assert ranks.store(job_id, (1, job_id)) == [{job_id: OK}, {job_id: OK}]
     copied_by = [1 if first >= OTHER else 0 for first in ranks.arena(0)[:4].tolist()]
     assert sorted(copied_by) == [0, 0, 1, 1]
-
-
-def test_a_rank_without_a_part_answers_a_drain(ranks: Ranks) -> None:
-    answers = [rank.half.drain([store(3, (1, 2))], []).stores for rank in ranks.both]
-    assert answers == [{3: result(0)}, {3: result(1)}]
-    assert ranks.arena(0)[2] % OTHER == PAGE_WORDS
 
 
 def test_a_part_that_fails_fails_the_job(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,9 +174,7 @@ def test_a_part_that_fails_fails_the_job(ranks: Ranks, monkeypatch: pytest.Monke
         copy_runs(runs)
 
     monkeypatch.setattr("kv_swap.host.transfers.copy_runs", fail_on_rank_1)
-    mine, others = ranks.store(0, (1, 4), (2, 5))
-    assert (mine, others) == ({0: result(0)}, {0: result(1, ok=False)})
-    assert mine[0].merge(others[0]) == JobResult(frozenset({0, 1}), ok=False)
+    assert ranks.store(0, (1, 4), (2, 5)) == [{0: OK}, {0: FAILED}]
 
 
 def test_too_little_for_a_slot_is_refused_by_all() -> None:
@@ -251,7 +242,7 @@ def test_where_one_rank_cannot_share_none_does(
     assert "each keeps its own copy" in warning
     assert reason in warning
     assert [rank.half.num_slots for rank in ranks.both] == [4, 4], "of cpu_bytes for 8"
-    assert ranks.store(0, (1, 3), (2, 2)) == [{0: result(0)}, {0: result(1)}]
+    assert ranks.store(0, (1, 3), (2, 2)) == [{0: OK}, {0: OK}]
     for rank in range(2):
         expected = [2 * PAGE_WORDS + OTHER * rank, PAGE_WORDS + OTHER * rank]
         assert ranks.arena(rank)[2:].tolist() == expected

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 
 import pytest
+
+pytest.importorskip("torch", reason="needs torch, which is not installed")
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_offload.worker.waves import WEIGHTS, LayerWaves, cut_waves
+from kv_offload.messages import Outcome
+from kv_offload.worker.waves import WEIGHTS, cut_waves
+from tests.support.rank import Rank, store, synchronous
 
-EAGER = ("NONE", False)
+EAGER = "eager"
+ALL = ("layer.0", "layer.1", "layer.2")
+FIRST_WAVE, WHOLE = [True, False, False], [True, True, True]
 
 
 def alone(count: int) -> dict[str, frozenset[int]]:
@@ -32,28 +40,14 @@ def test_first_and_last_wave_are_small() -> None:
     }
 
 
-def test_keys_and_values_apart_come_together() -> None:
-    layers = {"a": frozenset([0, 2]), "b": frozenset([1, 3])}
-    cut = cut_waves(["b", "a"], layers, [16] * 4)
+def test_a_region_comes_with_the_first_layer_that_reads_it() -> None:
+    """And first of all what no layer is known to read, or one that never calls."""
+    shared = {"layer.3": frozenset([1, 3]), "layer.2": frozenset([0, 2])}
+    layers = alone(4) | shared | {"state": frozenset([4, 6])}
+    cut = cut_waves([*alone(4)], layers, [16] * 7)
     assert cut is not None
-    assert cut.waves == ((1, 3), (0, 2))
-    assert cut.wave_of == {"a": 1}
-
-
-def test_what_a_silent_layer_reads_comes_first() -> None:
-    layers = alone(4) | {"state": frozenset([2, 4])}
-    cut = cut_waves([f"layer.{i}" for i in range(4)], layers, [16] * 6)
-    assert cut is not None
-    assert cut.waves == ((2, 4, 5, 0), (1,), (3,)), "no layer has region 5"
-    assert cut.wave_of == {"layer.1": 1, "layer.3": 2}
-
-
-def test_shared_regions_come_with_the_first_layer_that_reads_them() -> None:
-    layers = alone(4) | {"layer.3": frozenset([1]), "layer.2": frozenset([0, 2])}
-    cut = cut_waves([f"layer.{i}" for i in range(4)], layers, [16] * 3)
-    assert cut is not None
-    assert cut.waves == ((0,), (1,), (2,))
-    assert cut.wave_of == {"layer.1": 1, "layer.2": 2, "layer.3": 1}
+    assert cut.waves == ((4, 5, 6, 0), (1,), (2,), (3,))
+    assert cut.wave_of == {"layer.1": 1, "layer.2": 2, "layer.3": 3}
 
 
 @pytest.mark.parametrize(
@@ -98,100 +92,104 @@ def test_no_layer_reads_what_a_later_wave_brings(data: st.DataObject) -> None:
 # -- what is learned ---------------------------------------------------------------------------
 
 
-def forward(waves: LayerWaves, *layers: str, kind: object = EAGER) -> bool:
-    """Run a step in which these layers call; tell whether it gives the first cut."""
-    context = object()
-    waves.forward_follows((context, kind))  # type: ignore[arg-type]
-    for layer in layers:
-        if waves.learning:
-            waves.learn(layer, context)
-    return bool(waves.forward_ended())
-
-
-def answers_to(waves: LayerWaves, kind: object) -> list[str]:
-    """Tell what a forward of this kind that follows is good for."""
-    waves.forward_follows(kind and (object(), kind))  # type: ignore[arg-type]
-    return [name for name in ("learning", "possible") if getattr(waves, name)]
-
-
 @pytest.fixture
-def waves() -> LayerWaves:
-    return LayerWaves(alone(3), [16] * 3)
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    """A rank of three layers that has learned nothing; slot 2 has what block 1 had of each."""
+    monkeypatch.setattr("kv_offload.worker.forward_loads.WAVES_FROM_BYTES", 0)
+    made = Rank(layers=3).start()
+    made.store(store(0, (1, 2)))
+    yield made
+    made.half.shutdown()
 
 
-def test_a_forward_teaches_its_kind_once(waves: LayerWaves) -> None:
-    assert answers_to(waves, EAGER) == ["learning"]
-    assert forward(waves, *alone(3))
-    assert waves.cut is not None
-    assert answers_to(waves, EAGER) == ["possible"]
-    assert not forward(waves)
-    for other in (("PIECEWISE", False), ("NONE", True)):
-        assert answers_to(waves, other) == ["learning"]
-    assert answers_to(waves, None) == []
+def forward(rank: Rank, *layers: str, kind: str | None = EAGER) -> bool:
+    """Run a step without loads in which these layers call; tell whether somebody listens."""
+    rank.engine.context = object()
+    rank.engine.forward = kind and (rank.engine.context, kind)
+    metadata = rank.begin()
+    listens = rank.half.on_layer is not None
+    rank.call(*layers)
+    rank.end(metadata)
+    return listens
 
 
-def test_another_kind_must_have_the_same_late_layers(waves: LayerWaves) -> None:
-    forward(waves, *alone(3))
-    cut = waves.cut
-    assert not forward(waves, "layer.1", "layer.2", kind="without the first")
-    assert answers_to(waves, "without the first") == ["possible"], "the first layer is not late"
-    assert not forward(waves, "layer.0", "layer.1", kind="without the last")
-    assert answers_to(waves, "without the last") == []
-    assert waves.cut is cut
+def load(rank: Rank, *layers: str, kind: str = EAGER) -> list[bool]:
+    """Run a step with a load; tell which layers have theirs when the forward begins."""
+    rank.poison()
+    rank.engine.context = object()
+    rank.engine.forward = (rank.engine.context, kind)
+    metadata = rank.begin(loads=[synchronous(rank.next_job_id, "a", (4, 2))])
+    arrived = rank.holds(4)
+    rank.call(*layers)
+    rank.end(metadata)
+    return arrived
 
 
-def test_a_kind_without_late_layers_leaves_the_cut_to_others(waves: LayerWaves) -> None:
-    assert not forward(waves, kind="silent")
-    assert waves.cut is None
-    assert forward(waves, *alone(3))
-    assert answers_to(waves, "silent") == []
+def test_a_forward_teaches_its_kind_once(rank: Rank) -> None:
+    assert load(rank, *ALL) == WHOLE
+    assert not forward(rank)
+    assert load(rank, *ALL) == FIRST_WAVE
+    assert forward(rank, kind="piecewise")
+    assert not forward(rank, kind=None), "its layers are not known to call"
 
 
-def test_calls_under_another_context_are_a_draft_heads(waves: LayerWaves) -> None:
-    context = object()
-    waves.forward_follows((context, EAGER))
-    for layer in ("layer.0", "layer.1"):
-        waves.learn(layer, context)
-    waves.learn("layer.2", object())
-    waves.learn("layer.2", None)
-    waves.forward_ended()
-    assert waves.cut is not None
-    assert waves.cut.waves == ((2, 0), (1,))
+def test_another_kind_must_have_the_same_late_layers(rank: Rank) -> None:
+    for kind, layers in {EAGER: ALL, "no first": ALL[1:], "no last": ALL[:-1]}.items():
+        assert forward(rank, *layers, kind=kind)
+    assert load(rank, *ALL[1:], kind="no first") == FIRST_WAVE, "the first layer is not late"
+    assert load(rank, *ALL[:-1], kind="no last") == WHOLE
+    assert load(rank, *ALL) == WHOLE, "its kind was not known when it started"
+    assert load(rank, *ALL) == FIRST_WAVE
+
+
+def test_a_kind_without_late_layers_leaves_the_cut_to_others(rank: Rank) -> None:
+    assert forward(rank, kind="silent")
+    assert load(rank, kind="silent") == WHOLE
+    assert forward(rank, *ALL)
+    assert load(rank, kind="silent") == WHOLE
+    assert not forward(rank, kind="silent")
+
+
+def test_calls_under_another_context_are_a_draft_heads(rank: Rank) -> None:
+    rank.layers_call()
+    metadata = rank.begin()
+    rank.call("layer.0", "layer.1")
+    for context in (object(), None):
+        rank.engine.context = context
+        rank.call("layer.2")
+    rank.end(metadata)
+    assert load(rank, *ALL) == [True, False, True]
 
 
 # -- a step with a load ------------------------------------------------------------------------
 
 
-@pytest.fixture
-def expecting(waves: LayerWaves) -> LayerWaves:
-    """In a step with a load that arrives in waves."""
-    forward(waves, *alone(3))
-    waves.forward_follows((object(), EAGER))
-    waves.expect()
-    return waves
+def test_a_layer_that_nobody_described_needs_everything(rank: Rank) -> None:
+    forward(rank, *ALL)
+    metadata = rank.begin(loads=[synchronous(1, "a", (4, 2))])
+    rank.call("reads.another")
+    assert rank.holds(4) == WHOLE
+    rank.call(*ALL)
+    rank.end(metadata)
+    assert rank.jobs() == {1: Outcome.OK}
 
 
-def test_layers_that_do_not_call_are_found(expecting: LayerWaves) -> None:
-    assert [expecting.called(layer) for layer in ("layer.0", "layer.2")] == [0, 2]
-    expecting.forward_ended()
-    assert expecting.missed() == ["layer.1"]
-    assert expecting.missed() == []
+def test_a_layer_need_not_call_without_a_load(rank: Rank) -> None:
+    forward(rank, *ALL)
+    load(rank, *ALL)
+    assert not forward(rank)
+    assert load(rank, *ALL) == FIRST_WAVE
+    assert rank.jobs() == {1: Outcome.OK, 2: Outcome.OK}
 
 
-def test_a_layer_that_nobody_described_needs_everything(expecting: LayerWaves) -> None:
-    assert expecting.called("reads.another") == 2
-    assert expecting.missed() == ["layer.1", "layer.2"]
-
-
-def test_nothing_is_expected_without_a_load(expecting: LayerWaves) -> None:
-    expecting.forward_follows((object(), EAGER))
-    assert expecting.missed() == []
-
-
-def test_waves_that_were_given_up_do_not_come_back(waves: LayerWaves) -> None:
-    forward(waves, *alone(3))
-    waves.give_up()
+def test_layers_that_did_not_call_are_named_and_waves_do_not_come_back(
+    rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    forward(rank, *ALL)
+    load(rank, "layer.0", "layer.2")
+    assert "1 layers, layer.1 first, did not call the connector" in caplog.text
+    assert rank.jobs() == {1: Outcome.LOST}
     for kind in (EAGER, "new"):
-        assert answers_to(waves, kind) == []
-        assert not forward(waves, *alone(3), kind=kind)
-    assert waves.cut is None
+        assert not forward(rank, *ALL, kind=kind)
+        assert load(rank, *ALL, kind=kind) == WHOLE
+    assert rank.jobs() == {2: Outcome.OK, 3: Outcome.OK}

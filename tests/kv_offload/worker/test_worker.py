@@ -15,21 +15,15 @@ import torch
 from kv_swap.engine import SwapJob
 from kv_swap.errors import CopyError
 
-from tests.support.rank import (
-    BLOCK_BYTES,
-    Gate,
-    Rank,
-    load,
-    metadata_of,
-    result,
-    store,
-    synchronous,
-)
+from kv_offload.messages import Outcome
+from tests.support.rank import Gate, Rank, load, store, synchronous
 
 
+@pytest.mark.parametrize("failing", [False, True])
 def test_copies_start_before_the_step_is_prepared_and_the_forward_waits_before_it_runs(
-    monkeypatch: pytest.MonkeyPatch, rank: Rank
+    monkeypatch: pytest.MonkeyPatch, rank: Rank, failing: bool
 ) -> None:
+    """Or just before it runs, if an error kept an earlier hook from starting them."""
     rank.step(store(0, (1, 2)), store(1, (3, 4)))
     rank.step(store(2, (1, 6)))
     told: list[str] = []
@@ -41,37 +35,24 @@ def test_copies_start_before_the_step_is_prepared_and_the_forward_waits_before_i
 
     monkeypatch.setattr(rank.transfer, "submit", note)
     monkeypatch.setattr(rank.transfer, "await_loads", lambda: (told.append("await"), await_loads()))
-    metadata = metadata_of([], [load(1, "b", (6, 4)), synchronous(0, "a", (5, 2))])
-    rank.half.start_copies(metadata)
-    assert told == ["store", "first load", "load"]
-    assert torch.equal(rank.kv[5], rank.kv[1]), "what the forward reads starts first"
-    rank.half.submit_stores()
+    metadata = rank.plan(loads=[load(3, "b", (6, 4)), synchronous(4, "a", (5, 2))])
+    if failing:
+        fail = mock.Mock(side_effect=RuntimeError("injected"))
+        with mock.patch.object(rank.half, "submit_stores", fail), pytest.raises(RuntimeError):
+            rank.half.start_copies(metadata)
+    else:
+        rank.half.start_copies(metadata)
+        assert told == ["store", "first load", "load"], "what the forward reads starts first"
+        rank.half.submit_stores()
     rank.half.start_kv_transfers(metadata)
+    assert torch.equal(rank.kv[5], rank.kv[1])
     assert told == ["store", "first load", "load", "await"], "each started once"
     assert rank.transfer.wait(120)
     rank.end(metadata)
     assert torch.equal(rank.kv[6], rank.kv[3])
+    assert rank.jobs() == dict.fromkeys(range(5), Outcome.OK)
     rank.step()
     assert told == ["store", "first load", "load", "await"]
-
-
-def test_a_hook_starts_what_an_error_kept_an_earlier_one_from_starting(
-    monkeypatch: pytest.MonkeyPatch, rank: Rank
-) -> None:
-    rank.store(store(0, (1, 2)))
-    metadata = metadata_of([], [synchronous(0, "a", (5, 2)), load(1, "b", (6, 2))])
-    fail = mock.Mock(side_effect=RuntimeError("injected"))
-    monkeypatch.setattr(rank.half, "submit_stores", fail)
-    with pytest.raises(RuntimeError, match="injected"):
-        rank.half.start_copies(metadata)
-    monkeypatch.undo()
-    rank.half.start_kv_transfers(metadata)
-    assert torch.equal(rank.kv[5], rank.kv[1])
-    assert rank.transfer.wait(120)
-    rank.end(metadata)
-    assert torch.equal(rank.kv[6], rank.kv[1])
-    assert rank.half.reports.take_received() == ({"b"}, {})
-    assert rank.report().loads == {0: frozenset({0})}
 
 
 @pytest.mark.parametrize("synchronous_load", [False, True])
@@ -83,7 +64,7 @@ def test_a_load_runs_ahead_of_compute_only_as_the_first_of_a_step_into_idle_bloc
     monkeypatch.setattr(rank.transfer, "submit", submit)
     rank.engine.gives_idle_blocks = idle
     job = load(0, "a", (5, 2), synchronous=synchronous_load)
-    rank.half.start_copies(metadata_of([], [job]), first=first)
+    rank.half.start_copies(rank.plan(loads=[job]), first=first)
     ((swap,),) = [call.args for call in submit.call_args_list]
     assert swap.behind_compute == (not (idle and first))
 
@@ -101,72 +82,6 @@ def test_a_fence_that_is_refused_is_told(
     assert "rank 0: injected" in caplog.text
 
 
-def test_loads_that_an_error_kept_from_being_told_are_not_said_to_be_told(rank: Rank) -> None:
-    rank.step(loads=[load(0, "a", (1, 2))])
-    rank.half.reports.take_received()
-    rank.half.end_step_anyhow(rank.begin())
-    assert rank.half.take_ended_loads() == (set(), set())
-
-
-def test_a_step_that_ends_with_an_error_fails_its_stores(rank: Rank) -> None:
-    metadata = rank.begin(store(0, (1, 2)))
-    rank.half.end_step_anyhow(metadata)
-    rank.half.prepare_store_kv(metadata)
-    assert rank.report().stores == {0: result(ok=False)}
-    rank.step()
-    assert rank.report().stores == {}
-    assert rank.half.drain([], [0]).stores == {0: result(ok=False)}
-
-
-def test_a_drain_in_which_something_raises_tells_what_has_ended(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank.step(store(0, (1, 2)))
-    rank.step()
-    monkeypatch.setattr(rank.transfer, "wait", mock.Mock(side_effect=RuntimeError("injected")))
-    assert rank.half.drain([store(1, (3, 4))], [0, 1]).stores == {0: result()}
-    monkeypatch.undo()
-    assert rank.half.drain([], [0, 1]).stores == {0: result(), 1: result()}
-
-
-def test_weights_that_a_rank_was_given_are_reported_once() -> None:
-    rank = Rank(rank=1, num_ranks=2)
-    assert rank.half.weight_loads == {}
-    rank.start()
-    assert rank.report().ready_slots == {1: 8}
-    assert rank.half.take_report() is None
-    rank.engine.weight_loads = 3
-    assert rank.report().weight_loads == rank.half.weight_loads == {1: 3}
-    assert rank.half.take_report() is None
-    rank.half.shutdown()
-
-
-def test_bytes_and_seconds_are_counted(rank: Rank) -> None:
-    rank.step(store(0, (1, 2), (3, 4)))
-    rank.step(loads=[load(0, "a", (5, 2))])
-    stats = rank.half.reports.take_stats()
-    assert stats is not None
-    assert stats.data.pop("stored_seconds") > 0
-    assert stats.data.pop("load_seconds") == [stats.data.pop("loaded_seconds")]
-    assert stats.data == {
-        "stored_bytes": 2 * BLOCK_BYTES,
-        "loaded_bytes": BLOCK_BYTES,
-        "load_bytes": [BLOCK_BYTES],
-    }
-    assert rank.half.reports.take_stats() is None
-
-
-def test_a_drain_is_bounded(rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.1)
-    gate.opened.clear()
-    rank.step(store(0, (1, 2)))
-    # Without a bound it would wait for the gate, and tell of both.
-    assert rank.half.drain([store(1, (3, 4))], [0]).stores == {}
-    gate.opened.set()
-    rank.step()
-    assert rank.report().stores == {0: result(), 1: result()}
-
-
 # -- the end -----------------------------------------------------------------------------------
 
 
@@ -180,7 +95,7 @@ def forget_kv(rank: Rank) -> weakref.ref[torch.Tensor]:
 def test_shutdown_lets_go_of_the_kv_tensors(rank: Rank) -> None:
     """A reference that is left keeps GPU memory, or dangles after a sleep."""
     rank.step(store(0, (1, 2)))
-    rank.step(loads=[load(0, "a", (3, 2))])
+    rank.step(loads=[load(1, "a", (3, 2))])
     tensor = forget_kv(rank)
     assert tensor() is not None
     rank.half.shutdown()
@@ -205,7 +120,7 @@ def test_shutdown_may_come_twice_or_before_the_start() -> None:
     rank.half.shutdown()
     rank.half.shutdown()
     rank.half.poll()
-    assert rank.half.drain([], []).stores == {}
+    assert rank.drain() == {}
     assert rank.half.take_report() is None
 
 
@@ -215,7 +130,6 @@ def test_shutdown_may_come_twice_or_before_the_start() -> None:
 def test_a_sleeping_rank_lets_go_of_the_kv_tensors_and_takes_them_again(
     rank: Rank, gate: Gate
 ) -> None:
-    before = rank.kv.clone()
     rank.step(store(0, (1, 2)))
     gate.opened.clear()
     rank.half.submit_stores()
@@ -228,9 +142,9 @@ def test_a_sleeping_rank_lets_go_of_the_kv_tensors_and_takes_them_again(
     rank.half.restore_kv_caches()
     (held,) = rank.transfer.keep_alive([rank.kv])
     assert held is rank.kv
-    rank.kv[:] = -1
-    rank.step(loads=[load(0, "a", (5, 2))])
-    assert torch.equal(rank.kv[5], before[1])
+    rank.poison()
+    rank.step(loads=[load(1, "a", (5, 2))])
+    assert rank.holds(5) == [True]
 
 
 def test_nothing_is_taken_again_that_is_gone(rank: Rank) -> None:

@@ -1,0 +1,130 @@
+"""What jobs tell of the speed of the link."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch, which is not installed")
+
+from kv_swap.engine import Direction
+
+from tests.support.manual_copies import ManualSwapEngine, manual_copies
+from tests.support.rank import BLOCK_BYTES, Rank, load, store
+
+LARGE, SMALL = 4, 1
+LOAD, STORE = Direction.LOAD, Direction.STORE
+SLOW, FAST = 84e6, 50e9
+
+
+class Link:
+    """A rank whose copies end when a test says so, and are as fast as it says."""
+
+    def __init__(self) -> None:
+        with manual_copies() as made:
+            self.rank = Rank().start()
+        self.copies: ManualSwapEngine = made[0]
+        self.rank.report()
+
+    def start(self, direction: Direction, blocks: int) -> None:
+        job_id, pairs = self.rank.next_job_id, [(index, index) for index in range(blocks)]
+        if direction is STORE:
+            self.rank.end(self.rank.begin(store(job_id, *pairs)))
+            self.rank.half.submit_stores()
+        else:
+            self.rank.end(self.rank.begin(loads=[load(job_id, "a", *pairs)]))
+
+    def end(self, speed: float, *, last: bool = False, fail: bool = False) -> None:
+        """End the job that was started first or last."""
+        self.copies.bytes_per_second = speed
+        self.copies.run(-1 if last else 0, fail=fail)
+        self.rank.half.poll()
+
+    def copy(
+        self,
+        direction: Direction,
+        blocks: int,
+        speed: float,
+        during: Direction | None = None,
+        fail: bool = False,
+    ) -> None:
+        """Run a job, with another one that starts and ends while it runs, if `during` says so."""
+        self.start(direction, blocks)
+        if during is not None:
+            self.start(during, SMALL)
+            self.end(speed, last=True, fail=True)
+        self.end(speed, fail=fail)
+
+    def told(self) -> list[float | None]:
+        """Return the speeds that the next report tells, of loads and of stores."""
+        report = self.rank.report()
+        return [report.load_bytes_per_second, report.store_bytes_per_second]
+
+    def stored(self, *speeds: float, blocks: int = LARGE) -> float | None:
+        """Run stores at these speeds, each alone; return what the last one changed, if so."""
+        told = None
+        for speed in speeds:
+            self.copy(STORE, blocks, speed)
+            _, told = self.told()
+        return told
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
+    monkeypatch.setattr("kv_offload.worker.speeds.MEASURED_BYTES", 2 * BLOCK_BYTES)
+    made = Link()
+    yield made
+    made.rank.half.shutdown()
+
+
+def test_a_large_load_that_ran_alone_tells_its_speed_once(link: Link) -> None:
+    link.copy(LOAD, LARGE, 2e9)
+    assert link.told() == [pytest.approx(2e9), None]
+    assert link.told() == [None, None]
+    link.copy(LOAD, LARGE, 3e9, during=STORE)
+    assert link.told() == [pytest.approx(3e9), None], "stores give way to loads"
+
+
+def test_other_loads_tell_no_speed(link: Link) -> None:
+    link.copy(LOAD, SMALL, FAST)
+    link.copy(LOAD, LARGE, FAST, during=LOAD)
+    link.copy(LOAD, LARGE, math.inf)  # in no measurable time
+    link.copy(LOAD, LARGE, FAST, fail=True)
+    for _ in range(2):
+        link.start(LOAD, LARGE)
+    for _ in range(2):
+        link.end(FAST)
+    assert link.told() == [None, None]
+
+
+def test_the_speed_of_stores_is_assumed_until_there_is_evidence(link: Link) -> None:
+    assert link.stored(SLOW) is None
+    assert link.stored(SLOW) is None
+    assert link.stored(SLOW) == pytest.approx(SLOW)
+
+
+def test_one_slow_store_changes_nothing(link: Link) -> None:
+    assert link.stored(SLOW, FAST, FAST) == pytest.approx(FAST)
+    assert link.stored(FAST, SLOW) is None
+
+
+def test_stores_that_were_small_or_not_alone_only_raise_the_speed(link: Link) -> None:
+    def others(speed: float) -> list[float | None]:
+        for _ in range(4):
+            link.copy(STORE, SMALL, speed)
+            link.copy(STORE, LARGE, speed, during=STORE)
+            link.copy(STORE, LARGE, speed, during=LOAD)
+            link.copy(STORE, LARGE, SLOW, fail=True)
+        return link.told()
+
+    assert others(SLOW) == [None, None], "they are slower than what is assumed"
+    assert link.stored(*[2e9] * 3) == pytest.approx(2e9)
+    assert others(1e9) == [None, None]
+    assert others(3e9) == [None, pytest.approx(3e9)]
+
+
+def test_small_stores_correct_a_speed_that_was_slow_for_long(link: Link) -> None:
+    link.stored(*[SLOW] * 100)
+    assert link.stored(*[2e9] * 4, blocks=SMALL) == pytest.approx(2e9)

@@ -1,0 +1,123 @@
+"""Stores: they start with the next step. And drains, which end all copies between two steps."""
+
+from __future__ import annotations
+
+import threading
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch, which is not installed")
+
+import torch
+from kv_swap.engine import Direction, SwapJob
+from kv_swap.errors import JobError
+from kv_swap.host.engine import HostSwapEngine
+
+from kv_offload.messages import Outcome
+from tests.support.rank import NO_BLOCK, Gate, Rank, load, pairs, store
+
+OK, FAILED = Outcome.OK, Outcome.FAILED
+
+
+@pytest.mark.parametrize("submit", ["begin", "submit_stores"])
+def test_stores_start_once_with_the_next_step_and_are_told_when_they_have_ended(
+    rank: Rank, gate: Gate, submit: str
+) -> None:
+    gate.opened.clear()
+    metadata = rank.begin(store(0, (1, 2)), store(1, (3, 4)))
+    for _ in range(3):  # more than one hook ends a step
+        rank.end(metadata)
+    assert rank.transfer.in_flight == 0
+    rank.begin() if submit == "begin" else rank.half.submit_stores()
+    rank.half.submit_stores()
+    assert rank.transfer.in_flight == 2
+    rank.half.poll()
+    assert rank.half.take_report() is None, "they run"
+    gate.opened.set()
+    rank.step()
+    assert rank.jobs() == {0: OK, 1: OK}
+
+
+def test_a_store_copies_what_is_there_when_it_is_submitted(rank: Rank) -> None:
+    """The forward of the step that planned it runs between planning and submitting."""
+    metadata = rank.begin(store(0, (1, 2)))
+    rank.kv[1] = 77
+    rank.end(metadata)
+    rank.step()
+    rank.kv[1] = 0
+    rank.step(loads=[load(1, "a", (5, 2))])
+    assert (rank.kv[5] == 77).all()
+
+
+def test_a_store_that_fails_is_reported_as_such(rank: Rank, gate: Gate) -> None:
+    gate.failing = True
+    assert rank.store(store(0, (1, 2)), store(1, (3, 4))) == {0: FAILED, 1: FAILED}
+    assert rank.stats() == {}
+
+
+def test_a_store_that_is_refused_is_reported_as_such(
+    monkeypatch: pytest.MonkeyPatch, rank: Rank
+) -> None:
+    """Because its block does not exist, or its slot is not ready."""
+    monkeypatch.setattr(HostSwapEngine, "ready_slots", property(lambda _: 4))
+    told = rank.store(store(0, (NO_BLOCK, 2)), store(1, (3, 3)), store(2, (1, 4)))
+    assert told == {0: FAILED, 1: OK, 2: FAILED}
+    with pytest.raises(JobError, match="slot 4, valid are 0 to 3 until more of 8 are page-locked"):
+        rank.transfer.submit(SwapJob(9, Direction.LOAD, pairs((1, 4))))
+
+
+def test_whatever_refuses_a_store_does_not_end_the_engine(
+    monkeypatch: pytest.MonkeyPatch, rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail = mock.Mock(side_effect=RuntimeError("injected"))
+    monkeypatch.setattr(rank.transfer, "submit", fail)
+    assert rank.store(store(0, (1, 2))) == {0: FAILED}
+    assert "rank 0: RuntimeError('injected')" in caplog.text
+
+
+def test_a_step_that_ends_with_an_error_fails_its_stores(rank: Rank) -> None:
+    metadata = rank.begin(store(0, (1, 2)))
+    rank.half.end_step_anyhow(metadata)
+    rank.half.prepare_store_kv(metadata)
+    assert rank.jobs() == {0: FAILED}
+    rank.step()
+    assert rank.jobs() == {}
+
+
+# -- drains ------------------------------------------------------------------------------------
+
+
+def test_a_drain_ends_what_is_queued_or_not_sent_and_what_runs(rank: Rank, gate: Gate) -> None:
+    before = rank.kv.clone()
+    gate.opened.clear()
+    rank.end(rank.begin(store(0, (1, 2)), loads=[load(1, "a", (5, 0)), load(2, "b", (6, 1000))]))
+    threading.Timer(0.1, gate.opened.set).start()
+    assert rank.drain(store(3, (3, 4))) == {0: OK, 1: OK, 2: FAILED, 3: OK}
+    assert rank.transfer.in_flight == 0
+    rank.poison()
+    rank.step(loads=[load(4, "c", (1, 2), (3, 4))])
+    assert torch.equal(rank.kv[[1, 3]], before[[1, 3]])
+
+
+def test_a_drain_is_bounded(rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.1)
+    gate.opened.clear()
+    rank.step(store(0, (1, 2)))
+    # Without a bound it would wait for the gate, and tell of both.
+    assert rank.drain(store(1, (3, 4))) == {}
+    gate.opened.set()
+    assert rank.drain() == {0: OK, 1: OK}
+
+
+@pytest.mark.parametrize("site", ["wait", "submit_stores"])
+def test_a_drain_in_which_something_raises_tells_what_has_ended(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, site: str
+) -> None:
+    """Of a store that has not started, the slot would be read before it is written."""
+    rank.store(store(0, (1, 2)))
+    fail = mock.Mock(side_effect=RuntimeError("injected"))
+    monkeypatch.setattr(rank.transfer if site == "wait" else rank.half, site, fail)
+    assert rank.drain(store(1, (3, 4)), known=()) == {0: OK}
+    monkeypatch.undo()
+    assert rank.drain(known=()) == {0: OK, 1: OK}
