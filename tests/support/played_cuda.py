@@ -12,13 +12,16 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from kv_swap.cuda import zero
 from kv_swap.cuda.launcher import LIST_HEADER_BYTES
+from kv_swap.layout import Region
 
 COMPUTE = 0
 """The handle of the stream that is current, of compute."""
@@ -26,11 +29,7 @@ COMPUTE = 0
 Operation = Callable[[], bool]
 """Does its work and returns True, or returns False while it has to wait."""
 
-_ARGUMENTS = {
-    "swap_load": "QQIIQQ",
-    "swap_store": "QQIIQQ",
-    "zero_pages": "QQI",
-}
+_WORDS = "QQIIQQ"
 """What each kernel takes: 64-bit and 32-bit words."""
 
 
@@ -90,7 +89,6 @@ class PlayedCuda:
         self._kernels: list[str] = []
         runtime = SimpleNamespace(
             cudaDevAttrCanUseHostPointerForRegisteredMem=91,
-            cudaDevAttrMultiProcessorCount=16,
             memcpyDefault=4,
             memcpyHostToDevice=1,
             getDevice=lambda: 0,
@@ -124,6 +122,10 @@ class PlayedCuda:
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.compute)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         patch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+        zeroing = zero.BlockZeroer.zero
+        patch.setattr(zero, "pages_of", _pages_of)
+        patch.setattr(zero, "send", lambda blocks, device: torch.tensor(blocks))
+        patch.setattr(zero.BlockZeroer, "zero", lambda *what: self._zero(partial(zeroing, *what)))
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: COMPUTE, raising=False)
 
     # -- what a test does --------------------------------------------------------------------------
@@ -193,6 +195,10 @@ class PlayedCuda:
         self._call("memcpyAsync")
         self._queue(stream, lambda: ctypes.memmove(target, source, nbytes))
 
+    def _zero(self, zeroing: Callable[[], object]) -> None:
+        self._queue(COMPUTE, zeroing)
+        self._call("zeroing")  # which is refused after a part of it was queued
+
     def _function(self, name: str) -> Any:
         self._kernels.append(name)
         kernel = SimpleNamespace(ptr=len(self._kernels) - 1)
@@ -202,7 +208,7 @@ class PlayedCuda:
         self._call("launchKernel")
         stream, parameters, _ = shape_and_more[-3:]
         name = self._kernels[function]
-        types = [{"Q": ctypes.c_uint64, "I": ctypes.c_uint32}[word] for word in _ARGUMENTS[name]]
+        types = [{"Q": ctypes.c_uint64, "I": ctypes.c_uint32}[word] for word in _WORDS]
         pointers = (ctypes.c_void_p * len(types)).from_address(parameters)
         # CUDA copies the arguments within the call.
         values = [
@@ -210,6 +216,14 @@ class PlayedCuda:
             for word, pointer in zip(types, pointers, strict=True)
         ]
         self._queue(stream, lambda: globals()[f"_{name}"](*values))
+
+
+def _pages_of(region: Region, num_blocks: int, device: torch.device) -> torch.Tensor:
+    size = (num_blocks - 1) * region.block_stride_bytes + region.page_bytes
+    words = torch.frombuffer((ctypes.c_char * size).from_address(region.address), dtype=torch.int64)
+    return words.as_strided(
+        (num_blocks, region.page_bytes // 8), (region.block_stride_bytes // 8, 1)
+    )
 
 
 @contextmanager
@@ -230,10 +244,10 @@ def _words(address: int, count: int, dtype: type) -> np.ndarray:
     return np.frombuffer(ctypes.string_at(address, count * np.dtype(dtype).itemsize), dtype)
 
 
-def _listed(address: int, width: int) -> list[list[int]]:
+def _listed(address: int) -> list[list[int]]:
     count = int(_words(address, 1, np.int32)[0])
-    words = _words(address + LIST_HEADER_BYTES, count * width, np.int32)
-    rows: list[list[int]] = words.reshape(-1, width).tolist()
+    words = _words(address + LIST_HEADER_BYTES, count * 2, np.int32)
+    rows: list[list[int]] = words.reshape(-1, 2).tolist()
     return rows
 
 
@@ -247,7 +261,7 @@ def _segments(table: int, count: int) -> list[list[int]]:
 def _swap_load(
     pairs: int, table: int, tiles: int, segments_per_tile: int, arena: int, slot_bytes: int
 ) -> None:
-    for block, slot in _listed(pairs, 2):
+    for block, slot in _listed(pairs):
         for address, stride, offset, nbytes in _segments(table, tiles * segments_per_tile):
             place = arena + slot * slot_bytes + offset
             ctypes.memmove(address + block * stride, place, nbytes)
@@ -256,13 +270,7 @@ def _swap_load(
 def _swap_store(
     pairs: int, table: int, tiles: int, segments_per_tile: int, arena: int, slot_bytes: int
 ) -> None:
-    for block, slot in _listed(pairs, 2):
+    for block, slot in _listed(pairs):
         for address, stride, offset, nbytes in _segments(table, tiles * segments_per_tile):
             place = arena + slot * slot_bytes + offset
             ctypes.memmove(place, address + block * stride, nbytes)
-
-
-def _zero_pages(blocks: int, table: int, runs: int) -> None:
-    for (block,) in _listed(blocks, 1):
-        for address, stride, nbytes, _ in _segments(table, runs):
-            ctypes.memset(address + block * stride, 0, nbytes)

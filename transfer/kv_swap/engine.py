@@ -70,8 +70,8 @@ class SwapEngine(ABC):
     written by one job while another that uses it is in flight. Loads are never queued behind more
     than one slice of a store.
 
-    `submit`, `poll` and `fence_loads` neither block nor synchronise. Nor does `zero_blocks`, unless
-    many earlier zeroings still wait for their turn behind compute. One thread calls all methods.
+    On a device `submit`, `poll`, `fence_loads` and `zero_blocks` neither block nor synchronise.
+    One thread calls all methods.
 
     A load `before_compute` never fails unnoticed by the forward that reads it. Only queueing its
     copies, and having compute wait for them, can fail. `await_loads` and `await_wave` raise it
@@ -151,7 +151,7 @@ class SwapEngine(ABC):
         """Zero every page of `blocks`, before compute queued later reads and loads write them.
 
         No job that uses one of them may be in flight. Raises `JobError` for a block out of range
-        and on a closed engine.
+        and on a closed engine, `CopyError` if it failed; then the blocks may hold anything.
         """
 
     @abstractmethod

@@ -13,10 +13,7 @@ from kv_swap.cuda.state import State, release
 
 
 class Lane:
-    """Its stream can be waited for in the process that made it, as CUDA has it.
-
-    Also stands in for the zeroer, which is waited for in the same way.
-    """
+    """Its stream can be waited for in the process that made it, as CUDA has it."""
 
     def __init__(self, *, failing: bool = False) -> None:
         self.process = os.getpid()
@@ -36,7 +33,7 @@ def test_only_the_process_that_made_it_lets_go_of_what_copies_use(
 ) -> None:
     caplog.set_level(logging.INFO)
     lanes: Any = {"before_compute": Lane()}
-    state = State(lanes, None, None, None, keep_alive=("a KV tensor",))
+    state = State(lanes, None, None, keep_alive=("a KV tensor",))
     if forked:
         monkeypatch.setattr(os, "getpid", lambda: -1)
     release(state)
@@ -45,22 +42,21 @@ def test_only_the_process_that_made_it_lets_go_of_what_copies_use(
     assert len(state.lanes) == forked
 
 
-@pytest.mark.parametrize("failing", [None, "lane", "zeroer"])
+@pytest.mark.parametrize("failing", [False, True])
 def test_all_is_waited_for_once_and_kept_where_that_fails(
-    failing: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    failing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A copy that may still run must not find its memory freed."""
     kept: list[State] = []
     monkeypatch.setattr(cuda_state, "_LEAKED", kept)
-    lanes: Any = [Lane(), Lane(failing=failing == "lane")]
-    zeroer: Any = Lane(failing=failing == "zeroer")
-    state = State(dict(enumerate(lanes)), None, zeroer, None, keep_alive=("a KV tensor",))
+    lanes: Any = [Lane(), Lane(failing=failing)]
+    state = State(dict(enumerate(lanes)), None, None, keep_alive=("a KV tensor",))
     release(state)
-    if failing is None:
-        assert [waited.waits for waited in (*lanes, zeroer)] == [1, 1, 1]
-        assert not kept
-        assert state.keep_alive == ()
-    else:
+    if failing:
         assert kept == [state]
         assert state.keep_alive == ("a KV tensor",)
         assert "what they use is not freed" in caplog.text
+    else:
+        assert [waited.waits for waited in lanes] == [1, 1]
+        assert not kept
+        assert state.keep_alive == ()

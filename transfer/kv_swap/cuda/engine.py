@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kv_swap.cuda.device import device_index
 from kv_swap.cuda.dma import Copier, cut_copies
 from kv_swap.cuda.state import make_state, release
+from kv_swap.cuda.zero import BlockZeroer
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
 from kv_swap.layout import KVLayout
@@ -75,6 +76,7 @@ class CudaSwapEngine(SwapEngine):
         )
         # For `load_now`, which uses nothing that jobs use.
         self._copier = Copier(self._device)
+        self._zeroer = BlockZeroer(layout, self._device)
         self._done: list[Completion] = []
         self._closed = False
         self._num_waves = 0
@@ -185,11 +187,16 @@ class CudaSwapEngine(SwapEngine):
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Queue the zeroing on the compute stream. Raises `JobError`, or `CopyError` from CUDA."""
         self.check_blocks(blocks)
-        zeroer = self._state.zeroer
-        if self._closed or zeroer is None:
+        if self._closed:
             raise JobError(f"zeroing {len(blocks)} blocks was asked of an engine that is closed")
-        zeroer.zero(blocks)
-        self.fence_loads()
+        try:
+            self._zeroer.zero(blocks)
+        except RuntimeError as error:
+            raise CopyError(
+                f"zeroing {len(blocks)} blocks of {self.layout.slot_bytes} bytes failed: {error}"
+            ) from error
+        finally:  # part of it may be queued, and must not come after a load
+            self.fence_loads()
 
     def close(self, timeout_seconds: float = 30.0) -> None:
         """Wait for what is in flight, then let go of everything; completions can still be polled.

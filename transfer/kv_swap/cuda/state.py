@@ -21,7 +21,6 @@ from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import SwapKernel
 from kv_swap.cuda.wave_table import WaveTable
-from kv_swap.cuda.zero import BlockZeroer
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
@@ -38,7 +37,6 @@ class State:
 
     lanes: dict[Direction | Literal["before_compute"], Lane]
     wave_table: WaveTable | None
-    zeroer: BlockZeroer | None
     arena: HostArena | None
     keep_alive: Sequence[object]
     process: int = field(default_factory=os.getpid)
@@ -61,7 +59,7 @@ def make_state(
     The copy engine stands in on devices that run no kernel family.
     """
     registrar = CudaRegistrar(device)
-    state = State({}, None, BlockZeroer(layout, device, registrar), arena, tuple(keep_alive))
+    state = State({}, None, arena, tuple(keep_alive))
     family = None if copy_engine_only else choose_family(device)
     kernel = None if family is None else SwapKernel(layout, arena, device, family)
     for direction, awaited in ((Direction.LOAD, None), (Direction.STORE, output_copy_stream)):
@@ -103,14 +101,11 @@ def release(state: State) -> None:
     try:
         for lane in state.lanes.values():
             lane.stream.stream.synchronize()
-        if state.zeroer is not None:
-            state.zeroer.synchronize()
     except RuntimeError:
-        logger.exception("cannot wait for copies or zeroing; what they use is not freed")
+        logger.exception("cannot wait for copies; what they use is not freed")
         _LEAKED.append(state)
         return
     state.lanes.clear()
     state.wave_table = None
-    state.zeroer = None
     state.arena = None
     state.keep_alive = ()
