@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kv_swap.cuda.copy_path import CopyPath, Slice, WaveRange
 from kv_swap.cuda.launcher import write_list
 from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, SwapKernel
-from kv_swap.cuda.wave_table import WaveTable
+from kv_swap.cuda.tiles import WaveTable
 from kv_swap.engine import Direction
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.pieces import PinnedRegistrar

@@ -20,7 +20,7 @@ from kv_swap.cuda.lane import Lane
 from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import SwapKernel
-from kv_swap.cuda.wave_table import WaveTable
+from kv_swap.cuda.tiles import WaveTable
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
