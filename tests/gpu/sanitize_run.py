@@ -55,9 +55,8 @@ def run_job() -> int:
     import cupy
     import torch
     from kv_swap.cuda.kernel_families import FAMILIES
-    from kv_swap.cuda.launcher import write_list
     from kv_swap.cuda.registrar import CudaRegistrar
-    from kv_swap.cuda.swap import LIST_BYTES, SwapKernel
+    from kv_swap.cuda.swap import LIST_BYTES, SwapKernel, write_list
     from kv_swap.engine import Direction
     from kv_swap.layout import KVLayout, Region
     from kv_swap.memory.arena import HostArena

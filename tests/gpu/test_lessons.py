@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.kernel_families import choose_family
-from kv_swap.cuda.launcher import write_list
 from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.streams import CopyStream
-from kv_swap.cuda.swap import LIST_BYTES, SwapKernel
+from kv_swap.cuda.swap import LIST_BYTES, SwapKernel, write_list
 from kv_swap.engine import Direction, SwapJob
 from kv_swap.memory.arena import HostArena
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from kv_swap.cuda import zero
-from kv_swap.cuda.launcher import LIST_HEADER_BYTES
+from kv_swap.cuda.swap import LIST_HEADER_BYTES
 from kv_swap.layout import Region
 
 COMPUTE = 0

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from kv_swap.cuda import kernel_path as kernel
 from kv_swap.cuda.kernel_path import KernelPath
-from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, Tiles
+from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS
+from kv_swap.cuda.tiles import Tiles
 from kv_swap.engine import Direction
 
 from tests.support.registrars import Registrar

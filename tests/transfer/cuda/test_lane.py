@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_swap.cuda.copy_path import CopyPath
-from kv_swap.cuda.lane import Lane
+from kv_swap.cuda.lane import CopyPath, Lane
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_swap.cuda import launcher, swap
+from kv_swap.cuda import swap
 from kv_swap.cuda.kernel_families import FAMILIES, VECTOR, KernelFamily, LaunchShape
+from kv_swap.cuda.tiles import cut_tiles
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout, Region
 
@@ -39,7 +40,7 @@ def test_tiles_cover_every_byte_of_their_wave_once_and_fit(
     regions = layout_of(pages).regions
     wave_of = data.draw(st.lists(st.integers(0, 3), min_size=len(pages), max_size=len(pages)))
     waves = [[r for r, w in zip(regions, wave_of, strict=True) if w == n] for n in set(wave_of)]
-    table, firsts = swap.cut_tiles(waves, shape)
+    table, firsts = cut_tiles(waves, shape)
     assert (firsts[0], firsts[-1]) == (0, len(table))
     # What `WaveTable` allocates before it knows the waves.
     assert len(table) <= sum(-(-nbytes // shape.tile_bytes) for nbytes in pages)
@@ -67,13 +68,13 @@ def test_tiles_cover_every_byte_of_their_wave_once_and_fit(
 
 def test_tiles_are_full_where_pages_are_small() -> None:
     shape = LaunchShape(1, 32, 16_384, 32)
-    table, _ = swap.cut_tiles([layout_of([4096] * 8).regions], shape)
+    table, _ = cut_tiles([layout_of([4096] * 8).regions], shape)
     assert table.shape == (2, 4, 4)
 
 
 def test_a_tile_ends_where_the_slot_has_a_gap() -> None:
     regions = (Region(1 << 20, 4096, 4096, 0), Region(1 << 21, 4096, 4096, 8192))
-    tiles, _ = swap.cut_tiles([regions], LaunchShape(1, 32, 16_384, 32))
+    tiles, _ = cut_tiles([regions], LaunchShape(1, 32, 16_384, 32))
     assert tiles[:, 0, 2].tolist() == [0, 8192]
 
 
@@ -81,7 +82,7 @@ def test_list_is_a_header_and_rows() -> None:
     for count in (0, 1, swap.MAX_PAIRS):
         target = np.full(swap.LIST_BYTES, 0xFF, np.uint8)
         rows = np.arange(2 * count, dtype=np.int32).reshape(-1, 2)
-        launcher.write_list(target, rows)
+        swap.write_list(target, rows)
         words = target.view(np.int32)
         assert words[0] == count
         np.testing.assert_array_equal(words[4 : 4 + 2 * count], rows.reshape(-1))
@@ -91,14 +92,14 @@ def test_sources_are_found_in_a_checkout_and_once_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for family in FAMILIES:
-        assert "swap_store" in (launcher.source_directory() / family.source).read_text()
+        assert "swap_store" in (swap.source_directory() / family.source).read_text()
     installed = tmp_path / "transfer" / "kv_swap" / "csrc"
     installed.mkdir(parents=True)
-    module = tmp_path / "transfer" / "kv_swap" / "cuda" / "launcher.py"
-    monkeypatch.setattr(launcher, "__file__", str(module))
-    assert launcher.source_directory() == installed
+    module = tmp_path / "transfer" / "kv_swap" / "cuda" / "swap.py"
+    monkeypatch.setattr(swap, "__file__", str(module))
+    assert swap.source_directory() == installed
     installed.rmdir()
-    assert launcher.source_directory() == tmp_path / "csrc"
+    assert swap.source_directory() == tmp_path / "csrc"
 
 
 def test_options_change_with_the_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +129,7 @@ def test_kernels_compile(architecture: int, family: KernelFamily) -> None:
         pytest.skip(f"NVRTC cannot be loaded: {error}")
     if architecture not in supported:
         pytest.skip(f"NVRTC {nvrtc.getVersion()} does not know sm_{architecture}")
-    code = (launcher.source_directory() / family.source).read_text()
+    code = (swap.source_directory() / family.source).read_text()
     program = nvrtc.createProgram(code, family.source, (), ())
     options = (*swap.compile_options(family), f"-arch=sm_{architecture}")
     try:

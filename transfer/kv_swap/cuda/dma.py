@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.cuda.copy_path import CopyPath, Slice
 from kv_swap.cuda.device import device_index, import_cupy
+from kv_swap.cuda.lane import CopyPath, Slice
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena

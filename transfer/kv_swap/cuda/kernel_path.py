@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.cuda.copy_path import CopyPath, Slice, WaveRange
-from kv_swap.cuda.launcher import write_list
-from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, SwapKernel
+from kv_swap.cuda.lane import CopyPath, Slice, WaveRange
+from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list
 from kv_swap.cuda.tiles import WaveTable
 from kv_swap.engine import Direction
 from kv_swap.memory.arena import HostArena

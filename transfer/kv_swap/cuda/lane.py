@@ -1,5 +1,7 @@
 """Jobs of one direction over one copy path: cut into slices, an event behind each.
 
+The paths are the swap kernels (`kernel_path.py`) and the copy engine (`dma.py`).
+
 A slice is in flight from when it was queued until its event completes. Meanwhile its copies read
 the source pages and what the path keeps for it, and write the destination pages. The owners of the
 blocks and slots leave both sides alone until the job's completion. Slices of one lane run in the
@@ -9,18 +11,57 @@ order in which they were queued; slices of two lanes run side by side.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kv_swap.cuda.copy_path import CopyPath, Slice
+import numpy as np
+from numpy.typing import NDArray
+
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError
 
 if TYPE_CHECKING:
-    from torch.cuda import Event
+    from torch.cuda import Event, Stream
+
+WaveRange = range
+"""Waves that follow one another and are copied together."""
+
+Slice = tuple[WaveRange | None, Any]
+"""Part of a job: its waves, `None` for whole slots, and its pairs or copies, as its path wants."""
+
+
+class CopyPath(ABC):
+    """Queues the copies of one direction, between one layout and one arena.
+
+    A lane cuts a job with `slices`, hands them to `queue` in order, and records an event behind
+    each. At most `max_in_flight` slices are in flight, and one call of the engine queues at most
+    `slices_per_call`. `call` names in errors what failed.
+    """
+
+    call: str
+    max_in_flight: int
+    slices_per_call: int
+
+    @abstractmethod
+    def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
+        """Cut a job's pairs, `(n, 2)`, n >= 1, lazily; the iterator keeps `pairs`.
+
+        With `in_waves` once for every range of waves; the ranges are in order.
+        """
+
+    @abstractmethod
+    def queue(self, part: Slice, stream: Stream) -> None:
+        """Queue a slice on `stream`. Neither blocks nor allocates on the device.
+
+        Raises `RuntimeError` from CUDA; part of the slice may then be queued.
+        """
+
+    def warm_up(self, stream: Stream) -> None:  # noqa: B027 - not every path needs it
+        """Have CUDA load what `queue` needs, so that it does not do so within a step."""
 
 
 @dataclass(slots=True, eq=False)

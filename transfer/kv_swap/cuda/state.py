@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from kv_swap.cuda.copy_path import CopyPath
 from kv_swap.cuda.dma import DmaPath
 from kv_swap.cuda.kernel_families import choose_family
 from kv_swap.cuda.kernel_path import KernelPath
-from kv_swap.cuda.lane import Lane
+from kv_swap.cuda.lane import CopyPath, Lane
 from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import SwapKernel
