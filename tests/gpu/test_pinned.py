@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import threading
@@ -17,7 +16,6 @@ from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.engine import SwapJob
 from kv_swap.errors import JobError
-from kv_swap.factory import create_engine
 from kv_swap.memory import registration
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.numa import device_node
@@ -37,7 +35,6 @@ from tests.gpu.caches import (
     run_script,
     torch,
 )
-from tests.support.registrars import is_mapped
 
 DEVICE = torch.device("cuda", 0)
 REGISTERED, UNREGISTERED = 1, 0
@@ -177,20 +174,6 @@ except Exception as error:
     assert "refused" in ended.stdout, ended.stdout + ended.stderr
 
 
-def test_the_arena_may_go_while_it_is_locked(small_pieces: int) -> None:
-    for _ in range(5):
-        arena = background_arena(512, MIB, CudaRegistrar(DEVICE))
-        address, work = arena.address, arena._registration
-        del arena
-        gc.collect()
-        assert work.wait(60)
-        for thread in threading.enumerate():
-            if thread.name == "kv-swap-pin":
-                thread.join(60)
-        assert not is_mapped(address)
-    torch.ones(8, device=DEVICE).sum().item()
-
-
 def test_a_failure_in_the_background_leaves_what_was_locked(
     small_pieces: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,21 +195,6 @@ def test_a_failure_in_the_background_leaves_what_was_locked(
     assert kind_of(arena.address + 8 * MIB) == UNREGISTERED
     assert kind_of(arena.address + arena.nbytes - 1) == UNREGISTERED
     torch.ones(8, device=DEVICE).sum().item()
-
-
-def test_the_engine_of_the_factory_locks_its_arena_in_the_background() -> None:
-    cache = make_cache(64, [(4 * MIB, 4 * MIB)])
-    engine = create_engine("cuda", cache.layout, 256, device=DEVICE, keep_alive=[cache.storage])
-    arena = engine._state.arena
-    assert 0 < engine.ready_slots <= 256
-    assert arena.wait_ready(60)
-    assert engine.ready_slots == 256
-    randomize(cache.storage)
-    pairs = np.array([[1, 255], [2, 0]], np.int32)
-    engine.submit(SwapJob(1, STORE, pairs))
-    assert finish(engine)[0].error is None
-    assert torch.equal(torch.from_numpy(arena.view())[[255, 0]], cache.blocks()[[1, 2]])
-    engine.close()
 
 
 def test_pages_lie_near_the_device() -> None:
