@@ -126,16 +126,6 @@ def test_slices_are_bounded_in_copies_and_bytes(page_bytes: int, first: int, cop
     assert sum(map(len, slices)) == copies
 
 
-def test_a_long_job_is_cut_as_it_goes() -> None:
-    layout = KVLayout(1 << 20, (Region(1 << 50, 16, 16, 0),))
-    path = make_path(Direction.STORE, layout, 1 << 40)
-    pairs = np.stack([np.arange(10_000)] * 2, 1).astype(np.int32)
-    slices = path.slices(pairs, in_waves=False)
-    next(slices)
-    pairs[SLICE_COPIES + 1 :] = 0
-    assert {copy[1] for _, part in slices for copy in part[1:]} == {1 << 50}
-
-
 def test_a_failed_copy_names_its_bytes(runtime: Runtime) -> None:
     source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
     runtime.copies.clear()

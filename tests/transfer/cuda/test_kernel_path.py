@@ -122,13 +122,6 @@ def test_waves_are_launched_with_their_tiles(wave_bytes: int, joined: list[range
     assert fake.tiles[-1] is None
 
 
-def test_a_large_load_comes_in_waves_too() -> None:
-    path, _ = make_path(256 << 20, num_waves=4)
-    slices = list(path.slices(make_pairs(5), in_waves=True))
-    expected = [(range(i, i + 1), count) for i in range(4) for count in (4, 1)]
-    assert [(waves, len(part)) for waves, part in slices] == expected
-
-
 @pytest.mark.parametrize(
     ("slot_bytes", "launches"),
     [(256 << 10, 1), (512 << 10, 2), (1 << 20, 3), (1536 << 10, 4), (8 << 20, 4)],
