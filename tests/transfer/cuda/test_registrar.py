@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,8 +33,10 @@ class Cuda:
     @contextmanager
     def device(self, index: int) -> Any:
         self.current, before = index, self.current
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def hostRegister(self, *arguments: int) -> None:  # noqa: N802
         self.calls.append(("register", self.current, self.mode, *arguments))
@@ -57,20 +59,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return made
 
 
-def test_memory_is_registered_on_the_device_and_beside_captures(cuda: Cuda) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_is_registered_on_the_device_and_beside_captures(cuda: Cuda, fails: bool) -> None:
     made = CudaRegistrar(torch.device("cuda", 2))
-    made.register(4096, 8192)
+    assert made.pci_bus_id == "0000:02:00.0"
+    cuda.fails = fails
+    with pytest.raises(RuntimeError, match="cudaError") if fails else nullcontext():
+        made.register(4096, 8192)
     made.unregister(4096)
     assert cuda.calls == [("register", 2, 2, 4096, 8192, 3), ("unregister", 2, 2, 4096)]
     assert (cuda.current, cuda.mode) == (0, 0), "the thread is left as it was"
-    assert made.pci_bus_id == "0000:02:00.0"
-
-
-def test_the_capture_mode_comes_back_after_a_failure(cuda: Cuda) -> None:
-    cuda.fails = True
-    with pytest.raises(RuntimeError, match="cudaErrorMemoryAllocation"):
-        CudaRegistrar(torch.device("cuda", 0)).register(4096, 8192)
-    assert cuda.mode == 0
 
 
 def test_a_driver_that_refuses_the_capture_mode(monkeypatch: pytest.MonkeyPatch) -> None:
