@@ -1,8 +1,8 @@
 """Memory that several processes of one host map: processes that want the same bytes keep them once.
 
-It is a memfd: `/dev/shm` and its size do not matter, and the memory is gone when the last process
-that has it ends, in whatever way. Other processes of the same user get it from its creator, through
-a socket in Linux' abstract namespace, which vanishes with the creator too.
+It is a memfd, gone when the last process that has it ends, in whatever way. Other processes of the
+same user get it from its creator, through a socket in Linux' abstract namespace, which vanishes
+with the creator.
 
 Memory model. Host memory is coherent between processes and with a device that has completed its
 copy: a process that has heard of a store's completion, by whatever message, sees its bytes.
@@ -34,8 +34,8 @@ _RETRY_SECONDS = 0.02
 class SharedMemory:
     """A handle on shared memory of `nbytes`, for `HostArena(shared=...)`; a context manager.
 
-    An arena needs the handle only while it is constructed, and an open one keeps the memory. The
-    creator keeps its own open until all peers have attached (`wait_attached`).
+    An arena needs it only while it is constructed. The creator keeps its own open until all peers
+    have attached (`wait_attached`).
     """
 
     def __init__(self, fd: int, nbytes: int, offer: _Offer | None) -> None:
@@ -108,7 +108,7 @@ class SharedMemory:
     def prefer_node(self, node: int, part: int, num_parts: int) -> bool:
         """Have the pages of one of `num_parts` equal parts come from a NUMA node while it has some.
 
-        For pages that no process has touched yet. False where the system refuses.
+        For pages that no process has touched. False where the system refuses.
         """
         pages = whole_pages(self.nbytes) // mmap.PAGESIZE
         first, end = (pages * bound // num_parts * mmap.PAGESIZE for bound in (part, part + 1))
