@@ -2,10 +2,9 @@
 
 The paths are the swap kernels (`kernel_path.py`) and the copy engine (`dma.py`).
 
-A slice is in flight from when it was queued until its event completes. Meanwhile its copies read
-the source pages and what the path keeps for it, and write the destination pages. The owners of the
-blocks and slots leave both sides alone until the job's completion. Slices of one lane run in the
-order in which they were queued; slices of two lanes run side by side.
+Until the event of a slice completes, its copies read the source pages and what the path keeps for
+it, and write the destination pages. The owners of the blocks and slots leave both alone until the
+job's completion. Slices of one lane run in order, slices of two lanes side by side.
 """
 
 from __future__ import annotations
@@ -66,10 +65,7 @@ class CopyPath(ABC):
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A job on its way: `following` is its next slice to queue, `rest` has those after it.
-
-    `in_flight` counts the queued ones.
-    """
+    """A job on its way: `in_flight` slices are queued, `following` is next, then come `rest`."""
 
     job_id: int
     nbytes: int
@@ -101,8 +97,8 @@ class Lane:
         self._jobs: deque[_Running] = deque()
         self._slices: deque[tuple[Event, _Running]] = deque()
         # Of the job submitted last, if it comes in waves: the event behind the last slice of every
-        # range of waves, by its first wave. An event may have been recycled: then its waves have
-        # ended, and waiting for what it was recorded for since does no harm.
+        # range of waves, by its first wave. Those of waves that have ended may be in other use:
+        # waiting for them does no harm.
         self._waves: dict[int, Event] = {}
         self._awaited: tuple[int, int] | None = None
 
@@ -112,10 +108,9 @@ class Lane:
         return not self._jobs
 
     def submit(self, job: SwapJob, nbytes: int) -> None:
-        """Order the job after what is queued on the compute stream now, if it is to come behind it.
+        """Order the job after what is queued on the compute stream now, if it is `behind_compute`.
 
-        Then queue what may be. Slices of earlier jobs that were not queued yet will wait for
-        compute too, which does no harm.
+        Then queue what may be. Slices of earlier jobs that were not queued yet will wait, too.
         """
         started = failure = None
         try:

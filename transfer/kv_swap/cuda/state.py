@@ -1,8 +1,4 @@
-"""What the copies of a CUDA engine use, and how it is let go of.
-
-Streams, lists, tables, arena and KV tensors outlive the engine until all streams are idle: dropping
-the engine in mid-copy synchronises them before anything is freed.
-"""
+"""What the copies of a CUDA engine use; freed only once all its streams are idle."""
 
 from __future__ import annotations
 
@@ -90,9 +86,9 @@ def _make_lane(
 
 
 def release(state: State) -> None:
-    """Let the streams run out, then drop what their copies used. Runs once, on any thread.
+    """Let the streams run out, then drop what their copies used; slices not queued, too.
 
-    Slices that were not queued are dropped. Not in a forked child, which cannot call CUDA.
+    Runs once, on any thread. Not in a forked child, which cannot call CUDA.
     """
     if os.getpid() != state.process:
         _LEAKED.append(state)

@@ -54,8 +54,7 @@ def source_directory() -> Path:
 def compile_options(family: KernelFamily) -> tuple[str, ...]:
     """Return the options for NVRTC.
 
-    Among them a digest of the headers: CuPy's cache on disk does not look into what a source
-    includes, and would keep kernels of an older header.
+    The digest of the headers is for CuPy's cache, which does not look into what a source includes.
     """
     include = source_directory() / "include"
     digest = hashlib.sha256()
@@ -157,9 +156,9 @@ class SwapKernel:
     ) -> None:
         """Queue the copy of the pairs listed at `list_address` (page-locked) on `stream`.
 
-        Of whole slots, or of `tiles`, which were cut with the launch shape of this direction. List
-        and tiles are read when the kernel runs, and must stay as they are until it has ended. Does
-        not block and allocates nothing; may be captured in a CUDA graph. Raises `RuntimeError`.
+        Of whole slots, or of `tiles`, which were cut for this direction. List and tiles stay as
+        they are until the kernel has ended. Does not block and allocates nothing; may be captured
+        in a CUDA graph. Raises `RuntimeError`.
         """
         launcher = self._launchers[direction]
         tiles = tiles or launcher.whole

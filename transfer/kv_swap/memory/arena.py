@@ -1,9 +1,7 @@
 """The host arena: memory for slots, registered with CUDA where asked, and how long it lives.
 
-The memory belongs to one owner object. Everything that may touch it holds the owner: the arena,
-every view it hands out, and the state of every engine until its last copy has ended. When the last
-of them lets go, the memory is first unregistered and then unmapped. There is deliberately no
-`close`.
+The memory belongs to one owner object. The arena, its views and the state of every engine hold the
+owner. When the last of them lets go, the memory is unregistered and then unmapped.
 """
 
 from __future__ import annotations
@@ -87,8 +85,7 @@ class HostArena:
     def address(self) -> int:
         """Address of slot 0; slot `s` lies `s * slot_bytes` further on. Keeps nothing alive.
 
-        A registration begins every `piece_bytes`. No copy by the copy engine may cross that border;
-        kernels may.
+        No copy of the copy engine may cross a multiple of `piece_bytes` from there.
         """
         return self._owner.address
 

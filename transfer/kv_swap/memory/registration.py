@@ -61,7 +61,7 @@ _EXIT_SECONDS = 10.0
 
 
 def choose_piece_bytes(slot_bytes: int) -> int:
-    """Return the bytes of a piece: whole pages, at most PIECE_BYTES, and whole slots if they fit."""
+    """Return the bytes of a piece: whole pages, at most PIECE_BYTES, whole slots if they fit."""
     unit = math.lcm(slot_bytes, mmap.PAGESIZE)
     if unit > PIECE_BYTES:
         unit = mmap.PAGESIZE
