@@ -48,6 +48,7 @@ class Event:
     def query(self) -> bool:
         if self._cuda.capturing:
             self._cuda.broken_captures += 1
+        self._cuda.call("eventQuery")
         return self._cuda.completed[self.cuda_event] == self._cuda.recorded[self.cuda_event]
 
     def synchronize(self) -> None:
@@ -84,6 +85,9 @@ class PlayedCuda:
         self.compute = Stream(self)
         self.failing: set[str] = set()
         """Calls that raise: `launchKernel`, `streamWaitEvent` and so on."""
+        self.calls: list[tuple[str, int]] = []
+        """Calls that were made, each with the device that was current."""
+        self.device = 0
         self.capturing = False
         self.broken_captures = 0
         self._kernels: list[str] = []
@@ -91,7 +95,7 @@ class PlayedCuda:
             cudaDevAttrCanUseHostPointerForRegisteredMem=91,
             memcpyDefault=4,
             memcpyHostToDevice=1,
-            getDevice=lambda: 0,
+            getDevice=lambda: self.device,
             deviceGetAttribute=lambda attribute, index: 1,
             deviceGetPCIBusId=lambda index: "0000:01:00.0",
             deviceSynchronize=lambda: None,
@@ -108,7 +112,7 @@ class PlayedCuda:
                 runtime=runtime,
                 driver=SimpleNamespace(launchKernel=self._launch),
                 compiler=SimpleNamespace(CompileException=SyntaxError),
-                Device=_device,
+                Device=self._current,
                 Memory=_Memory,
             ),
         )
@@ -173,12 +177,20 @@ class PlayedCuda:
 
         self.queues[stream].append(run)
 
-    def _call(self, name: str) -> None:
+    @contextmanager
+    def _current(self, index: int) -> Iterator[None]:
+        before, self.device = self.device, index
+        yield
+        self.device = before
+
+    def call(self, name: str) -> None:
+        """Note a call, and refuse it where it is to fail."""
+        self.calls.append((name, self.device))
         if name in self.failing:
             raise RuntimeError(f"{name}: injected fault")
 
     def event_record(self, event: int, stream: int) -> None:
-        self._call("eventRecord")
+        self.call("eventRecord")
         self.recorded[event] += 1
         recording = self.recorded[event]
         self._queue(stream, lambda: self._complete(event, recording))
@@ -187,17 +199,17 @@ class PlayedCuda:
         self.completed[event] = max(self.completed[event], recording)
 
     def _wait_event(self, stream: int, event: int) -> None:
-        self._call("streamWaitEvent")
+        self.call("streamWaitEvent")
         recording = self.recorded[event]
         self.queues[stream].append(lambda: self.completed[event] >= recording)
 
     def _memcpy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
-        self._call("memcpyAsync")
+        self.call("memcpyAsync")
         self._queue(stream, lambda: ctypes.memmove(target, source, nbytes))
 
     def _zero(self, zeroing: Callable[[], object]) -> None:
         self._queue(COMPUTE, zeroing)
-        self._call("zeroing")  # which is refused after a part of it was queued
+        self.call("zeroing")  # which is refused after a part of it was queued
 
     def _function(self, name: str) -> Any:
         self._kernels.append(name)
@@ -205,7 +217,7 @@ class PlayedCuda:
         return SimpleNamespace(kernel=kernel, compile=lambda: None)
 
     def _launch(self, function: int, *shape_and_more: int) -> None:
-        self._call("launchKernel")
+        self.call("launchKernel")
         stream, parameters, _ = shape_and_more[-3:]
         name = self._kernels[function]
         types = [{"Q": ctypes.c_uint64, "I": ctypes.c_uint32}[word] for word in _WORDS]
@@ -224,12 +236,6 @@ def _pages_of(region: Region, num_blocks: int, device: torch.device) -> torch.Te
     return words.as_strided(
         (num_blocks, region.page_bytes // 8), (region.block_stride_bytes // 8, 1)
     )
-
-
-@contextmanager
-def _device(index: int) -> Iterator[None]:
-    assert index == 0
-    yield
 
 
 class _Memory:
