@@ -17,8 +17,7 @@ constexpr u32 kWarpSize = 32;
 constexpr int kMaxPairs = KV_SWAP_MAX_PAIRS;
 static_assert(kMaxPairs % kWarpSize == 0, "a warp reads 32 pairs at a time, up to the list's end");
 
-// Precedes the (block, slot) pairs of a list. In host memory; read while the kernel runs, so a
-// captured launch can be replayed with other pairs.
+// Precedes the (block, slot) pairs of a list, in host memory.
 struct alignas(16) ListHeader {
   int num_pairs;
   int unused[3];

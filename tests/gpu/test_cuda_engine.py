@@ -128,29 +128,6 @@ def test_many_jobs_in_both_directions_at_once() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(("waits", "own_stream"), [(True, True), (True, False), (False, True)])
-def test_store_waits_for_compute(
-    waits: bool, own_stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is submitted behind a kernel that writes 9s late. With a control, which is stale."""
-    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
-    if not waits:
-        monkeypatch.setattr(CopyStream, "wait_stream", no_wait)
-    stream = torch.cuda.Stream() if own_stream else torch.cuda.default_stream()
-    with torch.cuda.stream(stream):
-        cache.storage.fill_(1)
-        slots.fill_(0)
-        gate = Gate()
-        gate.hold()
-        cache.storage.fill_(9)
-        engine.submit(SwapJob(1, STORE, ONE_PAIR))
-        gate.open(engine, after_copies=not waits)
-        finish(engine)
-        torch.cuda.synchronize()
-    assert slots[5].unique().tolist() == [9 if waits else 1]
-    engine.close()
-
-
 @kernel_only
 @pytest.mark.parametrize("awaited", [True, False])
 def test_compute_waits_for_a_load_before_it(awaited: bool) -> None:
@@ -175,29 +152,6 @@ def test_compute_waits_for_a_load_before_it(awaited: bool) -> None:
     assert seen[3].unique().tolist() == [9 if awaited else 1]
     gate.release()
     assert len(finish(engine)) == 1
-    engine.close()
-
-
-@kernel_only
-def test_compute_waits_for_no_other_load() -> None:
-    """All is queued before anything runs, so the device alone decides what comes first."""
-    num_blocks, count = 8192, 2048  # 384 and 128 MiB: some milliseconds each
-    engine, cache, slots = make_engine(num_blocks, [(64 * KIB, 64 * KIB)], num_blocks)
-    slots.fill_(9)
-    pairs = same_pairs(num_blocks)
-    gate, went_on = Gate(), torch.cuda.Event(enable_timing=True)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        gate.hold()
-        engine.submit(SwapJob(1, LOAD, pairs[count:]))
-        engine.submit(SwapJob(2, LOAD, pairs[:count], before_compute=True))
-        engine.await_loads()
-        went_on.record()
-    other_ended = engine._state.lanes[LOAD]._slices[-1][0]
-    gate.release()
-    torch.cuda.synchronize()
-    assert went_on.elapsed_time(other_ended) > 0
-    assert (cache.blocks() == 9).all()
-    assert {completion.job_id for completion in finish(engine)} == {1, 2}
     engine.close()
 
 
@@ -404,21 +358,6 @@ def test_submitting_does_not_block_while_the_device_is_busy() -> None:
     engine.close()
 
 
-def test_compute_does_not_wait_for_copies() -> None:
-    engine, cache, slots = make_engine(400, [(MIB, MIB)], 400)
-    randomize(cache.storage, slots)
-    pairs = random_pairs(np.random.default_rng(0), 400, 400, 400)
-    value = torch.zeros(16, device="cuda").add_(1)
-    torch.cuda.synchronize()
-    engine.submit(SwapJob(0, STORE, pairs))
-    value.add_(1)
-    torch.cuda.current_stream().synchronize()
-    # 400 MiB take at least 6 ms on any PCIe link; the small kernel is through long before.
-    assert engine.poll() == []
-    finish(engine)
-    engine.close()
-
-
 def test_submitting_within_a_capture_is_refused() -> None:
     engine, _, _ = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
     value = torch.zeros(16, device="cuda").add_(1)
@@ -479,33 +418,6 @@ def test_dropping_everything_in_mid_copy(view_survives: bool, path: str) -> None
         gc.collect()
     assert owner() is None
     assert registrar.ended_before == [True, True]  # 400 MiB are two pieces
-
-
-@pytest.mark.parametrize("direction", [STORE, LOAD])
-def test_more_slices_than_may_be_in_flight(
-    direction: Direction, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernel, "RING_ENTRIES", 3)
-    monkeypatch.setattr(kernel, "SLICE_BYTES", 64 * KIB)
-    engine, cache, slots = make_engine(20_000, [(KIB, KIB)], 20_000)
-    randomize(cache.storage, slots)
-    pairs = random_pairs(np.random.default_rng(0), 20_000, 20_000, 20_000)
-    blocks_before, slots_before = cache.blocks(), slots.clone()
-    busy()
-    parts = np.array_split(pairs, 3)
-    for job_id, part in enumerate(parts):
-        engine.submit(SwapJob(job_id, direction, part))
-    # Of the kernels the ring is full; by the copy engine each submission queues one.
-    assert [job.in_flight for job in engine._state.lanes[direction]._jobs] == [3, 0, 0]
-    completions = finish(engine)
-    assert [completion.job_id for completion in completions] == [0, 1, 2]
-    assert all(completion.error is None for completion in completions)
-    block_ids, slot_ids = ids(pairs)
-    if direction is STORE:
-        assert torch.equal(slots[slot_ids], blocks_before[block_ids])
-    else:
-        assert torch.equal(cache.blocks()[block_ids], slots_before[slot_ids])
-    engine.close()
 
 
 def test_slots_may_cross_from_one_registration_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ from kv_swap.errors import JobError
 from kv_swap.memory import registration
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.numa import device_node
-from kv_swap.memory.shared import SharedMemory
 
 from tests.gpu.caches import (
     KIB,
@@ -89,7 +85,7 @@ def test_slots_are_used_while_the_others_are_locked(small_pieces: int) -> None:
     registrar = HeldRegistrar(DEVICE)
     arena = background_arena(160, cache.layout.slot_bytes, registrar)
     engine = CudaSwapEngine(cache.layout, arena, DEVICE, [cache.storage])
-    # The lists of the two lanes and of the zeroer are locked through a registrar of their own.
+    # The lists of the lanes are locked through a registrar of their own.
     assert (arena.ready_slots, engine.ready_slots, registrar.nbytes) == (16, 16, 2 * MIB)
     slots = torch.from_numpy(arena.view())
     randomize(cache.storage)
@@ -227,58 +223,3 @@ print("ready", arena.ready_slots < 4096)
     )
     assert (ended.returncode, ended.stdout) == (0, "ready True\n"), ended.stderr
     assert ended.stderr == ""
-
-
-PEER = """
-import sys
-import numpy as np, torch
-from tests.gpu.caches import STORE, finish, make_cache
-from kv_swap.engine import SwapJob
-from kv_swap.cuda.engine import CudaSwapEngine
-from kv_swap.cuda.registrar import CudaRegistrar
-from kv_swap.memory.arena import HostArena
-from kv_swap.memory.shared import SharedMemory
-device = torch.device("cuda", 0)
-cache = make_cache(32, [(64 << 10, 64 << 10)])
-cache.storage.copy_(torch.arange(cache.storage.numel(), device=device).remainder(251))
-with SharedMemory.attach(sys.argv[1], 32 * (64 << 10), 60) as memory:
-    arena = HostArena(32, 64 << 10, register=CudaRegistrar(device), shared=memory)
-engine = CudaSwapEngine(cache.layout, arena, device, [cache.storage])
-engine.submit(SwapJob(1, STORE, np.stack([np.arange(32), np.arange(32)[::-1]], 1).astype(np.int32)))
-assert finish(engine)[0].error is None
-engine.close()
-print("stored", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_what_one_process_stored_another_loads() -> None:
-    """Both register their own mapping of the same memory."""
-    name = uuid.uuid4().hex
-    cache = make_cache(32, [(64 * KIB, 64 * KIB)])
-    with SharedMemory.create(name, 32 * 64 * KIB, 1) as memory:
-        arena = HostArena(32, 64 * KIB, register=CudaRegistrar(DEVICE), shared=memory)
-        peer = subprocess.Popen(
-            [sys.executable, "-c", PEER, name],
-            cwd=Path(registration.__file__).parents[2],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert memory.wait_attached(120)
-    assert peer.stdout is not None
-    assert peer.stdout.readline() == "stored\n"
-    engine = CudaSwapEngine(cache.layout, arena, DEVICE, [cache.storage])
-    cache.storage.fill_(0)
-    pairs = np.stack([np.arange(32), np.arange(32)[::-1]], 1).astype(np.int32)
-    engine.submit(SwapJob(1, LOAD, pairs))
-    assert finish(engine)[0].error is None
-    expected = torch.arange(cache.storage.numel(), device=DEVICE).remainder(251)
-    assert torch.equal(cache.storage, expected.to(torch.uint8))
-    peer.communicate("")
-    assert peer.returncode == 0
-    # The other process is gone; the memory is not.
-    engine.submit(SwapJob(2, LOAD, pairs))
-    assert finish(engine)[0].error is None
-    assert torch.equal(cache.storage, expected.to(torch.uint8))
-    engine.close()

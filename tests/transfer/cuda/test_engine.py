@@ -164,6 +164,22 @@ def test_compute_waits_for_the_loads_before_it(cuda: PlayedCuda) -> None:
     assert read == [[7] * LAYERS]
 
 
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_lists_of_slices_in_flight_are_left_alone(
+    cuda: PlayedCuda, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice is a pair here, and three may be in flight."""
+    monkeypatch.setattr(kernel_path, "RING_ENTRIES", 3)
+    monkeypatch.setattr(kernel_path, "MAX_PAIRS", 1)
+    engine = Engine()
+    engine.submit(direction, *((block, 7 - block) for block in range(8)))
+    while not engine.copies.poll():
+        cuda.run(COMPUTE)
+        cuda.step_copies()
+    found = [engine.slot(i) if direction is STORE else engine.block(i) for i in range(8)]
+    assert found == [[1 if direction is STORE else 7] * LAYERS] * 8
+
+
 # -- zeroing -----------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import mmap
 import os
 import socket
@@ -18,11 +17,11 @@ from typing import Any
 
 import pytest
 from kv_swap.errors import PinnedMemoryError
-from kv_swap.memory import registration, shared
+from kv_swap.memory import shared
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.shared import SharedMemory
 
-from tests.support.registrars import PAGE, GatedRegistrar, Registrar, policy_of, usable_node
+from tests.support.registrars import PAGE, policy_of, usable_node
 
 SLOTS, SLOT_BYTES = 6, PAGE + 16
 NBYTES = SLOTS * SLOT_BYTES
@@ -172,27 +171,6 @@ def test_memory_outlives_a_killed_creator_only_where_it_is_attached(
         assert (view == 7).all()
         view[0] = 1
     SharedMemory.create(name, NBYTES, 1).close()
-
-
-def test_each_process_registers_its_own_mapping(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registration, "PIECE_BYTES", 4 * PAGE)
-    registrars = Registrar(), GatedRegistrar()
-    with SharedMemory.create(name, NBYTES, 1) as memory:
-        first = HostArena(SLOTS, SLOT_BYTES, register=registrars[0], shared=memory)
-        with SharedMemory.attach(name, NBYTES, 120) as handle:
-            second = HostArena(
-                SLOTS, SLOT_BYTES, register=registrars[1], background=True, shared=handle
-            )
-    assert first.address != second.address
-    assert (first.ready_slots, second.ready_slots) == (SLOTS, 3)
-    registrars[1].let_in()
-    assert second.wait_ready(120)
-    assert [sum(made.live.values()) for made in registrars] == [ROUNDED, ROUNDED]
-    first.view()[5] = 8
-    del first
-    gc.collect()
-    assert not registrars[0].live
-    assert (second.view()[5] == 8).all()
 
 
 # -- what is refused ---------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class _Launcher:
     """One function, the table of whole slots on the device, and the arguments laid out for CUDA.
 
     The table is allocated by CUDA itself, past the pools of torch and CuPy: a caller that discards
-    its pool's memory to sleep leaves the table, and graphs that captured its address, intact.
+    its pool's memory to sleep leaves the table intact.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class SwapKernel:
         """Queue the copy of the pairs listed at `list_address` (page-locked) on `stream`.
 
         Of whole slots, or of `tiles`, which were cut for this direction. List and tiles stay as
-        they are until the kernel has ended. Does not block and allocates nothing; may be captured
-        in a CUDA graph. Raises `RuntimeError`.
+        they are until the kernel has ended. Does not block and allocates nothing. Raises
+        `RuntimeError`.
         """
         launcher = self._launchers[direction]
         tiles = tiles or launcher.whole
