@@ -283,25 +283,6 @@ def test_load_waits_for_compute(ordered: bool, monkeypatch: pytest.MonkeyPatch) 
     engine.close()
 
 
-@pytest.mark.parametrize("before_compute", [False, True])
-def test_a_load_may_run_ahead_of_compute(before_compute: bool) -> None:
-    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
-    job = load_ahead(engine, before_compute)
-    slots.fill_(7)
-    cache.storage.zero_()
-    gate = Gate()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        gate.hold()
-        engine.submit(job)
-        gate.open(engine, after_copies=True)
-    (done,) = finish(engine)
-    torch.cuda.synchronize()
-    assert done.error is None
-    assert 0 < done.seconds < HELD_SECONDS
-    assert cache.tensors[0][3].unique().tolist() == [7]
-    engine.close()
-
-
 def load_ahead(engine: CudaSwapEngine, before_compute: bool) -> SwapJob:
     if before_compute and not engine.can_load_before_compute:
         pytest.skip("compute cannot wait for the copy engine")

@@ -68,18 +68,6 @@ def background_arena(num_slots: int, slot_bytes: int, registrar: CudaRegistrar) 
     return HostArena(num_slots, slot_bytes, register=registrar, background=True)
 
 
-@pytest.mark.parametrize("slot_bytes", [MIB, 3 * 4 * KIB, 4 * KIB + 16])
-def test_exactly_the_bytes_of_the_slots_are_page_locked(slot_bytes: int, small_pieces: int) -> None:
-    registrar = HeldRegistrar(DEVICE)
-    registrar.permits.release(10_000)
-    arena = background_arena(2003, slot_bytes, registrar)
-    assert arena.wait_ready(60)
-    last = arena.address + arena.nbytes - 1
-    middle = range(arena.address, last, arena.piece_bytes)
-    assert {kind_of(address) for address in (*middle, last)} == {REGISTERED}
-    assert arena.nbytes <= registrar.nbytes <= 1.01 * arena.nbytes
-
-
 def test_slots_are_used_while_the_others_are_locked(small_pieces: int) -> None:
     cache = make_cache(60, [(64 * KIB, 64 * KIB), (64 * KIB, 64 * KIB)])
     registrar = HeldRegistrar(DEVICE)
