@@ -95,9 +95,8 @@ class SwapEngine(ABC):
     def await_loads(self) -> None:
         """Have compute queued from now on wait for all loads `before_compute` submitted so far.
 
-        Compute on the stream that is current now waits for whole loads, in waves or not. Raises
-        `CopyError` if the load submitted last has failed, or compute cannot be made to wait for it:
-        compute may then go on only after `load_now`.
+        On the stream that is current now. Raises `CopyError` if the load submitted last has failed,
+        or compute cannot be made to wait for it: compute may then go on only after `load_now`.
         """
 
     @abstractmethod
@@ -112,8 +111,7 @@ class SwapEngine(ABC):
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
         """Have loads with `in_waves` arrive wave by wave; once, before the first of them.
 
-        A wave is a list of indices of `layout.regions`; each region is in one of them. Neither
-        blocks nor synchronises. Raises `JobError`.
+        A wave is a list of indices of `layout.regions`; each region is in one. Raises `JobError`.
         """
         raise JobError("this engine does not load in waves")
 
@@ -145,7 +143,7 @@ class SwapEngine(ABC):
         """Zero every page of `blocks`, before compute queued later reads and loads write them.
 
         No job that uses one of them may be in flight. Raises `JobError` for a block out of range
-        and on a closed engine, `CopyError` if it failed; then the blocks may hold anything.
+        and on a closed engine, `CopyError` if it fails: then the blocks may hold anything.
         """
 
     @abstractmethod

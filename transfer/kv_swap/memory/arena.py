@@ -24,16 +24,14 @@ _INHERITED: list[Mapping] = []
 
 
 class HostArena:
-    """Memory for `num_slots` slots of `slot_bytes`, rounded up to whole pages of the system only.
+    """Memory for `num_slots` slots of `slot_bytes`, zero, rounded up to whole pages of the system.
 
-    Zero at first. Private, or `shared`, which must have exactly the bytes of all slots: then it is
-    the same memory in every process, of which each registers its own mapping. Pages come from
-    `numa_node` where the machine has them there.
+    Private, or `shared`, which must have exactly the bytes of all slots; each process registers its
+    own mapping of it. Pages come from `numa_node` where the machine has them there.
 
-    With `register` every byte is page-locked, which touches all of it, else pages appear as they
-    are written. With `background` as well the constructor returns once the first piece is locked.
-    Threads lock the rest, pausing while `room` has too little memory; `ready_slots` says how far
-    they are.
+    With `register` every byte is page-locked. With `background` as well the constructor returns
+    once the first piece is locked. Threads lock the rest, pausing while `room` has too little
+    memory; `ready_slots` says how far they are.
 
     Raises `PinnedMemoryError` if the memory cannot be mapped or page-locked; nothing stays behind.
     """

@@ -33,10 +33,9 @@ def whole_pages(nbytes: int) -> int:
 class Mapping:
     """At least `nbytes` of memory, zero at first, rounded up to whole pages of the system only.
 
-    Private and anonymous, or shared with `fd`'s other mappings. Pages come from `numa_node` where
-    one is given and the system allows it. No page exists before it is populated or touched.
-
-    Raises `PinnedMemoryError` if it cannot be made.
+    Private and anonymous, or shared with `fd`'s other mappings. No page exists before it is
+    populated or touched; then it comes from `numa_node` if the system allows it. Raises
+    `PinnedMemoryError` if it cannot be made.
     """
 
     def __init__(self, nbytes: int, *, fd: int | None = None, numa_node: int | None = None) -> None:

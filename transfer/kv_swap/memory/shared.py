@@ -26,7 +26,7 @@ from kv_swap.memory.mapping import whole_pages
 from kv_swap.memory.numa import prefer_node
 
 _ANSWER_SECONDS = 5.0
-"""Bound of the wait for an answer of the other process, once it is connected."""
+"""Of the other process, once it is connected."""
 
 _RETRY_SECONDS = 0.02
 
@@ -47,9 +47,8 @@ class SharedMemory:
     def create(cls, name: str, nbytes: int, num_peers: int) -> SharedMemory:
         """Make memory of exactly `nbytes`, zero, and offer it to `num_peers` other processes.
 
-        `name` is unique on the host. Takes no memory yet.
-
-        Raises `PinnedMemoryError` if the machine does not have the memory, or the name is taken.
+        Takes no memory yet. Raises `PinnedMemoryError` if the machine does not have it, or the
+        name is taken on this host.
         """
         mapped_bytes = whole_pages(nbytes)
         fd = os.memfd_create(f"kv-swap-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -180,10 +179,7 @@ class _Offer:
 
 
 def _ask(name: str) -> int | None:
-    """Return a file descriptor from the process that offers `name`; `None` if there is none.
-
-    None too if that process has not waited for the answer, and counts on being asked again.
-    """
+    """Return a file descriptor from the process that offers `name`; `None`: ask again later."""
     fds: list[int] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_ANSWER_SECONDS)
