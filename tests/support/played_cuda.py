@@ -71,6 +71,7 @@ class Stream:
         cuda.queues.append(deque())
 
     def synchronize(self) -> None:
+        self._cuda.call("streamSynchronize")
         self._cuda.synchronize(self.cuda_stream)
 
 
@@ -88,6 +89,9 @@ class PlayedCuda:
         self.calls: list[tuple[str, int]] = []
         """Calls that were made, each with the device that was current."""
         self.device = 0
+        self.registrations: list[tuple[str | int, ...]] = []
+        """Calls that page-lock memory or undo it: name, device, capture mode, arguments."""
+        self.capture_mode = 0
         self.capturing = False
         self.broken_captures = 0
         self._kernels: list[str] = []
@@ -96,11 +100,11 @@ class PlayedCuda:
             memcpyDefault=4,
             memcpyHostToDevice=1,
             getDevice=lambda: self.device,
-            deviceGetAttribute=lambda attribute, index: 1,
-            deviceGetPCIBusId=lambda index: "0000:01:00.0",
+            deviceGetAttribute=lambda attribute, index: int((attribute, index) != (91, 3)),
+            deviceGetPCIBusId=lambda index: f"0000:0{index}:00.0",
             deviceSynchronize=lambda: None,
-            hostRegister=lambda address, nbytes, flags: None,
-            hostUnregister=lambda address: None,
+            hostRegister=lambda *arguments: self._register("hostRegister", *arguments),
+            hostUnregister=lambda *arguments: self._register("hostUnregister", *arguments),
             memcpy=lambda target, source, nbytes, kind: ctypes.memmove(target, source, nbytes),
             memcpyAsync=self._memcpy,
             eventRecord=self.event_record,
@@ -120,7 +124,7 @@ class PlayedCuda:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Stand in for CuPy, the driver and torch's streams until the patch is undone."""
         patch.setitem(sys.modules, "cupy", self.cupy)
-        patch.setattr("kv_swap.cuda.registrar._exchange_capture_mode", lambda mode: None)
+        patch.setattr("kv_swap.cuda.registrar._exchange_capture_mode", self._exchange)
         patch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(self))
         patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(self))
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.compute)
@@ -180,8 +184,10 @@ class PlayedCuda:
     @contextmanager
     def _current(self, index: int) -> Iterator[None]:
         before, self.device = self.device, index
-        yield
-        self.device = before
+        try:
+            yield
+        finally:
+            self.device = before
 
     def call(self, name: str) -> None:
         """Note a call, and refuse it where it is to fail."""
@@ -206,6 +212,13 @@ class PlayedCuda:
     def _memcpy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
         self.call("memcpyAsync")
         self._queue(stream, lambda: ctypes.memmove(target, source, nbytes))
+
+    def _register(self, name: str, *arguments: int) -> None:
+        self.registrations.append((name, self.device, self.capture_mode, *arguments))
+        self.call(name)
+
+    def _exchange(self, mode: ctypes.c_int) -> None:
+        self.capture_mode, mode.value = mode.value, self.capture_mode
 
     def _zero(self, zeroing: Callable[[], object]) -> None:
         self._queue(COMPUTE, zeroing)

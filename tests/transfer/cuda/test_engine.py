@@ -7,6 +7,7 @@ compute ahead of copies, so a wait that is missing shows in every run.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,9 +18,10 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
-from kv_swap.cuda import kernel_path
+from kv_swap.cuda import kernel_path, state
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.state import State
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
 from kv_swap.layout import KVLayout
@@ -382,6 +384,33 @@ def test_memory_is_held_until_copies_and_zeroing_have_ended(cuda: PlayedCuda, cl
     assert not any(cuda.queues)
     assert set(slots[5].tolist()) == {9}
     assert not pages[:, 4].any()
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_memory_is_kept_where_nobody_can_tell_whether_copies_run(
+    cuda: PlayedCuda,
+    forked: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A forked child cannot call CUDA."""
+    kept: list[State] = []
+    monkeypatch.setattr(state, "_LEAKED", kept)
+    engine = Engine()
+    storage = engine.storage
+    engine.submit(STORE, (3, 5))
+    cuda.failing = set() if forked else {"streamSynchronize"}
+    with monkeypatch.context() as patch:
+        if forked:
+            patch.setattr(os, "getpid", lambda: -1)
+        del engine
+        gc.collect()
+    assert [left.keep_alive for left in kept] == [(storage,)]
+    assert all(left.lanes for left in kept)
+    assert ("what they use is not freed" in caplog.text) is not forked
+    assert any(cuda.queues)
+    caplog.clear()  # the traceback in a record holds memory, too
+    kept.clear()
 
 
 def test_compute_cannot_wait_for_the_copy_engine(cuda: PlayedCuda) -> None:
