@@ -118,14 +118,11 @@ class HostSwapEngine(SwapEngine):
 
     def await_loads(self) -> None:
         """Copy the waves that are left; all else was copied by `submit`."""
-        self._arrive(len(self._waves))
+        self.await_wave(len(self._waves))
 
     def await_wave(self, wave: int) -> None:
         """Copy what is left of the waves up to this one. A failed copy ends the load."""
-        self._arrive(wave)
-
-    def _arrive(self, last: int) -> None:
-        self._copy_waves(last)
+        self._copy_waves(wave)
         if self._failure is not None:
             raise self._failure
 
