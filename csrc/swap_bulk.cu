@@ -19,12 +19,12 @@ using namespace kv_swap;
 
 struct StoreRing {
   static constexpr int kStages = KV_SWAP_STORE_STAGES;
-  static constexpr int kDrains = KV_SWAP_STORE_DRAINS;
+  static constexpr int kDrains = KV_SWAP_DRAINS;
   static constexpr u32 kTileBytes = KV_SWAP_STORE_TILE_BYTES;
 };
 struct LoadRing {
   static constexpr int kStages = KV_SWAP_LOAD_STAGES;
-  static constexpr int kDrains = KV_SWAP_LOAD_DRAINS;
+  static constexpr int kDrains = KV_SWAP_DRAINS;
   static constexpr u32 kTileBytes = KV_SWAP_LOAD_TILE_BYTES;
 };
 
@@ -136,9 +136,9 @@ __device__ __forceinline__ void fetch_16_bytes(u32 destination, const void* sour
 
 // The segments of the tiles of one CTA, in the order of the tiles: lane i has segment i of each.
 //
-// The table lies in device memory, and compute beside pushes it out of the L2. Fetched one tile
-// ahead it then arrives later than the tile: loads beside decodes came down from 51 to 32 GB/s. So
-// it is fetched kFetched - 1 tiles ahead. A place is fetched into one turn after it was read.
+// Segments are fetched kFetched - 1 tiles ahead. Compute pushes the table out of the L2, and then
+// segments that are fetched one tile ahead arrive after the tile: loads beside decodes moved 32 GB/s
+// instead of 51. A place is written again only after its segment was taken.
 class SegmentCursor {
  public:
   static constexpr u32 kFetched = 8;

@@ -1,7 +1,7 @@
 // What every swap kernel reads: the list of a launch and the table of a layout.
 //
-// kv_swap/cuda/launcher.py writes lists, kv_swap/cuda/swap.py tables. No includes: NVRTC compiles
-// this on machines without a CUDA toolkit.
+// kv_swap/cuda/swap.py writes lists, kv_swap/cuda/tiles.py tables. No includes: NVRTC compiles this
+// on machines without a CUDA toolkit.
 #pragma once
 
 #ifndef KV_SWAP_MAX_PAIRS
@@ -17,13 +17,12 @@ constexpr u32 kWarpSize = 32;
 constexpr int kMaxPairs = KV_SWAP_MAX_PAIRS;
 static_assert(kMaxPairs % kWarpSize == 0, "a warp reads 32 pairs at a time, up to the list's end");
 
-// Precedes the (block, slot) pairs of a list. In host memory; read while the kernel runs, so a
-// captured launch can be replayed with other pairs.
+// Precedes the (block, slot) pairs of a list, in host memory.
 struct alignas(16) ListHeader {
   int num_pairs;
   int unused[3];
 };
-static_assert(sizeof(ListHeader) == 16, "kv_swap/cuda/launcher.py writes a header of 16 bytes");
+static_assert(sizeof(ListHeader) == 16, "kv_swap/cuda/swap.py writes a header of 16 bytes");
 
 // One run of a block's bytes. A slot is cut into tiles, a tile into segments: row t of the table
 // holds the segments of tile t, in the order of their slot offsets, padded with empty ones.
@@ -34,7 +33,7 @@ struct alignas(16) Segment {
   u32 num_bytes;
   u32 tile_bytes;  // of all segments of the tile; they are contiguous in the slot
 };
-static_assert(sizeof(Segment) == 32, "kv_swap/cuda/swap.py writes segments of 32 bytes");
+static_assert(sizeof(Segment) == 32, "kv_swap/cuda/tiles.py writes segments of 32 bytes");
 
 __device__ __forceinline__ u64 page_address(const Segment& segment, int block) {
   return segment.page_address + static_cast<u64>(block) * segment.block_stride_bytes;

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.support.processes import run_module
 
 # With 8, the default, more streams share a queue. What stands behind one that a test holds waits.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -39,3 +44,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker("gpu")
         if not available:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(
+    params=[*itertools.product(("0", "1"), (False, True))],
+    ids=lambda mode: f"{'V2' if mode[0] == '1' else 'V1'}-{'async' if mode[1] else 'plain'}",
+)
+def run_in_every_mode(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Callable[..., dict[str, Any]]:
+    """Run a module whose tokens do not depend on batches: both runners, both ways of scheduling."""
+    runner, async_scheduling = request.param
+
+    def run(module: str, **arguments: Any) -> dict[str, Any]:
+        result: dict[str, Any] = run_module(
+            module,
+            tmp_path,
+            {**arguments, "async_scheduling": async_scheduling},
+            timeout_seconds=500,
+            VLLM_BATCH_INVARIANT="1",
+            VLLM_USE_V2_MODEL_RUNNER=runner,
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        )
+        print(result)
+        assert result["asynchronous"] == async_scheduling
+        return result
+
+    return run

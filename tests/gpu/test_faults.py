@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
-
-from tests.support.processes import run_module
 
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
@@ -14,22 +12,8 @@ REQUESTS = 428
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["plain", "async"])
-@pytest.mark.parametrize("runner", ["0", "1"], ids=["V1", "V2"])
-def test_every_answer_is_right_while_copies_fail(
-    tmp_path: Path, runner: str, async_scheduling: bool
-) -> None:
-    result = run_module(
-        "tests.gpu.fault_run",
-        tmp_path,
-        {"requests": REQUESTS, "async_scheduling": async_scheduling},
-        timeout_seconds=500,
-        VLLM_BATCH_INVARIANT="1",
-        VLLM_USE_V2_MODEL_RUNNER=runner,
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    )
-    print(result)
-    assert result["asynchronous"] == async_scheduling
+def test_every_answer_is_right_while_copies_fail(run_in_every_mode: Any) -> None:
+    result = run_in_every_mode("tests.gpu.fault_run", requests=REQUESTS)
     for name in ("without faults", "with faults", "with faults again", "silent layer"):
         found = result[name]
         assert (found["wrong"], found["answered"]) == (0, REQUESTS), name

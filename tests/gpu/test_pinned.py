@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import subprocess
-import sys
 import threading
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +13,9 @@ from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.engine import SwapJob
 from kv_swap.errors import JobError
-from kv_swap.factory import create_engine
 from kv_swap.memory import registration
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.numa import device_node
-from kv_swap.memory.shared import SharedMemory
 
 from tests.gpu.caches import (
     KIB,
@@ -37,7 +31,6 @@ from tests.gpu.caches import (
     run_script,
     torch,
 )
-from tests.support.registrars import is_mapped
 
 DEVICE = torch.device("cuda", 0)
 REGISTERED, UNREGISTERED = 1, 0
@@ -75,24 +68,12 @@ def background_arena(num_slots: int, slot_bytes: int, registrar: CudaRegistrar) 
     return HostArena(num_slots, slot_bytes, register=registrar, background=True)
 
 
-@pytest.mark.parametrize("slot_bytes", [MIB, 3 * 4 * KIB, 4 * KIB + 16])
-def test_exactly_the_bytes_of_the_slots_are_page_locked(slot_bytes: int, small_pieces: int) -> None:
-    registrar = HeldRegistrar(DEVICE)
-    registrar.permits.release(10_000)
-    arena = background_arena(2003, slot_bytes, registrar)
-    assert arena.wait_ready(60)
-    last = arena.address + arena.nbytes - 1
-    middle = range(arena.address, last, arena.piece_bytes)
-    assert {kind_of(address) for address in (*middle, last)} == {REGISTERED}
-    assert arena.nbytes <= registrar.nbytes <= 1.01 * arena.nbytes
-
-
 def test_slots_are_used_while_the_others_are_locked(small_pieces: int) -> None:
     cache = make_cache(60, [(64 * KIB, 64 * KIB), (64 * KIB, 64 * KIB)])
     registrar = HeldRegistrar(DEVICE)
     arena = background_arena(160, cache.layout.slot_bytes, registrar)
     engine = CudaSwapEngine(cache.layout, arena, DEVICE, [cache.storage])
-    # The lists of the two lanes and of the zeroer are locked through a registrar of their own.
+    # The lists of the lanes are locked through a registrar of their own.
     assert (arena.ready_slots, engine.ready_slots, registrar.nbytes) == (16, 16, 2 * MIB)
     slots = torch.from_numpy(arena.view())
     randomize(cache.storage)
@@ -177,20 +158,6 @@ except Exception as error:
     assert "refused" in ended.stdout, ended.stdout + ended.stderr
 
 
-def test_the_arena_may_go_while_it_is_locked(small_pieces: int) -> None:
-    for _ in range(5):
-        arena = background_arena(512, MIB, CudaRegistrar(DEVICE))
-        address, work = arena.address, arena._registration
-        del arena
-        gc.collect()
-        assert work.wait(60)
-        for thread in threading.enumerate():
-            if thread.name == "kv-swap-pin":
-                thread.join(60)
-        assert not is_mapped(address)
-    torch.ones(8, device=DEVICE).sum().item()
-
-
 def test_a_failure_in_the_background_leaves_what_was_locked(
     small_pieces: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,21 +179,6 @@ def test_a_failure_in_the_background_leaves_what_was_locked(
     assert kind_of(arena.address + 8 * MIB) == UNREGISTERED
     assert kind_of(arena.address + arena.nbytes - 1) == UNREGISTERED
     torch.ones(8, device=DEVICE).sum().item()
-
-
-def test_the_engine_of_the_factory_locks_its_arena_in_the_background() -> None:
-    cache = make_cache(64, [(4 * MIB, 4 * MIB)])
-    engine = create_engine("cuda", cache.layout, 256, device=DEVICE, keep_alive=[cache.storage])
-    arena = engine._state.arena
-    assert 0 < engine.ready_slots <= 256
-    assert arena.wait_ready(60)
-    assert engine.ready_slots == 256
-    randomize(cache.storage)
-    pairs = np.array([[1, 255], [2, 0]], np.int32)
-    engine.submit(SwapJob(1, STORE, pairs))
-    assert finish(engine)[0].error is None
-    assert torch.equal(torch.from_numpy(arena.view())[[255, 0]], cache.blocks()[[1, 2]])
-    engine.close()
 
 
 def test_pages_lie_near_the_device() -> None:
@@ -259,58 +211,3 @@ print("ready", arena.ready_slots < 4096)
     )
     assert (ended.returncode, ended.stdout) == (0, "ready True\n"), ended.stderr
     assert ended.stderr == ""
-
-
-PEER = """
-import sys
-import numpy as np, torch
-from tests.gpu.caches import STORE, finish, make_cache
-from kv_swap.engine import SwapJob
-from kv_swap.cuda.engine import CudaSwapEngine
-from kv_swap.cuda.registrar import CudaRegistrar
-from kv_swap.memory.arena import HostArena
-from kv_swap.memory.shared import SharedMemory
-device = torch.device("cuda", 0)
-cache = make_cache(32, [(64 << 10, 64 << 10)])
-cache.storage.copy_(torch.arange(cache.storage.numel(), device=device).remainder(251))
-with SharedMemory.attach(sys.argv[1], 32 * (64 << 10), 60) as memory:
-    arena = HostArena(32, 64 << 10, register=CudaRegistrar(device), shared=memory)
-engine = CudaSwapEngine(cache.layout, arena, device, [cache.storage])
-engine.submit(SwapJob(1, STORE, np.stack([np.arange(32), np.arange(32)[::-1]], 1).astype(np.int32)))
-assert finish(engine)[0].error is None
-engine.close()
-print("stored", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_what_one_process_stored_another_loads() -> None:
-    """Both register their own mapping of the same memory."""
-    name = uuid.uuid4().hex
-    cache = make_cache(32, [(64 * KIB, 64 * KIB)])
-    with SharedMemory.create(name, 32 * 64 * KIB, 1) as memory:
-        arena = HostArena(32, 64 * KIB, register=CudaRegistrar(DEVICE), shared=memory)
-        peer = subprocess.Popen(
-            [sys.executable, "-c", PEER, name],
-            cwd=Path(registration.__file__).parents[2],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert memory.wait_attached(120)
-    assert peer.stdout is not None
-    assert peer.stdout.readline() == "stored\n"
-    engine = CudaSwapEngine(cache.layout, arena, DEVICE, [cache.storage])
-    cache.storage.fill_(0)
-    pairs = np.stack([np.arange(32), np.arange(32)[::-1]], 1).astype(np.int32)
-    engine.submit(SwapJob(1, LOAD, pairs))
-    assert finish(engine)[0].error is None
-    expected = torch.arange(cache.storage.numel(), device=DEVICE).remainder(251)
-    assert torch.equal(cache.storage, expected.to(torch.uint8))
-    peer.communicate("")
-    assert peer.returncode == 0
-    # The other process is gone; the memory is not.
-    engine.submit(SwapJob(2, LOAD, pairs))
-    assert finish(engine)[0].error is None
-    assert torch.equal(cache.storage, expected.to(torch.uint8))
-    engine.close()

@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 from kv_swap.cuda import kernel_families
 from kv_swap.cuda.kernel_families import KernelFamily, choose_family
-from kv_swap.cuda.launcher import write_list
 from kv_swap.cuda.registrar import CudaRegistrar
-from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, SwapKernel
+from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list
 from kv_swap.engine import Direction
 from kv_swap.memory.arena import HostArena
 
 from tests.gpu.caches import (
-    KIB,
     LOAD,
-    SHAPES,
     STORE,
     Pages,
     expect_copied,
@@ -65,21 +62,6 @@ def test_the_fastest_family_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-@pytest.mark.parametrize("direction", [STORE, LOAD])
-@pytest.mark.parametrize(("pages", "num_blocks", "count"), SHAPES)
-def test_moves_exactly_the_bytes_of_the_pairs(
-    pages: Pages, num_blocks: int, count: int, direction: Direction, family: KernelFamily
-) -> None:
-    count = min(count, MAX_PAIRS)
-    bed = Bed(pages, num_blocks, count + 3, family)
-    pairs = random_pairs(np.random.default_rng(count), num_blocks, count + 3, count)
-    expected = expect_copied(bed.cache, bed.slots, pairs, direction)
-    write_list(bed.list, pairs)
-    bed.launch(direction)
-    bed.check(expected)
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_random_layouts(family: KernelFamily) -> None:
     rng = np.random.default_rng(11)
     for _ in range(25):
@@ -95,48 +77,6 @@ def test_random_layouts(family: KernelFamily) -> None:
             write_list(bed.list, pairs)
             bed.launch(direction)
             bed.check(expected)
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-@pytest.mark.parametrize("direction", [STORE, LOAD])
-def test_a_graph_replays_100_lists_beside_a_captured_model(
-    direction: Direction, family: KernelFamily
-) -> None:
-    pages = [(4 * KIB, 8 * KIB), (48, 64), (20 * KIB, 20 * KIB)]
-    bed = Bed(pages, 64, 64, family)
-    weights = torch.randn(8, 512, 512, device="cuda") / 16
-    hidden = torch.randn(64, 512, device="cuda")
-    compute, copies = torch.cuda.Stream(), torch.cuda.Stream()
-
-    def forward() -> Any:
-        value = hidden
-        for weight in weights:
-            value = torch.relu(value @ weight)
-        return value
-
-    torch.cuda.synchronize()  # weights and inputs were made on another stream
-    with torch.cuda.stream(compute):
-        reference = forward().clone()
-    torch.cuda.synchronize()
-    model, swap = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(model, stream=compute):
-        output = forward()
-    with torch.cuda.graph(swap, stream=copies):
-        bed.launch(direction)
-    rng = np.random.default_rng(3)
-    for count in (0, 1, 40, 64, *rng.integers(0, 65, 96).tolist()):
-        randomize(bed.cache.storage, bed.slots)
-        output.fill_(float("nan"))
-        pairs = random_pairs(rng, 64, 64, count)
-        expected = expect_copied(bed.cache, bed.slots, pairs, direction)
-        torch.cuda.synchronize()
-        write_list(bed.list, pairs)
-        with torch.cuda.stream(compute):
-            model.replay()
-        with torch.cuda.stream(copies):
-            swap.replay()
-        bed.check(expected)
-        torch.testing.assert_close(output, reference)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

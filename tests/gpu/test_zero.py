@@ -1,30 +1,17 @@
-"""Zeroing on a CUDA device: exactly the pages of the given blocks, also replayed from a graph."""
+"""Zeroing on a CUDA device: exactly the pages of the given blocks, in its turn, without a wait."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
-from kv_swap.cuda import zero
-from kv_swap.cuda.launcher import write_list
-from kv_swap.cuda.registrar import CudaRegistrar
-from kv_swap.memory.arena import HostArena
+from kv_swap.cuda.zero import BlockZeroer
+from kv_swap.errors import JobError
 
-from tests.gpu.caches import KIB, Cache, Pages, make_cache, torch
-
-
-def expect_zeroed(cache: Cache, blocks: Any) -> Any:
-    """The storage, all 5s before, with the pages of `blocks` zeroed and gaps untouched."""
-    expected = torch.full_like(cache.storage, 5)
-    for pages in cache.pages(expected):
-        pages[torch.as_tensor(blocks, dtype=torch.int64, device="cuda")] = 0
-    return expected
-
-
-def make_zeroer(cache: Cache) -> zero.BlockZeroer:
-    device = cache.storage.device
-    return zero.BlockZeroer(cache.layout, device, CudaRegistrar(device))
+from tests.gpu.caches import KIB, Pages, make_cache, make_engine, torch
+from tests.gpu.gate import Gate
 
 
 @pytest.mark.parametrize(
@@ -33,59 +20,52 @@ def make_zeroer(cache: Cache) -> zero.BlockZeroer:
         ([(16, 48)], 1),
         ([(4 * KIB, 8 * KIB), (48, 64)], 60),
         ([(100_000, 131_072), (16, 16)], 17),
-        ([(64, 64)], 3 * zero.MAX_BLOCKS + 5),
+        ([(64, 64)], 12_293),
+        ([(320 * KIB, 320 * KIB)], 8_000),  # offsets beyond 32 bits
     ],
 )
 def test_zeroes_exactly_the_pages_of_the_blocks(pages: Pages, count: int) -> None:
     cache = make_cache(count + 40, pages)
-    zeroer = make_zeroer(cache)
+    zeroer = BlockZeroer(cache.layout, cache.storage.device)
     cache.storage.fill_(5)
-    blocks = np.random.default_rng(count).permutation(count + 40)[:count]
-    zeroer.zero(blocks.tolist())
-    zeroer.synchronize()
-    assert torch.equal(cache.storage, expect_zeroed(cache, blocks))
+    blocks = np.random.default_rng(count).permutation(count + 40)[:count].tolist()
+    zeroer.zero(blocks)
+    for tensor, (page_bytes, _) in zip(cache.tensors, pages, strict=True):
+        zeroed = torch.zeros(count + 40, dtype=torch.bool, device="cuda")
+        zeroed[blocks] = True
+        assert not tensor[zeroed, :page_bytes].any()
+        assert (tensor[~zeroed] == 5).all()
+        assert (tensor[:, page_bytes:] == 5).all(), "gaps are left alone"
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
 def test_zero_bytes_are_zeros_of_every_cache_dtype(dtype: Any) -> None:
     cache = make_cache(8, [(4 * KIB, 4 * KIB)])
-    zeroer = make_zeroer(cache)
     cache.storage.fill_(0xFF)
-    zeroer.zero([3])
+    BlockZeroer(cache.layout, cache.storage.device).zero([3])
     values = cache.tensors[0].view(dtype).float()
     assert (values[3] == 0).all()
     assert not (values[2] == 0).any()
 
 
-def test_more_launches_than_the_ring_has_lists() -> None:
-    cache = make_cache(64, [(4 * KIB, 4 * KIB)])
-    zeroer = make_zeroer(cache)
-    cache.storage.fill_(5)
-    torch.cuda._sleep(20_000_000)
-    for block in range(3 * zero.RING_ENTRIES):
-        zeroer.zero([block])
-    zeroer.synchronize()
-    assert not cache.tensors[0][: 3 * zero.RING_ENTRIES].any()
-    assert (cache.tensors[0][3 * zero.RING_ENTRIES :] == 5).all()
-
-
-def test_captured_launch_replays_another_list() -> None:
-    pages = [(4 * KIB, 8 * KIB), (48, 64)]
-    cache = make_cache(64, pages)
-    device = cache.storage.device
-    kernel = zero.ZeroKernel(cache.layout, device)
-    lists = HostArena(1, zero.LIST_BYTES, register=CudaRegistrar(device))
-    target = lists.view()[0]
-    kernel.launch(lists.address, torch.cuda.current_stream())
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kernel.launch(lists.address, torch.cuda.current_stream())
-    rng = np.random.default_rng(0)
-    for count in (1, 64, 0, 17):
-        blocks = rng.permutation(64)[:count]
-        write_list(target, blocks.astype(np.int32))
+def test_zeroing_waits_for_compute_and_the_host_does_not() -> None:
+    """Many times, of many regions: more than a few launches are queued behind compute."""
+    engine, cache, _ = make_engine(64, [(4 * KIB, 8 * KIB)] * 16, 8)
+    gate = Gate()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        cache.storage.fill_(1)
+        engine.zero_blocks([5])  # torch makes its pools now
+        gate.hold()
         cache.storage.fill_(5)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(cache.storage, expect_zeroed(cache, blocks))
+        began = time.perf_counter()
+        for block in range(20):
+            engine.zero_blocks([block, 63])
+        assert time.perf_counter() - began < 1
+        assert not torch.cuda.current_stream().query()
+        gate.release()
+        blocks = cache.blocks()
+    assert not blocks[[*range(20), 63]].any()
+    assert (blocks[20:63] == 5).all()
+    with pytest.raises(JobError, match="block 64 does not exist"):
+        engine.zero_blocks([64])
+    engine.close()

@@ -12,13 +12,16 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kv_swap.cuda.launcher import LIST_HEADER_BYTES
+from kv_swap.cuda import zero
+from kv_swap.cuda.swap import LIST_HEADER_BYTES
+from kv_swap.layout import Region
 
 COMPUTE = 0
 """The handle of the stream that is current, of compute."""
@@ -26,11 +29,7 @@ COMPUTE = 0
 Operation = Callable[[], bool]
 """Does its work and returns True, or returns False while it has to wait."""
 
-_ARGUMENTS = {
-    "swap_load": "QQIIQQ",
-    "swap_store": "QQIIQQ",
-    "zero_pages": "QQI",
-}
+_WORDS = "QQIIQQ"
 """What each kernel takes: 64-bit and 32-bit words."""
 
 
@@ -49,6 +48,7 @@ class Event:
     def query(self) -> bool:
         if self._cuda.capturing:
             self._cuda.broken_captures += 1
+        self._cuda.call("eventQuery")
         return self._cuda.completed[self.cuda_event] == self._cuda.recorded[self.cuda_event]
 
     def synchronize(self) -> None:
@@ -71,6 +71,7 @@ class Stream:
         cuda.queues.append(deque())
 
     def synchronize(self) -> None:
+        self._cuda.call("streamSynchronize")
         self._cuda.synchronize(self.cuda_stream)
 
 
@@ -85,20 +86,25 @@ class PlayedCuda:
         self.compute = Stream(self)
         self.failing: set[str] = set()
         """Calls that raise: `launchKernel`, `streamWaitEvent` and so on."""
+        self.calls: list[tuple[str, int]] = []
+        """Calls that were made, each with the device that was current."""
+        self.device = 0
+        self.registrations: list[tuple[str | int, ...]] = []
+        """Calls that page-lock memory or undo it: name, device, capture mode, arguments."""
+        self.capture_mode = 0
         self.capturing = False
         self.broken_captures = 0
         self._kernels: list[str] = []
         runtime = SimpleNamespace(
             cudaDevAttrCanUseHostPointerForRegisteredMem=91,
-            cudaDevAttrMultiProcessorCount=16,
             memcpyDefault=4,
             memcpyHostToDevice=1,
-            getDevice=lambda: 0,
-            deviceGetAttribute=lambda attribute, index: 1,
-            deviceGetPCIBusId=lambda index: "0000:01:00.0",
+            getDevice=lambda: self.device,
+            deviceGetAttribute=lambda attribute, index: int((attribute, index) != (91, 3)),
+            deviceGetPCIBusId=lambda index: f"0000:0{index}:00.0",
             deviceSynchronize=lambda: None,
-            hostRegister=lambda address, nbytes, flags: None,
-            hostUnregister=lambda address: None,
+            hostRegister=lambda *arguments: self._register("hostRegister", *arguments),
+            hostUnregister=lambda *arguments: self._register("hostUnregister", *arguments),
             memcpy=lambda target, source, nbytes, kind: ctypes.memmove(target, source, nbytes),
             memcpyAsync=self._memcpy,
             eventRecord=self.event_record,
@@ -110,7 +116,7 @@ class PlayedCuda:
                 runtime=runtime,
                 driver=SimpleNamespace(launchKernel=self._launch),
                 compiler=SimpleNamespace(CompileException=SyntaxError),
-                Device=_device,
+                Device=self._current,
                 Memory=_Memory,
             ),
         )
@@ -118,12 +124,16 @@ class PlayedCuda:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Stand in for CuPy, the driver and torch's streams until the patch is undone."""
         patch.setitem(sys.modules, "cupy", self.cupy)
-        patch.setattr("kv_swap.cuda.registrar._exchange_capture_mode", lambda mode: None)
+        patch.setattr("kv_swap.cuda.registrar._exchange_capture_mode", self._exchange)
         patch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(self))
         patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(self))
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.compute)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         patch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+        zeroing = zero.BlockZeroer.zero
+        patch.setattr(zero, "pages_of", _pages_of)
+        patch.setattr(zero, "send", lambda blocks, device: torch.tensor(blocks))
+        patch.setattr(zero.BlockZeroer, "zero", lambda *what: self._zero(partial(zeroing, *what)))
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: COMPUTE, raising=False)
 
     # -- what a test does --------------------------------------------------------------------------
@@ -171,12 +181,22 @@ class PlayedCuda:
 
         self.queues[stream].append(run)
 
-    def _call(self, name: str) -> None:
+    @contextmanager
+    def _current(self, index: int) -> Iterator[None]:
+        before, self.device = self.device, index
+        try:
+            yield
+        finally:
+            self.device = before
+
+    def call(self, name: str) -> None:
+        """Note a call, and refuse it where it is to fail."""
+        self.calls.append((name, self.device))
         if name in self.failing:
             raise RuntimeError(f"{name}: injected fault")
 
     def event_record(self, event: int, stream: int) -> None:
-        self._call("eventRecord")
+        self.call("eventRecord")
         self.recorded[event] += 1
         recording = self.recorded[event]
         self._queue(stream, lambda: self._complete(event, recording))
@@ -185,13 +205,24 @@ class PlayedCuda:
         self.completed[event] = max(self.completed[event], recording)
 
     def _wait_event(self, stream: int, event: int) -> None:
-        self._call("streamWaitEvent")
+        self.call("streamWaitEvent")
         recording = self.recorded[event]
         self.queues[stream].append(lambda: self.completed[event] >= recording)
 
     def _memcpy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
-        self._call("memcpyAsync")
+        self.call("memcpyAsync")
         self._queue(stream, lambda: ctypes.memmove(target, source, nbytes))
+
+    def _register(self, name: str, *arguments: int) -> None:
+        self.registrations.append((name, self.device, self.capture_mode, *arguments))
+        self.call(name)
+
+    def _exchange(self, mode: ctypes.c_int) -> None:
+        self.capture_mode, mode.value = mode.value, self.capture_mode
+
+    def _zero(self, zeroing: Callable[[], object]) -> None:
+        self._queue(COMPUTE, zeroing)
+        self.call("zeroing")  # which is refused after a part of it was queued
 
     def _function(self, name: str) -> Any:
         self._kernels.append(name)
@@ -199,10 +230,10 @@ class PlayedCuda:
         return SimpleNamespace(kernel=kernel, compile=lambda: None)
 
     def _launch(self, function: int, *shape_and_more: int) -> None:
-        self._call("launchKernel")
+        self.call("launchKernel")
         stream, parameters, _ = shape_and_more[-3:]
         name = self._kernels[function]
-        types = [{"Q": ctypes.c_uint64, "I": ctypes.c_uint32}[word] for word in _ARGUMENTS[name]]
+        types = [{"Q": ctypes.c_uint64, "I": ctypes.c_uint32}[word] for word in _WORDS]
         pointers = (ctypes.c_void_p * len(types)).from_address(parameters)
         # CUDA copies the arguments within the call.
         values = [
@@ -212,10 +243,12 @@ class PlayedCuda:
         self._queue(stream, lambda: globals()[f"_{name}"](*values))
 
 
-@contextmanager
-def _device(index: int) -> Iterator[None]:
-    assert index == 0
-    yield
+def _pages_of(region: Region, num_blocks: int, device: torch.device) -> torch.Tensor:
+    size = (num_blocks - 1) * region.block_stride_bytes + region.page_bytes
+    words = torch.frombuffer((ctypes.c_char * size).from_address(region.address), dtype=torch.int64)
+    return words.as_strided(
+        (num_blocks, region.page_bytes // 8), (region.block_stride_bytes // 8, 1)
+    )
 
 
 class _Memory:
@@ -230,10 +263,10 @@ def _words(address: int, count: int, dtype: type) -> np.ndarray:
     return np.frombuffer(ctypes.string_at(address, count * np.dtype(dtype).itemsize), dtype)
 
 
-def _listed(address: int, width: int) -> list[list[int]]:
+def _listed(address: int) -> list[list[int]]:
     count = int(_words(address, 1, np.int32)[0])
-    words = _words(address + LIST_HEADER_BYTES, count * width, np.int32)
-    rows: list[list[int]] = words.reshape(-1, width).tolist()
+    words = _words(address + LIST_HEADER_BYTES, count * 2, np.int32)
+    rows: list[list[int]] = words.reshape(-1, 2).tolist()
     return rows
 
 
@@ -247,7 +280,7 @@ def _segments(table: int, count: int) -> list[list[int]]:
 def _swap_load(
     pairs: int, table: int, tiles: int, segments_per_tile: int, arena: int, slot_bytes: int
 ) -> None:
-    for block, slot in _listed(pairs, 2):
+    for block, slot in _listed(pairs):
         for address, stride, offset, nbytes in _segments(table, tiles * segments_per_tile):
             place = arena + slot * slot_bytes + offset
             ctypes.memmove(address + block * stride, place, nbytes)
@@ -256,13 +289,7 @@ def _swap_load(
 def _swap_store(
     pairs: int, table: int, tiles: int, segments_per_tile: int, arena: int, slot_bytes: int
 ) -> None:
-    for block, slot in _listed(pairs, 2):
+    for block, slot in _listed(pairs):
         for address, stride, offset, nbytes in _segments(table, tiles * segments_per_tile):
             place = arena + slot * slot_bytes + offset
             ctypes.memmove(place, address + block * stride, nbytes)
-
-
-def _zero_pages(blocks: int, table: int, runs: int) -> None:
-    for (block,) in _listed(blocks, 1):
-        for address, stride, nbytes, _ in _segments(table, runs):
-            ctypes.memset(address + block * stride, 0, nbytes)

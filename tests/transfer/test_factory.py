@@ -25,21 +25,37 @@ class Made:
 
 
 @pytest.mark.parametrize(
-    ("kind", "copy_engine_only"), [("cuda", False), ("dma", True), ("auto", False)]
+    ("kind", "copy_engine_only", "shared", "node"),
+    [("cuda", False, object(), None), ("dma", True, None, 1), ("auto", False, None, 1)],
 )
 def test_a_cuda_engine_has_a_page_locked_arena(
-    kind: EngineKind | Literal["auto"], copy_engine_only: bool, monkeypatch: pytest.MonkeyPatch
+    kind: EngineKind | Literal["auto"],
+    copy_engine_only: bool,
+    shared: Any,
+    node: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`auto` fits the tensors; the device is theirs unless it is named."""
+    """`auto` fits the tensors; the device is theirs unless it is named.
+
+    The arena lies near its device, unless peers have placed the memory that they share.
+    """
     monkeypatch.setattr(cuda, "CudaSwapEngine", Made)
     monkeypatch.setattr(factory, "HostArena", Made)
     monkeypatch.setattr(factory, "CudaRegistrar", Made)
+    monkeypatch.setattr(factory, "device_node", {Made.pci_bus_id: 1}.get)
     tensors: Any = [SimpleNamespace(device=SimpleNamespace(type="cuda"))]
     stream: Any = object()
     room: Any = object()
     named: Any = None if kind == "auto" else object()
     made: Any = create_engine(
-        kind, LAYOUT, 3, device=named, keep_alive=tensors, output_copy_stream=stream, room=room
+        kind,
+        LAYOUT,
+        3,
+        device=named,
+        keep_alive=tensors,
+        output_copy_stream=stream,
+        shared=shared,
+        room=room,
     )
     device = named or tensors[0].device
     layout, arena, *others = made.arguments
@@ -49,21 +65,8 @@ def test_a_cuda_engine_has_a_page_locked_arena(
     assert arena.arguments == (3, 64)
     assert arena.more["register"].arguments == (device,)
     assert arena.more["background"]
-    assert arena.more["room"] is room, "the pool stops growing when memory is short"
-
-
-@pytest.mark.parametrize(("shared", "node"), [(None, 1), (object(), None)])
-def test_an_arena_lies_near_its_device_unless_peers_have_placed_it(
-    shared: Any, node: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda, "CudaSwapEngine", Made)
-    monkeypatch.setattr(factory, "HostArena", Made)
-    monkeypatch.setattr(factory, "CudaRegistrar", Made)
-    monkeypatch.setattr(factory, "device_node", {Made.pci_bus_id: 1}.get)
-    device: Any = object()
-    made: Any = create_engine("cuda", LAYOUT, 3, device=device, keep_alive=[], shared=shared)
-    arena = made.arguments[1]
     assert (arena.more["numa_node"], arena.more["shared"]) == (node, shared)
+    assert arena.more["room"] is room, "the pool stops growing when memory is short"
 
 
 CPU = SimpleNamespace(device=SimpleNamespace(type="cpu"))

@@ -91,17 +91,6 @@ def test_any_permutation_is_exact_or_refused(
         check_exact(layout, storage)
 
 
-def test_key_and_value_halves_are_two_regions() -> None:
-    storage = Storage(2 * 6 * 256)
-    tensor = storage.describe("kv", 6, (2, 6, 4, 64), (6 * 256, 256, 64, 1), block_dim=1)
-    layout = KVLayout.from_tensors(6, [tensor])
-    assert layout.regions == (
-        Region(storage.address, 256, 256, 0),
-        Region(storage.address + 6 * 256, 256, 256, 256),
-    )
-    check_exact(layout, storage)
-
-
 def test_padding_and_scales_inside_the_page_travel() -> None:
     # 4 heads of 64 bytes and 4 float32 scales in a page padded to 320 bytes.
     storage = Storage(5 * 320)
@@ -111,24 +100,19 @@ def test_padding_and_scales_inside_the_page_travel() -> None:
     check_exact(layout, storage, padding=True)
 
 
-def test_gaps_inside_the_page_travel() -> None:
-    # Each row of 64 data bytes is followed by its scale and padding: a view with a wider stride.
-    storage = Storage(3 * 4 * 80)
-    rows = storage.describe("rows", 3, (3, 4, 64), (320, 80, 1), page_bytes=320)
-    scales = storage.describe("scales", 3, (3, 4), (320, 80), itemsize=4, offset=64, page_bytes=16)
-    layout = KVLayout.from_tensors(3, [rows])
-    assert layout.regions == (Region(storage.address, 320, 320, 0),)
-    check_exact(layout, storage, padding=True)
-    with pytest.raises(LayoutError, match=r"scales: .*cannot share|multiple of 16"):
-        KVLayout.from_tensors(3, [scales])
-
-
-def test_padded_halves_are_extended_evenly() -> None:
-    storage = Storage(2 * 3 * 96)
-    tensor = storage.describe("kv", 3, (2, 3, 80), (3 * 96, 96, 1), block_dim=1, page_bytes=2 * 96)
+@pytest.mark.parametrize("padding", [0, 16])
+def test_key_and_value_halves_are_two_regions_padded_evenly(padding: int) -> None:
+    page = 80 + padding
+    storage = Storage(2 * 3 * page)
+    tensor = storage.describe(
+        "kv", 3, (2, 3, 80), (3 * page, page, 1), block_dim=1, page_bytes=2 * page
+    )
     layout = KVLayout.from_tensors(3, [tensor])
-    assert [region.page_bytes for region in layout.regions] == [96, 96]
-    check_exact(layout, storage, padding=True)
+    assert layout.regions == (
+        Region(storage.address, page, page, 0),
+        Region(storage.address + 3 * page, page, page, page),
+    )
+    check_exact(layout, storage, padding=bool(padding))
 
 
 @pytest.mark.parametrize(
@@ -190,21 +174,15 @@ changed = partial(replace, BASE)
     ("tensor", "message"),
     [
         (changed(shape=(6, 64)), "6 blocks.*no multiple of the 4"),
-        (changed(shape=(2, 64)), "2 blocks.*no multiple of the 4"),
         (changed(shape=(4, 0)), "dimension 1 has size 0"),
-        (changed(shape=(0, 64)), "dimension 0 has size 0"),
         (changed(strides_bytes=(64, -1)), "dimension 1 .* stride -1"),
-        (changed(strides_bytes=(0, 1)), "dimension 0 .* stride 0"),
         (changed(block_dim=2), "block_dim 2"),
-        (changed(block_dim=-1), "block_dim -1"),
         (changed(strides_bytes=(64,)), "do not fit together"),
         (changed(page_bytes=48), "page_bytes is 48, but the data of one block take 64"),
         (changed(page_bytes=80), "80 bytes of a page are more than the block stride of 64"),
         (changed(address=(1 << 20) + 8), "address 1048584 is no multiple of 16"),
         (changed(page_bytes=56, shape=(4, 56)), "page_bytes 56 is no multiple of 16"),
         (changed(strides_bytes=(72, 1)), "block stride 72 is no multiple of 16"),
-        (changed(strides_bytes=(32, 1), page_bytes=64), "more than the block stride of 32"),
-        (changed(strides_bytes=(32, 1), shape=(4, 16, 2)), "do not fit together"),
         (changed(shape=(4, 1 << 17), strides_bytes=(1 << 20, 2), page_bytes=1 << 17), "pieces"),
         (
             changed(shape=(3, 4, 64), strides_bytes=(256, 64, 1), block_dim=1, page_bytes=200),
@@ -242,12 +220,9 @@ def test_refuses_bytes_shared_by_different_blocks(other: TensorDescription) -> N
             KVLayout.from_tensors(4, tensors)
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "tensors", "message"),
-    [(0, [BASE], "num_blocks"), (-1, [BASE], "num_blocks"), (4, [], "no KV tensors")],
-)
-def test_refuses_nothing(num_blocks: int, tensors: list[TensorDescription], message: str) -> None:
-    with pytest.raises(LayoutError, match=message):
+@pytest.mark.parametrize(("num_blocks", "tensors"), [(0, [BASE]), (4, [])])
+def test_refuses_nothing(num_blocks: int, tensors: list[TensorDescription]) -> None:
+    with pytest.raises(LayoutError, match=r"num_blocks is 0|no KV tensors"):
         KVLayout.from_tensors(num_blocks, tensors)
 
 

@@ -43,9 +43,12 @@ def test_the_public_names() -> None:
     assert all(hasattr(kv_swap, name) for name in kv_swap.__all__)
 
 
-def test_every_error_is_public() -> None:
-    raised = {name for name, _ in inspect.getmembers(errors, inspect.isclass)}
-    assert raised <= set(kv_swap.__all__)
+def test_every_error_is_public_and_in_the_tree() -> None:
+    """Whoever catches the base catches all."""
+    for name, error in inspect.getmembers(errors, inspect.isclass):
+        assert name in kv_swap.__all__
+        assert issubclass(error, kv_swap.TransferError)
+        assert name in (errors.__doc__ or "")
 
 
 def test_the_example_brings_back_exactly_the_blocks_that_it_stored() -> None:

@@ -28,12 +28,11 @@ class Direction(enum.Enum):
 class SwapJob:
     """Copy whole blocks, one direction.
 
-    `pairs` is int32 of shape `(n, 2)`, n >= 1: column 0 the block in the KV cache, column 1 the
-    slot in the arena. The engine does not keep `pairs` after `submit` returns. For loads only: with
-    `before_compute` the copies do not queue behind other loads, and compute waits for them where
-    `SwapEngine.await_loads` says so, or with `in_waves` wave by wave in `SwapEngine.await_wave`.
-    Without `behind_compute` a load may start while compute still runs that was queued before it;
-    the caller knows that none of it touches the blocks.
+    `pairs` is int32 of shape `(n, 2)`, n >= 1: the block in the KV cache and the slot in the arena.
+    The engine does not keep it after `submit`. For loads only: with `before_compute` the copies do
+    not queue behind other loads, and compute waits for them in `SwapEngine.await_loads`, or with
+    `in_waves` wave by wave in `await_wave`. Without `behind_compute` a load may start while compute
+    still runs that was queued before it; the caller knows that none of it touches the blocks.
     """
 
     job_id: int
@@ -62,20 +61,17 @@ class Completion:
 class SwapEngine(ABC):
     """Copies blocks between a KV cache and a host arena, asynchronously. A context manager.
 
-    Ordering. A store reads its blocks after everything that was queued on the compute stream, and
-    on the output-copy stream where one was given, when `submit` was called. A load writes its
-    blocks after everything that was queued on the compute stream when `submit` was called, or if
-    its job is not `behind_compute`, at the last `fence_loads` or `zero_blocks`. Nothing else is
-    ordered: two jobs may run in any order or at once, so the caller must not have a block or slot
-    written by one job while another that uses it is in flight. Loads are never queued behind more
-    than one slice of a store.
+    Ordering. A job comes after everything that was queued on the compute stream when it was
+    submitted; a store also after what was queued on the output-copy stream, where one was given. A
+    load that is not `behind_compute` comes after what was queued at the last `fence_loads` or
+    `zero_blocks`. Nothing else is ordered: the caller must not have a block or slot written by one
+    job while another that uses it is in flight. Loads wait for one slice of a store at most.
 
-    `submit`, `poll` and `fence_loads` neither block nor synchronise. Nor does `zero_blocks`, unless
-    many earlier zeroings still wait for their turn behind compute. One thread calls all methods.
+    On a device `submit`, `poll`, `fence_loads` and `zero_blocks` neither block nor synchronise.
+    One thread calls all methods.
 
-    A load `before_compute` never fails unnoticed by the forward that reads it. Only queueing its
-    copies, and having compute wait for them, can fail. `await_loads` and `await_wave` raise it
-    before the forward is queued, and `load_now` makes up for it.
+    If a load `before_compute` fails, `await_loads` and `await_wave` raise it before the forward
+    that reads it is queued, and `load_now` makes up for it.
     """
 
     def __init__(self, layout: KVLayout, num_slots: int) -> None:
@@ -99,35 +95,31 @@ class SwapEngine(ABC):
     def await_loads(self) -> None:
         """Have compute queued from now on wait for all loads `before_compute` submitted so far.
 
-        Compute on the stream that is current now waits, for whole loads, in waves or not. Raises
-        `CopyError` if the load submitted last has failed, or compute cannot be made to wait for it:
-        compute may then go on only after `load_now`.
+        On the stream that is current now. Raises `CopyError` if the load submitted last has failed,
+        or compute cannot be made to wait for it: compute may then go on only after `load_now`.
         """
 
     @abstractmethod
     def load_now(self, pairs: NDArray[np.int32]) -> None:
         """Load the `pairs` of a load `before_compute` that was refused or failed, at any cost.
 
-        The completion of that load says nothing any more. Uses plain copies on the stream that is
-        current now, and neither the kernels, lists nor streams of jobs. Blocks the host until the
-        bytes are there, and nothing else copies to these blocks. Raises `JobError` or `CopyError`;
-        then the blocks may hold anything.
+        Plain copies, on the stream that is current now. Blocks the host until the bytes are there,
+        and nothing else copies to these blocks. The completion of that load says nothing any more.
+        Raises `JobError` or `CopyError`; then the blocks may hold anything.
         """
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
         """Have loads with `in_waves` arrive wave by wave; once, before the first of them.
 
-        A wave is a list of indices of `layout.regions`; each region is in one of them. Neither
-        blocks nor synchronises. Raises `JobError`.
+        A wave is a list of indices of `layout.regions`; each region is in one. Raises `JobError`.
         """
         raise JobError("this engine does not load in waves")
 
     def await_wave(self, wave: int) -> None:
         """Have compute queued from now on wait for a wave of the last load, and all waves before.
 
-        Compute on the stream that is current now waits. Costs little where it already waits, or
-        there is no such load. The caller awaits the last wave of a job before it submits another
-        job that uses its blocks or slots. Raises `CopyError` as `await_loads` does.
+        The caller awaits the last wave of a job before it submits another job that uses its blocks
+        or slots. Raises `CopyError` as `await_loads` does.
         """
         raise JobError("this engine does not load in waves")
 
@@ -151,7 +143,7 @@ class SwapEngine(ABC):
         """Zero every page of `blocks`, before compute queued later reads and loads write them.
 
         No job that uses one of them may be in flight. Raises `JobError` for a block out of range
-        and on a closed engine.
+        and on a closed engine, `CopyError` if it fails: then the blocks may hold anything.
         """
 
     @abstractmethod
@@ -163,10 +155,7 @@ class SwapEngine(ABC):
 
     @abstractmethod
     def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
-        """Keep these objects alive instead of those kept until now; return the latter.
-
-        No copy may be in flight: it uses memory that the old objects own.
-        """
+        """Keep these objects alive instead of others, and return those; no copy is in flight."""
 
     @property
     def in_flight(self) -> int:

@@ -42,8 +42,8 @@ def create_engine(
     `keep_alive` are the KV tensors behind `layout`, and `device` is theirs; `auto` is `cuda` for a
     CUDA device, else `host`. `cuda` page-locks the arena, most of it in the background
     (`SwapEngine.ready_slots`) and while `room` has memory; its stores also wait for
-    `output_copy_stream`. `dma` is `cuda` with the copy engine only. A `shared` arena is the same
-    memory in every process that passes a handle on it; the handle may be closed afterwards.
+    `output_copy_stream`. A `shared` arena is the same memory in every process that passes a handle
+    on it; the handle may be closed afterwards.
     """
     device = device or keep_alive[0].device
     if kind == "auto":

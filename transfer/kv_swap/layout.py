@@ -1,12 +1,11 @@
 """Where the bytes of a KV block lie: regions (address, page, stride) and the slot that holds them.
 
 A block is all bytes that share one block id, over all regions. A slot is those bytes, contiguous,
-in the order of the regions. Integers only: nothing here touches memory or a device.
+in the order of the regions. Nothing here touches memory or a device.
 
-Each tensor is cut into pieces, the runs of bytes that belong to its block 0; a piece repeats at the
-block stride. Pieces of all tensors that touch or overlap within one block stride become one region,
-so cache groups that share their bytes are copied once. A layout in which two block ids share a byte
-is refused: no copy of it could be exact.
+Each tensor is cut into pieces, the runs of bytes that belong to its block 0. Pieces that touch or
+overlap within one block stride become one region, so cache groups that share their bytes are copied
+once. A layout in which two block ids share a byte is refused: no copy of it could be exact.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ PAGE_ALIGNMENT_BYTES = 16
 """Bulk copies and 16-byte vector copies need addresses and sizes that are multiples of it."""
 
 _MAX_PIECES = 1 << 16
-"""Pieces of one tensor: far above what any model has, far below what would stall a start."""
+"""Of one tensor: far above what any model has, far below what would stall a start."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDescription:
     """One KV tensor as its engine laid it out.
 
-    `address` is that of element 0; `shape` and `strides_bytes` have one entry per dimension. Along
-    `block_dim` lie the blocks, several for one manager block if the kernel's are smaller.
-    `page_bytes` is what one manager block of this tensor takes, padding and scales included.
+    `address` is that of element 0. Along `block_dim` lie the blocks, several for one manager block
+    if the kernel's are smaller. `page_bytes` is what one manager block of this tensor takes,
+    padding and scales included.
     """
 
     name: str
@@ -67,10 +66,7 @@ class TensorDescription:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A run of pages: block `b` has `page_bytes` bytes at `address + b * block_stride_bytes`.
-
-    In a slot they start at `slot_offset_bytes`. They belong to `tensors`.
-    """
+    """A run of pages of `tensors`: block `b` has one at `address + b * block_stride_bytes`."""
 
     address: int
     page_bytes: int
@@ -93,11 +89,10 @@ class KVLayout:
 
     @classmethod
     def from_tensors(cls, num_blocks: int, tensors: Iterable[TensorDescription]) -> KVLayout:
-        """Derive the regions, in the order of the tensors; their slot offsets are consecutive.
+        """Derive the regions, in the order of the tensors; the caller keeps these alive.
 
         So a slot does not depend on addresses: a process that has the same tensors elsewhere can
-        read it. The caller keeps the tensors alive. Raises `LayoutError` for what cannot be copied
-        exactly.
+        read it. Raises `LayoutError` for what cannot be copied exactly.
         """
         if num_blocks < 1:
             raise LayoutError(f"num_blocks is {num_blocks}, at least 1 is needed")
@@ -112,8 +107,7 @@ class KVLayout:
         offset = 0
         for piece in merged:
             _refuse_misalignment(piece)
-            address, stride = piece.address, piece.stride
-            regions.append(Region(address, piece.nbytes, stride, offset, piece.names))
+            regions.append(Region(piece.address, piece.nbytes, piece.stride, offset, piece.names))
             offset += piece.nbytes
         return cls(num_blocks, tuple(regions))
 
@@ -135,11 +129,10 @@ class _Piece:
 def _pieces(num_blocks: int, tensor: TensorDescription) -> Iterator[_Piece]:
     """Yield the pieces of one tensor; together they hold `page_bytes` bytes.
 
-    A dimension whose stride exceeds the block stride lies outside the blocks (K and V as two
-    halves, heads before blocks) and gives a piece per index. So does a dimension inside the block
-    stride whose gaps hold other tensors (layers inside heads): then the span from the first to the
-    last byte is more than `page_bytes`. Gaps that `page_bytes` covers are the tensor's own
-    (padding, scales) and travel with it.
+    A dimension whose stride exceeds the block stride (K and V as two halves, heads before blocks)
+    gives a piece per index. So does one inside the block stride whose gaps hold other tensors
+    (layers inside heads): then the span from the first to the last byte is more than `page_bytes`.
+    Gaps that `page_bytes` covers are the tensor's own (padding, scales) and travel with it.
     """
     name = tensor.name
     block_stride, dims = _inner_dims(num_blocks, tensor)
@@ -208,8 +201,7 @@ def _inner_dims(num_blocks: int, tensor: TensorDescription) -> tuple[int, list[t
 def _merge(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
     """Join pieces that touch or overlap, as long as the union fits into one block stride.
 
-    Beyond one stride the union would run into the next block. Pieces that only touch then stay
-    apart; pieces that overlap are left for `_refuse_shared_bytes` to refuse.
+    Beyond that it would run into the next block. `_refuse_shared_bytes` refuses what overlaps then.
     """
     ordered = sorted(set(pieces), key=lambda piece: (piece.stride, piece.address))
     current = ordered[0]

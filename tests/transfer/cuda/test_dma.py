@@ -1,123 +1,72 @@
-"""The path of the copy engine over memory of the host, with a CUDA that copies at once."""
+"""The path of the copy engine: how jobs are cut into copies. `test_engine.py` shows the bytes."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kv_swap.cuda import dma
-from kv_swap.cuda.dma import SLICE_BYTES, SLICE_COPIES, Copier, DmaPath
-from kv_swap.engine import Direction
-from kv_swap.layout import KVLayout, Region
 
-from tests.support.kv_memory import Storage, expect_copied
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+
+from kv_swap.cuda.dma import SLICE_BYTES, SLICE_COPIES, Copier, DmaPath, cut_copies  # noqa: E402
+from kv_swap.engine import Direction  # noqa: E402
+from kv_swap.layout import KVLayout, Region  # noqa: E402
+
+from tests.support.played_cuda import PlayedCuda, Stream  # noqa: E402
 
 MIB = 1 << 20
-STREAM: Any = SimpleNamespace(cuda_stream=77)
+ARENA, CACHE = 1 << 40, 1 << 50
 
 
-class Runtime:
-    """Notes each copy and makes it; refuses those to address 1."""
-
-    memcpyDefault = 4  # noqa: N815
-
-    def __init__(self) -> None:
-        self.copies: list[tuple[int, int, int]] = []
-        self.current = False
-
-    @contextlib.contextmanager
-    def device(self, index: int) -> Any:
-        assert index == 0
-        self.current = True
-        try:
-            yield
-        finally:
-            self.current = False
-
-    def memcpyAsync(self, *arguments: int) -> None:  # noqa: N802
-        destination, source, nbytes, kind, stream = arguments
-        assert self.current
-        assert (kind, stream) == (4, 77)
-        if destination == 1:
-            raise RuntimeError("cudaErrorInvalidValue: invalid argument")
-        self.copies.append((destination, source, nbytes))
-        ctypes.memmove(destination, source, nbytes)
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
+    made = PlayedCuda()
+    made.install(monkeypatch)
+    return made
 
 
-@pytest.fixture(scope="module", autouse=True)
-def runtime() -> Any:
-    made = Runtime()
-    fake = SimpleNamespace(cuda=SimpleNamespace(runtime=made, Device=made.device))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dma, "import_cupy", lambda: fake)
-        patch.setattr(dma, "device_index", lambda device: 0)
-        yield made
-
-
-def make_path(
-    direction: Direction, layout: KVLayout, address: int, piece_bytes: int = 1 << 30
-) -> DmaPath:
-    arena: Any = SimpleNamespace(
-        address=address, slot_bytes=layout.slot_bytes, piece_bytes=piece_bytes
+def arena_of(layout: KVLayout, piece_bytes: int) -> Any:
+    return SimpleNamespace(
+        address=ARENA, slot_bytes=layout.slot_bytes, piece_bytes=piece_bytes, registered=True
     )
-    return DmaPath(direction, layout, arena, None)  # type: ignore[arg-type]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    direction=st.sampled_from(list(Direction)),
-    pages=st.lists(st.integers(4, 12), min_size=1, max_size=5),
-    count=st.integers(1, 200),
-    piece=st.integers(1, 300),
-)
-def test_bytes_arrive_where_they_belong_and_nowhere_else(
-    runtime: Runtime, direction: Direction, pages: list[int], count: int, piece: int
+@pytest.mark.parametrize("piece_bytes", [16, 48, 80, 4096])
+@pytest.mark.parametrize("direction", list(Direction))
+def test_copies_bring_every_byte_and_end_where_a_registration_does(
+    direction: Direction, piece_bytes: int
 ) -> None:
-    rng = np.random.default_rng(count)
-    num_blocks = num_slots = count + 3
-    sizes = [16 * sixteens for sixteens in pages]
-    storage = Storage(num_blocks * sum(sizes))
-    tensors = [
-        storage.describe(
-            f"{index}",
-            num_blocks,
-            (num_blocks, page_bytes),
-            (page_bytes, 1),
-            offset=num_blocks * sum(sizes[:index]),
-        )
-        for index, page_bytes in enumerate(sizes)
-    ]
-    layout = KVLayout.from_tensors(num_blocks, tensors)
-    storage.data[:] = rng.integers(0, 256, len(storage.data))
-    arena = rng.integers(0, 256, (num_slots, layout.slot_bytes)).astype(np.uint8)
-    pairs = np.stack([rng.permutation(num_blocks)[:count] for _ in range(2)], 1).astype(np.int32)
-    expected_data, expected_arena = expect_copied(layout, storage, arena, direction, pairs.tolist())
-    piece_bytes = 64 * piece
-    path = make_path(direction, layout, arena.ctypes.data, piece_bytes)
-    runtime.copies.clear()
-    for part in path.slices(pairs, in_waves=False):
-        path.queue(part, STREAM)
-    np.testing.assert_array_equal(storage.data, expected_data)
-    np.testing.assert_array_equal(arena, expected_arena)
-    for destination, source, nbytes in runtime.copies:
-        host = source if direction is Direction.LOAD else destination
-        first = host - arena.ctypes.data
-        assert first // piece_bytes == (first + nbytes - 1) // piece_bytes
+    layout = KVLayout(9, (Region(CACHE, 64, 64, 0), Region(CACHE + 8192, 48, 80, 64)))
+    expected = {
+        ARENA + slot * 112 + region.slot_offset_bytes + byte: region.address
+        + block * region.block_stride_bytes
+        + byte
+        for block, slot in ((8, 0), (2, 5))
+        for region in layout.regions
+        for byte in range(region.page_bytes)
+    }
+    found = {}
+    pairs = np.array([(8, 0), (2, 5)], np.int32)
+    for copy in cut_copies(layout, arena_of(layout, piece_bytes), direction, pairs):
+        *places, nbytes = copy
+        host, device = places if direction is Direction.STORE else places[::-1]
+        assert (host - ARENA) // piece_bytes == (host - ARENA + nbytes - 1) // piece_bytes
+        found.update({host + byte: device + byte for byte in range(nbytes)})
+    assert found == expected
 
 
 @pytest.mark.parametrize(
     ("page_bytes", "first", "copies"),
     [(16, 64, 100), (MIB, 64, 100), (2 * MIB, 32, 100), (9 * MIB, 7, 100), (1 << 30, 1, 1600)],
 )
-def test_slices_are_bounded_in_copies_and_bytes(page_bytes: int, first: int, copies: int) -> None:
-    layout = KVLayout(1 << 20, (Region(1 << 50, page_bytes, page_bytes, 0),))
-    path = make_path(Direction.STORE, layout, 1 << 40)
+def test_slices_are_bounded_in_copies_and_bytes(
+    cuda: PlayedCuda, page_bytes: int, first: int, copies: int
+) -> None:
+    layout = KVLayout(1 << 20, (Region(CACHE, page_bytes, page_bytes, 0),))
+    path = DmaPath(Direction.STORE, layout, arena_of(layout, 1 << 30), torch.device("cuda", 0))
     pairs = np.stack([np.arange(100)] * 2, 1).astype(np.int32)
     slices = [part for _, part in path.slices(pairs, in_waves=False)]
     assert len(slices[0]) == first
@@ -126,21 +75,11 @@ def test_slices_are_bounded_in_copies_and_bytes(page_bytes: int, first: int, cop
     assert sum(map(len, slices)) == copies
 
 
-def test_a_long_job_is_cut_as_it_goes() -> None:
-    layout = KVLayout(1 << 20, (Region(1 << 50, 16, 16, 0),))
-    path = make_path(Direction.STORE, layout, 1 << 40)
-    pairs = np.stack([np.arange(10_000)] * 2, 1).astype(np.int32)
-    slices = path.slices(pairs, in_waves=False)
-    next(slices)
-    pairs[SLICE_COPIES + 1 :] = 0
-    assert {copy[1] for _, part in slices for copy in part[1:]} == {1 << 50}
-
-
-def test_a_failed_copy_names_its_bytes(runtime: Runtime) -> None:
-    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
-    runtime.copies.clear()
-    good = (target.ctypes.data, source.ctypes.data, 16)
-    with pytest.raises(RuntimeError, match=r"cudaErrorInvalidValue: .* \(one copy of 48 bytes\)"):
-        Copier(None).copy([good, (1, 2, 48)], STREAM)  # type: ignore[arg-type]
-    assert runtime.copies == [good]
-    assert target.tolist() == [*range(16), *[0] * 48]
+def test_copies_are_queued_on_their_device_and_a_failure_names_its_bytes(cuda: PlayedCuda) -> None:
+    stream: Any = Stream(cuda)
+    copier = Copier(torch.device("cuda", 1))
+    copier.copy([(1, 2, 16)] * 2, stream)
+    assert Counter(cuda.calls) == {("memcpyAsync", 1): 2}
+    cuda.failing = {"memcpyAsync"}
+    with pytest.raises(RuntimeError, match=r"injected fault \(one copy of 48 bytes\)"):
+        copier.copy([(1, 2, 48)], stream)

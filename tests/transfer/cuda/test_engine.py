@@ -7,6 +7,7 @@ compute ahead of copies, so a wait that is missing shows in every run.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,9 +18,10 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
-from kv_swap.cuda import kernel_path, zero
+from kv_swap.cuda import kernel_path, state
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.state import State
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
 from kv_swap.layout import KVLayout
@@ -164,6 +166,22 @@ def test_compute_waits_for_the_loads_before_it(cuda: PlayedCuda) -> None:
     assert read == [[7] * LAYERS]
 
 
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_lists_of_slices_in_flight_are_left_alone(
+    cuda: PlayedCuda, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice is a pair here, and three may be in flight."""
+    monkeypatch.setattr(kernel_path, "RING_ENTRIES", 3)
+    monkeypatch.setattr(kernel_path, "MAX_PAIRS", 1)
+    engine = Engine()
+    engine.submit(direction, *((block, 7 - block) for block in range(8)))
+    while not engine.copies.poll():
+        cuda.run(COMPUTE)
+        cuda.step_copies()
+    found = [engine.slot(i) if direction is STORE else engine.block(i) for i in range(8)]
+    assert found == [[1 if direction is STORE else 7] * LAYERS] * 8
+
+
 # -- zeroing -----------------------------------------------------------------------------------
 
 
@@ -194,25 +212,30 @@ def test_blocks_are_zeroed_behind_compute_that_was_queued_and_before_what_follow
     assert engine.block(2) == engine.block(4) == [1] * LAYERS
 
 
-def test_lists_of_blocks_are_left_alone_until_they_were_read(
-    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More of them than there is room for: the last calls wait for the device."""
-    monkeypatch.setattr(zero, "MAX_BLOCKS", 3)
+def test_loads_come_after_zeroing_that_was_refused_half_way(cuda: PlayedCuda) -> None:
     engine = Engine()
-    for block in range(20):
-        engine.copies.zero_blocks([block])
-    engine.copies.zero_blocks(range(20, 39))
-    cuda.run()
-    assert {tuple(engine.block(block)) for block in range(39)} == {(0,) * LAYERS}
-    assert engine.block(39) == [1] * LAYERS
-
-
-def test_zeroing_that_cuda_refuses_is_an_error_of_a_copy(cuda: PlayedCuda) -> None:
-    engine = Engine()
-    cuda.failing = {"launchKernel"}
-    with pytest.raises(CopyError, match="launching zero_pages failed with launchKernel: injected"):
+    cuda.failing = {"zeroing"}
+    with pytest.raises(CopyError, match="zeroing 1 blocks of 192 bytes failed: zeroing: "):
         engine.copies.zero_blocks([3])
+    engine.submit(LOAD, (3, 5), behind_compute=False)
+    cuda.run_copies()
+    cuda.run()
+    assert engine.block(3) == [7] * LAYERS
+
+
+def test_exactly_the_pages_of_the_blocks_are_zeroed(cuda: PlayedCuda) -> None:
+    """Two regions, of pages that lie apart and of pages that touch."""
+    storage = Storage(BLOCKS * (112 + 48))
+    apart = storage.describe("apart", BLOCKS, (BLOCKS, 48), (112, 1))
+    touching = storage.describe("touch", BLOCKS, (BLOCKS, 48), (48, 1), offset=BLOCKS * 112)
+    layout = KVLayout.from_tensors(BLOCKS, [apart, touching])
+    arena = HostArena(1, layout.slot_bytes, register=CudaRegistrar(DEVICE))
+    engine = CudaSwapEngine(layout, arena, DEVICE, [storage])
+    storage.data[:] = 0xFF
+    engine.zero_blocks([BLOCKS - 1, 0, 7])
+    cuda.run()
+    zeroed = np.isin(storage.owner, [BLOCKS - 1, 0, 7])
+    np.testing.assert_array_equal(storage.data, np.where(zeroed, 0, 0xFF))
 
 
 # -- loads at once -----------------------------------------------------------------------------
@@ -363,17 +386,32 @@ def test_memory_is_held_until_copies_and_zeroing_have_ended(cuda: PlayedCuda, cl
     assert not pages[:, 4].any()
 
 
-def test_zeroing_ends_before_its_lists_are_freed(cuda: PlayedCuda) -> None:
-    """Also if no load's stream could be made to wait for it."""
+@pytest.mark.parametrize("forked", [False, True])
+def test_memory_is_kept_where_nobody_can_tell_whether_copies_run(
+    cuda: PlayedCuda,
+    forked: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A forked child cannot call CUDA."""
+    kept: list[State] = []
+    monkeypatch.setattr(state, "_LEAKED", kept)
     engine = Engine()
-    pages = engine.pages
-    cuda.failing = {"streamWaitEvent"}
-    with pytest.raises(CopyError, match="having loads wait for compute failed"):
-        engine.copies.zero_blocks([4])
-    cuda.failing = set()
-    del engine
-    gc.collect()
-    assert not pages[:, 4].any()
+    storage = engine.storage
+    engine.submit(STORE, (3, 5))
+    cuda.failing = set() if forked else {"streamSynchronize"}
+    with monkeypatch.context() as patch:
+        if forked:
+            patch.setattr(os, "getpid", lambda: -1)
+        del engine
+        gc.collect()
+    held = [(left.keep_alive, bool(left.lanes)) for left in kept]
+    told = "what they use is not freed" in caplog.text
+    caplog.clear()  # the traceback in a record holds memory, too
+    kept.clear()
+    assert held == [((storage,), True)]
+    assert told is not forked
+    assert any(cuda.queues)
 
 
 def test_compute_cannot_wait_for_the_copy_engine(cuda: PlayedCuda) -> None:

@@ -1,51 +1,40 @@
-"""The lane over a path that copies nothing: events complete when the test says so."""
+"""Lanes and their streams on a played device, over a path that notes what was copied."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
-from kv_swap.cuda.copy_path import CopyPath
-from kv_swap.cuda.lane import Lane
-from kv_swap.engine import Completion, Direction, SwapJob
-from kv_swap.errors import CopyError
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+
+from kv_swap.cuda.lane import CopyPath, Lane  # noqa: E402
+from kv_swap.cuda.streams import CopyStream  # noqa: E402
+from kv_swap.engine import Completion, Direction, SwapJob  # noqa: E402
+from kv_swap.errors import CopyError  # noqa: E402
+
+from tests.support.played_cuda import COMPUTE, PlayedCuda, Stream  # noqa: E402
 
 SLOT_BYTES = 4 << 20
 
 
-class FakeEvent:
-    def __init__(self) -> None:
-        self.completed = False
-        self.error: RuntimeError | None = None
-        self.followers: list[FakeEvent] = []
-
-    def query(self) -> bool:
-        if self.error is not None:
-            raise self.error
-        return self.completed
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        assert end.completed
-        return 1500.0
-
-
-class FakePath(CopyPath):
-    """Slices of four pairs; `copied` are those that have ended."""
+class Path(CopyPath):
+    """Slices of four pairs, in waves 0, 1 to 2, and 3; `copied` are those that have ended."""
 
     call = "launching swap_store"
 
-    def __init__(self, max_in_flight: int, slices_per_call: int) -> None:
+    def __init__(self, cuda: PlayedCuda, max_in_flight: int, slices_per_call: int) -> None:
         self.max_in_flight = max_in_flight
         self.slices_per_call = slices_per_call
-        self.queued: list[tuple[list[list[int]], FakeEvent | None]] = []
+        self.queued = 0
         self.copied: list[list[list[int]]] = []
         self.failing: int | None = None
-        self.calls = 0
-        self.waves: list[int] = []
+        self.behind: Callable[[], object] = lambda: None
+        """Called when a slice was queued."""
+        self._cuda = cuda
 
     def slices(self, pairs: Any, *, in_waves: bool) -> Iterator[Any]:
         for waves in (range(1), range(1, 3), range(3, 4)) if in_waves else (None,):
@@ -53,257 +42,197 @@ class FakePath(CopyPath):
                 yield waves, pairs[first : first + 4]
 
     def queue(self, part: Any, stream: Any) -> None:
-        assert stream is STREAM
-        waves, pairs = part
-        if waves is not None:
-            self.waves.append(waves.start)
-        self.calls += 1
-        if self.calls - 1 == self.failing:
+        self.queued += 1
+        if self.queued == self.failing:
             raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
-        self.queued.append((pairs.tolist(), None))
-
-    def warm_up(self, stream: Any) -> None:
-        raise AssertionError("the engine warms a path up, not the lane")
-
-
-STREAM = object()
+        self._cuda.calls.append(("launch", 0))
+        pairs = part[1].tolist()
+        self._cuda.queue(lambda: self.copied.append(pairs), stream.cuda_stream)
+        self.behind()
 
 
-class FakeDevice:
-    """Stands in for `CopyStream`, and ends slices of `path`."""
+class Bed:
+    """A lane on a played device; a test says how many slices have ended."""
 
-    stream = STREAM
+    def __init__(self, cuda: PlayedCuda, max_in_flight: int = 4, slices_per_call: int = 8) -> None:
+        self.cuda = cuda
+        self.path = Path(cuda, max_in_flight, slices_per_call)
+        stream = CopyStream(torch.device("cuda", 0), 2 * max_in_flight)
+        self.lane = Lane(Direction.STORE, self.path, stream)
+        self.read: list[int] = []
+        """How many slices had ended when compute came to each `look`."""
+        cuda.run()
 
-    def __init__(self, max_in_flight: int, slices_per_call: int) -> None:
-        self.path = FakePath(max_in_flight, slices_per_call)
-        self.out: set[FakeEvent] = set()
-        self.failing_wait = False
-        self.failing_record = False
-        self.failing_make = False
-        self.waits = 0
-        self.compute = 1
-        self.failing_await = False
-        self.awaited: list[tuple[int, FakeEvent]] = []
+    def submit(self, job_id: int, count: int, *, in_waves: bool = False) -> list[list[int]]:
+        """Submit a store, or a load in waves; return its pairs."""
+        pairs = np.stack([np.arange(count), 1000 * job_id + np.arange(count)], 1).astype(np.int32)
+        expected: list[list[int]] = pairs.tolist()
+        direction = Direction.LOAD if in_waves else Direction.STORE
+        self.lane.submit(SwapJob(job_id, direction, pairs, in_waves, in_waves), count * SLOT_BYTES)
+        pairs[:] = -1  # the caller may reuse them
+        self.cuda.run(COMPUTE)
+        return expected
 
-    @property
-    def queued(self) -> int:
-        return len(self.path.queued)
-
-    @property
-    def copied(self) -> list[list[list[int]]]:
-        return self.path.copied
-
-    def take(self) -> FakeEvent:
-        if self.failing_make:
-            raise RuntimeError("CUDA error: out of memory")
-        event = FakeEvent()
-        self.out.add(event)
-        return event
-
-    def record(self, event: FakeEvent | None = None) -> FakeEvent:
-        if self.failing_record:
-            raise RuntimeError("CUDA error: unspecified launch failure")
-        event = event or self.take()
-        part, before = self.path.queued[-1]
-        if before is None:
-            self.path.queued[-1] = (part, event)
-        else:  # behind a slice that failed there is nothing new to wait for
-            event.completed = before.completed
-            before.followers.append(event)
-        return event
-
-    def wait_stream(self) -> FakeEvent:
-        if self.failing_wait:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        self.waits += 1
-        event = FakeEvent()
-        self.out.add(event)
-        return event
-
-    def compute_stream(self) -> int:
-        return self.compute
-
-    def make_compute_wait(self, stream: int, event: FakeEvent) -> None:
-        if self.failing_await:
-            raise RuntimeError("CUDA error: invalid resource handle")
-        self.awaited.append((stream, event))
-
-    def recycle(self, *events: FakeEvent) -> None:
-        self.out.difference_update(events)
+    def look(self) -> None:
+        self.cuda.queue(lambda: self.read.append(len(self.path.copied)))
 
     def complete(self, count: int) -> None:
-        """End the next `count` slices."""
-        for part, event in self.path.queued[len(self.copied) :][:count]:
-            self.copied.append(part)
-            assert event is not None
-            for ended in (event, *event.followers):
-                ended.completed = True
+        """End the next `count` slices; compute goes on as far as it may."""
+        end = len(self.path.copied) + count
+        while len(self.path.copied) < end:
+            self.cuda.step_copies()
+        self.cuda.step_copies()  # the event behind it
+        self.cuda.run(COMPUTE)
+
+    def ended(self) -> list[int]:
+        return [completion.job_id for completion in self.lane.advance()]
 
 
-def make_lane(max_in_flight: int = 4, slices_per_call: int = 4) -> tuple[FakeDevice, Lane]:
-    device = FakeDevice(max_in_flight, slices_per_call)
-    return device, Lane(Direction.STORE, device.path, device)  # type: ignore[arg-type]
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
+    made = PlayedCuda()
+    made.install(monkeypatch)
+    return made
 
 
-def submit(lane: Lane, job_id: int, count: int, *, in_waves: bool = False) -> list[list[int]]:
-    """Submit a store, or a load in waves; return its pairs."""
-    pairs = np.stack([np.arange(count), 1000 * job_id + np.arange(count)], 1).astype(np.int32)
-    expected = pairs.tolist()
-    direction = Direction.LOAD if in_waves else Direction.STORE
-    lane.submit(SwapJob(job_id, direction, pairs, in_waves, in_waves), count * SLOT_BYTES)
-    pairs[:] = -1  # the caller may reuse them
-    return expected
+def test_jobs_are_cut_and_end_with_their_last_slice(cuda: PlayedCuda) -> None:
+    bed = Bed(cuda)
+    expected = bed.submit(1, 10)
+    assert bed.path.queued == 3
+    bed.complete(2)
+    assert bed.lane.advance() == []
+    bed.complete(1)
+    assert bed.lane.advance() == [Completion(1, Direction.STORE, 10 * SLOT_BYTES, 0.001)]
+    assert bed.path.copied == [expected[:4], expected[4:8], expected[8:]]
+    assert bed.lane.idle
+    assert bed.lane.advance() == []
 
 
-def ids(completions: Sequence[Completion]) -> list[int]:
-    return [completion.job_id for completion in completions]
-
-
-def test_jobs_are_cut_and_end_with_their_last_slice() -> None:
-    device, store = make_lane()
-    expected = submit(store, 1, 10)
-    assert device.queued == 3
-    device.complete(2)
-    assert store.advance() == []
-    assert not store.idle
-    device.complete(1)
-    (completion,) = store.advance()
-    assert completion == Completion(1, Direction.STORE, 10 * SLOT_BYTES, 1.5)
-    assert device.copied == [expected[:4], expected[4:8], expected[8:]]
-    assert store.idle
-    assert store.advance() == []
-    assert not device.out
-
-
-def test_no_more_slices_are_in_flight_than_the_path_allows() -> None:
-    device, store = make_lane()
-    expected = [submit(store, 1, 20), submit(store, 2, 12), submit(store, 3, 1)]
-    assert device.queued == 4
+def test_no_more_slices_are_in_flight_than_the_path_allows(cuda: PlayedCuda) -> None:
+    """And no event is made but those that the stream began with."""
+    bed = Bed(cuda)
+    made = len(cuda.recorded)
+    expected = [bed.submit(1, 20), bed.submit(2, 12), bed.submit(3, 1)]
+    assert bed.path.queued == 4
     ended = []
-    for step in (0, 1, 3, 2, 1, 4, 4):
-        device.complete(step)
-        ended += ids(store.advance())
-        assert device.queued - len(device.copied) <= 4
+    for step in (0, 1, 3, 2, 1, 2):
+        bed.complete(step)
+        ended += bed.ended()
+        assert bed.path.queued - len(bed.path.copied) <= 4
     assert ended == [1, 2, 3]
-    assert list(chain(*device.copied)) == list(chain(*expected))
-    assert device.waits == 3
-    assert not device.out
+    assert list(chain(*bed.path.copied)) == list(chain(*expected))
+    for job_id in range(4, 12):
+        bed.submit(job_id, 1)
+        bed.complete(1)
+        assert bed.ended() == [job_id]
+    assert len(cuda.recorded) == made
 
 
-def test_a_failed_slice_fails_its_job_alone_and_only_when_its_slices_have_ended() -> None:
-    device, store = make_lane()
-    device.path.failing = 1
-    submit(store, 7, 12)
-    expected = submit(store, 8, 1)
-    assert device.queued == 2
-    assert store.advance() == []
-    device.complete(1)
-    (failed,) = store.advance()
+def test_a_call_queues_no_more_than_the_path_allows(cuda: PlayedCuda) -> None:
+    bed = Bed(cuda, slices_per_call=1)
+    bed.submit(1, 8)
+    bed.submit(2, 4)
+    assert bed.path.queued == 2
+    bed.complete(2)
+    assert bed.ended() == [1]
+    assert bed.path.queued == 3
+
+
+def test_a_failed_slice_fails_its_job_alone_and_only_when_its_slices_have_ended(
+    cuda: PlayedCuda,
+) -> None:
+    bed = Bed(cuda)
+    bed.path.failing = 2
+    bed.submit(7, 12)
+    expected = bed.submit(8, 1)
+    assert bed.path.queued == 3
+    assert bed.lane.advance() == []
+    bed.complete(1)
+    cuda.step_copies()  # the event behind the slice that failed, a part of which may run
+    (failed,) = bed.lane.advance()
     assert failed.job_id == 7
     assert isinstance(failed.error, CopyError)
     for part in ("swap_store", "CUDA_ERROR_INVALID_VALUE", "job 7", f"{12 * SLOT_BYTES} bytes"):
         assert part in str(failed.error)
     assert failed.seconds > 0
-    device.complete(1)
-    (fine,) = store.advance()
+    bed.complete(1)
+    (fine,) = bed.lane.advance()
     assert (fine.job_id, fine.error) == (8, None)
-    assert device.copied[1] == expected
+    assert bed.path.copied[1] == expected
 
 
 @pytest.mark.parametrize(
-    ("fault", "queued", "message"),
+    ("call", "queued", "message"),
     [
-        ("failing_wait", 0, "waiting for the compute stream failed with .* illegal memory access"),
-        ("failing_record", 1, "recording an event failed with CUDA error: unspecified"),
+        ("streamWaitEvent", 0, "waiting for the compute stream failed with streamWaitEvent: inj"),
+        ("eventRecord", 1, "recording an event failed with eventRecord: injected"),
     ],
 )
 def test_a_job_that_cannot_be_ordered_or_followed_by_an_event_fails(
-    fault: str, queued: int, message: str
+    cuda: PlayedCuda, call: str, queued: int, message: str
 ) -> None:
-    device, store = make_lane()
-    setattr(device, fault, True)
-    submit(store, 7, 1)
-    assert device.queued == queued
-    (failed,) = store.advance()
-    assert re.search(message, str(failed.error))
-    assert store.idle
+    bed = Bed(cuda)
+    if queued:
+        bed.path.behind = lambda: cuda.failing.add(call)
+    else:
+        cuda.failing = {call}
+    bed.submit(7, 1)
+    assert bed.path.queued == queued
+    (failed,) = bed.lane.advance()
+    assert message in str(failed.error)
+    assert bed.lane.idle
 
 
-def test_a_lost_context_fails_every_job() -> None:
-    device, store = make_lane()
-    submit(store, 1, 20)
-    submit(store, 2, 1)
-    event = device.path.queued[0][1]
-    assert event is not None
-    event.error = RuntimeError("CUDA error: unspecified launch failure")
-    completions = store.advance()
-    assert ids(completions) == [1, 2]
+def test_a_lost_context_fails_every_job(cuda: PlayedCuda) -> None:
+    bed = Bed(cuda)
+    bed.submit(1, 20)
+    bed.submit(2, 1)
+    cuda.failing = {"eventQuery"}
+    completions = bed.lane.advance()
+    assert [completion.job_id for completion in completions] == [1, 2]
     for completion in completions:
-        assert "unspecified launch failure" in str(completion.error)
+        assert "eventQuery: injected fault" in str(completion.error)
         assert "the CUDA context is lost" in str(completion.error)
-    assert device.queued == 4
-    assert store.idle
+    assert bed.path.queued == 4
+    assert bed.lane.idle
 
 
-def test_part_of_a_slice_that_failed_may_run_so_the_job_waits_for_it() -> None:
-    device, store = make_lane()
-    device.path.failing = 1
-    submit(store, 7, 8)
-    event = device.path.queued[0][1]
-    assert event is not None
-    assert len(event.followers) == 1
-    event.completed = True
-    assert store.advance() == []
-    event.followers[0].completed = True
-    (failed,) = store.advance()
-    assert failed.error is not None
-    assert failed.job_id == 7
-    assert store.idle
-
-
-def test_a_slice_for_which_there_is_no_event_is_not_queued() -> None:
+def test_a_slice_for_which_there_is_no_event_is_not_queued(
+    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would run on after its job has ended, and write blocks that are another's by then."""
-    device, store = make_lane()
-    device.path.max_in_flight = 1
-    submit(store, 7, 8)
-    device.failing_make = True
-    device.complete(1)
-    (failed,) = store.advance()
-    assert device.queued == 1
+
+    def refuse() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    bed = Bed(cuda, max_in_flight=1)
+    bed.submit(7, 8)
+    monkeypatch.setattr(bed.lane.stream, "take", refuse)
+    bed.complete(1)
+    (failed,) = bed.lane.advance()
+    assert bed.path.queued == 1
     assert "making an event failed with CUDA error: out of memory" in str(failed.error)
-    assert store.idle
+    assert bed.lane.idle
 
 
-def test_a_call_queues_no_more_than_the_path_allows() -> None:
-    device, store = make_lane(slices_per_call=1)
-    expected = [submit(store, 1, 8)]
-    assert device.queued == 1
-    expected.append(submit(store, 2, 4))
-    assert device.queued == 2
-    device.complete(2)
-    (first,) = store.advance()
-    assert (first.job_id, device.queued) == (1, 3)
-    device.complete(1)
-    (second,) = store.advance()
-    assert (second.job_id, device.queued) == (2, 3)
-    assert list(chain(*device.copied)) == list(chain(*expected))
-    assert not device.out
-
-
-def test_compute_waits_for_the_last_slice_of_what_is_in_flight() -> None:
-    device, lane = make_lane(max_in_flight=3)
-    lane.await_all()
-    assert device.awaited == []
-    submit(lane, 1, 8)
-    lane.await_all()
-    assert device.awaited == [(1, events(device)[1])]
-    submit(lane, 2, 8)  # of which one slice fits
-    lane.fail_unqueued()
+def test_compute_waits_for_the_last_slice_of_what_is_in_flight(cuda: PlayedCuda) -> None:
+    bed = Bed(cuda, max_in_flight=3)
+    bed.lane.await_all()
+    assert not cuda.queues[COMPUTE]
+    bed.submit(1, 8)
+    bed.lane.await_all()
+    bed.look()
+    bed.submit(2, 8)  # of which one slice fits
+    bed.lane.fail_unqueued()
     with pytest.raises(CopyError, match="3 slices are in flight, no more fit"):
-        lane.await_all()
-    assert device.awaited[1:] == [(1, events(device)[2])]
-    device.complete(3)
-    fine, failed = lane.advance()
+        bed.lane.await_all()
+    bed.look()
+    bed.complete(1)
+    assert bed.read == []
+    bed.complete(1)
+    bed.complete(1)
+    assert bed.read == [2, 3]
+    fine, failed = bed.lane.advance()
     assert (fine.job_id, fine.error) == (1, None)
     assert "3 slices are in flight, no more fit" in str(failed.error)
 
@@ -311,62 +240,78 @@ def test_compute_waits_for_the_last_slice_of_what_is_in_flight() -> None:
 # -- waves -------------------------------------------------------------------------------------
 
 
-def events(device: FakeDevice) -> list[FakeEvent]:
-    return [event for _, event in device.path.queued if event is not None]
-
-
-def test_compute_waits_for_the_last_slice_of_a_wave_once() -> None:
-    device, lane = make_lane(8, 8)
-    submit(lane, 1, 8, in_waves=True)
-    assert device.path.waves == [0, 0, 1, 1, 3, 3]
-    behind = events(device)
+def test_compute_waits_for_the_last_slice_of_a_wave_once(
+    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed, other = Bed(cuda, 8), Stream(cuda)
+    bed.submit(1, 8, in_waves=True)
+    cuda.calls.clear()
     for wave in (0, 2, 0, 1, 2):
-        lane.await_wave(wave)
-    assert device.awaited == [(1, behind[1]), (1, behind[3])]
-    device.compute = 2
-    lane.await_wave(0)
-    assert device.awaited[2:] == [(2, behind[1])], "another stream has waited for nothing yet"
-    device.compute = 1
-    lane.await_wave(9)
-    assert device.awaited[3:] == [(1, behind[5])]
-    device.complete(6)
-    (completion,) = lane.advance()
+        bed.lane.await_wave(wave)
+        bed.look()
+    assert [call for call, _ in cuda.calls] == ["streamWaitEvent"] * 2
+    with monkeypatch.context() as patch:
+        patch.setattr(bed.lane.stream, "compute_stream", lambda: other.cuda_stream)
+        bed.lane.await_wave(0)
+    assert len(cuda.queues[other.cuda_stream]) == 1, "it has waited for nothing yet"
+    bed.lane.await_wave(9)
+    bed.look()
+    for _ in range(6):
+        bed.complete(1)
+    assert bed.read == [2, 4, 4, 4, 4, 6]
+    (completion,) = bed.lane.advance()
     assert (completion.error, completion.nbytes) == (None, 8 * SLOT_BYTES)
-    assert not device.out
 
 
-def test_a_new_load_is_waited_for_anew() -> None:
-    device, lane = make_lane(8, 8)
-    submit(lane, 1, 4, in_waves=True)
-    lane.await_wave(3)
-    submit(lane, 2, 4, in_waves=True)
-    lane.await_wave(0)
-    assert device.awaited == [(1, events(device)[2]), (1, events(device)[3])]
-    submit(lane, 3, 4)  # in one piece, and not waited for
-    lane.await_wave(3)
-    assert len(device.awaited) == 2
+def test_a_new_load_is_waited_for_anew(cuda: PlayedCuda) -> None:
+    bed = Bed(cuda, 8)
+    bed.submit(1, 4, in_waves=True)
+    bed.lane.await_wave(3)
+    bed.look()
+    bed.submit(2, 4, in_waves=True)
+    bed.lane.await_wave(0)
+    bed.look()
+    bed.submit(3, 4)  # in one piece, and not waited for
+    bed.lane.await_wave(3)
+    bed.look()
+    for _ in range(5):
+        bed.complete(1)
+    assert bed.read == [3, 4, 4]
 
 
-def test_compute_cannot_wait_for_a_load_that_failed() -> None:
-    device, lane = make_lane(8, 8)
-    device.path.failing = 1
-    submit(lane, 1, 4, in_waves=True)
-    assert device.path.waves == [0, 1]
+@pytest.mark.parametrize("fault", ["launch", "wait"])
+def test_compute_cannot_go_on_with_a_wave_that_failed(cuda: PlayedCuda, fault: str) -> None:
+    bed = Bed(cuda, 8)
+    bed.path.failing = 2 if fault == "launch" else None
+    bed.submit(1, 4, in_waves=True)
+    cuda.failing = {"streamWaitEvent"} if fault == "wait" else set()
     for wave in (0, 3):
         with pytest.raises(CopyError, match="store job 1"):
-            lane.await_wave(wave)
-    assert device.awaited == []
-    device.complete(1)
-    (failed,) = lane.advance()
+            bed.lane.await_wave(wave)
+    assert not cuda.queues[COMPUTE]
+    cuda.run()
+    (failed,) = bed.lane.advance()
     assert failed.error is not None
 
 
-def test_a_wait_that_fails_fails_the_load() -> None:
-    device, lane = make_lane(8, 8)
-    submit(lane, 1, 4, in_waves=True)
-    device.failing_await = True
-    with pytest.raises(CopyError, match="having compute wait for it failed"):
-        lane.await_wave(1)
-    device.complete(3)
-    (failed,) = lane.advance()
-    assert "having compute wait for it failed" in str(failed.error)
+# -- streams -----------------------------------------------------------------------------------
+
+
+def test_what_a_job_asks_of_cuda(cuda: PlayedCuda) -> None:
+    """Nothing but the two calls that order it stands before its launch."""
+    bed = Bed(cuda)
+    cuda.calls.clear()
+    bed.submit(1, 1)
+    calls = [call for call, _ in cuda.calls]
+    assert calls == ["eventRecord", "streamWaitEvent", "launch", "eventRecord"]
+
+
+def test_default_streams_are_those_of_the_device_of_the_copies(cuda: PlayedCuda) -> None:
+    output: Any = Stream(cuda)
+    stream = CopyStream(torch.device("cuda", 1), 2, output)
+    cuda.calls.clear()
+    stream.make_compute_wait(COMPUTE, stream.wait_stream())
+    assert {device for _, device in cuda.calls} == {1}
+    assert len(cuda.calls) == 5
+    assert cuda.device == 0
+    assert stream.take() is not stream.take()

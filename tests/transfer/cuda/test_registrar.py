@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from contextlib import contextmanager
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from kv_swap.cuda import registrar
@@ -13,64 +12,31 @@ from kv_swap.errors import DeviceError, PinnedMemoryError
 
 torch = pytest.importorskip("torch")
 
-
-class Cuda:
-    """CuPy's runtime and the driver's capture mode, as far as a registrar uses them."""
-
-    def __init__(self) -> None:
-        self.cudaDevAttrCanUseHostPointerForRegisteredMem = 91
-        self.current = 0
-        self.mode = 0
-        self.calls: list[tuple[Any, ...]] = []
-        self.fails = False
-
-    def deviceGetAttribute(self, attribute: int, index: int) -> int:  # noqa: N802
-        return 0 if (attribute, index) == (91, 3) else 1
-
-    def deviceGetPCIBusId(self, index: int) -> str:  # noqa: N802
-        return f"0000:0{index}:00.0"
-
-    @contextmanager
-    def device(self, index: int) -> Any:
-        self.current, before = index, self.current
-        yield
-        self.current = before
-
-    def hostRegister(self, *arguments: int) -> None:  # noqa: N802
-        self.calls.append(("register", self.current, self.mode, *arguments))
-        if self.fails:
-            raise RuntimeError("cudaErrorMemoryAllocation")
-
-    def hostUnregister(self, address: int) -> None:  # noqa: N802
-        self.calls.append(("unregister", self.current, self.mode, address))
-
-    def exchange(self, mode: ctypes.c_int) -> None:
-        self.mode, mode.value = mode.value, self.mode
+from tests.support.played_cuda import PlayedCuda  # noqa: E402
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    made = Cuda()
-    fake = SimpleNamespace(cuda=SimpleNamespace(runtime=made, Device=made.device))
-    monkeypatch.setattr(registrar, "import_cupy", lambda: fake)
-    monkeypatch.setattr(registrar, "_exchange_capture_mode", made.exchange)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
+    made = PlayedCuda()
+    made.install(monkeypatch)
     return made
 
 
-def test_memory_is_registered_on_the_device_and_beside_captures(cuda: Cuda) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_is_registered_on_the_device_and_beside_captures(
+    cuda: PlayedCuda, fails: bool
+) -> None:
     made = CudaRegistrar(torch.device("cuda", 2))
-    made.register(4096, 8192)
-    made.unregister(4096)
-    assert cuda.calls == [("register", 2, 2, 4096, 8192, 3), ("unregister", 2, 2, 4096)]
-    assert (cuda.current, cuda.mode) == (0, 0), "the thread is left as it was"
     assert made.pci_bus_id == "0000:02:00.0"
-
-
-def test_the_capture_mode_comes_back_after_a_failure(cuda: Cuda) -> None:
-    cuda.fails = True
-    with pytest.raises(RuntimeError, match="cudaErrorMemoryAllocation"):
-        CudaRegistrar(torch.device("cuda", 0)).register(4096, 8192)
-    assert cuda.mode == 0
+    cuda.failing = {"hostRegister"} if fails else set()
+    with pytest.raises(RuntimeError, match="injected") if fails else nullcontext():
+        made.register(4096, 8192)
+    made.unregister(4096)
+    assert cuda.registrations == [
+        ("hostRegister", 2, 2, 4096, 8192, 3),
+        ("hostUnregister", 2, 2, 4096),
+    ]
+    assert (cuda.device, cuda.capture_mode) == (0, 0), "the thread is left as it was"
 
 
 def test_a_driver_that_refuses_the_capture_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +55,7 @@ def test_missing_cupy_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None
             CudaRegistrar(torch.device("cuda", 0))
 
 
-def test_device_that_cannot_use_host_pointers(cuda: Cuda) -> None:
+def test_device_that_cannot_use_host_pointers(cuda: PlayedCuda) -> None:
     CudaRegistrar(torch.device("cuda", 0))
     with pytest.raises(PinnedMemoryError, match="device 3 cannot reach"):
         CudaRegistrar(torch.device("cuda", 3))

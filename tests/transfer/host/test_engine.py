@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -155,7 +154,9 @@ def test_moves_exactly_the_blocks_of_the_pairs(
     view[:] = rng.integers(0, 256, view.shape, np.uint8)
     expected_data, expected_view = expect_copied(layout, storage, view, direction, pairs)
     engine = HostSwapEngine(layout, arena, [storage.data])
-    engine.submit(job(5, direction, pairs))
+    submitted = job(5, direction, pairs)
+    engine.submit(submitted)
+    submitted.pairs[:] = 0  # the caller may reuse them
     (completion,) = finish(engine)
     engine.close()
     np.testing.assert_array_equal(storage.data, expected_data)
@@ -192,17 +193,6 @@ def test_load_waits_for_one_slice_of_a_store(gate: Gate, monkeypatch: pytest.Mon
     into_cache = range(storage.address, storage.address + len(storage.data))
     first_load = next(i for i, (dst, _, _) in enumerate(gate.runs) if dst in into_cache)
     assert sum(nbytes for _, _, nbytes in gate.runs[:first_load]) <= 256
-
-
-def test_long_runs_are_cut_into_slices(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
-    monkeypatch.setattr(transfers, "SLICE_BYTES", 1024)
-    engine, arena, storage = make_engine(packed(64, 64, 64), 64)
-    storage.data[:] = np.arange(len(storage.data)) % 251
-    gate.open()
-    engine.submit(job(1, STORE, [(i, i) for i in range(64)]))
-    finish(engine)
-    assert [nbytes for _, _, nbytes in gate.runs] == [512] * 8
-    np.testing.assert_array_equal(arena.view().reshape(-1), storage.data)
 
 
 class Token:
@@ -288,22 +278,6 @@ def test_close_drops_references_and_keeps_completions() -> None:
         engine.zero_blocks([1])
 
 
-def test_close_gives_up_on_time_and_the_copy_still_ends_safely(gate: Gate) -> None:
-    engine, arena, _ = make_engine(packed(4, 64, 64), 4)
-    owner = weakref.ref(arena._owner)
-    engine.submit(job(1, STORE, [(2, 3)]))
-    assert gate.reached.acquire(timeout=120)
-    engine.close(timeout_seconds=0.01)
-    del arena
-    gc.collect()
-    assert owner() is not None
-    gate.open()
-    engine.close()
-    gc.collect()
-    assert owner() is None
-    assert [completion.error for completion in engine.poll()] == [None]
-
-
 def test_a_failed_copy_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, arena, storage = make_engine(packed(4, 64, 80), 4)
     storage.data[:] = 7
@@ -353,17 +327,6 @@ def test_wait_and_in_flight(gate: Gate) -> None:
     assert engine.poll() == []
 
 
-def test_the_caller_may_reuse_the_pairs(gate: Gate) -> None:
-    engine, arena, storage = make_engine(packed(4, 64, 64), 4)
-    storage.data[:] = np.repeat(np.arange(4, dtype=np.uint8), 64)
-    pairs = np.array([[2, 3]], np.int32)
-    engine.submit(SwapJob(1, STORE, pairs))
-    pairs[:] = 0
-    gate.open()
-    finish(engine)
-    assert (arena.view()[3] == 2).all()
-
-
 def test_zero_blocks() -> None:
     engine, _, storage = make_engine(halves(4, 64), 1)
     storage.data[:] = 5
@@ -383,19 +346,13 @@ def test_zero_blocks() -> None:
     [
         (STORE, np.zeros((0, 2), np.int32), "non-empty"),
         (STORE, np.zeros(2, np.int32), r"shape \(2,\)"),
-        (STORE, np.zeros((1, 3), np.int32), r"shape \(1, 3\)"),
         (STORE, np.zeros((1, 2), np.int64), "int64"),
         (STORE, np.array([[0, 0], [4, 1]], np.int32), "pair 1 names block 4, valid are 0 to 3"),
         (LOAD, np.array([[-1, 0]], np.int32), "pair 0 names block -1"),
         (LOAD, np.array([[0, 2]], np.int32), "pair 0 names slot 2, valid are 0 to 1"),
-        (STORE, np.array([[0, -1]], np.int32), "pair 0 names slot -1"),
         (LOAD, np.array([[0, -1]], np.int32), "pair 0 names slot -1"),
-        (STORE, np.array([[-1, 0]], np.int32), "pair 0 names block -1"),
-        (STORE, np.array([[0, 0], [1, 2]], np.int32), "pair 1 names slot 2, valid are 0 to 1"),
         (STORE, np.array([[0, 1], [1, 1]], np.int32), "writes one slot twice"),
         (LOAD, np.array([[i % 4, 0] for i in range(9)], np.int32), "writes one block twice"),
-        (LOAD, np.array([[i, 0] for i in range(9)], np.int32), "pair 4 names block 4"),
-        (LOAD, np.array([[1, 0], [1, 1]], np.int32), "writes one block twice"),
     ],
 )
 def test_bad_pairs_copy_nothing(direction: Direction, pairs: np.ndarray, message: str) -> None:
@@ -415,30 +372,6 @@ def test_a_store_that_does_not_wait_for_compute_is_refused() -> None:
         engine.submit(SwapJob(77, STORE, np.array([[0, 0]], np.int32), behind_compute=False))
 
 
-@pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize("direction", [STORE, LOAD])
-def test_exactly_the_bad_pairs_are_refused(direction: Direction, order: Literal["C", "F"]) -> None:
-    engine, _, _ = make_engine(packed(6, 64, 64), 5)
-    rng = np.random.default_rng(5)
-    outcomes = set()
-    for _ in range(600):
-        low = int(rng.integers(-1, 1))
-        columns = [rng.integers(low, limit, int(rng.integers(1, 5))) for limit in (7, 6)]
-        length = min(map(len, columns))
-        pairs = np.stack([column[:length] for column in columns], 1).astype(np.int32, order=order)
-        written = pairs[:, 1 if direction is STORE else 0].tolist()
-        good = all(0 <= block < 6 and 0 <= slot < 5 for block, slot in pairs.tolist())
-        good = good and len(set(written)) == length
-        outcomes.add(good)
-        try:
-            engine.check_pairs(SwapJob(1, direction, pairs))
-        except JobError:
-            assert not good, pairs
-        else:
-            assert good, pairs
-    assert outcomes == {True, False}
-
-
 def test_an_arena_that_does_not_fit_is_refused() -> None:
     layout, storage = packed(4, 64, 64)
     with pytest.raises(LayoutError, match="slots of the arena have 48 bytes, a block has 64"):
@@ -451,12 +384,6 @@ def test_more_runs_than_one_call_takes() -> None:
     base = source.ctypes.data
     copy_runs([(target.ctypes.data + 16 * i, base + 16 * (2999 - i), 16) for i in range(3000)])
     assert (target == source[::-1]).all()
-
-
-def test_an_address_that_is_not_mapped_is_an_error_not_a_crash() -> None:
-    target = np.zeros(64, np.uint8)
-    with pytest.raises(OSError, match="process_vm_readv"):
-        copy_runs([(target.ctypes.data, 8, 64)])
 
 
 def test_a_copy_that_stops_half_way_is_an_error() -> None:
@@ -565,29 +492,34 @@ def test_waves_that_nobody_awaited_come_before_what_follows(waves: Waves, end: s
     assert [done.job_id for done in engine.poll()] == [7]
 
 
-def test_a_wave_that_fails_ends_its_load(waves: Waves, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, storage, view = waves
-    engine.submit(in_waves(7, [(2, 3)]))
-
+def test_a_load_that_fails_is_told_and_leaves_the_next_one_alone(
+    waves: Waves, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_runs: Sequence[Run]) -> None:
         raise OSError("injected fault")
 
+    engine, storage, view = waves
+    engine.submit(in_waves(7, [(2, 3)]))
     with monkeypatch.context() as patch:
         patch.setattr(transfers, "copy_runs", fail)
         for _ in range(2):
             with pytest.raises(CopyError, match="injected fault"):
                 engine.await_wave(1)
-    (done,) = engine.poll()
-    assert isinstance(done.error, CopyError)
-    assert done.job_id == 7
     engine.load_now(in_waves(7, [(2, 3)]).pairs)
     assert arrived(engine, storage, 2, view[3]) == [True] * 4
     engine.await_wave(2)
-    assert engine.poll() == []
-    engine.submit(in_waves(8, [(2, 3)]))
+    with monkeypatch.context() as patch:
+        patch.setattr(transfers, "copy_runs", fail)
+        engine.submit(in_waves(8, [(1, 0)]))
+        with pytest.raises(CopyError, match="injected fault"):
+            engine.load_now(in_waves(8, [(1, 0)]).pairs)
+        engine.submit(in_waves(9, [(1, 0)]))
+    engine.submit(in_waves(10, [(0, 1)]))
+    engine.await_wave(0)
     engine.await_wave(2)
-    assert arrived(engine, storage, 2, view[3]) == [True] * 4
-    assert [done.job_id for done in engine.poll()] == [8]
+    assert arrived(engine, storage, 0, view[1]) == [True] * 4
+    ended = [(done.job_id, type(done.error)) for done in engine.poll()]
+    assert ended == [(7, CopyError), (8, CopyError), (9, CopyError), (10, type(None))]
 
 
 def test_a_load_at_once_ends_the_load_that_it_replaces(waves: Waves) -> None:
@@ -601,26 +533,6 @@ def test_a_load_at_once_ends_the_load_that_it_replaces(waves: Waves) -> None:
     (done,) = finish(engine)
     assert (done.job_id, type(done.error)) == (7, CopyError)
     assert not storage.data[written].any()
-
-
-def test_a_load_that_fails_at_once_is_an_error_and_leaves_the_next_one_alone(
-    waves: Waves, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_runs: Sequence[Run]) -> None:
-        raise OSError("injected fault")
-
-    engine, storage, view = waves
-    with monkeypatch.context() as patch:
-        patch.setattr(transfers, "copy_runs", fail)
-        engine.submit(in_waves(7, [(2, 3)]))
-        with pytest.raises(CopyError, match="injected fault"):
-            engine.await_wave(0)
-        with pytest.raises(CopyError, match="injected fault"):
-            engine.load_now(in_waves(7, [(2, 3)]).pairs)
-        engine.submit(in_waves(8, [(1, 0)]))
-    engine.submit(in_waves(9, [(2, 3)]))
-    engine.await_wave(0)
-    assert arrived(engine, storage, 2, view[3]) == [False, True, False, True]
 
 
 def test_waves_that_cannot_be_are_refused() -> None:

@@ -1,9 +1,8 @@
 """The path of the copy engine: one `cudaMemcpyAsync` for every page.
 
 For devices that run no swap kernel, and for `transfer_engine: dma`. It takes no SM from compute,
-but time from the host: some microseconds a copy. So a call of the engine queues one slice, and the
-rest of a job follows with later polls. A copy engine serves a direction first come, first served:
-the copies of others wait for all slices that are queued.
+but microseconds of the host for a copy. So a call of the engine queues one slice, and later polls
+the rest. Copies of others in the same direction wait for all slices that are queued.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.cuda.copy_path import CopyPath, Slice
 from kv_swap.cuda.device import device_index, import_cupy
+from kv_swap.cuda.lane import CopyPath, Slice
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena

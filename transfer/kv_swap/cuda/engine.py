@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kv_swap.cuda.device import device_index
 from kv_swap.cuda.dma import Copier, cut_copies
 from kv_swap.cuda.state import make_state, release
+from kv_swap.cuda.zero import BlockZeroer
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
 from kv_swap.layout import KVLayout
@@ -34,16 +35,14 @@ _POLL_SECONDS = 0.0001
 class CudaSwapEngine(SwapEngine):
     """Copies between KV tensors on `device` and a registered arena, a stream per direction.
 
-    `keep_alive` are the tensors behind `layout`. Stores wait for `output_copy_stream` and for the
-    compute stream, which is the stream current on `device` at each call. With `copy_engine_only` no
-    kernel copies. `seconds` of a completion are the device's: from when the compute stream reached
-    the point of submission, or for a load that does not wait for it, from when earlier loads ended.
+    `keep_alive` are the tensors behind `layout`. The compute stream is the one that is current on
+    `device` at each call. With `copy_engine_only` no kernel copies. `seconds` of a completion are
+    the device's: from when the compute stream reached the point of submission, or for a load that
+    does not wait for it, from when earlier loads ended.
 
-    The constructor compiles the kernels, allocates all it needs and synchronises; construct it
-    before any CUDA graph is captured.
-
-    Raises `LayoutError` if a slot of the arena does not fit the layout, `PinnedMemoryError` if the
-    arena is not registered, `DeviceError` if the kernels cannot be prepared.
+    The constructor compiles the kernels, allocates all it needs and synchronises: before any CUDA
+    graph is captured. Raises `LayoutError` if a slot of the arena does not fit the layout,
+    `PinnedMemoryError` if it is not registered, `DeviceError` if the kernels cannot be prepared.
     """
 
     def __init__(
@@ -75,6 +74,7 @@ class CudaSwapEngine(SwapEngine):
         )
         # For `load_now`, which uses nothing that jobs use.
         self._copier = Copier(self._device)
+        self._zeroer = BlockZeroer(layout, self._device)
         self._done: list[Completion] = []
         self._closed = False
         self._num_waves = 0
@@ -86,10 +86,7 @@ class CudaSwapEngine(SwapEngine):
         return "before_compute" in self._state.lanes
 
     def submit(self, job: SwapJob) -> None:
-        """Queue the job, behind what is queued on the compute stream now if it is to come after it.
-
-        See `SwapEngine`. Raises `JobError`; a failure of CUDA becomes the job's completion.
-        """
+        """Queue the job. Raises `JobError`; a failure of CUDA becomes the job's completion."""
         self.check_pairs(job)
         if self._closed:
             raise JobError(f"job {job.job_id} was submitted to an engine that is closed")
@@ -174,7 +171,7 @@ class CudaSwapEngine(SwapEngine):
         return True
 
     def fence_loads(self) -> None:
-        """See `SwapEngine`: an event that the streams of loads wait for."""
+        """Have the streams of loads wait for an event."""
         try:
             for name, lane in self._state.lanes.items():
                 if name is not Direction.STORE:
@@ -185,11 +182,16 @@ class CudaSwapEngine(SwapEngine):
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Queue the zeroing on the compute stream. Raises `JobError`, or `CopyError` from CUDA."""
         self.check_blocks(blocks)
-        zeroer = self._state.zeroer
-        if self._closed or zeroer is None:
+        if self._closed:
             raise JobError(f"zeroing {len(blocks)} blocks was asked of an engine that is closed")
-        zeroer.zero(blocks)
-        self.fence_loads()
+        try:
+            self._zeroer.zero(blocks)
+        except RuntimeError as error:
+            raise CopyError(
+                f"zeroing {len(blocks)} blocks of {self.layout.slot_bytes} bytes failed: {error}"
+            ) from error
+        finally:  # part of it may be queued, and must not come after a load
+            self.fence_loads()
 
     def close(self, timeout_seconds: float = 30.0) -> None:
         """Wait for what is in flight, then let go of everything; completions can still be polled.

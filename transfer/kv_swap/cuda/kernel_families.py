@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """How one direction is launched, and how it wants slots cut into tiles.
+    """How one direction is launched, and how slots are cut into tiles for it.
 
-    A tile has at most `tile_bytes` and at most `segments_per_tile` runs of contiguous bytes in the
-    KV cache. `shared_bytes` is dynamic shared memory.
+    A tile has at most `tile_bytes` and `segments_per_tile`. `shared_bytes` is dynamic.
     """
 
     ctas: int
@@ -32,8 +31,7 @@ class LaunchShape:
 class KernelFamily:
     """One source of csrc with the functions `swap_store` and `swap_load`, and how to launch them.
 
-    `name` is what benches call it; `min_capability` is of the devices that run it; `options` are
-    for the compiler.
+    Devices from `min_capability` on run it. `options` are for the compiler.
     """
 
     name: str
@@ -43,46 +41,38 @@ class KernelFamily:
     options: tuple[str, ...] = ()
 
 
-_BULK_CTAS = 2
 _WARP = 32
 _DRAINS = 2
 _STAGES = {Direction.STORE: 4, Direction.LOAD: 8}
 _TILE_BYTES = {Direction.STORE: 14 << 10, Direction.LOAD: 16 << 10}
-"""Each of two CTAs, a warp each, has a ring of stages; `_DRAINS` of them may be on their way out at
-once. No other ring moved more than the stores' 52.6 GB/s from 64 KiB pages on. They slow an
-8192-cubed product by 1.07; four CTAs slow it by 1.18, and the vector kernel by 1.91.
+"""Two CTAs of one warp each drive a ring of stages, and drain at most `_DRAINS` stages at once.
 
-Loads move 51.0 GB/s alone, and 49.0 while decode-like products run, where one drain moves 45.8.
-Reads take longer while stores fill their half of the link: 5 stages then move 30 GB/s, 8 move 38,
-13 move 42. 8 is the most that does not slow a reduction more than the copy engine does: by 1.091.
-(H200, PCIe Gen5 x16, driver 580, 21 Nov 2026, in a sweep of stages that was not kept.)"""
+Stores move 52.6 GB/s from 64 KiB pages on, and no other ring moved more. They slow an 8192-cubed
+product by 1.07. Four CTAs slow it by 1.18, the vector kernel by 1.91.
+
+Loads move 51.0 GB/s alone, and 49.0 beside products as in decodes; with one drain 45.8. Beside
+stores 5 stages move 30 GB/s, 8 move 38 and 13 move 42. 8 slow a reduction by 1.091, and more slow
+it by more than the copy engine does. (H200, PCIe Gen5 x16, driver 580, 21 Nov 2026.)"""
 
 BULK = KernelFamily(
     "bulk",
     "swap_bulk.cu",
     (9, 0),
     {
-        way: LaunchShape(
-            _BULK_CTAS, _WARP, _TILE_BYTES[way], _WARP, _STAGES[way] * _TILE_BYTES[way]
-        )
+        way: LaunchShape(2, _WARP, _TILE_BYTES[way], _WARP, _STAGES[way] * _TILE_BYTES[way])
         for way in Direction
     },
-    tuple(
-        f"-DKV_SWAP_{way.name}_{what}={value}"
-        for way in Direction
-        for what, value in (
-            ("STAGES", _STAGES[way]),
-            ("DRAINS", _DRAINS),
-            ("TILE_BYTES", _TILE_BYTES[way]),
-        )
+    (
+        *(f"-DKV_SWAP_{way.name}_STAGES={_STAGES[way]}" for way in Direction),
+        *(f"-DKV_SWAP_{way.name}_TILE_BYTES={_TILE_BYTES[way]}" for way in Direction),
+        f"-DKV_SWAP_DRAINS={_DRAINS}",
     ),
 )
 """Bulk copies through shared memory."""
 
 _VECTOR = LaunchShape(ctas=4, threads=1024, tile_bytes=4096, segments_per_tile=1)
-"""4 CTAs of 1,024 threads filled a PCIe Gen5 x16 link from 4 KiB pages on (H200, 21 Nov 2026); 16
-moved no more and slowed a bf16 product 2.9 times. A warp copies a tile at a time: 8 vectors a lane,
-so that 16 MiB give each warp 32 tiles."""
+"""4 CTAs of 1,024 threads filled a PCIe Gen5 x16 link from 4 KiB pages on (H200, 21 Nov 2026). 16
+moved no more and slowed a bf16 product 2.9 times. A warp copies a tile at a time."""
 
 VECTOR = KernelFamily(
     "vector",

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.cuda.copy_path import CopyPath, Slice, WaveRange
-from kv_swap.cuda.launcher import write_list
-from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, SwapKernel
-from kv_swap.cuda.wave_table import WaveTable
+from kv_swap.cuda.lane import CopyPath, Slice, WaveRange
+from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list
+from kv_swap.cuda.tiles import WaveTable
 from kv_swap.engine import Direction
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.pieces import PinnedRegistrar
@@ -24,28 +23,22 @@ if TYPE_CHECKING:
     from torch.cuda import Stream
 
 SLICE_BYTES = 256 << 20
-"""Bytes of a launch, 5 ms on PCIe Gen5 x16: what needs the SMs of a store waits no longer. Loads
-run at the same time, on other SMs. The link idles for some microseconds at every launch, so slices
-of 16 MiB would cost a percent of it."""
+"""Bytes of a launch, 5 ms on PCIe Gen5 x16: what needs the SMs of a store waits no longer. At every
+launch the link idles for microseconds: slices of 16 MiB would cost a percent of it."""
 
 PIECE_BYTES = 512 << 10
 """Least bytes of a slot for every launch that a load in waves makes beyond its first.
 
 Behind the loads of a lone prompt of 2,048, 8,192 and 32,768 tokens (0.25, 1 and 4 GiB), time to
 first token was 9.5, 26.6 and 97.6 ms with five launches, 11.9, 28.9 and 97.7 with two, 12.2, 30.1
-and 102.9 with one (slots of 2 MiB, H200, PCIe Gen5 x16, 23 Nov 2026). Slots of 256 KiB load in five
-launches at 48 GB/s instead of 50; what that is worth there was not measured."""
+and 102.9 with one (slots of 2 MiB, H200, PCIe Gen5 x16, 23 Nov 2026)."""
 
 RING_ENTRIES = 128
-"""Launches queued at once, an event each: far below the about 1,000 operations of a stream after
-which CUDA makes the caller wait."""
+"""Launches queued at once: behind about 1,000 operations of a stream CUDA makes the caller wait."""
 
 
 class KernelPath(CopyPath):
-    """Launches a swap kernel for every slice; some microseconds of the host each.
-
-    Copies in waves where it was given a table for them.
-    """
+    """Launches a swap kernel for every slice; in waves where it was given a table for them."""
 
     def __init__(
         self,

@@ -1,34 +1,71 @@
 """Jobs of one direction over one copy path: cut into slices, an event behind each.
 
-A slice is in flight from when it was queued until its event completes. Meanwhile its copies read
-the source pages and what the path keeps for it, and write the destination pages. The owners of the
-blocks and slots leave both sides alone until the job's completion. Slices of one lane run in the
-order in which they were queued; slices of two lanes run side by side.
+The paths are the swap kernels (`kernel_path.py`) and the copy engine (`dma.py`).
+
+Until the event of a slice completes, its copies read the source pages and what the path keeps for
+it, and write the destination pages. The owners of the blocks and slots leave both alone until the
+job's completion. Slices of one lane run in order, slices of two lanes side by side.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kv_swap.cuda.copy_path import CopyPath, Slice
+import numpy as np
+from numpy.typing import NDArray
+
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError
 
 if TYPE_CHECKING:
-    from torch.cuda import Event
+    from torch.cuda import Event, Stream
+
+WaveRange = range
+"""Waves that follow one another and are copied together."""
+
+Slice = tuple[WaveRange | None, Any]
+"""Part of a job: its waves, `None` for whole slots, and its pairs or copies, as its path wants."""
+
+
+class CopyPath(ABC):
+    """Queues the copies of one direction, between one layout and one arena.
+
+    A lane cuts a job with `slices`, hands them to `queue` in order, and records an event behind
+    each. At most `max_in_flight` slices are in flight, and one call of the engine queues at most
+    `slices_per_call`. `call` names in errors what failed.
+    """
+
+    call: str
+    max_in_flight: int
+    slices_per_call: int
+
+    @abstractmethod
+    def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
+        """Cut a job's pairs, `(n, 2)`, n >= 1, lazily; the iterator keeps `pairs`.
+
+        With `in_waves` once for every range of waves; the ranges are in order.
+        """
+
+    @abstractmethod
+    def queue(self, part: Slice, stream: Stream) -> None:
+        """Queue a slice on `stream`. Neither blocks nor allocates on the device.
+
+        Raises `RuntimeError` from CUDA; part of the slice may then be queued.
+        """
+
+    def warm_up(self, stream: Stream) -> None:  # noqa: B027 - not every path needs it
+        """Have CUDA load what `queue` needs, so that it does not do so within a step."""
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A job on its way: `following` is its next slice to queue, `rest` has those after it.
-
-    `in_flight` counts the queued ones.
-    """
+    """A job on its way: `in_flight` slices are queued, `following` is next, then come `rest`."""
 
     job_id: int
     nbytes: int
@@ -60,8 +97,8 @@ class Lane:
         self._jobs: deque[_Running] = deque()
         self._slices: deque[tuple[Event, _Running]] = deque()
         # Of the job submitted last, if it comes in waves: the event behind the last slice of every
-        # range of waves, by its first wave. An event may have been recycled: then its waves have
-        # ended, and waiting for what it was recorded for since does no harm.
+        # range of waves, by its first wave. Those of waves that have ended may be in other use:
+        # waiting for them does no harm.
         self._waves: dict[int, Event] = {}
         self._awaited: tuple[int, int] | None = None
 
@@ -71,10 +108,9 @@ class Lane:
         return not self._jobs
 
     def submit(self, job: SwapJob, nbytes: int) -> None:
-        """Order the job after what is queued on the compute stream now, if it is to come behind it.
+        """Order the job after what is queued on the compute stream now, if it is `behind_compute`.
 
-        Then queue what may be. Slices of earlier jobs that were not queued yet will wait for
-        compute too, which does no harm.
+        Then queue what may be. Slices of earlier jobs that were not queued yet will wait, too.
         """
         started = failure = None
         try:

@@ -58,11 +58,10 @@ class CudaRegistrar:
 
 @contextlib.contextmanager
 def _allowed_beside_captures() -> Iterator[None]:
-    """Keep a registration on this thread from invalidating a CUDA graph captured on another.
+    """Keep a registration on this thread from ending a capture of a CUDA graph on another.
 
-    Captures of torch are of mode `global`: CUDA then refuses calls that might synchronise on every
-    thread, and ends the capture. A thread in relaxed mode is exempt, and no capture depends on
-    memory that is not registered yet. Raises `RuntimeError` from CUDA.
+    Torch captures in mode `global`: calls of any thread that might synchronise end the capture. A
+    thread in relaxed mode is exempt. Raises `RuntimeError` from CUDA.
     """
     mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
     _exchange_capture_mode(mode)

@@ -1,8 +1,4 @@
-"""What the copies of a CUDA engine use, and how it is let go of.
-
-Streams, lists, tables, arena and KV tensors outlive the engine until all streams are idle: dropping
-the engine in mid-copy synchronises them before anything is freed.
-"""
+"""What the copies of a CUDA engine use; freed only once all its streams are idle."""
 
 from __future__ import annotations
 
@@ -12,16 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from kv_swap.cuda.copy_path import CopyPath
 from kv_swap.cuda.dma import DmaPath
 from kv_swap.cuda.kernel_families import choose_family
 from kv_swap.cuda.kernel_path import KernelPath
-from kv_swap.cuda.lane import Lane
+from kv_swap.cuda.lane import CopyPath, Lane
 from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import SwapKernel
-from kv_swap.cuda.wave_table import WaveTable
-from kv_swap.cuda.zero import BlockZeroer
+from kv_swap.cuda.tiles import WaveTable
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
@@ -38,7 +32,6 @@ class State:
 
     lanes: dict[Direction | Literal["before_compute"], Lane]
     wave_table: WaveTable | None
-    zeroer: BlockZeroer | None
     arena: HostArena | None
     keep_alive: Sequence[object]
     process: int = field(default_factory=os.getpid)
@@ -61,7 +54,7 @@ def make_state(
     The copy engine stands in on devices that run no kernel family.
     """
     registrar = CudaRegistrar(device)
-    state = State({}, None, BlockZeroer(layout, device, registrar), arena, tuple(keep_alive))
+    state = State({}, None, arena, tuple(keep_alive))
     family = None if copy_engine_only else choose_family(device)
     kernel = None if family is None else SwapKernel(layout, arena, device, family)
     for direction, awaited in ((Direction.LOAD, None), (Direction.STORE, output_copy_stream)):
@@ -93,9 +86,9 @@ def _make_lane(
 
 
 def release(state: State) -> None:
-    """Let the streams run out, then drop what their copies used. Runs once, on any thread.
+    """Let the streams run out, then drop what their copies used; slices not queued, too.
 
-    Slices that were not queued are dropped. Not in a forked child, which cannot call CUDA.
+    Runs once, on any thread. Not in a forked child, which cannot call CUDA.
     """
     if os.getpid() != state.process:
         _LEAKED.append(state)
@@ -103,14 +96,11 @@ def release(state: State) -> None:
     try:
         for lane in state.lanes.values():
             lane.stream.stream.synchronize()
-        if state.zeroer is not None:
-            state.zeroer.synchronize()
     except RuntimeError:
-        logger.exception("cannot wait for copies or zeroing; what they use is not freed")
+        logger.exception("cannot wait for copies; what they use is not freed")
         _LEAKED.append(state)
         return
     state.lanes.clear()
     state.wave_table = None
-    state.zeroer = None
     state.arena = None
     state.keep_alive = ()

@@ -14,13 +14,12 @@ if TYPE_CHECKING:
 class CopyStream:
     """A stream for the copies of one direction on `device`.
 
-    Of default priority: priorities do not affect copies, and a copy must not displace compute.
     `num_events` events are made here and reused; recording one again does not disturb a wait that
     was queued on its earlier recording. More are made only while more are out.
 
-    A copy begins only after these calls, so they take the shortest way: the handles of torch's
-    events and streams, through CuPy. Events are queried through torch: CuPy's query leaves an error
-    behind where one has not completed, and torch might raise it.
+    A copy begins only after these calls. So they take the shortest way: plain handles, through
+    CuPy. Events are queried through torch: CuPy's query of an event that has not completed leaves
+    an error behind, and torch might raise it.
     """
 
     def __init__(
@@ -49,10 +48,10 @@ class CopyStream:
         return handle
 
     def wait_stream(self) -> Event:
-        """Make this stream wait for all that is queued on the compute stream now.
+        """Make this stream wait for all that is queued now on the compute stream.
 
-        And on the output-copy stream, where there is one: then a store never delays copies for
-        which the caller waits. Returns the event on the compute stream; `recycle` it.
+        And on the output-copy stream, so that a store does not delay the tokens of its step.
+        Returns the event on the compute stream; `recycle` it.
         """
         if self._current_device() != self._index:
             with self._device(self._index):  # each device has a default stream, of handle 0

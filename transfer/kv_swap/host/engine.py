@@ -1,14 +1,10 @@
 """KV caches in host memory: copies on one worker thread.
 
-Memory model. A forward on the CPU runs on the thread that calls `submit`, and has returned by then;
-the lock that hands a job over makes its writes visible to the worker. So a store sees final bytes
-without waiting for anything. While a job runs, the worker reads its sources and writes its
-destinations, without the GIL; the caller keeps others from writing either (see `SwapEngine`). A
-completion is handed back under the same lock, so a caller that has polled it sees its bytes.
+A forward on the CPU runs on the thread that calls `submit`, and has returned by then. The lock that
+hands a job over makes its writes visible to the worker, and completions come back under it.
 
-Lifetime. The worker holds the inner state, which holds arena and KV tensors, and never the engine.
-So dropping the engine, the arena and every view in mid-copy is safe: the worker finishes on live
-memory, lets go of it and ends.
+The worker holds arena and KV tensors, and never the engine. So dropping the engine in mid-copy is
+safe: the worker finishes on live memory, lets go of it and ends.
 """
 
 from __future__ import annotations
@@ -69,8 +65,7 @@ class HostSwapEngine(SwapEngine):
     def submit(self, job: SwapJob) -> None:
         """Queue the job for the worker, or copy it here if compute is to come after it.
 
-        Compute runs on this very thread. Of a load in waves the first wave is copied now, and each
-        other one when it is awaited. Raises `JobError`.
+        Of a load in waves the first is copied now, each other one when it is awaited.
         """
         self.check_pairs(job)
         if job.in_waves and not (job.before_compute and self._waves):
@@ -123,14 +118,11 @@ class HostSwapEngine(SwapEngine):
 
     def await_loads(self) -> None:
         """Copy the waves that are left; all else was copied by `submit`."""
-        self._arrive(len(self._waves))
+        self.await_wave(len(self._waves))
 
     def await_wave(self, wave: int) -> None:
         """Copy what is left of the waves up to this one. A failed copy ends the load."""
-        self._arrive(wave)
-
-    def _arrive(self, last: int) -> None:
-        self._copy_waves(last)
+        self._copy_waves(wave)
         if self._failure is not None:
             raise self._failure
 
@@ -168,14 +160,10 @@ class HostSwapEngine(SwapEngine):
                 self._end(arrival, done)
 
     def poll(self) -> list[Completion]:
-        """Return what has ended, in the order of its end.
-
-        The worker gets a chance at the GIL first: a caller that spins through empty steps would
-        otherwise keep it for 5 ms at a time.
-        """
+        """Return what has ended, in the order of its end."""
         if not self._undelivered:
             return []
-        time.sleep(0)
+        time.sleep(0)  # to the worker: a caller that spins would keep the GIL for 5 ms at a time
         with self._state.condition:
             completions, self._state.done = self._state.done, []
         self._undelivered -= len(completions)

@@ -35,9 +35,9 @@ class Transfer:
 
 @dataclass(slots=True)
 class WorkerState:
-    """What the worker needs. Everything but `arena` and `keep_alive` is guarded by `condition`.
+    """What the worker needs. `condition` guards everything but `arena` and `keep_alive`.
 
-    The condition's lock is reentrant: `stop` runs as a finaliser, possibly inside the lock.
+    Its lock is reentrant: `stop` runs as a finaliser, possibly inside the lock.
     """
 
     arena: HostArena | None

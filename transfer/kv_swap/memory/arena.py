@@ -1,9 +1,7 @@
 """The host arena: memory for slots, registered with CUDA where asked, and how long it lives.
 
-The memory belongs to one owner object. Everything that may touch it holds the owner: the arena,
-every view it hands out, and the state of every engine until its last copy has ended. When the last
-of them lets go, the memory is first unregistered and then unmapped. There is deliberately no
-`close`.
+The memory belongs to one owner object. The arena, its views and the state of every engine hold the
+owner. When the last of them lets go, the memory is unregistered and then unmapped.
 """
 
 from __future__ import annotations
@@ -26,16 +24,14 @@ _INHERITED: list[Mapping] = []
 
 
 class HostArena:
-    """Memory for `num_slots` slots of `slot_bytes`, rounded up to whole pages of the system only.
+    """Memory for `num_slots` slots of `slot_bytes`, zero, rounded up to whole pages of the system.
 
-    Zero at first. Private, or `shared`, which must have exactly the bytes of all slots: then it is
-    the same memory in every process, of which each registers its own mapping. Pages come from
-    `numa_node` where the machine has them there.
+    Private, or `shared`, which must have exactly the bytes of all slots; each process registers its
+    own mapping of it. Pages come from `numa_node` where the machine has them there.
 
-    With `register` every byte is page-locked, which touches all of it, else pages appear as they
-    are written. With `background` as well the constructor returns once the first piece is locked.
-    Threads lock the rest, pausing while `room` has too little memory; `ready_slots` says how far
-    they are.
+    With `register` every byte is page-locked. With `background` as well the constructor returns
+    once the first piece is locked. Threads lock the rest, pausing while `room` has too little
+    memory; `ready_slots` says how far they are.
 
     Raises `PinnedMemoryError` if the memory cannot be mapped or page-locked; nothing stays behind.
     """
@@ -87,8 +83,7 @@ class HostArena:
     def address(self) -> int:
         """Address of slot 0; slot `s` lies `s * slot_bytes` further on. Keeps nothing alive.
 
-        A registration begins every `piece_bytes`. No copy by the copy engine may cross that border;
-        kernels may.
+        No copy of the copy engine may cross a multiple of `piece_bytes` from there.
         """
         return self._owner.address
 

@@ -33,10 +33,9 @@ def whole_pages(nbytes: int) -> int:
 class Mapping:
     """At least `nbytes` of memory, zero at first, rounded up to whole pages of the system only.
 
-    Private and anonymous, or shared with `fd`'s other mappings. Pages come from `numa_node` where
-    one is given and the system allows it. No page exists before it is populated or touched.
-
-    Raises `PinnedMemoryError` if it cannot be made.
+    Private and anonymous, or shared with `fd`'s other mappings. No page exists before it is
+    populated or touched; then it comes from `numa_node` if the system allows it. Raises
+    `PinnedMemoryError` if it cannot be made.
     """
 
     def __init__(self, nbytes: int, *, fd: int | None = None, numa_node: int | None = None) -> None:
@@ -68,15 +67,13 @@ class Mapping:
     def populate(self, offset: int, nbytes: int) -> None:
         """Give pages to a range, of which both ends lie on pages; releases the GIL.
 
-        Private memory is touched, once a page; nothing may have written it, or write it meanwhile.
-        The system call that gives pages holds the lock on the process' memory map until it returns,
-        and every `mmap` of the process waits. While two threads gave pages to memory that a virtual
-        machine had not used lately, an `mmap` took 113 ms (median) with calls of 32 MiB, 5 ms with
-        calls of 2, and 0.03 ms where they touched it. All three gave 0.5 GiB/s (22 Nov 2026).
+        Private memory is touched; nothing may have written it, or write it meanwhile. The system
+        call that gives pages holds the lock on the process' memory map, and every `mmap` waits. In
+        a virtual machine an `mmap` took 113 ms (median) beside calls of 32 MiB, 5 ms beside calls
+        of 2, and 0.03 ms beside touches. All three gave 0.5 GiB/s (22 Nov 2026).
 
-        A touch of shared memory that cannot be had would end the process, so there it is calls,
-        which raise `OSError`. Where Linux is older than 5.14 they do nothing: pages appear when
-        they are touched.
+        A touch of shared memory that cannot be had would end the process. There it is calls, which
+        raise `OSError`, and do nothing where Linux is older than 5.14.
         """
         if not self.shared:
             pages = np.frombuffer(self._memory, np.uint8, nbytes, offset)[:: mmap.PAGESIZE]
@@ -91,10 +88,9 @@ class Mapping:
                     raise OSError(code, os.strerror(code))
 
     def missing_bytes(self, offset: int, nbytes: int) -> int:
-        """Return how many bytes of a range, of which both ends lie on pages, have none yet.
+        """Return how many bytes of a range that is not populated yet have no pages.
 
-        Of private memory that is all that was not populated, and `offset` is behind that. Shared
-        memory may have pages that other processes gave it; where the system does not tell, none.
+        Shared memory may have pages that other processes gave it.
         """
         if not self.shared:
             return nbytes
@@ -103,10 +99,7 @@ class Mapping:
         return nbytes - int(np.count_nonzero(pages & 1)) * mmap.PAGESIZE
 
     def discard(self, offset: int) -> None:
-        """Return the pages from `offset` on to the system, unless other processes may use them.
-
-        A page begins at `offset`, and nothing from there on may be registered.
-        """
+        """Return the pages from `offset` on to the system, unless other processes may use them."""
         if not self.shared:
             self._memory.madvise(mmap.MADV_DONTNEED, offset, self.nbytes - offset)
 

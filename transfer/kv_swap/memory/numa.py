@@ -33,10 +33,9 @@ def device_node(pci_bus_id: str, sysfs: Path = Path("/sys")) -> int | None:
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Have the pages of a mapping come from `node` while it has free ones.
+    """Have pages that were not touched yet come from `node` while it has free ones.
 
-    For pages that were not touched yet; a page begins at `address`. False where the system
-    refuses, as containers may: then memory comes from where it would have come from.
+    A page begins at `address`. False where the system refuses, as containers may.
     """
     number = _MBIND_NUMBERS.get(platform.machine())
     if number is None:

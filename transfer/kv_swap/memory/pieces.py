@@ -14,9 +14,9 @@ _LEAKED: list[Mapping] = []
 
 
 class PinnedRegistrar(Protocol):
-    """Page-locks memory for a device. `RuntimeError` from either call means that it failed.
+    """Page-locks memory for a device, on several threads, one at a time for one arena.
 
-    Both are called from several threads, one at a time for one arena.
+    Both calls raise `RuntimeError` if they fail.
     """
 
     def register(self, address: int, nbytes: int) -> None:

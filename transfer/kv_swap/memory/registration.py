@@ -1,18 +1,15 @@
 """Page-locks a mapping piece by piece, in the background, and undoes it when its users are gone.
 
-Threads. Each takes the next piece, gives it pages, which takes most of the time, and registers it.
-`ready_bytes` grows with the run of pieces from the first one on that are all registered. Threads
-hold the mapping through this object and never its users. The last thread or `release`, whichever
-comes later, unregisters and unmaps. So no thread touches memory that is gone, and `release` waits
-for no thread.
+Each thread takes the next piece, gives it pages, which takes most of the time, and registers it.
+Threads hold the mapping through this object and never its users. The last thread or `release`,
+whichever comes later, unregisters and unmaps. So no thread touches memory that is gone, and
+`release` waits for no thread.
 
-Both steps make the rest of the process wait, so both are short: giving pages to shared memory holds
-the lock on the process' memory map, registering holds the driver's too. One thread at a time
-registers, and then leaves the driver alone for `REST` times as long as that took: a starting engine
-makes hundreds of calls a second.
+Giving pages to shared memory holds the lock on the process' memory map, registering holds the
+driver's too. So both steps are short. One thread at a time registers, and then leaves the driver
+alone for `REST` times as long as that took: a starting engine makes hundreds of calls a second.
 
-Growing must not exhaust the host. Where a `MemoryRoom` is given, a thread that finds too little
-memory for its piece waits and looks again, as long as the pool has users.
+If a `MemoryRoom` has too little memory for a piece, its thread waits and looks again.
 """
 
 from __future__ import annotations
@@ -35,42 +32,36 @@ from kv_swap.memory.room import MemoryRoom
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 20
-"""Bytes of one registration, at most: launches and captures wait for it, 5 to 8 ms on the host of
-an H200, and 18 to 26 ms for 1 GiB (bench/swap/pinning.py). 512 GiB or more are known to fail."""
+"""Bytes of one registration, at most. Launches and captures wait for it: 5 to 8 ms on the host of
+an H200, and 18 to 26 ms for 1 GiB (bench/swap/pinning.py)."""
 
 NUM_THREADS = 4
-"""Threads that give pages and register. There one locked 5 GiB/s, two 9, four 12 and eight 10."""
+"""On that host one thread locked 5 GiB/s, two 9, four 12 and eight 10."""
 
 REST = 7.0
-"""How long the driver is left alone after a registration in the background, in units of its time.
-There an inference engine with a pool of 50 GiB started 0.3 s later than one without, and 1.0 s with
-a rest of 3; the pool took 9 to 13 s instead of 5 to 7."""
+"""On that host an inference engine with a pool of 50 GiB started 0.3 s later than one without, and
+1.0 s later with a rest of 3. The pool took 9 to 13 s instead of 5 to 7."""
 
 POPULATE_BYTES = 32 << 20
-"""Bytes that get pages before a thread looks whether it should stop: some milliseconds, or 0.2 s
-where a virtual machine has not used its memory lately."""
+"""Bytes that get pages before a thread looks whether it should stop: milliseconds, or 0.2 s where
+a virtual machine has not used its memory lately."""
 
 CAREFUL_BYTES = 16 << 30
-"""Where less than this is left above the headroom, a thread looks before every `POPULATE_BYTES`,
-not only before a piece: other processes take memory too, and 8 ranks may have 8 GiB of pieces under
-way. Not always, since looking takes 0.3 ms, most of it with the GIL (2 cores)."""
+"""With less than this left above the headroom, a thread looks before every `POPULATE_BYTES`, not
+only before a piece: 8 ranks may have 8 GiB of pieces under way. A look takes 0.3 ms (2 cores)."""
 
 RETRY_SECONDS = 5.0
-"""How long a thread that found too little memory waits before it looks again."""
+"""Between two looks of a thread that found too little memory."""
 
 PROGRESS_SECONDS = 10.0
-"""Seconds between two lines of the log that say how far the background work is."""
+"""Between two lines of the log that say how far the background work is."""
 
 _EXIT_SECONDS = 10.0
 """Bound of the wait, at the end of the process, for registrations that run."""
 
 
 def choose_piece_bytes(slot_bytes: int) -> int:
-    """Return the bytes of a piece: whole pages, at most PIECE_BYTES, and whole slots if they fit.
-
-    Slots do not fit where the least common multiple of a slot and a page is above the limit; a slot
-    may then lie in two pieces.
-    """
+    """Return the bytes of a piece: whole pages, at most PIECE_BYTES, whole slots if they fit."""
     unit = math.lcm(slot_bytes, mmap.PAGESIZE)
     if unit > PIECE_BYTES:
         unit = mmap.PAGESIZE
@@ -113,8 +104,8 @@ class Registration:
     def start(self, *, background: bool) -> None:
         """Register all pieces on this thread, or with `background` the first, and threads the rest.
 
-        What is registered here asks for no room. Raises `PinnedMemoryError` if it fails. A failure
-        in the background is logged: what was registered before it stays usable.
+        Raises `PinnedMemoryError` if it fails here. A failure of a thread is logged: what was
+        registered before it stays usable.
         """
         while (piece := self._claim()) is not None:
             self._register(piece)
@@ -133,10 +124,7 @@ class Registration:
             return self._changed.wait_for(lambda: not self._running_threads, timeout_seconds)
 
     def release(self) -> None:
-        """Stop, unregister and unmap; on the last thread that still runs, if one does. Call once.
-
-        The memory must be out of reach for its users.
-        """
+        """Stop, unregister and unmap, on the last thread that still runs; nobody uses it."""
         with self._changed:
             self._stopping = self._released = True
             self._changed.notify_all()  # threads that wait for room
@@ -170,7 +158,7 @@ class Registration:
             self._pieces.close()
 
     def _log_progress(self) -> None:
-        """Say how far it is, every so often. Here, because an idle engine does nothing else."""
+        """Say how far it is, every so often."""
         now = time.monotonic()
         with self._changed:
             if self._is_over() or now - self._last_line < PROGRESS_SECONDS:
@@ -229,8 +217,8 @@ class Registration:
         """Block until a piece's pages from `offset` on leave the headroom free; return the rest.
 
         Pieces before it come first, so that slots become ready in order. Pages that exist need no
-        room: processes that share the memory give it pages at their own pace, and the slowest must
-        not wait for memory that the fastest has taken for both. Below 0: end the thread.
+        room: where processes share the memory, the slowest must not wait for what the fastest has
+        taken for both. Below 0: end the thread.
         """
         if self._room is None or not self._background:
             return sys.maxsize

@@ -1,8 +1,8 @@
 """Memory that several processes of one host map: processes that want the same bytes keep them once.
 
-It is a memfd: `/dev/shm` and its size do not matter, and the memory is gone when the last process
-that has it ends, in whatever way. Other processes of the same user get it from its creator, through
-a socket in Linux' abstract namespace, which vanishes with the creator too.
+It is a memfd, gone when the last process that has it ends, in whatever way. Other processes of the
+same user get it from its creator, through a socket in Linux' abstract namespace, which vanishes
+with the creator.
 
 Memory model. Host memory is coherent between processes and with a device that has completed its
 copy: a process that has heard of a store's completion, by whatever message, sees its bytes.
@@ -26,7 +26,7 @@ from kv_swap.memory.mapping import whole_pages
 from kv_swap.memory.numa import prefer_node
 
 _ANSWER_SECONDS = 5.0
-"""Bound of the wait for an answer of the other process, once it is connected."""
+"""Of the other process, once it is connected."""
 
 _RETRY_SECONDS = 0.02
 
@@ -34,8 +34,8 @@ _RETRY_SECONDS = 0.02
 class SharedMemory:
     """A handle on shared memory of `nbytes`, for `HostArena(shared=...)`; a context manager.
 
-    An arena needs the handle only while it is constructed, and an open one keeps the memory. The
-    creator keeps its own open until all peers have attached (`wait_attached`).
+    An arena needs it only while it is constructed. The creator keeps its own open until all peers
+    have attached (`wait_attached`).
     """
 
     def __init__(self, fd: int, nbytes: int, offer: _Offer | None) -> None:
@@ -47,9 +47,8 @@ class SharedMemory:
     def create(cls, name: str, nbytes: int, num_peers: int) -> SharedMemory:
         """Make memory of exactly `nbytes`, zero, and offer it to `num_peers` other processes.
 
-        `name` is unique on the host. Takes no memory yet.
-
-        Raises `PinnedMemoryError` if the machine does not have the memory, or the name is taken.
+        Takes no memory yet. Raises `PinnedMemoryError` if the machine does not have it, or the
+        name is taken on this host.
         """
         mapped_bytes = whole_pages(nbytes)
         fd = os.memfd_create(f"kv-swap-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -108,7 +107,7 @@ class SharedMemory:
     def prefer_node(self, node: int, part: int, num_parts: int) -> bool:
         """Have the pages of one of `num_parts` equal parts come from a NUMA node while it has some.
 
-        For pages that no process has touched yet. False where the system refuses.
+        For pages that no process has touched. False where the system refuses.
         """
         pages = whole_pages(self.nbytes) // mmap.PAGESIZE
         first, end = (pages * bound // num_parts * mmap.PAGESIZE for bound in (part, part + 1))
@@ -180,10 +179,7 @@ class _Offer:
 
 
 def _ask(name: str) -> int | None:
-    """Return a file descriptor from the process that offers `name`; `None` if there is none.
-
-    None too if that process has not waited for the answer, and counts on being asked again.
-    """
+    """Return a file descriptor from the process that offers `name`; `None`: ask again later."""
     fds: list[int] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_ANSWER_SECONDS)

@@ -1,17 +1,18 @@
-"""The tiles of loads that arrive in waves: a table in which the tiles of a wave lie together."""
+"""What a launch copies of every pair: slots cut into tiles, whole or by the waves of a load."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kv_swap.cuda.copy_path import WaveRange
 from kv_swap.cuda.device import device_index, import_cupy
 from kv_swap.cuda.kernel_families import LaunchShape
-from kv_swap.cuda.swap import Tiles, cut_tiles
-from kv_swap.layout import KVLayout
+from kv_swap.cuda.lane import WaveRange
+from kv_swap.layout import KVLayout, Region
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.pieces import PinnedRegistrar
 
@@ -22,11 +23,56 @@ if TYPE_CHECKING:
 _SEGMENT_BYTES = 32
 
 
-class WaveTable:
-    """The table on the device, written once; what that takes is allocated here, before any step.
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Rows of a table on the device."""
 
-    `shape` is that of the kernel that will read it. The memory on the device is CUDA's own, past
-    the pools, as for the other tables.
+    address: int
+    num_tiles: int
+    segments_per_tile: int
+
+
+def cut_tiles(
+    waves: Sequence[Sequence[Region]], shape: LaunchShape
+) -> tuple[NDArray[np.uint64], list[int]]:
+    """Cut regions into tiles: `(num_tiles, n, 4)`, a row per segment, n <= `segments_per_tile`.
+
+    A row is an address in block 0, the block stride, the offset in the slot, and the bytes of the
+    segment with those of its tile in the upper half. Tiles with fewer than n segments are padded
+    with segments of 0 bytes. Returns also the first tile of each wave, and behind the last one the
+    number of tiles.
+    """
+    tiles: list[list[tuple[int, int, int, int]]] = []
+    firsts = [0]
+    for wave in waves:
+        free_bytes = end = 0
+        for region in wave:
+            offset = 0
+            while offset < region.page_bytes:
+                slot_offset = region.slot_offset_bytes + offset
+                full = not free_bytes or len(tiles[-1]) == shape.segments_per_tile
+                if full or slot_offset != end:
+                    tiles.append([])
+                    free_bytes = shape.tile_bytes
+                nbytes = min(free_bytes, region.page_bytes - offset)
+                row = (region.address + offset, region.block_stride_bytes, slot_offset, nbytes)
+                tiles[-1].append(row)
+                offset += nbytes
+                free_bytes -= nbytes
+                end = slot_offset + nbytes
+        firsts.append(len(tiles))
+    table = np.zeros((len(tiles), max(map(len, tiles)), 4), np.uint64)
+    for index, tile in enumerate(tiles):
+        table[index, : len(tile)] = tile
+    table[:, :, 3] |= table[:, :, 3].sum(axis=1, keepdims=True) << np.uint64(32)
+    return table, firsts
+
+
+class WaveTable:
+    """The tiles of a load in waves, those of a wave together: a table on the device, written once.
+
+    `shape` is that of the kernel that will read it. All memory is allocated here, before any step;
+    that on the device is CUDA's own, past the pools.
     """
 
     def __init__(
