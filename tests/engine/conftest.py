@@ -28,6 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(ENGINE_SECONDS))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have another process import vLLM while the first tests run."""
+    if any({"forks", "server"} & set(item.fixturenames) for item in session.items):
+        processes.forking()
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
