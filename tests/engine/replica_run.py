@@ -19,6 +19,8 @@ from kv_offload.engines.vllm.plugin import register
 from kv_offload.host_memory import read_host_memory
 from kv_offload.sizes import parse_size
 from tests.engine.multiprocess_run import (
+    ANSWER_TOKENS,
+    PROMPT_TOKENS,
     as_answers,
     assert_same,
     cache_prefixes_of_latents,
@@ -29,7 +31,6 @@ from tests.support.inputs import Tokens
 from tests.support.processes import print_result
 
 REPLICAS = 2
-PROMPT_TOKENS = (129, 193, 257)
 
 
 def check(result: dict[str, Any]) -> None:
@@ -73,7 +74,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         [random_tokens(count, seed=1000 * replica + count) for count in PROMPT_TOKENS]
         for replica in range(REPLICAS)
     ]
-    sampling = greedy(8, logprobs=logprobs)
+    sampling = greedy(ANSWER_TOKENS, logprobs=logprobs)
 
     expected = plain_answers(settings, prompts, sampling)
     # A part of the host's memory, which the replicas divide.
