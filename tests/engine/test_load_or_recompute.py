@@ -16,13 +16,12 @@ FAST, SLOW = 1e15, 1.0
 """Bytes per second of the link: on any machine far faster, and far slower, than computing."""
 
 
-@pytest.mark.parametrize("synchronous", [False, True], ids=["asynchronous", "synchronous"])
 def test_what_is_sooner_is_done_and_the_tokens_stay_the_same(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, synchronous: bool
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = plain_answers(model_folder, PROMPTS, one_by_one=True)
     monkeypatch.setattr("kv_offload.worker.copies.MEASURED_BYTES", 1)
-    with offloading(model_folder, synchronous_loads=synchronous) as ours:
+    with offloading(model_folder) as ours:
         speed, poll = FAST, ours.rank.transfer.poll
 
         def timed_poll() -> list[Completion]:

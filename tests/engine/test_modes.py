@@ -16,11 +16,13 @@ from vllm.lora.request import LoRARequest
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Drafts,
+    all_differ,
     engine,
     offloading,
     plain_answers,
     prompts_with_shared_prefix,
     random_tokens,
+    transfer_config,
 )
 
 PROMPTS = prompts_with_shared_prefix()
@@ -133,6 +135,9 @@ def test_an_adapter_shares_nothing_with_its_base(model_folder: Path, tmp_path: P
 # -- scheduling --------------------------------------------------------------------------------
 
 
+PRODUCER = {**transfer_config({}), "kv_role": "kv_producer"}
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -140,14 +145,17 @@ def test_an_adapter_shares_nothing_with_its_base(model_folder: Path, tmp_path: P
         {"async_scheduling": True},
         {"scheduling_policy": "priority"},
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048},
+        {"kv_transfer_config": PRODUCER},
     ],
-    ids=["synchronous", "asynchronous", "priority", "whole prompts"],
+    ids=["synchronous", "asynchronous", "priority", "whole prompts", "kv_producer"],
 )
 def test_ways_of_scheduling(model_folder: Path, arguments: dict[str, Any]) -> None:
+    """And the role in which vLLM accepts no embeddings. With a control."""
     expected = plain_answers(model_folder, PROMPTS)
     with offloading(model_folder, **arguments) as ours:
         assert ours.generate(PROMPTS) == expected
         assert ours.reload(PROMPTS) == expected
+        assert all_differ(ours.reload(PROMPTS, corrupted=True), expected)
 
 
 def test_an_urgent_request_takes_blocks_of_one_that_stores(model_folder: Path) -> None:
