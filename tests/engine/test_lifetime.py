@@ -51,10 +51,8 @@ def test_an_engine_that_ended_holds_no_kv_tensor(model_folder: Path) -> None:
     head = draft_head(model_folder)
     with engine(model_folder, "llama", plugin={}, speculative_config=head) as running:
         running.generate([random_tokens(200, seed=1)])
-        layers = running.core.vllm_config.compilation_config.static_forward_context
-        watched = {name: weakref.ref(layer.kv_cache) for name, layer in layers.items()}
+        watched = running.watch_kv_tensors()
         assert len(watched) == 4
-        del layers
     gc.collect()
     assert not [name for name, reference in watched.items() if reference() is not None]
 
