@@ -201,12 +201,14 @@ class Engine:
     def watch_kv_tensors(self) -> dict[str, weakref.ref[Any]]:
         """Return weak references to the KV tensors that the model's layers hold, by layer."""
         layers = self.core.vllm_config.compilation_config.static_forward_context
-        return {
+        watched = {
             f"{name}, {index}": weakref.ref(tensor)
             for name, layer in layers.items()
             for index, tensor in enumerate(as_list(getattr(layer, "kv_cache", None)))
             if tensor is not None
         }
+        assert watched
+        return watched
 
     @property
     def block_bytes(self) -> int:

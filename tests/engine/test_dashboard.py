@@ -32,15 +32,20 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pro
         yield server, prometheus
 
 
-def test_every_query_of_the_dashboard_has_a_value(scraped: tuple[str, Prometheus]) -> None:
+def test_every_query_has_a_value_for_the_chosen_engines_alone(
+    scraped: tuple[str, Prometheus],
+) -> None:
+    """Grafana sends several engines as `(0|1)`."""
     _, prometheus = scraped
-    wrong = {}
     for name, query in QUERIES.items():
-        value = prometheus.value(filled_in(query, WINDOW))
-        if value is None or not math.isfinite(value) or value < 0:
-            wrong[name] = value
-    assert not wrong
-    assert prometheus.query(f"{PREFIX}no_such_metric") == [], "the control"
+        both, other = (
+            prometheus.value(filled_in(query.replace("$engine", engines), WINDOW))
+            for engines in ("(0|1)", "(1)")
+        )
+        assert both is not None, name
+        assert both >= 0, name
+        assert math.isfinite(both), name
+        assert other is None, name
 
 
 def test_the_queries_say_what_happened(scraped: tuple[str, Prometheus]) -> None:
@@ -54,19 +59,21 @@ def test_the_queries_say_what_happened(scraped: tuple[str, Prometheus]) -> None:
     # Prometheus stretches what it saw, at either end by half the time between two readings.
     assert value("Tokens not computed again, tokens") == pytest.approx(3 * 288, rel=0.5)
     assert value("Hit rate of host memory, hit rate") == pytest.approx(864 / 1800, rel=0.1)
-    assert value("Hit rates, host memory") == pytest.approx(864 / 1800, rel=0.1)
     assert value("Hit rates, GPU cache") == 0
     assert value("Host memory in use, in use") == pytest.approx(27 / 2048)
-    assert metric(server, f"{PREFIX}stored_slots_total") == 27
     assert value("Stored and replaced slots, stored") > 0
     assert value("Errors, errors") == 0
-    assert 128 < value("Tokens that a hit saves, median") < 512
-    assert 65536 < value("Size of a load, median") < 1 << 20
     load_seconds = metric(server, f"{PREFIX}loaded_seconds_total")
     # Up to the end of its bucket, which is at most 2.5 times its start.
     assert 0 < value("Time of a load, median") < 2.5 * load_seconds + LOAD_SECONDS_BUCKETS[0]
     speed = metric(server, f"{PREFIX}loaded_bytes_total") / load_seconds
     assert value("Speed while copying, from host memory") == pytest.approx(speed, rel=0.2)
+    # What docs/use/metrics_reference.md says of vLLM's own.
+    for theirs, ours in {
+        "vllm:external_prefix_cache_queries_total": f"{PREFIX}lookup_tokens_total",
+        "vllm:external_prefix_cache_hits_total": f"{PREFIX}hit_tokens_total",
+    }.items():
+        assert prometheus.value(theirs) == prometheus.value(ours) != 0
 
 
 def test_the_variables_have_values(scraped: tuple[str, Prometheus]) -> None:
@@ -80,22 +87,10 @@ def test_the_variables_have_values(scraped: tuple[str, Prometheus]) -> None:
     assert found == {"instance": {address}, "model_name": {"small"}, "engine": {"0"}}
 
 
-def test_every_query_is_of_the_chosen_engines(scraped: tuple[str, Prometheus]) -> None:
-    """Grafana sends several as `(0|1)`."""
-    _, prometheus = scraped
-    for name, query in QUERIES.items():
-        both, other = (
-            prometheus.value(filled_in(query.replace("$engine", engines), WINDOW))
-            for engines in ("(0|1)", "(1)")
-        )
-        assert both is not None, name
-        assert other is None, name
-
-
 def test_the_alerts_are_evaluated_and_a_healthy_server_raises_none(
     scraped: tuple[str, Prometheus],
 ) -> None:
-    _, prometheus = scraped
+    server, prometheus = scraped
     deadline = time.monotonic() + 240
     while True:
         (group,) = prometheus.ask("rules")["groups"]
@@ -105,28 +100,8 @@ def test_the_alerts_are_evaluated_and_a_healthy_server_raises_none(
         time.sleep(0.2)
     states = {rule["name"]: (rule["health"], rule["state"]) for rule in group["rules"]}
     assert states == {rule["alert"]: ("ok", "inactive") for rule in alert_rules()}
-
-
-def test_a_server_without_our_metrics_is_what_an_alert_sees(
-    scraped: tuple[str, Prometheus],
-) -> None:
-    server, prometheus = scraped
+    # The control: a server without our metrics is what one of them sees.
     (rule,) = (rule for rule in alert_rules() if rule["alert"] == "KVOffloadMissing")
     assert prometheus.query(rule["expr"]) == []
-    without = rule["expr"].replace(PREFIX, "vllm:of_a_plugin_that_is_not_there_")
-    (series,) = prometheus.query(without)
+    (series,) = prometheus.query(rule["expr"].replace(PREFIX, "vllm:of_no_plugin_"))
     assert series["metric"]["instance"] == server.removeprefix("http://")
-
-
-def test_vllms_own_metrics_agree_with_ours(scraped: tuple[str, Prometheus]) -> None:
-    """What `docs/use/metrics_reference.md` says of them."""
-    _, prometheus = scraped
-    for theirs, ours in {
-        "vllm:external_prefix_cache_queries_total": f"{PREFIX}lookup_tokens_total",
-        "vllm:external_prefix_cache_hits_total": f"{PREFIX}hit_tokens_total",
-    }.items():
-        assert prometheus.value(theirs) == prometheus.value(ours) != 0
-    asked = prometheus.value("vllm:prefix_cache_queries_total")
-    assert asked == 6 * 300
-    left = "vllm:prefix_cache_queries_total - vllm:prefix_cache_hits_total"
-    assert prometheus.value(left) == prometheus.value(f"{PREFIX}lookup_tokens_total")
