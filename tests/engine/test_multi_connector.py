@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from kv_swap.engine import Direction
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from tests.engine.copies import Copies
 from tests.engine.harness import (
@@ -26,10 +25,6 @@ from tests.support.remote_connector import RemoteConnector, multi_config
 PROMPTS = prompts_with_shared_prefix(seed=5)
 SENT = random_tokens(5 * BLOCK_TOKENS + 7, seed=50)
 ALL = [*PROMPTS, SENT]
-in_turn = pytest.mark.parametrize(
-    ("first", "synchronous"), [(True, False), (False, True)], ids=["first", "last"]
-)
-"""Loads are synchronous where ours is listed last."""
 
 
 def remote(connector: Any) -> RemoteConnector:
@@ -99,7 +94,7 @@ def test_several_cache_groups(model_folder: Path) -> None:
         assert running.reload(ALL) == answers
 
 
-@in_turn
+@pytest.mark.parametrize(("first", "synchronous"), [(True, False), (False, True)])
 def test_a_failed_load_costs_no_request(
     model_folder: Path, copies: Copies, first: bool, synchronous: bool
 ) -> None:
@@ -119,27 +114,6 @@ def test_a_failed_load_costs_no_request(
         assert running.totals["repaired_loads" if synchronous else "failed_loads"] > 0
         copies.release()
         assert running.reload(PROMPTS) == answers
-
-
-@in_turn
-def test_what_the_other_member_failed_to_load_is_not_stored(
-    model_folder: Path, first: bool, synchronous: bool
-) -> None:
-    """A synchronous load of the other's is known by hash, and stored, when its failure is told."""
-    *_, answer = plain_answers(model_folder, ALL)
-    config = multi_config({}, first=first, remote={"synchronous": synchronous})
-    with offloading(model_folder, kv_transfer_config=config) as running:
-        sent = send(running)
-        remote(get_kv_transfer_group()).failing = True
-        rank = running.rank
-        submit = rank.submit_stores
-        # The copies end before the next forward would give them the right bytes.
-        rank.submit_stores = lambda: (submit(), rank.transfer.wait(120))
-        received = ask(running, "receives", SENT, **sent.kv_transfer_params)
-        assert tokens_of(received) == answer
-        running.settle()
-        running.forget()
-        assert running.generate([SENT]) == [answer]
 
 
 def test_ranks_in_processes_of_their_own(model_folder: Path, forks: bool) -> None:
