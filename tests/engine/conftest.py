@@ -34,6 +34,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         processes.forking()
 
 
+def pytest_sessionfinish() -> None:
+    """End that process."""
+    if processes.forking.cache_info().currsize:
+        with processes.forking() as forking:
+            forking.kill()
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")

@@ -19,7 +19,6 @@ from kv_offload.engines.vllm.plugin import register
 from kv_offload.host_memory import read_host_memory
 from kv_offload.sizes import parse_size
 from tests.engine.multiprocess_run import (
-    ANSWER_TOKENS,
     PROMPT_TOKENS,
     as_answers,
     assert_same,
@@ -74,7 +73,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         [random_tokens(count, seed=1000 * replica + count) for count in PROMPT_TOKENS]
         for replica in range(REPLICAS)
     ]
-    sampling = greedy(ANSWER_TOKENS, logprobs=logprobs)
+    sampling = greedy(8, logprobs=logprobs)
 
     expected = plain_answers(settings, prompts, sampling)
     # A part of the host's memory, which the replicas divide.

@@ -28,7 +28,7 @@ def main(models: str, arguments: dict[str, Any]) -> None:
     prompts = [random_tokens(200 + 37 * i, seed=i) for i in range(3)]
     settings = engine_settings(Path(models), "qwen3", disable_log_stats=False, **arguments)
 
-    (expected,) = plain_answers(settings, [prompts], greedy(4))
+    (expected,) = plain_answers(settings, [prompts], greedy(8))
     result: dict[str, Any] = {"expected": expected}
     llm = LLM(**settings, kv_transfer_config=transfer_config({"keep_on_sleep": True}))
 
@@ -42,7 +42,7 @@ def main(models: str, arguments: dict[str, Any]) -> None:
     def after(event: Callable[[], Any]) -> tuple[dict[str, Any], float]:
         event()
         before = hit_tokens()
-        return ask(llm, prompts, greedy(4)), hit_tokens() - before
+        return ask(llm, prompts, greedy(8)), hit_tokens() - before
 
     def sleep(level: int) -> None:
         llm.sleep(level=level)
