@@ -67,7 +67,8 @@ class Forked:
             raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0)
 
     def send_signal(self, number: int) -> None:
-        signal.pidfd_send_signal(self._ended, number)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._ended, number)
 
 
 @functools.cache
