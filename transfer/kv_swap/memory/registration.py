@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 20
 """Bytes of one registration, at most: launches and captures wait for it, 5 to 8 ms on the host of
-an H200, and 18 to 26 ms for 1 GiB (bench/results/h200/pinning.json). 512 GiB or more are known to fail."""
+an H200, and 18 to 26 ms for 1 GiB (bench/results/h200/pinning.json). 512 GiB or more are known to
+fail."""
 
 NUM_THREADS = 4
 """Threads that give pages and register. There one locked 5 GiB/s, two 9, four 12 and eight 10."""
