@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server with the plugin, as the README starts it."""
+"""An OpenAI-compatible server with the plugin; `test_readme.py` starts one as the README does."""
 
 from __future__ import annotations
 
