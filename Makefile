@@ -32,7 +32,7 @@ demo:
 
 # On the first engine, with short soaks.
 test:
-	@SOAK_SECONDS=$${SOAK_SECONDS:-30} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-20} \
+	@SOAK_SECONDS=$${SOAK_SECONDS:-15} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-20} \
 	  $(pytest) -m "not slow" --durations=10 $(TESTS)
 
 # The first engine runs everything; the others only what depends on vLLM's version, with short soaks.

@@ -1,7 +1,7 @@
 """What this project measures, and the demo. All of it runs as modules from the checkout.
 
     serving/     a real engine with and without offloading: `python -m bench.serving`
-    swap/        copies between GPU and host memory, and page-locking
+    swap/        copies between GPU and host memory
     scheduler/   host time of the plugin's hooks in a step; needs no GPU
     demo.py      `make demo`; environment.py makes the environments of the Makefile
     results/     one current run a subject: h200/serving-gqa8.json, cpu/scheduler.json, ...

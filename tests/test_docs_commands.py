@@ -28,6 +28,8 @@ from kv_offload.config.sizes import parse_size
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.versions import check_version
 from kv_offload.errors import UnsupportedError
+from kv_offload.tools.main import main
+from tests.kv_offload.tools.status.server import page_server, recorded
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/use/*.md"))]
@@ -39,17 +41,10 @@ STAND_INS = {"vllm", "python"}
 
 BUILTINS = {"export", "cd", "ask"}
 NOT_RUN = {
-    "kv-offload doctor": "its answer depends on the machine",
-    "kv-offload status": "needs a server",
-    "kv-offload size": "needs a model's configuration",
-    "curl": "needs a server",
-    "ps": "looks for an engine",
-    "cat": "needs cgroup version 2",
-    ".": "needs the demo's environment",
-    "make": "installs an environment; CI runs it",
-    "pip": "needs a network",
-    "docker": "needs Docker",
+    *("kv-offload doctor", "kv-offload status", "kv-offload size", "curl", "ps", "cat"),
+    *(".", "make", "pip", "docker"),
 }
+"""They need a server, a network, Docker or a model, or their answer depends on the machine."""
 
 
 @dataclass(frozen=True)
@@ -60,34 +55,18 @@ class Block:
     @property
     def programs(self) -> list[str]:
         """What its commands begin with; after `kv-offload` also its command or option."""
-        text = re.sub(r"(^|\s)#.*$", "", self.text.replace("\\\n", " "), flags=re.MULTILINE)
-        lexer = shlex.shlex(text, posix=True, punctuation_chars="();|&<>\n")
-        lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t", "", True
-        found, begins = [], True
-        try:
-            tokens = list(lexer)
-        except ValueError:
-            return []  # an apostrophe in the output of a command
-        for token, following in zip(tokens, [*tokens[1:], "\n"], strict=True):
-            if begins and re.fullmatch(r"\w+=.*", token):
-                continue
-            if set(token) <= set("();|&\n"):
-                begins = not token.startswith(")")
-            elif begins:
-                pair = token == "kv-offload" and re.fullmatch("(--)?[a-z]+", following)
-                found.append(f"{token} {following}" if pair else token)
-                begins = False
-        return found
-
-    @property
-    def is_commands(self) -> bool:
-        first = next(iter(self.programs), "")
-        known = first in {*RUN, *STAND_INS, *BUILTINS, *NOT_RUN} or first.startswith("kv-offload ")
-        return self.language in {"sh", "bash"} or (not self.language and known)
+        bare = re.sub(r"\\\n|(?<!\S)#.*|'[^']*'|\"[^\"]*\"", "", self.text)
+        commands = re.split(r"[;&|(){}\n]+", re.sub(r"\b\w+=[^\s()]*", "", bare))
+        return re.findall(
+            r"^\s*(kv-offload (?:--)?[a-z]+\b|\S+)", "\n".join(commands), re.MULTILINE
+        )
 
     @property
     def is_run(self) -> bool:
-        return self.is_commands and not NOT_RUN.keys() & set(self.programs)
+        first = next(iter(self.programs), "")
+        known = first in {*RUN, *STAND_INS, *BUILTINS} or first.startswith("kv-offload ")
+        commands = self.language in {"sh", "bash"} or (not self.language and known)
+        return commands and not NOT_RUN & set(self.programs)
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -178,12 +157,14 @@ def test_examples_are_accepted(page: Path, tmp_path: Path) -> None:
         check_transfer_config(value)
 
 
-def test_the_manifest_fits_together(tmp_path: Path) -> None:
-    """What is mounted exists, the file is where the argument says, and it fits the limit.
+def test_the_manifest_fits_together_and_into_its_limit(tmp_path: Path) -> None:
+    """What is mounted exists, the file is where the argument says, and the page's figures agree.
 
     A model that was downloaded outlives its pod. What is in /dev/shm counts towards the limit.
     """
-    config, claim, deployment = manifests(ROOT / "docs/use/containers.md")
+    page = ROOT / "docs/use/containers.md"
+    text = page.read_text()
+    config, claim, deployment = manifests(page)
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -193,44 +174,34 @@ def test_the_manifest_fits_together(tmp_path: Path) -> None:
     assert models["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     selector, labels = deployment["spec"]["selector"], deployment["spec"]["template"]["metadata"]
     assert selector["matchLabels"].items() <= labels["labels"].items()
-    resources = container["resources"]
-    assert resources["requests"] == resources["limits"]
+    (built,) = re.findall(r"^FROM vllm/vllm-openai:v(\S+)$", text, re.MULTILINE)
+    assert container["image"].endswith(f":{built}")
+    (minutes,) = re.findall(r"here up to (\d+) minutes", text)
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 60 * int(minutes)
 
     arguments = container["args"]
     (ours,) = check_transfer_config(arguments[arguments.index("--kv-transfer-config") + 1])
     path = Path(ours[EXTRA_CONFIG]["config_file"])
     assert volumes[mounts[str(path.parent)]]["configMap"]["name"] == config["metadata"]["name"]
+    resources = container["resources"]
+    assert resources["requests"] == resources["limits"]
+    limit = parse_size(resources["limits"]["memory"], 0)
     file = tmp_path / path.name
     file.write_text(config["data"][path.name])
-    limit = parse_size(resources["limits"]["memory"], 0)
     pool = trace_config({"config_file": str(file)}, {}, host=HostMemory(limit, "")).config.cpu_bytes
     shm = volumes[mounts["/dev/shm"]]["emptyDir"]
     assert shm["medium"] == "Memory"
     shm_bytes = parse_size(shm["sizeLimit"], 0)
     assert limit - pool - shm_bytes >= 16 << 30, "as the table of the page says"
-    text = (ROOT / "docs/use/containers.md").read_text()
     (shares,) = re.findall(r"memory: (\d+) for cpu_bytes, (\d+) for vLLM, (\d+) for /dev/shm", text)
     assert [int(share) << 30 for share in shares] == [pool, limit - pool - shm_bytes, shm_bytes]
 
-
-def test_the_figures_of_containers_agree() -> None:
-    """Minutes of the probe, a percentage of the limit, and the version of the image."""
-    text = (ROOT / "docs/use/containers.md").read_text()
-    *_, deployment = manifests(ROOT / "docs/use/containers.md")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    probe = container["startupProbe"]
-    (minutes,) = re.findall(r"here up to (\d+) minutes", text)
-    assert probe["periodSeconds"] * probe["failureThreshold"] == 60 * int(minutes)
-    (built,) = re.findall(r"^FROM vllm/vllm-openai:v(\S+)$", text, re.MULTILINE)
-    assert container["image"].endswith(f":{built}")
-    percentage, limit, share = re.findall(
-        r"`cpu_bytes: (\d+%)` of a limit of (\S+) is (\d+ GiB)", text
-    )[0]
-    limit_bytes = parse_size(limit, 0)
-    pool = parse_size(share, 0)
-    assert parse_size(percentage, limit_bytes) == pool
-    assert limit_bytes - pool >= 16 << 30, "it must leave room for vLLM"
-    assert set(re.findall(r"--memory=(\S+)", text)) == {limit.removesuffix("Gi") + "g"}
+    says = r"`cpu_bytes: (\d+%)` of a limit of (\S+) is (\d+ GiB)"
+    ((percentage, limit_text, share),) = re.findall(says, text)
+    limit = parse_size(limit_text, 0)
+    assert parse_size(percentage, limit) == parse_size(share, 0) <= limit - (16 << 30)
+    assert set(re.findall(r"--memory=(\S+)", text)) == {limit_text.removesuffix("Gi") + "g"}
 
 
 def test_the_documented_refusal_of_a_version_is_real() -> None:
@@ -241,21 +212,31 @@ def test_the_documented_refusal_of_a_version_is_real() -> None:
     assert str(caught.value).partition("works with")[1:] == shown.partition("works with")[1:]
 
 
+def test_reports_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the checks of this doctor, and the lines of this status page; figures aside."""
+    (shown,) = (b.text for b in blocks(ROOT / "docs/use/doctor.md") if b.language == "text")
+    main(["doctor", "--json", "--no-measure"])
+    checks = {check["name"] for check in json.loads(capsys.readouterr().out)["checks"]}
+    found = re.findall(r"^  (?:ok|problem|not checked) +(.*?):", shown, re.MULTILINE)
+    assert len(found) == 14
+    assert set(found) <= checks
+
+    (shown,) = (b.text for b in blocks(ROOT / "docs/use/metrics.md") if b.language == "text")
+    with page_server(recorded("hits")) as server:
+        main(["status", server.address, "--once"])
+    real = capsys.readouterr().out
+    lines = re.findall(r"^ {0,2}\w[^\d\n]*\b", shown, re.MULTILINE)[1:]
+    assert len(lines) > 20
+    assert [line for line in lines if line not in real] == []
+
+
 @pytest.mark.parametrize(
     ("text", "programs", "runs"),
     [
-        ("kv-offload config x   # (see y; z)\n", ["kv-offload config"], True),
         ("A=$(kv-offload config x) && vllm serve y\n", ["kv-offload config", "vllm"], True),
         ("export A=1 B=2\ncurl -d '{a; b}' c | grep d\n", ["export", "curl", "grep"], False),
-        ("vllm serve \\\n  --x '(a | b)'\n", ["vllm"], True),
-        ("kv-offload status URL\n", ["kv-offload status"], False),
-        (
-            "kv-offload 0.1.0 doctor\n\nVersions (as found)\n",
-            ["kv-offload", "Versions", "as"],
-            False,
-        ),
-        ("kv-offload: rank 0 holds 16384 slots\n", ["kv-offload:"], False),
-        ("an engine's output\n", [], False),
+        ("vllm serve \\\n  --x '(a | b)'   # (see y; z)\n", ["vllm"], True),
+        ("kv-offload 0.1.0 doctor\n", ["kv-offload"], False),
     ],
 )
 def test_what_runs_is_told_by_its_programs(text: str, programs: list[str], runs: bool) -> None:

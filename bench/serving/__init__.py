@@ -9,7 +9,6 @@
     engine.py       a vLLM engine with random weights and one connector
     sections.py     what is measured on one engine: time to first token, throughput, latency
     conversations.py  what users who come back wait for
-    timeline.py     where the time of a hit goes
     report.py       tables of a result; the proof that all loads took place
     stats.py        medians, percentiles, and the interval of paired ratios
 

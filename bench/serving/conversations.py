@@ -13,7 +13,6 @@ import time
 from bench.serving.engine import ServingEngine
 from bench.serving.sections import Result, loads_since
 from bench.serving.stats import percentiles
-from bench.serving.timeline import describe
 from tests.support.conversations import Conversations, Talk
 
 
@@ -28,7 +27,6 @@ def conversations(engine: ServingEngine, seed: int) -> Result:
     for _ in range(2):
         _hold(engine, few, 1_000_000)
         engine.reset()
-    engine.timeline.forget()
     before = engine.counted["loaded_bytes"]
     talk = _hold(engine, load, seed)
     waits = talk.waits
@@ -41,8 +39,6 @@ def conversations(engine: ServingEngine, seed: int) -> Result:
     engine.rest()
     if engine.settings.is_ours:
         result["loads"] = [loads_since(engine, before, _loadable(engine, talk))]
-        hits = engine.timeline.take(talk.turns)
-        result["hits"] = describe(hits, engine.shape.block_bytes(engine.item_bytes))
     engine.reset()
     return result
 

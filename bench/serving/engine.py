@@ -18,7 +18,6 @@ from vllm.sampling_params import RequestOutputKind
 from bench.hook_clock import ConnectorClock
 from bench.serving.settings import EngineSettings
 from bench.serving.shapes import Shape
-from bench.serving.timeline import HitTimeline, after
 from kv_offload.metrics import KINDS
 
 Prompt = dict[str, list[int]]
@@ -44,7 +43,7 @@ class ServingEngine:
         self.counted: Counter[str] = Counter()
         """What this project's connector has counted."""
         self.gauges: dict[str, float] = {}
-        self.clock, self.timeline = ConnectorClock(), HitTimeline()
+        self.clock = ConnectorClock()
         self._watch_new_connectors()
         _model_config(self.shape).save_pretrained(settings.model)
         self.memory_before = memory_in_use()
@@ -74,27 +73,29 @@ class ServingEngine:
             self._wait_for_pool()
 
     def _watch_new_connectors(self) -> None:
-        """Have every connector that vLLM builds in this process timed, and ours watched as well."""
+        """Have every connector that vLLM builds in this process timed; count what ours reports."""
         from kv_offload.engines.vllm.connector import KVOffloadConnector
 
         original = KVConnectorFactory.create_connector
 
         def create_connector(*arguments: Any, **named: Any) -> Any:
             connector = original(*arguments, **named)
-            self.clock.put_on(connector)  # first, so that what watches is not timed
+            self.clock.put_on(connector)
             if isinstance(connector, KVOffloadConnector):
-                self.timeline.put_on(connector)
-                after(connector, "get_kv_connector_stats", self._count)
+                ours: Any = connector
+                take_stats = connector.get_kv_connector_stats
+                ours.get_kv_connector_stats = lambda: self._count(take_stats())
             return connector
 
         KVConnectorFactory.create_connector = staticmethod(create_connector)
 
-    def _count(self, stats: Any) -> None:
+    def _count(self, stats: Any) -> Any:
         for name, value in stats.data.items() if stats is not None else ():
             if KINDS[name] == "counter":
                 self.counted[name] += value
             elif KINDS[name] == "gauge":
                 self.gauges[name] = value
+        return stats
 
     @property
     def pool_bytes(self) -> int | None:

@@ -179,16 +179,6 @@ def _conversations(document: Document, found: Found) -> str:
     return _table(question, head, rows)
 
 
-def _hits(_document: Document, found: Found) -> str:
-    rows: list[list[str]] = []
-    for kind, hits in found[OURS][-1]["hits"].items() if OURS in found else ():
-        rows.append([f"**{kind}**, {hits['hits']} hits of {hits['bytes'] / MIB:,.0f} MiB", ""])
-        rows.append(["the copies of its step", f"{1e3 * hits['copying']:,.1f}"])
-        rows += [[span, f"{1e3 * took:,.1f}"] for span, took in hits["spans"].items()]
-    question = "Where does the time of a hit among others go? ms, medians"
-    return _table(question, ["", "ms"], rows) if rows else ""
-
-
 def _starts(_document: Document, found: Found) -> str:
     # The first start may have compiled what the others found in a cache.
     later = {name: starts[1:] for name, starts in found.items() if len(starts) > 1}
@@ -226,7 +216,6 @@ TABLES: tuple[tuple[str, Callable[[Document, Found], str]], ...] = (
     ("latency", _latency),
     ("latency", _host_time),
     ("conversations", _conversations),
-    ("conversations", _hits),
     ("starts", _starts),
     ("memory", _memory),
 )

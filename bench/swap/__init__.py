@@ -1,7 +1,6 @@
-"""How fast blocks move between GPU and host memory, and how long page-locking takes.
+"""How fast blocks move between GPU and host memory.
 
 bench_swap.py   rates, latencies and the slowdown of compute: pytest-benchmark
 bed.py          what it measures on: a CUDA engine, the roofline and vLLM's own copy
 workloads.py    compute that runs beside copies
-pinning.py      page-locking beside CUDA graphs: `python -m bench.swap.pinning`
 """

@@ -188,7 +188,7 @@ class FakeProcess:
         self.answered.append((self.connector, name, more))
         if name == "conversations":
             times = dict.fromkeys(("mean", "p50", "p90", "p99"), 0.1)
-            return {"seconds": 1.0, "first_token": times, "between_tokens": times, "hits": {},
+            return {"seconds": 1.0, "first_token": times, "between_tokens": times,
                     "loads": [{"least_bytes": 1, "most_bytes": 1, "loaded_bytes": 1}]}  # fmt: skip
         return 20.0
 
@@ -317,7 +317,7 @@ def test_engines_are_started_again_by_turns(
 
 @on_an_engine
 def test_conversations_are_held_by_turns_and_come_back_from_host_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "ROUNDS", 1)
     words = ["--sections", "conversations", "--connectors", "kv-offload", "--out", str(tmp_path)]
@@ -332,12 +332,6 @@ def test_conversations_are_held_by_turns_and_come_back_from_host_memory(
         assert 0 < held["first_token"]["p50"] < held["first_token"]["p99"] < held["seconds"]
     (ours,) = found["kv-offload"]["conversations"]
     assert 0 < ours["loads"][0]["least_bytes"] <= ours["loads"][0]["loaded_bytes"]
-    for hits in ours["hits"].values():
-        assert hits["hits"] > 0
-        assert hits["median hit"]["asked"] == 0 < hits["median hit"]["planned"]
-        assert hits["median hit"]["planned"] < hits["median hit"]["first token"]
-        assert all(seconds > 0 for seconds in hits["spans"].values())
-    assert "Where does the time of a hit among others go?" in capfd.readouterr().out
 
 
 def assert_loaded(measured: dict[str, Any], length: int, repeats: int, on_gpu: bool) -> None:

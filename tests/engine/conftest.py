@@ -28,6 +28,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(ENGINE_SECONDS))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have another process import vLLM while the first tests run."""
+    if any({"forks", "server"} & set(item.fixturenames) for item in session.items):
+        processes.forking()
+
+
+def pytest_sessionfinish() -> None:
+    """End that process."""
+    if processes.forking.cache_info().currsize:
+        with processes.forking() as forking:
+            forking.kill()
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")

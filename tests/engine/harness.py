@@ -17,7 +17,6 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
-from vllm.lora.request import LoRARequest
 
 from kv_offload.engines.vllm.halves import halves
 from tests.support.inputs import Tokens, random_tokens, transfer_config
@@ -71,7 +70,6 @@ class Engine:
         self,
         prompts: Sequence[Tokens],
         max_tokens: int = 8,
-        lora_request: LoRARequest | None = None,
         **more: Any,
     ) -> list[Tokens]:
         """Answer prompts greedily, with `more` in each; return the new tokens of each."""
@@ -79,7 +77,6 @@ class Engine:
             [{"prompt_token_ids": list(prompt), **more} for prompt in prompts],
             greedy(max_tokens),
             use_tqdm=False,
-            lora_request=lora_request,
         )
         self.cached_tokens = [output.num_cached_tokens for output in outputs]
         return [list(output.outputs[0].token_ids) for output in outputs]
@@ -200,11 +197,13 @@ class Engine:
 
     def watch_kv_tensors(self) -> dict[str, weakref.ref[Any]]:
         """Return weak references to the KV tensors that the model's layers hold, by layer."""
-        watched = {}
-        for name, layer in self.core.vllm_config.compilation_config.static_forward_context.items():
-            for index, tensor in enumerate(as_list(getattr(layer, "kv_cache", None))):
-                if tensor is not None:
-                    watched[f"{name}, {index}"] = weakref.ref(tensor)
+        layers = self.core.vllm_config.compilation_config.static_forward_context
+        watched = {
+            f"{name}, {index}": weakref.ref(tensor)
+            for name, layer in layers.items()
+            for index, tensor in enumerate(as_list(getattr(layer, "kv_cache", None)))
+            if tensor is not None
+        }
         assert watched
         return watched
 

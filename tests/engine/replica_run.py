@@ -19,6 +19,7 @@ from kv_offload.config.host_memory import read_host_memory
 from kv_offload.config.sizes import parse_size
 from kv_offload.engines.vllm.plugin import register
 from tests.engine.multiprocess_run import (
+    PROMPT_TOKENS,
     as_answers,
     assert_same,
     cache_prefixes_of_latents,
@@ -29,7 +30,6 @@ from tests.support.inputs import Tokens
 from tests.support.processes import print_result
 
 REPLICAS = 2
-PROMPT_TOKENS = (129, 193, 257)
 
 
 def check(result: dict[str, Any]) -> None:

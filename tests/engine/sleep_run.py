@@ -25,7 +25,7 @@ def main(models: str, arguments: dict[str, Any]) -> None:
     from tests.support.processes import print_result
 
     # None begins like another: each is computed as a whole, or loaded but for its last block.
-    prompts = [random_tokens(200 + 37 * i, seed=i) for i in range(4)]
+    prompts = [random_tokens(200 + 37 * i, seed=i) for i in range(3)]
     settings = engine_settings(Path(models), "qwen3", disable_log_stats=False, **arguments)
 
     (expected,) = plain_answers(settings, [prompts], greedy(8))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import pytest
 from kv_swap.engine import Direction, SwapJob
 
 from kv_offload.engines.vllm.connector import KVOffloadConnector
-from kv_offload.engines.vllm.runner import VLLMRank
 from tests.engine.copies import Copies
 from tests.engine.harness import (
     Engine,
@@ -67,17 +66,6 @@ def watch(running: Engine) -> tuple[list[SwapJob], list[int]]:
     return jobs, awaited
 
 
-def skip_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `SKIPPED` read its KV without a call, as layers that are no attention do."""
-    original: Callable[[Any, str], None] = KVOffloadConnector.wait_for_layer_load
-
-    def called(self: Any, layer_name: str) -> None:
-        if layer_name != SKIPPED:
-            original(self, layer_name)
-
-    monkeypatch.setattr(KVOffloadConnector, "wait_for_layer_load", called)
-
-
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_layers_wait_for_their_waves(
     model_folder: Path, answers: list[Tokens], async_scheduling: bool
@@ -96,38 +84,9 @@ def test_layers_wait_for_their_waves(
             assert all(job.in_waves for job in jobs)
             # Each forward asks before it, once a layer, and at the end of the step.
             assert awaited == [0, 0, 1, 2, 3, 3] * len(jobs)
-
-
-def test_where_a_graph_is_replayed_whole_loads_stop_coming_in_waves(
-    model_folder: Path, answers: list[Tokens], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with started(model_folder, answers) as ours:
-        jobs, awaited = watch(ours)
-        known = VLLMRank.forward_with_layer_calls
-        for layers_call, in_waves in ((False, True), (False, False), (True, False), (True, True)):
-            find = known if layers_call else lambda _: None
-            monkeypatch.setattr(VLLMRank, "forward_with_layer_calls", find)
-            jobs.clear()
-            awaited.clear()
-            assert ours.reload(PROMPTS[:1]) == answers[:1]
-            assert [job.in_waves for job in jobs] == [in_waves]
-            assert bool(awaited) == (layers_call and in_waves)
-            assert ours.totals["failed_loads"] == 0
-
-
-def test_a_layer_that_does_not_wait_gives_other_tokens(
-    model_folder: Path, answers: list[Tokens]
-) -> None:
-    """The control: what the engine on the CPU does not wait for is not there."""
-    with started(model_folder, answers) as ours:
-        await_wave, skipped = ours.rank.transfer.await_wave, ours.rank.waves.cut.wave_of[SKIPPED]
-
-        def careless(wave: int) -> None:
-            if wave != skipped:
-                await_wave(wave)
-
-        # The last wave brings the third with it, but only after the third layer.
-        ours.rank.transfer.await_wave = careless
+        # The control: the last wave brings the skipped one with it, after its layer has read.
+        await_wave, skipped = ours.rank.transfer.await_wave, cut.wave_of[SKIPPED]
+        ours.rank.transfer.await_wave = lambda wave: None if wave == skipped else await_wave(wave)
         wrong = ours.reload(PROMPTS, one_by_one=True)
         assert wrong[0] != answers[0], "the first prompt loads what all of them share"
 
@@ -141,7 +100,12 @@ def test_a_layer_that_stops_calling_ends_the_request_and_waves(
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with started(model_folder, answers) as ours:
         ours.forget()
-        skip_calls(monkeypatch)
+        call = KVOffloadConnector.wait_for_layer_load
+        monkeypatch.setattr(
+            KVOffloadConnector,
+            "wait_for_layer_load",
+            lambda self, layer: None if layer == SKIPPED else call(self, layer),
+        )
         ours.add("reads too early", PROMPTS[0])
         ended = ours.run()["reads too early"].outputs[0]
         assert (ended.finish_reason, ended.token_ids) == ("error", [])
@@ -155,23 +119,6 @@ def test_a_layer_that_stops_calling_ends_the_request_and_waves(
         assert jobs
         assert not any(job.in_waves for job in jobs)
         assert ours.totals["lost_requests"] == 0
-
-
-def test_what_layers_without_calls_read_comes_first(
-    model_folder: Path, answers: list[Tokens], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    skip_calls(monkeypatch)
-    with started(model_folder, answers) as ours:
-        cut, layout = ours.rank.waves.cut, ours.rank.transfer.layout
-        assert SKIPPED not in cut.wave_of
-        assert len(cut.wave_of) == LAYERS - 2
-        first = set().union(*(layout.regions[region].tensors for region in cut.waves[0]))
-        assert first == {"model.layers.0.self_attn.attn", SKIPPED}
-        jobs, _ = watch(ours)
-        assert ours.reload(PROMPTS, one_by_one=True) == answers
-        assert jobs
-        assert all(job.in_waves for job in jobs)
-        assert ours.totals["failed_loads"] == 0
 
 
 def test_a_wave_that_fails_is_made_good_before_its_layer(

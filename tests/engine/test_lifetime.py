@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kv_swap.engine import Direction
 
 from kv_offload.worker.worker import OffloadWorker
+from tests.engine.copies import Copies
 from tests.engine.harness import draft_head, engine, offloading, random_tokens
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("ends", ["as it should", "without shutdown"])
 def test_shutdown_leaves_no_kv_tensor_alive(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, ends: str
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     """With a control: a rank that is not shut down keeps the KV cache of a gone engine."""
     registered: list[weakref.ref[Any]] = []
@@ -32,7 +33,7 @@ def test_shutdown_leaves_no_kv_tensor_alive(
     if ends == "without shutdown":
         monkeypatch.setattr(OffloadWorker, "shutdown", lambda worker: None)
     prompt = random_tokens(200, seed=1)
-    with offloading(model_folder, kind) as ours:
+    with offloading(model_folder, "gemma3") as ours:
         ours.generate([prompt])
         ours.reload([prompt])
     gc.collect()
@@ -45,17 +46,24 @@ def test_shutdown_leaves_no_kv_tensor_alive(
     assert all(reference() is None for reference in registered)
 
 
-@pytest.mark.parametrize("plugin", [None, {}], ids=["without us", "with us"])
-@pytest.mark.parametrize("drafts", [False, True], ids=["model", "model and draft head"])
-def test_an_engine_that_ended_holds_no_kv_tensor(
-    model_folder: Path, plugin: dict[str, Any] | None, drafts: bool
-) -> None:
-    """Whatever the model's layers hold, a draft head's included; vLLM alone keeps none either."""
-    arguments = {"speculative_config": draft_head(model_folder)} if drafts else {}
-    with engine(model_folder, "llama", plugin, **arguments) as running:
+def test_an_engine_that_ended_holds_no_kv_tensor(model_folder: Path) -> None:
+    """Whatever the model's layers hold, a draft head's included."""
+    head = draft_head(model_folder)
+    with engine(model_folder, "llama", plugin={}, speculative_config=head) as running:
         running.generate([random_tokens(200, seed=1)])
         watched = running.watch_kv_tensors()
-        assert len(watched) == (4 if drafts else 2)
-        assert all(reference() is not None for reference in watched.values())
+        assert len(watched) == 4
     gc.collect()
     assert not [name for name, reference in watched.items() if reference() is not None]
+
+
+def test_shutdown_with_work_in_flight(model_folder: Path, copies: Copies) -> None:
+    with engine(model_folder, plugin={}) as ours:
+        copies.hold(Direction.STORE)
+        ours.add("only", random_tokens(200, seed=2), max_tokens=2)
+        ours.run()
+        engine_thread = ours.rank.transfer._thread
+        assert engine_thread.is_alive()
+        copies.release()
+    engine_thread.join(120)
+    assert not engine_thread.is_alive()

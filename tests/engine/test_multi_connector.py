@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 from kv_swap.engine import Direction
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kv_offload.engines.vllm import CONNECTOR
-from kv_offload.errors import UnsupportedError
 from tests.engine.copies import Copies
 from tests.engine.harness import (
     BLOCK_TOKENS,
@@ -21,7 +18,6 @@ from tests.engine.harness import (
     plain_answers,
     prompts_with_shared_prefix,
     random_tokens,
-    refusal,
 )
 from tests.engine.multiprocess_run import check, run_engine
 from tests.support.remote_connector import RemoteConnector, multi_config
@@ -29,10 +25,6 @@ from tests.support.remote_connector import RemoteConnector, multi_config
 PROMPTS = prompts_with_shared_prefix(seed=5)
 SENT = random_tokens(5 * BLOCK_TOKENS + 7, seed=50)
 ALL = [*PROMPTS, SENT]
-both_orders = pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
-both_ways = pytest.mark.parametrize(
-    "synchronous", [False, True], ids=["asynchronous", "synchronous"]
-)
 
 
 def remote(connector: Any) -> RemoteConnector:
@@ -60,8 +52,7 @@ def tokens_of(output: Any) -> Tokens:
     return list(output.outputs[0].token_ids)
 
 
-@both_orders
-@pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
+@pytest.mark.parametrize(("first", "role"), [(True, "kv_both"), (False, "kv_producer")])
 def test_both_members_serve_their_requests(model_folder: Path, first: bool, role: str) -> None:
     """Ours from host memory, the other's from afar, in one process, with stats and a control."""
     *answers, answer = expected = plain_answers(model_folder, ALL)
@@ -94,18 +85,16 @@ def test_both_members_serve_their_requests(model_folder: Path, first: bool, role
         assert all_differ(running.reload(ALL, corrupted=True), expected)
 
 
-@both_orders
-def test_several_cache_groups(model_folder: Path, first: bool) -> None:
+def test_several_cache_groups(model_folder: Path) -> None:
     answers = plain_answers(model_folder, ALL, "gemma3")
-    config = multi_config({}, first=first)
+    config = multi_config({})
     with offloading(model_folder, "gemma3", kv_transfer_config=config) as running:
         assert len(running.scheduler.kv_cache_config.kv_cache_groups) == 2
         assert running.generate(ALL) == answers
         assert running.reload(ALL) == answers
 
 
-@both_orders
-@both_ways
+@pytest.mark.parametrize(("first", "synchronous"), [(True, False), (False, True)])
 def test_a_failed_load_costs_no_request(
     model_folder: Path, copies: Copies, first: bool, synchronous: bool
 ) -> None:
@@ -127,57 +116,7 @@ def test_a_failed_load_costs_no_request(
         assert running.reload(PROMPTS) == answers
 
 
-def test_a_failed_load_may_fail_its_request(model_folder: Path, copies: Copies) -> None:
-    config = multi_config({"on_load_failure": "fail"})
-    with offloading(model_folder, kv_transfer_config=config) as running:
-        running.generate(PROMPTS[:1])
-        running.forget()
-        copies.fail(Direction.LOAD)
-        running.add("fails", PROMPTS[0])
-        assert running.run()["fails"].outputs[0].finish_reason == "error"
-
-
-@both_orders
-@both_ways
-def test_what_the_other_member_failed_to_load_is_not_stored(
-    model_folder: Path, first: bool, synchronous: bool
-) -> None:
-    """A synchronous load of the other's is known by hash, and stored, when its failure is told."""
-    *_, answer = plain_answers(model_folder, ALL)
-    config = multi_config({}, first=first, remote={"synchronous": synchronous})
-    with offloading(model_folder, kv_transfer_config=config) as running:
-        sent = send(running)
-        remote(get_kv_transfer_group()).failing = True
-        rank = running.rank
-        submit = rank.submit_stores
-        # The copies end before the next forward would give them the right bytes.
-        rank.submit_stores = lambda: (submit(), rank.transfer.wait(120))
-        received = ask(running, "receives", SENT, **sent.kv_transfer_params)
-        assert tokens_of(received) == answer
-        running.settle()
-        running.forget()
-        assert running.generate([SENT]) == [answer]
-
-
 def test_ranks_in_processes_of_their_own(model_folder: Path, forks: bool) -> None:
     """Capacities, reports and stats cross processes; the smallest rank's slots count."""
     arguments = {"tensor_parallel_size": 2, "sleep": True, "beside": True}
     check(run_engine(model_folder, "qwen3", arguments, forks=forks), ranks=2)
-
-
-# -- what is refused ---------------------------------------------------------------------------
-
-
-def test_two_of_ours_are_refused(model_folder: Path) -> None:
-    config = multi_config({})
-    members = config["kv_connector_extra_config"]["connectors"]
-    members.append(members[0])
-    message = refusal(model_folder, UnsupportedError, kv_transfer_config=config)
-    assert f"the MultiConnector has 2 members {CONNECTOR}" in message
-    assert message.endswith("list it once")
-
-
-def test_two_policies_for_failed_loads_are_refused(model_folder: Path) -> None:
-    config = multi_config({"on_load_failure": "fail"}, kv_load_failure_policy="recompute")
-    message = refusal(model_folder, UnsupportedError, kv_transfer_config=config)
-    assert "on_load_failure is 'fail', and kv_load_failure_policy of the MultiConnector" in message

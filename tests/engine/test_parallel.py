@@ -12,7 +12,8 @@ from tests.engine.multiprocess_run import LATENT, check, run_engine
 from tests.support.processes import run_module
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # `test_multi_connector.py` has two ranks in `make test`
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_round_trip_reset_and_sleep(model_folder: Path, forks: bool, ranks: int) -> None:
     """The engine core in a process of its own, and ranks in processes of theirs."""
     arguments = {"tensor_parallel_size": ranks, "sleep": True}

@@ -19,41 +19,41 @@ from tests.support.configurations import RETENTION
 BLOCKS = 8
 
 
-WINDOWS_ONLY = pytest.param(
-    "mistral",
-    1,
-    marks=pytest.mark.skipif(
-        vllm_version() < (0, 32), reason="this vLLM's CPU engine gives it blocks of 16 tokens"
-    ),
+since_0_32 = pytest.mark.skipif(
+    vllm_version() < (0, 32),
+    reason="this vLLM's CPU engine does not run it, or not with its blocks",
 )
+STATES = {
+    "dtype": "bfloat16", "enable_prefix_caching": True, "max_model_len": 4096,
+    "recurrent_bytes": 4,  # vLLM's CPU engine keeps recurrent states in 32 bits
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("kind", "groups"), [("qwen3", 1), WINDOWS_ONLY, ("gemma3", 2), ("llama4", 2)]
+    ("kind", "groups", "arguments"),
+    [
+        ("qwen3", 1, {}),
+        pytest.param("mistral", 1, {}, marks=since_0_32),
+        ("gemma3", 2, {}),
+        ("llama4", 2, {}),
+        pytest.param("deepseek_v2", 1, LATENT, marks=since_0_32),
+        pytest.param("qwen3_next", 2, STATES, marks=since_0_32),
+    ],
 )
-def test_heads_windows_and_chunks(model_folder: Path, kind: str, groups: int) -> None:
-    assert check(model_folder, kind, BLOCK_TOKENS) == groups
-
-
-@pytest.mark.skipif(
-    vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
-)
-def test_latent_attention(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_windows_chunks_latents_and_states(
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    groups: int,
+    arguments: dict[str, Any],
+) -> None:
     name = "check_and_update_config"
     monkeypatch.setattr(CpuPlatform, name, getattr(CpuPlatform, name))  # restored at the end
-    cache_prefixes_of_latents("deepseek_v2")
-    assert check(model_folder, "deepseek_v2", **LATENT) == 1
+    cache_prefixes_of_latents(kind)
+    assert check(model_folder, kind, **{"block_size": BLOCK_TOKENS, **arguments}) == groups
 
 
-@pytest.mark.skipif(vllm_version() < (0, 32), reason="this vLLM's CPU kernels refuse the states")
-def test_states(model_folder: Path) -> None:
-    """A block is as large as a state, of which a prompt keeps one."""
-    arguments = {"dtype": "bfloat16", "enable_prefix_caching": True, "max_model_len": 4096}
-    # vLLM's CPU engine keeps recurrent states in 32 bits.
-    assert check(model_folder, "qwen3_next", BLOCK_TOKENS, recurrent_bytes=4, **arguments) == 2
-
-
-@pytest.mark.skipif(vllm_version() < (0, 32), reason="this vLLM's CPU kernels refuse the states")
+@since_0_32
 def test_states_of_mamba_2(model_folder: Path) -> None:
     """Its CPU kernels cannot compute them, so only the slot is compared."""
     kind = "granitemoehybrid"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from kv_swap.engine import Direction
 
 from tests.engine.copies import Copies
@@ -36,10 +35,7 @@ def test_keeping_is_refused_in_the_process_of_the_user(model_folder: Path) -> No
     assert "set VLLM_ENABLE_V1_MULTIPROCESSING=1" in message
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_sleep_right_after_a_load_was_aborted(
-    model_folder: Path, copies: Copies, level: int
-) -> None:
+def test_sleep_right_after_a_load_was_aborted(model_folder: Path, copies: Copies) -> None:
     prompts = prompts_with_shared_prefix(seed=3)
     with offloading(model_folder) as ours:
         expected = ours.generate(prompts)
@@ -51,7 +47,7 @@ def test_sleep_right_after_a_load_was_aborted(
         ours.abort("gone")
         assert ours.offload.reports.abandoned_loads()
         copies.release()
-        ours.llm.sleep(level=level)
+        ours.llm.sleep(level=1)
         ours.llm.wake_up()
         assert ours.offload.manager.slots_in_use == 0
         ours.totals.clear()

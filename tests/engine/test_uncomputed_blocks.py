@@ -38,19 +38,14 @@ def preempt_what_the_step_has_scheduled(models: Path) -> tuple[Tokens, Tokens]:
         return list(answer), again
 
 
-def test_a_block_that_nobody_computed_is_neither_served_nor_kept(model_folder: Path) -> None:
-    (expected,) = plain_answers(model_folder, [LOW])
-    assert preempt_what_the_step_has_scheduled(model_folder) == (expected, expected)
-
-
-def test_without_the_mend_wrong_tokens_survive_a_reset(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mended", [True, False], ids=["mended", "control: as vLLM does"])
+def test_a_block_that_nobody_computed_is_neither_served_nor_kept(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, mended: bool
 ) -> None:
-    """The control."""
-    monkeypatch.setattr(
-        "kv_offload.engines.vllm.patches.preempt_request._named_uncomputed", lambda *_: iter(())
-    )
+    if not mended:
+        uncomputed = "kv_offload.engines.vllm.patches.preempt_request._named_uncomputed"
+        monkeypatch.setattr(uncomputed, lambda *_: iter(()))
     (expected,) = plain_answers(model_folder, [LOW])
     answer, again = preempt_what_the_step_has_scheduled(model_folder)
-    assert answer != expected
-    assert again != expected
+    assert (answer == expected) == mended
+    assert (again == expected) == mended

@@ -112,6 +112,16 @@ def test_promtool_accepts_the_alerts(command: list[str]) -> None:
     promtool(*command)
 
 
+def test_promtool_accepts_every_query(tmp_path: Path) -> None:
+    rules = [
+        {"record": f"query:{number}", "expr": filled_in(query, "5m")}
+        for number, query in enumerate(QUERIES.values())
+    ]
+    file = tmp_path / "queries.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    promtool("check", "rules", str(file))
+
+
 def test_where_the_pool_is_full_two_ranks_store_as_many_slots_as_are_replaced(
     tmp_path: Path,
 ) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,76 @@ def run_code(code: str, **environment: str) -> str:
     return done.stdout
 
 
+def _python(*words: str, **how: Any) -> subprocess.Popen[str]:
+    """Start `python -m`, which sees this checkout before any installed copy."""
+    command = [sys.executable, "-X", "faulthandler", "-m", *words]
+    return subprocess.Popen(command, cwd=ROOT, text=True, **how)
+
+
+def _environment(more: dict[str, str]) -> dict[str, str]:
+    paths = [str(ROOT), str(ROOT / "transfer"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths).rstrip(os.pathsep),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        **more,
+    }
+
+
+class Forked:
+    """A process that is no child of this one; of `subprocess.Popen` it has what tests need."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._ended = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Return None as long as it runs; what its exit status is nobody here knows."""
+        return 0 if select.select([self._ended], [], [], 0)[0] else None
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not select.select([self._ended], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0)
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._ended, number)
+
+
+@functools.cache
+def forking() -> subprocess.Popen[str]:
+    """Return the process of `tests.support.forked`, which imports vLLM meanwhile."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    return _python("tests.support.forked", env=_environment({}), **pipes)
+
+
+Process = subprocess.Popen[Any] | Forked
+
+
+def start_module(
+    module: str, *words: str, stdout: Path, stderr: Path, forks: bool, **environment: str
+) -> Process:
+    """Start `python -m module` as the leader of a process group; it writes to the ends of files.
+
+    The process sees this checkout before any installed copy, and `environment` besides what this
+    process has. With `forks` it and its engines are forked where vLLM is imported already.
+    """
+    environment = _environment(environment)
+    if forks:
+        server = forking()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        request = {"words": [module, *words], "environment": environment}
+        server.stdin.write(json.dumps({**request, "outputs": [str(stdout), str(stderr)]}) + "\n")
+        server.stdin.flush()
+        return Forked(int(server.stdout.readline()))
+    with stdout.open("ab") as out, stderr.open("ab") as err:
+        return _python(
+            module, *words, env=environment, stdout=out, stderr=err, start_new_session=True
+        )
+
+
 def run_module(
     module: str,
     *arguments: object,
@@ -38,53 +111,36 @@ def run_module(
     forks: bool = False,
     **environment: str,
 ) -> Any:
-    """Run `python -m module`; return what it gave to `print_result`.
+    """Run `python -m module` as `start_module` does; return what it gave to `print_result`.
 
-    Arguments that are not text or paths are passed as JSON. The process sees this checkout before
-    any installed copy, and `environment` besides what this process has. With `forks` its engines
-    fork their processes, as in `forked`. One that takes longer than `timeout_seconds`, or else
-    `LIMIT_SECONDS`, is ended, and the assertion says where each of its threads was.
+    Arguments that are not text or paths are passed as JSON. One that takes longer than
+    `timeout_seconds`, or else `LIMIT_SECONDS`, is ended, and the assertion says where each of its
+    threads was.
     """
     timeout_seconds = timeout_seconds or LIMIT_SECONDS
     words = [str(a) if isinstance(a, str | Path) else json.dumps(a) for a in arguments]
-    modules = ["tests.support.forked", module] if forks else [module]
-    paths = [str(ROOT), str(ROOT / "transfer"), os.environ.get("PYTHONPATH", "")]
-    path = os.pathsep.join(paths).rstrip(os.pathsep)
-    process = subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", "-m", *modules, *words],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": path,
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            **environment,
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # so that an engine core in a process of its own ends with it
-    )
-    ended = f"{module} {words}: "
-    try:
-        out, err = process.communicate(timeout=timeout_seconds)
-        ended += f"exit status {process.returncode}"
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # faulthandler writes the stacks
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        ended += f"ended after {timeout_seconds:.0f} s"
-        _kill(process)
-        out, err = process.communicate()
-    except BaseException:
-        _kill(process)
-        raise
-    lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
-    assert lines, f"{ended}\n{out[-4000:]}\n{err[-6000:]}"
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        out.touch(), err.touch()
+        process = start_module(module, *words, stdout=out, stderr=err, forks=forks, **environment)
+        ended = "it ended"
+        try:
+            process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # faulthandler writes the stacks
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            ended = f"ended after {timeout_seconds:.0f} s"
+        finally:
+            kill_group(process)
+        lines = [line for line in out.read_text().splitlines() if line.startswith("RESULT ")]
+        said = f"{module} {words}: {ended}\n{out.read_text()[-4000:]}\n{err.read_text()[-6000:]}"
+        assert lines, said
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def kill_group(process: Process) -> None:
+    """End what is left of a process group: an engine core in a process of its own, too."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

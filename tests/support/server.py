@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.inputs import random_tokens, transfer_config
+from tests.support.processes import Process, kill_group, start_module
 from tests.support.small_models import write_model
 
 START_SECONDS = 480
@@ -39,29 +38,24 @@ def held_port() -> Iterator[int]:
 
 @contextlib.contextmanager
 def serving(folder: Path, **plugin: Any) -> Iterator[str]:
-    """Start a server whose files lie in `folder`; yield its base URL."""
-    environment = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # adds POST /reset_prefix_cache
-        "VLLM_LOGGING_LEVEL": "INFO",
-    }
+    """Start a server whose files lie in `folder`, with vLLM imported; yield its base URL."""
     log = folder / "server.log"
-    with held_port() as port, log.open("wb") as output:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-                *("--model", str(write_model("qwen3", folder / "qwen3"))),
-                *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "small"),
-                *("--enforce-eager", "--dtype", "float32", "--enable-prompt-tokens-details"),
-                *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "1024"),
-                *("--kv-cache-memory-bytes", str(16 << 20)),
-                *("--kv-transfer-config", json.dumps(transfer_config(plugin))),
-            ],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # with a group of its own
+    log.touch()
+    with held_port() as port:
+        process = start_module(
+            "vllm.entrypoints.openai.api_server",
+            *("--model", str(write_model("qwen3", folder / "qwen3"))),
+            *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "small"),
+            *("--enforce-eager", "--dtype", "float32", "--enable-prompt-tokens-details"),
+            *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "1024"),
+            *("--kv-cache-memory-bytes", str(16 << 20)),
+            *("--kv-transfer-config", json.dumps(transfer_config(plugin))),
+            stdout=log,
+            stderr=log,
+            forks=True,
+            VLLM_ENABLE_V1_MULTIPROCESSING="1",
+            VLLM_SERVER_DEV_MODE="1",  # adds POST /reset_prefix_cache
+            VLLM_LOGGING_LEVEL="INFO",
         )
         url = f"http://127.0.0.1:{port}"
         try:
@@ -71,7 +65,7 @@ def serving(folder: Path, **plugin: Any) -> Iterator[str]:
             end(process)
 
 
-def wait_for_answer(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for_answer(url: str, process: Process, log: Path) -> None:
     """Wait until a program that was started answers; one that ends or is slow shows its log."""
     deadline = time.monotonic() + START_SECONDS
     while True:
@@ -85,14 +79,12 @@ def wait_for_answer(url: str, process: subprocess.Popen[bytes], log: Path) -> No
             return
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a server that has a process group of its own, and its engine."""
-    process.terminate()
+def end(process: Process) -> None:
+    """End a server that leads a process group, and its engine."""
+    process.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(60)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_group(process)
 
 
 def get(url: str, body: dict[str, Any] | None = None) -> str:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 20
 """Bytes of one registration, at most. Launches and captures wait for it: 5 to 8 ms on the host of
-an H200, and 18 to 26 ms for 1 GiB (bench/swap/pinning.py)."""
+an H200, and 18 to 26 ms for 1 GiB (bench/results/h200/pinning.json)."""
 
 NUM_THREADS = 4
 """On that host one thread locked 5 GiB/s, two 9, four 12 and eight 10."""

@@ -1,1 +1,0 @@
-"""Makes the pictures of the docs from a server that runs: `python -m bench.screens`."""
