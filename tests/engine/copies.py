@@ -10,7 +10,7 @@ from kv_swap.engine import Direction
 from kv_swap.host.runs import Run, copy_runs
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kv_offload.engines.vllm.halves import halves
+from kv_offload.engines.vllm.halves import connectors_in
 
 
 class Copies:
@@ -48,6 +48,8 @@ class Copies:
         copy_runs(runs)
 
     def _direction(self, dst_address: int) -> Direction:
-        arena = next(halves(get_kv_transfer_group(), "offload_worker")).transfer._state.arena
+        arena = next(
+            connectors_in(get_kv_transfer_group(), "offload_worker")
+        ).offload_worker.transfer._state.arena
         inside = arena.address <= dst_address < arena.address + arena.nbytes
         return Direction.STORE if inside else Direction.LOAD

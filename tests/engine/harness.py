@@ -18,7 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
-from kv_offload.engines.vllm.halves import halves
+from kv_offload.engines.vllm.halves import connectors_in
 from tests.support.inputs import Tokens, random_tokens, transfer_config
 from tests.support.small_models import write_draft_head, write_model
 from tests.support.totals import counted_stats
@@ -178,11 +178,11 @@ class Engine:
 
     @property
     def offload(self) -> Any:
-        return next(halves(self.scheduler.connector, "offload_scheduler"))
+        return next(connectors_in(self.scheduler.connector)).offload_scheduler
 
     @property
     def rank(self) -> Any:
-        return next(halves(get_kv_transfer_group(), "offload_worker"))
+        return next(connectors_in(get_kv_transfer_group(), "offload_worker")).offload_worker
 
     @property
     def kv_tensors(self) -> list[Any]:
@@ -221,7 +221,7 @@ class Engine:
         """Forget the engine's own prefix cache, so that only host memory can serve a prefix."""
         assert self.llm.reset_prefix_cache() is True
         # Of the drain; the engine asks only at the end of a step.
-        stats = self.rank.reports.take_stats()
+        stats = self.rank.take_stats()
         self.totals.update(stats.data if stats is not None else {})
 
     def assert_nothing_left(self) -> None:
@@ -230,10 +230,10 @@ class Engine:
         self.generate([random_tokens(3, seed=0)], max_tokens=1)  # a step, for the last reports
         self.settle()
         assert not self.offload.has_pending_stores
-        assert self.offload.stores.jobs.pinned_blocks == 0
-        assert self.offload.loads.running == 0
+        gauges = self.offload.gauges()
+        assert (gauges["pinned_blocks"], gauges["running_loads"]) == (0, 0)
         self.offload.check_integrity()
-        assert len(self.offload.requests) == 0
+        assert self.offload.num_requests == 0
         assert self.rank.transfer.in_flight == 0
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         self.offload.manager.check_integrity()

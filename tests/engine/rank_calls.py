@@ -15,13 +15,13 @@ from kv_swap.engine import Direction, SwapJob
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kv_offload.engines.vllm import weights
-from kv_offload.engines.vllm.halves import halves
+from kv_offload.engines.vllm.halves import connectors_in
 from kv_offload.engines.vllm.start.ranks import gather_over_ranks
 
 
 def our_half() -> Any:
     """Return the worker's half of our connector, which may be inside a MultiConnector."""
-    return next(halves(get_kv_transfer_group(), "offload_worker"))
+    return next(connectors_in(get_kv_transfer_group(), "offload_worker")).offload_worker
 
 
 def watch(_worker: Any) -> dict[str, Any]:

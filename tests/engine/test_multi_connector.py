@@ -98,7 +98,7 @@ def test_several_cache_groups(model_folder: Path) -> None:
 def test_a_failed_load_costs_no_request(
     model_folder: Path, copies: Copies, first: bool, synchronous: bool
 ) -> None:
-    """Though `kv_load_failure_policy` of the MultiConnector is vLLM's default, to fail."""
+    """vLLM's own `kv_load_failure_policy`, by default to fail, is for loads of other connectors."""
     answers = plain_answers(model_folder, PROMPTS)
     config = multi_config({}, first=first)
     assert "kv_load_failure_policy" not in config

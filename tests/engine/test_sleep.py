@@ -45,7 +45,7 @@ def test_sleep_right_after_a_load_was_aborted(model_folder: Path, copies: Copies
         for _ in range(3):
             ours.step()
         ours.abort("gone")
-        assert ours.offload.reports.abandoned_loads()
+        assert ours.offload.abandoned_requests()
         copies.release()
         ours.llm.sleep(level=1)
         ours.llm.wake_up()
