@@ -160,7 +160,7 @@ class AnyOrder(RuleBasedStateMachine):
         # vLLM cannot reset what waits with loaded KV, nor what a step under way will write.
         running = running and not (
             self.engine.under_way
-            or (stuck and engine.offload.loads.running)
+            or (stuck and engine.offload.gauges()["running_loads"])
             or any(
                 request_id in engine.offload.reports.running_loads()
                 or (request.num_computed_tokens and request.status != RequestStatus.RUNNING)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kv_offload.medians import MIN_MEASUREMENTS
-from kv_offload.scheduler.loads import LOAD_EVERY, MARGIN, MAX_COMPUTE_RATIO, LoadChoice
-from kv_offload.scheduler.rates import LoadQueue
+from kv_offload.scheduler.loads.choice import LOAD_EVERY, MARGIN, MAX_COMPUTE_RATIO, LoadChoice
+from kv_offload.scheduler.timing.rates import LoadQueue
 from kv_offload.scheduler.request import Phase, TrackedRequest
-from kv_offload.scheduler.steps import StepWatch
+from kv_offload.scheduler.timing.steps import StepWatch
 
 BLOCK = 16
 SLOT_BYTES = BLOCK * 131_072
@@ -69,7 +69,7 @@ EVEN = SLOT_BYTES / BLOCK * 38_000
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr("kv_offload.scheduler.loads.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kv_offload.scheduler.loads.choice.time.monotonic", lambda: now[0])
     return now
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
-from kv_offload.scheduler.loads import (
+from kv_offload.scheduler.loads.mode import (
     ASSUMED_DECODE_SECONDS,
     BUSY_SECONDS,
     BUSY_SHARE,
@@ -14,7 +14,7 @@ from kv_offload.scheduler.loads import (
     WHOLE_SECONDS,
     LoadMode,
 )
-from kv_offload.scheduler.steps import StepWatch
+from kv_offload.scheduler.timing.steps import StepWatch
 
 SLOT_BYTES = 1_000_000
 

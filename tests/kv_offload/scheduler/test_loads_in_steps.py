@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 from kv_offload.messages import LoadJob
-from kv_offload.scheduler.loads import BUSY_SECONDS, IDLE_SECONDS, WHOLE_SECONDS
+from kv_offload.scheduler.loads.mode import BUSY_SECONDS, IDLE_SECONDS, WHOLE_SECONDS
 from tests.support.played_cases import (
     BLOCK,
     FULL,
@@ -54,7 +54,7 @@ def test_a_load_ends_when_both_ranks_have_it(first_rank: int) -> None:
     engine.ranks[first_rank].copies.run()
     engine.step(3)
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert engine.offload.loads.running == 1
+    assert engine.offload.gauges()["running_loads"] == 1
     engine.ranks[1 - first_rank].copies.run()
     engine.step(2)
     assert request.status == RequestStatus.RUNNING
@@ -200,7 +200,7 @@ def test_a_second_request_waits_for_the_load_of_its_prefix() -> None:
     engine.add("first", PROMPT)
     engine.add("second", [*PROMPT[:16], 0, 0, 0])
     engine.step(3)
-    assert engine.offload.loads.running == 1
+    assert engine.offload.gauges()["running_loads"] == 1
     engine.run()
     assert engine.totals["loaded_bytes"] == blocks(5)
     engine.check_rest()

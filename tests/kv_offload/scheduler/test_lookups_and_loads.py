@@ -12,7 +12,7 @@ from kv_offload.cache.policies import make_policy
 from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.messages import LoadJob
 from kv_offload.scheduler.load_jobs import LoadJobs
-from kv_offload.scheduler.lookups import MAX_WAIT_SECONDS, OFFER_SECONDS, Lookups
+from kv_offload.scheduler.loads.lookups import MAX_WAIT_SECONDS, OFFER_SECONDS, Lookups
 from kv_offload.scheduler.request import Phase, RequestTable, TrackedRequest
 
 NULL = 0
@@ -116,7 +116,7 @@ class Loads:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that look-ups read, in an only element."""
     now = [1000.0]
-    monkeypatch.setattr("kv_offload.scheduler.lookups.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kv_offload.scheduler.loads.lookups.time.monotonic", lambda: now[0])
     return now
 
 

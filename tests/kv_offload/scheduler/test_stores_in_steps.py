@@ -45,7 +45,7 @@ def test_stores_on_their_way_keep_to_what_the_link_moves_and_the_rest_follows() 
             break
         engine.schedule()
         assert len(pinned(engine)) <= 3
-        assert engine.offload.leftovers.slots <= 10
+        assert engine.offload.gauges()["waiting_slots"] <= 10
         engine.execute()
         if step % 3 == 2:
             engine.run_copies()
@@ -62,7 +62,7 @@ def test_stores_on_their_way_keep_to_what_the_link_moves_and_the_rest_follows() 
 
 def test_stores_recover_from_a_link_that_was_slow_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """As while the process was stopped. A single slow store changes nothing."""
-    monkeypatch.setattr("kv_offload.worker.copies.MEASURED_BYTES", blocks(2))
+    monkeypatch.setattr("kv_offload.worker.speeds.MEASURED_BYTES", blocks(2))
     engine = PlayedEngine(max_num_batched_tokens=64)
     budget, copies = engine.offload.budget, engine.ranks[0].copies
     one_slot = 1.5 * blocks(1) / MIN_HORIZON_SECONDS
@@ -94,7 +94,7 @@ def test_what_was_deferred_and_is_gone_meanwhile_is_not_stored() -> None:
     engine.add("gone", PROMPT, max_tokens=1)
     while not engine.answers:
         engine.step()
-    assert engine.offload.leftovers.slots == 4
+    assert engine.offload.gauges()["waiting_slots"] == 4
     engine.add("other", OTHER, max_tokens=4)
     while len(engine.answers.get("other", ())) < 4:
         engine.step()  # the one store does not end, and keeps its pin
@@ -130,7 +130,7 @@ def test_a_paused_engine_with_one_free_block_comes_to_rest(
     engine.add("other", OTHER, max_tokens)
     while len(engine.answers.get("other", ())) < length - 23:
         step()
-    assert engine.offload.leftovers.slots == 4
+    assert engine.offload.gauges()["waiting_slots"] == 4
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     for _ in range(20):
         if not engine.scheduler.has_requests():
@@ -140,7 +140,7 @@ def test_a_paused_engine_with_one_free_block_comes_to_rest(
     assert not engine.scheduler.has_requests(), "the engine does not come to rest"
     engine.finish_steps()
     assert engine.pool.get_num_free_blocks() == 1
-    assert engine.offload.leftovers.slots == 0
+    assert engine.offload.gauges()["waiting_slots"] == 0
     skipped = {"skipped_moved_on": 4} if not grows else {"skipped_no_budget": 4}
     assert {n: c for n, c in engine.totals.items() if n.startswith("skipped")} == skipped
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -163,7 +163,7 @@ def test_what_waits_is_kept_while_a_step_is_under_way(monkeypatch: pytest.Monkey
         if engine.executed and not output.num_scheduled_tokens:
             empty_steps += 1
             assert not engine.offload.has_pending_stores
-            assert engine.offload.leftovers.slots > 0
+            assert engine.offload.gauges()["waiting_slots"] > 0
         engine.execute()
         if len(engine.executed) == 2:
             engine.process()
