@@ -1,0 +1,204 @@
+"""What ranks report of jobs: in any order, more than once, and before or after a drain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kv_offload.engines.vllm.patches.reset_prefix_cache import drain
+from kv_offload.messages import Outcome
+from tests.support.beside_steps import held_tokens, report
+from tests.support.played_cases import OTHER, PROMPT, pinned, slow, start_load, store
+from tests.support.played_engine import PlayedEngine
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+OK, FAILED, LOST = Outcome
+
+
+def storing(prompt: Sequence[int] = PROMPT, ranks: int = 2) -> tuple[PlayedEngine, int]:
+    """Return an engine whose ranks have copied a store of five blocks, unreported; and its job."""
+    engine = PlayedEngine(ranks=ranks, max_num_batched_tokens=64)
+    return engine, copy_stores(engine, "a", prompt)
+
+
+def copy_stores(engine: PlayedEngine, request_id: str, prompt: Sequence[int]) -> int:
+    """Compute a prompt, and have the ranks copy its blocks; return the job."""
+    engine.add(request_id, prompt)
+    (job,) = engine.step().kv_connector_metadata.stores
+    engine.step()
+    engine.run_copies()
+    return int(job.job_id)
+
+
+# -- ends --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [(1, 0), (0, 0, 1, 1)], ids=str)
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_a_store_ends_when_its_last_rank_has_told_of_it(
+    ranks: Sequence[int], failing: int | None
+) -> None:
+    """It is readable then, if it went well on all; its blocks are pinned until then."""
+    engine, job = storing()
+    sources = pinned(engine)
+    told = set()
+    for rank in ranks:
+        before = len(told) < 2
+        assert (pinned(engine) == sources) == before
+        assert held_tokens(engine, PROMPT) == (0 if before or failing is not None else 20)
+        report(engine, {job: FAILED if rank == failing else OK}, rank)
+        told.add(rank)
+        engine.check_pins()
+    assert pinned(engine) == set()
+    assert held_tokens(engine, PROMPT) == (20 if failing is None else 0)
+    assert engine.offload.manager.slots_in_use == (5 if failing is None else 0)
+    engine.rest()
+
+
+def test_ranks_are_told_of_each_job_that_they_need_not_report_any_more() -> None:
+    engine, job = storing()
+    report(engine, {job: OK}, rank=0)
+    assert engine.offload.plan_drain().known == ()
+    report(engine, {job: OK}, rank=1)
+    assert engine.offload.plan_drain().known == (job,)
+    assert engine.offload.plan_drain().known == ()
+    report(engine, {job: OK}, rank=0)  # was on its way
+    assert engine.offload.plan_drain().known == (job,)
+    report(engine, {77: FAILED}, rank=0)
+    assert engine.schedule().kv_connector_metadata.known == (77,)
+    engine.rest()
+
+
+@pytest.mark.parametrize("outcome", [OK, FAILED])
+def test_the_end_of_a_load_is_told_once(outcome: Outcome) -> None:
+    """Also where ranks report it again."""
+    engine = store(PlayedEngine(), PROMPT)
+    start_load(engine)
+    engine.run_copies(fail=outcome is FAILED)
+    offload = engine.offload
+    job = offload.plan_drain().next_job_id - 1
+    failed = {"a"} if outcome is FAILED else set()
+    for told, told_failed in (({"a"}, failed), (set(), set())):
+        report(engine, {job: outcome})
+        assert offload.take_failed() == told_failed
+        assert offload.take_loaded() == told
+        assert offload.gauges()["running_loads"] == 0
+        offload.check_integrity()
+
+
+def test_a_failed_load_is_told_to_the_engine_before_its_end() -> None:
+    """vLLM would run the request with what its blocks hold."""
+    engine = store(PlayedEngine(ranks=2), PROMPT)
+    start_load(engine)
+    engine.ranks[0].copies.run(fail=True)
+    engine.step()
+    engine.run_copies()
+    engine.step()
+    assert "a" not in engine.answers
+    engine.rest()
+    assert (engine.totals["failed_loads"], len(engine.answers["a"])) == (1, 4)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_synchronous_load_keeps_its_slots_until_every_rank_has_told_of_it(first: int) -> None:
+    engine = store(PlayedEngine(synchronous_loads=True, ranks=2), PROMPT)
+    engine.add("second", PROMPT, max_tokens=1)
+    (load,) = engine.schedule().kv_connector_metadata.loads
+    manager = engine.offload.manager
+    report(engine, {load.job_id: OK}, first)
+    assert engine.offload.has_pending_work
+    manager.reset()
+    assert manager.slots_in_use == len(load.pairs), "a reset frees all slots but those of loads"
+    for rank in (1 - first, 0, 1):
+        report(engine, {load.job_id: OK}, rank)
+        assert manager.slots_in_use == 0
+    assert not engine.offload.has_pending_work
+    assert engine.offload.take_loaded() == set(), "the engine did not wait for it"
+
+
+# -- losses ------------------------------------------------------------------------------------
+
+
+def losing() -> tuple[PlayedEngine, int, int]:
+    """Return an engine with a store that is copied and a synchronous load; and both jobs."""
+    engine = store(PlayedEngine(synchronous_loads=True, max_num_batched_tokens=64), PROMPT)
+    stored = copy_stores(engine, "stores", OTHER)
+    engine.add("a", PROMPT)
+    (load,) = engine.schedule().kv_connector_metadata.loads
+    return engine, stored, load.job_id
+
+
+@pytest.mark.parametrize("order", ["before", "together", "after"])
+@pytest.mark.parametrize("outcome", [OK, LOST])
+def test_no_store_becomes_readable_that_had_not_ended_when_a_loss_was_heard_of(
+    order: str, outcome: Outcome
+) -> None:
+    """One that ends in the same report is no exception; what was readable before stays."""
+    engine, stored, load = losing()
+    for told in {
+        "before": ({stored: OK}, {load: outcome}),
+        "together": ({stored: OK, load: outcome},),
+        "after": ({load: outcome}, {stored: OK}),
+    }[order]:
+        report(engine, told)
+    lost = outcome is LOST and order != "before"
+    assert held_tokens(engine, OTHER) == (0 if lost else 20)
+    assert held_tokens(engine, PROMPT) == 20
+    assert not pinned(engine)
+
+
+def test_a_store_that_is_planned_when_a_loss_is_heard_of_does_not_become_readable() -> None:
+    """No step has sent it yet. Those that are planned later become readable."""
+    engine = store(slow(1, synchronous_loads=True, max_num_batched_tokens=64), PROMPT)
+    report(engine, {copy_stores(engine, "stores", OTHER): OK})
+    engine.add("a", PROMPT)
+    (load,) = engine.schedule().kv_connector_metadata.loads
+    engine.abort("stores")
+    assert (len(pinned(engine)), held_tokens(engine, OTHER)) == (1, 4)
+    engine.model.may_lose_kv = True
+    report(engine, {load.job_id: LOST})
+    engine.run()
+    assert (engine.ended["a"], held_tokens(engine, OTHER)) == ("error", 4)
+    engine.serve("again", OTHER)
+    assert held_tokens(engine, OTHER) == 20
+    engine.check_rest()
+
+
+@pytest.mark.parametrize("by", ["step", "poll", "drain"])
+def test_a_loss_is_told_once_whoever_tells_of_it_first(by: str) -> None:
+    """The rank tells of it until it is known. Here a store ends in the same report."""
+    engine = PlayedEngine(synchronous_loads=True, beside=by == "poll", max_num_batched_tokens=64)
+    store(engine, PROMPT)
+    engine.model.may_lose_kv = True
+    engine.ranks[0].copies.faults.update({"before_compute": 1, "load_now": 1})
+    engine.add("stores", OTHER, max_tokens=8)
+    engine.step()
+    engine.add("a", PROMPT)
+    engine.schedule()
+    engine.execute()
+    if by == "drain":
+        drain(engine.core, engine.offload, requeue=False)
+        assert not pinned(engine)
+    engine.process()
+    assert (engine.ended["a"], held_tokens(engine, OTHER)) == ("error", 0)
+    engine.rest()
+    assert engine.totals["lost_requests"] == 1
+    engine.serve("again", PROMPT)
+    assert len(engine.answers["again"]) == 4
+
+
+def test_after_a_step_that_was_cut_short_the_requests_with_blocks_end() -> None:
+    """Not those that were admitted after a reset, and none of them twice."""
+    engine = PlayedEngine(max_num_batched_tokens=64)
+    engine.add("runs", PROMPT)
+    cut_short = engine.step().kv_connector_metadata.admissions
+    engine.add("waits", OTHER)
+    report(engine, {}, cut_short=cut_short)
+    assert (engine.offload.take_lost(), engine.offload.take_lost()) == ({"runs"}, None)
+    assert engine.reset(reset_running_requests=True)
+    report(engine, {}, cut_short=cut_short)
+    assert engine.offload.take_lost() is None
+    report(engine, {}, cut_short=engine.step().kv_connector_metadata.admissions)
+    assert engine.offload.take_lost() == {"runs", "waits"}
