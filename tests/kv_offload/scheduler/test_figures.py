@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +12,9 @@ from kv_swap.engine import Direction
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 
-from kv_offload.messages import DrainAnswer, StoreJob, WorkerCapacity
+from kv_offload.messages import WorkerCapacity
 from kv_offload.scheduler.statistics import GAUGE_SECONDS
-from tests.support.configurations import make_kv_cache_config
+from tests.support.beside_steps import report
 from tests.support.manual_copies import ManualSwapEngine
 from tests.support.played_cases import FULL, OTHER, PROMPT, WINDOW, blocks, forget, store
 from tests.support.played_engine import PlayedEngine
@@ -143,7 +142,7 @@ def test_a_store_that_was_given_up_has_its_age_until_every_rank_has_ended_it(
     copies.stuck = True
     now[0] += 10.0
     assert engine.reset()
-    assert engine.gauges["running_stores"] == 0
+    assert engine.gauges["pinned_blocks"] == 0
     assert engine.gauges["oldest_copy_seconds"] == 10.0
     engine.add("b", OTHER, max_tokens=1)
     now[0] += 1.0
@@ -166,18 +165,23 @@ def test_an_engine_that_has_just_started_steps_until_it_has_told_its_pool() -> N
     assert (engine.gauges["slots"], engine.gauges["pool_slots"]) == (7, 7)
 
 
+@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"transfer_config": multi_config}],
     ids=["alone", "in a MultiConnector"],
 )
-def test_a_reset_of_an_idle_engine_tells_that_host_memory_is_empty(
-    arguments: dict[str, Any],
+def test_an_idle_engine_tells_that_a_reset_or_new_weights_emptied_host_memory(
+    arguments: dict[str, Any], weights: bool
 ) -> None:
     engine = PlayedEngine(**arguments)
     engine.serve("a", PROMPT, max_tokens=1)
     assert engine.gauges["slots_in_use"] == 5
-    assert engine.reset(reset_connector=True)
+    if weights:
+        engine.core.collective_rpc("update_weights")
+        engine.hear()
+    else:
+        assert engine.reset(reset_connector=True)
     assert not engine.scheduler.has_requests(), "no step follows"
     assert engine.gauges["slots_in_use"] == 0
     engine.check_rest()
@@ -187,14 +191,6 @@ def test_a_reset_that_changes_no_figure_sends_nothing(engine: PlayedEngine) -> N
     core = engine.core
     assert core.reset_prefix_cache()
     assert core.output_queue.empty()
-
-
-def test_new_weights_of_an_idle_engine_tell_that_host_memory_is_empty(
-    engine: PlayedEngine,
-) -> None:
-    engine.core.collective_rpc("update_weights")
-    engine.hear()
-    assert engine.gauges["slots_in_use"] == 0
 
 
 def test_an_engine_in_its_users_process_tells_with_its_next_step(engine: PlayedEngine) -> None:
@@ -296,14 +292,6 @@ def test_a_slot_whose_key_was_forgotten_while_it_was_stored_is_not_counted() -> 
     assert engine.totals["stored_slots"] == engine.gauges["slots_in_use"] < 5
 
 
-def test_evictions_are_counted_once() -> None:
-    engine = PlayedEngine(slots=5)
-    for request_id, prompt in (("a", PROMPT), ("b", OTHER)):
-        engine.serve(request_id, prompt, max_tokens=1)
-    assert engine.totals["evictions"] == 5
-    engine.check_rest()
-
-
 def test_the_smallest_rank_decides_on_the_slots() -> None:
     engine = PlayedEngine(slots=64, ranks=2)
     assert engine.offload.manager.num_slots == 64
@@ -351,43 +339,23 @@ def test_only_slots_that_are_ready_on_every_rank_are_used(monkeypatch: pytest.Mo
     assert manager.usable_slots == 30
     assert manager.slots_in_use > 2
     manager.check_integrity()
-    engine.offload.ranks_ready({0: 40, 1: 35})
-    assert engine.offload.take_stats().data["slots"] == 35
-    engine.offload.ranks_ready({0: 2, 1: 2})  # what they had when they were asked
-    assert manager.usable_slots == 35
-    manager.check_integrity()
+    for slots in (35, 2):  # the last is what it had when it was asked
+        report(engine, {}, 1, ready_slots=slots)
+        assert manager.usable_slots == 35
+        manager.check_integrity()
 
 
 def test_before_every_rank_has_spoken_no_slot_is_used() -> None:
     """A connector inside another one may never see the ranks' capacities, only their reports."""
     engine = PlayedEngine(ranks=2, handshake=False)
-    offload = engine.offload
-    offload.ranks_ready({1: 50})
-    assert offload.manager.usable_slots == 0
+    report(engine, {}, 1, ready_slots=50)
+    assert engine.offload.manager.usable_slots == 0
     engine.serve("a", PROMPT)
-    assert offload.manager.usable_slots == 64
+    assert engine.offload.manager.usable_slots == 64
     assert engine.totals["stored_bytes"] > 0
 
 
 def test_a_configuration_names_the_slots_of_all_ranks() -> None:
     """The capacity that the scheduler plans with before the ranks have told theirs."""
-    groups = (FULL, WINDOW)
-    assert make_kv_cache_config(groups, 40).num_blocks == 40
-    engine = PlayedEngine(groups, ranks=2, plugin={"cpu_bytes": f"{2 * 64 * 3 * 5 + 100}B"})
+    engine = PlayedEngine((FULL, WINDOW), ranks=2, plugin={"cpu_bytes": f"{2 * 64 * 15 + 100}B"})
     assert engine.offload.manager.num_slots == 15
-
-
-def test_a_drain_hands_out_what_was_not_sent_once() -> None:
-    engine = PlayedEngine()
-    engine.add("a", PROMPT, max_tokens=1)
-    engine.step(2)
-    engine.abort("a")
-    unsent, running = engine.offload.reports.begin_drain()
-    assert all(isinstance(job, StoreJob) for job in unsent)
-    assert {job.job_id for job in unsent} <= set(running)
-    assert Counter(running).most_common(1)[0][1] == 1
-    assert engine.offload.reports.begin_drain() == ((), running)
-    nothing = DrainAnswer({}, frozenset(), frozenset())
-    assert engine.offload.reports.end_drain(nothing) is False
-    assert engine.offload.reports.begin_drain() == ((), ())
-    assert engine.offload.reports.end_drain(nothing) is True

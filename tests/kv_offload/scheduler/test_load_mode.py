@@ -19,8 +19,8 @@ from kv_offload.scheduler.timing.steps import StepWatch
 SLOT_BYTES = 1_000_000
 
 
-def make_mode(watch: StepWatch | None = None) -> LoadMode:
-    return LoadMode(SLOT_BYTES, StepWatch() if watch is None else watch)
+def make_mode(watch: StepWatch | None = None, *, overlaps: bool = False) -> LoadMode:
+    return LoadMode(SLOT_BYTES, StepWatch() if watch is None else watch, overlaps=overlaps)
 
 
 def fits(
@@ -61,12 +61,6 @@ def test_the_measured_speed_replaces_the_assumed_one() -> None:
     assert not fits(mode, slots + 1)
 
 
-def test_none_is_synchronous_where_that_is_not_possible() -> None:
-    mode = make_mode()
-    mode.allowed = False
-    assert not fits(mode, 1, idle=True)
-
-
 def test_a_lone_request_gets_its_last_slot_if_load_and_decode_are_short_together() -> None:
     watch = StepWatch()
     mode, decode_seconds = make_mode(watch), watch.decode_seconds
@@ -97,11 +91,10 @@ class Computing(StepWatch):
 
 
 def test_a_load_that_overlaps_may_take_until_the_steps_under_way_have_ended() -> None:
-    mode = make_mode(Computing(0.1))
     hidden = TRUSTED_SHARE * 0.1 - START_SECONDS
     slots = slots_in(hidden + BUSY_SECONDS)
-    assert not fits(mode, slots)
-    mode.overlaps = True
+    assert not fits(make_mode(Computing(0.1)), slots)
+    mode = make_mode(Computing(0.1), overlaps=True)
     assert fits(mode, slots)
     assert not fits(mode, slots + 1)
     assert not fits(mode, slots, queued_seconds=BUSY_SECONDS), "loads before it take the link"
@@ -110,8 +103,7 @@ def test_a_load_that_overlaps_may_take_until_the_steps_under_way_have_ended() ->
 
 
 def test_a_step_that_has_all_but_ended_hides_nothing() -> None:
-    mode = make_mode(Computing(START_SECONDS / 2))
-    mode.overlaps = True
+    mode = make_mode(Computing(START_SECONDS / 2), overlaps=True)
     assert fits(mode, slots_in(BUSY_SECONDS))
     assert not fits(mode, slots_in(BUSY_SECONDS) + 1)
 
