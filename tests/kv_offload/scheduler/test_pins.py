@@ -11,7 +11,7 @@ from kv_offload.engines.vllm.patches.reset_prefix_cache import drain
 from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 from kv_offload.scheduler.stores.budget import StoreBudget
 from tests.support.beside_steps import held_tokens
-from tests.support.played_cases import OTHER, PROMPT, both_ways, pinned
+from tests.support.played_cases import OTHER, PROMPT, both_ways, pinned, start_load, store
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -138,22 +138,46 @@ def test_running_requests_survive_a_reset() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_drain_that_takes_too_long_gives_the_stores_up(ranks: int) -> None:
-    """Ranks may still write their slots: these stay taken, and nothing is stored meanwhile."""
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_store_that_takes_too_long_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, drained: bool
+) -> None:
+    """Ranks may still write its slots: these stay taken, and nothing is stored meanwhile."""
     engine = storing(ranks=ranks)
     copies = engine.ranks[-1].copies
     copies.stuck = True
-    assert engine.reset()
-    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+    if drained:
+        assert engine.reset()
+    else:
+        engine.step()
+        assert len(pinned(engine)) == 5
+        monkeypatch.setattr("kv_offload.scheduler.stores.planner.MAX_STORE_SECONDS", 0.0)
     engine.add("b", OTHER)
     engine.step(2)
     assert pinned(engine) == set()
     assert engine.offload.manager.slots_in_use == 5
+    monkeypatch.undo()
     copies.stuck = False
     engine.run()
     assert (held_tokens(engine, PROMPT), held_tokens(engine, OTHER)) == (0, 20)
     assert engine.totals["skipped_copy_failed"] == 5
     engine.check_rest()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_reset_frees_the_blocks_of_a_load_whose_request_was_aborted(ends: bool) -> None:
+    """Unless the load does not end: it would write into another's blocks."""
+    engine = store(PlayedEngine(), PROMPT)
+    start_load(engine)
+    engine.abort("a")
+    engine.ranks[0].copies.stuck = not ends
+    if not ends:
+        with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+            engine.reset(reset_running_requests=True)
+        engine.ranks[0].copies.stuck = False
+    assert engine.reset(reset_running_requests=True)
+    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+    engine.rest()
 
 
 @both_ways

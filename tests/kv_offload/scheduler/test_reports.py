@@ -9,6 +9,7 @@ import pytest
 from kv_offload.engines.vllm.patches.reset_prefix_cache import drain
 from kv_offload.messages import Outcome
 from tests.support.beside_steps import held_tokens, report
+from tests.support.hooks import raise_once
 from tests.support.played_cases import OTHER, PROMPT, pinned, slow, start_load, store
 from tests.support.played_engine import PlayedEngine
 
@@ -118,6 +119,17 @@ def test_a_synchronous_load_keeps_its_slots_until_every_rank_has_told_of_it(firs
     assert engine.offload.take_loaded() == set(), "the engine did not wait for it"
 
 
+def test_an_error_at_the_end_of_a_job_keeps_no_other_from_ending() -> None:
+    engine, job = storing(ranks=1)
+    sources = pinned(engine)
+    other = copy_stores(engine, "b", OTHER)
+    raise_once("manager.complete_store", engine.offload)
+    report(engine, {job: OK, other: OK})
+    assert sources.isdisjoint(pinned(engine))
+    assert (held_tokens(engine, PROMPT), held_tokens(engine, OTHER)) == (0, 20)
+    assert engine.offload.take_stats().data["hook_errors"] == 1
+
+
 # -- losses ------------------------------------------------------------------------------------
 
 
@@ -187,6 +199,17 @@ def test_a_loss_is_told_once_whoever_tells_of_it_first(by: str) -> None:
     assert engine.totals["lost_requests"] == 1
     engine.serve("again", PROMPT)
     assert len(engine.answers["again"]) == 4
+
+
+def test_a_loss_on_several_ranks_is_told_once() -> None:
+    """Also where they tell of it in different reports."""
+    engine = store(PlayedEngine(synchronous_loads=True, ranks=2), PROMPT)
+    engine.add("a", PROMPT)
+    (load,) = engine.schedule().kv_connector_metadata.loads
+    for rank, lost in ((0, {"a"}), (0, None), (1, None)):
+        report(engine, {load.job_id: LOST}, rank)
+        assert engine.offload.take_lost() == lost
+    assert engine.offload.take_failed() == set(), "it has ended with an error"
 
 
 def test_after_a_step_that_was_cut_short_the_requests_with_blocks_end() -> None:
