@@ -13,6 +13,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 
 from kv_offload.messages import WorkerCapacity
+from kv_offload.metrics import KINDS
 from kv_offload.scheduler.statistics import GAUGE_SECONDS
 from tests.support.beside_steps import report
 from tests.support.manual_copies import ManualSwapEngine
@@ -213,29 +214,15 @@ def test_a_front_end_that_cannot_be_told_fails_no_reset(
     assert "metrics stand still until the engine's next step" in caplog.text
 
 
-def test_gauges_are_reported_when_they_change() -> None:
-    engine = PlayedEngine(slots=7)
-    assert engine.offload.take_stats().data == {
-        "slots": 7,
-        "pool_slots": 7,
-        "slot_bytes": 64,
-        "slots_in_use": 0,
-        "running_loads": 0,
-        "running_stores": 0,
-        "oldest_copy_seconds": 0.0,
-        "pinned_blocks": 0,
-        "waiting_slots": 0,
-        "load_bytes_per_second": 0.0,
-        "prefill_tokens_per_second": 0.0,
-    }
-    assert engine.offload.take_stats() is None
-
-
 def test_gauges_are_reported_now_and_then_while_requests_run_and_at_their_end(
     now: list[float],
 ) -> None:
     engine = PlayedEngine(slots=7)
-    engine.offload.take_stats()
+    told = engine.offload.take_stats().data
+    pool = {"slots": 7, "pool_slots": 7, "slot_bytes": blocks(1)}
+    assert {name: value for name, value in told.items() if value} == pool
+    assert told.keys() == {name for name, kind in KINDS.items() if kind == "gauge"}
+    assert engine.offload.take_stats() is None
     engine.add("a", PROMPT, max_tokens=2)
     engine.schedule()
     assert engine.offload.take_stats().data == {"lookup_tokens": 21}, "counters are at once"

@@ -12,8 +12,8 @@ import pytest
 
 from kv_offload.medians import MIN_MEASUREMENTS
 from kv_offload.scheduler.loads.choice import LOAD_EVERY, MARGIN, MAX_COMPUTE_RATIO, LoadChoice
-from kv_offload.scheduler.timing.rates import LoadQueue
 from kv_offload.scheduler.request import Phase, TrackedRequest
+from kv_offload.scheduler.timing.rates import LoadQueue
 from kv_offload.scheduler.timing.steps import StepWatch
 
 BLOCK = 16
@@ -89,10 +89,6 @@ def test_a_slow_link_computes() -> None:
     assert not chosen.loads()
     assert not chosen.loads(start=4096)
     assert chosen.loads(tokens=64), "so few take a step, as far as is known"
-
-
-def test_the_switch_turns_it_off() -> None:
-    assert Chosen(EVEN / 100, mode="always_load").loads()
 
 
 @pytest.mark.parametrize("known", ["loads", "steps"])

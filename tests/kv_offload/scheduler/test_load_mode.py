@@ -34,10 +34,15 @@ def slots_in(seconds: float, bytes_per_second: float = ASSUMED_BYTES_PER_SECOND)
 
 
 @pytest.mark.parametrize(("idle", "seconds"), [(True, IDLE_SECONDS), (False, BUSY_SECONDS)])
-def test_a_load_is_synchronous_up_to_its_limit(idle: bool, seconds: float) -> None:
-    mode = make_mode()
-    assert fits(mode, slots_in(seconds), idle=idle)
-    assert not fits(mode, slots_in(seconds) + 1, idle=idle, queued_seconds=BUSY_SECONDS)
+@pytest.mark.parametrize("speed", [ASSUMED_BYTES_PER_SECOND, 50e9])
+def test_a_load_is_synchronous_up_to_its_limit(idle: bool, seconds: float, speed: float) -> None:
+    """At the speed that was measured, or is assumed until then."""
+    watch = StepWatch()
+    if speed != ASSUMED_BYTES_PER_SECOND:
+        watch.load_rate.learn(speed)
+    mode, slots = make_mode(watch), slots_in(seconds, speed)
+    assert fits(mode, slots, idle=idle)
+    assert not fits(mode, slots + 1, idle=idle, queued_seconds=BUSY_SECONDS)
 
 
 def test_the_loads_of_a_step_share_the_limit() -> None:
@@ -49,16 +54,6 @@ def test_the_loads_of_a_step_share_the_limit() -> None:
     assert not fits(mode, half, queued_seconds=BUSY_SECONDS)
     mode.next_step()
     assert fits(mode, half)
-
-
-def test_the_measured_speed_replaces_the_assumed_one() -> None:
-    watch = StepWatch()
-    mode = make_mode(watch)
-    slots = slots_in(BUSY_SECONDS, 50e9)
-    assert not fits(mode, slots)
-    watch.load_rate.learn(50e9)
-    assert fits(mode, slots)
-    assert not fits(mode, slots + 1)
 
 
 def test_a_lone_request_gets_its_last_slot_if_load_and_decode_are_short_together() -> None:
@@ -73,10 +68,7 @@ def test_a_lone_request_gets_its_last_slot_if_load_and_decode_are_short_together
     decode_seconds.add(0.01)
     decode_seconds.add(0.01)
     assert not mode.brings_last_slot(1, idle=True)
-
-
-def test_beside_others_every_load_brings_the_last_slot() -> None:
-    assert make_mode().brings_last_slot(slots_in(1.0), idle=False)
+    assert mode.brings_last_slot(slots_in(1.0), idle=False), "beside others every load does"
 
 
 class Computing(StepWatch):

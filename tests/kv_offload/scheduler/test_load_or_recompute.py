@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -162,64 +161,16 @@ def test_a_step_that_waits_for_its_load_says_nothing_about_computing(now: list[f
 # -- how many loads run side by side -----------------------------------------------------------
 
 
-def loads_of(output: Any) -> list[str]:
-    return [job.request_id for job in output.kv_connector_metadata.loads]
-
-
-def queue_of_hits(engine: PlayedEngine, count: int = 6) -> None:
-    store(engine, [prompt(index) for index in range(count)])
-    for index in range(count):
-        engine.add(f"r{index}", prompt(index))
-
-
 @both_ways
 def test_all_hits_of_the_queue_are_loaded_side_by_side(async_scheduling: bool) -> None:
     """Those that wait for their loads hold back nobody and take no tokens and no place."""
     engine = PlayedEngine(
         blocks=100, max_num_seqs=2, max_num_batched_tokens=4, async_scheduling=async_scheduling
     )
-    queue_of_hits(engine)
-    assert loads_of(engine.schedule()) == [f"r{index}" for index in range(6)]
+    store(engine, [prompt(index) for index in range(6)])
+    requests = [engine.add(f"r{index}", prompt(index)).request_id for index in range(6)]
+    loads = engine.schedule().kv_connector_metadata.loads
+    assert [load.request_id for load in loads] == requests
     engine.run()
     assert engine.totals["hit_tokens"] == 6 * 20
     engine.check_rest()
-
-
-def test_free_blocks_bound_the_loads() -> None:
-    engine = PlayedEngine(blocks=1 + 24)
-    queue_of_hits(engine)
-    first = loads_of(engine.schedule())
-    # Five blocks each; vLLM keeps the sixth of each free, in which the last token is computed.
-    assert first == ["r0", "r1", "r2", "r3"]
-    engine.run()
-    assert engine.totals["hit_tokens"] == 6 * 20
-    engine.check_rest()
-
-
-def test_hits_behind_a_prompt_that_takes_all_tokens_of_the_steps_are_not_asked_for() -> None:
-    """vLLM looks at its queue only while tokens of the step are left, and no hook tells of it."""
-    engine = PlayedEngine(blocks=100, max_num_batched_tokens=16)
-    store(engine, [prompt(index) for index in range(2)])
-    engine.add("computed", prompt(9, 70))
-    for index in range(2):
-        engine.add(f"r{index}", prompt(index))
-    loads = [loads_of(engine.step(copies=True)) for _ in range(5)]
-    assert loads == [[], [], [], [], ["r0", "r1"]]
-    engine.rest()
-
-
-def test_hits_behind_a_full_batch_are_not_asked_for() -> None:
-    engine = PlayedEngine(blocks=100, max_num_seqs=2)
-    store(engine, [prompt(index) for index in range(2)])
-    for index in range(2):
-        engine.add(f"running{index}", prompt(20 + index, 5), max_tokens=6)
-    engine.step()
-    for index in range(2):
-        engine.add(f"r{index}", prompt(index))
-    loads = []
-    while not loads:
-        full = len(engine.scheduler.running) == 2
-        loads = loads_of(engine.step(copies=True))
-        assert not (full and loads)
-    assert loads == ["r0", "r1"]
-    engine.rest()

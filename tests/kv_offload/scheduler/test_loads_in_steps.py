@@ -250,17 +250,6 @@ def test_a_failed_load_may_end_its_request(groups: tuple[CacheGroup, ...]) -> No
     assert engine.ended["b"] == "length"
 
 
-def test_a_request_that_fails_and_is_aborted_leaves_nothing() -> None:
-    engine = storing(PROMPT, ranks=2)
-    engine.add("a", PROMPT)
-    engine.step()
-    engine.ranks[0].copies.run(fail=True)
-    engine.step()
-    engine.abort("a")
-    engine.step()
-    engine.rest()
-
-
 @pytest.mark.xfail(
     not NEWER,
     strict=True,
