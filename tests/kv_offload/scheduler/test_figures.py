@@ -122,39 +122,6 @@ def test_the_age_of_a_copy_that_hangs_grows_while_others_come_and_go(
     engine.check_rest()
 
 
-def test_the_age_of_a_load_that_a_forward_waits_for(now: list[float]) -> None:
-    engine = store(PlayedEngine(synchronous_loads=True), PROMPT)
-    engine.add("a", PROMPT, max_tokens=1)
-    engine.schedule()
-    now[0] += 5.0
-    told = engine.offload.take_stats().data
-    assert (told["synchronous_loads"], told["oldest_copy_seconds"]) == (1, 5.0)
-    engine.run()
-    assert engine.gauges["oldest_copy_seconds"] == 0
-
-
-def test_a_store_that_was_given_up_has_its_age_until_every_rank_has_ended_it(
-    now: list[float],
-) -> None:
-    engine = PlayedEngine(ranks=2)
-    engine.add("a", PROMPT, max_tokens=1)
-    engine.step(2)
-    copies = engine.ranks[1].copies
-    copies.stuck = True
-    now[0] += 10.0
-    assert engine.reset()
-    assert engine.gauges["pinned_blocks"] == 0
-    assert engine.gauges["oldest_copy_seconds"] == 10.0
-    engine.add("b", OTHER, max_tokens=1)
-    now[0] += 1.0
-    engine.step()
-    assert engine.gauges["oldest_copy_seconds"] == 11.0
-    copies.stuck = False
-    engine.run()
-    assert engine.gauges["oldest_copy_seconds"] == 0
-    engine.check_rest()
-
-
 # -- what an idle engine tells -----------------------------------------------------------------
 
 
@@ -188,14 +155,11 @@ def test_an_idle_engine_tells_that_a_reset_or_new_weights_emptied_host_memory(
     engine.check_rest()
 
 
-def test_a_reset_that_changes_no_figure_sends_nothing(engine: PlayedEngine) -> None:
+def test_an_engine_in_its_users_process_tells_with_its_next_step(engine: PlayedEngine) -> None:
+    """A reset that changes no figure sends nothing."""
     core = engine.core
     assert core.reset_prefix_cache()
     assert core.output_queue.empty()
-
-
-def test_an_engine_in_its_users_process_tells_with_its_next_step(engine: PlayedEngine) -> None:
-    core = engine.core
     del core.output_queue
     assert core.reset_prefix_cache(reset_connector=True)
     assert engine.gauges["slots_in_use"] == 5
@@ -326,9 +290,9 @@ def test_only_slots_that_are_ready_on_every_rank_are_used(monkeypatch: pytest.Mo
     assert manager.usable_slots == 30
     assert manager.slots_in_use > 2
     manager.check_integrity()
-    for slots in (35, 2):  # the last is what it had when it was asked
-        report(engine, {}, 1, ready_slots=slots)
-        assert manager.usable_slots == 35
+    for rank, slots, usable in ((1, 50, 40), (1, 2, 40), (0, 60, 50)):  # 2 is older news
+        report(engine, {}, rank, ready_slots=slots)
+        assert manager.usable_slots == usable
         manager.check_integrity()
 
 

@@ -133,25 +133,18 @@ def test_the_queue_of_loads_counts_where_the_link_is_not_much_faster(clock: list
 
 
 def test_prompts_that_are_being_computed_come_first() -> None:
-    chosen = Chosen(EVEN / 1.5)
-    assert not chosen.loads()
-    running = chosen.request("running", 8192)
-    assert chosen.loads()
-    running.request.num_computed_tokens = 8191  # the rest is a decode
-    assert not chosen.loads()
-    chosen.request("aborted", 8192).phase = Phase.ENDED
-    assert not chosen.loads()
-
-
-def test_a_prompt_that_is_admitted_again_is_counted_once() -> None:
-    """After it was preempted."""
+    """Each once, though it is admitted again after it was preempted."""
     chosen = Chosen(EVEN / 2)
-    again = chosen.request("again", 2500)
+    running = chosen.request("running", 2500)
+    chosen.choice.admitted(running, 0)
     assert not chosen.loads()
-    chosen.choice.admitted(again, 0)
-    assert not chosen.loads()
-    chosen.request("another", 2500)
+    another = chosen.request("another", 2500)
     assert chosen.loads()
+    running.request.num_computed_tokens = 2499  # the rest is a decode
+    assert not chosen.loads()
+    running.request.num_computed_tokens = 0
+    another.phase = Phase.ENDED
+    assert not chosen.loads()
 
 
 @pytest.mark.parametrize("mode", ["measured", "always_load"])

@@ -46,21 +46,6 @@ def storing(prompt: Sequence[int], **arguments: Any) -> PlayedEngine:
     return engine
 
 
-@pytest.mark.parametrize("first_rank", [0, 1])
-def test_a_load_ends_when_both_ranks_have_it(first_rank: int) -> None:
-    engine = storing(PROMPT, ranks=2)
-    request = engine.add("a", PROMPT)
-    engine.step()
-    engine.ranks[first_rank].copies.run()
-    engine.step(3)
-    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert engine.offload.gauges()["running_loads"] == 1
-    engine.ranks[1 - first_rank].copies.run()
-    engine.step(2)
-    assert request.status == RequestStatus.RUNNING
-    engine.rest()
-
-
 def test_a_synchronous_load_is_before_the_forward_of_the_step_that_admits_its_request() -> None:
     engine = storing(PROMPT, synchronous_loads=True)
     engine.add("second", PROMPT, max_tokens=1)
@@ -181,25 +166,18 @@ def test_behind_a_long_load_of_a_lone_request_its_last_slot_is_computed() -> Non
     engine.rest()
 
 
-def test_a_second_request_waits_for_the_load_of_its_prefix() -> None:
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_second_request_waits_for_the_load_of_its_prefix(aborted: bool) -> None:
+    """And loads for itself if the first is aborted."""
     engine = storing(PROMPT)
     engine.add("first", PROMPT)
     engine.add("second", [*PROMPT[:16], 0, 0, 0])
     engine.step(3)
     assert engine.offload.gauges()["running_loads"] == 1
+    if aborted:
+        engine.abort("first")
     engine.run()
-    assert engine.totals["loaded_bytes"] == blocks(5)
-    engine.check_rest()
-
-
-def test_a_follower_loads_itself_when_the_first_is_aborted() -> None:
-    engine = storing(PROMPT)
-    engine.add("first", PROMPT)
-    engine.add("second", PROMPT)
-    engine.step()
-    engine.abort("first")
-    engine.run()
-    assert engine.totals["loaded_bytes"] == blocks(10)
+    assert engine.totals["loaded_bytes"] == blocks(9 if aborted else 5)
     engine.check_rest()
 
 

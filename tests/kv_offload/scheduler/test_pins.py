@@ -156,6 +156,8 @@ def test_a_store_that_takes_too_long_is_given_up(
     engine.step(2)
     assert pinned(engine) == set()
     assert engine.offload.manager.slots_in_use == 5
+    gauges = engine.offload.gauges()
+    assert (gauges["running_stores"], gauges["oldest_copy_seconds"] > 0) == (2, True)
     monkeypatch.undo()
     copies.stuck = False
     engine.run()

@@ -72,21 +72,24 @@ def test_ranks_are_told_of_each_job_that_they_need_not_report_any_more() -> None
     engine.rest()
 
 
+@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("outcome", [OK, FAILED])
-def test_the_end_of_a_load_is_told_once(outcome: Outcome) -> None:
-    """Also where ranks report it again."""
-    engine = store(PlayedEngine(), PROMPT)
+def test_the_end_of_a_load_on_all_ranks_is_told_once(first: int, outcome: Outcome) -> None:
+    """Also where one of them reports it again."""
+    engine = store(PlayedEngine(ranks=2), PROMPT)
     start_load(engine)
-    engine.run_copies(fail=outcome is FAILED)
+    engine.run_copies()
     offload = engine.offload
     job = offload.plan_drain().next_job_id - 1
-    failed = {"a"} if outcome is FAILED else set()
-    for told, told_failed in (({"a"}, failed), (set(), set())):
-        report(engine, {job: outcome})
-        assert offload.take_failed() == told_failed
-        assert offload.take_loaded() == told
-        assert offload.gauges()["running_loads"] == 0
-        offload.check_integrity()
+    report(engine, {job: outcome}, first)
+    assert (offload.take_failed(), offload.take_loaded()) == (set(), set())
+    report(engine, {job: OK}, 1 - first)
+    assert offload.take_failed() == ({"a"} if outcome is FAILED else set())
+    assert offload.take_loaded() == {"a"}
+    report(engine, {job: outcome}, first)
+    assert (offload.take_failed(), offload.take_loaded()) == (set(), set())
+    assert offload.gauges()["running_loads"] == 0
+    offload.check_integrity()
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -97,6 +100,7 @@ def test_a_synchronous_load_keeps_its_slots_until_every_rank_has_told_of_it(firs
     manager = engine.offload.manager
     report(engine, {load.job_id: OK}, first)
     assert engine.offload.has_pending_work
+    assert engine.offload.gauges()["oldest_copy_seconds"] > 0
     manager.reset()
     assert manager.slots_in_use == len(load.pairs), "a reset frees all slots but those of loads"
     for rank in (1 - first, 0, 1):
