@@ -15,14 +15,14 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from kv_offload.engines.vllm.drain import drain_engine_core
-from kv_offload.scheduler.stores.jobs import StoreJobs
 from kv_swap.engine import Direction
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm.drain import drain_engine_core
 from kv_offload.messages import DrainAnswer
+from kv_offload.scheduler.stores.jobs import StoreJobs
 from kv_offload.worker.worker import OffloadWorker
 from tests.support.played_cases import (
     FULL,

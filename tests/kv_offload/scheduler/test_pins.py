@@ -7,7 +7,6 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.patches.reset_prefix_cache import drain
 from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 from kv_offload.scheduler.stores.budget import StoreBudget
 from tests.support.beside_steps import held_tokens
@@ -106,9 +105,9 @@ def test_a_reset_fails_while_a_block_is_pinned(end: str) -> None:
     assert engine.scheduler.reset_prefix_cache() is False
     if end == "reported":
         engine.run()
+        assert engine.scheduler.reset_prefix_cache() is True
     else:
-        drain(engine.core, engine.offload)
-    assert engine.scheduler.reset_prefix_cache() is True
+        assert engine.reset()
     assert held_tokens(engine, PROMPT) == 20
     engine.rest()
 
@@ -194,7 +193,7 @@ def test_a_drain_reaches_stores_that_no_rank_has_seen(async_scheduling: bool) ->
     sent = pinned(engine)
     engine.abort("a")
     assert pinned(engine) > sent > set()
-    drain(engine.core, engine.offload)
+    engine.reset()
     engine.check_pins()
     assert pinned(engine) == set()
     engine.check_host_memory()
@@ -208,7 +207,7 @@ def test_a_report_that_a_drain_has_delivered_may_arrive_again() -> None:
     engine.run_copies()
     engine.schedule()
     engine.execute()  # both ranks' reports are on their way
-    drain(engine.core, engine.offload)
+    engine.reset()
     assert pinned(engine) == set()
     engine.process()
     engine.check_pins()

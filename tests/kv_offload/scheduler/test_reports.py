@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from kv_offload.engines.vllm.patches.reset_prefix_cache import drain
 from kv_offload.messages import Outcome
 from tests.support.beside_steps import held_tokens, report
 from tests.support.hooks import raise_once
@@ -186,7 +185,7 @@ def test_a_loss_is_told_once_whoever_tells_of_it_first(by: str) -> None:
     engine.schedule()
     engine.execute()
     if by == "drain":
-        drain(engine.core, engine.offload, requeue=False)
+        engine.reset()
         assert not pinned(engine)
     engine.process()
     assert (engine.ended["a"], held_tokens(engine, OTHER)) == ("error", 0)

@@ -6,9 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
-from kv_offload.worker.copies import MEASURED_BYTES, CopySpeeds
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError
+
+from kv_offload.worker.copies import MEASURED_BYTES, CopySpeeds
 
 LARGE, SMALL = 2 * MEASURED_BYTES, MEASURED_BYTES // 2
 LOAD, STORE = Direction.LOAD, Direction.STORE

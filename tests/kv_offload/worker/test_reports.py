@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_offload.worker.reports import Reports
 
 from kv_offload.messages import JobResult, LoadJob, OffloadWorkerMetadata
+from kv_offload.worker.reports import Reports
 
 OK = JobResult(frozenset({1}), True)
 
