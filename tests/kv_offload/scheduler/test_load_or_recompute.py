@@ -129,22 +129,6 @@ def test_the_speed_of_computing_is_learnt_from_steps_of_prompts(now: list[float]
     assert engine.gauges["prefill_tokens_per_second"] == pytest.approx(100 / 0.010)
 
 
-def test_with_two_steps_under_way_a_step_takes_from_one_end_to_the_next(now: list[float]) -> None:
-    engine = PlayedEngine(
-        blocks=200, max_model_len=256, max_num_batched_tokens=64, async_scheduling=True
-    )
-    engine.add("long", prompt(0, 64 * MIN_MEASUREMENTS), max_tokens=2)
-    engine.schedule()
-    for _ in range(MIN_MEASUREMENTS):
-        engine.schedule()
-        engine.execute()
-        now[0] += 0.010
-        engine.process()
-    rate = engine.offload.watch.prefill_rate.tokens_per_second
-    assert rate == pytest.approx(64 / 0.010)
-    engine.rest()
-
-
 def test_a_step_that_waits_for_its_load_says_nothing_about_computing(now: list[float]) -> None:
     engine = PlayedEngine(
         blocks=200, slots=200, max_model_len=256, max_num_batched_tokens=256, synchronous_loads=True

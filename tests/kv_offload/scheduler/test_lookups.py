@@ -425,15 +425,6 @@ def test_slots_are_held_until_every_load_of_them_has_ended(meanwhile: str | None
     assert not asked.is_held(1)
 
 
-def test_a_load_survives_a_reset_of_host_memory() -> None:
-    asked = Asked(num_slots=4, kept=4)
-    job = asked.load("a")
-    asked.manager.reset()
-    assert asked.manager.slots_in_use == 2
-    asked.complete(job)
-    assert asked.manager.slots_in_use == 0
-
-
 def test_a_plan_pairs_blocks_with_the_slots_of_their_keys() -> None:
     """Though it was offered more. What lies before it is not held."""
     asked = Asked(num_slots=5)

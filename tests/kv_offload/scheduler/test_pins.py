@@ -10,7 +10,7 @@ from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 from kv_offload.scheduler.stores.budget import StoreBudget
 from tests.support.beside_steps import held_tokens
-from tests.support.played_cases import OTHER, PROMPT, both_ways, pinned, start_load, store
+from tests.support.played_cases import OTHER, PROMPT, both_ways, pinned
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -163,22 +163,6 @@ def test_a_store_that_takes_too_long_is_given_up(
     assert (held_tokens(engine, PROMPT), held_tokens(engine, OTHER)) == (0, 20)
     assert engine.totals["skipped_copy_failed"] == 5
     engine.check_rest()
-
-
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_reset_frees_the_blocks_of_a_load_whose_request_was_aborted(ends: bool) -> None:
-    """Unless the load does not end: it would write into another's blocks."""
-    engine = store(PlayedEngine(), PROMPT)
-    start_load(engine)
-    engine.abort("a")
-    engine.ranks[0].copies.stuck = not ends
-    if not ends:
-        with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
-            engine.reset(reset_running_requests=True)
-        engine.ranks[0].copies.stuck = False
-    assert engine.reset(reset_running_requests=True)
-    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
-    engine.rest()
 
 
 @both_ways

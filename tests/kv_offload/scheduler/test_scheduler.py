@@ -103,17 +103,6 @@ def test_the_last_blocks_of_a_request_are_stored_after_its_end() -> None:
     engine.check_rest()
 
 
-def test_a_local_hit_is_extended() -> None:
-    engine = PlayedEngine()
-    store(engine, PROMPT)
-    engine.serve("short", PROMPT[:9], max_tokens=1)
-    assert engine.totals["hit_tokens"] == 8
-    engine.serve("long", PROMPT)
-    assert engine.totals["hit_tokens"] == 8 + 12
-    assert engine.totals["loaded_bytes"] == blocks(5)
-    engine.check_rest()
-
-
 @pytest.mark.parametrize(("store_blocks", "stored"), [("prompt", 5), ("all", 8)])
 def test_prompts_are_stored_alone_if_the_user_wants_it(store_blocks: str, stored: int) -> None:
     engine = PlayedEngine(plugin={"store_blocks": store_blocks})
@@ -210,15 +199,6 @@ def test_the_states_at_block_boundaries_are_stored_and_served(
     engine.serve("second", PROMPT)
     assert engine.totals["hit_tokens"] == 20
     assert engine.totals["loaded_bytes"] == blocks(6) * ranks
-    engine.check_rest()
-
-
-def test_a_prefix_is_served_up_to_its_last_state() -> None:
-    engine = PlayedEngine((FULL, STATE))
-    store(engine, PROMPT)
-    engine.serve("shorter", [*PROMPT[:18], 0, 0])
-    assert engine.totals["hit_tokens"] == 16
-    assert engine.totals["loaded_bytes"] == blocks(5)
     engine.check_rest()
 
 
