@@ -206,6 +206,53 @@ def test_a_loss_on_several_ranks_is_told_once() -> None:
     assert engine.offload.take_failed() == set(), "it has ended with an error"
 
 
+def test_a_loss_of_an_aborted_request_leaves_the_next_of_its_name_known() -> None:
+    """The engine ends requests by their names, and says so of those that it ends."""
+    engine = store(PlayedEngine(synchronous_loads=True, max_num_batched_tokens=64), PROMPT)
+    engine.add("a", PROMPT)
+    (load,) = engine.schedule().kv_connector_metadata.loads
+    engine.abort("a")
+    engine.execute()
+    engine.add("a", OTHER)
+    engine.offload.match(engine.scheduler.requests["a"], 0)
+    report(engine, {load.job_id: LOST})
+    assert engine.offload.take_lost() == {"a"}
+    assert engine.offload.num_requests == 1
+    engine.offload.check_integrity()
+
+
+def test_a_load_that_could_not_be_planned_ends_nobody_who_shares_none_of_its_blocks() -> None:
+    engine = store(PlayedEngine(synchronous_loads=True, max_num_batched_tokens=64), PROMPT)
+    engine.model.may_lose_kv = True
+    engine.add("beside", OTHER, max_tokens=6)
+    engine.step()
+    raise_once("offload_scheduler.allocated", engine.connector)
+    engine.add("a", PROMPT)
+    engine.rest()
+    assert (engine.ended["a"], engine.ended["beside"]) == ("error", "length")
+
+
+def test_a_load_that_was_planned_before_an_error_is_planned_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = store(PlayedEngine(synchronous_loads=True), PROMPT)
+    rate = engine.offload.watch.load_rate
+    seconds, raised = rate.seconds, []
+
+    def raise_behind_the_plan(nbytes: int) -> float:
+        if engine.offload.gauges()["running_loads"] and not raised:
+            raised.append(nbytes)
+            raise RuntimeError("injected")
+        return float(seconds(nbytes))
+
+    monkeypatch.setattr(rate, "seconds", raise_behind_the_plan)
+    engine.add("a", PROMPT)
+    (load,) = engine.schedule().kv_connector_metadata.loads
+    assert raised
+    assert not load.incomplete
+    engine.rest()
+
+
 def test_after_a_step_that_was_cut_short_the_requests_with_blocks_end() -> None:
     """Not those that were admitted after a reset, and none of them twice."""
     engine = PlayedEngine(max_num_batched_tokens=64)
