@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
+from tests.support.beside_steps import teach
 from tests.support.played_cases import BLOCK, CHUNKS, FULL, PROMPT, STATE, WINDOW, narrow
 from tests.support.played_engine import PlayedEngine, RestlessError
 from tests.support.played_model import Tokens
@@ -142,7 +143,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(computes=st.booleans())
     def prefer(self, computes: bool) -> None:
         """Have hits computed or loaded, as the times that were measured could."""
-        self.engine.offload.load_choice.loads = lambda *_tokens, **_mode: not computes
+        teach(self.engine, 1e3 if computes else 1e12)
 
     @rule(slots=st.sampled_from([0, 2, 1000]))
     def narrow(self, slots: int) -> None:
@@ -160,9 +161,9 @@ class AnyOrder(RuleBasedStateMachine):
         # vLLM cannot reset what waits with loaded KV, nor what a step under way will write.
         running = running and not (
             self.engine.under_way
-            or (stuck and engine.offload.loads.running)
+            or (stuck and engine.offload.gauges()["running_loads"])
             or any(
-                request_id in engine.offload.reports.running_loads()
+                request_id in engine.offload.loading_requests()
                 or (request.num_computed_tokens and request.status != RequestStatus.RUNNING)
                 for request_id, request in engine.scheduler.requests.items()
                 if not request.is_finished()

@@ -46,6 +46,8 @@ def test_what_is_in_flight_ends_within_the_horizon() -> None:
     assert steps.budget.link_slots(slots - 7) == 7
     assert steps.budget.link_slots(slots) == 0
     assert steps.budget.link_slots(slots + 1) == 0
+    steps.budget.learn(1.0)
+    assert [steps.budget.link_slots(slots) for slots in (0, 1)] == [1, 0], "one alone always may"
 
 
 def test_the_speed_is_assumed_until_it_was_measured() -> None:
@@ -78,41 +80,23 @@ def test_the_horizon_grows_with_long_steps_but_not_with_pauses() -> None:
     assert steps.budget.link_slots(0) == pytest.approx(1000 * longest, abs=2)
 
 
-def test_stores_get_a_share_of_the_link_beside_loads_that_take_all_of_it() -> None:
+SHARE = int(1000 * 0.08 * SHARE_BESIDE_LOADS)
+
+
+@pytest.mark.parametrize(("load_seconds", "slots"), [(0.03, 50), (0.079, SHARE), (1.0, SHARE)])
+def test_stores_get_what_loads_leave_of_a_step_and_a_share_at_least(
+    load_seconds: float, slots: int
+) -> None:
     steps = Steps()
     steps.settle(0.08)
-    assert steps.step(0.08).link_slots(0) == pytest.approx(240, abs=1)
-    share = int(1000 * 0.08 * SHARE_BESIDE_LOADS)
-    budget = steps.step(0.08, load_seconds=1.0)
-    assert budget.link_slots(0) == pytest.approx(share, abs=1)
-    budget.count_planned(share)
-    assert budget.link_slots(share) == 0
-    assert steps.step(0.08, load_seconds=1.0).link_slots(share) == pytest.approx(share, abs=1)
-
-
-def test_stores_get_the_rest_of_a_step_that_its_loads_leave() -> None:
-    steps = Steps()
-    steps.settle(0.08)
-    budget = steps.step(0.08, load_seconds=0.03)
-    assert budget.link_slots(0) == pytest.approx(50, abs=1)
-    budget.count_planned(20)
-    assert budget.link_slots(20) == pytest.approx(30, abs=1)
-    share = int(1000 * 0.08 * SHARE_BESIDE_LOADS)
-    assert steps.step(0.08, load_seconds=0.079).link_slots(0) == pytest.approx(share, abs=1)
-
-
-def test_loads_that_follow_each_other_do_not_starve_stores() -> None:
-    steps = Steps()
-    budget = steps.step(load_seconds=1.0)  # no step has taken any time yet
-    assert budget.link_slots(0) == 1
-    assert budget.link_slots(1) == 0
-
-
-def test_a_slot_larger_than_the_horizon_is_stored_alone() -> None:
-    steps = Steps()
-    steps.budget.learn(1.0)
-    assert steps.step().link_slots(0) == 1
-    assert steps.budget.link_slots(1) == 0
+    assert steps.budget.link_slots(0) == pytest.approx(240, abs=1)
+    for in_flight in (0, slots):
+        budget = steps.step(0.08, load_seconds=load_seconds)
+        assert budget.link_slots(in_flight) == pytest.approx(slots, abs=1)
+        budget.count_planned(slots - 2)
+        assert budget.link_slots(slots - 2) == pytest.approx(2, abs=1)
+    budget = Steps().step(load_seconds=load_seconds)  # no step has taken any time yet
+    assert [budget.link_slots(slots) for slots in (0, 1)] == [1, 0]
 
 
 def test_blocks_are_reserved_for_the_growth_of_running_requests() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +12,10 @@ from kv_swap.engine import Direction
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 
-from kv_offload.messages import DrainAnswer, StoreJob, WorkerCapacity
+from kv_offload.messages import WorkerCapacity
+from kv_offload.metrics import KINDS
 from kv_offload.scheduler.statistics import GAUGE_SECONDS
-from tests.support.configurations import make_kv_cache_config
+from tests.support.beside_steps import report
 from tests.support.manual_copies import ManualSwapEngine
 from tests.support.played_cases import FULL, OTHER, PROMPT, WINDOW, blocks, forget, store
 from tests.support.played_engine import PlayedEngine
@@ -122,39 +122,6 @@ def test_the_age_of_a_copy_that_hangs_grows_while_others_come_and_go(
     engine.check_rest()
 
 
-def test_the_age_of_a_load_that_a_forward_waits_for(now: list[float]) -> None:
-    engine = store(PlayedEngine(synchronous_loads=True), PROMPT)
-    engine.add("a", PROMPT, max_tokens=1)
-    engine.schedule()
-    now[0] += 5.0
-    told = engine.offload.take_stats().data
-    assert (told["synchronous_loads"], told["oldest_copy_seconds"]) == (1, 5.0)
-    engine.run()
-    assert engine.gauges["oldest_copy_seconds"] == 0
-
-
-def test_a_store_that_was_given_up_has_its_age_until_every_rank_has_ended_it(
-    now: list[float],
-) -> None:
-    engine = PlayedEngine(ranks=2)
-    engine.add("a", PROMPT, max_tokens=1)
-    engine.step(2)
-    copies = engine.ranks[1].copies
-    copies.stuck = True
-    now[0] += 10.0
-    assert engine.reset()
-    assert engine.gauges["running_stores"] == 0
-    assert engine.gauges["oldest_copy_seconds"] == 10.0
-    engine.add("b", OTHER, max_tokens=1)
-    now[0] += 1.0
-    engine.step()
-    assert engine.gauges["oldest_copy_seconds"] == 11.0
-    copies.stuck = False
-    engine.run()
-    assert engine.gauges["oldest_copy_seconds"] == 0
-    engine.check_rest()
-
-
 # -- what an idle engine tells -----------------------------------------------------------------
 
 
@@ -166,39 +133,33 @@ def test_an_engine_that_has_just_started_steps_until_it_has_told_its_pool() -> N
     assert (engine.gauges["slots"], engine.gauges["pool_slots"]) == (7, 7)
 
 
+@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"transfer_config": multi_config}],
     ids=["alone", "in a MultiConnector"],
 )
-def test_a_reset_of_an_idle_engine_tells_that_host_memory_is_empty(
-    arguments: dict[str, Any],
+def test_an_idle_engine_tells_that_a_reset_or_new_weights_emptied_host_memory(
+    arguments: dict[str, Any], weights: bool
 ) -> None:
     engine = PlayedEngine(**arguments)
     engine.serve("a", PROMPT, max_tokens=1)
     assert engine.gauges["slots_in_use"] == 5
-    assert engine.reset(reset_connector=True)
+    if weights:
+        engine.core.collective_rpc("update_weights")
+        engine.hear()
+    else:
+        assert engine.reset(reset_connector=True)
     assert not engine.scheduler.has_requests(), "no step follows"
     assert engine.gauges["slots_in_use"] == 0
     engine.check_rest()
 
 
-def test_a_reset_that_changes_no_figure_sends_nothing(engine: PlayedEngine) -> None:
+def test_an_engine_in_its_users_process_tells_with_its_next_step(engine: PlayedEngine) -> None:
+    """A reset that changes no figure sends nothing."""
     core = engine.core
     assert core.reset_prefix_cache()
     assert core.output_queue.empty()
-
-
-def test_new_weights_of_an_idle_engine_tell_that_host_memory_is_empty(
-    engine: PlayedEngine,
-) -> None:
-    engine.core.collective_rpc("update_weights")
-    engine.hear()
-    assert engine.gauges["slots_in_use"] == 0
-
-
-def test_an_engine_in_its_users_process_tells_with_its_next_step(engine: PlayedEngine) -> None:
-    core = engine.core
     del core.output_queue
     assert core.reset_prefix_cache(reset_connector=True)
     assert engine.gauges["slots_in_use"] == 5
@@ -217,29 +178,15 @@ def test_a_front_end_that_cannot_be_told_fails_no_reset(
     assert "metrics stand still until the engine's next step" in caplog.text
 
 
-def test_gauges_are_reported_when_they_change() -> None:
-    engine = PlayedEngine(slots=7)
-    assert engine.offload.take_stats().data == {
-        "slots": 7,
-        "pool_slots": 7,
-        "slot_bytes": 64,
-        "slots_in_use": 0,
-        "running_loads": 0,
-        "running_stores": 0,
-        "oldest_copy_seconds": 0.0,
-        "pinned_blocks": 0,
-        "waiting_slots": 0,
-        "load_bytes_per_second": 0.0,
-        "prefill_tokens_per_second": 0.0,
-    }
-    assert engine.offload.take_stats() is None
-
-
 def test_gauges_are_reported_now_and_then_while_requests_run_and_at_their_end(
     now: list[float],
 ) -> None:
     engine = PlayedEngine(slots=7)
-    engine.offload.take_stats()
+    told = engine.offload.take_stats().data
+    pool = {"slots": 7, "pool_slots": 7, "slot_bytes": blocks(1)}
+    assert {name: value for name, value in told.items() if value} == pool
+    assert told.keys() == {name for name, kind in KINDS.items() if kind == "gauge"}
+    assert engine.offload.take_stats() is None
     engine.add("a", PROMPT, max_tokens=2)
     engine.schedule()
     assert engine.offload.take_stats().data == {"lookup_tokens": 21}, "counters are at once"
@@ -296,14 +243,6 @@ def test_a_slot_whose_key_was_forgotten_while_it_was_stored_is_not_counted() -> 
     assert engine.totals["stored_slots"] == engine.gauges["slots_in_use"] < 5
 
 
-def test_evictions_are_counted_once() -> None:
-    engine = PlayedEngine(slots=5)
-    for request_id, prompt in (("a", PROMPT), ("b", OTHER)):
-        engine.serve(request_id, prompt, max_tokens=1)
-    assert engine.totals["evictions"] == 5
-    engine.check_rest()
-
-
 def test_the_smallest_rank_decides_on_the_slots() -> None:
     engine = PlayedEngine(slots=64, ranks=2)
     assert engine.offload.manager.num_slots == 64
@@ -351,43 +290,23 @@ def test_only_slots_that_are_ready_on_every_rank_are_used(monkeypatch: pytest.Mo
     assert manager.usable_slots == 30
     assert manager.slots_in_use > 2
     manager.check_integrity()
-    engine.offload.ranks_ready({0: 40, 1: 35})
-    assert engine.offload.take_stats().data["slots"] == 35
-    engine.offload.ranks_ready({0: 2, 1: 2})  # what they had when they were asked
-    assert manager.usable_slots == 35
-    manager.check_integrity()
+    for rank, slots, usable in ((1, 50, 40), (1, 2, 40), (0, 60, 50)):  # 2 is older news
+        report(engine, {}, rank, ready_slots=slots)
+        assert manager.usable_slots == usable
+        manager.check_integrity()
 
 
 def test_before_every_rank_has_spoken_no_slot_is_used() -> None:
     """A connector inside another one may never see the ranks' capacities, only their reports."""
     engine = PlayedEngine(ranks=2, handshake=False)
-    offload = engine.offload
-    offload.ranks_ready({1: 50})
-    assert offload.manager.usable_slots == 0
+    report(engine, {}, 1, ready_slots=50)
+    assert engine.offload.manager.usable_slots == 0
     engine.serve("a", PROMPT)
-    assert offload.manager.usable_slots == 64
+    assert engine.offload.manager.usable_slots == 64
     assert engine.totals["stored_bytes"] > 0
 
 
 def test_a_configuration_names_the_slots_of_all_ranks() -> None:
     """The capacity that the scheduler plans with before the ranks have told theirs."""
-    groups = (FULL, WINDOW)
-    assert make_kv_cache_config(groups, 40).num_blocks == 40
-    engine = PlayedEngine(groups, ranks=2, plugin={"cpu_bytes": f"{2 * 64 * 3 * 5 + 100}B"})
+    engine = PlayedEngine((FULL, WINDOW), ranks=2, plugin={"cpu_bytes": f"{2 * 64 * 15 + 100}B"})
     assert engine.offload.manager.num_slots == 15
-
-
-def test_a_drain_hands_out_what_was_not_sent_once() -> None:
-    engine = PlayedEngine()
-    engine.add("a", PROMPT, max_tokens=1)
-    engine.step(2)
-    engine.abort("a")
-    unsent, running = engine.offload.reports.begin_drain()
-    assert all(isinstance(job, StoreJob) for job in unsent)
-    assert {job.job_id for job in unsent} <= set(running)
-    assert Counter(running).most_common(1)[0][1] == 1
-    assert engine.offload.reports.begin_drain() == ((), running)
-    nothing = DrainAnswer({}, frozenset(), frozenset())
-    assert engine.offload.reports.end_drain(nothing) is False
-    assert engine.offload.reports.begin_drain() == ((), ())
-    assert engine.offload.reports.end_drain(nothing) is True

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kv_offload.medians import MIN_MEASUREMENTS
-from kv_offload.scheduler.loads import LOAD_EVERY, MARGIN, MAX_COMPUTE_RATIO, LoadChoice
-from kv_offload.scheduler.rates import LoadQueue
+from kv_offload.scheduler.loads.choice import LOAD_EVERY, MARGIN, MAX_COMPUTE_RATIO, LoadChoice
 from kv_offload.scheduler.request import Phase, TrackedRequest
-from kv_offload.scheduler.steps import StepWatch
+from kv_offload.scheduler.timing.rates import LoadQueue
+from kv_offload.scheduler.timing.steps import StepWatch
 
 BLOCK = 16
 SLOT_BYTES = BLOCK * 131_072
@@ -69,7 +69,7 @@ EVEN = SLOT_BYTES / BLOCK * 38_000
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr("kv_offload.scheduler.loads.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kv_offload.scheduler.loads.choice.time.monotonic", lambda: now[0])
     return now
 
 
@@ -89,10 +89,6 @@ def test_a_slow_link_computes() -> None:
     assert not chosen.loads()
     assert not chosen.loads(start=4096)
     assert chosen.loads(tokens=64), "so few take a step, as far as is known"
-
-
-def test_the_switch_turns_it_off() -> None:
-    assert Chosen(EVEN / 100, mode="always_load").loads()
 
 
 @pytest.mark.parametrize("known", ["loads", "steps"])
@@ -137,25 +133,18 @@ def test_the_queue_of_loads_counts_where_the_link_is_not_much_faster(clock: list
 
 
 def test_prompts_that_are_being_computed_come_first() -> None:
-    chosen = Chosen(EVEN / 1.5)
-    assert not chosen.loads()
-    running = chosen.request("running", 8192)
-    assert chosen.loads()
-    running.request.num_computed_tokens = 8191  # the rest is a decode
-    assert not chosen.loads()
-    chosen.request("aborted", 8192).phase = Phase.ENDED
-    assert not chosen.loads()
-
-
-def test_a_prompt_that_is_admitted_again_is_counted_once() -> None:
-    """After it was preempted."""
+    """Each once, though it is admitted again after it was preempted."""
     chosen = Chosen(EVEN / 2)
-    again = chosen.request("again", 2500)
+    running = chosen.request("running", 2500)
+    chosen.choice.admitted(running, 0)
     assert not chosen.loads()
-    chosen.choice.admitted(again, 0)
-    assert not chosen.loads()
-    chosen.request("another", 2500)
+    another = chosen.request("another", 2500)
     assert chosen.loads()
+    running.request.num_computed_tokens = 2499  # the rest is a decode
+    assert not chosen.loads()
+    running.request.num_computed_tokens = 0
+    another.phase = Phase.ENDED
+    assert not chosen.loads()
 
 
 @pytest.mark.parametrize("mode", ["measured", "always_load"])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
-from kv_offload.scheduler.loads import (
+from kv_offload.scheduler.loads.mode import (
     ASSUMED_DECODE_SECONDS,
     BUSY_SECONDS,
     BUSY_SHARE,
@@ -14,13 +14,13 @@ from kv_offload.scheduler.loads import (
     WHOLE_SECONDS,
     LoadMode,
 )
-from kv_offload.scheduler.steps import StepWatch
+from kv_offload.scheduler.timing.steps import StepWatch
 
 SLOT_BYTES = 1_000_000
 
 
-def make_mode(watch: StepWatch | None = None) -> LoadMode:
-    return LoadMode(SLOT_BYTES, StepWatch() if watch is None else watch)
+def make_mode(watch: StepWatch | None = None, *, overlaps: bool = False) -> LoadMode:
+    return LoadMode(SLOT_BYTES, StepWatch() if watch is None else watch, overlaps=overlaps)
 
 
 def fits(
@@ -34,10 +34,15 @@ def slots_in(seconds: float, bytes_per_second: float = ASSUMED_BYTES_PER_SECOND)
 
 
 @pytest.mark.parametrize(("idle", "seconds"), [(True, IDLE_SECONDS), (False, BUSY_SECONDS)])
-def test_a_load_is_synchronous_up_to_its_limit(idle: bool, seconds: float) -> None:
-    mode = make_mode()
-    assert fits(mode, slots_in(seconds), idle=idle)
-    assert not fits(mode, slots_in(seconds) + 1, idle=idle, queued_seconds=BUSY_SECONDS)
+@pytest.mark.parametrize("speed", [ASSUMED_BYTES_PER_SECOND, 50e9])
+def test_a_load_is_synchronous_up_to_its_limit(idle: bool, seconds: float, speed: float) -> None:
+    """At the speed that was measured, or is assumed until then."""
+    watch = StepWatch()
+    if speed != ASSUMED_BYTES_PER_SECOND:
+        watch.load_rate.learn(speed)
+    mode, slots = make_mode(watch), slots_in(seconds, speed)
+    assert fits(mode, slots, idle=idle)
+    assert not fits(mode, slots + 1, idle=idle, queued_seconds=BUSY_SECONDS)
 
 
 def test_the_loads_of_a_step_share_the_limit() -> None:
@@ -49,22 +54,6 @@ def test_the_loads_of_a_step_share_the_limit() -> None:
     assert not fits(mode, half, queued_seconds=BUSY_SECONDS)
     mode.next_step()
     assert fits(mode, half)
-
-
-def test_the_measured_speed_replaces_the_assumed_one() -> None:
-    watch = StepWatch()
-    mode = make_mode(watch)
-    slots = slots_in(BUSY_SECONDS, 50e9)
-    assert not fits(mode, slots)
-    watch.load_rate.learn(50e9)
-    assert fits(mode, slots)
-    assert not fits(mode, slots + 1)
-
-
-def test_none_is_synchronous_where_that_is_not_possible() -> None:
-    mode = make_mode()
-    mode.allowed = False
-    assert not fits(mode, 1, idle=True)
 
 
 def test_a_lone_request_gets_its_last_slot_if_load_and_decode_are_short_together() -> None:
@@ -79,10 +68,7 @@ def test_a_lone_request_gets_its_last_slot_if_load_and_decode_are_short_together
     decode_seconds.add(0.01)
     decode_seconds.add(0.01)
     assert not mode.brings_last_slot(1, idle=True)
-
-
-def test_beside_others_every_load_brings_the_last_slot() -> None:
-    assert make_mode().brings_last_slot(slots_in(1.0), idle=False)
+    assert mode.brings_last_slot(slots_in(1.0), idle=False), "beside others every load does"
 
 
 class Computing(StepWatch):
@@ -97,11 +83,10 @@ class Computing(StepWatch):
 
 
 def test_a_load_that_overlaps_may_take_until_the_steps_under_way_have_ended() -> None:
-    mode = make_mode(Computing(0.1))
     hidden = TRUSTED_SHARE * 0.1 - START_SECONDS
     slots = slots_in(hidden + BUSY_SECONDS)
-    assert not fits(mode, slots)
-    mode.overlaps = True
+    assert not fits(make_mode(Computing(0.1)), slots)
+    mode = make_mode(Computing(0.1), overlaps=True)
     assert fits(mode, slots)
     assert not fits(mode, slots + 1)
     assert not fits(mode, slots, queued_seconds=BUSY_SECONDS), "loads before it take the link"
@@ -110,8 +95,7 @@ def test_a_load_that_overlaps_may_take_until_the_steps_under_way_have_ended() ->
 
 
 def test_a_step_that_has_all_but_ended_hides_nothing() -> None:
-    mode = make_mode(Computing(START_SECONDS / 2))
-    mode.overlaps = True
+    mode = make_mode(Computing(START_SECONDS / 2), overlaps=True)
     assert fits(mode, slots_in(BUSY_SECONDS))
     assert not fits(mode, slots_in(BUSY_SECONDS) + 1)
 

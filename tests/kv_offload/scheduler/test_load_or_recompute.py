@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.medians import MIN_MEASUREMENTS
+from tests.support.beside_steps import teach
 from tests.support.played_cases import BLOCK, FULL, WINDOW, both_ways, forget
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import VOCABULARY, Tokens
@@ -32,16 +32,6 @@ def store(engine: PlayedEngine, prompts: Sequence[Tokens]) -> dict[str, Tokens]:
     answers, engine.answers = engine.answers, {}
     forget(engine)
     return answers
-
-
-def teach(engine: PlayedEngine, bytes_per_second: float, tokens_per_second: float = 1e6) -> None:
-    """Have the engine believe that it measured a link and a device of these speeds."""
-    watch = engine.offload.watch
-    for _ in range(15):
-        watch.load_rate.learn(bytes_per_second)
-    for size in (64, 8192):
-        for _ in range(15):
-            watch.prefill_rate.learn(size, 1, size / tokens_per_second)
 
 
 # -- load or recompute -------------------------------------------------------------------------
@@ -95,7 +85,7 @@ def test_a_prompt_that_is_asked_for_again_and_again_is_counted_once(goes_away: b
     for _ in range(3):
         engine.step(copies=True)
         assert not request.num_computed_tokens
-        assert engine.offload.requests.get("r0").answer.declined_tokens == 20
+        assert engine.totals["recomputed_tokens"] == 0
     if goes_away:
         engine.abort("r0")
     engine.run()
@@ -111,7 +101,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that the watch reads, in an only element."""
     clock = [1000.0]
     monkeypatch.setattr(
-        "kv_offload.scheduler.steps.time", SimpleNamespace(monotonic=lambda: clock[0])
+        "kv_offload.scheduler.timing.steps.time", SimpleNamespace(monotonic=lambda: clock[0])
     )
     return clock
 
@@ -139,22 +129,6 @@ def test_the_speed_of_computing_is_learnt_from_steps_of_prompts(now: list[float]
     assert engine.gauges["prefill_tokens_per_second"] == pytest.approx(100 / 0.010)
 
 
-def test_with_two_steps_under_way_a_step_takes_from_one_end_to_the_next(now: list[float]) -> None:
-    engine = PlayedEngine(
-        blocks=200, max_model_len=256, max_num_batched_tokens=64, async_scheduling=True
-    )
-    engine.add("long", prompt(0, 64 * MIN_MEASUREMENTS), max_tokens=2)
-    engine.schedule()
-    for _ in range(MIN_MEASUREMENTS):
-        engine.schedule()
-        engine.execute()
-        now[0] += 0.010
-        engine.process()
-    rate = engine.offload.watch.prefill_rate.tokens_per_second
-    assert rate == pytest.approx(64 / 0.010)
-    engine.rest()
-
-
 def test_a_step_that_waits_for_its_load_says_nothing_about_computing(now: list[float]) -> None:
     engine = PlayedEngine(
         blocks=200, slots=200, max_model_len=256, max_num_batched_tokens=256, synchronous_loads=True
@@ -171,64 +145,16 @@ def test_a_step_that_waits_for_its_load_says_nothing_about_computing(now: list[f
 # -- how many loads run side by side -----------------------------------------------------------
 
 
-def loads_of(output: Any) -> list[str]:
-    return [job.request_id for job in output.kv_connector_metadata.loads]
-
-
-def queue_of_hits(engine: PlayedEngine, count: int = 6) -> None:
-    store(engine, [prompt(index) for index in range(count)])
-    for index in range(count):
-        engine.add(f"r{index}", prompt(index))
-
-
 @both_ways
 def test_all_hits_of_the_queue_are_loaded_side_by_side(async_scheduling: bool) -> None:
     """Those that wait for their loads hold back nobody and take no tokens and no place."""
     engine = PlayedEngine(
         blocks=100, max_num_seqs=2, max_num_batched_tokens=4, async_scheduling=async_scheduling
     )
-    queue_of_hits(engine)
-    assert loads_of(engine.schedule()) == [f"r{index}" for index in range(6)]
+    store(engine, [prompt(index) for index in range(6)])
+    requests = [engine.add(f"r{index}", prompt(index)).request_id for index in range(6)]
+    loads = engine.schedule().kv_connector_metadata.loads
+    assert [load.request_id for load in loads] == requests
     engine.run()
     assert engine.totals["hit_tokens"] == 6 * 20
     engine.check_rest()
-
-
-def test_free_blocks_bound_the_loads() -> None:
-    engine = PlayedEngine(blocks=1 + 24)
-    queue_of_hits(engine)
-    first = loads_of(engine.schedule())
-    # Five blocks each; vLLM keeps the sixth of each free, in which the last token is computed.
-    assert first == ["r0", "r1", "r2", "r3"]
-    engine.run()
-    assert engine.totals["hit_tokens"] == 6 * 20
-    engine.check_rest()
-
-
-def test_hits_behind_a_prompt_that_takes_all_tokens_of_the_steps_are_not_asked_for() -> None:
-    """vLLM looks at its queue only while tokens of the step are left, and no hook tells of it."""
-    engine = PlayedEngine(blocks=100, max_num_batched_tokens=16)
-    store(engine, [prompt(index) for index in range(2)])
-    engine.add("computed", prompt(9, 70))
-    for index in range(2):
-        engine.add(f"r{index}", prompt(index))
-    loads = [loads_of(engine.step(copies=True)) for _ in range(5)]
-    assert loads == [[], [], [], [], ["r0", "r1"]]
-    engine.rest()
-
-
-def test_hits_behind_a_full_batch_are_not_asked_for() -> None:
-    engine = PlayedEngine(blocks=100, max_num_seqs=2)
-    store(engine, [prompt(index) for index in range(2)])
-    for index in range(2):
-        engine.add(f"running{index}", prompt(20 + index, 5), max_tokens=6)
-    engine.step()
-    for index in range(2):
-        engine.add(f"r{index}", prompt(index))
-    loads = []
-    while not loads:
-        full = len(engine.scheduler.running) == 2
-        loads = loads_of(engine.step(copies=True))
-        assert not (full and loads)
-    assert loads == ["r0", "r1"]
-    engine.rest()

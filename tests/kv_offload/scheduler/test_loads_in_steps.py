@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 from kv_offload.messages import LoadJob
-from kv_offload.scheduler.loads import BUSY_SECONDS, IDLE_SECONDS, WHOLE_SECONDS
+from kv_offload.scheduler.loads.mode import BUSY_SECONDS, IDLE_SECONDS, WHOLE_SECONDS
 from tests.support.played_cases import (
     BLOCK,
     FULL,
@@ -46,21 +46,6 @@ def storing(prompt: Sequence[int], **arguments: Any) -> PlayedEngine:
     return engine
 
 
-@pytest.mark.parametrize("first_rank", [0, 1])
-def test_a_load_ends_when_both_ranks_have_it(first_rank: int) -> None:
-    engine = storing(PROMPT, ranks=2)
-    request = engine.add("a", PROMPT)
-    engine.step()
-    engine.ranks[first_rank].copies.run()
-    engine.step(3)
-    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert engine.offload.loads.running == 1
-    engine.ranks[1 - first_rank].copies.run()
-    engine.step(2)
-    assert request.status == RequestStatus.RUNNING
-    engine.rest()
-
-
 def test_a_synchronous_load_is_before_the_forward_of_the_step_that_admits_its_request() -> None:
     engine = storing(PROMPT, synchronous_loads=True)
     engine.add("second", PROMPT, max_tokens=1)
@@ -74,20 +59,6 @@ def test_a_synchronous_load_is_before_the_forward_of_the_step_that_admits_its_re
     assert engine.ended["second"] == "length"
     assert not engine.offload.has_pending_work
     engine.rest()
-
-
-@pytest.mark.parametrize("first_rank", [0, 1])
-def test_a_synchronous_load_keeps_its_slots_until_every_rank_has_reported(first_rank: int) -> None:
-    engine = storing(PROMPT, synchronous_loads=True, ranks=2)
-    engine.add("second", PROMPT, max_tokens=1)
-    (load,) = engine.schedule().kv_connector_metadata.loads
-    loads, manager = engine.offload.loads, engine.offload.manager
-    loads.complete_synchronous({load.job_id: frozenset({first_rank})})
-    manager.reset()
-    assert manager.slots_in_use == len(load.pairs), "a reset frees all slots but those of loads"
-    loads.complete_synchronous({load.job_id: frozenset({1 - first_rank})})
-    assert manager.slots_in_use == 0
-    loads.complete_synchronous({load.job_id: frozenset({0, 1})})  # read once more after an error
 
 
 @pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE)])
@@ -195,25 +166,18 @@ def test_behind_a_long_load_of_a_lone_request_its_last_slot_is_computed() -> Non
     engine.rest()
 
 
-def test_a_second_request_waits_for_the_load_of_its_prefix() -> None:
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_second_request_waits_for_the_load_of_its_prefix(aborted: bool) -> None:
+    """And loads for itself if the first is aborted."""
     engine = storing(PROMPT)
     engine.add("first", PROMPT)
     engine.add("second", [*PROMPT[:16], 0, 0, 0])
     engine.step(3)
-    assert engine.offload.loads.running == 1
+    assert engine.offload.gauges()["running_loads"] == 1
+    if aborted:
+        engine.abort("first")
     engine.run()
-    assert engine.totals["loaded_bytes"] == blocks(5)
-    engine.check_rest()
-
-
-def test_a_follower_loads_itself_when_the_first_is_aborted() -> None:
-    engine = storing(PROMPT)
-    engine.add("first", PROMPT)
-    engine.add("second", PROMPT)
-    engine.step()
-    engine.abort("first")
-    engine.run()
-    assert engine.totals["loaded_bytes"] == blocks(10)
+    assert engine.totals["loaded_bytes"] == blocks(9 if aborted else 5)
     engine.check_rest()
 
 
@@ -264,17 +228,6 @@ def test_a_failed_load_may_end_its_request(groups: tuple[CacheGroup, ...]) -> No
     assert engine.ended["b"] == "length"
 
 
-def test_a_request_that_fails_and_is_aborted_leaves_nothing() -> None:
-    engine = storing(PROMPT, ranks=2)
-    engine.add("a", PROMPT)
-    engine.step()
-    engine.ranks[0].copies.run(fail=True)
-    engine.step()
-    engine.abort("a")
-    engine.step()
-    engine.rest()
-
-
 @pytest.mark.xfail(
     not NEWER,
     strict=True,
@@ -293,8 +246,8 @@ def test_a_request_that_waited_and_does_not_fit_starves_nobody() -> None:
     engine.add("other", OTHER)
     engine.add("third", third)
     engine.step()
-    assert "first" in engine.offload.reports.running_loads()
-    assert "long" not in engine.offload.reports.running_loads()
+    assert engine.offload.loading_requests() >= {"first"}
+    assert "long" not in engine.offload.loading_requests()
     engine.run()
     assert len(engine.answers["long"]) == 4
     engine.check_rest()

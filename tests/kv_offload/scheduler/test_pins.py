@@ -1,4 +1,4 @@
-"""Blocks that stores pin: preemption, resets and drains, under vLLM's own scheduler."""
+"""Blocks that stores pin: how many, until when, and what gives them up."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from kv_offload.engines.vllm.drain import drain_engine_core
+from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
 from kv_offload.scheduler.stores.budget import StoreBudget
+from tests.support.beside_steps import held_tokens
 from tests.support.played_cases import OTHER, PROMPT, both_ways, pinned
 from tests.support.played_engine import PlayedEngine
 
@@ -17,13 +18,24 @@ pytestmark = pytest.mark.filterwarnings("default")
 NEWER = reports_failed_requests(vllm_version())
 
 
+def storing(**arguments: object) -> PlayedEngine:
+    """Return an engine in which a prompt has been computed, and its stores have not ended."""
+    engine = PlayedEngine(**arguments)
+    engine.add("a", PROMPT, max_tokens=1)
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+    assert len(pinned(engine)) == 5
+    return engine
+
+
+# -- what they keep others from ----------------------------------------------------------------
+
+
 @pytest.mark.skipif(not NEWER, reason="this vLLM does not ask whether blocks are about to be free")
 def test_the_engine_waits_for_a_store_rather_than_preempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoreBudget, "reserved_blocks", 0)
-    engine = PlayedEngine(blocks=14, max_model_len=48, plugin={"max_pinned_share": 1.0})
-    engine.add("gone", PROMPT, max_tokens=1)
-    engine.step(3)
-    assert len(pinned(engine)) == 5
+    engine = storing(blocks=14, max_model_len=48, plugin={"max_pinned_share": 1.0})
+    engine.step()
     engine.add("older", OTHER[:14], max_tokens=20)
     engine.add("younger", [1, *OTHER[:11]], max_tokens=4)
     waited = 0
@@ -38,30 +50,69 @@ def test_the_engine_waits_for_a_store_rather_than_preempt(monkeypatch: pytest.Mo
     engine.rest()
 
 
-def test_pins_keep_to_their_share_when_a_request_ends() -> None:
+def test_a_block_is_idle_that_a_pin_alone_keeps() -> None:
+    engine = PlayedEngine()
+    engine.add("a", PROMPT)
+    engine.step(2)
+    assert pinned(engine)
+    assert not engine.offload.holds_idle_blocks, "the request would keep them anyway"
+    engine.abort("a")
+    assert engine.offload.holds_idle_blocks
+    engine.add("again", PROMPT)
+    engine.step()
+    assert not engine.offload.holds_idle_blocks, "another request uses them now"
+    engine.rest()
+
+
+def test_unpinned_blocks_are_reused_after_all_others_and_the_tail_first() -> None:
+    """A prefix without its tail is worth something, a tail without its prefix is not."""
+    engine = storing(max_num_batched_tokens=64)
+    engine.run()
+    free = engine.pool.free_block_queue.get_all_free_blocks()
+    assert [block.block_id for block in free[-5:]] == [5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_pins_keep_to_their_share_of_the_free_blocks_and_the_rest_follows(
+    share: float, groups: int
+) -> None:
+    """Also when the request ends, whose blocks are free in a moment; of one block at least."""
     engine = PlayedEngine(
-        blocks=17, max_model_len=64, max_num_batched_tokens=32, plugin={"max_pinned_share": 0.5}
+        [CacheGroup(group, 4) for group in range(groups)],
+        blocks=2 + 15 * groups,
+        slots=99,
+        max_model_len=64,
+        max_num_batched_tokens=32,
+        plugin={"max_pinned_share": share},
     )
+    usable = engine.pool.num_gpu_blocks - 1
     engine.add("a", (PROMPT * 3)[:60], max_tokens=1)
+    most = 0
     for _ in range(4):
         engine.step()
-        assert len(pinned(engine)) <= 0.5 * (engine.pool.num_gpu_blocks - 1)
+        most = max(most, len(pinned(engine)))
+    assert most == max(1, int(share * usable)) or share == 1.0
+    assert most <= max(1, share * usable)
+    engine.run()
+    assert engine.totals["stored_slots"] == 15 * groups
+    engine.check_rest()
 
 
 @pytest.mark.parametrize("end", ["reported", "drained"])
 def test_a_reset_fails_while_a_block_is_pinned(end: str) -> None:
-    engine = PlayedEngine()
-    engine.add("a", PROMPT, max_tokens=1)
-    while engine.scheduler.has_unfinished_requests():
-        engine.step()
+    engine = storing()
     assert engine.scheduler.reset_prefix_cache() is False
     if end == "reported":
         engine.run()
+        assert engine.scheduler.reset_prefix_cache() is True
     else:
-        drain_engine_core(engine.core)
-    assert engine.scheduler.reset_prefix_cache() is True
-    assert engine.offload.manager.slots_in_use == 5
+        assert engine.reset()
+    assert held_tokens(engine, PROMPT) == 20
     engine.rest()
+
+
+# -- what gives them up ------------------------------------------------------------------------
 
 
 def test_a_reset_of_the_connector_forgets_host_memory_and_what_is_on_its_way() -> None:
@@ -86,16 +137,31 @@ def test_running_requests_survive_a_reset() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_drain_that_takes_too_long_gives_the_stores_up(ranks: int) -> None:
-    engine = PlayedEngine(ranks=ranks)
-    engine.add("a", PROMPT, max_tokens=1)
-    engine.step(3)
-    engine.ranks[-1].copies.stuck = True
-    assert engine.reset()
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_store_that_takes_too_long_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, drained: bool
+) -> None:
+    """Ranks may still write its slots: these stay taken, and nothing is stored meanwhile."""
+    engine = storing(ranks=ranks)
+    copies = engine.ranks[-1].copies
+    copies.stuck = True
+    if drained:
+        assert engine.reset()
+    else:
+        engine.step()
+        assert len(pinned(engine)) == 5
+        monkeypatch.setattr("kv_offload.scheduler.stores.planner.MAX_STORE_SECONDS", 0.0)
+    engine.add("b", OTHER)
+    engine.step(2)
+    assert pinned(engine) == set()
     assert engine.offload.manager.slots_in_use == 5
-    engine.ranks[-1].copies.stuck = False
-    engine.serve("again", PROMPT)
-    assert engine.totals["hit_tokens"] == 0
+    gauges = engine.offload.gauges()
+    assert (gauges["running_stores"], gauges["oldest_copy_seconds"] > 0) == (2, True)
+    monkeypatch.undo()
+    copies.stuck = False
+    engine.run()
+    assert (held_tokens(engine, PROMPT), held_tokens(engine, OTHER)) == (0, 20)
+    assert engine.totals["skipped_copy_failed"] == 5
     engine.check_rest()
 
 
@@ -111,7 +177,7 @@ def test_a_drain_reaches_stores_that_no_rank_has_seen(async_scheduling: bool) ->
     sent = pinned(engine)
     engine.abort("a")
     assert pinned(engine) > sent > set()
-    drain_engine_core(engine.core)
+    engine.reset()
     engine.check_pins()
     assert pinned(engine) == set()
     engine.check_host_memory()
@@ -125,10 +191,10 @@ def test_a_report_that_a_drain_has_delivered_may_arrive_again() -> None:
     engine.run_copies()
     engine.schedule()
     engine.execute()  # both ranks' reports are on their way
-    drain_engine_core(engine.core)
+    engine.reset()
     assert pinned(engine) == set()
     engine.process()
     engine.check_pins()
     engine.run()
-    assert engine.offload.manager.slots_in_use == 5
+    assert held_tokens(engine, PROMPT) == 20
     engine.check_rest()

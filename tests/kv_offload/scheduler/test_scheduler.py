@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from kv_swap.engine import Direction
 from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.request import Request
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import vllm_version
@@ -89,16 +89,6 @@ def test_a_chunked_prefill_stores_what_each_step_computed() -> None:
     engine.rest()
 
 
-def test_stores_are_submitted_in_the_next_step() -> None:
-    engine = PlayedEngine()
-    engine.add("a", PROMPT)
-    engine.step()
-    assert engine.ranks[0].copies.in_flight == 0
-    engine.step()
-    assert [job.direction for job in engine.ranks[0].copies.submitted] == [Direction.STORE]
-    engine.rest()
-
-
 def test_the_last_blocks_of_a_request_are_stored_after_its_end() -> None:
     """An idle engine goes on stepping until the last store is reported."""
     engine = PlayedEngine()
@@ -113,21 +103,11 @@ def test_the_last_blocks_of_a_request_are_stored_after_its_end() -> None:
     engine.check_rest()
 
 
-def test_a_local_hit_is_extended() -> None:
-    engine = PlayedEngine()
-    store(engine, PROMPT)
-    engine.serve("short", PROMPT[:9], max_tokens=1)
-    assert engine.totals["hit_tokens"] == 8
-    engine.serve("long", PROMPT)
-    assert engine.totals["hit_tokens"] == 8 + 12
-    assert engine.totals["loaded_bytes"] == blocks(5)
-    engine.check_rest()
-
-
-def test_prompt_blocks_only() -> None:
-    engine = PlayedEngine(plugin={"store_blocks": "prompt"})
+@pytest.mark.parametrize(("store_blocks", "stored"), [("prompt", 5), ("all", 8)])
+def test_prompts_are_stored_alone_if_the_user_wants_it(store_blocks: str, stored: int) -> None:
+    engine = PlayedEngine(plugin={"store_blocks": store_blocks})
     engine.serve("a", PROMPT, max_tokens=12)
-    assert engine.totals["stored_bytes"] == blocks(5)
+    assert engine.totals["stored_bytes"] == blocks(stored)
     engine.check_rest()
 
 
@@ -137,15 +117,6 @@ def test_a_request_that_skips_the_cache_loads_nothing_and_is_stored() -> None:
     engine.serve("a", [*PROMPT, *OTHER], skip_reading_prefix_cache=True)
     assert (engine.totals["hit_tokens"], engine.totals["lookup_tokens"]) == (0, 0)
     assert engine.totals["stored_bytes"] == blocks(6)
-    engine.check_rest()
-
-
-def test_blocks_are_stored_when_their_prefix_is_used_again() -> None:
-    engine = PlayedEngine(plugin={"store_after_uses": 2})
-    for request_id, stored in (("first", 0), ("second", 5)):
-        engine.serve(request_id, PROMPT, max_tokens=1)
-        assert engine.totals["stored_bytes"] == blocks(stored)
-    assert engine.totals["skipped_used_too_little"] == 5
     engine.check_rest()
 
 
@@ -231,15 +202,6 @@ def test_the_states_at_block_boundaries_are_stored_and_served(
     engine.check_rest()
 
 
-def test_a_prefix_is_served_up_to_its_last_state() -> None:
-    engine = PlayedEngine((FULL, STATE))
-    store(engine, PROMPT)
-    engine.serve("shorter", [*PROMPT[:18], 0, 0])
-    assert engine.totals["hit_tokens"] == 16
-    assert engine.totals["loaded_bytes"] == blocks(5)
-    engine.check_rest()
-
-
 def test_no_state_is_stored_before_its_block_is_full() -> None:
     """The block of the running state is written in place until a decode has filled it."""
     engine = PlayedEngine((FULL, STATE))
@@ -274,22 +236,30 @@ def test_attention_without_its_state_is_no_local_hit() -> None:
     engine.rest()
 
 
-def test_no_placeholder_of_asynchronous_scheduling_is_stored() -> None:
-    """With two steps under way the scheduler counts a token as computed that nobody knows yet."""
-    engine = PlayedEngine(async_scheduling=True)
-    request = engine.add("a", PROMPT[:6], max_tokens=20)
-    counted_too_much, planned = 0, []
+def known_ends(engine: PlayedEngine, request: Request) -> tuple[list[int], int]:
+    """Run to the end; return how many tokens are in and before each block that is stored.
+
+    And how many steps counted tokens as computed that nobody knew. No block has any of these.
+    """
+    ends, unknown = [], 0
     for output in steps_of(engine):
         running = output.scheduled_cached_reqs
         computed = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
-        scheduled = output.num_scheduled_tokens.get("a", 0)
-        counted_too_much += computed.get("a", 0) + scheduled > request.num_tokens
-        ends = ends_of(engine, request, stored_blocks(output))
-        assert all(end <= request.num_tokens for end in ends)
-        planned += ends
-    assert counted_too_much > 3
-    assert planned == [4, 8, 12, 16, 20, 24]
+        scheduled = output.num_scheduled_tokens.get(request.request_id, 0)
+        unknown += computed.get(request.request_id, 0) + scheduled > request.num_tokens
+        new = ends_of(engine, request, stored_blocks(output))
+        assert all(end <= request.num_tokens for end in new)
+        ends += new
     engine.rest()
+    return ends, unknown
+
+
+def test_no_placeholder_of_asynchronous_scheduling_is_stored() -> None:
+    """With two steps under way the scheduler counts a token as computed that nobody knows yet."""
+    engine = PlayedEngine(async_scheduling=True)
+    ends, unknown = known_ends(engine, engine.add("a", PROMPT[:6], max_tokens=20))
+    assert unknown > 3
+    assert ends == [4, 8, 12, 16, 20, 24]
 
 
 @both_ways
@@ -297,16 +267,9 @@ def test_no_placeholder_of_asynchronous_scheduling_is_stored() -> None:
 def test_no_draft_is_stored(async_scheduling: bool, accepted: bool) -> None:
     engine = PlayedEngine(drafts=3, async_scheduling=async_scheduling)
     engine.propose = engine.good_drafts if accepted else engine.bad_drafts
-    request = engine.add("a", PROMPT[:6], max_tokens=24)
-    counted_too_much, planned = 0, []
-    for output in steps_of(engine):
-        counted_too_much += bool(output.scheduled_spec_decode_tokens.get("a"))
-        ends = ends_of(engine, request, stored_blocks(output))
-        assert all(end <= request.num_tokens for end in ends)
-        planned += ends
-    assert counted_too_much > 2
-    assert planned == sorted(set(planned))
-    engine.rest()
+    ends, unknown = known_ends(engine, engine.add("a", PROMPT[:6], max_tokens=24))
+    assert unknown > 2
+    assert ends == sorted(set(ends))
 
 
 @both_ways

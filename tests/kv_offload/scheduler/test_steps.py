@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from kv_offload.scheduler.steps import Step, StepClock, StepWatch
+from kv_offload.scheduler.timing.steps import Step, StepClock, StepWatch
 
 
 def step(tokens: int = 1) -> Step:
@@ -27,11 +27,13 @@ def with_one_left(tokens: int = 1) -> StepClock:
     return clock
 
 
-def test_one_step_after_the_other_without_the_gaps() -> None:
+def test_steps_that_follow_each_other_are_timed_without_the_gaps() -> None:
+    """One that computes nothing takes no time; nor does an idle engine make a step long."""
     clock = StepClock()
-    for begun, took in ((1.0, 0.2), (1.5, 0.1), (900.0, 0.3)):
-        clock.begin(step(), begun)
-        assert seconds(clock, begun + took) == took
+    assert clock.end(0.5) is None
+    for begun, took, tokens in ((1.0, 0.2, 1), (1.5, 0.1, 1), (2.0, 1.0, 0), (900.0, 0.3, 1)):
+        clock.begin(step(tokens), begun)
+        assert seconds(clock, begun + took) == (took if tokens else None)
 
 
 def test_with_two_under_way_time_runs_from_end_to_end() -> None:
@@ -40,20 +42,14 @@ def test_with_two_under_way_time_runs_from_end_to_end() -> None:
     clock.begin(step(2), 0.001)
     ended = clock.end(0.010)
     assert ended is not None
-    assert ended[0].tokens == 1
-    assert ended[1] == 0.010
+    assert (ended[0].tokens, ended[1]) == (1, 0.010)
     clock.begin(step(3), 0.0105)
     assert seconds(clock, 0.030) == 0.020
     clock.begin(step(4), 0.0301)
     assert seconds(clock, 0.040) == 0.010
     assert seconds(clock, 0.055) == 0.015
-
-
-def test_an_engine_that_was_idle_makes_no_step_long() -> None:
-    clock = with_one_left()
-    assert seconds(clock, 0.020) == 0.010
-    clock.begin(step(), 500.0)
-    clock.begin(step(), 500.001)
+    for begun in (500.0, 500.001):  # it was idle
+        clock.begin(step(), begun)
     assert seconds(clock, 500.010) == 0.010
 
 
@@ -70,15 +66,6 @@ def test_a_short_break_does_not_matter_where_the_step_is_waited_for_after_it() -
     clock = with_one_left()
     clock.begin(step(), 0.012)
     assert seconds(clock, 0.020) == 0.010
-
-
-def test_steps_that_compute_nothing_and_no_step_at_all() -> None:
-    clock = StepClock()
-    assert clock.end(1.0) is None
-    clock.begin(step(0), 2.0)
-    assert clock.end(3.0) is None
-    clock.begin(step(), 4.0)
-    assert seconds(clock, 4.5) == 0.5
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
@@ -102,7 +89,7 @@ class Watched:
         self.watch = StepWatch()
 
     def clock(self) -> Any:
-        return mock.patch("kv_offload.scheduler.steps.time.monotonic", return_value=self.now)
+        return mock.patch("kv_offload.scheduler.timing.steps.time.monotonic", return_value=self.now)
 
     def begin(self, tokens: int, requests: int) -> None:
         output: Any = SimpleNamespace(

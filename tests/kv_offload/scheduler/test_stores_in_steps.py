@@ -15,15 +15,14 @@ from kv_offload.scheduler.stores.budget import (
     SHARE_BESIDE_LOADS,
     StoreBudget,
 )
+from tests.support.beside_steps import report
 from tests.support.played_cases import (
     BLOCK,
-    FULL,
     OTHER,
     PROMPT,
     blocks,
     both_ways,
     clocked,
-    ends_of,
     forget,
     pinned,
     slow,
@@ -45,7 +44,7 @@ def test_stores_on_their_way_keep_to_what_the_link_moves_and_the_rest_follows() 
             break
         engine.schedule()
         assert len(pinned(engine)) <= 3
-        assert engine.offload.leftovers.slots <= 10
+        assert engine.offload.gauges()["waiting_slots"] <= 10
         engine.execute()
         if step % 3 == 2:
             engine.run_copies()
@@ -62,29 +61,18 @@ def test_stores_on_their_way_keep_to_what_the_link_moves_and_the_rest_follows() 
 
 def test_stores_recover_from_a_link_that_was_slow_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """As while the process was stopped. A single slow store changes nothing."""
-    monkeypatch.setattr("kv_offload.worker.copies.MEASURED_BYTES", blocks(2))
+    monkeypatch.setattr("kv_offload.worker.speeds.MEASURED_BYTES", blocks(2))
     engine = PlayedEngine(max_num_batched_tokens=64)
-    budget, copies = engine.offload.budget, engine.ranks[0].copies
-    one_slot = 1.5 * blocks(1) / MIN_HORIZON_SECONDS
-    prompts = [[*map(int, f"{number:021b}"[::-1])] for number in range(1, 40)]
-
-    def store_next(bytes_per_second: float) -> int:
-        """Store one more prompt at a speed; return how many slots may be stored afterwards."""
-        copies.bytes_per_second = bytes_per_second
-        engine.add(f"{len(prompts)}", prompts.pop(), max_tokens=1)
-        steps = 0
-        while engine.scheduler.has_requests():
-            engine.step(copies=True)
-            steps += 1
-        assert steps <= 15
-        budget.next_step(load_seconds=0.0, grown_blocks=0)
-        return int(budget.link_slots(0))
-
-    assert store_next(one_slot) > 100
-    for _ in range(20):
-        slots = store_next(one_slot)
-    assert slots == 1
-    assert store_next(100 * one_slot) > 100
+    slow = 1.5 * blocks(1) / MIN_HORIZON_SECONDS
+    planned = []
+    for number in range(1, 30):
+        engine.ranks[0].copies.bytes_per_second = slow if number < 25 else 100 * slow
+        engine.add(f"{number}", [*map(int, f"{number:021b}"[::-1])], max_tokens=1)
+        planned.append(len(stored_blocks(engine.step())))
+        engine.run()
+    assert planned[:2] == [5, 5]
+    assert planned[24] == 1
+    assert planned[-1] == 5
     engine.check_rest()
 
 
@@ -94,7 +82,7 @@ def test_what_was_deferred_and_is_gone_meanwhile_is_not_stored() -> None:
     engine.add("gone", PROMPT, max_tokens=1)
     while not engine.answers:
         engine.step()
-    assert engine.offload.leftovers.slots == 4
+    assert engine.offload.gauges()["waiting_slots"] == 4
     engine.add("other", OTHER, max_tokens=4)
     while len(engine.answers.get("other", ())) < 4:
         engine.step()  # the one store does not end, and keeps its pin
@@ -130,7 +118,7 @@ def test_a_paused_engine_with_one_free_block_comes_to_rest(
     engine.add("other", OTHER, max_tokens)
     while len(engine.answers.get("other", ())) < length - 23:
         step()
-    assert engine.offload.leftovers.slots == 4
+    assert engine.offload.gauges()["waiting_slots"] == 4
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     for _ in range(20):
         if not engine.scheduler.has_requests():
@@ -140,7 +128,7 @@ def test_a_paused_engine_with_one_free_block_comes_to_rest(
     assert not engine.scheduler.has_requests(), "the engine does not come to rest"
     engine.finish_steps()
     assert engine.pool.get_num_free_blocks() == 1
-    assert engine.offload.leftovers.slots == 0
+    assert engine.offload.gauges()["waiting_slots"] == 0
     skipped = {"skipped_moved_on": 4} if not grows else {"skipped_no_budget": 4}
     assert {n: c for n, c in engine.totals.items() if n.startswith("skipped")} == skipped
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -153,7 +141,7 @@ def test_what_waits_is_kept_while_a_step_is_under_way(monkeypatch: pytest.Monkey
     What it frees lets the others' leftovers be stored.
     """
     engine = PlayedEngine(max_num_batched_tokens=64, async_scheduling=True)
-    reserved = property(lambda _: 100 if engine.offload.requests.admitted else 0)
+    reserved = property(lambda _: 100 if engine.offload.num_requests else 0)
     monkeypatch.setattr(StoreBudget, "reserved_blocks", reserved)  # nothing is left for stores
     engine.add("other", OTHER, max_tokens=3)
     engine.add("gone", PROMPT, max_tokens=1)
@@ -163,7 +151,7 @@ def test_what_waits_is_kept_while_a_step_is_under_way(monkeypatch: pytest.Monkey
         if engine.executed and not output.num_scheduled_tokens:
             empty_steps += 1
             assert not engine.offload.has_pending_stores
-            assert engine.offload.leftovers.slots > 0
+            assert engine.offload.gauges()["waiting_slots"] > 0
         engine.execute()
         if len(engine.executed) == 2:
             engine.process()
@@ -207,36 +195,15 @@ def test_what_was_loaded_is_not_looked_at_for_stores(
     engine.rest()
 
 
-def test_what_host_memory_has_in_the_middle_of_a_prompt_is_not_stored_again() -> None:
-    engine = PlayedEngine(max_num_batched_tokens=64)
-    manager, prefixes = engine.offload.manager, engine.offload.prefixes
-    request = engine.add("a", PROMPT, max_tokens=1)
-    middle = manager.prepare_store(prefixes.slot_keys(request.block_hashes, FULL, 2, 3))
-    assert ends_of(engine, request, stored_blocks(engine.schedule())) == [4, 8, 16, 20]
-    manager.complete_store(middle, ok=False)
-    engine.rest()
-
-
-def test_requests_that_fill_the_same_block_in_a_step_store_it_once() -> None:
-    """And the next request's block goes into a slot of its own."""
-    engine = PlayedEngine(max_num_batched_tokens=64)
-    for request_id, prompt in (("a", PROMPT), ("same", PROMPT), ("other", OTHER)):
-        engine.add(request_id, prompt[: BLOCK - 1])
-    engine.step(2)
-    assert len(stored_blocks(engine.schedule())) == 2
-    engine.rest()
-
-
 def test_loads_come_before_stores() -> None:
     now = iter(range(10_000))
     engine = clocked(lambda: next(now) * 0.01, blocks=60, max_num_batched_tokens=64)
     store(engine, PROMPT)
-    budget = engine.offload.budget
-    for _ in range(100):
-        budget.next_step(load_seconds=0.0, grown_blocks=0)
-    budget.learn(blocks(1) * 2.5 / 0.01 / SHARE_BESIDE_LOADS)  # two slots a step beside a long load
-    loads = engine.offload.loads
-    engine.offload.load_choice.queued_seconds = lambda: float(loads.running)
+    engine.step(100)  # of 10 ms each
+    # Two slots a step beside a long load.
+    report(engine, {}, store_bytes_per_second=blocks(1) * 2.5 / 0.01 / SHARE_BESIDE_LOADS)
+    for _ in range(3):
+        engine.offload.watch.load_rate.learn(blocks(1))
     engine.add("loads", PROMPT)
     engine.add("computes", OTHER * 3, max_tokens=12)
     planned = []
@@ -246,11 +213,11 @@ def test_loads_come_before_stores() -> None:
         engine.execute()
         engine.run_copies(Direction.STORE)
         engine.process()
-    assert loads.running == 1
+    assert engine.offload.gauges()["running_loads"] == 1
     assert planned == [2, 2, 2, 2]
     engine.run_copies()
     engine.step(copies=True)
-    assert loads.running == 0
+    assert engine.offload.gauges()["running_loads"] == 0
     assert len(stored_blocks(engine.step(copies=True))) > 2
     engine.rest()
 

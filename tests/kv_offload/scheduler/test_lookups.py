@@ -1,0 +1,485 @@
+"""What a waiting request is offered, for whose load it waits, and which slots a load holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from vllm.v1.core.block_pool import BlockPool
+
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.config import OffloadConfig
+from kv_offload.messages import (
+    LoadJob,
+    OffloadWorkerMetadata,
+    Outcome,
+    RankReport,
+    WorkerCapacity,
+)
+from kv_offload.scheduler.loads.lookups import MAX_WAIT_SECONDS, OFFER_SECONDS
+from kv_offload.scheduler.scheduler import OffloadScheduler
+
+NULL = 0
+FULL, WINDOW = CacheGroup(0, 4), CacheGroup(1, 4, 6)
+HASHES = [b"hash %d" % i for i in range(12)]
+
+EMPTY_STEP: Any = SimpleNamespace(
+    num_scheduled_tokens={},
+    total_num_scheduled_tokens=0,
+    scheduled_new_reqs=[],
+    scheduled_cached_reqs=SimpleNamespace(
+        req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+    ),
+)
+
+
+def make_key(block_hash: bytes, group_id: int) -> bytes:
+    return block_hash + b" of group %d" % group_id
+
+
+class Asked:
+    """A scheduler's half that is asked by hand, with a host memory that is filled by hand.
+
+    All requests have the same tokens.
+    """
+
+    def __init__(self, *groups: CacheGroup, num_slots: int = 24, kept: int = 0) -> None:
+        """Begin with `kept` slots of the first group in host memory."""
+        groups = groups or (FULL,)
+        pool: Any = BlockPool(2, enable_caching=True, hash_block_size=4)
+        config = OffloadConfig(cpu_bytes=64 * num_slots)
+        self.offload = OffloadScheduler(config, groups, pool, num_slots, 64, 1, make_key)
+        self.offload.take_capacities([WorkerCapacity(0, num_slots, num_slots, False)])
+        self.manager = self.offload.manager
+        self.requests: dict[str, Any] = {}
+        self.keep(range(kept), groups[0])
+
+    def key(self, slot: int, group: CacheGroup = FULL) -> bytes:
+        """Return the key of a slot."""
+        block_hash = HASHES[(slot + 1) * group.block_tokens // 4 - 1]
+        return make_key(block_hash, group.group_id) if group.group_id else block_hash
+
+    def keep(self, slots: Sequence[int], group: CacheGroup = FULL) -> dict[int, int]:
+        """Store slots of the prefix; return where each of them is."""
+        stored = self.manager.prepare_store([self.key(slot, group) for slot in slots])
+        self.manager.complete_store(stored)
+        return dict(zip(slots, stored.tolist(), strict=True))
+
+    def keep_other(self, key: bytes) -> list[int]:
+        """Store a slot of another prefix; return where it is."""
+        stored = self.manager.prepare_store([key])
+        self.manager.complete_store(stored)
+        return stored.tolist()
+
+    def use(self, slots: Sequence[int]) -> None:
+        """Count an access to slots of the prefix."""
+        self.manager.prepare_store([], self.manager.find([self.key(slot) for slot in slots]))
+
+    def match(self, request_id: str, start: int = 0, tokens: int = 25) -> int | None:
+        """Ask what can be loaded for a request of so many tokens behind its local hit."""
+        request = SimpleNamespace(
+            request_id=request_id,
+            block_hashes=HASHES,
+            num_tokens=tokens,
+            num_computed_tokens=0,
+            num_in_flight_tokens=0,
+            skip_reading_prefix_cache=False,
+        )
+        request = self.requests.setdefault(request_id, request)
+        request.num_tokens = tokens
+        return self.offload.match(request, start)[0]
+
+    def admit(self, request_id: str, start: int, end: int, *ids: Sequence[int]) -> None:
+        """Give a request its blocks, and have them loaded from token to token."""
+        blocks: Any = SimpleNamespace(get_block_ids=lambda: ids)
+        self.offload.allocated(self.requests[request_id], blocks, end - start)
+
+    def plan(self, request_id: str, start: int, end: int, *ids: Sequence[int]) -> LoadJob:
+        """Admit a request; return its load."""
+        self.admit(request_id, start, end, *ids)
+        (job,) = self.offload.plan_step(EMPTY_STEP).loads
+        self.offload.check_integrity()
+        return job
+
+    def load(self, request_id: str, start: int = 0, end: int = 8) -> LoadJob:
+        """Match a request and plan its load, as the engine does when it allocates."""
+        assert self.match(request_id, start, tokens=end + 1) == end - start
+        return self.plan(request_id, start, end, list(range(10, 10 + end // 4)))
+
+    def schedule(self, request_id: str) -> None:
+        """Run a request whose load has ended: the engine gives it its blocks once more."""
+        self.admit(request_id, 0, 0, [10, 11])
+
+    def forget(self, request_id: str) -> None:
+        """End a request."""
+        self.offload.forget(request_id)
+        del self.requests[request_id]
+
+    def complete(self, job: LoadJob) -> None:
+        """End a load."""
+        told = RankReport({job.job_id: Outcome.FAILED if job.incomplete else Outcome.OK})
+        self.offload.take_report(OffloadWorkerMetadata({0: told}))
+        self.offload.check_integrity()
+
+    @property
+    def running_loads(self) -> float:
+        return self.offload.gauges()["running_loads"]
+
+    def is_held(self, slot: int) -> bool:
+        """Tell whether a slot of the prefix outlives an eviction of everything that can go."""
+        newcomers = [b"newcomer %d" % i for i in range(self.manager.num_slots)]
+        stored = self.manager.prepare_store(newcomers)
+        held = self.manager.readable([self.key(slot)])[0]
+        self.manager.complete_store(stored, ok=False)
+        return bool(held)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that look-ups read, in an only element."""
+    now = [1000.0]
+    monkeypatch.setattr("kv_offload.scheduler.loads.lookups.time.monotonic", lambda: now[0])
+    return now
+
+
+# -- matching ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kept", "start", "tokens", "matched"),
+    [
+        pytest.param(0, 0, 25, 0, id="an empty host memory"),
+        pytest.param(3, 0, 13, 12, id="one token is left to compute"),
+        pytest.param(3, 0, 12, 12, id="the engine computes the last one again"),
+        pytest.param(3, 0, 5, 4, id="a short prompt"),
+        pytest.param(3, 0, 4, 0, id="the last slot alone is not loaded"),
+        pytest.param(3, 8, 12, 0, id="nor behind a local hit"),
+        pytest.param(3, 4, 12, 8, id="with another one it is"),
+        pytest.param(3, 8, 13, 4, id="the token behind it is computed in any case"),
+        pytest.param(5, 8, 25, 12, id="a match counts from the local hit"),
+        pytest.param(2, 12, 25, 0, id="a local hit that covers more than host memory"),
+        pytest.param(5, 6, 25, 0, id="a local hit inside a block, the target of a copy-on-write"),
+    ],
+)
+def test_what_is_matched(kept: int, start: int, tokens: int, matched: int) -> None:
+    assert Asked(kept=kept).match("a", start, tokens) == matched
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "matched"),
+    [
+        (CacheGroup(0, 4, window_tokens=6), 12, 8),
+        (CacheGroup(0, 4, chunk_tokens=12), 12, 8),
+        (CacheGroup(0, 4, holds_state=True), 12, 8),
+        (CacheGroup(0, 4, sees_next_token=True), 12, 8),
+        pytest.param(CacheGroup(0, 4, window_tokens=1), 9, 0, id="a token reads itself alone"),
+        pytest.param(CacheGroup(0, 4, chunk_tokens=8), 9, 0, id="the first token of a chunk"),
+    ],
+)
+def test_only_full_attention_serves_a_whole_request(
+    group: CacheGroup, tokens: int, matched: int
+) -> None:
+    """And where a query reads no token before it there is nothing to load."""
+    assert Asked(group, kept=4).match("a", tokens=tokens) == matched
+
+
+def test_a_local_hit_must_end_on_a_block_of_every_group() -> None:
+    asked = Asked(FULL, CacheGroup(1, 8), kept=6)
+    asked.keep(range(3), CacheGroup(1, 8))
+    assert asked.match("a", start=4) == 0
+    assert asked.match("a", start=8) == 16
+
+
+def test_the_answer_follows_host_memory_and_asking_changes_nothing() -> None:
+    asked = Asked()
+    assert asked.match("a") == 0
+    asked.keep(range(2))
+    assert [asked.match("a") for _ in range(3)] == [8, 8, 8]
+    assert asked.offload.plan_step(EMPTY_STEP).loads == ()
+    assert asked.running_loads == 0
+    asked.manager.reset()
+    assert asked.match("a") == 0
+
+
+# -- asked again in every step -----------------------------------------------------------------
+
+
+@pytest.fixture
+def count_lookups(monkeypatch: pytest.MonkeyPatch) -> Callable[[Asked], list[int]]:
+    """Returns a list that gets the number of keys of every look-up from now on."""
+
+    def count(asked: Asked) -> list[int]:
+        counts: list[int] = []
+        readable = asked.manager.readable
+
+        def counted(keys: Sequence[bytes]) -> Any:
+            counts.append(len(keys))
+            return readable(keys)
+
+        monkeypatch.setattr(asked.manager, "readable", counted)
+        return counts
+
+    return count
+
+
+Counted = Callable[[Asked], list[int]]
+
+
+def test_while_nothing_changes_no_block_is_looked_at_again(
+    clock: list[float], count_lookups: Counted
+) -> None:
+    asked = Asked(kept=4)
+    counts = count_lookups(asked)
+    assert asked.match("a") == 16
+    before = len(counts)
+    assert before > 0
+    clock[0] += OFFER_SECONDS / 2
+    assert asked.match("a") == 16
+    assert len(counts) == before
+    for other in ({"start": 4, "tokens": 25}, {"start": 0, "tokens": 13}):
+        del counts[:]
+        assert asked.match("a", **other) == 12
+        assert counts, "what was found for other tokens says nothing"
+
+
+@pytest.mark.parametrize(("kept", "keys"), [(0, 8), (12, 24)])
+def test_windows_that_are_not_there_are_not_looked_for_in_every_step(
+    clock: list[float], count_lookups: Counted, kept: int, keys: int
+) -> None:
+    """Nor at all if another group has nothing either."""
+    window, full = CacheGroup(0, 4, 6), CacheGroup(1, 4)
+    asked = Asked(window, full)
+    asked.keep(range(kept), full)
+    counts = count_lookups(asked)
+    for _ in range(2):
+        assert asked.match("a", tokens=49) == 0
+        assert sum(counts) == keys
+        clock[0] += OFFER_SECONDS / 3
+    asked.keep(range(12), window)
+    asked.keep(range(kept, 12), full)
+    assert asked.match("a", start=16, tokens=49) == 32, "of another start nothing was known"
+    assert asked.match("a", tokens=49) == 48
+    assert asked.match("b", tokens=49) == 48
+
+
+def test_an_eviction_of_others_has_the_blocks_looked_up_once(
+    clock: list[float], count_lookups: Counted
+) -> None:
+    asked = Asked(num_slots=5)
+    (other,) = asked.keep_other(b"other")
+    asked.keep(range(4))
+    assert asked.match("a") == 16
+    assert asked.keep_other(b"newcomer") == [other]
+    counts = count_lookups(asked)
+    assert [asked.match("a") for _ in range(3)] == [16, 16, 16]
+    assert counts == [4]
+    asked.keep_other(b"another")
+    assert asked.match("a") == 12
+
+
+@pytest.mark.parametrize(("sees_next_token", "answers"), [(False, [16, 12]), (True, [12, 8])])
+def test_an_eviction_of_its_own_shortens_the_answer(
+    clock: list[float], sees_next_token: bool, answers: list[int]
+) -> None:
+    """Also of the slot behind the end, if KV depends on the next token: it proves the end."""
+    group = CacheGroup(0, 4, sees_next_token=sees_next_token)
+    asked = Asked(group, num_slots=4)
+    kept = asked.keep(range(4), group)
+    asked.use(range(3))
+    assert asked.match("a") == answers[0]
+    assert asked.keep_other(b"newcomer") == [kept[3]]
+    assert asked.match("a") == answers[1]
+
+
+def test_a_prefix_that_grows_is_seen_in_time(clock: list[float]) -> None:
+    asked = Asked(kept=2)
+    assert asked.match("a") == 8
+    asked.keep(range(2, 4))
+    clock[0] += OFFER_SECONDS / 2
+    assert asked.match("a") == 8
+    clock[0] += OFFER_SECONDS
+    assert asked.match("a") == 16
+
+
+@pytest.mark.parametrize("admitted", [False, True])
+def test_an_offer_is_remembered_until_the_request_is_admitted_or_ends(
+    admitted: bool, clock: list[float], count_lookups: Counted
+) -> None:
+    asked = Asked(kept=2)
+    assert asked.match("a") == 8
+    if admitted:
+        asked.schedule("a")
+    else:
+        asked.forget("a")
+    counts = count_lookups(asked)
+    assert asked.match("a") == 8
+    assert counts
+
+
+# -- waiting for another's load ----------------------------------------------------------------
+
+
+def waiting() -> Asked:
+    """Return a half with two requests, of which the second waits for the load of the first."""
+    asked = Asked(kept=2)
+    assert asked.match("second") == 8
+    asked.load("first")
+    assert asked.match("second") is None, "the load began after it was offered the same"
+    return asked
+
+
+def test_a_request_that_needs_other_keys_does_not_wait() -> None:
+    """The first loads two blocks; the second has them on the engine's side already."""
+    asked = Asked(kept=4)
+    asked.load("first")
+    assert asked.match("second", start=8) == 8
+
+
+def test_a_request_does_not_wait_for_itself() -> None:
+    """Asked again after its load failed, or after it was preempted in the middle."""
+    asked = waiting()
+    assert asked.match("first") == 8
+    assert asked.match("second") == 8, "nobody loads it any more"
+
+
+def test_waiting_ends_after_a_bound_for_each_request_on_its_own(clock: list[float]) -> None:
+    asked = waiting()
+    clock[0] += MAX_WAIT_SECONDS
+    assert asked.match("second") is None
+    assert asked.match("third") is None
+    clock[0] += 0.001
+    assert asked.match("second") == 8
+    assert asked.match("third") is None
+
+
+def test_waiting_for_one_load_after_another_is_one_wait(clock: list[float]) -> None:
+    """Each time another request loads the keys before the one that waits is asked again."""
+    asked = waiting()
+    clock[0] += MAX_WAIT_SECONDS
+    asked.schedule("first")
+    asked.load("third")
+    assert asked.match("second") is None
+    clock[0] += 0.001
+    assert asked.match("second") == 8
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_wait_that_ended_starts_anew(clock: list[float], ends: bool) -> None:
+    """Also if its request has ended, and another has its name."""
+    asked = waiting()
+    if ends:
+        asked.forget("second")
+    else:
+        asked.schedule("first")
+        assert asked.match("second") == 8
+        asked.load("fourth")
+    clock[0] += 2 * MAX_WAIT_SECONDS
+    assert asked.match("second") is None
+
+
+def test_a_load_that_nobody_waits_for_any_more_stops_nobody_else(clock: list[float]) -> None:
+    """Two load the same keys, once the second has given up waiting; the first ends first."""
+    asked = waiting()
+    clock[0] += 2 * MAX_WAIT_SECONDS
+    asked.load("second")
+    asked.schedule("first")
+    assert asked.match("third") is None
+    asked.schedule("second")
+    assert asked.match("third") == 8
+
+
+@pytest.mark.parametrize("end", ["schedule", "forget"])
+def test_others_wait_until_the_first_is_scheduled_or_gone(end: str) -> None:
+    asked = Asked(kept=2)
+    asked.complete(asked.load("first"))
+    assert asked.match("second") is None, "the engine does not know the blocks before it runs"
+    getattr(asked, end)("first")
+    assert asked.match("second") == 8
+
+
+# -- loads -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("meanwhile", [None, "schedule", "forget"])
+def test_slots_are_held_until_every_load_of_them_has_ended(meanwhile: str | None) -> None:
+    """Also where the request is gone by then."""
+    asked = Asked(num_slots=4, kept=4)
+    first = asked.load("a", end=4)
+    if meanwhile is not None:
+        getattr(asked, meanwhile)("a")
+    second = asked.load("b", start=4) if meanwhile is None else asked.load("b")
+    for job, running, held in ((None, 2, True), (first, 1, meanwhile is not None)):
+        if job is not None:
+            asked.complete(job)
+            asked.complete(job)  # it ends once
+        assert asked.running_loads == running
+        assert asked.is_held(0) == held
+    assert asked.is_held(1)
+    asked.complete(second)
+    assert asked.running_loads == 0
+    assert not asked.is_held(1)
+
+
+def test_a_plan_pairs_blocks_with_the_slots_of_their_keys() -> None:
+    """Though it was offered more. What lies before it is not held."""
+    asked = Asked(num_slots=5)
+    slots = asked.keep([3, 1, 4, 2, 0])
+    assert asked.match("a", start=4, tokens=21) == 16
+    job = asked.plan("a", 4, 16, [10, 11, 12, 13, 14])
+    assert job.pairs.tolist() == [[11, slots[1]], [12, slots[2]], [13, slots[3]]]
+    assert (job.request_id, job.incomplete) == ("a", False)
+    assert [asked.is_held(slot) for slot in range(5)] == [False, True, True, True, False]
+
+
+def test_jobs_are_numbered_and_handed_out_once() -> None:
+    asked = Asked(kept=4)
+    for request_id, start in (("a", 0), ("b", 8)):
+        asked.match(request_id, start, tokens=start + 9)
+        asked.admit(request_id, start, start + 8, [10, 11, 12, 13])
+    jobs = asked.offload.plan_step(EMPTY_STEP).loads
+    assert [(job.job_id, job.request_id) for job in jobs] == [(0, "a"), (1, "b")]
+    assert asked.offload.plan_step(EMPTY_STEP).loads == ()
+
+
+def test_the_null_blocks_of_a_window_are_left_out() -> None:
+    """The query at 20 reads the window group from 15 on."""
+    asked = Asked(FULL, WINDOW)
+    full, window = asked.keep(range(5)), asked.keep([3, 4], WINDOW)
+    assert asked.match("a", tokens=21) == 20
+    job = asked.plan("a", 0, 20, [10, 11, 12, 13, 14], [NULL, NULL, NULL, 15, 16])
+    assert not job.incomplete
+    assert job.pairs.tolist() == [
+        *([10 + block, full[block]] for block in range(5)),
+        [15, window[3]],
+        [16, window[4]],
+    ]
+
+
+def test_a_plan_for_fewer_tokens_than_offered_can_lack_a_window_block() -> None:
+    """Offered 20 tokens, for which the window needs blocks 3 and 4; 16 would need block 2 too."""
+    asked = Asked(FULL, WINDOW, num_slots=8, kept=5)
+    asked.keep([3, 4], WINDOW)
+    assert asked.match("a", tokens=21) == 20
+    job = asked.plan("a", 0, 16, [10, 11, 12, 13], [NULL, NULL, 14, 15])
+    assert job.incomplete
+    assert set(job.pairs[:, 0].tolist()) == {10, 11, 12, 13, 14, 15}, "all of them are zeroed"
+    assert asked.match("b", tokens=21) is None, "the ranks report it like any other load"
+    asked.complete(job)
+    assert asked.match("a", tokens=21) == 0, "it has failed"
+    assert asked.match("b", tokens=21) == 20
+    assert not asked.is_held(0)
+
+
+def test_a_key_that_was_evicted_since_the_match_makes_the_plan_incomplete() -> None:
+    asked = Asked(num_slots=2, kept=2)
+    assert asked.match("a", tokens=9) == 8
+    asked.keep_other(b"newcomer")
+    job = asked.plan("a", 0, 8, [10, 11])
+    assert job.incomplete
+    asked.complete(job)
+    assert asked.offload.take_failed() == {"a"}

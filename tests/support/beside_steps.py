@@ -1,0 +1,41 @@
+"""What a test tells the scheduler's half of a played engine, and asks it, beside the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_offload.medians import MIN_MEASUREMENTS
+from kv_offload.messages import OffloadWorkerMetadata, Outcome, RankReport
+from tests.support.configurations import make_request
+from tests.support.played_engine import PlayedEngine
+
+
+def held_tokens(engine: PlayedEngine, prompt: Sequence[int]) -> int | None:
+    """Return how many tokens of the full blocks of a prompt host memory has; see `match`."""
+    asking = make_request("asks", [*prompt, 0], engine.hash_block_tokens)
+    tokens: int | None = engine.offload.match(asking, 0)[0]
+    engine.offload.forget("asks")
+    return tokens
+
+
+def report(
+    engine: PlayedEngine, outcomes: Mapping[int, Outcome], rank: int = 0, **more: Any
+) -> None:
+    """Report how jobs ended on a rank."""
+    told = RankReport(dict(outcomes), **more)
+    engine.offload.take_report(OffloadWorkerMetadata({rank: told}))
+
+
+def teach(engine: PlayedEngine, bytes_per_second: float, tokens_per_second: float = 1e6) -> None:
+    """Have the engine believe that it measured a link and a device of these speeds."""
+    watch = engine.offload.watch
+    for _ in range(15):
+        watch.load_rate.learn(bytes_per_second)
+    for size in (64, 8192):
+        for _ in range(MIN_MEASUREMENTS):
+            watch.prefill_rate.learn(size, 1, size / tokens_per_second)
