@@ -248,6 +248,11 @@ class OffloadScheduler:
         loaded, self._loaded = self._loaded, set()
         return loaded
 
+    @property
+    def has_loaded(self) -> bool:
+        """Whether `take_loaded` has a request to return."""
+        return bool(self._loaded)
+
     def take_failed(self) -> set[str]:
         """Return those of them whose loads have failed, each once. Taken before `take_loaded`."""
         failed, self._failed = self._failed, set()

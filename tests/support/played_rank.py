@@ -87,8 +87,11 @@ class PlayedRank:
         self.connector.bind_connector_metadata(metadata)
         self.connector.start_load_kv(None)
 
-    def end(self, output: Any) -> KVConnectorOutput:
-        """Run the hooks of a step's end as the model runner of this vLLM does."""
+    def end(self, output: Any) -> KVConnectorOutput | None:
+        """Run the hooks of a step's end as the model runner of this vLLM does.
+
+        In a step without a forward it returns nothing where there is nothing to report.
+        """
         connector, report = self.connector, KVConnectorOutput()
         newer = reports_failed_requests(vllm_version())
         if output.num_scheduled_tokens or newer:
@@ -105,7 +108,7 @@ class PlayedRank:
         report.kv_connector_stats = connector.get_kv_connector_stats()
         report.kv_connector_worker_meta = connector.build_connector_worker_meta()
         connector.clear_connector_metadata()
-        return report
+        return None if not output.num_scheduled_tokens and report.is_empty() else report
 
 
 class PlayedExecutor:

@@ -92,6 +92,13 @@ def tell_failed(engine_scheduler: Any, offload: OffloadScheduler) -> list[Any]:
     return end_with_error(engine_scheduler, failed)
 
 
+def tell_loaded(engine_scheduler: Any) -> None:
+    """Have vLLM ask its connector which loads have ended, outside of a step's output."""
+    from vllm.v1.outputs import KVConnectorOutput
+
+    engine_scheduler._update_from_kv_xfer_finished(KVConnectorOutput())
+
+
 def end_with_error(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
     """End requests with an error; return those that had not ended."""
     from vllm.v1.request import RequestStatus

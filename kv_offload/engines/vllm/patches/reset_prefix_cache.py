@@ -79,12 +79,10 @@ def _requeue(
 
     It frees aborted requests then.
     """
-    from vllm.v1.outputs import KVConnectorOutput
-
     # Also those whose loads have not ended on all ranks: one may have failed where it has.
     requests.recompute(engine_scheduler, waiting)
     offload.take_failed()  # they are among these
-    engine_scheduler._update_from_kv_xfer_finished(KVConnectorOutput())
+    requests.tell_loaded(engine_scheduler)
     requests.give_blocks_back(engine_scheduler, waiting - offload.loading_requests() | loaded)
 
 

@@ -39,8 +39,11 @@ def hear_ranks_first(
     outputs = original(self, scheduler_output, model_runner_output)
     requests.add_ends(outputs, ended)
     for connector in connectors_in(self.connector):
-        if connector.offload_scheduler.stranded:  # hardly ever
-            requests.make_room(self, connector.offload_scheduler)
+        offload = connector.offload_scheduler
+        if offload.has_loaded:  # no rank had anything to report, so vLLM did not ask
+            requests.tell_loaded(self)
+        if offload.stranded:  # hardly ever
+            requests.make_room(self, offload)
     return outputs
 
 
