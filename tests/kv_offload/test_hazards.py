@@ -412,6 +412,25 @@ def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside: b
     engine.check_rest()
 
 
+@both_ways
+def test_a_load_that_is_heard_of_in_an_idle_step_does_not_wait_for_ever(
+    async_scheduling: bool,
+) -> None:
+    """The rank beside tells of it, and has nothing to report in a step without a forward."""
+    engine = store(HarshEngine(async_scheduling=async_scheduling, beside=True), PROMPT)
+    start_load(engine)
+    engine.finish_steps()
+    engine.step()
+    engine.schedule()
+    engine.execute()
+    engine.run_copies(Direction.LOAD)
+    (_, result), *_ = engine.executed
+    assert result.kv_connector_output is None
+    engine.process()
+    engine.rest()
+    assert engine.totals["hit_tokens"] > 0
+
+
 # -- resets ------------------------------------------------------------------------------------
 
 

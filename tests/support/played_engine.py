@@ -264,7 +264,10 @@ class PlayedEngine:
             )
             for report in reports
         ]
-        self.executed.append((output, self._aggregator.aggregate(results)))
+        # As vLLM's executors do: only what comes from other processes is merged.
+        alone = self.beside and len(results) == 1
+        result = results[0] if alone else self._aggregator.aggregate(results)
+        self.executed.append((output, result))
 
     def process(self) -> None:
         output, result = self.executed.popleft()
