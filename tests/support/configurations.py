@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
+from kv_offload.engines.vllm.versions import vllm_version
 
 Options = dict[str, Any]
 
@@ -221,7 +221,7 @@ def make_vllm_config(
         scheduling_policy=scheduling_policy,
         long_prefill_token_threshold=long_prefill_token_threshold,
         data_parallel_size=replicas,
-        **({} if reports_failed_requests(vllm_version()) else {"disable_cascade_attn": True}),
+        **({} if vllm_version() >= (0, 32) else {"disable_cascade_attn": True}),
         speculative_config=speculative if drafts else None,
         kv_transfer_config=transfer_config(plugin),
     ).create_engine_config()

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-from kv_offload.engines.vllm.versions import reports_failed_requests, vllm_version
+from kv_offload.engines.vllm.versions import vllm_version
 from tests.support.configurations import PAGE_WORDS
 from tests.support.manual_copies import manual_copies
 
@@ -74,7 +74,7 @@ class PlayedRank:
     @staticmethod
     def _cache_of(spec: Any, tensor: torch.Tensor) -> Any:
         """Return what this vLLM registers for a layer: up to 0.31, a list of its states."""
-        if not isinstance(spec, MambaSpec) or reports_failed_requests(vllm_version()):
+        if not isinstance(spec, MambaSpec) or vllm_version() >= (0, 32):
             return tensor
         first = tensor[:, 0, : PAGE_WORDS // 4].view(torch.int32)
         return [first, tensor[:, 0, PAGE_WORDS // 4 : -PAGE_WORDS // 4].unflatten(1, (-1, 2))]
@@ -93,7 +93,7 @@ class PlayedRank:
         In a step without a forward it returns nothing where there is nothing to report.
         """
         connector, report = self.connector, KVConnectorOutput()
-        newer = reports_failed_requests(vllm_version())
+        newer = vllm_version() >= (0, 32)
         if output.num_scheduled_tokens or newer:
             connector.wait_for_save()
         if newer:

@@ -39,11 +39,6 @@ def vllm_version() -> tuple[int, int]:
     return check_version(vllm.__version__)
 
 
-def reports_failed_requests(version: tuple[int, int]) -> bool:
-    """Whether a failed load is reported by request (0.32 and newer), not by block."""
-    return version >= (0, 32)
-
-
 def layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, Any]:
     """Return the KV-cache spec of every layer; uniform groups keep one per layer."""
     specs: dict[str, Any] = {}

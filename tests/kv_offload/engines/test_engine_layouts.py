@@ -30,14 +30,14 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kv_offload.engines.vllm.model.layout import describe_kv_caches, kv_tensors
-from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
+from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import make_vllm_config
 from tests.support.planning import SCALED, attention_spec, get_kv_cache_config_from_groups
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-NEWER = reports_failed_requests(vllm_version())
+NEWER = vllm_version() >= (0, 32)
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"] if NEWER else ["a layer each"]
 NUM_BLOCKS = 7
 POISON = 0x55

@@ -22,7 +22,7 @@ from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
 from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kv_offload.engines.vllm.start.support import CACHE_DTYPES, check_supported
-from kv_offload.engines.vllm.versions import bytes_per_block, reports_failed_requests, vllm_version
+from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.tools.sizing.model import Model, read_model
 from kv_offload.tools.sizing.slots import CACHE_DTYPES as SIZES
 from kv_offload.tools.sizing.slots import slot_size
@@ -51,7 +51,7 @@ def slot_bytes(layers: dict[str, int], cache_dtype: str) -> tuple[int, int]:
 @pytest.fixture
 def vllm_config() -> Any:
     made = make_vllm_config({})
-    if reports_failed_requests(vllm_version()):
+    if vllm_version() >= (0, 32):
         made.cache_config.kv_cache_layout = "LBHNC"
     return made
 

@@ -21,7 +21,6 @@ from kv_offload.engines.vllm.versions import (
     check_version,
     host_hit_source,
     layer_specs,
-    reports_failed_requests,
     vllm_version,
 )
 from kv_offload.errors import UnsupportedError
@@ -42,7 +41,6 @@ pytestmark = pytest.mark.filterwarnings("default")
 def test_versions_that_are_supported(version: str, expected: tuple[int, int]) -> None:
     assert check_version(version) == expected
     assert OLDEST <= vllm_version() <= NEWEST
-    assert reports_failed_requests(expected) == (expected >= (0, 32))
 
 
 @pytest.mark.parametrize("version", ["0.25.9", "0.34.0", "1.28.0", "", "dev", "v0.28.0", "0.-28"])
