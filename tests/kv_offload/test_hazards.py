@@ -485,3 +485,19 @@ def test_a_reset_fails_while_an_aborted_load_is_stuck() -> None:
     engine.run()
     engine.step(2)
     engine.check_rest()
+
+
+def test_a_load_that_outlives_a_reset_is_not_used() -> None:
+    """Whatever it brings is what the engine was to forget: its request is computed."""
+    engine = store(HarshEngine(), PROMPT)
+    request = start_load(engine)
+    engine.ranks[0].copies.stuck = True
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        engine.reset(reset_running_requests=True)
+    engine.ranks[0].copies.stuck = False
+    engine.run_copies()
+    engine.step()
+    engine.offload.reset()  # or it would be loaded once more
+    scheduled = engine.step().num_scheduled_tokens[request.request_id]
+    assert scheduled > 1, "not the last token alone"
+    engine.rest()

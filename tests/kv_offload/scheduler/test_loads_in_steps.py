@@ -28,7 +28,7 @@ from tests.support.played_cases import (
     forget,
     store,
 )
-from tests.support.played_engine import PlayedEngine, RestlessError
+from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import answer
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -204,16 +204,7 @@ def test_a_failed_load_is_recomputed_and_not_tried_again(
     engine.check_rest()
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [
-        (FULL,),
-        pytest.param(
-            (FULL, WINDOW),
-            marks=pytest.mark.skipif(not NEWER, reason="refused at start by this vLLM"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
 def test_a_failed_load_may_end_its_request(groups: tuple[CacheGroup, ...]) -> None:
     engine = storing(PROMPT, groups=groups, ranks=2, plugin={"on_load_failure": "fail"})
     request = engine.add("a", PROMPT)
@@ -228,13 +219,6 @@ def test_a_failed_load_may_end_its_request(groups: tuple[CacheGroup, ...]) -> No
     assert engine.ended["b"] == "length"
 
 
-@pytest.mark.xfail(
-    not NEWER,
-    strict=True,
-    raises=RestlessError,
-    reason="this vLLM scans a request that was told to wait before those behind it that hold "
-    "loaded blocks, and stops at it when it does not fit",
-)
 def test_a_request_that_waited_and_does_not_fit_starves_nobody() -> None:
     """`long` waits for the load of `first`; meanwhile others load behind it and fill the pool."""
     engine = PlayedEngine(blocks=18, max_model_len=64, max_num_batched_tokens=64)
