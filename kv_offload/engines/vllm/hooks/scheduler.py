@@ -107,6 +107,11 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def _take_report(self, report: OffloadWorkerMetadata) -> None:
         self.offload_scheduler.take_report(report)
 
+    @survives(lambda self, report: None)  # what was not taken in is told again
+    def hear_drain(self, report: OffloadWorkerMetadata) -> None:
+        """Take in what a rank tells between two steps."""
+        self._take_report(report)
+
     @survives(lambda self: None)  # its next report will tell
     def _poll_local_rank(self) -> None:
         rank = self._local_rank()

@@ -61,11 +61,12 @@ def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
     engine_scheduler, offload = core.scheduler, connector.offload_scheduler
     waiting = requests.waiting_for_loads(engine_scheduler, offload.waiting_requests())
     loaded = requests.waiting_for_room(engine_scheduler, offload.loaded_requests())
-    if not (offload.has_pending_stores or offload.abandoned_requests() or waiting or loaded):
+    held = offload.has_pending_stores or offload.abandoned_requests() or offload.has_loaded
+    if not (held or waiting or loaded):
         return
     answers = core.model_executor.collective_rpc(drain_rank, args=(offload.plan_drain(),))
     for answer in answers:
-        connector.hear_ranks(answer)
+        connector.hear_drain(answer)
     if offload.give_up_stores():
         logger.error("kv-offload: gave up stores that did not end; their prefixes are not kept")
     if requeue:
