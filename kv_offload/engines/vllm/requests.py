@@ -61,14 +61,18 @@ def make_room(engine_scheduler: Any, offload: OffloadScheduler) -> None:
 
     vLLM loads for many requests side by side. It keeps free what they need to run, but of windows
     too little. Up to 0.28 at least, with priorities, a request that finds no room holds up those
-    behind it, also those that were loaded.
+    behind it, also those that were loaded. One that vLLM has tried to run keeps its blocks, since
+    it is tried again first; alone it does not. Otherwise all could load and give back for ever.
     """
     from vllm.v1.core.sched.interface import PauseState
 
     alive = engine_scheduler.requests
     held = {r for r in offload.stranded & alive.keys() if alive[r].num_computed_tokens}
     waiting = waiting_for_loads(engine_scheduler, held)
-    given = waiting | waiting_for_room(engine_scheduler, held)
+    tried = waiting_for_room(engine_scheduler, held)
+    given = waiting | tried
+    if tried and len(given) > 1:
+        given.remove(min(alive[name] for name in tried).request_id)
     if not given or engine_scheduler.pause_state is not PauseState.UNPAUSED:
         return
     recompute(engine_scheduler, waiting)
