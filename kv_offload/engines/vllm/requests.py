@@ -67,7 +67,8 @@ def make_room(engine_scheduler: Any, offload: OffloadScheduler) -> None:
     from vllm.v1.core.sched.interface import PauseState
 
     alive = engine_scheduler.requests
-    held = {r for r in offload.stranded & alive.keys() if alive[r].num_computed_tokens}
+    blocks_of = engine_scheduler.kv_cache_manager.get_block_ids
+    held = {r for r in offload.stranded & alive.keys() if any(blocks_of(r))}
     waiting = waiting_for_loads(engine_scheduler, held)
     tried = waiting_for_room(engine_scheduler, held)
     given = waiting | tried
