@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class Jobs:
         self._ranks = frozenset(range(num_ranks))
         self.queue = LoadQueue()
         # Planned, and not sent yet. What is pinned since the last step goes into one store.
-        self._loads: list[tuple[Job, Pairs, bool, bool]] = []
+        self._loads: list[tuple[Job, LoadJob]] = []
         self._store = Job([])
         self._store_slots: list[Slots] = []
         # In the order in which they were sent.
@@ -98,18 +98,19 @@ class Jobs:
     ) -> None:
         """Plan a load into the blocks of a request, that holds `slots`; see `LoadJob`."""
         job = Job(pairs[:, 0].tolist(), slots, tracked, tracked.cursor, synchronous)
-        self._loads.append((job, pairs, incomplete, whole))
+        load = LoadJob(job.job_id, tracked.request_id, pairs, incomplete, synchronous, whole)
+        self._loads.append((job, load))
         self.running_loads += 1
         self.queue.add(len(slots), time.monotonic())
 
     @property
     def plans_synchronous(self) -> bool:
         """Whether `send_loads` has a synchronous load to return."""
-        return any(job.synchronous for job, *_ in self._loads)
+        return any(job.synchronous for job, _ in self._loads)
 
     def has_planned_load(self, tracked: TrackedRequest) -> bool:
         """Whether `send_loads` has a load of this request to return."""
-        return any(job.request is tracked for job, *_ in self._loads)
+        return any(job.request is tracked for job, _ in self._loads)
 
     def pin(self, slots: Slots, blocks: list[int]) -> None:
         """Plan the store of each block into its slot, and pin the block."""
@@ -135,13 +136,7 @@ class Jobs:
     def send_loads(self) -> tuple[LoadJob, ...]:
         """Return the loads planned since the last call."""
         planned, self._loads = self._loads, []
-        return tuple(
-            LoadJob(
-                self._send(job), job.request.request_id, pairs, incomplete, job.synchronous, whole
-            )
-            for job, pairs, incomplete, whole in planned
-            if job.request is not None
-        )
+        return tuple(replace(load, job_id=self._send(job)) for job, load in planned)
 
     def _send(self, job: Job) -> int:
         job.job_id, self.next_job_id = self.next_job_id, self.next_job_id + 1

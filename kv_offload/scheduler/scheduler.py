@@ -244,17 +244,22 @@ class OffloadScheduler:
                 self.weights_were_loaded({rank: news.weight_loads})
 
     def take_loaded(self) -> set[str]:
-        """Return the requests whose asynchronous loads have ended, well or not, each once."""
-        loaded, self._loaded = self._loaded, set()
+        """Return the requests whose asynchronous loads have ended, well or not, each once.
+
+        One whose load has failed only after `take_failed` has returned it: the engine must not take
+        it for loaded.
+        """
+        loaded = self._loaded - self._failed
+        self._loaded &= self._failed
         return loaded
 
     @property
     def has_loaded(self) -> bool:
         """Whether `take_loaded` has a request to return."""
-        return bool(self._loaded)
+        return bool(self._loaded - self._failed)
 
     def take_failed(self) -> set[str]:
-        """Return those of them whose loads have failed, each once. Taken before `take_loaded`."""
+        """Return those of them whose loads have failed, each once."""
         failed, self._failed = self._failed, set()
         return failed
 

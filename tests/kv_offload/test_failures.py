@@ -267,6 +267,20 @@ def test_where_nobody_knows_who_computed_with_lost_kv_all_of_the_step_end(holdin
     check_served(engine, PROMPT)
 
 
+def test_a_failed_load_is_not_taken_for_loaded_where_an_error_hides_its_failure(
+    holding: Holding,
+) -> None:
+    engine = holding()
+    request = start_load(engine)
+    engine.run_copies(fail=True)
+    raised = raise_once("offload_scheduler.take_lost", engine.connector)
+    play_to_rest(engine)
+    assert len(raised) == 1
+    assert engine.answers["a"] == answer(PROMPT)
+    assert engine.totals["failed_loads"] == 1
+    assert request.num_output_tokens > 0
+
+
 # -- resets ------------------------------------------------------------------------------------
 
 

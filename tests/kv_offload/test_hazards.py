@@ -514,3 +514,27 @@ def test_a_load_that_outlives_a_reset_is_not_used() -> None:
     scheduled = engine.step().num_scheduled_tokens[request.request_id]
     assert scheduled > 1, "not the last token alone"
     engine.rest()
+
+
+@both_ways
+def test_loads_that_outlive_a_reset_keep_nobody_from_running(async_scheduling: bool) -> None:
+    """Nor itself: the first needs most of the blocks, and is admitted once more."""
+    texts = PROMPT, OTHER[:5], [1, 1, *OTHER[:7]]
+    engine = HarshEngine(
+        (FULL, WINDOW),
+        blocks=18,
+        max_model_len=40,
+        max_num_batched_tokens=64,
+        async_scheduling=async_scheduling,
+    )
+    for index, text in enumerate((PROMPT, OTHER, [1, 1, *OTHER[:19]])):
+        store(engine, text, f"stored{index}")
+    asked = [engine.add(f"r{index}", text) for index, text in enumerate(texts)]
+    engine.step()
+    assert {r.status for r in asked} == {RequestStatus.WAITING_FOR_REMOTE_KVS}
+    engine.ranks[0].copies.stuck = True
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        engine.reset(reset_running_requests=True)
+    engine.ranks[0].copies.stuck = False
+    engine.rest()
+    assert {engine.ended[r.request_id] for r in asked} == {"length"}

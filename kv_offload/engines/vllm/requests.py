@@ -38,8 +38,20 @@ def recompute(engine_scheduler: Any, request_ids: set[str]) -> None:
     ended, then scheduled (0.26 to 0.33).
     """
     for request_id in request_ids:
-        engine_scheduler.requests[request_id].num_computed_tokens = 0
+        _forget_load(engine_scheduler, request_id)
     engine_scheduler.failed_recving_kv_req_ids |= request_ids
+
+
+def _forget_load(engine_scheduler: Any, request_id: str) -> Any:
+    """Have vLLM know nothing of what was loaded for a request, which it returns.
+
+    vLLM keeps blocks free for all that its `_inflight_prefills` have yet to compute, and a request
+    stays there when its load is given up. Then it would need its blocks twice to be admitted.
+    """
+    request = engine_scheduler.requests[request_id]
+    request.num_computed_tokens = 0
+    engine_scheduler._inflight_prefills.discard(request)
+    return request
 
 
 def give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
@@ -50,9 +62,7 @@ def give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
     it twice does no harm. No step reads or writes these blocks: no such request has been computed.
     """
     for request_id in request_ids:
-        request = engine_scheduler.requests[request_id]
-        request.num_computed_tokens = 0
-        engine_scheduler._inflight_prefills.discard(request)
+        request = _forget_load(engine_scheduler, request_id)
         engine_scheduler.kv_cache_manager.free(request)
 
 
@@ -67,8 +77,7 @@ def make_room(engine_scheduler: Any, offload: OffloadScheduler) -> None:
     from vllm.v1.core.sched.interface import PauseState
 
     alive = engine_scheduler.requests
-    blocks_of = engine_scheduler.kv_cache_manager.get_block_ids
-    held = {r for r in offload.stranded & alive.keys() if any(blocks_of(r))}
+    held = {r for r in offload.stranded & alive.keys() if alive[r].num_computed_tokens}
     waiting = waiting_for_loads(engine_scheduler, held)
     tried = waiting_for_room(engine_scheduler, held)
     given = waiting | tried
