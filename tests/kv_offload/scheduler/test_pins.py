@@ -79,7 +79,7 @@ def test_pins_keep_to_their_share_of_the_free_blocks_and_the_rest_follows(
 ) -> None:
     """Also when the request ends, whose blocks are free in a moment; of one block at least."""
     engine = PlayedEngine(
-        [CacheGroup(group, 4) for group in range(groups)],
+        [CacheGroup(0, 4), CacheGroup(1, 4, window_tokens=64)][:groups],
         blocks=2 + 15 * groups,
         slots=99,
         max_model_len=64,

@@ -119,7 +119,7 @@ def test_leftovers_of_several_groups_are_counted_by_slot() -> None:
 
 def test_a_block_that_has_become_another_groups_is_not_stored() -> None:
     """Its KV is of the same tokens, and of other layers."""
-    engine = slow(1, groups=(FULL, CacheGroup(1, BLOCK)), max_num_batched_tokens=64)
+    engine = slow(1, groups=(FULL, CacheGroup(1, BLOCK, 64)), max_num_batched_tokens=64)
     request = engine.add("a", PROMPT[:9], max_tokens=1)
     engine.step()
     waiting = [b for b in engine.pool.blocks if b.block_hash and b.block_id not in pinned(engine)]
