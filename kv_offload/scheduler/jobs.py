@@ -20,7 +20,7 @@ from kv_offload.cache.slots import NO_SLOTS, Slots
 from kv_offload.engine import BlockPool
 from kv_offload.messages import LoadJob, Outcome, Pairs, StoreJob
 from kv_offload.scheduler.request import StoreCursor, TrackedRequest
-from kv_offload.scheduler.timing.rates import LoadQueue
+from kv_offload.scheduler.timing import LoadQueue
 
 
 @dataclass(slots=True, eq=False)

@@ -30,7 +30,7 @@ from kv_offload.scheduler.losses import computed_with
 from kv_offload.scheduler.request import Phase, RequestTable, TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.planner import StorePlanner
-from kv_offload.scheduler.timing.steps import StepWatch
+from kv_offload.scheduler.timing import StepWatch
 
 logger = logging.getLogger(__name__)
 

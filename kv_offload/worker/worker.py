@@ -22,11 +22,10 @@ from kv_offload.messages import (
 )
 from kv_offload.metrics import OffloadStats
 from kv_offload.worker.allocation import allocate, transfer_kind
+from kv_offload.worker.copies import Loads, Stores
 from kv_offload.worker.forward_loads import ForwardLoads
 from kv_offload.worker.jobs import RankJobs, RankLog
-from kv_offload.worker.loads import Loads
 from kv_offload.worker.sharing import ALONE, Peers
-from kv_offload.worker.stores import Stores
 from kv_offload.worker.waves import LayerWaves
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,7 @@ from typing import Literal
 from weakref import WeakSet
 
 from kv_offload.scheduler.request import TrackedRequest
-from kv_offload.scheduler.timing.rates import LoadQueue
-from kv_offload.scheduler.timing.steps import StepWatch
+from kv_offload.scheduler.timing import LoadQueue, StepWatch
 
 MARGIN = 1.2
 """Computing must be sooner by this factor: its estimate is optimistic for long prompts."""

@@ -11,7 +11,7 @@ before them compute, which takes long where the step computes prompts.
 
 from __future__ import annotations
 
-from kv_offload.scheduler.timing.steps import StepWatch
+from kv_offload.scheduler.timing import StepWatch
 
 BUSY_SECONDS = 0.0005
 """What the synchronous loads of one step may take from others that run: a tenth of a token.

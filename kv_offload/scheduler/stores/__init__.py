@@ -1,7 +1,6 @@
 """What is copied to host memory.
 
 - `planner`: from what a step has to pinned blocks; the rest of the scheduler talks to it.
-- `progress`: which requests of a step have blocks to look at.
 - `candidates`: how far each request has been gone through.
 - `choice`: which of these blocks are worth storing.
 - `budget`: how many may be stored now.

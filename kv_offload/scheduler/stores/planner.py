@@ -1,10 +1,12 @@
-"""Plans stores: looks at what a step has, chooses, takes slots and pins the GPU blocks."""
+"""Plans stores: follows what requests fill, chooses, takes slots and pins the GPU blocks."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import compress
+from typing import Any
 
 import numpy as np
 
@@ -12,15 +14,14 @@ from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap
 from kv_offload.cache.slots import NO_SLOTS
 from kv_offload.config import OffloadConfig
-from kv_offload.engine import BlockPool, StepOutput
+from kv_offload.engine import BlockPool, RunningRequests, StepOutput
 from kv_offload.scheduler.jobs import Jobs
-from kv_offload.scheduler.request import RequestTable, StoreCursor
+from kv_offload.scheduler.request import RequestTable, StoreCursor, TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.budget import StoreBudget
 from kv_offload.scheduler.stores.candidates import StoreCandidates
 from kv_offload.scheduler.stores.choice import StoreChoice
 from kv_offload.scheduler.stores.leftovers import Leftovers
-from kv_offload.scheduler.stores.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,10 @@ class StorePlanner:
     computed, or after its request has ended with its tokens computed. If it is chosen it is pinned
     (`Jobs.pin`). The block's own request does not write it either, since only full blocks of known
     tokens are examined.
+
+    A running request is looked at when it gets a block, and as long as it has more to store than
+    was examined. So a block that it filled in an earlier step waits for the next one: the request
+    keeps the block meanwhile, and most requests of a step of decodes are not touched at all.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class StorePlanner:
         statistics: Statistics,
         slot_bytes: int,
     ) -> None:
+        self._requests = requests
         self._manager = manager
         self._pool = pool
         self._jobs = jobs
@@ -59,7 +65,6 @@ class StorePlanner:
         self.budget = StoreBudget(slot_bytes, config.max_pinned_share, requests)
         prompt_only = config.store_blocks == "prompt"
         self._candidates = StoreCandidates(prefixes, prompt_only=prompt_only)
-        self._progress = Progress(requests, self._candidates)
         self._choice = StoreChoice(prefixes, pool, statistics, config.store_after_uses)
         self.leftovers = Leftovers(self._candidates, statistics)
         self._grown_blocks = 0
@@ -75,9 +80,57 @@ class StorePlanner:
         self._candidates.next_step()
         if self.leftovers.slots:
             self.leftovers.examine(self._slots_left())
-        self._grown_blocks = self._progress.follow(output)
+        self._grown_blocks = self._follow(output)
         self._pin_chosen()
         self.leftovers.forget_chosen(resting=idle and not self._jobs.pinned_blocks)
+
+    def _follow(self, output: StepOutput) -> int:
+        """Take in a step; return how many blocks requests have got in it that ran before."""
+        unfinished = self._candidates.take_unfinished()
+        scheduled = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            tracked = self._requests.get(new.req_id)
+            if tracked is not None and tracked.cursor is not None:
+                end = new.num_computed_tokens + scheduled[new.req_id]
+                self._begin(tracked, tracked.cursor, new.block_ids, end)
+        return self._follow_running(output.scheduled_cached_reqs, scheduled, unfinished)
+
+    def _begin(
+        self,
+        tracked: TrackedRequest,
+        cursor: StoreCursor,
+        block_ids: Sequence[Sequence[int]],
+        end_tokens: int,
+    ) -> None:
+        """Have a request examined that has not run with these blocks before."""
+        loaded = tracked.scheduled(block_ids)
+        if loaded is not None:
+            # Known, and used just now. What the GPU had before it may have been evicted.
+            self._candidates.examine(cursor, loaded[0])
+            self._candidates.skip(cursor, loaded[1])
+        self._candidates.examine(cursor, end_tokens)
+
+    def _follow_running(
+        self, cached: RunningRequests, scheduled: Mapping[str, int], unfinished: Set[str]
+    ) -> int:
+        request_ids, new_block_ids = cached.req_ids, cached.new_block_ids
+        computed, resumed = cached.num_computed_tokens, cached.resumed_req_ids
+        grown_blocks = 0
+        for index in _to_look_at(request_ids, new_block_ids, unfinished):
+            request_id, new_ids = request_ids[index], new_block_ids[index]
+            tracked = self._requests.get(request_id)
+            if tracked is None or tracked.cursor is None:
+                continue
+            end = computed[index] + scheduled[request_id]
+            if request_id in resumed:
+                self._begin(tracked, tracked.cursor, new_ids or (), end)
+                continue
+            if new_ids is not None:
+                for ids, more in zip(tracked.cursor.block_ids, new_ids, strict=True):
+                    ids += more
+                    grown_blocks += len(more)
+            self._candidates.examine(tracked.cursor, end)
+        return grown_blocks
 
     def request_ends(
         self, cursor: StoreCursor, block_ids: Sequence[Sequence[int]], end_tokens: int
@@ -142,3 +195,16 @@ class StorePlanner:
                 late,
                 MAX_STORE_SECONDS,
             )
+
+
+def _to_look_at(
+    request_ids: Sequence[str], new_block_ids: Sequence[Any], unfinished: Set[str]
+) -> Iterable[int]:
+    """Return the places of those that got a block or are unfinished; most got none, which is None.
+
+    The only work of a step that is done for every running request.
+    """
+    places = range(len(request_ids))
+    if not unfinished:
+        return compress(places, new_block_ids)
+    return [i for i in places if new_block_ids[i] is not None or request_ids[i] in unfinished]

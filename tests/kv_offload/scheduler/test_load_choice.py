@@ -13,8 +13,7 @@ import pytest
 from kv_offload.medians import MIN_MEASUREMENTS
 from kv_offload.scheduler.loads.choice import LOAD_EVERY, MARGIN, MAX_COMPUTE_RATIO, LoadChoice
 from kv_offload.scheduler.request import Phase, TrackedRequest
-from kv_offload.scheduler.timing.rates import LoadQueue
-from kv_offload.scheduler.timing.steps import StepWatch
+from kv_offload.scheduler.timing import LoadQueue, StepWatch
 
 BLOCK = 16
 SLOT_BYTES = BLOCK * 131_072

@@ -14,7 +14,7 @@ from kv_offload.scheduler.loads.mode import (
     WHOLE_SECONDS,
     LoadMode,
 )
-from kv_offload.scheduler.timing.steps import StepWatch
+from kv_offload.scheduler.timing import StepWatch
 
 SLOT_BYTES = 1_000_000
 

@@ -101,7 +101,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that the watch reads, in an only element."""
     clock = [1000.0]
     monkeypatch.setattr(
-        "kv_offload.scheduler.timing.steps.time", SimpleNamespace(monotonic=lambda: clock[0])
+        "kv_offload.scheduler.timing.time", SimpleNamespace(monotonic=lambda: clock[0])
     )
     return clock
 

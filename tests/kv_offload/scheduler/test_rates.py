@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from kv_offload.medians import ASSUMED_BYTES_PER_SECOND, MIN_MEASUREMENTS
-from kv_offload.scheduler.timing.rates import LoadQueue, LoadRate, PrefillRate
+from kv_offload.scheduler.timing import LoadQueue, LoadRate, PrefillRate
 
 # -- loads -------------------------------------------------------------------------------------
 

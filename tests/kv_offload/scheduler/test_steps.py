@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from kv_offload.scheduler.timing.steps import Step, StepClock, StepWatch
+from kv_offload.scheduler.timing import Step, StepClock, StepWatch
 
 
 def step(tokens: int = 1) -> Step:
@@ -89,7 +89,7 @@ class Watched:
         self.watch = StepWatch()
 
     def clock(self) -> Any:
-        return mock.patch("kv_offload.scheduler.timing.steps.time.monotonic", return_value=self.now)
+        return mock.patch("kv_offload.scheduler.timing.time.monotonic", return_value=self.now)
 
     def begin(self, tokens: int, requests: int) -> None:
         output: Any = SimpleNamespace(
