@@ -39,9 +39,10 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
+from tests.support.beside_steps import teach
 from tests.support.hooks import HOOKS, wrap_hook
 from tests.support.lagging_engine import LaggingEngine
-from tests.support.played_cases import FULL, STATE, WINDOW
+from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW, narrow
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -50,7 +51,19 @@ SECONDS = float(os.environ.get("INTERLEAVINGS_SECONDS", "60"))
 STEPS = 70
 PHASES = (Phase.generate, Phase.shrink)[: 1 + ("INTERLEAVINGS_SHRINK" in os.environ)]
 
-WIDE = CacheGroup(2, FULL.block_tokens, 12)
+TOKENS = FULL.block_tokens
+GROUPS = (
+    (FULL,),
+    (FULL,),
+    (FULL, WINDOW),
+    (FULL, STATE),
+    (FULL, WINDOW, CacheGroup(2, TOKENS, 12)),
+    (CacheGroup(0, TOKENS, 10),),
+    (CacheGroup(0, 2 * TOKENS), CacheGroup(1, TOKENS, 6)),
+    (FULL, CHUNKS),
+    (CacheGroup(0, TOKENS, chunk_tokens=16),),
+    (CacheGroup(0, TOKENS, holds_state=True), CacheGroup(1, TOKENS), CacheGroup(2, TOKENS, 6)),
+)
 
 TEXTS = [
     [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1],
@@ -109,14 +122,22 @@ CASES = st.builds(
 
 ENGINES = st.fixed_dictionaries(
     {
-        "groups": st.sampled_from(
-            ((FULL,), (FULL,), (FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, WIDE))
-        ),
+        "groups": st.sampled_from(GROUPS),
         "synchronous_loads": st.booleans(),
         "beside": st.booleans(),
         "replaces_resumed": st.booleans(),
         "slots": st.sampled_from((64, 64, 8, 3)),
         "scheduling_policy": st.sampled_from(("fcfs", "priority")),
+        "drafts": st.sampled_from((0, 0, 2)),
+        "plugin": st.fixed_dictionaries(
+            {
+                "eviction_policy": st.sampled_from(("lru", "arc")),
+                "store_blocks": st.sampled_from(("all", "all", "prompt")),
+                "store_after_uses": st.sampled_from((1, 1, 1, 2)),
+                "max_pinned_share": st.sampled_from((0.2, 0.8, 1.0)),
+                "on_load_failure": st.sampled_from(("recompute", "recompute", "fail")),
+            }
+        ),
     }
 )
 
@@ -139,6 +160,8 @@ class Interleavings(RuleBasedStateMachine):
     )
     def start(self, arguments: dict[str, Any], blocks: int, locked: bool, lags: bool) -> None:
         late = lags and self.async_scheduling
+        if late or any(group.holds_state for group in arguments["groups"]):
+            arguments["drafts"] = 0
         make = functools.partial(LaggingEngine, eager=False) if late else PlayedEngine
         self.engine = make(
             **arguments,
@@ -151,13 +174,19 @@ class Interleavings(RuleBasedStateMachine):
         self.requests: dict[str, Any] = {}
         self.aborted: set[str] = set()
         self.armed: Counter[str] = Counter()
-        self.may_end = False
+        self.may_end = arguments["plugin"]["on_load_failure"] == "fail"
+        self.engine.propose = self.propose
         for text in TEXTS:
             self.add(text, len(text), [], 1)
             self.engine.run()
         for hook in HOOKS:
             for connector in (self.engine.connector, *(r.connector for r in self.engine.ranks)):
                 wrap_hook(connector, hook, functools.partial(self._armed, hook))
+
+    def propose(self, tokens: list[int]) -> list[int]:
+        """Draft well or badly, depending on the text."""
+        good = self.engine.good_drafts(tokens)
+        return good if len(tokens) % 3 else [1 - token for token in good]
 
     def _armed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -177,13 +206,14 @@ class Interleavings(RuleBasedStateMachine):
         tail=st.lists(st.integers(0, 1), max_size=4),
         max_tokens=st.integers(1, 6),
         priority=st.integers(0, 2),
+        skip_reading_prefix_cache=st.sampled_from((False,) * 9 + (True,)),
     )
     def add(
-        self, text: list[int], tokens: int, tail: list[int], max_tokens: int, priority: int = 0
+        self, text: list[int], tokens: int, tail: list[int], max_tokens: int, **arguments: Any
     ) -> None:
         request_id = f"r{len(self.requests)}"
         self.requests[request_id] = self.engine.add(
-            request_id, [*text[:tokens], *tail], max_tokens, priority=priority
+            request_id, [*text[:tokens], *tail], max_tokens, **arguments
         )
 
     @rule(which=st.integers(0, 99))
@@ -444,6 +474,18 @@ class Interleavings(RuleBasedStateMachine):
         for rank in self.engine.ranks:
             copies = rank.copies
             copies.locked_slots = min(copies.num_slots, max(copies.locked_slots, slots))
+
+    @rule(slots=st.sampled_from((0, 2, 1000)))
+    def narrow(self, slots: int) -> None:
+        """Have so many slots of stores be on their way at most."""
+        armed, self.armed = self.armed, Counter()
+        narrow(self.engine, slots)
+        self.armed = armed
+
+    @rule(computes=st.booleans())
+    def prefer(self, computes: bool) -> None:
+        """Have hits computed or loaded, as the times that were measured could."""
+        teach(self.engine, 1e3 if computes else 1e12)
 
     @rule(rank=st.integers(0, 1), site=st.sampled_from(COPIES), times=st.integers(1, 2))
     def break_copies(self, rank: int, site: str, times: int) -> None:
