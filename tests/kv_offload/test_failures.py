@@ -519,17 +519,6 @@ def test_who_shares_blocks_with_a_load_that_could_not_be_planned_ends_too(
     check_served(engine, MORE)
 
 
-def test_a_load_that_was_planned_before_its_hook_failed_is_planned_once(holding: Holding) -> None:
-    engine = holding()
-    raised = raise_once("offload_scheduler.allocated", engine.connector, after=True)
-    engine.add("a", PROMPT)
-    (load,) = engine.schedule().kv_connector_metadata.loads
-    assert len(raised) == 1
-    assert not load.incomplete
-    play_to_rest(engine)
-    assert engine.answers["a"] == answer(PROMPT)
-
-
 def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice() -> None:
     """A drain has told the engine of a load whose report is under way: the engine forgot it."""
     engine = store(PlayedEngine(async_scheduling=True, beside=False), PROMPT)
@@ -548,25 +537,6 @@ def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice() -> None:
     engine.process()
     engine.rest()
     assert engine.totals["hook_errors"] > 0
-
-
-@both_ways
-@pytest.mark.parametrize("beside", [False, True])
-def test_an_error_at_the_end_of_a_store_keeps_nothing_else_from_ending(
-    async_scheduling: bool, beside: bool
-) -> None:
-    engine = store(PlayedEngine(async_scheduling=async_scheduling, beside=beside), PROMPT)
-    raised = raise_once("complete_store", engine.offload.manager)
-    engine.add("a", OTHER)
-    engine.add("b", PROMPT)
-    play(engine)
-    assert raised
-    assert engine.totals["hook_errors"] == 1
-    assert engine.answers["b"] == answer(PROMPT)
-    assert engine.totals["hit_tokens"] == 20
-    assert not pinned(engine)
-    assert not engine.connector.has_pending_block_frees()
-    check_served(engine, PROMPT)
 
 
 def test_an_error_in_what_was_measured_keeps_no_job_from_ending(
