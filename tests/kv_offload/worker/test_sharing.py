@@ -194,8 +194,16 @@ def test_a_device_that_cannot_be_served_is_refused_in_the_plugins_words(
     assert str(caught.value) == "kv-offload: CuPy cannot be imported"
 
 
-def test_engines_side_by_side_share_nothing() -> None:
+def test_engines_side_by_side_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever id their user gave them: replicas of data parallelism, say."""
+    both_offer, create = threading.Barrier(2, timeout=10), SharedMemory.create
+
+    def create_beside_the_other(*arguments: Any) -> SharedMemory:
+        memory = create(*arguments)
+        both_offer.wait()
+        return memory
+
+    monkeypatch.setattr(SharedMemory, "create", create_beside_the_other)
     engines = [Ranks(), Ranks()]
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(Ranks.start, engines))
