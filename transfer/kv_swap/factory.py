@@ -11,7 +11,7 @@ from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.numa import device_node
-from kv_swap.memory.room import MemoryRoom
+from kv_swap.memory.registration import MemoryRoom
 from kv_swap.memory.shared import SharedMemory
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError, JobError, LayoutError
 from kv_swap.host import transfers
 from kv_swap.host.engine import HostSwapEngine
-from kv_swap.host.runs import Run, copy_runs
+from kv_swap.host.transfers import Run, copy_runs
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 
@@ -400,7 +400,7 @@ def test_where_the_kernel_forbids_the_call_runs_are_copied_one_by_one(
         ctypes.set_errno(errno.EPERM)
         return -1
 
-    monkeypatch.setattr("kv_swap.host.runs._read_memory", forbidden)
+    monkeypatch.setattr("kv_swap.host.transfers._read_memory", forbidden)
     source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
     copy_runs([(target.ctypes.data, source.ctypes.data, 64)])
     assert (target == source).all()

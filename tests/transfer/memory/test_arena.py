@@ -18,8 +18,7 @@ from kv_swap.errors import PinnedMemoryError
 from kv_swap.memory import pieces, registration
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.mapping import Mapping
-from kv_swap.memory.registration import choose_piece_bytes
-from kv_swap.memory.room import MemoryRoom
+from kv_swap.memory.registration import MemoryRoom, choose_piece_bytes
 from kv_swap.memory.shared import SharedMemory
 
 from tests.support.registrars import PAGE, GatedRegistrar, Registrar, is_mapped, resident_bytes
@@ -325,7 +324,7 @@ SCRIPT = """
 import atexit, os, sys, threading, time
 from kv_swap.memory import registration
 from kv_swap.memory.arena import HostArena
-from kv_swap.memory.room import MemoryRoom
+from kv_swap.memory.registration import MemoryRoom
 
 class Slow:
     def register(self, address, nbytes):

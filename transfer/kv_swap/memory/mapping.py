@@ -7,11 +7,12 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
+from pathlib import Path
 
 import numpy as np
 
 from kv_swap.errors import PinnedMemoryError
-from kv_swap.memory.limits import describe_limits
 from kv_swap.memory.numa import prefer_node
 
 _MADV_POPULATE_WRITE = 23
@@ -28,6 +29,22 @@ _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 def whole_pages(nbytes: int) -> int:
     """Return `nbytes` rounded up to whole pages of the system."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def describe_limits() -> str:
+    """Return the limits on locked memory and on memory at all, and what is available."""
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    parts = [
+        f"ulimit -l is {'unlimited' if locked == resource.RLIM_INFINITY else f'{locked} bytes'}"
+    ]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError):
+            parts.append(f"cgroup limit is {Path(path).read_text().strip()} bytes")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                parts.append(line)
+    return ", ".join(parts)
 
 
 class Mapping:

@@ -21,8 +21,7 @@ import threading
 import time
 
 from kv_swap.errors import PinnedMemoryError
-from kv_swap.memory.limits import describe_limits
-from kv_swap.memory.mapping import whole_pages
+from kv_swap.memory.mapping import describe_limits, whole_pages
 from kv_swap.memory.numa import prefer_node
 
 _ANSWER_SECONDS = 5.0
