@@ -331,7 +331,7 @@ def test_the_table_of_waves_is_there_before_the_first_launch(cuda: PlayedCuda) -
 
 def test_waves_are_set_once(cuda: PlayedCuda) -> None:
     engine = Engine()
-    with pytest.raises(JobError, match="to be set first"):
+    with pytest.raises(JobError, match="only once those were set"):
         engine.submit(LOAD, (3, 5), before_compute=True, in_waves=True)
     engine.copies.set_waves([[2], [0], [1]])
     with pytest.raises(JobError, match="waves are set once"):
