@@ -158,29 +158,6 @@ except Exception as error:
     assert "refused" in ended.stdout, ended.stdout + ended.stderr
 
 
-def test_a_failure_in_the_background_leaves_what_was_locked(
-    small_pieces: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Failing(CudaRegistrar):
-        base = 0
-
-        def register(self, address: int, nbytes: int) -> None:
-            self.base = self.base or address
-            if address - self.base == 4 * small_pieces:
-                nbytes = 1 << 62  # CUDA refuses it in its own words
-            super().register(address, nbytes)
-
-    arena = background_arena(400, MIB, Failing(DEVICE))
-    assert not arena.wait_ready(60)
-    assert arena.ready_slots == 8
-    assert "cudaError" in caplog.text
-    assert f"only the first {8 * MIB} are used" in caplog.text
-    assert kind_of(arena.address + 8 * MIB - 1) == REGISTERED
-    assert kind_of(arena.address + 8 * MIB) == UNREGISTERED
-    assert kind_of(arena.address + arena.nbytes - 1) == UNREGISTERED
-    torch.ones(8, device=DEVICE).sum().item()
-
-
 def test_pages_lie_near_the_device() -> None:
     node = device_node(CudaRegistrar(DEVICE).pci_bus_id)
     if node is None:

@@ -88,13 +88,6 @@ class Bed:
         return [completion.job_id for completion in self.lane.advance()]
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
-    made = PlayedCuda()
-    made.install(monkeypatch)
-    return made
-
-
 def test_jobs_are_cut_and_end_with_their_last_slice(cuda: PlayedCuda) -> None:
     bed = Bed(cuda)
     expected = bed.submit(1, 10)

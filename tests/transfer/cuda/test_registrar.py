@@ -15,13 +15,6 @@ torch = pytest.importorskip("torch")
 from tests.support.played_cuda import PlayedCuda  # noqa: E402
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
-    made = PlayedCuda()
-    made.install(monkeypatch)
-    return made
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_memory_is_registered_on_the_device_and_beside_captures(
     cuda: PlayedCuda, fails: bool

@@ -78,16 +78,6 @@ def test_a_tile_ends_where_the_slot_has_a_gap() -> None:
     assert tiles[:, 0, 2].tolist() == [0, 8192]
 
 
-def test_list_is_a_header_and_rows() -> None:
-    for count in (0, 1, swap.MAX_PAIRS):
-        target = np.full(swap.LIST_BYTES, 0xFF, np.uint8)
-        rows = np.arange(2 * count, dtype=np.int32).reshape(-1, 2)
-        swap.write_list(target, rows)
-        words = target.view(np.int32)
-        assert words[0] == count
-        np.testing.assert_array_equal(words[4 : 4 + 2 * count], rows.reshape(-1))
-
-
 def test_sources_are_found_in_a_checkout_and_once_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

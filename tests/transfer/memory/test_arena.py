@@ -277,20 +277,6 @@ def test_a_failure_in_the_background_caps_the_arena(
     registrar.assert_undone()
 
 
-def test_memory_that_runs_out_is_a_failure_of_its_piece(
-    small_pieces: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def populate(mapping: object, offset: int, nbytes: int) -> None:
-        if offset >= PIECE:
-            raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(Mapping, "populate", populate)
-    arena = HostArena(40, PAGE, register=Registrar(), background=True)
-    assert not arena.wait_ready(120)
-    assert arena.ready_slots == 4
-    assert "Cannot allocate memory" in caplog.text
-
-
 @pytest.mark.usefixtures("two_threads")
 def test_dropping_the_arena_stops_the_threads_and_then_frees(
     small_pieces: int, monkeypatch: pytest.MonkeyPatch
@@ -306,7 +292,7 @@ def test_dropping_the_arena_stops_the_threads_and_then_frees(
     registrar = GatedRegistrar()
     arena = HostArena(400, PAGE, register=registrar, background=True)
     address = arena.address
-    registrar.wait_for(1)
+    assert registrar.reached.acquire(timeout=120)
     # One thread registers, and the other has all pages of its piece and waits for its turn.
     wait_until(lambda: {2 * PIECE, 3 * PIECE} <= populated)
     del arena
@@ -314,7 +300,7 @@ def test_dropping_the_arena_stops_the_threads_and_then_frees(
     # Had dropping it waited for the registration at the gate, nothing would be left now.
     assert is_mapped(address), "threads register it still"
     assert len(registrar.live) == 1
-    registrar.let_in()
+    registrar.opened.set()
     wait_until(lambda: not pinning_threads())
     assert len(registrar.calls) == 2, "no registration is begun after the arena was dropped"
     registrar.assert_undone()
@@ -514,8 +500,8 @@ def test_threads_that_wait_for_memory_end_when_a_piece_fails(
     host.free_bytes = 2 * PIECE + HEADROOM
     registrar = GatedRegistrar(failing_offset=PIECE)
     arena = HostArena(40, PAGE, register=registrar, background=True, room=host.room)
-    registrar.wait_for(1)
-    registrar.let_in()
+    assert registrar.reached.acquire(timeout=120)
+    registrar.opened.set()
     assert not arena.wait_ready(120)
     assert arena.ready_slots == 4
     assert f"registering bytes {PIECE} to {2 * PIECE} failed" in caplog.text

@@ -151,7 +151,7 @@ class CudaSwapEngine(SwapEngine):
         return completions
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Poll until every copy has ended; False on timeout."""
+        """See `SwapEngine`: polls."""
         deadline = time.monotonic() + timeout_seconds
         while not self._advance():
             if time.monotonic() >= deadline:

@@ -121,11 +121,7 @@ class _Owner:
 
 
 def _release(mapping: Mapping, registration: Registration | None, process: int) -> None:
-    """End memory that is out of reach.
-
-    Not in a forked child: it has neither the memory, at whose address there may be other memory
-    now, nor the threads.
-    """
+    """End the memory. Not in a forked child, which has neither it nor the threads."""
     if os.getpid() != process:
         _INHERITED.append(mapping)
     elif registration is None:

@@ -19,7 +19,6 @@ _MADV_POPULATE_WRITE = 23
 """From linux/mman.h, Linux 5.14 and newer; Python's mmap does not name it."""
 
 _CALL_BYTES = 2 << 20
-"""Bytes that one call gives pages to."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -27,7 +26,7 @@ _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 def whole_pages(nbytes: int) -> int:
-    """Return `nbytes` rounded up to whole pages of the system."""
+    """Round up to whole pages of the system."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -105,10 +104,7 @@ class Mapping:
                     raise OSError(code, os.strerror(code))
 
     def missing_bytes(self, offset: int, nbytes: int) -> int:
-        """Return how many bytes of a range that is not populated yet have no pages.
-
-        Shared memory may have pages that other processes gave it.
-        """
+        """Return how much of a range has no pages: shared memory may have those of others."""
         if not self.shared:
             return nbytes
         pages = np.zeros(nbytes // mmap.PAGESIZE, np.uint8)

@@ -39,7 +39,7 @@ class Pieces:
         self._registered: set[int] = set()
 
     def range(self, piece: int) -> tuple[int, int]:
-        """Return the first byte of a piece and the one behind it."""
+        """Return where a piece begins and ends."""
         start = piece * self._piece_bytes
         return start, min(start + self._piece_bytes, self._mapping.nbytes)
 

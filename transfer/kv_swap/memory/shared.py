@@ -100,7 +100,7 @@ class SharedMemory:
         return cls(fd, nbytes, None)
 
     def fileno(self) -> int:
-        """Return the file descriptor to map; valid until `close`."""
+        """Return what to map, until `close`."""
         return self._fd
 
     def prefer_node(self, node: int, part: int, num_parts: int) -> bool:
