@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_swap.cuda import dma, state
-from kv_swap.cuda import kernel_path as kernel
+from kv_swap.cuda import dma, state, swap
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.kernel_families import FAMILIES, KernelFamily
 from kv_swap.cuda.registrar import CudaRegistrar
@@ -162,7 +161,7 @@ def test_waves_move_exactly_the_bytes_of_the_pairs(
     monkeypatch.setattr(state, "choose_family", lambda device: family)
     engine, cache, slots = make_engine(num_blocks, pages, count)
     engine.set_waves(waves)
-    monkeypatch.setattr(kernel, "PIECE_BYTES", cache.layout.slot_bytes if joined else 16)
+    monkeypatch.setattr(swap, "PIECE_BYTES", cache.layout.slot_bytes if joined else 16)
     randomize(cache.storage, slots)
     pairs = random_pairs(np.random.default_rng(count), num_blocks, count, count)
     block_ids, slot_ids = ids(pairs)

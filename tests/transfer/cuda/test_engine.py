@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
-from kv_swap.cuda import kernel_path, state
+from kv_swap.cuda import state, swap
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.state import State
@@ -140,8 +140,8 @@ def test_lists_of_slices_in_flight_are_left_alone(
     cuda: PlayedCuda, direction: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slice is a pair here, and three may be in flight."""
-    monkeypatch.setattr(kernel_path, "RING_ENTRIES", 3)
-    monkeypatch.setattr(kernel_path, "MAX_PAIRS", 1)
+    monkeypatch.setattr(swap, "RING_ENTRIES", 3)
+    monkeypatch.setattr(swap, "MAX_PAIRS", 1)
     engine = Engine()
     engine.submit(direction, *((block, 7 - block) for block in range(8)))
     while not engine.copies.poll():
@@ -250,8 +250,8 @@ def test_a_load_before_compute_that_does_not_fit_is_refused_to_compute(
     cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slices that have to wait for others would arrive after compute has stopped waiting."""
-    monkeypatch.setattr(kernel_path, "RING_ENTRIES", 2)
-    monkeypatch.setattr(kernel_path, "MAX_PAIRS", 1)
+    monkeypatch.setattr(swap, "RING_ENTRIES", 2)
+    monkeypatch.setattr(swap, "MAX_PAIRS", 1)
     engine = Engine()
     engine.submit(LOAD, (1, 1), (2, 2), before_compute=True)
     engine.copies.await_loads()
@@ -270,7 +270,7 @@ def test_a_load_before_compute_that_does_not_fit_is_refused_to_compute(
 def test_compute_reads_each_wave_when_it_was_awaited(
     cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_path, "PIECE_BYTES", 1)  # a launch for every wave
+    monkeypatch.setattr(swap, "PIECE_BYTES", 1)  # a launch for every wave
     engine = Engine()
     engine.copies.set_waves([[2], [0], [1]])
     read: list[list[int]] = []

@@ -1,6 +1,6 @@
 """Jobs of one direction over one copy path: cut into slices, an event behind each.
 
-The paths are the swap kernels (`kernel_path.py`) and the copy engine (`dma.py`).
+The paths are the swap kernels (`swap.py`) and the copy engine (`dma.py`).
 
 Until the event of a slice completes, its copies read the source pages and what the path keeps for
 it, and write the destination pages. The owners of the blocks and slots leave both alone until the

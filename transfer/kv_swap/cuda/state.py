@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 from kv_swap.cuda.dma import DmaPath
 from kv_swap.cuda.kernel_families import choose_family
-from kv_swap.cuda.kernel_path import KernelPath
 from kv_swap.cuda.lane import CopyPath, Lane
 from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.streams import CopyStream
-from kv_swap.cuda.swap import SwapKernel
+from kv_swap.cuda.swap import KernelPath, SwapKernel
 from kv_swap.cuda.tiles import WaveTable
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout
