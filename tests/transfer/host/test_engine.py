@@ -43,20 +43,14 @@ def no_thread_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not copy_threads()
 
 
-def halves(num_blocks: int, page_bytes: int, num_layers: int = 2) -> tuple[KVLayout, Storage]:
-    """`num_layers` layers with K and V outside the blocks: two regions a layer."""
-    layer_bytes = 2 * num_blocks * page_bytes
-    storage = Storage(num_layers * layer_bytes)
+def halves(num_blocks: int, page_bytes: int) -> tuple[KVLayout, Storage]:
+    """Two layers with K and V outside the blocks: two regions a layer."""
+    half_bytes = num_blocks * page_bytes
+    storage = Storage(4 * half_bytes)
+    shape, strides = (2, num_blocks, page_bytes), (half_bytes, page_bytes, 1)
     tensors = [
-        storage.describe(
-            f"layer.{layer}",
-            num_blocks,
-            (2, num_blocks, page_bytes),
-            (num_blocks * page_bytes, page_bytes, 1),
-            block_dim=1,
-            offset=layer * layer_bytes,
-        )
-        for layer in range(num_layers)
+        storage.describe(str(first), num_blocks, shape, strides, block_dim=1, offset=first)
+        for first in (0, 2 * half_bytes)
     ]
     return KVLayout.from_tensors(num_blocks, tensors), storage
 
@@ -101,16 +95,13 @@ class Gate:
         assert self.opened.wait(120)
         self.copy(runs)
 
-    def open(self) -> None:
-        self.opened.set()
-
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate(transfers.copy_runs)
     monkeypatch.setattr(transfers, "copy_runs", gate)
     yield gate
-    gate.open()
+    gate.opened.set()
 
 
 @settings(max_examples=60, deadline=None)
@@ -157,20 +148,17 @@ def test_moves_exactly_the_blocks_of_the_pairs(
     submitted = job(5, direction, pairs)
     engine.submit(submitted)
     submitted.pairs[:] = 0  # the caller may reuse them
-    (completion,) = finish(engine)
+    (done,) = finish(engine)
     engine.close()
     np.testing.assert_array_equal(storage.data, expected_data)
     np.testing.assert_array_equal(view, expected_view)
-    assert completion.job_id == 5
-    assert completion.direction is direction
-    assert completion.nbytes == count * layout.slot_bytes
-    assert completion.seconds > 0
-    assert completion.error is None
+    assert done == Completion(5, direction, count * layout.slot_bytes, done.seconds)
+    assert done.seconds > 0
 
 
 def test_adjacent_pages_are_one_run(gate: Gate) -> None:
     engine, arena, storage = make_engine(packed(8, 64, 64), 8)
-    gate.open()
+    gate.opened.set()
     engine.submit(job(1, STORE, [(3, 1), (2, 0), (4, 2), (6, 4), (7, 6)]))
     finish(engine)
     base = storage.address
@@ -187,7 +175,7 @@ def test_load_waits_for_one_slice_of_a_store(gate: Gate, monkeypatch: pytest.Mon
     engine.submit(job(1, STORE, [(i, i) for i in range(20)]))
     assert gate.reached.acquire(timeout=120)
     engine.submit(job(2, LOAD, [(30, 30), (31, 31)]))
-    gate.open()
+    gate.opened.set()
     completions = finish(engine)
     assert [completion.job_id for completion in completions] == [2, 1]
     into_cache = range(storage.address, storage.address + len(storage.data))
@@ -214,7 +202,7 @@ def test_dropping_everything_in_mid_copy(gate: Gate) -> None:
     gc.collect()
     assert facade() is None
     assert kept() is not None
-    gate.open()
+    gate.opened.set()
     thread.join(120)
     assert not thread.is_alive()
     gc.collect()
@@ -318,7 +306,7 @@ def test_wait_and_in_flight(gate: Gate) -> None:
     assert not engine.wait(0.05)
     assert time.perf_counter() - started >= 0.05
     assert engine.poll() == []
-    gate.open()
+    gate.opened.set()
     assert engine.wait(120)
     assert engine.in_flight == 1
     (done,) = engine.poll()

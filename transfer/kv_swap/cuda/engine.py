@@ -96,9 +96,8 @@ class CudaSwapEngine(SwapEngine):
 
     def await_loads(self) -> None:
         """See `SwapEngine`."""
-        lane = self._state.lanes.get("before_compute")
-        if lane is not None:
-            lane.await_all()
+        if self.can_load_before_compute:
+            self._state.lanes["before_compute"].await_all()
 
     def load_now(self, pairs: NDArray[np.int32]) -> None:
         """See `SwapEngine`: by one `cudaMemcpyAsync` for every page."""
@@ -137,9 +136,8 @@ class CudaSwapEngine(SwapEngine):
 
     def await_wave(self, wave: int) -> None:
         """See `SwapEngine`."""
-        lane = self._state.lanes.get("before_compute")
-        if lane is not None:
-            lane.await_wave(wave)
+        if self.can_load_before_compute:
+            self._state.lanes["before_compute"].await_wave(wave)
 
     def poll(self) -> list[Completion]:
         """Return what has ended; queue slices that had to wait. Queries events only."""
