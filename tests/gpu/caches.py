@@ -15,8 +15,8 @@ from typing import Any
 import kv_swap
 import numpy as np
 import pytest
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
-from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import MAX_PAIRS
 from kv_swap.engine import Completion, Direction, SwapEngine

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from kv_swap.cuda import dma, state, swap
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.kernel_families import FAMILIES, KernelFamily
-from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import MAX_PAIRS
 from kv_swap.engine import Completion, Direction, SwapJob
@@ -362,7 +362,7 @@ import numpy as np, torch
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.engine import Direction, SwapJob
 from kv_swap.layout import KVLayout, TensorDescription
-from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.memory.arena import HostArena
 device = torch.device("cuda", 0)
 storage = torch.ones(400, 1 << 20, dtype=torch.uint8, device=device)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
-from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.engine import SwapJob
 from kv_swap.errors import JobError
 from kv_swap.memory import registration
@@ -137,10 +137,10 @@ def test_without_relaxed_mode_a_capture_would_not_survive() -> None:
     ended = run_script(
         """
 import torch
-from kv_swap.cuda import registrar
-from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda import device as cuda_device
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.memory.arena import HostArena
-registrar._exchange_capture_mode = lambda mode: None
+cuda_device._exchange_capture_mode = lambda mode: None
 device = torch.device("cuda", 0)
 value = torch.zeros(8, device=device)
 made = CudaRegistrar(device)
@@ -177,7 +177,7 @@ def test_the_process_may_end_while_threads_lock() -> None:
         """
 import torch
 from kv_swap.memory import registration
-from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.memory.arena import HostArena
 registration.PIECE_BYTES = 16 << 20
 device = torch.device("cuda", 0)

@@ -119,7 +119,7 @@ class PlayedCuda:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Stand in for CuPy, the driver and torch's streams until the patch is undone."""
         patch.setitem(sys.modules, "cupy", self.cupy)
-        patch.setattr("kv_swap.cuda.registrar._exchange_capture_mode", self._exchange)
+        patch.setattr("kv_swap.cuda.device._exchange_capture_mode", self._exchange)
         patch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(self))
         patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(self))
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.compute)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.engine import SwapEngine
 from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import KVLayout

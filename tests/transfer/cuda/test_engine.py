@@ -19,8 +19,8 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
 from kv_swap.cuda import state, swap
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
-from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.state import State
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kv_swap.errors import PinnedMemoryError
-from kv_swap.memory import pieces, registration
+from kv_swap.memory import mapping, registration
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.mapping import Mapping
 from kv_swap.memory.registration import MemoryRoom, choose_piece_bytes
@@ -186,9 +186,9 @@ def test_memory_that_cannot_be_unregistered_stays_mapped(monkeypatch: pytest.Mon
         raise RuntimeError("cudaErrorIllegalAddress")
 
     monkeypatch.setattr(registrar, "unregister", refuse)
-    monkeypatch.setattr(pieces, "_LEAKED", [])
+    monkeypatch.setattr(mapping, "_LEAKED", [])
     logged: list[str] = []
-    monkeypatch.setattr(pieces.logger, "exception", lambda text, *_: logged.append(text))
+    monkeypatch.setattr(mapping.logger, "exception", lambda text, *_: logged.append(text))
     arena = HostArena(1, PAGE, register=registrar)
     address = arena.address
     del arena

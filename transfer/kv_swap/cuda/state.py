@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.dma import DmaPath
 from kv_swap.cuda.kernel_families import choose_family
 from kv_swap.cuda.lane import CopyPath, Lane
-from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import KernelPath, SwapKernel
 from kv_swap.cuda.tiles import WaveTable

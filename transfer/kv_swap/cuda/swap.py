@@ -24,7 +24,7 @@ from kv_swap.engine import Direction
 from kv_swap.errors import DeviceError
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
-from kv_swap.memory.pieces import PinnedRegistrar
+from kv_swap.memory.mapping import PinnedRegistrar
 
 if TYPE_CHECKING:
     import torch

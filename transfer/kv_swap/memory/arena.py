@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.errors import PinnedMemoryError
-from kv_swap.memory.mapping import Mapping
-from kv_swap.memory.pieces import PinnedRegistrar
+from kv_swap.memory.mapping import Mapping, PinnedRegistrar
 from kv_swap.memory.registration import MemoryRoom, Registration, choose_piece_bytes
 from kv_swap.memory.shared import SharedMemory
 

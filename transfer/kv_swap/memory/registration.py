@@ -24,8 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kv_swap.errors import PinnedMemoryError
-from kv_swap.memory.mapping import Mapping, describe_limits
-from kv_swap.memory.pieces import Pieces, PinnedRegistrar
+from kv_swap.memory.mapping import Mapping, Pieces, PinnedRegistrar, describe_limits
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from kv_swap.cuda import registrar
-from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda import device as cuda_device
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.errors import DeviceError, PinnedMemoryError
 
 torch = pytest.importorskip("torch")
@@ -36,7 +36,7 @@ def test_a_driver_that_refuses_the_capture_mode(monkeypatch: pytest.MonkeyPatch)
     driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda mode: 3)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": driver}[name])
     with pytest.raises(RuntimeError, match="StreamCaptureMode failed with CUresult 3"):
-        registrar._exchange_capture_mode(ctypes.c_int(2))
+        cuda_device._exchange_capture_mode(ctypes.c_int(2))
 
 
 def test_missing_cupy_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
