@@ -13,7 +13,6 @@ from kv_swap.cuda import dma, state, swap
 from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.kernel_families import FAMILIES, KernelFamily
-from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import MAX_PAIRS
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import JobError
@@ -33,14 +32,12 @@ from tests.gpu.caches import (
     ids,
     make_cache,
     make_engine,
-    no_wait,
     random_pairs,
     randomize,
     run_script,
     same_pairs,
     torch,
 )
-from tests.gpu.gate import Gate
 
 BUSY_CYCLES = 200_000_000
 """About 100 ms of a spinning kernel at 2 GHz."""
@@ -217,27 +214,6 @@ def test_compute_runs_while_later_waves_arrive(waits: bool) -> None:
     if waits:
         assert last_ms > completion.seconds * 1000 * 0.9
         assert all(torch.all(part == 9) for part in seen)
-    engine.close()
-
-
-@pytest.mark.parametrize("ordered", [True, False])
-def test_load_waits_for_compute(ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh blocks are zeroed on the compute stream; a load must come after. With a control."""
-    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
-    if not ordered:
-        monkeypatch.setattr(CopyStream, "wait_stream", no_wait)
-    slots.fill_(7)
-    cache.storage.zero_()  # CUDA loads a kernel at its first use, which waits for all that runs
-    gate = Gate()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        gate.hold()
-        cache.storage.zero_()
-        engine.submit(SwapJob(1, LOAD, ONE_PAIR))
-        gate.open(engine, after_copies=not ordered)
-    finish(engine)
-    torch.cuda.synchronize()
-    assert cache.tensors[0][3].unique().tolist() == [7 if ordered else 0]
-    assert not cache.tensors[0][4].any()
     engine.close()
 
 

@@ -12,7 +12,9 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -28,28 +30,17 @@ NBYTES = SLOTS * SLOT_BYTES
 ROUNDED = -(-NBYTES // PAGE) * PAGE
 
 PRELUDE = f"""
-import sys, time
+import sys
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.shared import SharedMemory
 name, nbytes = sys.argv[1], {NBYTES}
-def arena(memory, register=None):
-    return HostArena({SLOTS}, {SLOT_BYTES}, register=register, shared=memory)
+def arena(memory):
+    return HostArena({SLOTS}, {SLOT_BYTES}, register=None, shared=memory)
 def say(*words):
     print(*words, flush=True)
 def hear(word):
     assert sys.stdin.readline().strip() == word
 """
-EARLY = """
-from kv_swap.memory import shared
-ask = shared._ask
-def ask_and_say(name):
-    found = ask(name)
-    say("found" if found else "found nothing")
-    shared._ask = ask
-    return found
-shared._ask = ask_and_say
-"""
-"""Says what the first look for the memory finds."""
 PEER = """
 with SharedMemory.attach(name, nbytes, 120) as memory:
     mine = arena(memory).view()
@@ -145,13 +136,19 @@ def test_all_processes_see_each_other_s_bytes(name: str, peers: list[Peer]) -> N
     assert (view[4] == 99).all()
 
 
-def test_a_peer_may_come_before_the_creator(name: str, peers: list[Peer]) -> None:
-    peers.append(Peer(EARLY + PEER, name))
-    assert peers[0].hear() == "found nothing"
-    with SharedMemory.create(name, NBYTES, 1) as memory:
-        assert memory.wait_attached(120)
-    assert peers[0].hear() == "read 0 0 0 0 0 0"
-    peers[0].kill()
+def test_a_peer_may_come_before_the_creator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, answers = shared._ask, Queue[int | None]()
+
+    def note(name: str) -> int | None:
+        answers.put(found := ask(name))
+        return found
+
+    monkeypatch.setattr(shared, "_ask", note)
+    with ThreadPoolExecutor(1) as threads:
+        peer = threads.submit(SharedMemory.attach, name, NBYTES, 120)
+        assert answers.get(timeout=120) is None
+        with SharedMemory.create(name, NBYTES, 1) as memory, peer.result(120):
+            assert memory.wait_attached(120)
 
 
 @pytest.mark.parametrize("attached", [True, False])
