@@ -179,11 +179,7 @@ class CudaSwapEngine(SwapEngine):
             self.fence_loads()
 
     def close(self, timeout_seconds: float = 30.0) -> None:
-        """Wait for what is in flight, then let go of everything; completions can still be polled.
-
-        On timeout the state stays until a later `close` or `poll` finds the copies ended, or until
-        the engine is dropped.
-        """
+        """See `SwapEngine`; completions can still be polled. After a timeout, `poll` lets go."""
         self._closed = True
         self.wait(timeout_seconds)
 

@@ -142,10 +142,7 @@ class Lane:
         self._raise_failure()
 
     def await_wave(self, wave: int) -> None:
-        """Make the compute stream wait for a wave of the job submitted last, and for all before it.
-
-        Raises `CopyError` if that job has failed, or cannot be waited for.
-        """
+        """As `await_all`, for a wave of the job submitted last and for all waves before it."""
         self._raise_failure()
         stream = self.stream.compute_stream()
         if self._awaited and stream == self._awaited[0] and wave <= self._awaited[1]:

@@ -48,10 +48,7 @@ def make_state(
     output_copy_stream: torch.cuda.Stream | None,
     copy_engine_only: bool,
 ) -> State:
-    """Compile the kernels, and allocate all that copies need. Synchronises. Raises `DeviceError`.
-
-    The copy engine stands in on devices that run no kernel family.
-    """
+    """Compile the kernels and allocate what copies need. Synchronises. Raises `DeviceError`."""
     registrar = CudaRegistrar(device)
     state = State({}, None, arena, tuple(keep_alive))
     family = None if copy_engine_only else choose_family(device)

@@ -138,8 +138,7 @@ class SwapKernel:
     """The two kernels of a family, bound to one layout and one arena.
 
     Keeps the arena alive, but not the KV tensors. Takes about a second where CuPy has not compiled
-    the kernels before, and synchronises the device: make it before any capture. Raises
-    `DeviceError`.
+    the kernels before, and synchronises the device. Raises `DeviceError`.
     """
 
     def __init__(
@@ -197,8 +196,7 @@ class SwapKernel:
 class KernelPath(CopyPath):
     """Launches a swap kernel for every slice; in waves where it was given a table for them.
 
-    The lists lie in a ring with an entry for every slice that may be in flight. Until a slice has
-    ended, its kernel reads its entry and the table of segments; the host writes other entries only.
+    Until a slice has ended, its kernel reads its list in the ring, and the table of segments.
     """
 
     def __init__(

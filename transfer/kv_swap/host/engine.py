@@ -40,8 +40,7 @@ class _Arrival:
 class HostSwapEngine(SwapEngine):
     """Copies between KV tensors and an arena that both lie in host memory.
 
-    `keep_alive` own the memory behind `layout`; they and the arena are held until `close`, or until
-    the last copy after the engine was dropped. Raises `LayoutError` if a slot does not fit.
+    `keep_alive` own the memory behind `layout`. Raises `LayoutError` if a slot does not fit.
     """
 
     def __init__(self, layout: KVLayout, arena: HostArena, keep_alive: Sequence[object]) -> None:
