@@ -188,21 +188,6 @@ def test_blocks_are_zeroed_behind_compute_that_was_queued_and_before_what_follow
     assert engine.block(2) == engine.block(4) == [1] * LAYERS
 
 
-def test_exactly_the_pages_of_the_blocks_are_zeroed(cuda: PlayedCuda) -> None:
-    """Two regions, of pages that lie apart and of pages that touch."""
-    storage = Storage(BLOCKS * (112 + 48))
-    apart = storage.describe("apart", BLOCKS, (BLOCKS, 48), (112, 1))
-    touching = storage.describe("touch", BLOCKS, (BLOCKS, 48), (48, 1), offset=BLOCKS * 112)
-    layout = KVLayout.from_tensors(BLOCKS, [apart, touching])
-    arena = HostArena(1, layout.slot_bytes, register=CudaRegistrar(DEVICE))
-    engine = CudaSwapEngine(layout, arena, DEVICE, [storage])
-    storage.data[:] = 0xFF
-    engine.zero_blocks([BLOCKS - 1, 0, 7])
-    cuda.run()
-    zeroed = np.isin(storage.owner, [BLOCKS - 1, 0, 7])
-    np.testing.assert_array_equal(storage.data, np.where(zeroed, 0, 0xFF))
-
-
 # -- loads at once -----------------------------------------------------------------------------
 
 

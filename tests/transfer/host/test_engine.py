@@ -266,36 +266,6 @@ def test_close_drops_references_and_keeps_completions() -> None:
         engine.zero_blocks([1])
 
 
-def test_a_failed_copy_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, arena, storage = make_engine(packed(4, 64, 80), 4)
-    storage.data[:] = 7
-    owner = weakref.ref(arena._owner)
-    view = arena.view()
-    copy, calls = transfers.copy_runs, []
-
-    def fail_once(runs: Sequence[Run]) -> None:
-        calls.append(runs)
-        if len(calls) == 1:
-            copy(runs[:1])
-            raise OSError("bus error")
-        copy(runs)
-
-    monkeypatch.setattr(transfers, "copy_runs", fail_once)
-    engine.submit(job(8, STORE, [(0, 0), (1, 1), (2, 2)]))
-    engine.submit(job(9, STORE, [(3, 3)]))
-    failed, fine = finish(engine)
-    assert isinstance(failed.error, CopyError)
-    for part in ("bus error", "store job 8", "192 bytes"):
-        assert part in str(failed.error)
-    assert (fine.job_id, fine.error) == (9, None)
-    assert (view[3] == 7).all()
-    # The error must not hold the memory through a traceback.
-    engine.close()
-    del arena, view
-    gc.collect()
-    assert owner() is None
-
-
 def test_wait_and_in_flight(gate: Gate) -> None:
     engine, _, _ = make_engine(packed(4, 64, 64), 4)
     assert engine.wait(0)
@@ -491,7 +461,7 @@ def test_a_load_that_fails_is_told_and_leaves_the_next_one_alone(
     with monkeypatch.context() as patch:
         patch.setattr(transfers, "copy_runs", fail)
         for _ in range(2):
-            with pytest.raises(CopyError, match="injected fault"):
+            with pytest.raises(CopyError, match=r"injected fault.*load job 7 of 32 bytes"):
                 engine.await_wave(1)
     engine.load_now(in_waves(7, [(2, 3)]).pairs)
     assert arrived(engine, storage, 2, view[3]) == [True] * 4
