@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.engine import Direction, SwapEngine, SwapJob
 from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import KVLayout, TensorDescription

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kv_swap.engine import SwapEngine
 from kv_swap.errors import DeviceError, PinnedMemoryError
 from kv_swap.factory import EngineKind, create_engine, numa_node
-from kv_swap.memory.room import MemoryRoom
+from kv_swap.memory.registration import MemoryRoom
 
 from kv_offload.config import OffloadConfig, describe_bytes
 from kv_offload.config.host_memory import headroom_bytes, read_available_memory, read_host_memory

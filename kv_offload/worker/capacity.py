@@ -3,7 +3,7 @@
 `kv_offload.config` has checked that the shares of all replicas and a headroom fit the host. How
 much of its share an earlier replica has taken cannot be seen, so each replica checks its own share
 only. If the processes of a host want more than there is all the same, the pools stop growing
-(`kv_swap.memory.room`).
+(`kv_swap.MemoryRoom`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kv_swap.engine import Direction
-from kv_swap.host.runs import Run, copy_runs
+from kv_swap.host.transfers import Run, copy_runs
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kv_offload.engines.vllm.halves import connectors_in

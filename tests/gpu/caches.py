@@ -15,8 +15,8 @@ from typing import Any
 import kv_swap
 import numpy as np
 import pytest
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
-from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import MAX_PAIRS
 from kv_swap.engine import Completion, Direction, SwapEngine
@@ -92,19 +92,11 @@ def make_arena(cache: Cache, num_slots: int) -> HostArena:
     return HostArena(num_slots, cache.layout.slot_bytes, register=registrar)
 
 
-def make_engine(
-    num_blocks: int,
-    pages: Pages,
-    num_slots: int,
-    output_copy_stream: Any = None,
-    device: str = "cuda:0",
-) -> tuple[CudaSwapEngine, Cache, Any]:
+def make_engine(num_blocks: int, pages: Pages, num_slots: int) -> tuple[CudaSwapEngine, Cache, Any]:
     """An engine, its cache, and its slots as a tensor `(num_slots, slot_bytes)` on the host."""
-    cache = make_cache(num_blocks, pages, device)
+    cache = make_cache(num_blocks, pages)
     arena = make_arena(cache, num_slots)
-    engine = CudaSwapEngine(
-        cache.layout, arena, cache.storage.device, [cache.storage], output_copy_stream
-    )
+    engine = CudaSwapEngine(cache.layout, arena, cache.storage.device, [cache.storage])
     return engine, cache, torch.from_numpy(arena.view())
 
 

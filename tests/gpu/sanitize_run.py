@@ -54,8 +54,8 @@ def main() -> int:
 def run_job() -> int:
     import cupy
     import torch
+    from kv_swap.cuda.device import CudaRegistrar
     from kv_swap.cuda.kernel_families import FAMILIES
-    from kv_swap.cuda.registrar import CudaRegistrar
     from kv_swap.cuda.swap import LIST_BYTES, SwapKernel, write_list
     from kv_swap.engine import Direction
     from kv_swap.layout import KVLayout, Region

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
-from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.engine import SwapJob
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.shared import SharedMemory

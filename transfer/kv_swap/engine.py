@@ -78,13 +78,15 @@ class SwapEngine(ABC):
         self.layout = layout
         self.num_slots = num_slots
         self._undelivered = 0
+        self._num_waves = 0
+        self._closed = False
         # For `check_pairs`: rows in order, and for each place the row that named it last.
         self._rows = np.arange(max(layout.num_blocks, num_slots), dtype=np.int32)
         self._row_of = np.empty_like(self._rows)
 
     @abstractmethod
     def submit(self, job: SwapJob) -> None:
-        """Start a job. Raises `JobError` and copies nothing if `check_pairs` refuses it."""
+        """Start a job. Raises `JobError` and copies nothing if `check_job` refuses it."""
 
     @property
     def can_load_before_compute(self) -> bool:
@@ -174,7 +176,9 @@ class SwapEngine(ABC):
         self.close()
 
     def check_waves(self, waves: Sequence[Sequence[int]]) -> None:
-        """Raise `JobError` unless every region is in one wave and no wave is empty."""
+        """Raise `JobError` for waves that were set, or unless every region is in one of them."""
+        if self._num_waves:
+            raise JobError("waves are set once")
         named = sorted(region for wave in waves for region in wave)
         if named != list(range(len(self.layout.regions))) or not all(waves):
             raise JobError(
@@ -183,16 +187,31 @@ class SwapEngine(ABC):
             )
 
     def check_blocks(self, blocks: Sequence[int]) -> None:
-        """Raise `JobError` if a block does not exist."""
+        """Raise `JobError` if a block does not exist, or the engine is closed."""
+        if self._closed:
+            raise JobError(f"zeroing {len(blocks)} blocks was asked of an engine that is closed")
         for block in blocks:
             if not 0 <= block < self.layout.num_blocks:
                 raise JobError(
                     f"block {block} does not exist, valid are 0 to {self.layout.num_blocks - 1}"
                 )
 
+    def check_job(self, job: SwapJob) -> None:
+        """Raise `JobError` for what `submit` cannot do."""
+        self.check_pairs(job)
+        if job.before_compute and not self.can_load_before_compute:
+            raise JobError(f"job {job.job_id}: compute cannot wait for copies of the copy engine")
+        if job.in_waves and not (job.before_compute and self._num_waves):
+            raise JobError(
+                f"job {job.job_id}: only loads before compute come in waves, and only once those "
+                f"were set"
+            )
+
     def check_pairs(self, job: SwapJob) -> None:
-        """Raise `JobError` for a job that would copy out of bounds or write one place twice."""
+        """Raise `JobError` out of bounds, if one place would be written twice, and once closed."""
         pairs = job.pairs
+        if self._closed:
+            raise JobError(f"job {job.job_id} was submitted to an engine that is closed")
         if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype != np.int32 or len(pairs) == 0:
             raise JobError(
                 f"job {job.job_id}: pairs must be a non-empty int32 array of shape (n, 2), "

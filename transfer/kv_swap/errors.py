@@ -1,12 +1,4 @@
-"""The error tree of `kv_swap`.
-
-TransferError
-├── LayoutError      a KV cache whose pages cannot be described: refused at start
-├── JobError         a job that must not be run: bad pairs, or an engine that is closed
-├── CopyError        a copy that was started and failed; names the call, the bytes and the job
-├── DeviceError      a device, or software for it, that cannot run the copy kernels
-└── PinnedMemoryError  host memory that could not be allocated or registered
-"""
+"""The errors of `kv_swap`. Whoever catches `TransferError` catches all of them."""
 
 
 class TransferError(Exception):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.engine import SwapEngine
 from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.numa import device_node
-from kv_swap.memory.room import MemoryRoom
+from kv_swap.memory.registration import MemoryRoom
 from kv_swap.memory.shared import SharedMemory
 
 if TYPE_CHECKING:

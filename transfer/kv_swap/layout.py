@@ -241,11 +241,8 @@ def _refuse_shared_bytes(num_blocks: int, pieces: Sequence[_Piece]) -> None:
 
 
 def _refuse_misalignment(piece: _Piece) -> None:
-    for what, value in (
-        ("address", piece.address),
-        ("page_bytes", piece.nbytes),
-        ("block stride", piece.stride),
-    ):
+    sizes = {"address": piece.address, "page_bytes": piece.nbytes, "block stride": piece.stride}
+    for what, value in sizes.items():
         if value % PAGE_ALIGNMENT_BYTES:
             raise LayoutError(
                 f"{min(piece.names)}: {what} {value} is no multiple of {PAGE_ALIGNMENT_BYTES} bytes"

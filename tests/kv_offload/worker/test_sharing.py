@@ -18,7 +18,7 @@ pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
 from kv_swap.errors import DeviceError, PinnedMemoryError
-from kv_swap.host.runs import copy_runs
+from kv_swap.host.transfers import copy_runs
 from kv_swap.memory.shared import SharedMemory
 
 from kv_offload.errors import CapacityError, UnsupportedError

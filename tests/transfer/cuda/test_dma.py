@@ -21,13 +21,6 @@ MIB = 1 << 20
 ARENA, CACHE = 1 << 40, 1 << 50
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
-    made = PlayedCuda()
-    made.install(monkeypatch)
-    return made
-
-
 def arena_of(layout: KVLayout, piece_bytes: int) -> Any:
     return SimpleNamespace(
         address=ARENA, slot_bytes=layout.slot_bytes, piece_bytes=piece_bytes, registered=True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,9 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
-from kv_swap.cuda import kernel_path, state
+from kv_swap.cuda import state, swap
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
-from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.state import State
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
@@ -33,14 +33,6 @@ from tests.support.played_cuda import COMPUTE, PlayedCuda, Stream
 LOAD, STORE = Direction.LOAD, Direction.STORE
 LAYERS, BLOCKS, SLOTS, PAGE_BYTES = 3, 40, 8, 64
 DEVICE = torch.device("cuda", 0)
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedCuda]:
-    made = PlayedCuda()
-    made.install(monkeypatch)
-    yield made
-    gc.collect()  # engines end on the device that they were made for
 
 
 class Engine:
@@ -143,36 +135,13 @@ def test_a_load_is_behind_compute_unless_it_need_not_be(
     assert engine.block(3) == [7] * LAYERS
 
 
-@pytest.mark.parametrize("before_compute", [False, True])
-def test_a_fence_keeps_loads_behind_compute(cuda: PlayedCuda, before_compute: bool) -> None:
-    engine = Engine()
-    cuda.queue(engine.write(3, 9))
-    engine.copies.fence_loads()
-    engine.submit(LOAD, (3, 5), behind_compute=False, before_compute=before_compute)
-    cuda.run_copies()
-    cuda.run()
-    assert engine.block(3) == [7] * LAYERS
-
-
-def test_compute_waits_for_the_loads_before_it(cuda: PlayedCuda) -> None:
-    engine = Engine()
-    read: list[list[int]] = []
-    engine.submit(LOAD, (3, 5), before_compute=True)
-    engine.copies.await_loads()
-    cuda.queue(lambda: read.append(engine.block(3)))
-    cuda.run(COMPUTE)
-    assert read == []
-    cuda.run()
-    assert read == [[7] * LAYERS]
-
-
 @pytest.mark.parametrize("direction", [STORE, LOAD])
 def test_lists_of_slices_in_flight_are_left_alone(
     cuda: PlayedCuda, direction: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slice is a pair here, and three may be in flight."""
-    monkeypatch.setattr(kernel_path, "RING_ENTRIES", 3)
-    monkeypatch.setattr(kernel_path, "MAX_PAIRS", 1)
+    monkeypatch.setattr(swap, "RING_ENTRIES", 3)
+    monkeypatch.setattr(swap, "MAX_PAIRS", 1)
     engine = Engine()
     engine.submit(direction, *((block, 7 - block) for block in range(8)))
     while not engine.copies.poll():
@@ -182,16 +151,23 @@ def test_lists_of_slices_in_flight_are_left_alone(
     assert found == [[1 if direction is STORE else 7] * LAYERS] * 8
 
 
-# -- zeroing -----------------------------------------------------------------------------------
+# -- fences and zeroing ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("before_compute", [False, True])
-def test_loads_come_after_the_zeroing_of_their_blocks(
-    cuda: PlayedCuda, before_compute: bool
-) -> None:
-    """Else the zeros would be what the forward reads."""
+@pytest.mark.parametrize("what", ["a fence", "zeroing", "zeroing that was refused half way"])
+def test_loads_come_after(cuda: PlayedCuda, what: str, before_compute: bool) -> None:
+    """Else the forward would read zeros, or what a step in flight writes."""
     engine = Engine()
-    engine.copies.zero_blocks([3])
+    if what == "a fence":
+        cuda.queue(engine.write(3, 9))
+        engine.copies.fence_loads()
+    elif what == "zeroing":
+        engine.copies.zero_blocks([3])
+    else:
+        cuda.failing = {"zeroing"}
+        with pytest.raises(CopyError, match="zeroing 1 blocks of 192 bytes failed: zeroing: "):
+            engine.copies.zero_blocks([3])
     engine.submit(LOAD, (3, 5), behind_compute=False, before_compute=before_compute)
     cuda.run_copies()
     cuda.run()
@@ -210,32 +186,6 @@ def test_blocks_are_zeroed_behind_compute_that_was_queued_and_before_what_follow
     cuda.run()
     assert read == [[1] * LAYERS, [0] * LAYERS]
     assert engine.block(2) == engine.block(4) == [1] * LAYERS
-
-
-def test_loads_come_after_zeroing_that_was_refused_half_way(cuda: PlayedCuda) -> None:
-    engine = Engine()
-    cuda.failing = {"zeroing"}
-    with pytest.raises(CopyError, match="zeroing 1 blocks of 192 bytes failed: zeroing: "):
-        engine.copies.zero_blocks([3])
-    engine.submit(LOAD, (3, 5), behind_compute=False)
-    cuda.run_copies()
-    cuda.run()
-    assert engine.block(3) == [7] * LAYERS
-
-
-def test_exactly_the_pages_of_the_blocks_are_zeroed(cuda: PlayedCuda) -> None:
-    """Two regions, of pages that lie apart and of pages that touch."""
-    storage = Storage(BLOCKS * (112 + 48))
-    apart = storage.describe("apart", BLOCKS, (BLOCKS, 48), (112, 1))
-    touching = storage.describe("touch", BLOCKS, (BLOCKS, 48), (48, 1), offset=BLOCKS * 112)
-    layout = KVLayout.from_tensors(BLOCKS, [apart, touching])
-    arena = HostArena(1, layout.slot_bytes, register=CudaRegistrar(DEVICE))
-    engine = CudaSwapEngine(layout, arena, DEVICE, [storage])
-    storage.data[:] = 0xFF
-    engine.zero_blocks([BLOCKS - 1, 0, 7])
-    cuda.run()
-    zeroed = np.isin(storage.owner, [BLOCKS - 1, 0, 7])
-    np.testing.assert_array_equal(storage.data, np.where(zeroed, 0, 0xFF))
 
 
 # -- loads at once -----------------------------------------------------------------------------
@@ -285,8 +235,8 @@ def test_a_load_before_compute_that_does_not_fit_is_refused_to_compute(
     cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slices that have to wait for others would arrive after compute has stopped waiting."""
-    monkeypatch.setattr(kernel_path, "RING_ENTRIES", 2)
-    monkeypatch.setattr(kernel_path, "MAX_PAIRS", 1)
+    monkeypatch.setattr(swap, "RING_ENTRIES", 2)
+    monkeypatch.setattr(swap, "MAX_PAIRS", 1)
     engine = Engine()
     engine.submit(LOAD, (1, 1), (2, 2), before_compute=True)
     engine.copies.await_loads()
@@ -305,7 +255,7 @@ def test_a_load_before_compute_that_does_not_fit_is_refused_to_compute(
 def test_compute_reads_each_wave_when_it_was_awaited(
     cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_path, "PIECE_BYTES", 1)  # a launch for every wave
+    monkeypatch.setattr(swap, "PIECE_BYTES", 1)  # a launch for every wave
     engine = Engine()
     engine.copies.set_waves([[2], [0], [1]])
     read: list[list[int]] = []
@@ -327,15 +277,6 @@ def test_the_table_of_waves_is_there_before_the_first_launch(cuda: PlayedCuda) -
     engine.submit(LOAD, (3, 5), **how)
     cuda.run_copies()
     assert engine.block(3) == [7] * LAYERS
-
-
-def test_waves_are_set_once(cuda: PlayedCuda) -> None:
-    engine = Engine()
-    with pytest.raises(JobError, match="to be set first"):
-        engine.submit(LOAD, (3, 5), before_compute=True, in_waves=True)
-    engine.copies.set_waves([[2], [0], [1]])
-    with pytest.raises(JobError, match="waves are set once"):
-        engine.copies.set_waves([[0], [1], [2]])
 
 
 # -- captures, refusals and the end ------------------------------------------------------------

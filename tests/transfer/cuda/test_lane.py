@@ -88,39 +88,24 @@ class Bed:
         return [completion.job_id for completion in self.lane.advance()]
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
-    made = PlayedCuda()
-    made.install(monkeypatch)
-    return made
-
-
-def test_jobs_are_cut_and_end_with_their_last_slice(cuda: PlayedCuda) -> None:
-    bed = Bed(cuda)
-    expected = bed.submit(1, 10)
-    assert bed.path.queued == 3
-    bed.complete(2)
-    assert bed.lane.advance() == []
-    bed.complete(1)
-    assert bed.lane.advance() == [Completion(1, Direction.STORE, 10 * SLOT_BYTES, 0.001)]
-    assert bed.path.copied == [expected[:4], expected[4:8], expected[8:]]
-    assert bed.lane.idle
-    assert bed.lane.advance() == []
-
-
 def test_no_more_slices_are_in_flight_than_the_path_allows(cuda: PlayedCuda) -> None:
-    """And no event is made but those that the stream began with."""
+    """Jobs end in order, and no event is made but those that the stream began with."""
     bed = Bed(cuda)
     made = len(cuda.recorded)
-    expected = [bed.submit(1, 20), bed.submit(2, 12), bed.submit(3, 1)]
+    counts = (20, 10, 1)
+    expected = [bed.submit(job_id, count) for job_id, count in enumerate(counts)]
     assert bed.path.queued == 4
     ended = []
     for step in (0, 1, 3, 2, 1, 2):
         bed.complete(step)
-        ended += bed.ended()
+        ended += bed.lane.advance()
         assert bed.path.queued - len(bed.path.copied) <= 4
-    assert ended == [1, 2, 3]
+    assert ended == [
+        Completion(job_id, Direction.STORE, count * SLOT_BYTES, 0.001)
+        for job_id, count in enumerate(counts)
+    ]
     assert list(chain(*bed.path.copied)) == list(chain(*expected))
+    assert bed.lane.idle
     for job_id in range(4, 12):
         bed.submit(job_id, 1)
         bed.complete(1)
@@ -216,25 +201,16 @@ def test_a_slice_for_which_there_is_no_event_is_not_queued(
 
 
 def test_compute_waits_for_the_last_slice_of_what_is_in_flight(cuda: PlayedCuda) -> None:
-    bed = Bed(cuda, max_in_flight=3)
+    bed = Bed(cuda)
     bed.lane.await_all()
     assert not cuda.queues[COMPUTE]
     bed.submit(1, 8)
     bed.lane.await_all()
     bed.look()
-    bed.submit(2, 8)  # of which one slice fits
-    bed.lane.fail_unqueued()
-    with pytest.raises(CopyError, match="3 slices are in flight, no more fit"):
-        bed.lane.await_all()
-    bed.look()
     bed.complete(1)
     assert bed.read == []
     bed.complete(1)
-    bed.complete(1)
-    assert bed.read == [2, 3]
-    fine, failed = bed.lane.advance()
-    assert (fine.job_id, fine.error) == (1, None)
-    assert "3 slices are in flight, no more fit" in str(failed.error)
+    assert bed.read == [2]
 
 
 # -- waves -------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
-"""What the kernels are given: tables of tiles and runs, lists, sources and options."""
+"""What the kernels are given: tables of tiles, slices of jobs, sources and options."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_swap.cuda import swap
 from kv_swap.cuda.kernel_families import FAMILIES, VECTOR, KernelFamily, LaunchShape
+from kv_swap.cuda.swap import MAX_PAIRS, KernelPath
 from kv_swap.cuda.tiles import cut_tiles
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout, Region
+
+from tests.support.registrars import Registrar
 
 SHAPES = [family.shapes[direction] for family in FAMILIES for direction in Direction]
 
@@ -78,14 +83,52 @@ def test_a_tile_ends_where_the_slot_has_a_gap() -> None:
     assert tiles[:, 0, 2].tolist() == [0, 8192]
 
 
-def test_list_is_a_header_and_rows() -> None:
-    for count in (0, 1, swap.MAX_PAIRS):
-        target = np.full(swap.LIST_BYTES, 0xFF, np.uint8)
-        rows = np.arange(2 * count, dtype=np.int32).reshape(-1, 2)
-        swap.write_list(target, rows)
-        words = target.view(np.int32)
-        assert words[0] == count
-        np.testing.assert_array_equal(words[4 : 4 + 2 * count], rows.reshape(-1))
+# -- how jobs are cut --------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+def make_path(slot_bytes: int) -> KernelPath:
+    """A path with four waves of as many bytes each."""
+    nothing: Any = None
+    table: Any = SimpleNamespace(wave_bytes=[slot_bytes // 4] * 4)
+    return KernelPath(Direction.LOAD, nothing, slot_bytes, Registrar(), table)
+
+
+def make_pairs(count: int) -> np.ndarray:
+    return np.arange(2 * count, dtype=np.int32).reshape(-1, 2)
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "pairs"), [(16, MAX_PAIRS), (1 << 30, 1), (128 * MIB, 2), (80 * MIB, 3)]
+)
+def test_slices_are_bounded_in_pairs_and_bytes(slot_bytes: int, pairs: int) -> None:
+    path = make_path(slot_bytes)
+    slices = [part for _, part in path.slices(make_pairs(pairs + 1), in_waves=False)]
+    assert [len(part) for part in slices] == [pairs, 1]
+    np.testing.assert_array_equal(np.concatenate(slices), make_pairs(pairs + 1))
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "first", "counts"),
+    [
+        (256 << 10, 4, [5]),
+        (512 << 10, 3, [5]),
+        (MIB, 2, [5]),
+        (1536 << 10, 1, [5]),
+        (256 * MIB, 1, [4, 1]),
+    ],
+)
+def test_the_first_waves_are_joined_where_slots_are_small(
+    slot_bytes: int, first: int, counts: list[int]
+) -> None:
+    slices = make_path(slot_bytes).slices(make_pairs(5), in_waves=True)
+    ranges = [range(first), *(range(i, i + 1) for i in range(first, 4))]
+    expected = [(waves, count) for waves in ranges for count in counts]
+    assert [(waves, len(part)) for waves, part in slices] == expected
+
+
+# -- sources -----------------------------------------------------------------------------------
 
 
 def test_sources_are_found_in_a_checkout_and_once_installed(

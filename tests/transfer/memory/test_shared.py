@@ -10,9 +10,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -28,28 +31,17 @@ NBYTES = SLOTS * SLOT_BYTES
 ROUNDED = -(-NBYTES // PAGE) * PAGE
 
 PRELUDE = f"""
-import sys, time
+import sys
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.shared import SharedMemory
 name, nbytes = sys.argv[1], {NBYTES}
-def arena(memory, register=None):
-    return HostArena({SLOTS}, {SLOT_BYTES}, register=register, shared=memory)
+def arena(memory):
+    return HostArena({SLOTS}, {SLOT_BYTES}, register=None, shared=memory)
 def say(*words):
     print(*words, flush=True)
 def hear(word):
     assert sys.stdin.readline().strip() == word
 """
-EARLY = """
-from kv_swap.memory import shared
-ask = shared._ask
-def ask_and_say(name):
-    found = ask(name)
-    say("found" if found else "found nothing")
-    shared._ask = ask
-    return found
-shared._ask = ask_and_say
-"""
-"""Says what the first look for the memory finds."""
 PEER = """
 with SharedMemory.attach(name, nbytes, 120) as memory:
     mine = arena(memory).view()
@@ -64,8 +56,6 @@ memory = SharedMemory.create(name, nbytes, 1)
 mine = arena(memory).view()
 mine[:] = 7
 say("created")
-assert memory.wait_attached(120)
-say("attached")
 hear("end")
 """
 
@@ -121,6 +111,14 @@ def traces(name: str) -> list[str]:
     return [line for line in (*files, *sockets) if name in line]
 
 
+def wait_until_all_have_it(name: str) -> None:
+    """Nobody can find the memory then, so nobody has to remove it."""
+    deadline = time.monotonic() + 120
+    while traces(name):
+        assert time.monotonic() < deadline, "the memory is still offered"
+        time.sleep(0.001)
+
+
 # -- two processes -----------------------------------------------------------------------------
 
 
@@ -133,10 +131,8 @@ def test_all_processes_see_each_other_s_bytes(name: str, peers: list[Peer]) -> N
         assert os.fstat(memory.fileno()).st_size == ROUNDED
         peers.append(Peer(PEER, name))
         assert peers[0].hear() == "read 0 1 2 3 4 5"
-        assert not memory.wait_attached(0.1), "one is missing"
         peers.append(Peer(PEER, name))
-        assert memory.wait_attached(120)
-        assert traces(name) == [], "nobody can find it any more, so nobody has to remove it"
+        wait_until_all_have_it(name)
     assert peers[1].hear() == "read 0 1 2 3 4 5"
     peers[0].say("write")
     assert peers[0].hear() == "wrote"
@@ -145,13 +141,19 @@ def test_all_processes_see_each_other_s_bytes(name: str, peers: list[Peer]) -> N
     assert (view[4] == 99).all()
 
 
-def test_a_peer_may_come_before_the_creator(name: str, peers: list[Peer]) -> None:
-    peers.append(Peer(EARLY + PEER, name))
-    assert peers[0].hear() == "found nothing"
-    with SharedMemory.create(name, NBYTES, 1) as memory:
-        assert memory.wait_attached(120)
-    assert peers[0].hear() == "read 0 0 0 0 0 0"
-    peers[0].kill()
+def test_a_peer_may_come_before_the_creator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, answers = shared._ask, Queue[int | None]()
+
+    def note(name: str) -> int | None:
+        answers.put(found := ask(name))
+        return found
+
+    monkeypatch.setattr(shared, "_ask", note)
+    with ThreadPoolExecutor(1) as threads:
+        peer = threads.submit(SharedMemory.attach, name, NBYTES, 120)
+        assert answers.get(timeout=120) is None
+        with SharedMemory.create(name, NBYTES, 1), peer.result(120):
+            wait_until_all_have_it(name)
 
 
 @pytest.mark.parametrize("attached", [True, False])
@@ -164,7 +166,7 @@ def test_memory_outlives_a_killed_creator_only_where_it_is_attached(
     if attached:
         with SharedMemory.attach(name, NBYTES, 120) as memory:
             view = HostArena(SLOTS, SLOT_BYTES, register=None, shared=memory).view()
-        assert peers[0].hear() == "attached"
+        wait_until_all_have_it(name)
     peers[0].kill()
     assert traces(name) == []
     if attached:
@@ -195,9 +197,8 @@ def test_a_name_that_is_taken(name: str) -> None:
     SharedMemory.create(name, NBYTES, 1).close()
     with pytest.raises(PinnedMemoryError, match=r"AF_UNIX path too long.*less than 90 letters"):
         SharedMemory.create(name.rjust(110, "n"), NBYTES, 1)
-    with SharedMemory.create(name.rjust(89, "n"), NBYTES, 1) as memory:
+    with SharedMemory.create(name.rjust(89, "n"), NBYTES, 1):
         SharedMemory.attach(name.rjust(89, "n"), NBYTES, 120).close()
-        assert memory.wait_attached(120)
 
 
 def test_another_size_is_refused(name: str) -> None:
@@ -212,13 +213,11 @@ def test_a_closed_handle_offers_no_longer(name: str) -> None:
     memory = SharedMemory.create(name, NBYTES, 1)
     memory.close()
     memory.close()
-    assert not memory.wait_attached(0.1)
     assert traces(name) == []
     with pytest.raises(PinnedMemoryError, match=f"{name}.*within 0 s.*see its log"):
         SharedMemory.attach(name, NBYTES, 0)
     assert "kv-swap-share" not in [thread.name for thread in threading.enumerate()]
-    with SharedMemory.create(name, NBYTES, 0) as alone:
-        assert alone.wait_attached(0)
+    with SharedMemory.create(name, NBYTES, 0):
         assert traces(name) == [], "without peers nothing is offered"
 
 
@@ -231,7 +230,7 @@ def test_nobody_can_shrink_the_memory(name: str) -> None:
 
 
 def test_other_users_get_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with SharedMemory.create(name, NBYTES, 1) as memory:
+    with SharedMemory.create(name, NBYTES, 1):
         uid = os.getuid()
         monkeypatch.setattr(os, "getuid", lambda: uid + 1)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -240,9 +239,8 @@ def test_other_users_get_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> 
             assert socket.recv_fds(connection, 1, 1)[:2] == (b"", [])
         assert shared._ask(name) is None
         monkeypatch.undo()
-        assert not memory.wait_attached(0)
         SharedMemory.attach(name, NBYTES, 120).close()
-        assert memory.wait_attached(120)
+        wait_until_all_have_it(name)
 
 
 def test_memory_of_other_users_is_not_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,18 +267,17 @@ def test_memory_of_other_users_is_not_taken(name: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("has_it", [False, True])
 def test_a_peer_that_ends_in_between_is_not_counted(name: str, has_it: bool) -> None:
-    with SharedMemory.create(name, NBYTES, 1) as memory:
+    with SharedMemory.create(name, NBYTES, 1):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(shared._address(name))
             if has_it:
                 _, (fd,), *_ = socket.recv_fds(connection, 1, 1)
                 os.close(fd)
-        assert not memory.wait_attached(0.3)
         with SharedMemory.attach(name, NBYTES, 120) as handle:
             mapped = mmap.mmap(handle.fileno(), ROUNDED)
             assert mapped[:4] == bytes(4)
             mapped.close()
-        assert memory.wait_attached(120)
+        wait_until_all_have_it(name)
 
 
 def test_a_peer_that_stalls_asks_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,10 +293,10 @@ def test_a_peer_that_stalls_asks_again(name: str, monkeypatch: pytest.MonkeyPatc
         return message
 
     monkeypatch.setattr(shared, "_ANSWER_SECONDS", 0.2)
-    with SharedMemory.create(name, NBYTES, 1) as memory:
+    with SharedMemory.create(name, NBYTES, 1):
         monkeypatch.setattr(shared.socket, "recv_fds", stall_once)
         with SharedMemory.attach(name, NBYTES, 120) as handle:
-            assert memory.wait_attached(120)
+            wait_until_all_have_it(name)
             assert len(received) > 1
             opened = [_file(int(fd)) for fd in os.listdir("/proc/self/fd")]
             assert opened.count(_file(handle.fileno())) == 2

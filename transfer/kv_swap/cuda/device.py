@@ -1,13 +1,23 @@
-"""What the CUDA path needs from outside: CuPy, and the number of a device; imported on demand."""
+"""One CUDA device: CuPy for it, its number, and ranges of host memory page-locked for it."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kv_swap.errors import DeviceError
+from kv_swap.errors import DeviceError, PinnedMemoryError
 
 if TYPE_CHECKING:
     import torch
+
+
+_HOST_REGISTER_PORTABLE_MAPPED = 0x1 | 0x2
+"""cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for all contexts, seen by kernels."""
+
+_CAPTURE_MODE_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
 
 
 def import_cupy() -> Any:
@@ -33,3 +43,61 @@ def device_index(device: torch.device) -> int:
         raise DeviceError(f"device {device} is no CUDA device; use the host engine for it")
     index: int = torch.cuda.current_device() if device.index is None else device.index
     return index
+
+
+class CudaRegistrar:
+    """Registers host memory so that kernels of `device` reach it through its host address.
+
+    Raises `DeviceError` without CuPy, `PinnedMemoryError` where the device cannot use host
+    pointers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cupy: Any = import_cupy()
+        self._index = device_index(device)
+        runtime = self._cupy.cuda.runtime
+        attribute = runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
+        if not runtime.deviceGetAttribute(attribute, self._index):
+            raise PinnedMemoryError(
+                f"CUDA device {self._index} cannot reach registered host memory through its host "
+                f"address (cudaDevAttrCanUseHostPointerForRegisteredMem is 0, as under WSL); run "
+                f"on Linux with a driver that supports it"
+            )
+
+    @property
+    def pci_bus_id(self) -> str:
+        """Address of the device on the PCI bus, such as `0000:1A:00.0`."""
+        return str(self._cupy.cuda.runtime.deviceGetPCIBusId(self._index))
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock `nbytes` from `address`; releases the GIL meanwhile."""
+        with self._cupy.cuda.Device(self._index), _allowed_beside_captures():
+            runtime = self._cupy.cuda.runtime
+            runtime.hostRegister(address, nbytes, _HOST_REGISTER_PORTABLE_MAPPED)
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`. No copy may be running: the arena's owner sees to that."""
+        with self._cupy.cuda.Device(self._index), _allowed_beside_captures():
+            self._cupy.cuda.runtime.hostUnregister(address)
+
+
+@contextlib.contextmanager
+def _allowed_beside_captures() -> Iterator[None]:
+    """Keep a registration on this thread from ending a capture of a CUDA graph on another.
+
+    Torch captures in mode `global`: calls of any thread that might synchronise end the capture. A
+    thread in relaxed mode is exempt. Raises `RuntimeError` from CUDA.
+    """
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    _exchange_capture_mode(mode)
+    try:
+        yield
+    finally:
+        _exchange_capture_mode(mode)
+
+
+def _exchange_capture_mode(mode: ctypes.c_int) -> None:
+    """Swap this thread's capture mode with `mode`. CuPy has no name for this call."""
+    code = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    if code:
+        raise RuntimeError(f"cuThreadExchangeStreamCaptureMode failed with CUresult {code}")

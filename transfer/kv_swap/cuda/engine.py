@@ -76,8 +76,6 @@ class CudaSwapEngine(SwapEngine):
         self._copier = Copier(self._device)
         self._zeroer = BlockZeroer(layout, self._device)
         self._done: list[Completion] = []
-        self._closed = False
-        self._num_waves = 0
         self._release = weakref.finalize(self, release, self._state)
 
     @property
@@ -87,29 +85,19 @@ class CudaSwapEngine(SwapEngine):
 
     def submit(self, job: SwapJob) -> None:
         """Queue the job. Raises `JobError`; a failure of CUDA becomes the job's completion."""
-        self.check_pairs(job)
-        if self._closed:
-            raise JobError(f"job {job.job_id} was submitted to an engine that is closed")
+        self.check_job(job)
         if self._capturing():
             raise JobError(f"job {job.job_id} was submitted while a CUDA graph is captured")
-        nbytes = len(job.pairs) * self.layout.slot_bytes
-        if job.before_compute and not self.can_load_before_compute:
-            raise JobError(f"job {job.job_id}: compute cannot wait for copies of the copy engine")
-        if job.in_waves and not (job.before_compute and self._num_waves):
-            raise JobError(
-                f"job {job.job_id}: waves are of loads before compute, and to be set first"
-            )
         self._undelivered += 1
         lane = self._state.lanes["before_compute" if job.before_compute else job.direction]
-        lane.submit(job, nbytes)
+        lane.submit(job, len(job.pairs) * self.layout.slot_bytes)
         if job.before_compute:
             lane.fail_unqueued()
 
     def await_loads(self) -> None:
         """See `SwapEngine`."""
-        lane = self._state.lanes.get("before_compute")
-        if lane is not None:
-            lane.await_all()
+        if self.can_load_before_compute:
+            self._state.lanes["before_compute"].await_all()
 
     def load_now(self, pairs: NDArray[np.int32]) -> None:
         """See `SwapEngine`: by one `cudaMemcpyAsync` for every page."""
@@ -117,10 +105,10 @@ class CudaSwapEngine(SwapEngine):
         self.check_pairs(job)
         lane = self._state.lanes.get("before_compute")
         arena = self._state.arena
-        if self._closed or lane is None or arena is None or self._capturing():
+        if lane is None or arena is None or self._capturing():
             raise JobError(
-                f"a load of {len(pairs)} blocks before compute was asked of an engine that is "
-                f"closed, has no kernels, or captures a CUDA graph"
+                f"a load of {len(pairs)} blocks before compute was asked of an engine that has no "
+                f"kernels, or captures a CUDA graph"
             )
         compute = self._cuda.current_stream(self._device)
         try:
@@ -138,8 +126,8 @@ class CudaSwapEngine(SwapEngine):
         self.check_waves(waves)
         lane = self._state.lanes.get("before_compute")
         table = self._state.wave_table
-        if lane is None or table is None or self._num_waves or self._capturing():
-            raise JobError("waves are set once, outside of a capture, on an engine that has them")
+        if lane is None or table is None or self._capturing():
+            raise JobError("waves are set outside of a capture, on an engine that has kernels")
         try:
             table.write(waves, lane.stream.stream)
         except RuntimeError as error:
@@ -148,9 +136,8 @@ class CudaSwapEngine(SwapEngine):
 
     def await_wave(self, wave: int) -> None:
         """See `SwapEngine`."""
-        lane = self._state.lanes.get("before_compute")
-        if lane is not None:
-            lane.await_wave(wave)
+        if self.can_load_before_compute:
+            self._state.lanes["before_compute"].await_wave(wave)
 
     def poll(self) -> list[Completion]:
         """Return what has ended; queue slices that had to wait. Queries events only."""
@@ -162,7 +149,7 @@ class CudaSwapEngine(SwapEngine):
         return completions
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Poll until every copy has ended; False on timeout."""
+        """See `SwapEngine`: polls."""
         deadline = time.monotonic() + timeout_seconds
         while not self._advance():
             if time.monotonic() >= deadline:
@@ -182,8 +169,6 @@ class CudaSwapEngine(SwapEngine):
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Queue the zeroing on the compute stream. Raises `JobError`, or `CopyError` from CUDA."""
         self.check_blocks(blocks)
-        if self._closed:
-            raise JobError(f"zeroing {len(blocks)} blocks was asked of an engine that is closed")
         try:
             self._zeroer.zero(blocks)
         except RuntimeError as error:
@@ -194,11 +179,7 @@ class CudaSwapEngine(SwapEngine):
             self.fence_loads()
 
     def close(self, timeout_seconds: float = 30.0) -> None:
-        """Wait for what is in flight, then let go of everything; completions can still be polled.
-
-        On timeout the state stays until a later `close` or `poll` finds the copies ended, or until
-        the engine is dropped.
-        """
+        """See `SwapEngine`; completions can still be polled. After a timeout, `poll` lets go."""
         self._closed = True
         self.wait(timeout_seconds)
 

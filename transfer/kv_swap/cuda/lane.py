@@ -1,6 +1,6 @@
 """Jobs of one direction over one copy path: cut into slices, an event behind each.
 
-The paths are the swap kernels (`kernel_path.py`) and the copy engine (`dma.py`).
+The paths are the swap kernels (`swap.py`) and the copy engine (`dma.py`).
 
 Until the event of a slice completes, its copies read the source pages and what the path keeps for
 it, and write the destination pages. The owners of the blocks and slots leave both alone until the
@@ -142,10 +142,7 @@ class Lane:
         self._raise_failure()
 
     def await_wave(self, wave: int) -> None:
-        """Make the compute stream wait for a wave of the job submitted last, and for all before it.
-
-        Raises `CopyError` if that job has failed, or cannot be waited for.
-        """
+        """As `await_all`, for a wave of the job submitted last and for all waves before it."""
         self._raise_failure()
         stream = self.stream.compute_stream()
         if self._awaited and stream == self._awaited[0] and wave <= self._awaited[1]:

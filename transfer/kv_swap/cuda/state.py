@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.dma import DmaPath
 from kv_swap.cuda.kernel_families import choose_family
-from kv_swap.cuda.kernel_path import KernelPath
 from kv_swap.cuda.lane import CopyPath, Lane
-from kv_swap.cuda.registrar import CudaRegistrar
 from kv_swap.cuda.streams import CopyStream
-from kv_swap.cuda.swap import SwapKernel
+from kv_swap.cuda.swap import KernelPath, SwapKernel
 from kv_swap.cuda.tiles import WaveTable
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout
@@ -49,10 +48,7 @@ def make_state(
     output_copy_stream: torch.cuda.Stream | None,
     copy_engine_only: bool,
 ) -> State:
-    """Compile the kernels, and allocate all that copies need. Synchronises. Raises `DeviceError`.
-
-    The copy engine stands in on devices that run no kernel family.
-    """
+    """Compile the kernels and allocate what copies need. Synchronises. Raises `DeviceError`."""
     registrar = CudaRegistrar(device)
     state = State({}, None, arena, tuple(keep_alive))
     family = None if copy_engine_only else choose_family(device)

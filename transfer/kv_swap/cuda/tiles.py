@@ -14,7 +14,7 @@ from kv_swap.cuda.kernel_families import LaunchShape
 from kv_swap.cuda.lane import WaveRange
 from kv_swap.layout import KVLayout, Region
 from kv_swap.memory.arena import HostArena
-from kv_swap.memory.pieces import PinnedRegistrar
+from kv_swap.memory.mapping import PinnedRegistrar
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
-from kv_swap.errors import CopyError, JobError, LayoutError, TransferError
+from kv_swap.errors import CopyError, LayoutError, TransferError
 from kv_swap.host.transfers import Transfer, WorkerState, cut_runs, run, stop, work
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
@@ -40,8 +40,7 @@ class _Arrival:
 class HostSwapEngine(SwapEngine):
     """Copies between KV tensors and an arena that both lie in host memory.
 
-    `keep_alive` own the memory behind `layout`; they and the arena are held until `close`, or until
-    the last copy after the engine was dropped. Raises `LayoutError` if a slot does not fit.
+    `keep_alive` own the memory behind `layout`. Raises `LayoutError` if a slot does not fit.
     """
 
     def __init__(self, layout: KVLayout, arena: HostArena, keep_alive: Sequence[object]) -> None:
@@ -67,29 +66,21 @@ class HostSwapEngine(SwapEngine):
 
         Of a load in waves the first is copied now, each other one when it is awaited.
         """
-        self.check_pairs(job)
-        if job.in_waves and not (job.before_compute and self._waves):
-            raise JobError(
-                f"job {job.job_id}: only loads before compute come in waves, and only once those "
-                f"were set"
-            )
-        state = self._state
-        transfer = self._transfer(job, self.layout)
-        with state.condition:
-            if state.stopping:
-                raise JobError(f"job {job.job_id} was submitted to an engine that is closed")
-            self._undelivered += 1
-            if not job.before_compute:
-                queue = state.loads if job.direction is Direction.LOAD else state.stores
-                queue.append(transfer)
-                state.condition.notify_all()
+        self.check_job(job)
+        self._undelivered += 1
         if job.before_compute:
-            self._copy_waves(len(self._waves))
+            self._copy_waves(self._num_waves)
             layouts = self._waves if job.in_waves else [self.layout]
             waves = deque(self._transfer(job, layout) for layout in layouts)
-            self._arrival = _Arrival(waves, transfer.nbytes)
+            self._arrival = _Arrival(waves, sum(wave.nbytes for wave in waves))
             self._failure = None
             self._copy_waves(0)
+            return
+        state = self._state
+        queue = state.loads if job.direction is Direction.LOAD else state.stores
+        with state.condition:
+            queue.append(self._transfer(job, self.layout))
+            state.condition.notify_all()
 
     def _transfer(self, job: SwapJob, layout: KVLayout) -> Transfer:
         """Return the copies of the regions of `layout`, which are all or a wave."""
@@ -109,8 +100,7 @@ class HostSwapEngine(SwapEngine):
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
         """See `SwapEngine`."""
         self.check_waves(waves)
-        if self._waves:
-            raise JobError("waves are set once")
+        self._num_waves = len(waves)
         self._waves = [
             KVLayout(self.layout.num_blocks, tuple(self.layout.regions[i] for i in sorted(wave)))
             for wave in waves
@@ -118,7 +108,7 @@ class HostSwapEngine(SwapEngine):
 
     def await_loads(self) -> None:
         """Copy the waves that are left; all else was copied by `submit`."""
-        self.await_wave(len(self._waves))
+        self.await_wave(self._num_waves)
 
     def await_wave(self, wave: int) -> None:
         """Copy what is left of the waves up to this one. A failed copy ends the load."""
@@ -130,8 +120,6 @@ class HostSwapEngine(SwapEngine):
         """See `SwapEngine`: a copy of everything, on this thread."""
         job = SwapJob(-1, Direction.LOAD, pairs)
         self.check_pairs(job)
-        if self._state.stopping:
-            raise JobError(f"a load of {len(pairs)} blocks was asked of an engine that is closed")
         arrival, self._arrival, self._failure = self._arrival, None, None
         if arrival is not None:
             # Its waves are not copied any more; its job has ended.
@@ -171,7 +159,7 @@ class HostSwapEngine(SwapEngine):
 
     def wait(self, timeout_seconds: float) -> bool:
         """Block until the worker is idle; False on timeout. Copies the waves that are left here."""
-        self._copy_waves(len(self._waves))
+        self._copy_waves(self._num_waves)
         state = self._state
         with state.condition:
             return state.condition.wait_for(
@@ -181,8 +169,6 @@ class HostSwapEngine(SwapEngine):
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Zero the pages before returning: the forward runs on this very thread."""
         self.check_blocks(blocks)
-        if self._state.stopping:
-            raise JobError(f"zeroing {len(blocks)} blocks was asked of an engine that is closed")
         for region in self.layout.regions:
             for block in blocks:
                 address = region.address + block * region.block_stride_bytes
@@ -190,7 +176,8 @@ class HostSwapEngine(SwapEngine):
 
     def close(self, timeout_seconds: float = 30.0) -> None:
         """Let the worker finish and end; completions can still be polled."""
-        self._copy_waves(len(self._waves))
+        self._copy_waves(self._num_waves)
+        self._closed = True
         stop(self._state)
         self._thread.join(timeout_seconds)
 

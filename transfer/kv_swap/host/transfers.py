@@ -1,7 +1,14 @@
-"""The worker of the host engine: jobs as runs of bytes, copied slice by slice on one thread."""
+"""The worker of the host engine: jobs as runs of bytes, copied slice by slice on one thread.
+
+Linux' `process_vm_readv` takes a list of runs, also of its own process, and releases the GIL once.
+With a call for each run the worker would wait for the GIL after each, up to 5 ms where the engine
+steps in Python: 32 blocks would load in 230 ms, of which 1 ms is copying.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import threading
 import time
@@ -14,12 +21,22 @@ from numpy.typing import NDArray
 
 from kv_swap.engine import Completion, Direction
 from kv_swap.errors import CopyError
-from kv_swap.host.runs import Run, copy_runs
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 
+Run = tuple[int, int, int]
+"""Destination address, source address, bytes."""
+
 SLICE_BYTES = 4 << 20
 """A load waits for at most one slice of a store: about 1 ms at the 5 GB/s of one slow core."""
+
+_MAX_RUNS = 1024
+"""IOV_MAX of Linux: runs of one call."""
+
+_read_memory = ctypes.CDLL(None, use_errno=True).process_vm_readv
+_read_memory.restype = ctypes.c_ssize_t
+_vector = (ctypes.c_void_p, ctypes.c_ulong)
+_read_memory.argtypes = (ctypes.c_int, *_vector, *_vector, ctypes.c_ulong)
 
 
 @dataclass(slots=True)
@@ -146,3 +163,27 @@ def cut_runs(
             run_bytes = count * page_bytes
             for offset in range(0, run_bytes, limit):
                 yield dst + offset, src + offset, min(limit, run_bytes - offset)
+
+
+def copy_runs(runs: Sequence[Run]) -> None:
+    """Copy runs that do not overlap. Raises `OSError` for an address that is not mapped."""
+    for first in range(0, len(runs), _MAX_RUNS):
+        _copy_batch(runs[first : first + _MAX_RUNS])
+
+
+def _copy_batch(runs: Sequence[Run]) -> None:
+    table = np.array(runs, np.uint64)
+    local = np.ascontiguousarray(table[:, [0, 2]])  # struct iovec: address, bytes
+    remote = np.ascontiguousarray(table[:, [1, 2]])
+    nbytes = int(table[:, 2].sum())
+    copied = _read_memory(
+        os.getpid(), local.ctypes.data, len(runs), remote.ctypes.data, len(runs), 0
+    )
+    if copied == nbytes:
+        return
+    code = ctypes.get_errno() if copied < 0 else errno.EFAULT
+    if code not in (errno.EPERM, errno.ENOSYS):
+        raise OSError(code, f"process_vm_readv: {os.strerror(code)}, {copied} of {nbytes} bytes")
+    # A container may forbid the call.
+    for dst_address, src_address, run_bytes in runs:
+        ctypes.memmove(dst_address, src_address, run_bytes)

@@ -13,10 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.errors import PinnedMemoryError
-from kv_swap.memory.mapping import Mapping
-from kv_swap.memory.pieces import PinnedRegistrar
-from kv_swap.memory.registration import Registration, choose_piece_bytes
-from kv_swap.memory.room import MemoryRoom
+from kv_swap.memory.mapping import Mapping, PinnedRegistrar
+from kv_swap.memory.registration import MemoryRoom, Registration, choose_piece_bytes
 from kv_swap.memory.shared import SharedMemory
 
 _INHERITED: list[Mapping] = []
@@ -122,11 +120,7 @@ class _Owner:
 
 
 def _release(mapping: Mapping, registration: Registration | None, process: int) -> None:
-    """End memory that is out of reach.
-
-    Not in a forked child: it has neither the memory, at whose address there may be other memory
-    now, nor the threads.
-    """
+    """End the memory. Not in a forked child, which has neither it nor the threads."""
     if os.getpid() != process:
         _INHERITED.append(mapping)
     elif registration is None:

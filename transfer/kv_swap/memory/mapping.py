@@ -1,24 +1,28 @@
-"""One mapping of host memory: how it is made, where its pages come from, and how it is undone."""
+"""One mapping of host memory: where its pages come from, page-locking in pieces, and its end."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
+import logging
 import mmap
 import os
+import resource
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from kv_swap.errors import PinnedMemoryError
-from kv_swap.memory.limits import describe_limits
 from kv_swap.memory.numa import prefer_node
+
+logger = logging.getLogger(__name__)
 
 _MADV_POPULATE_WRITE = 23
 """From linux/mman.h, Linux 5.14 and newer; Python's mmap does not name it."""
 
 _CALL_BYTES = 2 << 20
-"""Bytes that one call gives pages to."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -26,8 +30,24 @@ _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 def whole_pages(nbytes: int) -> int:
-    """Return `nbytes` rounded up to whole pages of the system."""
+    """Round up to whole pages of the system."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def describe_limits() -> str:
+    """Return the limits on locked memory and on memory at all, and what is available."""
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    parts = [
+        f"ulimit -l is {'unlimited' if locked == resource.RLIM_INFINITY else f'{locked} bytes'}"
+    ]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError):
+            parts.append(f"cgroup limit is {Path(path).read_text().strip()} bytes")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                parts.append(line)
+    return ", ".join(parts)
 
 
 class Mapping:
@@ -88,10 +108,7 @@ class Mapping:
                     raise OSError(code, os.strerror(code))
 
     def missing_bytes(self, offset: int, nbytes: int) -> int:
-        """Return how many bytes of a range that is not populated yet have no pages.
-
-        Shared memory may have pages that other processes gave it.
-        """
+        """Return how much of a range has no pages: shared memory may have those of others."""
         if not self.shared:
             return nbytes
         pages = np.zeros(nbytes // mmap.PAGESIZE, np.uint8)
@@ -112,3 +129,75 @@ class Mapping:
     def close(self) -> None:
         """Unmap. Nothing may be registered, and no access may follow."""
         self._memory.close()
+
+
+_LEAKED: list[Mapping] = []
+"""Memory that could not be unregistered: it is never unmapped, the device might still write it."""
+
+
+class PinnedRegistrar(Protocol):
+    """Page-locks memory for a device, on several threads, one at a time for one arena.
+
+    Both calls raise `RuntimeError` if they fail.
+    """
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock `nbytes` from `address`; may take seconds."""
+
+    def unregister(self, address: int) -> None:
+        """Undo the `register` of the same address."""
+
+
+class Pieces:
+    """The registrations of one mapping, which belongs to this object. One thread at a time."""
+
+    def __init__(self, mapping: Mapping, registrar: PinnedRegistrar, piece_bytes: int) -> None:
+        self.count = -(-mapping.nbytes // piece_bytes)
+        self.ready_bytes = 0
+        """Bytes from the first on that are registered without a gap; any thread may ask."""
+        self._mapping = mapping
+        self._registrar = registrar
+        self._piece_bytes = piece_bytes
+        self._registered: set[int] = set()
+
+    def range(self, piece: int) -> tuple[int, int]:
+        """Return where a piece begins and ends."""
+        start = piece * self._piece_bytes
+        return start, min(start + self._piece_bytes, self._mapping.nbytes)
+
+    def lock(self, piece: int) -> None:
+        """Register a piece; raises what the registrar raises."""
+        start, end = self.range(piece)
+        self._registrar.register(self._mapping.address + start, end - start)
+        self._registered.add(piece)
+        ready = self.ready_bytes // self._piece_bytes
+        while ready in self._registered:
+            self.ready_bytes = self.range(ready)[1]
+            ready += 1
+
+    def unlock_behind_gap(self) -> None:
+        """Unregister the pieces behind `ready_bytes`, and give their pages back."""
+        ready = -(-self.ready_bytes // self._piece_bytes)
+        if self._unregister([piece for piece in self._registered if piece >= ready]):
+            self._mapping.discard(self.ready_bytes)
+
+    def close(self) -> None:
+        """Unregister all and unmap; what cannot be unregistered stays mapped for good."""
+        if self._unregister(sorted(self._registered)):
+            self._mapping.close()
+        else:
+            _LEAKED.append(self._mapping)
+
+    def _unregister(self, pieces: list[int]) -> bool:
+        """Undo the registration of pieces; False if one is left."""
+        done = True
+        for piece in pieces:
+            address = self._mapping.address + self.range(piece)[0]
+            try:
+                self._registrar.unregister(address)
+            except RuntimeError:
+                logger.exception("cannot unregister host memory at %#x; it stays mapped", address)
+                done = False
+            else:
+                self._registered.discard(piece)
+        return done

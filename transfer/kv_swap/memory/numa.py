@@ -19,10 +19,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def device_node(pci_bus_id: str, sysfs: Path = Path("/sys")) -> int | None:
-    """Return the node of a PCI device such as `0000:1a:00.0`.
-
-    `None` where the machine has one node only, or does not say.
-    """
+    """Return the node of a PCI device; `None` on machines with one node, or that do not say."""
     try:
         online = (sysfs / "devices/system/node/online").read_text().strip()
         device = sysfs / "bus/pci/devices" / pci_bus_id.lower()

@@ -8,8 +8,6 @@ whichever comes later, unregisters and unmaps. So no thread touches memory that 
 Giving pages to shared memory holds the lock on the process' memory map, registering holds the
 driver's too. So both steps are short. One thread at a time registers, and then leaves the driver
 alone for `REST` times as long as that took: a starting engine makes hundreds of calls a second.
-
-If a `MemoryRoom` has too little memory for a piece, its thread waits and looks again.
 """
 
 from __future__ import annotations
@@ -22,12 +20,11 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from kv_swap.errors import PinnedMemoryError
-from kv_swap.memory.limits import describe_limits
-from kv_swap.memory.mapping import Mapping
-from kv_swap.memory.pieces import Pieces, PinnedRegistrar
-from kv_swap.memory.room import MemoryRoom
+from kv_swap.memory.mapping import Mapping, Pieces, PinnedRegistrar, describe_limits
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +65,27 @@ def choose_piece_bytes(slot_bytes: int) -> int:
     return PIECE_BYTES // unit * unit
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryRoom:
+    """What is available on this host, and what of it a pool that grows leaves free.
+
+    `read` returns the bytes that this process could take now, and where the figure is from. Several
+    threads call it at a time. What it raises counts as a failure to lock memory.
+    """
+
+    read: Callable[[], tuple[int, str]]
+    headroom_bytes: int
+
+    def spare_bytes(self, nbytes: int) -> tuple[int, str]:
+        """Return what is left above the headroom after taking `nbytes`, and the figures."""
+        available_bytes, source = self.read()
+        figures = (
+            f"{available_bytes} bytes are available ({source}), {nbytes} are wanted next, and "
+            f"{self.headroom_bytes} must stay free"
+        )
+        return available_bytes - nbytes - self.headroom_bytes, figures
+
+
 class Registration:
     """The page-locking of one mapping, which belongs to this object from now on."""
 
@@ -104,7 +122,7 @@ class Registration:
     def start(self, *, background: bool) -> None:
         """Register all pieces on this thread, or with `background` the first, and threads the rest.
 
-        Raises `PinnedMemoryError` if it fails here. A failure of a thread is logged: what was
+        Raises `PinnedMemoryError` if it fails here. A thread logs its failure, and what was
         registered before it stays usable.
         """
         while (piece := self._claim()) is not None:
@@ -158,7 +176,6 @@ class Registration:
             self._pieces.close()
 
     def _log_progress(self) -> None:
-        """Say how far it is, every so often."""
         now = time.monotonic()
         with self._changed:
             if self._is_over() or now - self._last_line < PROGRESS_SECONDS:
@@ -172,7 +189,7 @@ class Registration:
         )
 
     def _claim(self) -> int | None:
-        """Return the next piece; `None` if there is none, one has failed, or it is time to stop."""
+        """Return the next piece, if any is to be begun."""
         with self._changed:
             if self._is_over() or self._next_piece == self._pieces.count:
                 return None
@@ -183,7 +200,6 @@ class Registration:
             return piece
 
     def _is_over(self) -> bool:
-        """Whether no thread begins anything any more: it is time to stop, or a piece has failed."""
         return self._stopping or bool(self._failures)
 
     def _register(self, piece: int) -> None:
@@ -269,12 +285,8 @@ class Registration:
             self._pieces.unlock_behind_gap()
             logger.error("%s", self._describe_failure())
         elif self.ready_bytes == self._mapping.nbytes:
-            logger.info(
-                "page-locked %d bytes %s, in %.1f s",
-                self.ready_bytes,
-                self._mapping.describe(),
-                time.monotonic() - self._started,
-            )
+            where, seconds = self._mapping.describe(), time.monotonic() - self._started
+            logger.info("page-locked %d bytes %s, in %.1f s", self.ready_bytes, where, seconds)
 
     def _describe_failure(self) -> str:
         piece = min(self._failures)

@@ -21,8 +21,7 @@ import threading
 import time
 
 from kv_swap.errors import PinnedMemoryError
-from kv_swap.memory.limits import describe_limits
-from kv_swap.memory.mapping import whole_pages
+from kv_swap.memory.mapping import describe_limits, whole_pages
 from kv_swap.memory.numa import prefer_node
 
 _ANSWER_SECONDS = 5.0
@@ -35,7 +34,7 @@ class SharedMemory:
     """A handle on shared memory of `nbytes`, for `HostArena(shared=...)`; a context manager.
 
     An arena needs it only while it is constructed. The creator keeps its own open until all peers
-    have attached (`wait_attached`).
+    have attached.
     """
 
     def __init__(self, fd: int, nbytes: int, offer: _Offer | None) -> None:
@@ -101,7 +100,7 @@ class SharedMemory:
         return cls(fd, nbytes, None)
 
     def fileno(self) -> int:
-        """Return the file descriptor to map; valid until `close`."""
+        """Return what to map, until `close`."""
         return self._fd
 
     def prefer_node(self, node: int, part: int, num_parts: int) -> bool:
@@ -117,10 +116,6 @@ class SharedMemory:
         with mmap.mmap(self._fd, end - first, flags=mmap.MAP_SHARED, offset=first) as memory:
             address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
             return prefer_node(address, end - first, node)
-
-    def wait_attached(self, timeout_seconds: float) -> bool:
-        """Block until every peer has its handle; False on timeout. True for a peer."""
-        return self._offer is None or self._offer.ended.wait(timeout_seconds)
 
     def close(self) -> None:
         """Close the handle and end the offer. Idempotent. What is mapped stays mapped."""
@@ -141,7 +136,6 @@ class _Offer:
     """Hands out `fd`, which it owns, from a thread, until `num_peers` processes have taken it."""
 
     def __init__(self, name: str, fd: int, num_peers: int) -> None:
-        self.ended = threading.Event()
         self._fd = fd
         self._peers_left = num_peers
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -167,9 +161,7 @@ class _Offer:
                     if _is_own_user(connection):
                         socket.send_fds(connection, [b"m"], [self._fd])
                         self._peers_left -= connection.recv(1) == b"k"
-        os.close(self._fd)
-        if not self._peers_left:
-            self.ended.set()
+            os.close(self._fd)
 
     def end(self) -> None:
         """Offer no longer, and give the name free; waits for a peer that is just taking it."""

@@ -6,20 +6,13 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from kv_swap.cuda import registrar
-from kv_swap.cuda.registrar import CudaRegistrar
+from kv_swap.cuda import device as cuda_device
+from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.errors import DeviceError, PinnedMemoryError
 
 torch = pytest.importorskip("torch")
 
 from tests.support.played_cuda import PlayedCuda  # noqa: E402
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
-    made = PlayedCuda()
-    made.install(monkeypatch)
-    return made
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -43,7 +36,7 @@ def test_a_driver_that_refuses_the_capture_mode(monkeypatch: pytest.MonkeyPatch)
     driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda mode: 3)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": driver}[name])
     with pytest.raises(RuntimeError, match="StreamCaptureMode failed with CUresult 3"):
-        registrar._exchange_capture_mode(ctypes.c_int(2))
+        cuda_device._exchange_capture_mode(ctypes.c_int(2))
 
 
 def test_missing_cupy_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
