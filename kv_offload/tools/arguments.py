@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kv_offload.config.environment import FILE_VARIABLE
+from kv_offload.config.trace import FILE_VARIABLE
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
