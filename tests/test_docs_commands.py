@@ -29,7 +29,7 @@ from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.versions import check_version
 from kv_offload.errors import UnsupportedError
 from kv_offload.tools.main import main
-from tests.kv_offload.tools.status.server import page_server, recorded
+from tests.kv_offload.tools.status.server import page_server
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/use/*.md"))]
@@ -222,7 +222,7 @@ def test_reports_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
     assert set(found) <= checks
 
     (shown,) = (b.text for b in blocks(ROOT / "docs/use/metrics.md") if b.language == "text")
-    with page_server(recorded("hits")) as server:
+    with page_server() as server:
         main(["status", server.address, "--once"])
     real = capsys.readouterr().out
     lines = re.findall(r"^ {0,2}\w[^\d\n]*\b", shown, re.MULTILINE)[1:]
