@@ -123,6 +123,15 @@ def test_kv_swap_imports_only_in_the_allowed_directions() -> None:
     assert wrong == []
 
 
+def test_benches_use_only_the_support_of_the_tests_and_only_their_own_tests_use_them() -> None:
+    used = {name for _, names in modules("bench") for name in names if name.startswith("tests")}
+    assert used
+    assert {".".join(name.split(".")[:2]) for name in used} == {"tests.support"}
+    users = [name for name, names in modules("tests") if any(n.startswith("bench.") for n in names)]
+    assert users
+    assert [name for name in users if not name.startswith("bench.")] == []
+
+
 @pytest.mark.parametrize("package", ["kv_offload", "transfer/kv_swap"])
 def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
     """Packages aside: importing a module imports those that it lies in."""
