@@ -230,21 +230,6 @@ def test_reports_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
     assert [line for line in lines if line not in real] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "programs", "runs"),
-    [
-        ("A=$(kv-offload config x) && vllm serve y\n", ["kv-offload config", "vllm"], True),
-        ("export A=1 B=2\ncurl -d '{a; b}' c | grep d\n", ["export", "curl", "grep"], False),
-        ("vllm serve \\\n  --x '(a | b)'   # (see y; z)\n", ["vllm"], True),
-        ("kv-offload 0.1.0 doctor\n", ["kv-offload"], False),
-    ],
-)
-def test_what_runs_is_told_by_its_programs(text: str, programs: list[str], runs: bool) -> None:
-    block = Block("", text)
-    assert block.programs == programs
-    assert block.is_run is runs
-
-
 def test_every_program_that_is_named_here_is_in_a_page() -> None:
     """A rule that fits nothing would hide that a page is no longer read."""
     named = {name for page in PAGES for block in blocks(page) for name in block.programs}
