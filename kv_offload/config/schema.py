@@ -13,7 +13,7 @@ DEFAULT_CPU_BYTES = "25%"
 MAX_INT = 2**63 - 1
 
 
-def _says(description: str, allowed: str = "", **limits: float) -> Meta:
+def _says(description: str, allowed: str = "", **limits: Any) -> Meta:
     """Describe a key; `allowed` is left out where the type has the names that are allowed."""
     return Meta(description=description, extra={"allowed": allowed} if allowed else None, **limits)
 

@@ -80,7 +80,10 @@ def read_model(path: Path) -> Model:
     latent = fields.values.get("kv_lora_rank") is not None
     if latent and fields.model_type not in LATENT:
         raise fields.unsupported("has latent attention in a form that is not known")
-    kv_heads, head_size = _latent_head(fields) if latent else _heads(fields)
+    if latent:
+        kv_heads, head_size = 1, fields.number("kv_lora_rank") + fields.number("qk_rope_head_dim")
+    else:
+        kv_heads, head_size = _heads(fields)
     layers = count_layers(fields)
     index_size = fields.number("index_head_dim") if fields.model_type in INDEXED else 0
     return Model(
@@ -119,10 +122,6 @@ def _refuse_other_caches(fields: Fields) -> None:
         strange = next(filter(keys.search, given), None)
         if strange and fields.model_type not in KNOWN.get(problem, ()):
             raise fields.unsupported(f"has {problem} ({strange})")
-
-
-def _latent_head(fields: Fields) -> tuple[int, int]:
-    return 1, fields.number("kv_lora_rank") + fields.number("qk_rope_head_dim")
 
 
 def _heads(fields: Fields) -> tuple[int, int]:
