@@ -12,13 +12,12 @@ The keys of one call are in prefix order, and the first of them is evicted last:
 head is useless. `prepare_load` and `prepare_store` set that order. Completions leave it alone,
 because a job may complete piece by piece.
 
-A prompt has thousands of blocks, so keys and slots come in batches. Python code runs per key only
-where a key is given a slot.
+Python code runs per key only where a key is given a slot: a prompt has thousands of blocks.
 
 `MisuseError` says that a load or a store does not run which is completed; nothing is changed.
 
 Not thread safe: one scheduler owns it. All operations but `reset` take O(1) amortised time per key,
-without a pause to reorganise. Memory is taken when slots are used, not for `num_slots` at once.
+without a pause to reorganise.
 """
 
 from __future__ import annotations

@@ -17,10 +17,9 @@ class Gpu:
     pci_bus_id: str
     """As in /sys/bus/pci/devices: `0000:1a:00.0`."""
     generation: int | None
-    """Now: an idle GPU may lower it."""
+    """Now: an idle GPU may lower it. `width` has the lanes."""
     max_generation: int | None
     width: int | None
-    """Lanes, now."""
     max_width: int | None
 
 

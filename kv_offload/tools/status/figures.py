@@ -80,7 +80,7 @@ class Figures:
 
     @property
     def waiting(self) -> dict[str, float]:
-        """What waits now."""
+        """The gauges of `WAITS`."""
         return {name: self.gauge(name) for name in WAITS}
 
     @property

@@ -24,19 +24,12 @@ def page(
 
     What is wrong comes first: a low terminal shows the top.
     """
-    parts: list[RenderableType] = [_title(url, everything)]
-    if note:
-        parts.append(Text(note, style="bold red"))
-    parts.append(_table(everything))
-    if len(by_engine) > 1:
-        parts.append(_engines(by_engine))
-    return Group(*parts)
-
-
-def _title(url: str, figures: Figures) -> Text:
-    count = len(figures.engines)
-    engines = f"engine {figures.engines[0]}" if count == 1 else f"{count} engines together"
-    return Text.assemble(("kv-offload", "bold"), f" at {url}: {figures.model}, {engines}")
+    count = len(everything.engines)
+    engines = f"engine {everything.engines[0]}" if count == 1 else f"{count} engines together"
+    title = Text.assemble(("kv-offload", "bold"), f" at {url}: {everything.model}, {engines}")
+    notes = [Text(note, style="bold red")] if note else []
+    each = [_engines(by_engine)] if len(by_engine) > 1 else []
+    return Group(title, *notes, _table(everything), *each)
 
 
 def _table(figures: Figures) -> Table:
@@ -52,13 +45,14 @@ def _table(figures: Figures) -> Table:
 
     def row(what: str, count: Count, whole: Count | None = None, style: str = "") -> None:
         share = "" if whole is None else _share(count.total, whole.total)
-        table.add_row(f"  {what}", _number(count.total), share, _rate(count), style=style)
+        rate = "" if count.per_second is None else f"{_number(count.per_second)}/s"
+        table.add_row(f"  {what}", _number(count.total), share, rate, style=style)
 
     heading("Errors")
-    errors = {name: value for name, value in figures.errors.items() if value}
-    for name, value in errors.items():
-        table.add_row(f"  {name}: {_HELP[name]}", _number(value), style="bold red")
-    if not errors:
+    for name, value in figures.errors.items():
+        if value:
+            table.add_row(f"  {name}: {_HELP[name]}", _number(value), style="bold red")
+    if not any(figures.errors.values()):
         table.add_row("  none since the start", style="green")
     heading("Tokens of prompts")
     tokens = figures.tokens
@@ -118,8 +112,7 @@ def _add_pool(table: Table, figures: Figures) -> None:
 
 def _engines(by_engine: Sequence[Figures]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
-    columns = ("engine", "hit rate", "tokens from host memory", "slots in use", "of", "errors")
-    for column in columns:
+    for column in ("engine", "hit rate", "tokens from host memory", "slots in use", "of", "errors"):
         table.add_column(column, justify="right", header_style="bold cyan")
     for figures in by_engine:
         errors, tokens = sum(figures.errors.values()), figures.tokens
@@ -141,10 +134,6 @@ def _number(value: float) -> str:
 
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else ""
-
-
-def _rate(count: Count) -> str:
-    return "" if count.per_second is None else f"{count.per_second:,.0f}/s"
 
 
 def _traffic(what: str, figures: Figures, copies: str) -> tuple[str, str, str, str]:
