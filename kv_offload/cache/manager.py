@@ -41,9 +41,9 @@ class CacheManager:
         """Own `policy`, which is new; `num_slots` is its capacity."""
         self.num_slots = num_slots = policy.capacity
         self.evictions = 0
-        """Keys evicted since the start; `reset` neither counts nor clears them."""
+        """Keys evicted since the start; a reset does not count."""
         self.stored_slots = 0
-        """Slots whose key has become readable since the start; `reset` does not clear them."""
+        """Slots whose key has become readable since the start."""
         self._index = SlotIndex(num_slots)
         self._policy = policy
         self._running = RunningOperations(num_slots)  # those on orphans too
@@ -102,12 +102,10 @@ class CacheManager:
         return dict(compress(found, readable.tolist()))
 
     def prepare_load(self, keys: Sequence[Key]) -> Slots:
-        """Return the slots of `keys`, in order, and hold them against eviction; all or nothing.
+        """Return the slots of `keys`, in order, and hold them against eviction.
 
         Counts as an access. The caller owns one hold per key, repeated or not, until
-        `complete_load`.
-
-        Raises `MissingKeyError` for a key that is not readable; nothing is changed.
+        `complete_load`. For a key that is not readable it raises `MissingKeyError` alone.
         """
         slots = self._index.find(keys)
         readable = self._readable(slots)
@@ -129,11 +127,10 @@ class CacheManager:
     def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> Slots:
         """Give slots to distinct keys that have none, first to last, evicting others as needed.
 
-        Returns the slots; if no more are free and none can be evicted, the last keys get none.
-
+        Returns the slots; if no more are free and none can be evicted, the last keys get none. New
+        keys are not readable, and their slots are given to no other, until `complete_store`.
         `along` names the slots of the same prefixes that are known. They are not evicted, and count
-        as accessed, more recently than `keys`. New keys are not readable, and no other key is given
-        their slots, until `complete_store`.
+        as accessed, more recently than `keys`.
         """
         guarded = NO_SLOTS
         if len(along):

@@ -96,14 +96,13 @@ def trace_config(
 
     The file is `file`, which a command was given, else `extra_config["config_file"]`, else what
     `KV_OFFLOAD_CONFIG_FILE` names, else none. `host` stands in for `read_host_memory()`. The
-    data-parallel `replicas` on this host divide a percentage, and each takes an absolute size for
-    itself.
+    data-parallel `replicas` on this host divide a percentage; each takes an absolute size.
 
     Raises:
         ConfigError: a source cannot be read, or has an unknown key or a value that is not allowed,
             or a variable is named after a key.
         CapacityError: all replicas together ask for more than this machine or its cgroup has, less
-            the headroom. What is free now is not looked at: see `kv_offload.worker.capacity`.
+            the headroom. What is free now is not looked at.
     """
     warnings = tuple(_check_variables(environ))
     read = ConfigFile(None, {}, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -68,17 +69,14 @@ def test_the_dashboard_asks_for_a_data_source_servers_models_and_engines() -> No
 
 
 def test_panels_do_not_overlap() -> None:
-    taken = [
-        (x, y)
-        for panel in DASHBOARD["panels"]
-        for place in [panel["gridPos"]]
-        for x in range(place["x"], place["x"] + place["w"])
-        for y in range(place["y"], place["y"] + place["h"])
-    ]
-    assert len(taken) == len(set(taken))
-    assert max(x for x, _ in taken) < 24
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(ids) == len(set(ids))
+    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    for one, other in itertools.combinations(places, 2):
+        assert any(
+            one[at] + one[size] <= other[at] or other[at] + other[size] <= one[at]
+            for at, size in ("xw", "yh")
+        )
+    assert max(place["x"] + place["w"] for place in places) <= 24
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(places)
 
 
 def test_every_alert_has_a_remedy_and_a_case_in_which_it_fires() -> None:
@@ -134,19 +132,13 @@ def test_where_the_pool_is_full_two_ranks_store_as_many_slots_as_are_replaced(
     }
     labels = '{instance="a", model_name="m", engine="0"}'
     queries = [QUERIES[f"Stored and replaced slots, {line}"] for line in ("stored", "replaced")]
+    two = {"eval_time": "15m", "exp_samples": [{"labels": "{}", "value": 2}]}
     case = {
         "interval": "1m",
         "input_series": [
             {"series": PREFIX + name + labels, "values": values} for name, values in series.items()
         ],
-        "promql_expr_test": [
-            {
-                "expr": filled_in(query, "5m"),
-                "eval_time": "15m",
-                "exp_samples": [{"labels": "{}", "value": 2}],
-            }
-            for query in queries
-        ],
+        "promql_expr_test": [{"expr": filled_in(query, "5m"), **two} for query in queries],
     }
     file = tmp_path / "slots.yml"
     file.write_text(yaml.safe_dump({"rule_files": [], "tests": [case]}))

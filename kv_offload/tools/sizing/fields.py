@@ -36,7 +36,7 @@ class Fields:
     outer: Mapping[str, Any]
     """The top of the file; `values` themselves where a model has one part only."""
     has_defaults: bool
-    """Whether transformers is installed and has added the defaults of the model's kind."""
+    """Whether transformers has added the defaults of the model's kind."""
     cache_is_quantized: bool
     """Whether the checkpoint itself asks for another type of cache than the model's."""
 

@@ -71,10 +71,7 @@ class SlotSize:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of `block_tokens` tokens, over all ranks, less what only the end of a prompt has.
-
-        Of windows alone, those of tokens in the window.
-        """
+        """Bytes of a block, over all ranks, less what only the end of a prompt or window has."""
         return self.slot_bytes * self.block_slots * self.arenas
 
     @property
@@ -90,10 +87,7 @@ class SlotSize:
 
     @property
     def prompt_bytes(self) -> int:
-        """Bytes of windows and states where one prompt ends, over all ranks.
-
-        A prompt that is shorter than the window has less of it.
-        """
+        """Bytes of windows and states where one prompt ends, over all ranks, at most."""
         window_blocks = -(-(self.model.window_tokens - 1) // self.block_tokens)
         windows = self.groups.get("window", 0) * window_blocks
         return (windows + self.groups.get("state", 0)) * self.slot_bytes * self.arenas
@@ -106,9 +100,9 @@ class SlotSize:
 def slot_size(
     model: Model, *, tensor_parallel_size: int, cache_dtype: str, block_tokens: int
 ) -> SlotSize:
-    """Return the size of a slot, with a type of `CACHE_DTYPES`.
+    """Return the size of a slot.
 
-    Raises `ConfigError` for a type that does not fit the model, and where the KV heads or the
+    Raises `ConfigError` for a type of cache that does not fit the model, and where its KV heads or
     states cannot be split over the ranks.
     """
     _check_cache_dtype(model, cache_dtype)

@@ -289,21 +289,6 @@ def test_arc_sees_the_return_of_an_evicted_key_as_reuse_and_that_of_a_discarded_
     assert policy.arc_state == ([], [], [], [], 0.0)
 
 
-def test_arc_evicts_from_the_other_list_where_the_chosen_one_is_held() -> None:
-    policy = arc(3, "a", "b")
-    policy.use("a", "b")
-    policy.add("c")  # held: T1 exceeds its target of 0, but cannot give a victim
-    assert policy.replace("d") == "a"
-    assert policy.arc_state[:2] == (["c", "d"], ["b"])
-    policy.release("c", "d")
-    assert policy.replace("e") == "c"
-    assert policy.replace("c") == "d"
-    policy.release("e")
-    policy.hold("b")  # with c: T1 is not above its target, but T2 cannot give a victim
-    assert policy.arc_state == (["e"], ["c", "b"], ["d"], ["a"], 1.0)
-    assert policy.replace("f") == "e"
-
-
 def test_arc_bounds_its_ghosts_where_it_evicts_before_it_is_full() -> None:
     """After a reset orphaned slots are busy: fewer slots than the capacity hold all keys."""
     policy = arc(8, "k0")
