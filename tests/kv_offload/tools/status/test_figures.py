@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from kv_offload.metrics import PREFIX
-from kv_offload.tools.status.figures import Count, Figures
+from kv_offload.tools.status.figures import Figures
 from kv_offload.tools.status.read import Reading, parse
 from tests.kv_offload.tools.status.server import HITS, START, hits_with
 
@@ -20,16 +20,17 @@ def reading(taken: float = 0.0, **values: float) -> Reading:
 
 def test_rates_are_those_between_two_readings_of_a_server_that_was_not_started_again() -> None:
     before = parse(START, "here")
-    assert Figures(before).bytes_per_second("loaded") == 0
+    assert Figures(before).copy_rate("loaded") == 0
     assert Figures(before).load_seconds(0.5) is None
     found = Figures(dataclasses.replace(parse(HITS, "here"), taken=before.taken + 4), before)
     assert found.seconds == pytest.approx(4)
-    assert found.tokens["host_tokens"] == Count(864, 216)
-    assert found.counter("stored_bytes") == Count(27 * 32768, 27 * 8192)
+    assert found.some("host_tokens", "stored_bytes") == {"host_tokens": 864, "stored_bytes": 884736}
+    assert found.per_second("host_tokens") == 216
+    assert found.per_second("stored_bytes") == 27 * 8192
     again = Figures(reading(5, hit_tokens_total=10), reading(1, hit_tokens_total=90))
-    assert again.tokens["host_tokens"] == Count(10, None)
+    assert again.per_second("host_tokens") is None
     # vLLM leaves requests that were preempted out of its counters; ours have them.
-    assert again.tokens["computed_tokens"].total == 0
+    assert again.values["computed_tokens"] == 0
 
 
 def test_engines_are_added_or_taken_alone() -> None:
@@ -41,7 +42,7 @@ def test_engines_are_added_or_taken_alone() -> None:
     assert (together["host_tokens"], alone["host_tokens"]) == (2 * 864, 864)
     assert together["load_times"] == alone["load_times"]
     assert together["oldest_copy_seconds"] == alone["oldest_copy_seconds"] == 7.5
-    assert Figures(both, None, ["0"]).largest("oldest_copy_seconds") == 2.5
+    assert Figures(both, None, ["0"]).values["oldest_copy_seconds"] == 2.5
 
 
 @pytest.mark.parametrize(
