@@ -15,7 +15,6 @@ INTERRUPTED = 128 + signal.SIGINT
 """The exit status that a shell shows for a tool that Ctrl-C ended before it was done."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What writing to a full disk, or beyond a limit, fails with."""
 
 
 def is_terminal() -> bool:

@@ -224,18 +224,6 @@ def test_what_was_written_before_is_there_when_the_bench_is_killed(
     assert written["missing"][0] == "vllm conversations 1"
 
 
-def test_what_is_missing_tells_a_start_for_conversations_from_one_that_is_measured(
-    fake: type[FakeProcess], tmp_path: Path
-) -> None:
-    fake.stop_after = 3
-    words = ["--sections", "conversations,start", "--connectors", "off", "--out", str(tmp_path)]
-    assert serving.main(words) == 1
-    written = json.loads((tmp_path / "serving-small.json").read_text())
-    starts = [f"off start {turn}" for turn in range(1, 2 + runs.STARTS)]
-    rounds = ["limit conversations 1", "off conversations 2", "limit conversations 2"]
-    assert written["missing"] == [*rounds, *starts]
-
-
 def test_an_engine_that_fails_leaves_the_others_their_rounds(fake: type[FakeProcess]) -> None:
     assert serving.main([*WORDS, "conversations"]) == 0
     held = [(connector, more) for connector, name, more in fake.answered if name == "conversations"]
@@ -287,27 +275,17 @@ def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) ->
 
 
 @on_an_engine
-def test_engines_are_started_again_by_turns(
+def test_engines_start_and_hold_conversations_by_turns_which_come_back_from_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(runs, "STARTS", 1)
-    assert serving.main(["--sections", "start", "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "serving-small.json").read_text())["results"]
-    assert list(found) == ["off", "kv-offload"]
-    assert all(seconds > 0.1 for result in found.values() for seconds in result["starts"])
-    began = re.findall(r"\] (\S+): starting an engine", capfd.readouterr().err)
-    assert began == ["off", "kv-offload"] * 2
-
-
-@on_an_engine
-def test_conversations_are_held_by_turns_and_come_back_from_host_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(runs, "ROUNDS", 1)
-    words = ["--sections", "conversations", "--connectors", "kv-offload", "--out", str(tmp_path)]
-    assert serving.main(words) == 0
+    words = ["--sections", "start,conversations", "--connectors", "off,kv-offload"]
+    assert serving.main([*words, "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "serving-small.json").read_text())["results"]
-    assert list(found) == ["kv-offload", "limit"]
+    began = re.findall(r"\] (\S+): starting an engine", capfd.readouterr().err)
+    assert began == ["off", "kv-offload", "limit", *["off", "kv-offload"] * 2]
+    assert all(seconds > 0.1 for result in found.values() for seconds in result["starts"])
     load = SMALL.conversations
     for result in found.values():
         (held,) = result["conversations"]

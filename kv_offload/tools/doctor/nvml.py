@@ -29,7 +29,7 @@ class Machine:
 
     driver: str | None = None
     cuda: tuple[int, int] | None = None
-    """The newest version of CUDA that the driver runs."""
+    """The newest that the driver runs."""
     gpus: tuple[Gpu, ...] = ()
     may_have_others: bool = False
     """Whether NVML could not be asked: there may be GPUs all the same."""

@@ -15,9 +15,8 @@ ALL_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Values of `model_type` whose layers all have the window, if the configuration has one."""
 
 MAMBA_2 = frozenset({"granitemoehybrid"})
-DELTA_NETS = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
-STATE_MODELS = MAMBA_2 | DELTA_NETS
-"""Values of `model_type` whose states are known here."""
+STATE_MODELS = MAMBA_2 | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+"""Values of `model_type` whose states are known here; what is not Mamba 2 has gated delta nets."""
 
 KINDS = {
     "full_attention": "full",

@@ -22,7 +22,7 @@ ENDS = ("window", "state")
 """Kinds of layers of which only the end of a prompt is kept."""
 
 SCALE_BYTES = 4
-"""Of the scale that the types `..._per_token_head` keep for a key, and for a value."""
+"""Of a key's scale, and of a value's, with the types `..._per_token_head`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,6 @@ def cut_into_groups(layers: Mapping[str, int]) -> tuple[dict[str, int], int]:
 
     It makes groups of equal size: of the rarest kind's layers, or of the commonest kind's where
     that is less than 1.5 times as many (`_get_kv_cache_groups_uniform_page_size` in vLLM 0.32).
-    What a group lacks is padding.
     """
     size = min(layers.values())
     if max(layers.values()) < size * 1.5:
