@@ -22,11 +22,7 @@ def add_count(
 ) -> None:
     """Add a number of at least 1."""
     parser.add_argument(
-        *names,
-        type=_count,
-        default=default,
-        metavar=metavar,
-        help=f"{of} (default: %(default)s)",
+        *names, type=_count, default=default, metavar=metavar, help=f"{of} (default: %(default)s)"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import shutil
 import subprocess
@@ -66,17 +65,6 @@ def test_the_dashboard_asks_for_a_data_source_servers_models_and_engines() -> No
         assert variable["current"]["value"] == "$__all"
     used = set(re.findall(r"\$(\w+)", " ".join(QUERIES.values())))
     assert used == {"instance", "model", "engine", "__rate_interval", "__range"}
-
-
-def test_panels_do_not_overlap() -> None:
-    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
-    for one, other in itertools.combinations(places, 2):
-        assert any(
-            one[at] + one[size] <= other[at] or other[at] + other[size] <= one[at]
-            for at, size in ("xw", "yh")
-        )
-    assert max(place["x"] + place["w"] for place in places) <= 24
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(places)
 
 
 def test_every_alert_has_a_remedy_and_a_case_in_which_it_fires() -> None:
