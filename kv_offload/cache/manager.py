@@ -105,7 +105,7 @@ class CacheManager:
         """Return the slots of `keys`, in order, and hold them against eviction.
 
         Counts as an access. The caller owns one hold per key, repeated or not, until
-        `complete_load`. For a key that is not readable it raises `MissingKeyError` alone.
+        `complete_load`. Raises `MissingKeyError` where one is not readable; then it holds none.
         """
         slots = self._index.find(keys)
         readable = self._readable(slots)

@@ -120,8 +120,14 @@ def slot_size(
         # As `_align_hybrid_block_size` in vLLM 0.32 does it.
         block_tokens *= -(-state_bytes // (block_tokens * layer_bytes))
     return SlotSize(
-        *(model, tensor_parallel_size, cache_dtype, block_tokens),
-        *(groups, group_layers, layer_bytes, state_bytes),
+        model=model,
+        tensor_parallel_size=tensor_parallel_size,
+        cache_dtype=cache_dtype,
+        block_tokens=block_tokens,
+        groups=groups,
+        group_layers=group_layers,
+        layer_bytes=layer_bytes,
+        state_bytes=state_bytes,
     )
 
 

@@ -55,7 +55,7 @@ class Reading:
 
 
 def metrics_url(address: str) -> str:
-    """Return the URL of the page of `host:port` or of a URL. Raises `ServerError` for no HTTP."""
+    """Return the URL of the page of `host:port` or of a URL. Raises `ServerError` for others."""
     url = address if "://" in address else f"http://{address}"
     try:
         parts = urllib.parse.urlsplit(url)
