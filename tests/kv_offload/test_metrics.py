@@ -28,11 +28,6 @@ def test_names_are_unique_and_fit_for_prometheus() -> None:
     assert all(metric.documentation.endswith(".") for metric in METRICS)
 
 
-def test_every_reason_to_skip_a_store_has_a_counter() -> None:
-    counters = {metric.name for metric in METRICS if metric.kind == "counter"}
-    assert {f"skipped_{reason}" for reason in SKIP_REASONS} <= counters
-
-
 def test_a_histogram_has_buckets_that_grow_and_nothing_else_has_any() -> None:
     for metric in METRICS:
         assert bool(metric.buckets) == (metric.kind == "histogram")

@@ -149,14 +149,12 @@ def test_a_message_shows_what_was_written_and_not_what_yaml_made_of_it(write, co
 # -- capacity
 
 
-def test_more_than_the_machine_has(write):
+def test_more_than_the_machine_has():
     assert refusal({"cpu_bytes": "65GiB"}, kind=CapacityError) == (
         "kv_connector_extra_config: cpu_bytes: '65GiB': asks for 65 GiB (69793218560 bytes), but "
         "/proc/meminfo says that there are 64 GiB (68719476736 bytes), of which 2 GiB must stay "
         "free. Ask for less, for example 25%, or give the process more."
     )
-    file = write("cpu_bytes: 100%")
-    assert refusal({"config_file": file}, kind=CapacityError).startswith(f"{file}: cpu_bytes: '100")
     assert "cpu_bytes: 66571993089:" in refusal({"cpu_bytes": 62 * GIB + 1}, kind=CapacityError)
 
 
@@ -164,11 +162,10 @@ def test_replicas_of_a_host_divide_a_percentage_and_each_takes_a_size():
     assert load(replicas=8).cpu_bytes == 2 * GIB
     assert load({"cpu_bytes": "7GiB"}, replicas=8).cpu_bytes == 7 * GIB
     for value in ("100%", "8GiB", 8 * GIB):
-        message = refusal({"cpu_bytes": value}, kind=CapacityError, replicas=8)
         assert (
             f"cpu_bytes: {value!r}: asks for 8 GiB (8589934592 bytes) for each of 8 replicas on "
             "this host, 64 GiB (68719476736 bytes) in all, but /proc/meminfo says"
-        ) in message
+        ) in refusal({"cpu_bytes": value}, kind=CapacityError, replicas=8)
 
 
 # -- unknown keys
@@ -230,8 +227,8 @@ def test_paths_may_be_relative_or_start_at_home(write, tmp_path, monkeypatch):
     write("store_after_uses: 2")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert load({"config_file": "~/kv.yaml"}).store_after_uses == 2
-    assert trace_config({"config_file": "kv.yaml"}, {}, host=HOST).file == tmp_path / "kv.yaml"
+    for path in ("~/kv.yaml", "kv.yaml"):
+        assert trace_config({"config_file": path}, {}, host=HOST).file == tmp_path / "kv.yaml"
 
 
 # -- other variables

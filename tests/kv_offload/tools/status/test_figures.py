@@ -41,6 +41,7 @@ def test_engines_are_added_or_taken_alone() -> None:
     assert together["engines"] == ("0", "1")
     assert (together["host_tokens"], alone["host_tokens"]) == (2 * 864, 864)
     assert together["load_times"] == alone["load_times"]
+    assert Figures(both).values["slot_bytes"] == 32768
     assert together["oldest_copy_seconds"] == alone["oldest_copy_seconds"] == 7.5
     assert Figures(both, None, ["0"]).values["oldest_copy_seconds"] == 2.5
 
