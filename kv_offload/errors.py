@@ -1,11 +1,5 @@
 """The error tree of `kv_offload`; `transfer` has its own in `kv_swap.errors`.
 
-    KVOffloadError
-    ├── ConfigError        what the user wrote is wrong: carries the path of the bad value
-    ├── UnsupportedError   this engine, model or configuration cannot be served correctly
-    ├── CapacityError      the machine cannot give the memory that was asked for
-    └── ServerError        the metrics of a running server cannot be read
-
 A message names the value, the limit and the remedy. As text it begins with `kv-offload: `, by which
 it is found in an engine's log.
 """

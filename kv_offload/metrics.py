@@ -42,20 +42,6 @@ def _metrics(kind: Literal["counter", "gauge"], **documentation: str) -> list[Me
     return [Metric(name, kind, text) for name, text in documentation.items()]
 
 
-LOAD_SECONDS_BUCKETS = tuple(step * 10.0**power for power in range(-4, 1) for step in (1, 2.5, 5))
-"""0.1 ms, below which a load is all start, to 5 s, when something is wrong.
-
-0.5 ms and 100 ms are among them: what synchronous loads may take beside others, and alone."""
-
-LOAD_BYTES_BUCKETS = tuple(4.0**power for power in range(8, 18))
-"""64 KiB, a block of a small model, to 16 GiB, a long prompt of a large one.
-
-16 MiB is among them: from there on a synchronous load arrives in waves."""
-
-HIT_TOKENS_BUCKETS = tuple(2.0**power for power in range(6, 19))
-"""64 tokens, a few blocks, to 262,144. In steps of two, as the time that a hit saves grows with its
-tokens."""
-
 METRICS = (
     *_metrics(
         "counter",
@@ -102,19 +88,24 @@ METRICS = (
         "load_seconds",
         "histogram",
         "Time from when a load could start to its end, on the first rank; one value for each load.",
-        LOAD_SECONDS_BUCKETS,
+        # 0.1 ms, below which a load is all start, to 5 s, when something is wrong. 0.5 ms and
+        # 100 ms are among them: what synchronous loads may take beside others, and alone.
+        tuple(step * 10.0**power for power in range(-4, 1) for step in (1, 2.5, 5)),
     ),
     Metric(
         "load_bytes",
         "histogram",
         "Bytes of a load on the first rank; one value for each load.",
-        LOAD_BYTES_BUCKETS,
+        # 64 KiB, a block of a small model, to 16 GiB, a long prompt of a large one. 16 MiB is among
+        # them: from there on a synchronous load arrives in waves.
+        tuple(4.0**power for power in range(8, 18)),
     ),
     Metric(
         "request_hit_tokens",
         "histogram",
         "Tokens that a hit saved its request from computing; one value for each hit.",
-        HIT_TOKENS_BUCKETS,
+        # A few blocks to 262,144 tokens, in steps of two: the time that is saved grows with them.
+        tuple(2.0**power for power in range(6, 19)),
     ),
 )
 KINDS: Mapping[str, Kind] = {metric.name: metric.kind for metric in METRICS}

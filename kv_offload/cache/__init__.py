@@ -7,5 +7,5 @@
 - `running`: which slots are being read or written.
 - `slots`: the types and errors that they share.
 
-Pure Python and NumPy: nothing here imports an engine, a device or another folder of `kv_offload`.
+Pure Python and NumPy: nothing here imports an engine or a device.
 """

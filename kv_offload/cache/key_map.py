@@ -43,10 +43,7 @@ class KeyMap:
             del shards[hash(key) & _SHARD_BITS][key]
 
     def rename_all(self, key_of: list[Key], values: Sequence[int], keys: Sequence[Key]) -> None:
-        """Map others to values that have keys; `key_of` has the key of each value, and is kept so.
-
-        The keys are distinct and unknown.
-        """
+        """Map new, distinct keys to values that have others; `key_of` has the key of each value."""
         shards = self._shards
         for key, value in zip(keys, values, strict=True):
             gone = key_of[value]

@@ -12,13 +12,12 @@ The keys of one call are in prefix order, and the first of them is evicted last:
 head is useless. `prepare_load` and `prepare_store` set that order. Completions leave it alone,
 because a job may complete piece by piece.
 
-A prompt has thousands of blocks, so keys and slots come in batches. Python code runs per key only
-where a key is given a slot.
+Python code runs per key only where a key is given a slot: a prompt has thousands of blocks.
 
 `MisuseError` says that a load or a store does not run which is completed; nothing is changed.
 
 Not thread safe: one scheduler owns it. All operations but `reset` take O(1) amortised time per key,
-without a pause to reorganise. Memory is taken when slots are used, not for `num_slots` at once.
+without a pause to reorganise.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class CacheManager:
         """Own `policy`, which is new; `num_slots` is its capacity."""
         self.num_slots = num_slots = policy.capacity
         self.evictions = 0
-        """Keys evicted since the start; `reset` neither counts nor clears them."""
+        """Keys evicted since the start; a reset does not count."""
         self.stored_slots = 0
-        """Slots whose key has become readable since the start; `reset` does not clear them."""
+        """Slots whose key has become readable since the start."""
         self._index = SlotIndex(num_slots)
         self._policy = policy
         self._running = RunningOperations(num_slots)  # those on orphans too
@@ -103,12 +102,10 @@ class CacheManager:
         return dict(compress(found, readable.tolist()))
 
     def prepare_load(self, keys: Sequence[Key]) -> Slots:
-        """Return the slots of `keys`, in order, and hold them against eviction; all or nothing.
+        """Return the slots of `keys`, in order, and hold them against eviction.
 
         Counts as an access. The caller owns one hold per key, repeated or not, until
-        `complete_load`.
-
-        Raises `MissingKeyError` for a key that is not readable; nothing is changed.
+        `complete_load`. Raises `MissingKeyError` where one is not readable; then it holds none.
         """
         slots = self._index.find(keys)
         readable = self._readable(slots)
@@ -130,11 +127,10 @@ class CacheManager:
     def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> Slots:
         """Give slots to distinct keys that have none, first to last, evicting others as needed.
 
-        Returns the slots; if no more are free and none can be evicted, the last keys get none.
-
+        Returns the slots; if no more are free and none can be evicted, the last keys get none. New
+        keys are not readable, and their slots are given to no other, until `complete_store`.
         `along` names the slots of the same prefixes that are known. They are not evicted, and count
-        as accessed, more recently than `keys`. New keys are not readable, and no other key is given
-        their slots, until `complete_store`.
+        as accessed, more recently than `keys`.
         """
         guarded = NO_SLOTS
         if len(along):

@@ -40,9 +40,8 @@ class CacheGroup:
     - `holds_state`: it reads the state after the token before it (Mamba, gated delta nets). A block
       holds the state after its last token; some blocks of a prefix are never made.
     - `sees_next_token`: the KV of a token also depends on the next token, because a draft head is
-      fed both. The KV of a block's last token then depends on a token that the block's hash does
-      not cover. The hash of the next block covers it. So a hit needs a proof: the block after its
-      end is readable too.
+      fed both. That of a block's last token then depends on a token that only the hash of the next
+      block covers. So a hit needs a proof: the block after its end is readable too.
     - `retention_tokens`: of a window, the engine names the blocks before the end of a prompt and
       before each multiple of this alone; 0 is the end of a prompt alone, None is all blocks.
     """
@@ -73,8 +72,7 @@ class CacheGroup:
 
 def _group_suffix(make_key: KeyMaker, group_id: int) -> bytes:
     """Return what the engine appends to a hash to name the group. Raises `UnsupportedError`."""
-    suffix = make_key(b"", group_id)
-    made = make_key(b"hash", group_id)
+    suffix, made = make_key(b"", group_id), make_key(b"hash", group_id)
     if made != b"hash" + suffix:
         raise UnsupportedError(
             f"this vLLM makes the keys of its blocks in an unknown way ({made!r} of b'hash', "
@@ -91,9 +89,7 @@ class PrefixMap:
     ) -> None:
         self.groups = tuple(groups)
         self._hash_block_tokens = hash_block_tokens
-        self._suffix = {
-            group.group_id: _group_suffix(make_key, group.group_id) for group in self.groups
-        }
+        self._suffix = {g.group_id: _group_suffix(make_key, g.group_id) for g in self.groups}
         self.behind_slot_key = tuple(
             b"" if group.group_id else self._suffix[0] for group in self.groups
         )
@@ -106,11 +102,10 @@ class PrefixMap:
         self.serves_whole_requests = all(
             group.reads_all and not group.sees_next_token for group in self.groups
         )
-        """Whether a hit may cover all tokens of a request.
+        """Whether a hit may cover all tokens of a request: the engine computes the last one again.
 
-        The engine then computes the last token again, which must find all that it reads. A window
-        could begin one token too late for it, a state would already include it, and KV that depends
-        on the next token would have no proof.
+        A window could begin one token too late for it, a state would already include it, and KV
+        that depends on the next token would have no proof.
         """
 
     def align(self, tokens: int) -> int:
@@ -153,8 +148,8 @@ class PrefixMap:
     def count_named(self, group: CacheGroup, slots: Sequence[int], prompt_tokens: int) -> int:
         """Return how many of these slots of a request the engine names once they are computed.
 
-        Of states and, with `retention_tokens`, of windows it names the blocks that a hit at certain
-        tokens reads, and no others. Which states these are is not known here: none counts.
+        Of states and, with `retention_tokens`, of windows it names only what a hit at certain
+        tokens reads. Which states these are is not known here: none counts.
         """
         if group.holds_state:
             return 0

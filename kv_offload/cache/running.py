@@ -15,7 +15,6 @@ class RunningOperations:
     """Counts the loads and stores of each slot, and refuses to end one that does not run."""
 
     def __init__(self, num_slots: int) -> None:
-        """Watch the slots 0..`num_slots` - 1; nothing runs."""
         # Zeros from the system take no memory until they are written.
         self._readers = np.zeros(num_slots, np.int32)
         self._writing: set[int] = set()

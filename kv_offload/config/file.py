@@ -43,7 +43,7 @@ def show(value: Any) -> str:
 def read_small(path: Path, most_bytes: int, what: str) -> bytes:
     """Return what is in a regular file of `most_bytes` at most, as `what` has: "a config.json".
 
-    Raises `OSError` if it cannot be read, and `ValueError` if it is no such file.
+    Raises `OSError`, and `ValueError` for another file.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):  # a pipe would block who reads it, a device may never end
@@ -64,9 +64,8 @@ class ConfigFile:
 
 
 def read_file(named_by: str, value: Any) -> ConfigFile:
-    """Read a YAML file.
+    """Read a YAML file. `named_by` says where the user gave `value` as its path.
 
-    `value` is the path as the user gave it; `named_by` says where, in front of every message of it.
     Raises `ConfigError`, with line and column where the content is wrong.
     """
     remedy = "Give the path of a YAML file that this process can read."

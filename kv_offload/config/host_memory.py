@@ -40,7 +40,7 @@ def read_host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
     It is what exists, not what is free. Limits outside the cgroup namespace cannot be seen. Raises
     `CapacityError` if the machine's memory or a limit that exists cannot be read.
     """
-    return _smallest(_limits(proc, cgroups), proc, cgroups)
+    return _smallest(_amounts(proc, cgroups, free=False), proc, cgroups)
 
 
 def read_available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
@@ -51,7 +51,7 @@ def read_available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMem
     Reads some ten files, in 0.3 ms on a machine with 2 cores. Any thread may call it. Raises
     `CapacityError` if the machine's memory, a limit or its use cannot be read.
     """
-    return _smallest(_available(proc, cgroups), proc, cgroups)
+    return _smallest(_amounts(proc, cgroups, free=True), proc, cgroups)
 
 
 def _smallest(amounts: Iterator[HostMemory], proc: Path, cgroups: Path) -> HostMemory:
@@ -64,17 +64,17 @@ def _smallest(amounts: Iterator[HostMemory], proc: Path, cgroups: Path) -> HostM
         ) from error
 
 
-def _limits(proc: Path, cgroups: Path) -> Iterator[HostMemory]:
-    yield HostMemory(_meminfo(proc, "MemTotal"), str(proc / "meminfo"))
-    for _, file, limit in _cgroup_limits(proc, cgroups):
-        yield HostMemory(limit, str(file))
-
-
-def _available(proc: Path, cgroups: Path) -> Iterator[HostMemory]:
-    yield HostMemory(_meminfo(proc, "MemAvailable"), f"MemAvailable in {proc / 'meminfo'}")
+def _amounts(proc: Path, cgroups: Path, *, free: bool) -> Iterator[HostMemory]:
+    """Yield the machine's memory and the limits of the cgroups: all of it, or what is free."""
+    meminfo, name = proc / "meminfo", "MemAvailable" if free else "MemTotal"
+    match = re.search(rf"^{name}:\s+([0-9]+) kB$", meminfo.read_text(), re.MULTILINE)
+    if match is None:
+        raise ValueError(f"no {name} in {meminfo}")
+    yield HostMemory(int(match[1]) * 1024, f"{name} in {meminfo}" if free else str(meminfo))
     for version, file, limit in _cgroup_limits(proc, cgroups):
-        used = _read_bytes(file.with_name(version.used))
-        if used is not None:
+        if not free:
+            yield HostMemory(limit, str(file))
+        elif (used := _read_bytes(file.with_name(version.used))) is not None:
             in_use = max(0, used - _cached_bytes(file.with_name("memory.stat"), version.cached))
             source = f"{file} less what {version.used} says, without cached files"
             yield HostMemory(max(0, limit - in_use), source)
@@ -98,14 +98,6 @@ _V1 = _Version(
     ("total_inactive_file", "total_active_file"),
 )
 _V2 = _Version(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
-
-
-def _meminfo(proc: Path, name: str) -> int:
-    file = proc / "meminfo"
-    match = re.search(rf"^{name}:\s+([0-9]+) kB$", file.read_text(), re.MULTILINE)
-    if match is None:
-        raise ValueError(f"no {name} in {file}")
-    return int(match[1]) * 1024
 
 
 def _read(file: Path) -> str | None:

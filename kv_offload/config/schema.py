@@ -13,71 +13,67 @@ DEFAULT_CPU_BYTES = "25%"
 MAX_INT = 2**63 - 1
 
 
+def _says(description: str, allowed: str = "", **limits: Any) -> Meta:
+    """Describe a key; `allowed` is left out where the type has the names that are allowed."""
+    return Meta(description=description, extra={"allowed": allowed} if allowed else None, **limits)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """The effective configuration of one engine, as `trace_config` checked and resolved it."""
 
     cpu_bytes: Annotated[
         int,
-        Meta(
+        _says(
+            "Host memory for one replica of the engine, over all its ranks.",
+            "bytes, a size (48GiB), or a share of the machine's memory (40%) that its "
+            "data-parallel replicas divide",
             ge=1,
             le=MAX_INT,
-            description="Host memory for one replica of the engine, over all its ranks.",
-            extra={
-                "allowed": "bytes, a size (48GiB), or a share of the machine's memory (40%) that "
-                "its data-parallel replicas divide"
-            },
         ),
     ]
     eviction_policy: Annotated[
-        Literal["lru", "arc"],
-        Meta(description="Which blocks leave host memory first when it is full."),
+        Literal["lru", "arc"], _says("Which blocks leave host memory first when it is full.")
     ] = "lru"
     store_blocks: Annotated[
         Literal["all", "prompt"],
-        Meta(description="What is copied to host memory: all blocks, or only those of the prompt."),
+        _says("What is copied to host memory: all blocks, or only those of the prompt."),
     ] = "all"
     store_after_uses: Annotated[
         int,
-        Meta(
+        _says(
+            "How often a prefix must have been computed or reused before it is stored.",
+            "an integer of at least 1",
             ge=1,
             le=MAX_INT,
-            description="How often a prefix must have been computed or reused before it is stored.",
-            extra={"allowed": "an integer of at least 1"},
         ),
     ] = 1
     transfer_engine: Annotated[
         Literal["auto", "host", "cuda", "dma"],
-        Meta(
-            description="What copies: the host (for the CPU engine), CUDA, CUDA with its copy "
-            "engine only (dma), or whichever fits."
+        _says(
+            "What copies: the host (for the CPU engine), CUDA, CUDA with its copy engine only "
+            "(dma), or whichever fits."
         ),
     ] = "auto"
     max_pinned_share: Annotated[
         float,
-        Meta(
+        _says(
+            "Share of the free GPU blocks that running stores may keep from reuse.",
+            "a number from 0.01 to 1; with less, too few blocks are stored at a time",
             ge=0.01,
             le=1,
-            description="Share of the free GPU blocks that running stores may keep from reuse.",
-            extra={
-                "allowed": "a number from 0.01 to 1; with less, too few blocks are stored at a time"
-            },
         ),
     ] = 0.8
     load_or_recompute: Annotated[
         Literal["measured", "always_load"],
-        Meta(description="Whether a hit is computed where that was measured to be sooner."),
+        _says("Whether a hit is computed where that was measured to be sooner."),
     ] = "measured"
     keep_on_sleep: Annotated[
-        bool,
-        Meta(
-            description="Whether host memory still serves after a sleep of level 1.",
-            extra={"allowed": "true or false"},
-        ),
+        bool, _says("Whether host memory still serves after a sleep of level 1.", "true or false")
     ] = False
     on_load_failure: Annotated[
         Literal["recompute", "fail"],
-        Meta(description="Whether a request whose load failed is computed again or fails."),
+        _says("Whether a request whose load failed is computed again or fails."),
     ] = "recompute"
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from kv_offload.config.environment import FILE_VARIABLE, check_variables
 from kv_offload.config.file import ConfigFile, read_file, show
 from kv_offload.config.host_memory import HostMemory, headroom_bytes, read_host_memory
 from kv_offload.config.schema import DEFAULT_CPU_BYTES, MAX_INT, SCHEMA, OffloadConfig, as_yaml
@@ -24,11 +24,20 @@ from kv_offload.errors import CapacityError, ConfigError
 
 EXTRA_CONFIG = "kv_connector_extra_config"
 FILE_KEY = "config_file"
+VARIABLES = "KV_OFFLOAD_"
+FILE_VARIABLE = f"{VARIABLES}CONFIG_FILE"
 DEFAULT = "default"
 _VLLMS_KEYS = frozenset(
     ("kv_transfer_config", "kv_connector", "kv_connector_module_path", "kv_role", EXTRA_CONFIG)
 )
 """Those of vLLM's argument that people write among ours."""
+
+_NOT_MEANT_FOR_US = re.compile(
+    rf"{VARIABLES}(BENCH_.*|(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|"
+    r"PORT(_[0-9]+_(TCP|UDP|SCTP).*)?))"
+)
+"""What this repository's benches read, and what Kubernetes puts into every container beside a
+Service named `kv-offload`: `KV_OFFLOAD_SERVICE_HOST`, `KV_OFFLOAD_PORT_8000_TCP_ADDR`."""
 
 
 class Given(NamedTuple):
@@ -87,16 +96,15 @@ def trace_config(
 
     The file is `file`, which a command was given, else `extra_config["config_file"]`, else what
     `KV_OFFLOAD_CONFIG_FILE` names, else none. `host` stands in for `read_host_memory()`. The
-    data-parallel `replicas` on this host divide a percentage, and each takes an absolute size for
-    itself.
+    data-parallel `replicas` on this host divide a percentage; each takes an absolute size.
 
     Raises:
         ConfigError: a source cannot be read, or has an unknown key or a value that is not allowed,
             or a variable is named after a key.
         CapacityError: all replicas together ask for more than this machine or its cgroup has, less
-            the headroom. What is free now is not looked at: see `kv_offload.worker.capacity`.
+            the headroom. What is free now is not looked at.
     """
-    warnings = check_variables(environ, SCHEMA)
+    warnings = tuple(_check_variables(environ))
     read = ConfigFile(None, {}, {})
     if file is not None:
         read = read_file("", file)
@@ -129,10 +137,32 @@ def trace_config(
     return traced
 
 
+def _check_variables(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield a warning for each variable that begins like ours and is not read.
+
+    It may be somebody else's, such as a start script's, so it stops no engine. One that is named
+    after a key does, as a `ConfigError`: whoever sets `KV_OFFLOAD_CPU_BYTES` wants that value, and
+    the engine would take another.
+    """
+    for name, value in sorted(environ.items()):
+        is_ours = name.startswith(VARIABLES) and not _NOT_MEANT_FOR_US.fullmatch(name)
+        if not is_ours or not value or name == FILE_VARIABLE:
+            continue
+        key = name.removeprefix(VARIABLES).lower()
+        if key in SCHEMA:
+            raise ConfigError(
+                f"environment: {name}: {value[:100]!r}: no variable sets a key. Write {key} into "
+                f"the file that {FILE_VARIABLE} names, or into {EXTRA_CONFIG}, and unset {name}."
+            )
+        yield (
+            f"environment: {name} is not read: the plugin reads {FILE_VARIABLE} only. Unset it "
+            "unless another reads it."
+        )
+
+
 def _written(value: Any, text: str | None) -> str:
     """Return a value as the user wrote it, as far as that is known, on one line and shortened."""
-    if isinstance(value, str):
-        return show(value)[1:-1]
+    text = value if isinstance(value, str) else text
     if text is not None:
         return show(text)[1:-1]
     return as_yaml(value) if isinstance(value, bool) else show(value)
@@ -141,7 +171,7 @@ def _written(value: Any, text: str | None) -> str:
 def _checked(name: Any, given: Given, whole_bytes: int) -> Any:
     key, source, value = SCHEMA.get(name), given.source, given.value
     if key is None:
-        shown = show(name)[1:-1] if isinstance(name, str) else show(name)
+        shown = _written(name, None)
         raise ConfigError(f"{source}: {shown}: {given.shown}: unknown key. {_hint(source, shown)}")
     cause: Exception
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kv_offload.config.environment import FILE_VARIABLE
+from kv_offload.config.trace import FILE_VARIABLE
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
@@ -22,11 +22,7 @@ def add_count(
 ) -> None:
     """Add a number of at least 1."""
     parser.add_argument(
-        *names,
-        type=_count,
-        default=default,
-        metavar=metavar,
-        help=f"{of} (default: %(default)s)",
+        *names, type=_count, default=default, metavar=metavar, help=f"{of} (default: %(default)s)"
     )
 
 

@@ -8,14 +8,7 @@ import shlex
 import sys
 from typing import Any
 
-from kv_offload.config import (
-    DEFAULT,
-    EXTRA_CONFIG,
-    FILE_KEY,
-    SCHEMA,
-    TracedConfig,
-    trace_config,
-)
+from kv_offload.config import DEFAULT, EXTRA_CONFIG, FILE_KEY, SCHEMA, TracedConfig, trace_config
 from kv_offload.config.sizes import format_size
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.tools.arguments import add_file

@@ -15,7 +15,6 @@ INTERRUPTED = 128 + signal.SIGINT
 """The exit status that a shell shows for a tool that Ctrl-C ended before it was done."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What writing to a full disk, or beyond a limit, fails with."""
 
 
 def is_terminal() -> bool:
@@ -40,21 +39,16 @@ def run_quietly(run: Callable[[], int]) -> int:
             print(end="", flush=True)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        _drop_output()
-        return CLOSED_PIPE
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in (errno.EPIPE, *NO_ROOM):
             raise
-        _drop_output()
+        # Python tries once more when it ends to write what is still to be written, and complains.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:
+            return CLOSED_PIPE
         print(
             f"kv-offload: standard output cannot be written: {error}. Free space, or write "
             "elsewhere.",
             file=sys.stderr,
         )
         return 2
-
-
-def _drop_output() -> None:
-    """Drop what is still to be written: Python tries it once more when it ends, and complains."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -18,7 +18,7 @@ import pytest
 from bench.serving import __main__ as serving
 from bench.serving import runs
 from bench.serving.process import EngineError
-from bench.serving.report import save, tables, unproven
+from bench.serving.report import tables, unproven
 from bench.serving.settings import CONNECTORS, EngineSettings
 from bench.serving.shapes import SHAPES
 from bench.serving.stats import percentiles, ratio_interval, spread
@@ -39,9 +39,6 @@ def test_the_interval_is_students_of_the_logs() -> None:
     assert found["ratio"] == pytest.approx(1.0)
     assert found["low"] == pytest.approx(math.exp(-half), rel=1e-4)
     assert found["high"] == pytest.approx(math.exp(half), rel=1e-4)
-
-
-def test_an_interval_needs_two_pairs() -> None:
     with pytest.raises(ValueError, match="1 pairs have no interval"):
         ratio_interval([1.0])
 
@@ -60,12 +57,8 @@ def test_a_cache_serves_whole_blocks_and_may_leave_the_last_to_be_computed() -> 
     shape = SHAPES["gqa8"]
     assert shape.block_bytes(2) == 2 << 20
     found = [shape.loadable_bytes(n, 2) for n in (1, 16, 17, 8192)]
-    assert [(least >> 21, most >> 21) for least, most in found] == [
-        (0, 0),
-        (0, 1),
-        (1, 1),
-        (511, 512),
-    ]
+    blocks = [(least >> 21, most >> 21) for least, most in found]
+    assert blocks == [(0, 0), (0, 1), (1, 1), (511, 512)]
     assert shape.batch_prompts * shape.batch_tokens // 16 << 21 <= shape.host_bytes
 
 
@@ -121,17 +114,14 @@ def document(loaded: int) -> dict[str, Any]:
     }
 
 
-def test_the_table_has_the_floor_and_what_failed() -> None:
-    text = tables(document(100))
+def test_the_table_has_the_floor_and_what_failed_and_times_without_a_gpu_tell_nothing() -> None:
+    measured, warning = document(100), "the times show that the bench works, and nothing else"
+    text = tables(measured)
     assert "| 1,024 | 200.0 | 143.0 | 9.0 | 130.0 |" in text
     assert "- failed: vllm, start: no room" in text
     assert "not proven" not in text
     assert "| off | 20.0 (20.0 to 20.0) |" in text
-
-
-def test_times_without_a_gpu_are_said_to_tell_nothing() -> None:
-    measured, warning = document(100), "the times show that the bench works, and nothing else"
-    assert warning not in tables(measured)
+    assert warning not in text
     del measured["machine"]["gpu"]
     assert warning in tables(measured)
 
@@ -143,12 +133,6 @@ def test_bytes_that_did_not_come_back_are_named() -> None:
     assert len(problems) == 4
     assert problems[0] == "NOT PROVEN: kv-offload, ttft 1024: 101 bytes were loaded, not 90 to 100"
     assert len(unproven(document(89))) == 4
-
-
-def test_a_result_is_kept_as_json(tmp_path: Path) -> None:
-    written = save(document(100), tmp_path / "new")
-    assert written.name == "serving-gqa8.json"
-    assert json.loads(written.read_text())["results"]["off"]["starts"] == [30.0, 20.0]
 
 
 ANSWERS = {"serving": "How long until the first token", "conversations": "How long do 48"}
@@ -240,18 +224,6 @@ def test_what_was_written_before_is_there_when_the_bench_is_killed(
     assert written["missing"][0] == "vllm conversations 1"
 
 
-def test_what_is_missing_tells_a_start_for_conversations_from_one_that_is_measured(
-    fake: type[FakeProcess], tmp_path: Path
-) -> None:
-    fake.stop_after = 3
-    words = ["--sections", "conversations,start", "--connectors", "off", "--out", str(tmp_path)]
-    assert serving.main(words) == 1
-    written = json.loads((tmp_path / "serving-small.json").read_text())
-    starts = [f"off start {turn}" for turn in range(1, 2 + runs.STARTS)]
-    rounds = ["limit conversations 1", "off conversations 2", "limit conversations 2"]
-    assert written["missing"] == [*rounds, *starts]
-
-
 def test_an_engine_that_fails_leaves_the_others_their_rounds(fake: type[FakeProcess]) -> None:
     assert serving.main([*WORDS, "conversations"]) == 0
     held = [(connector, more) for connector, name, more in fake.answered if name == "conversations"]
@@ -303,27 +275,17 @@ def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) ->
 
 
 @on_an_engine
-def test_engines_are_started_again_by_turns(
+def test_engines_start_and_hold_conversations_by_turns_which_come_back_from_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(runs, "STARTS", 1)
-    assert serving.main(["--sections", "start", "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "serving-small.json").read_text())["results"]
-    assert list(found) == ["off", "kv-offload"]
-    assert all(seconds > 0.1 for result in found.values() for seconds in result["starts"])
-    began = re.findall(r"\] (\S+): starting an engine", capfd.readouterr().err)
-    assert began == ["off", "kv-offload"] * 2
-
-
-@on_an_engine
-def test_conversations_are_held_by_turns_and_come_back_from_host_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(runs, "ROUNDS", 1)
-    words = ["--sections", "conversations", "--connectors", "kv-offload", "--out", str(tmp_path)]
-    assert serving.main(words) == 0
+    words = ["--sections", "start,conversations", "--connectors", "off,kv-offload"]
+    assert serving.main([*words, "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "serving-small.json").read_text())["results"]
-    assert list(found) == ["kv-offload", "limit"]
+    began = re.findall(r"\] (\S+): starting an engine", capfd.readouterr().err)
+    assert began == ["off", "kv-offload", "limit", *["off", "kv-offload"] * 2]
+    assert all(seconds > 0.1 for result in found.values() for seconds in result["starts"])
     load = SMALL.conversations
     for result in found.values():
         (held,) = result["conversations"]

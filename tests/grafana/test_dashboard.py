@@ -67,20 +67,6 @@ def test_the_dashboard_asks_for_a_data_source_servers_models_and_engines() -> No
     assert used == {"instance", "model", "engine", "__rate_interval", "__range"}
 
 
-def test_panels_do_not_overlap() -> None:
-    taken = [
-        (x, y)
-        for panel in DASHBOARD["panels"]
-        for place in [panel["gridPos"]]
-        for x in range(place["x"], place["x"] + place["w"])
-        for y in range(place["y"], place["y"] + place["h"])
-    ]
-    assert len(taken) == len(set(taken))
-    assert max(x for x, _ in taken) < 24
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(ids) == len(set(ids))
-
-
 def test_every_alert_has_a_remedy_and_a_case_in_which_it_fires() -> None:
     cases = yaml.safe_load(TESTS_OF_ALERTS.read_text())["tests"]
     fires = "".join(
@@ -134,19 +120,13 @@ def test_where_the_pool_is_full_two_ranks_store_as_many_slots_as_are_replaced(
     }
     labels = '{instance="a", model_name="m", engine="0"}'
     queries = [QUERIES[f"Stored and replaced slots, {line}"] for line in ("stored", "replaced")]
+    two = {"eval_time": "15m", "exp_samples": [{"labels": "{}", "value": 2}]}
     case = {
         "interval": "1m",
         "input_series": [
             {"series": PREFIX + name + labels, "values": values} for name, values in series.items()
         ],
-        "promql_expr_test": [
-            {
-                "expr": filled_in(query, "5m"),
-                "eval_time": "15m",
-                "exp_samples": [{"labels": "{}", "value": 2}],
-            }
-            for query in queries
-        ],
+        "promql_expr_test": [{"expr": filled_in(query, "5m"), **two} for query in queries],
     }
     file = tmp_path / "slots.yml"
     file.write_text(yaml.safe_dump({"rule_files": [], "tests": [case]}))

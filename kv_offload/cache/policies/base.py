@@ -20,9 +20,7 @@ class EvictionPolicy(ABC):
     tail. `release` leaves the order alone.
 
     All operations take O(1) amortised time per slot. They trust `CacheManager`: it names each slot
-    once, and to all but `add` only slots that have a key.
-
-    Raises `CapacityError` for a capacity below 1.
+    once, and to all but `add` only slots that have a key. A capacity below 1 is a `CapacityError`.
     """
 
     def __init__(self, capacity: int) -> None:

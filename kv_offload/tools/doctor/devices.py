@@ -37,15 +37,14 @@ def check_links(machine: Machine) -> Iterator[Check]:
             yield not_checked(name, f"{gpu.name}; NVML does not tell its PCIe link")
             continue
         most = f"{gpu.max_generation}.0 x{gpu.max_width}"
-        yield judged(
-            name,
-            f"{gpu.name}, PCIe {gpu.generation}.0 x{gpu.width}, at most {most}",
-            f"x{gpu.max_width}; an idle GPU may lower the generation",
+        found = f"{gpu.name}, PCIe {gpu.generation}.0 x{gpu.width}, at most {most}"
+        needed = f"x{gpu.max_width}; an idle GPU may lower the generation"
+        remedy = (
             "Loads and stores are slower by as much. Reseat the card or its riser, or move it to a "
-            "slot that is wired with all lanes.",
-            fits=gpu.width == gpu.max_width,
-            otherwise="warning",
+            "slot that is wired with all lanes."
         )
+        fits = gpu.width == gpu.max_width
+        yield judged(name, found, needed, remedy, fits=fits, otherwise="warning")
 
 
 def check_asked_for(machine: Machine, torch: Torch | None, kind: EngineChoice) -> Iterator[Check]:

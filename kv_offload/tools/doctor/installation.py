@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import re
 import runpy
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,6 @@ CUPY_NEEDED = {12: "13", 13: "13.6"}
 """By major version of CUDA, the oldest CuPy; as in the extras of pyproject.toml."""
 
 OTHER_CUPY = ("cupy", "cupy-cuda11x", "cupy-rocm-7-0")
-
 DAMAGED = "installed in part"
 """In place of a version: pip was interrupted, or the disk was full."""
 
@@ -63,10 +63,7 @@ def installed(*names: str) -> dict[str, str]:
 
 
 def read_torch() -> Torch | None:
-    """Return what torch says of itself, without importing it, which takes seconds.
-
-    None if there is no torch, or a damaged one.
-    """
+    """Return what torch says of itself, if it can, without importing it, which takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -97,22 +94,21 @@ def check_vllm(found: dict[str, str]) -> Check:
         absent = f"not installed in this Python, {sys.executable}"
         return Check("vLLM", "problem", absent, needed, IN_VLLMS_PYTHON)
     name, version = next(iter(found.items()))
+    shown = version if name == "vllm" else f"{version} ({name})"
     try:
         check_version(version)
-        fits = True
     except UnsupportedError:
-        fits = False
-    shown = version if name == "vllm" else f"{version} ({name})"
-    remedy = f"Install a vLLM from {needed}, or a kv-offload that supports yours."
-    return judged("vLLM", shown, needed, remedy, fits=fits)
+        remedy = f"Install a vLLM from {needed}, or a kv-offload that supports yours."
+        return Check("vLLM", "problem", shown, needed, remedy)
+    return Check("vLLM", "ok", shown, needed)
 
 
 def _pins(vllm: dict[str, str]) -> set[str]:
     """Return the versions of torch that vLLM asks for, without the build behind the `+`."""
     whole = [name for name, version in vllm.items() if version != DAMAGED]
     requirements = [line for name in whole for line in metadata.requires(name) or ()]
-    exact = [line.partition(";")[0] for line in requirements if line.startswith("torch==")]
-    return {line.removeprefix("torch==").strip().partition("+")[0] for line in exact}
+    exact = [re.match(r"torch==([^;+\s]+)", line) for line in requirements]
+    return {found[1] for found in exact if found}
 
 
 def check_torch(torch: Torch | None, pins: set[str]) -> Check:

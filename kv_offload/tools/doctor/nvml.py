@@ -17,10 +17,9 @@ class Gpu:
     pci_bus_id: str
     """As in /sys/bus/pci/devices: `0000:1a:00.0`."""
     generation: int | None
-    """Now: an idle GPU may lower it."""
+    """Now: an idle GPU may lower it. `width` has the lanes."""
     max_generation: int | None
     width: int | None
-    """Lanes, now."""
     max_width: int | None
 
 
@@ -30,7 +29,7 @@ class Machine:
 
     driver: str | None = None
     cuda: tuple[int, int] | None = None
-    """The newest version of CUDA that the driver runs."""
+    """The newest that the driver runs."""
     gpus: tuple[Gpu, ...] = ()
     may_have_others: bool = False
     """Whether NVML could not be asked: there may be GPUs all the same."""

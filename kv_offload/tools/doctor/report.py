@@ -16,7 +16,7 @@ COLUMNS = 100
 _COLOURS: dict[State, int] = {"ok": 32, "warning": 33, "problem": 31, "not checked": 36}
 """Of the terminal: green, yellow, red, cyan."""
 
-_INDENT = " " * (max(map(len, _COLOURS)) + 4)
+_STATE_COLUMNS = max(map(len, _COLOURS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,9 @@ def _lines(check: Check, *, colour: bool) -> str:
         parts.append(f"needed: {check.needed}")
     if check.remedy:
         parts.append(f"to do: {check.remedy}")
-    wrapped = [line for part in parts for line in textwrap.wrap(part, COLUMNS - len(_INDENT))]
-    text = f"\n{_INDENT}".join(wrapped)
-    state = f"{check.state:<{len(_INDENT) - 4}}"
+    indent = " " * (_STATE_COLUMNS + 4)
+    wrapped = [line for part in parts for line in textwrap.wrap(part, COLUMNS - len(indent))]
+    state = f"{check.state:<{_STATE_COLUMNS}}"
     if colour:
         state = f"\033[{_COLOURS[check.state]}m{state}\033[0m"
-    return f"  {state}  {text}"
+    return f"  {state}  " + f"\n{indent}".join(wrapped)

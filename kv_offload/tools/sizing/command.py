@@ -15,7 +15,7 @@ from kv_offload.config.sizes import format_size, parse_size
 from kv_offload.errors import ConfigError
 from kv_offload.tools.arguments import add_count
 from kv_offload.tools.sizing.model import Model, read_model
-from kv_offload.tools.sizing.slots import CACHE_DTYPES, ENDS, SlotSize, slot_size
+from kv_offload.tools.sizing.slots import CACHE_DTYPES, ENDS, SlotSize, has_scales, slot_size
 
 GIB = 1 << 30
 COLUMNS = 100
@@ -57,14 +57,12 @@ def _run(arguments: argparse.Namespace) -> int:
         cache_dtype=arguments.kv_cache_dtype,
         block_tokens=arguments.block_size,
     )
+    tokens = f"{size.block_tokens} tokens"
     rows = [
         ("model", f"{model.model_type}, {_describe_layers(model)}"),
         ("bytes per token", f"{size.token_bytes:,} = {_formula(size)}"),
-        ("bytes per block", f"{size.block_bytes:,}, {size.block_tokens} tokens"),
-        (
-            "bytes per slot",
-            f"{size.slot_bytes:,} on a rank, with blocks of {size.block_tokens} tokens",
-        ),
+        ("bytes per block", f"{size.block_bytes:,}, {tokens}"),
+        ("bytes per slot", f"{size.slot_bytes:,} on a rank, with blocks of {tokens}"),
         ("in 1 GiB", _fitting(size, GIB)),
     ]
     if cpu_bytes is not None:
@@ -112,17 +110,16 @@ def _describe_layers(model: Model) -> str:
 
 
 def _formula(size: SlotSize) -> str:
-    model = size.model
+    model, number_bytes = size.model, CACHE_DTYPES[size.cache_dtype]
     layers = f"{size.block_slots * size.group_layers} layers"
-    if model.latent:
-        text = f"{layers} x {model.head_size}"
-    else:
-        heads = f"{size.rank_heads * size.tensor_parallel_size} KV heads"
-        text = f"2 x {layers} x {heads} x {model.head_size}"
-    text += f" x {size.number_bytes} {'byte' if size.number_bytes == 1 else 'bytes'}"
+    text = f"{layers} x {model.head_size}"
+    if not model.latent:
+        heads = max(model.kv_heads, size.tensor_parallel_size)
+        text = f"2 x {layers} x {heads} KV heads x {model.head_size}"
+    text += f" x {number_bytes} {'byte' if number_bytes == 1 else 'bytes'}"
     if model.index_bytes:
         text += f" + {layers} x {model.index_bytes} bytes of the index"
-    return f"{text} + scales" if size.scale_bytes else text
+    return f"{text} + scales" if has_scales(size.cache_dtype) else text
 
 
 def _fitting(size: SlotSize, cpu_bytes: int) -> str:

@@ -17,10 +17,9 @@ INNER = ("thinker_config", "text_config", "language_config", "llm_config")
 """Where a model with several parts keeps the configuration of the part that has a KV cache."""
 
 QUANTIZATIONS = ("quantization_config", "compression_config")
-"""Keys under which a checkpoint says how it is quantized, at the top or beside the text part's."""
-
 QUANTIZATION_FILE = "hf_quant_config.json"
-"""Where checkpoints of ModelOpt before 0.31 say it."""
+"""Where a checkpoint says how it is quantized: keys at the top or of the text part, and the file of
+ModelOpt before 0.31."""
 
 MAX_FILE_BYTES = 64 << 20
 """A config.json has some kilobytes; what is larger are weights, named by mistake."""
@@ -36,7 +35,7 @@ class Fields:
     outer: Mapping[str, Any]
     """The top of the file; `values` themselves where a model has one part only."""
     has_defaults: bool
-    """Whether transformers is installed and has added the defaults of the model's kind."""
+    """Whether transformers has added the defaults of the model's kind."""
     cache_is_quantized: bool
     """Whether the checkpoint itself asks for another type of cache than the model's."""
 
@@ -66,10 +65,7 @@ class Fields:
 
 
 def read_fields(path: Path) -> Fields:
-    """Read a config.json, or the one in a folder.
-
-    Raises `ConfigError` for no such file, one that is too large, and one that is no JSON object.
-    """
+    """Read a config.json, or the one in a folder. Raises `ConfigError`."""
     # Not by methods of a Path, which raise where a folder may not be read.
     file = path / "config.json" if os.path.isdir(path) else path
     outer = given = _load(file)

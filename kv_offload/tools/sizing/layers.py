@@ -15,9 +15,8 @@ ALL_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Values of `model_type` whose layers all have the window, if the configuration has one."""
 
 MAMBA_2 = frozenset({"granitemoehybrid"})
-DELTA_NETS = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
-STATE_MODELS = MAMBA_2 | DELTA_NETS
-"""Values of `model_type` whose states are known here."""
+STATE_MODELS = MAMBA_2 | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+"""Values of `model_type` whose states are known here; what is not Mamba 2 has gated delta nets."""
 
 KINDS = {
     "full_attention": "full",
@@ -84,7 +83,7 @@ class State:
     columns: int
     heads: int
     head_numbers: int
-    recurrent_bytes: int | None
+    recurrent_bytes: int | None = None
     """Of a number in the matrices of the heads; None where it is that of the model's type."""
 
     def rank_bytes(self, ranks: int, number_bytes: int) -> int:
@@ -100,9 +99,9 @@ class State:
                 )
         groups = ranks if self.groups % ranks else self.groups
         channels = (self.inner_channels + groups * self.group_channels) // ranks
+        convolution_bytes = channels * self.columns * number_bytes
         numbers = self.heads // ranks * self.head_numbers
-        recurrent_bytes = numbers * (self.recurrent_bytes or number_bytes)
-        return channels * self.columns * number_bytes + recurrent_bytes
+        return convolution_bytes + numbers * (self.recurrent_bytes or number_bytes)
 
 
 def read_state(fields: Fields) -> State:
@@ -116,7 +115,6 @@ def read_state(fields: Fields) -> State:
             columns=number("mamba_d_conv") - 1,
             heads=number("mamba_n_heads"),
             head_numbers=number("mamba_d_head") * number("mamba_d_state"),
-            recurrent_bytes=None,
         )
     key_size, value_size = number("linear_key_head_dim"), number("linear_value_head_dim")
     heads = number("linear_num_value_heads")

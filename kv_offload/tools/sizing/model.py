@@ -56,31 +56,29 @@ class Model:
     latent: bool
     """Whether keys and values are one vector: multi-head latent attention."""
     cache_is_quantized: bool
-    """Whether the checkpoint itself asks for another type of cache than the model's."""
     assumed: tuple[str, ...] = ()
     """What was taken for values that the file lacks, where nobody knew the model's defaults."""
     index_bytes: int = 0
     """Bytes of a token in the index of a layer with sparse attention."""
     state: State | None = None
-    """Of a layer with states, where there are such layers."""
+    """Of a layer with states."""
 
 
 def read_model(path: Path) -> Model:
     """Read a config.json, or the one in a folder.
 
-    Where transformers is installed it adds what the file leaves to the defaults of its model.
-
-    Raises:
-        ConfigError: no such file, too large, not JSON, or a value that is missing or of another
-            kind than is needed.
-        UnsupportedError: the cache has parts whose size the file does not tell.
+    Where transformers is installed it adds the defaults of the model. Raises `ConfigError`, and
+    `UnsupportedError` for parts of a cache whose size the file does not tell.
     """
     fields = read_fields(path)
     _refuse_other_caches(fields)
     latent = fields.values.get("kv_lora_rank") is not None
     if latent and fields.model_type not in LATENT:
         raise fields.unsupported("has latent attention in a form that is not known")
-    kv_heads, head_size = _latent_head(fields) if latent else _heads(fields)
+    if latent:
+        kv_heads, head_size = 1, fields.number("kv_lora_rank") + fields.number("qk_rope_head_dim")
+    else:
+        kv_heads, head_size = _heads(fields)
     layers = count_layers(fields)
     index_size = fields.number("index_head_dim") if fields.model_type in INDEXED else 0
     return Model(
@@ -119,10 +117,6 @@ def _refuse_other_caches(fields: Fields) -> None:
         strange = next(filter(keys.search, given), None)
         if strange and fields.model_type not in KNOWN.get(problem, ()):
             raise fields.unsupported(f"has {problem} ({strange})")
-
-
-def _latent_head(fields: Fields) -> tuple[int, int]:
-    return 1, fields.number("kv_lora_rank") + fields.number("qk_rope_head_dim")
 
 
 def _heads(fields: Fields) -> tuple[int, int]:

@@ -21,8 +21,8 @@ CACHE_DTYPES = {
 ENDS = ("window", "state")
 """Kinds of layers of which only the end of a prompt is kept."""
 
-SCALE_BYTES = 2 * 4
-"""Of the two scales, of the key and of the value, that the types `..._per_token_head` keep."""
+SCALE_BYTES = 4
+"""Of a key's scale, and of a value's, with the types `..._per_token_head`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,14 @@ class SlotSize:
 
     model: Model
     tensor_parallel_size: int
-    number_bytes: int
+    cache_dtype: str
+    """One of `CACHE_DTYPES`."""
     block_tokens: int
     """Tokens of a block. vLLM makes it so large that a block of attention has room for a state."""
     groups: dict[str, int]
     """How many cache groups there are of each kind of layer."""
     group_layers: int
     """Layers of the largest group. A slot has room for as many, whatever group it serves."""
-    rank_heads: int
-    scale_bytes: int
-    """Of the scales of one head and token, for a type that has them, else 0."""
     layer_bytes: int
     """Bytes that one layer of attention on one rank keeps for one token."""
     state_bytes: int
@@ -73,10 +71,7 @@ class SlotSize:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of `block_tokens` tokens, over all ranks, less what only the end of a prompt has.
-
-        Of windows alone, those of tokens in the window.
-        """
+        """Bytes of a block, over all ranks, less what only the end of a prompt or window has."""
         return self.slot_bytes * self.block_slots * self.arenas
 
     @property
@@ -92,10 +87,7 @@ class SlotSize:
 
     @property
     def prompt_bytes(self) -> int:
-        """Bytes of windows and states where one prompt ends, over all ranks.
-
-        A prompt that is shorter than the window has less of it.
-        """
+        """Bytes of windows and states where one prompt ends, over all ranks, at most."""
         window_blocks = -(-(self.model.window_tokens - 1) // self.block_tokens)
         windows = self.groups.get("window", 0) * window_blocks
         return (windows + self.groups.get("state", 0)) * self.slot_bytes * self.arenas
@@ -108,18 +100,18 @@ class SlotSize:
 def slot_size(
     model: Model, *, tensor_parallel_size: int, cache_dtype: str, block_tokens: int
 ) -> SlotSize:
-    """Return the size of a slot, with a type of `CACHE_DTYPES`.
+    """Return the size of a slot.
 
-    Raises `ConfigError` for a type that does not fit the model, and where the KV heads or the
+    Raises `ConfigError` for a type of cache that does not fit the model, and where its KV heads or
     states cannot be split over the ranks.
     """
     _check_cache_dtype(model, cache_dtype)
-    number_bytes = CACHE_DTYPES[cache_dtype]
     groups, group_layers = cut_into_groups(model.layers)
-    rank_heads = 1 if model.latent else _heads_per_rank(model.kv_heads, tensor_parallel_size)
-    scale_bytes = SCALE_BYTES if cache_dtype.endswith("_per_token_head") else 0
-    numbers = model.head_size * (1 if model.latent else 2)
-    layer_bytes = rank_heads * (numbers * number_bytes + scale_bytes) + model.index_bytes
+    vectors = 1 if model.latent else 2 * _heads_per_rank(model.kv_heads, tensor_parallel_size)
+    vector_bytes = model.head_size * CACHE_DTYPES[cache_dtype]
+    if has_scales(cache_dtype):
+        vector_bytes += SCALE_BYTES
+    layer_bytes = vectors * vector_bytes + model.index_bytes
     state_bytes = 0
     if model.state is not None:
         # The cache's type is that of attention alone. A model of 32 bits keeps states of 32 bits.
@@ -130,15 +122,18 @@ def slot_size(
     return SlotSize(
         model=model,
         tensor_parallel_size=tensor_parallel_size,
-        number_bytes=number_bytes,
+        cache_dtype=cache_dtype,
         block_tokens=block_tokens,
         groups=groups,
         group_layers=group_layers,
-        rank_heads=rank_heads,
-        scale_bytes=scale_bytes,
         layer_bytes=layer_bytes,
         state_bytes=state_bytes,
     )
+
+
+def has_scales(cache_dtype: str) -> bool:
+    """Return whether each key and each value has a scale of its own."""
+    return cache_dtype.endswith("_per_token_head")
 
 
 def _check_cache_dtype(model: Model, cache_dtype: str) -> None:
@@ -152,7 +147,7 @@ def _check_cache_dtype(model: Model, cache_dtype: str) -> None:
             f"--kv-cache-dtype is {cache_dtype!r}: what sparse attention keeps then depends on the "
             "GPU. Give bfloat16, or start the engine: its log says how many bytes a slot takes"
         )
-    if model.latent and cache_dtype.endswith("_per_token_head"):
+    if model.latent and has_scales(cache_dtype):
         raise ConfigError(
             f"--kv-cache-dtype is {cache_dtype!r}, which vLLM does not have for latent attention: "
             "give another"
@@ -161,8 +156,7 @@ def _check_cache_dtype(model: Model, cache_dtype: str) -> None:
 
 def _heads_per_rank(kv_heads: int, ranks: int) -> int:
     """Return the KV heads of a rank; with fewer heads than ranks several hold the same one."""
-    larger, smaller = max(kv_heads, ranks), min(kv_heads, ranks)
-    if larger % smaller:
+    if max(kv_heads, ranks) % min(kv_heads, ranks):
         raise ConfigError(
             f"--tensor-parallel-size is {ranks}, and the model has {kv_heads} KV heads: one must "
             "be a multiple of the other"
@@ -175,7 +169,6 @@ def cut_into_groups(layers: Mapping[str, int]) -> tuple[dict[str, int], int]:
 
     It makes groups of equal size: of the rarest kind's layers, or of the commonest kind's where
     that is less than 1.5 times as many (`_get_kv_cache_groups_uniform_page_size` in vLLM 0.32).
-    What a group lacks is padding.
     """
     size = min(layers.values())
     if max(layers.values()) < size * 1.5:

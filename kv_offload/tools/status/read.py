@@ -55,10 +55,7 @@ class Reading:
 
 
 def metrics_url(address: str) -> str:
-    """Return the URL of the metrics page: of `host:port`, of a server's URL, or of the page.
-
-    Raises `ServerError` for what is no URL of HTTP.
-    """
+    """Return the URL of the page of `host:port` or of a URL. Raises `ServerError` for others."""
     url = address if "://" in address else f"http://{address}"
     try:
         parts = urllib.parse.urlsplit(url)
@@ -81,9 +78,7 @@ def metrics_url(address: str) -> str:
 def read(url: str) -> Reading:
     """Get a metrics page and read it.
 
-    Raises `ServerError` where the server cannot be reached or is slow, answers with an error or
-    with more than `MAX_PAGE_BYTES`, or has no metrics of ours; the message says what may be the
-    reason.
+    Raises `ServerError` where there is none of ours; the message says what may be the reason.
     """
     try:
         opener = urllib.request.build_opener()  # the shared one keeps the proxies of its first use
@@ -127,10 +122,7 @@ def _describe_proxy(url: str) -> str:
 
 
 def parse(page: str, address: str) -> Reading:
-    """Read a page in the text format of Prometheus.
-
-    Raises `ServerError` where it is in another format or has no metrics of ours.
-    """
+    """Read a page in the text format of Prometheus. Raises `ServerError` for any other."""
     values: dict[tuple[str, str], float] = {}
     buckets: dict[tuple[str, str], dict[float, float]] = {}
     models: set[str] = set()

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kv_offload.config.sizes import format_size
 from kv_offload.metrics import METRICS
-from kv_offload.tools.status.figures import WAITS, Count, Figures
+from kv_offload.tools.status.figures import ERRORS, WAITS, Figures
 
 _HELP = {metric.name: metric.documentation for metric in METRICS}
 _SKIPPED = "Slots not stored because "
@@ -24,19 +24,12 @@ def page(
 
     What is wrong comes first: a low terminal shows the top.
     """
-    parts: list[RenderableType] = [_title(url, everything)]
-    if note:
-        parts.append(Text(note, style="bold red"))
-    parts.append(_table(everything))
-    if len(by_engine) > 1:
-        parts.append(_engines(by_engine))
-    return Group(*parts)
-
-
-def _title(url: str, figures: Figures) -> Text:
-    count = len(figures.engines)
-    engines = f"engine {figures.engines[0]}" if count == 1 else f"{count} engines together"
-    return Text.assemble(("kv-offload", "bold"), f" at {url}: {figures.model}, {engines}")
+    count = len(everything.engines)
+    engines = f"engine {everything.engines[0]}" if count == 1 else f"{count} engines together"
+    title = Text.assemble(("kv-offload", "bold"), f" at {url}: {everything.model}, {engines}")
+    notes = [Text(note, style="bold red")] if note else []
+    each = [_engines(by_engine)] if len(by_engine) > 1 else []
+    return Group(title, *notes, _table(everything), *each)
 
 
 def _table(figures: Figures) -> Table:
@@ -44,32 +37,32 @@ def _table(figures: Figures) -> Table:
     table.add_column("")
     table.add_column("since the start", justify="right")
     table.add_column("share", justify="right")
-    seconds = figures.seconds
+    seconds, values = figures.seconds, figures.values
     table.add_column("" if seconds is None else f"last {seconds:.1f} s", justify="right")
 
     def heading(text: str) -> None:
         table.add_row(Text(text, style="bold cyan"))
 
-    def row(what: str, count: Count, whole: Count | None = None, style: str = "") -> None:
-        share = "" if whole is None else _share(count.total, whole.total)
-        table.add_row(f"  {what}", _number(count.total), share, _rate(count), style=style)
+    def row(what: str, name: str, whole: str = "", style: str = "") -> None:
+        share = _share(values[name], values[whole]) if whole else ""
+        growth = figures.per_second(name)
+        rate = "" if growth is None else f"{_number(growth)}/s"
+        table.add_row(f"  {what}", _number(values[name]), share, rate, style=style)
 
     heading("Errors")
-    errors = {name: value for name, value in figures.errors.items() if value}
-    for name, value in errors.items():
-        table.add_row(f"  {name}: {_HELP[name]}", _number(value), style="bold red")
-    if not errors:
+    for name, value in figures.some(*ERRORS).items():
+        if value:
+            table.add_row(f"  {name}: {_HELP[name]}", _number(value), style="bold red")
+    if not any(figures.some(*ERRORS).values()):
         table.add_row("  none since the start", style="green")
     heading("Tokens of prompts")
-    tokens = figures.tokens
-    prompts, lookups = tokens["prompt_tokens"], tokens["lookup_tokens"]
-    row("from the GPU's own cache", tokens["gpu_tokens"], prompts)
-    row("from host memory: not computed", tokens["host_tokens"], prompts, "green")
-    row("computed", tokens["computed_tokens"], prompts)
+    row("from the GPU's own cache", "gpu_tokens", "prompt_tokens")
+    row("from host memory: not computed", "host_tokens", "prompt_tokens", "green")
+    row("computed", "computed_tokens", "prompt_tokens")
     heading("Asked of host memory, in tokens")
-    row("looked up", lookups)
-    row("loaded: the hit rate", tokens["host_tokens"], lookups, "green")
-    row("there, but sooner computed", tokens["recomputed_tokens"], lookups)
+    row("looked up", "lookup_tokens")
+    row("loaded: the hit rate", "host_tokens", "lookup_tokens", "green")
+    row("there, but sooner computed", "recomputed_tokens", "lookup_tokens")
     heading("Copies")
     table.add_row(*_traffic("to host memory", figures, "stored"))
     table.add_row(*_traffic("from host memory", figures, "loaded"))
@@ -78,19 +71,18 @@ def _table(figures: Figures) -> Table:
         table.add_row(f"  a load takes {_time(median)}, 99 %: {_time(slowest)}")
     heading("Host memory")
     _add_pool(table, figures)
-    row("slots stored", figures.counter("stored_slots"))
-    row("slots given to another block", figures.counter("evictions"))
+    row("slots stored", "stored_slots")
+    row("slots given to another block", "evictions")
     heading("Not stored, in slots")
-    skipped = {name: count for name, count in figures.skipped.items() if count.total}
-    for reason, count in skipped.items():
-        row(_HELP[f"skipped_{reason}"].removeprefix(_SKIPPED).rstrip("."), count)
-    if not skipped:
+    for name in (f"skipped_{reason}" for reason, count in figures.skipped.items() if count):
+        row(_HELP[name].removeprefix(_SKIPPED).rstrip("."), name)
+    if not any(figures.skipped.values()):
         table.add_row("  nothing")
     heading("Waiting now")
-    waiting = {name: value for name, value in figures.waiting.items() if value}
+    waiting = {name: value for name, value in figures.some(*WAITS).items() if value}
     for name, value in waiting.items():
         table.add_row(f"  {WAITS[name]}", _number(value))
-    if age := figures.largest("oldest_copy_seconds"):
+    if age := values["oldest_copy_seconds"]:
         table.add_row("  age of the oldest load or store", _time(age))
     elif not waiting:
         table.add_row("  nothing")
@@ -98,8 +90,9 @@ def _table(figures: Figures) -> Table:
 
 
 def _add_pool(table: Table, figures: Figures) -> None:
-    in_use, ready, all_slots = map(figures.gauge, ("slots_in_use", "slots", "pool_slots"))
-    used, slots = (format_size(int(n * figures.largest("slot_bytes"))) for n in (in_use, all_slots))
+    values = figures.values
+    in_use, ready, all_slots = values["slots_in_use"], values["slots"], values["pool_slots"]
+    used, slots = (format_size(int(n * values["slot_bytes"])) for n in (in_use, all_slots))
     rank = "on one rank" if len(figures.engines) == 1 else "on one rank of each engine"
     table.add_row(
         f"  in use: {used} of {slots} {rank}",
@@ -118,17 +111,14 @@ def _add_pool(table: Table, figures: Figures) -> None:
 
 def _engines(by_engine: Sequence[Figures]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
-    columns = ("engine", "hit rate", "tokens from host memory", "slots in use", "of", "errors")
-    for column in columns:
+    for column in ("engine", "hit rate", "tokens from host memory", "slots in use", "of", "errors"):
         table.add_column(column, justify="right", header_style="bold cyan")
     for figures in by_engine:
-        errors, tokens = sum(figures.errors.values()), figures.tokens
+        errors, values = sum(figures.some(*ERRORS).values()), figures.values
         table.add_row(
             *map(Text, figures.engines),  # plain strings would be read as markup
-            _share(tokens["host_tokens"].total, tokens["lookup_tokens"].total),
-            _number(tokens["host_tokens"].total),
-            _number(figures.gauge("slots_in_use")),
-            _number(figures.gauge("pool_slots")),
+            _share(values["host_tokens"], values["lookup_tokens"]),
+            *(_number(values[name]) for name in ("host_tokens", "slots_in_use", "pool_slots")),
             _number(errors),
             style="bold red" if errors else "",
         )
@@ -143,18 +133,13 @@ def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else ""
 
 
-def _rate(count: Count) -> str:
-    return "" if count.per_second is None else f"{count.per_second:,.0f}/s"
-
-
 def _traffic(what: str, figures: Figures, copies: str) -> tuple[str, str, str, str]:
-    speed, copied = figures.bytes_per_second(copies), figures.counter(f"{copies}_bytes")
-    rate = copied.per_second
+    speed, growth = figures.copy_rate(copies), figures.per_second(f"{copies}_bytes")
     return (
         f"  {what}, at {format_size(int(speed))}/s" if speed else f"  {what}",
-        format_size(int(copied.total)),
+        format_size(int(figures.values[f"{copies}_bytes"])),
         "",
-        "" if rate is None else f"{format_size(int(rate))}/s",
+        "" if growth is None else f"{format_size(int(growth))}/s",
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kv_offload.cache.manager import CacheManager
-from kv_offload.cache.policies import make_policy
+from kv_offload.cache.policies import POLICIES, make_policy
 from kv_offload.cache.slots import MissingKeyError, MisuseError, Slots
 
 KEYS = [bytes([letter]) for letter in b"abcdefghij"]
@@ -209,16 +209,8 @@ class CacheManagerMachine(RuleBasedStateMachine):
         assert {*prepared.tolist()} == set(range(self.usable))
 
 
-class LRUMachine(CacheManagerMachine):
-    policy_name = "lru"
-
-
-class ARCMachine(CacheManagerMachine):
-    policy_name = "arc"
-
-
-budget = settings(deadline=None, max_examples=200, stateful_step_count=50)
-TestLRU = LRUMachine.TestCase
-TestLRU.settings = budget
-TestARC = ARCMachine.TestCase
-TestARC.settings = budget
+@pytest.mark.parametrize("policy_name", POLICIES)
+def test_any_interleaving(policy_name: str) -> None:
+    case = type("Machine", (CacheManagerMachine,), {"policy_name": policy_name}).TestCase()
+    case.settings = settings(deadline=None, max_examples=200, stateful_step_count=50)
+    case.runTest()

@@ -222,15 +222,6 @@ def test_a_held_slot_is_not_evicted_however_old(new: Callable[..., Named]) -> No
     assert policy.replace("one more") == "b"
 
 
-def test_hold_and_use_are_accesses_and_release_is_not(new: Callable[..., Named]) -> None:
-    policy = new(4, "a", "b", "c", "d")
-    policy.use(*"dcba")
-    policy.hold("d", "c")
-    policy.use("b")
-    policy.release("c", "d")
-    assert policy.victims(4) == ["a", "d", "c", "b"]
-
-
 def test_held_slots_that_a_search_for_a_victim_has_passed_return_to_their_place_or_become_recent(
     new: Callable[..., Named],
 ) -> None:
@@ -298,31 +289,6 @@ def test_arc_sees_the_return_of_an_evicted_key_as_reuse_and_that_of_a_discarded_
     assert policy.arc_state == ([], [], [], [], 0.0)
 
 
-def test_arc_forgets_the_oldest_ghosts_also_when_it_fills_a_free_place() -> None:
-    policy = arc(2, "a", "b")
-    policy.use("b")
-    assert policy.replace("c") == "a"
-    policy.release("c")
-    policy.discard("b")
-    policy.add("d")
-    assert policy.arc_state == (["c", "d"], [], [], [], 0.0)
-
-
-def test_arc_evicts_from_the_other_list_where_the_chosen_one_is_held() -> None:
-    policy = arc(3, "a", "b")
-    policy.use("a", "b")
-    policy.add("c")  # held: T1 exceeds its target of 0, but cannot give a victim
-    assert policy.replace("d") == "a"
-    assert policy.arc_state[:2] == (["c", "d"], ["b"])
-    policy.release("c", "d")
-    assert policy.replace("e") == "c"
-    assert policy.replace("c") == "d"
-    policy.release("e")
-    policy.hold("b")  # with c: T1 is not above its target, but T2 cannot give a victim
-    assert policy.arc_state == (["e"], ["c", "b"], ["d"], ["a"], 1.0)
-    assert policy.replace("f") == "e"
-
-
 def test_arc_bounds_its_ghosts_where_it_evicts_before_it_is_full() -> None:
     """After a reset orphaned slots are busy: fewer slots than the capacity hold all keys."""
     policy = arc(8, "k0")
@@ -331,24 +297,3 @@ def test_arc_bounds_its_ghosts_where_it_evicts_before_it_is_full() -> None:
         assert policy.replace(f"k{i + 1}") == f"k{i}"
         policy.release(f"k{i + 1}")
     assert policy.arc_state[2:4] == ([], [f"k{i}" for i in range(32, 40)])
-
-
-@pytest.mark.parametrize(
-    ("breakage", "message"),
-    [
-        ("arc._t1.append(1, held=False)", "a slot is in T1 and in T2"),
-        ("arc._t1.evictable += 1", "2 slots count as evictable, but 1 are"),
-        ("arc._t1._unlink(1)", "a slot is lost or linked twice"),
-        ("arc._remember(arc._b1, 'b')", "a key is in two of"),
-        ("for key in 'vwxyz': arc._remember(arc._b2, key)", "5 ghosts exceed capacity 4"),
-        ("arc._target = 4.5", "p is 4.5, not 0..4"),
-        ("arc._place_of.add_all('x', [0])", "a ghost is lost"),
-    ],
-)
-def test_arc_check_integrity_names_what_is_broken(breakage: str, message: str) -> None:
-    policy = arc(4, "a", "b", "c")
-    policy.use("b")
-    policy.discard("c")
-    exec(breakage, {"arc": policy.policy})
-    with pytest.raises(AssertionError, match=message):
-        policy.policy.check_integrity()

@@ -34,10 +34,6 @@ def among(keys: Collection[bytes]) -> Readable:
     return lambda asked: np.array([key in keys for key in asked], bool)
 
 
-def everything(keys: Sequence[bytes]) -> NDArray[np.bool_]:
-    return np.ones(len(keys), bool)
-
-
 def make_hashes(count: int) -> list[bytes]:
     return [b"hash %d" % i for i in range(count)]
 
@@ -166,53 +162,10 @@ def test_a_hit_loads_exactly_the_blocks_that_are_read(case: Case) -> None:
             assert len(set(keys)) == len(keys) == case.prefixes.count_slots(case.start, end)
 
 
-# -- by example --------------------------------------------------------------------------------
+# -- keys ----------------------------------------------------------------------------------------
 
 FULL = CacheGroup(0, 4)
 HASHES = make_hashes(8)
-
-
-def keys_of(group: CacheGroup, *blocks: int) -> set[bytes]:
-    return {slot_key(HASHES[block], group.group_id) for block in blocks}
-
-
-WINDOW, CHUNKS = CacheGroup(1, 4, 5), CacheGroup(0, 4, chunk_tokens=10)
-AHEAD = CacheGroup(0, 4, sees_next_token=True)
-
-
-@pytest.mark.parametrize(
-    ("groups", "known", "start", "limit", "end"),
-    [
-        pytest.param([FULL], [(0, 1, 3, 4)], 0, 31, 8, id="a gap ends a hit"),
-        pytest.param([FULL], [(0, 1, 3, 4)], 12, 31, 20, id="a local hit bridges a gap"),
-        pytest.param([FULL], [range(8)], 0, 3, 0, id="the limit is below a slot"),
-        # A query at 20 reads from 15 on with a window of 6, and from 16 on with one of 5.
-        pytest.param([CacheGroup(0, 4, 6)], [(4,)], 0, 31, 0, id="a window begins inside a block"),
-        pytest.param([CacheGroup(0, 4, 5)], [(4,)], 0, 31, 20, id="a window begins with a block"),
-        pytest.param([CHUNKS], [(2, 3)], 0, 19, 16, id="a chunk needs all of its first block"),
-        # The full group covers 8 tokens, where the window misses a block: only 4 are left.
-        pytest.param([FULL, WINDOW], [(0, 1), (0, 2, 3, 4)], 0, 31, 4, id="one falls short"),
-        # KV that depends on the next token: a block behind the end proves it. At 31 of 32 tokens
-        # a hit of 28 ends before the last one, and block 7 names token 28.
-        pytest.param([AHEAD], [range(8)], 0, 31, 28, id="a proof may end with the prompt"),
-        pytest.param([AHEAD], [range(8)], 0, 27, 24, id="a proof may lie behind the limit"),
-        pytest.param([AHEAD], [(0,)], 0, 32, 0, id="one block has no proof"),
-        # The engine knows blocks 0 to 3 and has dropped the last, so the load starts at 12.
-        pytest.param([AHEAD], [(3, 4)], 12, 32, 16, id="a dropped block with a proof"),
-        pytest.param([AHEAD], [(3, 5)], 12, 32, 12, id="a dropped block without one"),
-    ],
-)
-def test_a_hit_by_the_blocks_that_are_known(
-    groups: list[CacheGroup], known: list[Sequence[int]], start: int, limit: int, end: int
-) -> None:
-    """Blocks have the numbers of their last hashes."""
-    keys = [keys_of(group, *blocks) for group, blocks in zip(groups, known, strict=True)]
-    readable = among(set().union(*keys))
-    prefixes = make_map(*groups, hash_block_tokens=4)
-    assert prefixes.longest_hit(HASHES, readable, start, limit) == end
-
-
-# -- keys ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hashes", [1, 2, 4])
@@ -235,13 +188,6 @@ def test_a_slot_is_named_by_the_last_hash_of_its_block_and_by_any_group_but_the_
 def test_keys_that_do_not_begin_with_the_hash_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="makes the keys of its blocks in an unknown way"):
         PrefixMap([FULL], 4, lambda block_hash, group_id: b"%d " % group_id + block_hash)
-
-
-def test_blocks_have_names_up_to_a_boundary_of_all_groups() -> None:
-    prefixes = make_map(CacheGroup(0, 4), CacheGroup(1, 6))
-    assert [prefixes.align(end) for end in (0, 11, 12, 23, 24)] == [0, 0, 12, 12, 24]
-    assert [make_map(FULL).align(end) for end in (3, 4, 7)] == [0, 4, 4]
-    assert make_map(FULL, CacheGroup(1, 8)).alignment_tokens == 8
 
 
 def test_needed_keys_are_in_prefix_order_group_by_group() -> None:

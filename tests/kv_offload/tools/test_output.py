@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kv_offload.tools.main import main
-from tests.kv_offload.tools.status.server import page_server, recorded
+from tests.kv_offload.tools.status.server import HITS, page_server
 from tests.support.commands import COMMAND, Terminal, run_in_shell
 from tests.support.published_models import PUBLISHED
 
@@ -31,7 +31,7 @@ def commands(tmp_path: Path) -> Iterator[dict[str, str]]:
     for package in ("torch", "transformers"):  # they take long to import, and add nothing here
         (tmp_path / f"{package}.py").write_text("raise ImportError")
     file = shlex.quote(str(tmp_path / "☃.yaml"))
-    with page_server(recorded("hits").replace("small", "☃")) as server:
+    with page_server(HITS.replace("small", "☃")) as server:
         yield {
             "config": f"{COMMAND} config {file}",
             "doctor": f"{COMMAND} doctor --no-measure {file}",

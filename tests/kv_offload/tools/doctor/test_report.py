@@ -31,9 +31,8 @@ def test_every_line_says_what_was_found_what_is_needed_and_what_to_do() -> None:
 
 
 def test_colour_does_not_change_the_width() -> None:
-    long = Check("n", "problem", "word " * 60, "w" * 300, "r " * 99)
-    plain = as_text("doctor", {"One": [long]})
+    long = {"One": [Check("n", "problem", "word " * 60, "w" * 300, "r " * 99)]}
+    plain, coloured = as_text("doctor", long), as_text("doctor", long, colour=True)
     assert max(map(len, plain.splitlines())) <= COLUMNS
-    coloured = as_text("doctor", {"One": [long]}, colour=True)
     assert "\033[31mproblem    \033[0m" in coloured
     assert coloured.replace("\033[31m", "").replace("\033[0m", "") == plain

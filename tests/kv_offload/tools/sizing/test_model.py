@@ -56,10 +56,7 @@ def test_transformers_adds_what_a_file_leaves_to_defaults_or_calls_otherwise(rea
         (LLAMA | {"sliding_window": 4096, "model_type": "mistral"}, {"window": 32}),
         (LLAMA | {"sliding_window": 4096, "use_sliding_window": False}, {"full": 32}),
         (LLAMA | {"attn_type_list": [1] * 32, "model_type": "minimax_m2"}, {"full": 32}),
-        (
-            LLAMA | {"layer_types": ["chunked_attention", "full_attention"] * 16},
-            {"chunk": 16, "full": 16},
-        ),
+        (LLAMA | {"layer_types": ["chunked_attention"] * 32}, {"chunk": 32}),
         # Granite-4.0-Micro names states, and has none.
         (GRANITE | {"layer_types": ["attention"] * 40}, {"full": 40}),
     ],
@@ -144,12 +141,7 @@ MODELOPT = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
     ],
 )
 def test_a_checkpoint_may_ask_for_another_type_of_cache(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    read: Any,
-    config: Any,
-    beside: Any,
-    is_quantized: bool,
+    tmp_path: Path, capsys: Any, read: Any, config: Any, beside: Any, is_quantized: bool
 ) -> None:
     """vLLM takes it from any of these, and 16 bits a number would be twice too many."""
     if beside is not None:

@@ -12,24 +12,23 @@ from pathlib import Path
 
 from kv_offload.metrics import PREFIX
 
-PAGES = Path(__file__).parent / "pages"
-"""Recorded of vLLM 0.32's server on a CPU, without the metrics that nobody here reads."""
+HITS = (Path(__file__).parent / "hits.txt").read_text()
+"""Recorded of vLLM 0.32's server on a CPU, without help and the metrics that nobody here reads."""
+
+START = re.sub(r"^(vllm:(?!\w+_(slots|slot_bytes)\b).*\}) .*$", r"\1 0.0", HITS, flags=re.M)
+"""The same server before its first request: it has a pool, and has counted nothing."""
 
 
-def recorded(name: str) -> str:
-    return (PAGES / f"{name}.txt").read_text()
-
-
-def recorded_with(name: str, value: object) -> str:
+def hits_with(name: str, value: object) -> str:
     """Return the page of hits in which a sample of ours has another value."""
     sample = re.compile(rf"^({PREFIX}{name}\{{.*\}}) .*$", re.MULTILINE)
-    page, found = sample.subn(rf"\1 {value}", recorded("hits"))
+    page, found = sample.subn(rf"\1 {value}", HITS)
     assert found == 1
     return page
 
 
 class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Answers `/metrics` with `page` and `status`, everything else with 404.
+    """Answers `/metrics` with `page`, everything else with 404.
 
     Servers of `http.server` ask a name server for the name of their address, which may take long.
     """
@@ -38,7 +37,6 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     allow_reuse_address = True
 
     page = ""
-    status = 200
     answered = 0
 
     @property
@@ -51,7 +49,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         here = self.path == "/metrics"
-        self.send_response(self.server.status if here else 404)
+        self.send_response(200 if here else 404)
         self.end_headers()
         self.wfile.write(self.server.page.encode() if here else b"")
         self.server.answered += here
@@ -61,7 +59,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def page_server(page: str = "") -> Iterator[PageServer]:
+def page_server(page: str = HITS) -> Iterator[PageServer]:
     server = PageServer(("127.0.0.1", 0), _Handler)
     server.page = page
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from math import inf
 
 import pytest
 
 from kv_offload.metrics import PREFIX
-from kv_offload.tools.status.figures import Count, Figures
+from kv_offload.tools.status.figures import Figures
 from kv_offload.tools.status.read import Reading, parse
-from tests.kv_offload.tools.status.server import recorded, recorded_with
+from tests.kv_offload.tools.status.server import HITS, START, hits_with
 
 
 def reading(taken: float = 0.0, **values: float) -> Reading:
@@ -17,53 +18,45 @@ def reading(taken: float = 0.0, **values: float) -> Reading:
     return Reading(taken, ("0",), "m", named, {})
 
 
-def test_rates_are_those_between_two_readings() -> None:
-    before = parse(recorded("start"), "here")
-    assert Figures(before).bytes_per_second("loaded") == 0
+def test_rates_are_those_between_two_readings_of_a_server_that_was_not_started_again() -> None:
+    before = parse(START, "here")
+    assert Figures(before).copy_rate("loaded") == 0
     assert Figures(before).load_seconds(0.5) is None
-    now = dataclasses.replace(parse(recorded("hits"), "here"), taken=before.taken + 4)
-    found = Figures(now, before)
+    found = Figures(dataclasses.replace(parse(HITS, "here"), taken=before.taken + 4), before)
     assert found.seconds == pytest.approx(4)
-    assert found.tokens["host_tokens"] == Count(864, 216)
-    assert found.counter("stored_bytes") == Count(27 * 32768, 27 * 8192)
-
-
-def test_a_server_that_was_started_again_has_no_rate() -> None:
-    found = Figures(reading(5, hit_tokens_total=10), reading(1, hit_tokens_total=90))
-    assert found.tokens["host_tokens"] == Count(10, None)
+    assert found.some("host_tokens", "stored_bytes") == {"host_tokens": 864, "stored_bytes": 884736}
+    assert found.per_second("host_tokens") == 216
+    assert found.per_second("stored_bytes") == 27 * 8192
+    again = Figures(reading(5, hit_tokens_total=10), reading(1, hit_tokens_total=90))
+    assert again.per_second("host_tokens") is None
+    # vLLM leaves requests that were preempted out of its counters; ours have them.
+    assert again.values["computed_tokens"] == 0
 
 
 def test_engines_are_added_or_taken_alone() -> None:
     """Slots do not grow and ages do not add up: the largest counts."""
-    first, second = (recorded_with("oldest_copy_seconds", seconds) for seconds in (2.5, 7.5))
+    first, second = (hits_with("oldest_copy_seconds", seconds) for seconds in (2.5, 7.5))
     both = parse(first + second.replace('engine="0"', 'engine="1"'), "here")
     together, alone = Figures(both).as_json(), Figures(both, None, ["1"]).as_json()
     assert together["engines"] == ("0", "1")
     assert (together["host_tokens"], alone["host_tokens"]) == (2 * 864, 864)
     assert together["load_times"] == alone["load_times"]
+    assert Figures(both).values["slot_bytes"] == 32768
     assert together["oldest_copy_seconds"] == alone["oldest_copy_seconds"] == 7.5
-    assert Figures(both, None, ["0"]).largest("oldest_copy_seconds") == 2.5
-
-
-def test_a_prompt_that_was_looked_up_twice_makes_no_negative_count() -> None:
-    """vLLM leaves requests that were preempted out of its counters; ours have them."""
-    assert Figures(reading(hit_tokens_total=10)).tokens["computed_tokens"].total == 0
+    assert Figures(both, None, ["0"]).values["oldest_copy_seconds"] == 2.5
 
 
 @pytest.mark.parametrize(
     ("buckets", "median", "slowest"),
     [
-        ({0.1: 0, 0.2: 4, 0.4: 4}, 0.15, 0.199),
-        ({0.1: 2, 0.2: 2, 0.4: 4}, 0.1, 0.396),
-        ({0.1: 0, 0.2: 0, 0.4: 0}, None, None),
-        ({0.1: 0, 0.2: 0, 0.4: 0, float("inf"): 3}, 0.4, 0.4),
+        ({0.1: 0, 0.2: 4, 0.4: 4, inf: 4}, 0.15, 0.199),
+        ({0.1: 2, 0.2: 2, 0.4: 4, inf: 4}, 0.1, 0.396),
+        ({0.1: 0, 0.2: 0, 0.4: 0, inf: 3}, 0.4, 0.4),
     ],
 )
 def test_times_of_loads_are_estimated_as_prometheus_does(
-    buckets: dict[float, float], median: float | None, slowest: float | None
+    buckets: dict[float, float], median: float, slowest: float
 ) -> None:
-    all_values = {**buckets, float("inf"): max(buckets.values())}
-    name = f"{PREFIX}load_seconds"
-    found = Figures(Reading(0, ("0",), "m", {}, {(name, "0"): all_values}))
-    for share, seconds in ((0.5, median), (0.99, slowest)):
-        assert found.load_seconds(share) == (None if seconds is None else pytest.approx(seconds))
+    found = Figures(Reading(0, ("0",), "m", {}, {(f"{PREFIX}load_seconds", "0"): buckets}))
+    assert found.load_seconds(0.5) == pytest.approx(median)
+    assert found.load_seconds(0.99) == pytest.approx(slowest)

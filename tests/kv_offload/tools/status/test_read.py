@@ -13,9 +13,9 @@ import pytest
 from kv_offload.errors import ServerError
 from kv_offload.metrics import METRICS, PREFIX
 from kv_offload.tools.status.read import MAX_PAGE_BYTES, metrics_url, parse, read
-from tests.kv_offload.tools.status.server import page_server, recorded, recorded_with
+from tests.kv_offload.tools.status.server import HITS, hits_with, page_server
 
-FOUND = "HTTP/1.1 302 Found"
+FOUND = "HTTP/1.1 302 Found\r\nLocation:"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
 
 
 def test_a_recorded_page_has_every_metric() -> None:
-    reading = parse(recorded("hits"), "here")
+    reading = parse(HITS, "here")
     assert (reading.engines, reading.model) == (("0",), "small")
     for metric in METRICS:
         name = PREFIX + metric.name
@@ -83,35 +83,69 @@ def test_a_page_without_our_metrics_says_what_may_be_the_reason(page: str, messa
     assert server.address in str(caught.value)
 
 
-@pytest.mark.parametrize("value", ["NaN", "+Inf", "-1.0", "1e300"])
-def test_a_value_that_no_engine_has_is_refused(value: str) -> None:
-    with pytest.raises(ServerError, match=r"no page of metrics \(vllm:host_kv_cache_slots is "):
-        parse(recorded_with("slots", value), "here")
-
-
 @pytest.mark.parametrize("answers", [True, False], ids=["an error", "no answer"])
 def test_a_proxy_of_the_environment_is_named(
     monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     """Else the message would blame a server that was never asked."""
-    with page_server(recorded("hits")) as server, page_server() as proxy:
-        proxy.status = 407
-        where = proxy.address if answers else "127.0.0.1:1"
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with page_server() as server, answering("HTTP/1.1 407 Who are you?") as proxy:
+        where = proxy if answers else "127.0.0.1:1"
         monkeypatch.setenv("http_proxy", f"http://user:secret@{where}")
-        for name in ("no_proxy", "NO_PROXY"):
-            monkeypatch.delenv(name, raising=False)
         with pytest.raises(ServerError, match=rf"through {where}, which http_proxy") as caught:
             read(metrics_url(server.address))
         assert "secret" not in str(caught.value)
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         assert read(metrics_url(server.address)).model == "small"
+        if not answers:  # the played proxy waits for one reader
+            socket.create_connection(proxy.split(":")).close()
 
 
-def test_a_server_that_is_not_there_or_answers_with_an_error_is_named() -> None:
-    with page_server() as server:
-        server.status = 503
-        with pytest.raises(ServerError, match=r"HTTP status 503 .*check the address"):
-            read(metrics_url(server.address))
+@contextlib.contextmanager
+def answering(
+    head: str, answer: Callable[[socket.socket], object] = lambda _: None
+) -> Iterator[str]:
+    """Give the address of a server that sends `head` and what `answer` does to its one reader."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):  # the reader has gone
+            connection.recv(65536)
+            connection.sendall(f"{head}\r\n\r\n".encode())
+            answer(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
+# Where a redirection leads nowhere, urllib leaves the first connection to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ("HTTP/1.1 503 No", "HTTP status 503 .*check the address"),
+        ("220 mail.example", "cannot be reached: .*check the address"),
+        (f"{FOUND} http://[x", "cannot be reached: .*check the address"),
+        # A proxy that asks who you are leads to its own page.
+        (f"{FOUND} http://{{}}/metrics", "leads to http://{}/metrics, is no page"),
+    ],
+)
+def test_a_server_that_answers_with_something_else_is_named(head: str, message: str) -> None:
+    with (
+        page_server("<html>Who are you?</html>") as other,
+        answering(head.format(other.address)) as address,
+        pytest.raises(ServerError, match=message.format(other.address)) as caught,
+    ):
+        read(metrics_url(address))
+    assert address in str(caught.value)
+    gc.collect()  # here, and not in another test
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = metrics_url(f"127.0.0.1:{probe.getsockname()[1]}")
@@ -119,57 +153,7 @@ def test_a_server_that_is_not_there_or_answers_with_an_error_is_named() -> None:
             read(url)
 
 
-# Where it leads nowhere, urllib leaves the first connection to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    ("header", "status_line"), [("Location: http://[x\r\n", FOUND), ("", "220 mail.example")]
-)
-def test_a_redirection_to_nowhere_and_what_is_no_http_are_no_traceback(
-    header: str, status_line: str
-) -> None:
-    with (
-        answering(lambda _: None, header, status_line) as url,
-        pytest.raises(ServerError, match="check the address"),
-    ):
-        read(url)
-    gc.collect()  # here, and not in another test
-
-
-def test_a_redirection_to_another_page_is_told() -> None:
-    """A proxy that asks who you are leads to its own page."""
-    with page_server("<html>Who are you?</html>") as other:
-        told = f"leads to http://{other.address}/metrics, is no page"
-        header = f"Location: http://{other.address}/metrics\r\n"
-        with (
-            answering(lambda _: None, header, FOUND) as url,
-            pytest.raises(ServerError, match=told),
-        ):
-            read(url)
-
-
-@contextlib.contextmanager
-def answering(
-    answer: Callable[[socket.socket], object],
-    header: str = "",
-    status_line: str = "HTTP/1.1 200 OK",
-) -> Iterator[str]:
-    """Give the address of a server whose page is what `answer` sends to its one reader."""
-
-    def serve() -> None:
-        connection, _ = listener.accept()
-        with connection, contextlib.suppress(OSError):  # the reader has gone
-            connection.recv(65536)
-            connection.sendall(f"{status_line}\r\n{header}\r\n".encode())
-            answer(connection)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield metrics_url(f"127.0.0.1:{listener.getsockname()[1]}")
-        thread.join()
-
-
-@pytest.mark.parametrize("header", ["", "Transfer-Encoding: chunked\r\n"], ids=["bare", "chunked"])
+@pytest.mark.parametrize("header", ["", "\r\nTransfer-Encoding: chunked"], ids=["bare", "chunked"])
 def test_an_answer_without_end_is_refused_at_the_limit(header: str) -> None:
     part = b"vllm:endless 1\n" * 4096
     piece = b"%x\r\n%b\r\n" % (len(part), part) if header else part
@@ -180,20 +164,21 @@ def test_an_answer_without_end_is_refused_at_the_limit(header: str) -> None:
         connection.recv(1)  # a reader that wants more than the limit gets nothing
 
     with (
-        answering(stream, header) as url,
+        answering(f"HTTP/1.1 200 OK{header}", stream) as address,
         pytest.raises(ServerError, match=r"more than 16 MiB, the limit .*; give the address"),
     ):
-        read(url)
+        read(metrics_url(address))
 
 
 @pytest.mark.parametrize(
     "page",
     [
         *("<html>\n<body>no</body></html>", f'{PREFIX}slots{{le="many"}} 1', "\x00\x1b" * 999),
-        recorded("hits") + "# HELP \xa0 x\n",  # no name
+        HITS + "# HELP \xa0 x\n",  # no name
+        *(hits_with("slots", value) for value in ("NaN", "+Inf", "-1.0", "1e300")),
     ],
 )
-def test_another_page_is_one_short_line(page: str) -> None:
+def test_another_page_or_a_value_that_no_engine_has_is_one_short_line(page: str) -> None:
     with pytest.raises(ServerError, match="here is no page of metrics") as caught:
         parse(page, "here")
     assert str(caught.value).isprintable()

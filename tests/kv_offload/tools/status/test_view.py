@@ -10,7 +10,7 @@ from rich.console import Console
 from kv_offload.tools.status.figures import ERRORS, Figures
 from kv_offload.tools.status.read import parse
 from kv_offload.tools.status.view import page
-from tests.kv_offload.tools.status.server import recorded, recorded_with
+from tests.kv_offload.tools.status.server import HITS, START, hits_with
 
 
 def drawn(text: str, before: str | None = None, *, width: int = 110, note: str = "") -> str:
@@ -24,7 +24,7 @@ def drawn(text: str, before: str | None = None, *, width: int = 110, note: str =
 
 
 def test_a_recorded_page() -> None:
-    text = drawn(recorded("hits"))
+    text = drawn(HITS)
     assert "kv-offload at http://here/metrics: small, engine 0" in text
     for what, values in {
         "from host memory: not computed": ["864", "48.0 %"],
@@ -43,11 +43,12 @@ def test_a_recorded_page() -> None:
     assert "engine  hit rate" not in text
 
 
-def test_an_error_is_named_with_what_it_means() -> None:
+def test_an_error_is_named_with_what_it_means_and_comes_first_behind_a_note() -> None:
     for name in ERRORS:
-        text = drawn(recorded_with(f"{name}_total", 3.0))
-        assert re.search(rf"{name}: .* 3", text)
-        assert "none since the start" not in text
+        lines = drawn(hits_with(f"{name}_total", 3.0), note="not reachable").splitlines()
+        assert lines[1] == "not reachable"
+        assert re.search(rf"{name}: .* 3", " ".join(lines[4:6]))
+        assert "none since the start" not in "".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +61,12 @@ def test_an_error_is_named_with_what_it_means() -> None:
     ],
 )
 def test_what_is_not_as_it_should_be_has_a_line(name: str, value: float, shown: str) -> None:
-    assert re.search(shown, drawn(recorded_with(name, value)))
+    assert re.search(shown, drawn(hits_with(name, value)))
 
 
 def test_several_engines_stand_below_their_sum() -> None:
-    one = recorded("hits")
-    other = recorded_with("hook_errors_total", 1.0).replace('engine="0"', 'engine="[/red]"')
-    text = drawn(one + other)
+    other = hits_with("hook_errors_total", 1.0).replace('engine="0"', 'engine="[/red]"')
+    text = drawn(HITS + other)
     assert "2 engines together" in text
     assert re.search(r"looked up +3,600", text)
     table = text.partition("engine  hit rate")[2].splitlines()[1:]
@@ -76,14 +76,8 @@ def test_several_engines_stand_below_their_sum() -> None:
     ], "a name is no markup"
 
 
-def test_what_is_wrong_comes_first() -> None:
-    lines = drawn(recorded_with("hook_errors_total", 1.0), note="not reachable").splitlines()
-    assert lines[1] == "not reachable"
-    assert "hook_errors" in lines[4]
-
-
 def test_a_page_of_a_healthy_server_fits_the_lowest_terminal_and_loses_no_figure() -> None:
-    text = drawn(recorded("hits"), recorded("start"), width=80)
+    text = drawn(HITS, START, width=80)
     assert len(text.splitlines()) <= 24
     assert max(map(len, text.splitlines())) <= 80
     assert re.search(r"last \d+\.\d s", text)
