@@ -43,7 +43,7 @@ def test_a_block_that_nobody_computed_is_neither_served_nor_kept(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, mended: bool
 ) -> None:
     if not mended:
-        uncomputed = "kv_offload.engines.vllm.patches.preempt_request._named_uncomputed"
+        uncomputed = "kv_offload.engines.vllm.patches.mends._named_uncomputed"
         monkeypatch.setattr(uncomputed, lambda *_: iter(()))
     (expected,) = plain_answers(model_folder, [LOW])
     answer, again = preempt_what_the_step_has_scheduled(model_folder)

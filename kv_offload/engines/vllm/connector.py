@@ -27,8 +27,8 @@ register()
 class KVOffloadConnector(SchedulerHooks, WorkerHooks):
     """Keeps computed KV blocks in host memory and loads them for later requests.
 
-    vLLM builds one object in the scheduler's process and one per rank. Raises `ConfigError`,
-    `CapacityError` or `UnsupportedError` at start; afterwards nothing it does ends the engine.
+    Raises `ConfigError`, `CapacityError` or `UnsupportedError` at start; afterwards nothing it does
+    ends the engine.
     """
 
     _cache_hit_source = host_hit_source()
@@ -53,10 +53,7 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
 
     @survives(lambda self: None)
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """Return what this half counted since the last call.
-
-        Of the scheduler's hooks it is the only one that vLLM calls at the end of every step.
-        """
+        """Return what this half counted since the last call. vLLM asks at the end of every step."""
         errors = self.hook_errors.take()
         scheduler = self.offload_scheduler
         if scheduler is None:

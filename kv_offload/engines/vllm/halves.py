@@ -1,11 +1,20 @@
-"""Finds the plugin's two halves inside vLLM's objects, and what ranks reported to them."""
+"""Finds what no reference leads to: vLLM's objects that call us, and our halves inside of them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 from kv_offload.messages import OffloadWorkerMetadata
+
+
+def callers() -> Iterator[Any]:
+    """Yield what is called `self` in the caller and in its callers, the nearest first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_locals.get("self")
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def connectors_in(connector: Any, half: str = "offload_scheduler") -> Iterator[Any]:
@@ -22,13 +31,8 @@ def connectors_of(core: Any) -> list[Any]:
     return [] if scheduler is None else list(connectors_in(scheduler.get_kv_connector()))
 
 
-def schedulers_of(core: Any) -> list[Any]:
-    """Return our schedulers in vLLM's engine core: none while it is built."""
-    return [connector.offload_scheduler for connector in connectors_of(core)]
-
-
 def workers_of_process() -> list[Any]:
-    """Return our workers in this process, one for each connector of ours. Runs in a rank."""
+    """Return our workers in a rank's process, one for each connector of ours."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     found = connectors_in(get_kv_transfer_group(), "offload_worker")
@@ -36,21 +40,15 @@ def workers_of_process() -> list[Any]:
 
 
 def connectors_with_reports(
-    connector: Any, output: Any
+    connector: Any, report: Any
 ) -> Iterator[tuple[Any, OffloadWorkerMetadata | None]]:
     """Yield our connectors in vLLM's scheduler, each with what its ranks report in a step's output.
 
-    Inside a MultiConnector the output has a list with an entry for each member.
+    The report of a MultiConnector has a list with an entry for each member.
     """
-    return _with_reports(connector, getattr(output, "kv_connector_worker_meta", None))
-
-
-def _with_reports(
-    connector: Any, report: Any
-) -> Iterator[tuple[Any, OffloadWorkerMetadata | None]]:
     if getattr(connector, "offload_scheduler", None) is not None:
         yield connector, report if isinstance(report, OffloadWorkerMetadata) else None
     members = getattr(connector, "_connectors", ())
     parts = getattr(report, "metadata", None) or [None] * len(members)
     for member, part in zip(members, parts, strict=True):
-        yield from _with_reports(member, part)
+        yield from connectors_with_reports(member, part)

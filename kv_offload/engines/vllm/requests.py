@@ -32,10 +32,9 @@ def waiting_for_room(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
 
 
 def recompute(engine_scheduler: Any, request_ids: set[str]) -> None:
-    """Have vLLM free requests that wait for their loads, and schedule them as ones without any.
+    """Have vLLM free requests once their loads have ended, and schedule them as ones without any.
 
-    A request in `failed_recving_kv_req_ids` without computed tokens is freed once its load has
-    ended, then scheduled (0.26 to 0.33).
+    So it does with `failed_recving_kv_req_ids` that have no computed tokens (0.26 to 0.33).
     """
     for request_id in request_ids:
         _forget_load(engine_scheduler, request_id)
@@ -43,10 +42,10 @@ def recompute(engine_scheduler: Any, request_ids: set[str]) -> None:
 
 
 def _forget_load(engine_scheduler: Any, request_id: str) -> Any:
-    """Have vLLM know nothing of what was loaded for a request, which it returns.
+    """Have vLLM know nothing of what was loaded for a request; return the request.
 
-    vLLM keeps blocks free for all that its `_inflight_prefills` have yet to compute, and a request
-    stays there when its load is given up. Then it would need its blocks twice to be admitted.
+    When its load is given up a request stays in `_inflight_prefills`, for which vLLM keeps blocks
+    free. Then it would need its blocks twice to be admitted.
     """
     request = engine_scheduler.requests[request_id]
     request.num_computed_tokens = 0
@@ -57,9 +56,9 @@ def _forget_load(engine_scheduler: Any, request_id: str) -> Any:
 def give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
     """Have requests whose loads have ended wait without blocks, as if nothing had been loaded.
 
-    vLLM looks a request without computed tokens up anew when it is its turn. One that it takes to
-    wait for its load must have the state of one whose load has failed, and is freed then; freeing
-    it twice does no harm. No step reads or writes these blocks: no such request has been computed.
+    vLLM looks them up anew when it is their turn. No step reads or writes these blocks. Of those
+    that vLLM takes to wait for their loads, `recompute` must have been called; vLLM frees them once
+    more, which does no harm.
     """
     for request_id in request_ids:
         request = _forget_load(engine_scheduler, request_id)

@@ -79,8 +79,7 @@ def changes_blocks(scheduler_output: Any) -> bool:
 def role_accepts_embeddings(vllm_config: Any, transfer_config: Any) -> bool:
     """Whether vLLM 0.32 accepts embeddings in place of images because of `kv_role`.
 
-    It turns `enable_mm_embeds` on, and does not tell whether the user had. 0.28 only lets
-    embeddings that the user enabled come without their data, 0.26 does nothing.
+    It turns `enable_mm_embeds` on, and does not tell whether the user had.
     """
     from vllm.config import VllmConfig
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from kv_offload.engines.vllm.start.command_line import check_keys, log_not_in_use
+from kv_offload.engines.vllm.start.command_line import check_keys, check_settings
 from kv_offload.errors import ConfigError
 
 ONCE, TWICE = '{"a": {"b": 2}}', '{"a": {"b": 1, "b": 2}}'
@@ -46,7 +47,7 @@ def test_an_empty_argument_is_a_warning(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", *more])
     with caplog.at_level(logging.INFO):
-        log_not_in_use()
+        assert check_settings(lambda _: "made", SimpleNamespace(kv_transfer_config=None)) == "made"
     (record,) = caplog.records
     assert record.levelname == ("WARNING" if is_empty else "INFO")
     assert record.getMessage().startswith("kv-offload: not in use: --kv-transfer-config is ")

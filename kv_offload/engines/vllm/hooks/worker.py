@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from kv_offload.engines.vllm.hooks.errors import survives
-from kv_offload.engines.vllm.metadata import (
-    ConnectorWorkerMetadata,
-    HandshakeMetadata,
-    convert,
-)
 from kv_offload.engines.vllm.patches.patch import log_new
 from kv_offload.engines.vllm.runner import before_each_step
 from kv_offload.engines.vllm.versions import changes_blocks
-from kv_offload.messages import OffloadMetadata
+from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.worker.worker import OffloadWorker
 
 if TYPE_CHECKING:
@@ -24,6 +23,16 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class ConnectorWorkerMetadata(OffloadWorkerMetadata, KVConnectorWorkerMetadata):
+    """What ranks report, as vLLM adds it up over them."""
+
+    aggregate = OffloadWorkerMetadata.merge  # vLLM's name for it
+
+
+class HandshakeMetadata(WorkerCapacity, KVConnectorHandshakeMetadata):
+    """What a rank holds, told once before the first request."""
 
 
 class WorkerHooks(KVConnectorBase_V1):
@@ -52,9 +61,9 @@ class WorkerHooks(KVConnectorBase_V1):
         None inside a MultiConnector: it hands the metadata of one member to all of them, most of
         which fail on another's.
         """
-        return (
-            None if self._is_member else convert(self.offload_worker.capacity(), HandshakeMetadata)
-        )
+        if self._is_member:
+            return None
+        return HandshakeMetadata(**vars(self.offload_worker.capacity()))
 
     @survives(lambda self, scheduler_output: None)  # the later hooks start what was not
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
@@ -122,8 +131,8 @@ class WorkerHooks(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
         """Queue this step's stores if `wait_for_save` was skipped; take in what ended.
 
-        vLLM 0.26 and 0.28 do not call `wait_for_save` in a step without a forward. Requests are
-        named to vLLM by the scheduler's half: `build_connector_worker_meta` tells it.
+        vLLM 0.26 and 0.28 do not call `wait_for_save` in a step without a forward. The scheduler's
+        half names requests to vLLM.
         """
         if self.has_connector_metadata():
             self.offload_worker.prepare_store_kv(self._get_connector_metadata())
@@ -136,10 +145,8 @@ class WorkerHooks(KVConnectorBase_V1):
             self.offload_worker.end_step_anyhow(self._get_connector_metadata())
         return None, None
 
-    @survives(lambda self: convert(self.offload_worker.take_losses(), ConnectorWorkerMetadata))
+    @survives(lambda self: ConnectorWorkerMetadata(**vars(self.offload_worker.take_losses())))
     def build_connector_worker_meta(self) -> ConnectorWorkerMetadata | None:
-        """Report the jobs that ended.
-
-        After an error the report has only what must be told in this step.
-        """
-        return ConnectorWorkerMetadata.of(self.offload_worker.take_report())
+        """Report the jobs that ended; after an error only what must be told in this step."""
+        report = self.offload_worker.take_report()
+        return None if report is None else ConnectorWorkerMetadata(**vars(report))

@@ -1,8 +1,7 @@
 """How a method of vLLM is wrapped.
 
-A wrapper calls the method that it found, so it works with wrappers that other plugins set before or
-after. Each also works when set twice, which happens where another plugin hides ours behind a
-wrapper without `functools.wraps`.
+A wrapper calls the method that it found, so it works with wrappers of other plugins. Each also
+works when set twice: another plugin may hide ours behind a wrapper without `functools.wraps`.
 """
 
 from __future__ import annotations

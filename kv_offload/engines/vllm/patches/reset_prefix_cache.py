@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kv_offload.engines.vllm import requests
 from kv_offload.engines.vllm.front_end import tell_front_end
 from kv_offload.engines.vllm.halves import connectors_of, workers_of_process
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata
-
-if TYPE_CHECKING:
-    from kv_offload.scheduler.scheduler import OffloadScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -43,20 +40,18 @@ def reset_after_drain(
     if done:
         for offload in schedulers:
             offload.engine_was_reset()
-    tell_front_end(self, schedulers)
+    tell_front_end(self)
     return done
 
 
 def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
     """Have all ranks end the copies of a connector of ours, and release the blocks that they hold.
 
-    Those are the sources of stores and the destinations of loads. With `requeue` aborted requests
-    are freed, and a request that waits for its load, or for room to run with what was loaded, gives
-    its blocks back, so that a reset can succeed; vLLM looks it up again when it is its turn.
+    With `requeue` aborted requests are freed, and a request that waits for its load, or for room to
+    run with what was loaded, gives its blocks back; vLLM looks it up again when it is its turn.
 
-    The ranks are called directly, not through a step: a step would also run live requests, and its
-    outputs would have no receiver. A rank has executed all steps that were launched before, so it
-    knows their jobs.
+    The ranks are called directly: a step would also run live requests, and its outputs would have
+    no receiver. A rank has executed all steps that were launched before, so it knows their jobs.
     """
     engine_scheduler, offload = core.scheduler, connector.offload_scheduler
     waiting = requests.waiting_for_loads(engine_scheduler, offload.waiting_requests())
@@ -70,21 +65,11 @@ def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
     if offload.give_up_stores():
         logger.error("kv-offload: gave up stores that did not end; their prefixes are not kept")
     if requeue:
-        _requeue(engine_scheduler, offload, waiting, loaded)
-
-
-def _requeue(
-    engine_scheduler: Any, offload: OffloadScheduler, waiting: set[str], loaded: set[str]
-) -> None:
-    """Take the blocks of loaded requests back, and tell vLLM which loads have ended.
-
-    It frees aborted requests then.
-    """
-    # Also those whose loads have not ended on all ranks: one may have failed where it has.
-    requests.recompute(engine_scheduler, waiting)
-    offload.take_failed()  # they are among these
-    requests.tell_loaded(engine_scheduler)
-    requests.give_blocks_back(engine_scheduler, waiting - offload.loading_requests() | loaded)
+        # Also those whose loads have not ended on all ranks: one may have failed where it has.
+        requests.recompute(engine_scheduler, waiting)
+        offload.take_failed()  # they are among these
+        requests.tell_loaded(engine_scheduler)  # vLLM frees aborted requests then
+        requests.give_blocks_back(engine_scheduler, waiting - offload.loading_requests() | loaded)
 
 
 def drain_rank(_worker: Any, plan: OffloadMetadata) -> OffloadWorkerMetadata:
@@ -96,7 +81,7 @@ def drain_rank(_worker: Any, plan: OffloadMetadata) -> OffloadWorkerMetadata:
 
 
 def weight_loads_of_rank(_worker: Any) -> dict[int, int]:
-    """Return how often this process's model has been given weights, by rank. Runs in the worker."""
+    """Return how often this process's model has been given weights, by rank."""
     return {rank: n for worker in workers_of_process() for rank, n in worker.weight_loads.items()}
 
 
@@ -109,10 +94,9 @@ def fence_rank(_worker: Any) -> bool:
 def blocks_freed_at_once(core: Any) -> Iterator[None]:
     """Have vLLM's scheduler free at once all blocks that it holds back for steps in flight.
 
-    With a connector it keeps what a request frees until those steps have ended: they may still
-    write the block, and a load into it might not wait for them. A reset of running requests raises
-    then. The ranks have executed all steps that were launched, so from now on their loads wait for
-    these, and the forwards of a rank follow one another. Nothing is known of other connectors, so
+    Those steps may still write a block, and a load into it might not wait for them. A reset of
+    running requests raises while blocks are held back. The ranks have executed all steps that were
+    launched, so from now on their loads wait for these. Nothing is known of other connectors, so
     inside a MultiConnector nothing changes.
     """
     engine_scheduler = core.scheduler

@@ -50,7 +50,8 @@ def hear_ranks_first(
 def _hear_ranks(engine_scheduler: Any, reported: Any) -> list[Any]:
     """Take in what ranks report; return the requests that ended with an error."""
     ended: list[Any] = []
-    for connector, report in connectors_with_reports(engine_scheduler.connector, reported):
+    reports = getattr(reported, "kv_connector_worker_meta", None)
+    for connector, report in connectors_with_reports(engine_scheduler.connector, reports):
         if reported is not None and reported.invalid_block_ids:
             connector.offload_scheduler.others_load_failed()  # ours name none
         connector.hear_ranks(report)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What a connector is built from: vLLM's configuration, and what was read from it."""
+    """vLLM's configuration, and what was read from it."""
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
@@ -51,7 +51,7 @@ class Engine:
 def read_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engine:
     """Read the user's options and check that the engine can be served.
 
-    Called while the connector is built. Raises `ConfigError`, `CapacityError`, `UnsupportedError`.
+    Raises `ConfigError`, `CapacityError`, `UnsupportedError`.
     """
     version = vllm_version()
     replicas = ranks.count_local_replicas(vllm_config)
@@ -88,8 +88,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
     if config.keep_on_sleep:
         support.check_keep_on_sleep()
     holds_state = any(group.holds_state for group in engine.cache_groups)
-    setup = Setup(engine.version, config, holds_state, is_member=bool(enclosing))
-    install_for_scheduler(setup)
+    install_for_scheduler(Setup(engine.version, config, holds_state, is_member=bool(enclosing)))
     log.log_configuration(engine.traced, hidden_replicas=engine.hidden_replicas)
     # Inside a MultiConnector, and where fresh blocks are zeroed, loads start just before a forward.
     starts_late = bool(enclosing) or engine.kv_cache_config.needs_kv_cache_zeroing

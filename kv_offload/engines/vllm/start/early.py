@@ -1,8 +1,8 @@
 """Refuses what is wrong with the settings before the engine loads its weights.
 
-vLLM builds connectors when the weights are there, after minutes for a large model. But the process
-that reads the user's arguments resolves all settings first, and `patches` calls this there. The
-connector checks everything once more: not every engine starts from arguments.
+vLLM builds connectors when the weights are there, after minutes for a large model. This runs in the
+process that reads the user's arguments. The connector checks everything once more: not every engine
+starts from arguments.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 
 def check_arguments(arguments: EngineArgs) -> None:
-    """Refuse what nothing shows any more once vLLM has read its arguments. Raises `ConfigError`.
-
-    With one of them vLLM replaces the plugin by a connector of its own. Keys that were given twice
-    are looked for in this process's command line; an engine that a script makes may have none.
-    """
+    """Refuse what nothing shows any more once vLLM has read its arguments. Raises `ConfigError`."""
     if not asks_for_us(arguments.kv_transfer_config):
         return
     check_keys(sys.argv)
@@ -79,9 +75,9 @@ def asks_for_us(transfer: KVTransferConfig | dict[str, Any] | None) -> bool:
 def _own_parts(
     transfer: KVTransferConfig | dict[str, Any] | None,
 ) -> Iterator[tuple[KVTransferConfig, ...]]:
-    """Yield each configuration of our connector, with those of the MultiConnectors around it.
+    """Yield each configuration of our connector, and behind it those around it, the inner first.
 
-    The inner come first. Arguments may have a dictionary, which vLLM turns into a configuration.
+    Arguments may have a dictionary, which vLLM turns into a configuration.
     """
     if transfer is None:
         return

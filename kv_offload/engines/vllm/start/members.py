@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from kv_offload.config import EXTRA_CONFIG, FILE_KEY, SCHEMA
 from kv_offload.config.file import show
 from kv_offload.engines.vllm import CONNECTOR
-from kv_offload.engines.vllm.call_stack import callers
+from kv_offload.engines.vllm.halves import callers
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -26,8 +26,7 @@ OTHERS_OPTIONS = frozenset({"eviction_policy"})
 def enclosing_configs() -> tuple[KVTransferConfig, ...]:
     """Return the transfer configurations of the MultiConnectors around the connector, inner first.
 
-    Must be called while the connector is built: they are looked for on the call stack. Empty for
-    the engine's own connector.
+    Looks for them on the call stack, while the connector is built.
     """
     return tuple(
         caller._vllm_config.kv_transfer_config
@@ -76,16 +75,12 @@ def unread(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> It
 def _misplaced(
     vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each option of ours that stands beside `connectors`, where no member reads it.
-
-    The member may have the same value itself; then nobody misses anything.
-    """
+    """Yield each option of ours beside `connectors`, unless the member has the same value."""
     own = vllm_config.kv_transfer_config.kv_connector_extra_config
     for outer in enclosing:
         for name, value in outer.kv_connector_extra_config.items():
-            if name not in SCHEMA and name != FILE_KEY:
-                continue
-            if name not in own or own[name] != value:
+            known = name in SCHEMA or name == FILE_KEY
+            if known and (name not in own or own[name] != value):
                 yield (
                     name,
                     f"{name}: {show(value)} stands beside connectors in the {EXTRA_CONFIG} of the "
