@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import logging
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -20,6 +21,7 @@ from kv_offload.config.host_memory import read_host_memory
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.plugin import register
 from kv_offload.engines.vllm.start import early
+from kv_offload.engines.vllm.start.command_line import check_settings
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError, UnsupportedError
 from tests.support.configurations import around, make_vllm_config, ours
 
@@ -118,6 +120,15 @@ def test_without_the_plugin_nothing_is_looked_at(transfer: KVTransferConfig | No
     )
 
 
+def test_an_engine_without_the_plugin_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kv_offload")
+    make_vllm_config({})
+    assert "not in use" not in caplog.text
+    other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    make_vllm_config({}, transfer_config=lambda _plugin: other)
+    assert "kv-offload: not in use: the connector of this engine is ExampleConnector" in caplog.text
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_gpu_without_cupy(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_vllm_config({})
@@ -138,10 +149,12 @@ def test_only_a_key_of_ours_that_is_given_twice_is_refused(
     connector: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = f'{{"kv_connector": "{connector}", "kv_role": "kv_both", "kv_role": "kv_both"}}'
-    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", "--kv-transfer-config", text])
     arguments = EngineArgs(model="unused", kv_transfer_config=json.loads(text))
+    config = make_vllm_config({})
+    config.kv_transfer_config = KVTransferConfig(**json.loads(text))
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", "--kv-transfer-config", text])
     with nullcontext() if connector != CONNECTOR else pytest.raises(ConfigError, match="twice"):
-        early.check_arguments(arguments)
+        check_settings(lambda _: config, arguments)
 
 
 @both_places

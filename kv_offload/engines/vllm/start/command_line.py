@@ -29,6 +29,8 @@ def check_settings(original: Callable[..., Any], self: Any, *args: Any, **kwargs
         return original(self, *args, **kwargs)
     from kv_offload.engines.vllm.start import early, ranks
 
+    if early.asks_for_us(self.kv_transfer_config):
+        check_keys(sys.argv)
     early.check_arguments(self)
     config = original(self, *args, **kwargs)
     ranks.note_local_replicas(config)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ from vllm.config import KVTransferConfig
 from kv_offload.config import trace_config
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.start import ranks, support
-from kv_offload.engines.vllm.start.command_line import check_keys
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.worker.allocation import transfer_kind
@@ -32,12 +30,9 @@ if TYPE_CHECKING:
 
 
 def check_arguments(arguments: EngineArgs) -> None:
-    """Refuse what nothing shows any more once vLLM has read its arguments. Raises `ConfigError`."""
-    if not asks_for_us(arguments.kv_transfer_config):
-        return
-    check_keys(sys.argv)
+    """Refuse the argument with which vLLM replaces the plugin. Raises `ConfigError`."""
     size = arguments.kv_offloading_size
-    if size is not None:
+    if size is not None and asks_for_us(arguments.kv_transfer_config):
         raise ConfigError(
             f"--kv-offloading-size {size}: with it vLLM uses its own connector in place of the one "
             f"in --kv-transfer-config, which is {CONNECTOR}. Remove --kv-offloading-size and set "
