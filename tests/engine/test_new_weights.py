@@ -124,6 +124,7 @@ def test_nothing_of_the_old_weights_is_served(
     ours: Engine, case: Case, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of what was stored between the change and the reset, from the engine's own cache."""
+    ours.forget()
     ours.generate([PROMPT])
     assert ours.reload([PROMPT]) == case.old
     ours.forget()

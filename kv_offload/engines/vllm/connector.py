@@ -68,13 +68,11 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         return ConnectorStats(counted.data).aggregate(moved)
 
     def shutdown(self) -> None:
-        """End this half."""
         if self.offload_worker is not None:
             self.offload_worker.shutdown()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        """Rebuild stats from what crossed a process boundary."""
         return ConnectorStats(data=data or {})
 
     @classmethod
@@ -85,5 +83,4 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ConnectorPromMetrics:
-        """Register the Prometheus metrics in the API front end."""
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -14,21 +14,17 @@ logger = logging.getLogger(__name__)
 
 def waiting_for_loads(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
     """Return which of the requests wait for a load, or for their turn after it."""
-    from vllm.v1.request import RequestStatus
-
-    alive, waiting = engine_scheduler.requests, RequestStatus.WAITING_FOR_REMOTE_KVS
-    return {name for name in request_ids & alive.keys() if alive[name].status == waiting}
+    return _in_state(engine_scheduler, request_ids, "WAITING_FOR_REMOTE_KVS")
 
 
 def waiting_for_room(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
-    """Return which of the requests have been loaded, and taken from those that wait for loads.
+    """Return which of the loaded requests have had their turn, and found too few free blocks."""
+    return _in_state(engine_scheduler, request_ids, "WAITING", "PREEMPTED")
 
-    That is when it is their turn. Where too few blocks are free they do not run then.
-    """
-    from vllm.v1.request import RequestStatus
 
-    alive, states = engine_scheduler.requests, (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-    return {name for name in request_ids & alive.keys() if alive[name].status in states}
+def _in_state(engine_scheduler: Any, request_ids: set[str], *states: str) -> set[str]:
+    alive = engine_scheduler.requests
+    return {name for name in request_ids & alive.keys() if alive[name].status.name in states}
 
 
 def recompute(engine_scheduler: Any, request_ids: set[str]) -> None:
@@ -122,10 +118,14 @@ def end_with_error(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
     return ended
 
 
-def forget_block_names(engine_scheduler: Any) -> None:
-    """Have vLLM find no block by its key any more."""
+def end_lost(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
+    """End requests that may have computed with KV that was not there; return those alive.
+
+    No block keeps its key then: others would be served what was computed with that KV.
+    """
     num_blocks = engine_scheduler.kv_cache_config.num_blocks
     engine_scheduler.kv_cache_manager.evict_blocks(set(range(num_blocks)))
+    return end_with_error(engine_scheduler, request_ids)
 
 
 def add_ends(outputs: Any, ended: Sequence[Any]) -> None:

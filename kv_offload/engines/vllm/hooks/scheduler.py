@@ -88,7 +88,6 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """See `OffloadScheduler.allocated`."""
         self.offload_scheduler.allocated(request, blocks, num_external_tokens)
 
     @survives(
@@ -97,7 +96,6 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         )
     )
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
-        """See `OffloadScheduler.plan_step`."""
         return ConnectorMetadata(**vars(self.offload_scheduler.plan_step(scheduler_output)))
 
     def hear_ranks(self, report: OffloadWorkerMetadata | None) -> None:
@@ -139,7 +137,6 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See `request_finished_all_groups`."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     @survives(

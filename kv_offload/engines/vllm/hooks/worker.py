@@ -42,17 +42,16 @@ class WorkerHooks(KVConnectorBase_V1):
     _is_member: bool
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """See `OffloadWorker.register_kv_caches`."""
         self.offload_worker.register_kv_caches(kv_caches)
         before_each_step(self.begin_step)
         log_new()
 
     def unregister_kv_caches(self) -> None:
-        """See `OffloadWorker.unregister_kv_caches`. From vLLM 0.33, before a sleep."""
+        # From vLLM 0.33, before a sleep.
         self.offload_worker.unregister_kv_caches()
 
     def restore_kv_caches(self) -> None:
-        """See `OffloadWorker.restore_kv_caches`. From vLLM 0.33, after waking up."""
+        # From vLLM 0.33, after waking up.
         self.offload_worker.restore_kv_caches()
 
     def get_handshake_metadata(self) -> HandshakeMetadata | None:

@@ -44,7 +44,7 @@ def engine_transfer(
 
 def problems(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> Iterator[str]:
     """Yield what stands in the way of any engine with these members."""
-    for name, where in _misplaced(vllm_config, enclosing):
+    for name, where in _misplaced(vllm_config, enclosing).items():
         if name not in OTHERS_OPTIONS:
             yield where
     outermost = engine_transfer(vllm_config, enclosing)
@@ -67,23 +67,18 @@ def _count_members(extra_config: Mapping[str, Any], name: str | None) -> int:
 
 def unread(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> Iterator[str]:
     """Say what a MultiConnector leaves unread that may be another connector's, with the remedy."""
-    for name, where in _misplaced(vllm_config, enclosing):
-        if name in OTHERS_OPTIONS:
-            yield where
+    misplaced = _misplaced(vllm_config, enclosing)
+    return (where for name, where in misplaced.items() if name in OTHERS_OPTIONS)
 
 
-def _misplaced(
-    vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
-) -> Iterator[tuple[str, str]]:
-    """Yield each option of ours beside `connectors`, unless the member has the same value."""
+def _misplaced(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> dict[str, str]:
+    """Return the options of ours beside `connectors`, unless the member has the same value."""
     own = vllm_config.kv_transfer_config.kv_connector_extra_config
-    for outer in enclosing:
-        for name, value in outer.kv_connector_extra_config.items():
-            known = name in SCHEMA or name == FILE_KEY
-            if known and (name not in own or own[name] != value):
-                yield (
-                    name,
-                    f"{name}: {show(value)} stands beside connectors in the {EXTRA_CONFIG} of the "
-                    f"MultiConnector, where no member reads it: move it into the {EXTRA_CONFIG} of "
-                    f"the member {CONNECTOR}",
-                )
+    return {
+        name: f"{name}: {show(value)} stands beside connectors in the {EXTRA_CONFIG} of the "
+        f"MultiConnector, where no member reads it: move it into the {EXTRA_CONFIG} of the member "
+        f"{CONNECTOR}"
+        for outer in enclosing
+        for name, value in outer.kv_connector_extra_config.items()
+        if (name in SCHEMA or name == FILE_KEY) and (name not in own or own[name] != value)
+    }
