@@ -12,7 +12,7 @@ from kv_offload.engines.vllm.hooks.worker import WorkerHooks
 from kv_offload.engines.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from kv_offload.engines.vllm.patches.patch import log_new
 from kv_offload.engines.vllm.plugin import register
-from kv_offload.engines.vllm.start.build import build_worker, prepare_scheduler, read_engine
+from kv_offload.engines.vllm.start.build import Engine, build_worker, prepare_scheduler
 from kv_offload.engines.vllm.versions import host_hit_source
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.hook_errors = HookErrors()
-        engine = read_engine(vllm_config, kv_cache_config)
+        engine = Engine(vllm_config, kv_cache_config)
         self._is_member = bool(engine.enclosing)
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self._only_rank = vllm_config.parallel_config.world_size == 1

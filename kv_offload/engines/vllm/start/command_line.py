@@ -27,15 +27,15 @@ def check_settings(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     if self.kv_transfer_config is None:
         _log_not_in_use()
         return original(self, *args, **kwargs)
-    from kv_offload.engines.vllm.start import early, ranks
+    from kv_offload.engines.vllm.start import early, members, ranks
 
-    if early.asks_for_us(self.kv_transfer_config):
+    if members.asks_for_us(self.kv_transfer_config):
         check_keys(sys.argv)
     early.check_arguments(self)
     config = original(self, *args, **kwargs)
     ranks.note_local_replicas(config)
     early.check_settings(config)
-    if not early.asks_for_us(config.kv_transfer_config):
+    if not members.asks_for_us(config.kv_transfer_config):
         connector = config.kv_transfer_config.kv_connector
         logger.info("kv-offload: not in use: the connector of this engine is %s", connector)
     return config

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from kv_swap.cuda.device import import_cupy
 from kv_swap.errors import DeviceError
-from vllm.config import KVTransferConfig
 
 from kv_offload.config import trace_config
 from kv_offload.engines.vllm import CONNECTOR
-from kv_offload.engines.vllm.start import ranks, support
+from kv_offload.engines.vllm.start import members, ranks, support
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.worker.allocation import transfer_kind
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 def check_arguments(arguments: EngineArgs) -> None:
     """Refuse the argument with which vLLM replaces the plugin. Raises `ConfigError`."""
     size = arguments.kv_offloading_size
-    if size is not None and asks_for_us(arguments.kv_transfer_config):
+    if size is not None and members.asks_for_us(arguments.kv_transfer_config):
         raise ConfigError(
             f"--kv-offloading-size {size}: with it vLLM uses its own connector in place of the one "
             f"in --kv-transfer-config, which is {CONNECTOR}. Remove --kv-offloading-size and set "
@@ -50,7 +48,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
     elsewhere = parallel.use_ray or parallel.data_parallel_backend == "ray"
     if elsewhere or parallel.data_parallel_size_local == 0:
         return
-    for transfer, *enclosing in _own_parts(vllm_config.kv_transfer_config):
+    for transfer, *enclosing in members.own_parts(vllm_config.kv_transfer_config):
         version = vllm_version()
         replicas = ranks.count_local_replicas(vllm_config).count
         config = trace_config(transfer.kv_connector_extra_config, replicas=replicas).config
@@ -60,29 +58,6 @@ def check_settings(vllm_config: VllmConfig) -> None:
         device = torch.device(vllm_config.device_config.device_type)
         if transfer_kind(config, device) != "host":
             _check_cupy()
-
-
-def asks_for_us(transfer: KVTransferConfig | dict[str, Any] | None) -> bool:
-    """Return whether a transfer configuration has our connector, alone or in a MultiConnector."""
-    return any(_own_parts(transfer))
-
-
-def _own_parts(
-    transfer: KVTransferConfig | dict[str, Any] | None,
-) -> Iterator[tuple[KVTransferConfig, ...]]:
-    """Yield each configuration of our connector, and behind it those around it, the inner first.
-
-    Arguments may have a dictionary, which vLLM turns into a configuration.
-    """
-    if transfer is None:
-        return
-    config: Any = KVTransferConfig(**transfer) if isinstance(transfer, dict) else transfer
-    if config.kv_connector == CONNECTOR:
-        yield (config,)
-    if config.kv_connector == "MultiConnector":
-        for member in config.kv_connector_extra_config.get("connectors", []):
-            for parts in _own_parts({"engine_id": config.engine_id, **member}):
-                yield (*parts, config)
 
 
 def _check_cupy() -> None:

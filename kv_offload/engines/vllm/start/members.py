@@ -6,9 +6,10 @@ engine reads the outermost configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from kv_offload.config import EXTRA_CONFIG, FILE_KEY, SCHEMA
@@ -17,7 +18,7 @@ from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.halves import callers
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 OTHERS_OPTIONS = frozenset({"eviction_policy"})
 """Options of ours that another connector has by the same name: vLLM's `OffloadingConnector`."""
@@ -42,27 +43,40 @@ def engine_transfer(
     return enclosing[-1] if enclosing else vllm_config.kv_transfer_config
 
 
+def asks_for_us(transfer: KVTransferConfig | dict[str, Any] | None) -> bool:
+    """Return whether a transfer configuration has our connector, alone or in a MultiConnector."""
+    return any(own_parts(transfer))
+
+
+def own_parts(
+    transfer: KVTransferConfig | dict[str, Any] | None,
+) -> Iterator[tuple[KVTransferConfig, ...]]:
+    """Yield each configuration of our connector, and behind it those around it, the inner first.
+
+    Arguments may have a dictionary, which vLLM turns into a configuration.
+    """
+    if transfer is None:
+        return
+    config: Any = KVTransferConfig(**transfer) if isinstance(transfer, dict) else transfer
+    if config.kv_connector == CONNECTOR:
+        yield (config,)
+    if config.kv_connector == "MultiConnector":
+        for member in config.kv_connector_extra_config.get("connectors", []):
+            for parts in own_parts({"engine_id": config.engine_id, **member}):
+                yield (*parts, config)
+
+
 def problems(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> Iterator[str]:
     """Yield what stands in the way of any engine with these members."""
     for name, where in _misplaced(vllm_config, enclosing).items():
         if name not in OTHERS_OPTIONS:
             yield where
-    outermost = engine_transfer(vllm_config, enclosing)
-    name = vllm_config.kv_transfer_config.kv_connector
-    count = _count_members(outermost.kv_connector_extra_config, name)
+    count = len(list(own_parts(engine_transfer(vllm_config, enclosing))))
     if count > 1:
         yield (
-            f"the MultiConnector has {count} members {name}, which would keep the same blocks: "
-            "list it once"
+            f"the MultiConnector has {count} members {CONNECTOR}, which would keep the same "
+            "blocks: list it once"
         )
-
-
-def _count_members(extra_config: Mapping[str, Any], name: str | None) -> int:
-    return sum(
-        (member.get("kv_connector") == name)
-        + _count_members(member.get("kv_connector_extra_config", {}), name)
-        for member in extra_config.get("connectors", ())
-    )
 
 
 def unread(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> Iterator[str]:
