@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.engine.harness import (
     plain_answers,
     prompts_with_shared_prefix,
     random_tokens,
+    transfer_config,
 )
 
 PROMPTS = prompts_with_shared_prefix()
@@ -41,6 +43,29 @@ def test_reloaded_prompts_give_the_same_tokens(
         ours.settle()
         # The answers are the same, so they end in the blocks that are stored already.
         assert ours.blocks_stored() == 0
+        assert all_differ(ours.reload(PROMPTS, corrupted=True), expected)
+
+
+PRODUCER = {**transfer_config({}), "kv_role": "kv_producer"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"async_scheduling": False},
+        {"async_scheduling": True},
+        {"scheduling_policy": "priority"},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048},
+        {"kv_transfer_config": PRODUCER},
+    ],
+    ids=["synchronous", "asynchronous", "priority", "whole prompts", "kv_producer"],
+)
+def test_ways_of_scheduling(model_folder: Path, arguments: dict[str, Any]) -> None:
+    """And the role in which vLLM accepts no embeddings. With a control."""
+    expected = plain_answers(model_folder, PROMPTS)
+    with offloading(model_folder, **arguments) as ours:
+        assert ours.generate(PROMPTS) == expected
+        assert ours.reload(PROMPTS) == expected
         assert all_differ(ours.reload(PROMPTS, corrupted=True), expected)
 
 

@@ -109,36 +109,20 @@ def test_the_runner_calls_before_each_step() -> None:
 
 
 def test_wrappers_of_others_are_called_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set on the runner before ours, set on it after ours, and set on its class after ours."""
-    runner, told = Runner(), []
+    """Set on the runner before ours, and set on its class after ours."""
+    told: list[str] = []
 
-    def wrap(name: str) -> None:
-        inner = runner.execute_model
+    def wrap(name: str, inner: Callable[..., str]) -> Callable[..., str]:
+        return lambda *args, **kwargs: told.append(name) or inner(*args, **kwargs)
 
-        def outer(*args: Any, **kwargs: Any) -> Any:
-            told.append(name)
-            return inner(*args, **kwargs)
-
-        runner.execute_model = outer  # type: ignore[method-assign]
-
-    wrap("before")
-    runner.listen(lambda output: told.append("ours"))
-    wrap("after")
-    original = Runner.execute_model
-
-    def on_class(self: Runner, *args: Any, **kwargs: Any) -> str:
-        told.append("class")
-        return original(self, *args, **kwargs)
-
-    other = Runner()
-    other.listen(lambda output: told.append("ours"))
-    monkeypatch.setattr(Runner, "execute_model", on_class)
-    assert runner.execute_model("one", tensors=3) == "output"
-    assert runner.executed == [("one", 3)]
-    assert told == ["after", "ours", "before"]
-    told.clear()
-    assert other.execute_model("one") == "output"
-    assert told == ["ours", "class"]
+    runner, other = Runner(), Runner()
+    runner.execute_model = wrap("before", runner.execute_model)  # type: ignore[method-assign]
+    for one in (runner, other):
+        one.listen(lambda output: told.append("ours"))
+    monkeypatch.setattr(Runner, "execute_model", wrap("class", Runner.execute_model))
+    assert runner.execute_model("one", tensors=3) == other.execute_model("two") == "output"
+    assert (runner.executed, other.executed) == ([("one", 3)], [("two", None)])
+    assert told == ["ours", "before", "ours", "class"]
 
 
 def test_a_model_counts_how_often_it_is_given_weights() -> None:
