@@ -16,7 +16,7 @@ from kv_offload.metrics import KINDS, METRICS, PREFIX, Metric, OffloadStats
 
 
 class ConnectorStats(OffloadStats, KVConnectorStats):
-    """What one half counted; vLLM adds up the ranks' figures, and those of several steps."""
+    """What one half counted; vLLM adds up figures of ranks and of steps."""
 
     @classmethod
     def of(cls, stats: OffloadStats | None) -> ConnectorStats | None:

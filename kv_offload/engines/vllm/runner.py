@@ -87,8 +87,7 @@ class VLLMRank:
 def before_each_step(call: Callable[[Any], None]) -> None:
     """Have the model runner call `call(scheduler_output)` before it does anything for a step.
 
-    The connector's own first hook comes later: just before the forward in runner V2, in V1 after
-    some preparations. Without a runner on the call stack nothing changes.
+    The connector's own first hook comes some milliseconds later, in which the link would idle.
     """
     runner = find_runner()
     if runner is not None:

@@ -52,8 +52,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         """Take the ranks' capacities, or ask for them: a MultiConnector passes on another member's.
 
-        Called at the start, and from vLLM 0.33 also whenever the engine core wakes up. Raises
-        `UnsupportedError` if they cannot be asked.
+        Called at the start, and from vLLM 0.33 also whenever the engine core wakes up.
         """
         capacities = [rank for rank in metadata.values() if isinstance(rank, WorkerCapacity)]
         if self._is_member:
@@ -150,10 +149,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Keep an idle engine stepping until the last store is reported.
-
-        Also for the one step after the start that tells how large the pool is.
-        """
+        """Keep an idle engine stepping: until the last store is reported, and once at the start."""
         scheduler = self.offload_scheduler
         return scheduler.has_pending_work or not scheduler.has_told
 

@@ -46,19 +46,16 @@ class WorkerHooks(KVConnectorBase_V1):
         before_each_step(self.begin_step)
         log_new()
 
-    def unregister_kv_caches(self) -> None:
-        # From vLLM 0.33, before a sleep.
+    def unregister_kv_caches(self) -> None:  # before a sleep, from vLLM 0.33
         self.offload_worker.unregister_kv_caches()
 
-    def restore_kv_caches(self) -> None:
-        # From vLLM 0.33, after waking up.
+    def restore_kv_caches(self) -> None:  # after waking up, from vLLM 0.33
         self.offload_worker.restore_kv_caches()
 
     def get_handshake_metadata(self) -> HandshakeMetadata | None:
         """Tell the scheduler how many slots this rank holds, and how many are ready.
 
-        None inside a MultiConnector: it hands the metadata of one member to all of them, most of
-        which fail on another's.
+        None inside a MultiConnector: it hands one member's to all of them, most of which fail then.
         """
         if self._is_member:
             return None
@@ -68,8 +65,7 @@ class WorkerHooks(KVConnectorBase_V1):
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Submit this step's copies before the engine prepares it, unless that touches KV blocks.
 
-        The host prepares a step for some milliseconds, in which the link need not idle. Inside a
-        MultiConnector the metadata is the outer one's, and copies start with the later hooks.
+        Inside a MultiConnector the metadata is the outer one's: copies start with the later hooks.
         """
         metadata = scheduler_output.kv_connector_metadata
         if not isinstance(metadata, OffloadMetadata):
@@ -100,10 +96,7 @@ class WorkerHooks(KVConnectorBase_V1):
         """Do nothing: the loads of this step run already."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Have compute wait for what this layer reads, if a load of this step still arrives.
-
-        Attention layers call it on the host, just before they are queued.
-        """
+        """Have compute wait for what this layer reads, if a load of this step still arrives."""
         on_layer = self.offload_worker.on_layer
         if on_layer is not None:
             self._call_on_layer(on_layer, layer_name)

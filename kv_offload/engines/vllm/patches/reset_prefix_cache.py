@@ -73,7 +73,7 @@ def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
 
 
 def drain_rank(_worker: Any, plan: OffloadMetadata) -> OffloadWorkerMetadata:
-    """Drain this process's rank, between steps; see `OffloadWorker.drain`."""
+    """Drain this process's rank; see `OffloadWorker.drain`."""
     merged = OffloadWorkerMetadata()
     for worker in workers_of_process():
         merged = merged.merge(worker.drain(plan))

@@ -39,10 +39,9 @@ def check_arguments(arguments: EngineArgs) -> None:
 
 
 def check_settings(vllm_config: VllmConfig) -> None:
-    """Refuse settings that no model could be served with. Nothing is taken and nothing is logged.
+    """Refuse settings that no model could be served with, unless the engine runs on another host.
 
-    Does nothing without a connector of ours, and where the engine runs on another host. Raises
-    `ConfigError`, `CapacityError` or `UnsupportedError`.
+    Raises `ConfigError`, `CapacityError` or `UnsupportedError`.
     """
     parallel = vllm_config.parallel_config
     elsewhere = parallel.use_ray or parallel.data_parallel_backend == "ray"

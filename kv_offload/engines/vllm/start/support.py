@@ -28,9 +28,7 @@ and nothing can be loaded before it: only forwards fill host memory."""
 ROLES = frozenset({"kv_both", "kv_producer"})
 """Values of `kv_role` with which vLLM calls all hooks that the plugin stores and loads by.
 
-It calls them with `kv_consumer` too, but that says that the KV comes from elsewhere. With a role
-that consumes, vLLM also keeps freed blocks back while steps are in flight. Only then do the
-plugin's loads not wait for these (`ordering`), so `kv_producer` is enough."""
+It calls them with `kv_consumer` too, but that says that the KV comes from elsewhere."""
 
 DRAFT_HEADS = frozenset({"eagle", "eagle3", "mtp"})
 """Methods whose draft layers write the KV of a computed token in the same step and for the last
