@@ -18,31 +18,30 @@ def callers() -> Iterator[Any]:
 
 
 def connectors_in(connector: Any, half: str = "offload_scheduler") -> Iterator[Any]:
-    """Yield our connectors that have this half: the engine's own, or inside a MultiConnector."""
+    """Yield our connector if it has this half: the engine's own, or inside a MultiConnector."""
     if getattr(connector, half, None) is not None:
         yield connector
     for member in getattr(connector, "_connectors", ()):
         yield from connectors_in(member, half)
 
 
-def connectors_of(core: Any) -> list[Any]:
-    """Return our connectors in vLLM's engine core: none while it is built."""
+def connector_of(core: Any) -> Any | None:
+    """Return our connector in vLLM's engine core; None without it, and while the core is built."""
     scheduler = getattr(core, "scheduler", None)
-    return [] if scheduler is None else list(connectors_in(scheduler.get_kv_connector()))
+    return None if scheduler is None else next(connectors_in(scheduler.get_kv_connector()), None)
 
 
-def workers_of_process() -> list[Any]:
-    """Return our workers in a rank's process, one for each connector of ours."""
+def worker_of_process() -> Any:
+    """Return our worker in a rank's process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    found = connectors_in(get_kv_transfer_group(), "offload_worker")
-    return [connector.offload_worker for connector in found]
+    return next(connectors_in(get_kv_transfer_group(), "offload_worker")).offload_worker
 
 
 def connectors_with_reports(
     connector: Any, report: Any
 ) -> Iterator[tuple[Any, OffloadWorkerMetadata | None]]:
-    """Yield our connectors in vLLM's scheduler, each with what its ranks report in a step's output.
+    """Yield our connector in vLLM's scheduler, with what its ranks report in a step's output.
 
     The report of a MultiConnector has a list with an entry for each member.
     """

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.start.log import log_pool
-from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacities
+from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacity
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.worker.worker import OffloadWorker
@@ -56,8 +56,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         """
         capacities = [rank for rank in metadata.values() if isinstance(rank, WorkerCapacity)]
         if self._is_member:
-            answers = ask_ranks(rank_capacities)
-            capacities = [capacity for answer in answers for capacity in answer]
+            capacities = ask_ranks(rank_capacity)
         if capacities:
             num_slots = min(rank.num_slots for rank in capacities)
             if num_slots < self._num_slots:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kv_offload.engines.vllm import requests
 from kv_offload.engines.vllm.front_end import tell_front_end
-from kv_offload.engines.vllm.halves import connectors_of, workers_of_process
+from kv_offload.engines.vllm.halves import connector_of, worker_of_process
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata
 
 logger = logging.getLogger(__name__)
@@ -23,29 +23,26 @@ def reset_after_drain(
     **kwargs: Any,
 ) -> Any:
     """Run around `EngineCore.reset_prefix_cache`, through which sleep and pause reset as well."""
-    connectors = connectors_of(self)
-    if not connectors:
+    connector = connector_of(self)
+    if connector is None:
         return original(self, reset_running_requests, *args, **kwargs)
-    schedulers = [connector.offload_scheduler for connector in connectors]
+    offload = connector.offload_scheduler
     # A rank's own report may come after the reset, and must not empty what is stored since.
     for weight_loads in self.model_executor.collective_rpc(weight_loads_of_rank):
-        for offload in schedulers:
-            offload.weights_were_loaded(weight_loads)
+        offload.weights_were_loaded(weight_loads)
     # Running requests can make the reset fail. Then those that wait for loads keep waiting.
     requeue = reset_running_requests or not self.scheduler.running
-    for connector in connectors:
-        drain(self, connector, requeue=requeue)
+    drain(self, connector, requeue=requeue)
     with blocks_freed_at_once(self):
         done = original(self, reset_running_requests, *args, **kwargs)
     if done:
-        for offload in schedulers:
-            offload.engine_was_reset()
+        offload.engine_was_reset()
     tell_front_end(self)
     return done
 
 
 def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
-    """Have all ranks end the copies of a connector of ours, and release the blocks that they hold.
+    """Have all ranks end the copies of our connector, and release the blocks that they hold.
 
     With `requeue` aborted requests are freed, and a request that waits for its load, or for room to
     run with what was loaded, gives its blocks back; vLLM looks it up again when it is its turn.
@@ -74,20 +71,19 @@ def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
 
 def drain_rank(_worker: Any, plan: OffloadMetadata) -> OffloadWorkerMetadata:
     """Drain this process's rank; see `OffloadWorker.drain`."""
-    merged = OffloadWorkerMetadata()
-    for worker in workers_of_process():
-        merged = merged.merge(worker.drain(plan))
-    return merged
+    report: OffloadWorkerMetadata = worker_of_process().drain(plan)
+    return report
 
 
 def weight_loads_of_rank(_worker: Any) -> dict[int, int]:
     """Return how often this process's model has been given weights, by rank."""
-    return {rank: n for worker in workers_of_process() for rank, n in worker.weight_loads.items()}
+    loads: dict[int, int] = worker_of_process().weight_loads
+    return loads
 
 
 def fence_rank(_worker: Any) -> bool:
     """Fence the loads of this process's rank; see `OffloadWorker.fence_loads`."""
-    return False not in [worker.fence_loads() for worker in workers_of_process()]
+    return bool(worker_of_process().fence_loads())
 
 
 @contextlib.contextmanager

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.engines.vllm.front_end import tell_front_end
-from kv_offload.engines.vllm.halves import connectors_of
+from kv_offload.engines.vllm.halves import connector_of
 
 if TYPE_CHECKING:
     from kv_offload.scheduler.scheduler import OffloadScheduler
@@ -50,9 +50,9 @@ def watch_call(
 ) -> Any:
     """Run around `EngineCore.collective_rpc`."""
     if may_change_weights(method):
-        for connector in connectors_of(self):
-            if connector.offload_scheduler.weights_change():
-                logger.info("kv-offload: host memory emptied: %r may change weights", method)
+        connector = connector_of(self)
+        if connector is not None and connector.offload_scheduler.weights_change():
+            logger.info("kv-offload: host memory emptied: %r may change weights", method)
         tell_front_end(self)
     return original(self, method, *args, **kwargs)
 
@@ -61,27 +61,24 @@ def keep_on_sleep(
     original: Callable[..., Any], self: Any, level: int = 1, *args: Any, **kwargs: Any
 ) -> Any:
     """Run around `EngineCore.sleep`. Level 1 changes no weights."""
-    schedulers = [connector.offload_scheduler for connector in connectors_of(self)]
-    keeping = [half for half in schedulers if half.config.keep_on_sleep]
-    if level != 1 or not keeping:
+    offload = getattr(connector_of(self), "offload_scheduler", None)
+    if level != 1 or offload is None or not offload.config.keep_on_sleep:
         return original(self, level, *args, **kwargs)
     # If requests must end first, the engine core resets later, in a callback that it adds.
     callbacks = self._idle_state_callbacks
     before = len(callbacks)
-    result = _call_kept(keeping, original, self, level, *args, **kwargs)
+    result = _call_kept(offload, original, self, level, *args, **kwargs)
     for index in range(before, len(callbacks)):
-        callbacks[index] = functools.partial(_call_kept, keeping, callbacks[index])
+        callbacks[index] = functools.partial(_call_kept, offload, callbacks[index])
     return result
 
 
 def _call_kept(
-    keeping: Sequence[OffloadScheduler], call: Callable[..., Any], *args: Any, **kwargs: Any
+    offload: OffloadScheduler, call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Call what sleeps; host memory outlives the resets that happen meanwhile."""
-    for offload in keeping:
-        offload.fall_asleep(asleep=True)
+    offload.fall_asleep(asleep=True)
     try:
         return call(*args, **kwargs)
     finally:
-        for offload in keeping:
-            offload.fall_asleep(asleep=False)
+        offload.fall_asleep(asleep=False)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kv_offload.engines.vllm.halves import callers, workers_of_process
+from kv_offload.engines.vllm.halves import callers, worker_of_process
 from kv_offload.errors import UnsupportedError
 from kv_offload.messages import WorkerCapacity
 from kv_offload.worker.sharing import Peers
@@ -45,9 +45,10 @@ def ask_ranks(method: Callable[[Any], Any]) -> list[Any]:
     )
 
 
-def rank_capacities(_worker: Any) -> list[WorkerCapacity]:
+def rank_capacity(_worker: Any) -> WorkerCapacity:
     """Return what this process's rank holds, once its KV cache is there."""
-    return [worker.capacity() for worker in workers_of_process()]
+    capacity: WorkerCapacity = worker_of_process().capacity()
+    return capacity
 
 
 def tensor_parallel_ranks() -> Peers:
