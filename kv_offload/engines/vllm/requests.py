@@ -89,12 +89,14 @@ def make_room(engine_scheduler: Any, offload: OffloadScheduler) -> None:
     )
 
 
-def tell_failed(engine_scheduler: Any, offload: OffloadScheduler) -> list[Any]:
-    """Have vLLM know which loads have failed, before it hears that they have ended.
+def tell_failed(
+    engine_scheduler: Any, offload: OffloadScheduler, request_ids: set[str]
+) -> list[Any]:
+    """Have vLLM know whose loads have failed, before it hears that they have ended.
 
     Returns the requests that ended with an error, as the user wants it, and had not ended before.
     """
-    failed = waiting_for_loads(engine_scheduler, offload.take_failed())
+    failed = waiting_for_loads(engine_scheduler, request_ids)
     if offload.config.on_load_failure == "recompute":
         recompute(engine_scheduler, failed)
         return []

@@ -84,15 +84,11 @@ class VLLMRank:
         return context, (mode, context.skip_compiled)
 
 
-def before_each_step(call: Callable[[Any], None]) -> None:
-    """Have the model runner call `call(scheduler_output)` before it does anything for a step.
+def before_each_step(call: Callable[..., None]) -> None:
+    """Have the model runner call `call`, like its `execute_model`, before it does so for a step.
 
     The connector's own first hook comes some milliseconds later, in which the link would idle.
     """
     runner = find_runner()
     if runner is not None:
-
-        def begin(scheduler_output: Any, *_args: Any, **_kwargs: Any) -> None:
-            call(scheduler_output)
-
-        tell(EXECUTE_MODEL, runner, begin)
+        tell(EXECUTE_MODEL, runner, call)

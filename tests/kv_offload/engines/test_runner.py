@@ -16,7 +16,9 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.v1.core.sched.output import SchedulerOutput
 
+from kv_offload.engines.vllm.hooks.worker import changes_blocks
 from kv_offload.engines.vllm.runner import VLLMRank, before_each_step
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -93,13 +95,15 @@ class Runner(Caller):
         self.executed.append((scheduler_output, tensors))
         return "output"
 
-    def listen(self, call: Callable[[Any], None]) -> None:
+    def listen(self, call: Callable[..., None]) -> None:
         self.call(lambda: before_each_step(call))
 
 
 def test_the_runner_calls_before_each_step() -> None:
     runner, told = Runner(), []
-    runner.listen(lambda output: told.append((output, len(runner.executed))))
+    runner.listen(
+        lambda scheduler_output, **_: told.append((scheduler_output, len(runner.executed)))
+    )
     assert runner.execute_model("one") == "output"
     assert runner.execute_model(scheduler_output="two", tensors=3) == "output"
     assert told == [("one", 0), ("two", 1)]
@@ -118,7 +122,7 @@ def test_wrappers_of_others_are_called_too(monkeypatch: pytest.MonkeyPatch) -> N
     runner, other = Runner(), Runner()
     runner.execute_model = wrap("before", runner.execute_model)  # type: ignore[method-assign]
     for one in (runner, other):
-        one.listen(lambda output: told.append("ours"))
+        one.listen(lambda scheduler_output, **_: told.append("ours"))
     monkeypatch.setattr(Runner, "execute_model", wrap("class", Runner.execute_model))
     assert runner.execute_model("one", tensors=3) == other.execute_model("two") == "output"
     assert (runner.executed, other.executed) == ([("one", 3)], [("two", None)])
@@ -152,7 +156,7 @@ def uncollected() -> Iterator[None]:
 @pytest.mark.usefixtures("uncollected")
 def test_a_runner_and_a_model_that_tell_are_freed_at_once() -> None:
     runner = Runner()
-    runner.listen(lambda output: None)
+    runner.listen(lambda scheduler_output, **_: None)
     loads = runner.call(RANK.count_weight_loads)
     model = runner.model
     model.load_weights([])
@@ -165,10 +169,23 @@ def test_a_runner_and_a_model_that_tell_are_freed_at_once() -> None:
 
 
 def test_without_a_runner_or_a_model_nothing_is_told() -> None:
-    before_each_step(lambda output: pytest.fail("nothing to call it"))
+    before_each_step(lambda scheduler_output, **_: pytest.fail("nothing to call it"))
     bare, without_weights = Caller(execute_model=None), Caller(execute_model=None, get_model=object)
     counts = [caller.call(RANK.count_weight_loads) for caller in (bare, without_weights)]
     assert [loads() for loads in (RANK.count_weight_loads(), *counts)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("zeroed", "copied", "changes"),
+    [(None, None, False), ([], [], False), ([3], None, True), (None, [(1, 2)], True)],
+)
+def test_steps_that_change_blocks_before_their_forward(
+    zeroed: list[int] | None, copied: list[Any] | None, changes: bool
+) -> None:
+    output = SchedulerOutput.make_empty()
+    output.new_block_ids_to_zero = zeroed
+    output.kv_cache_block_copies = copied
+    assert changes_blocks(output) == changes
 
 
 # -- the forward that is about to run ---------------------------------------------------------

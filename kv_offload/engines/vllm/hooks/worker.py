@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.patches.patch import log_new
 from kv_offload.engines.vllm.runner import before_each_step
-from kv_offload.engines.vllm.versions import changes_blocks
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.worker.worker import OffloadWorker
 
@@ -23,6 +22,14 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
+
+
+def changes_blocks(scheduler_output: SchedulerOutput) -> bool:
+    """Whether the runner zeroes or copies KV blocks for this step, before its forward.
+
+    Copies of states between the blocks of a running request do not count.
+    """
+    return bool(scheduler_output.new_block_ids_to_zero or scheduler_output.kv_cache_block_copies)
 
 
 class ConnectorWorkerMetadata(OffloadWorkerMetadata, KVConnectorWorkerMetadata):
@@ -61,8 +68,8 @@ class WorkerHooks(KVConnectorBase_V1):
             return None
         return HandshakeMetadata(**vars(self.offload_worker.capacity()))
 
-    @survives(lambda self, scheduler_output: None)  # the later hooks start what was not
-    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+    @survives(lambda self, *_, **__: None)  # the later hooks start what was not
+    def begin_step(self, scheduler_output: SchedulerOutput, *_: Any, **__: Any) -> None:
         """Submit this step's copies before the engine prepares it, unless that touches KV blocks.
 
         Inside a MultiConnector the metadata is the outer one's: copies start with the later hooks.

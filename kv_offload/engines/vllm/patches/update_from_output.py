@@ -36,7 +36,8 @@ def hear_ranks_first(
         )
         ended = requests.end_lost(self, lost)
     outputs = original(self, scheduler_output, model_runner_output)
-    requests.add_ends(outputs, ended)
+    if ended:
+        requests.add_ends(outputs, ended)
     for connector in connectors_in(self.connector):
         offload = connector.offload_scheduler
         if offload.has_loaded:  # no rank had anything to report, so vLLM did not ask
@@ -51,11 +52,14 @@ def _hear_ranks(engine_scheduler: Any, reported: Any) -> list[Any]:
     ended: list[Any] = []
     reports = getattr(reported, "kv_connector_worker_meta", None)
     for connector, report in connectors_with_reports(engine_scheduler.connector, reports):
+        offload = connector.offload_scheduler
         if reported is not None and reported.invalid_block_ids:
-            connector.offload_scheduler.others_load_failed()  # ours name none
+            offload.others_load_failed()  # ours name none
         connector.hear_ranks(report)
-        lost = connector.offload_scheduler.take_lost()
+        lost = offload.take_lost()
         if lost is not None:
             ended += requests.end_lost(engine_scheduler, lost)
-        ended += requests.tell_failed(engine_scheduler, connector.offload_scheduler)
+        failed = offload.take_failed()
+        if failed:
+            ended += requests.tell_failed(engine_scheduler, offload, failed)
     return ended
