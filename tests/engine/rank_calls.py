@@ -15,7 +15,7 @@ from kv_swap.engine import Direction, SwapJob
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kv_offload.engines.vllm.halves import connectors_in
-from kv_offload.engines.vllm.patches import collective_rpc
+from kv_offload.engines.vllm.patches import weights
 from kv_offload.engines.vllm.start.ranks import gather_over_ranks
 
 
@@ -112,7 +112,7 @@ def as_bytes(storage: Any, device: torch.device) -> torch.Tensor:
 
 
 # The engine core imports this module before it makes the call.
-_may_change_weights = collective_rpc.may_change_weights
-collective_rpc.may_change_weights = lambda method: (
+_may_change_weights = weights.may_change_weights
+weights.may_change_weights = lambda method: (
     method not in (watch, digests, poison, roll) and _may_change_weights(method)
 )

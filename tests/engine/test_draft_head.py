@@ -115,32 +115,3 @@ def test_blocks_of_a_drafter_are_stored_and_served_again(
         ours.forget()
         corrupt(ours, kv_layers(ours)[:MODEL_LAYERS])
         assert ours.generate([follow_up], max_tokens=40) != expected_after
-
-
-@pytest.mark.parametrize("drops", [True, False], ids=["dropped", "control: kept"])
-def test_the_last_block_of_a_hit_is_computed_for_the_token_that_follows(
-    monkeypatch: pytest.MonkeyPatch, model_folder: Path, head: dict[str, Any], drops: bool
-) -> None:
-    """Two prompts part behind a block, whose KV in the head depends on how they go on."""
-    if not drops:
-        monkeypatch.setattr(
-            "kv_offload.engines.vllm.model.groups.has_draft_head", lambda _config: False
-        )
-    shared = PROMPT[: 4 * BLOCK_TOKENS]
-    first, second = ([*shared, *random_tokens(70, seed=seed)] for seed in (42, 43))
-    with engine(model_folder, "llama", speculative_config=head) as plain:
-        expected = plain.generate([second])
-        expected_pages = by_model_pages(plain)
-    with offloading(model_folder, "llama", speculative_config=head) as ours:
-        ours.generate([first])
-        assert ours.reload([second]) == expected
-        assert ours.blocks_loaded() == (3 if drops else 4)
-        pages = by_model_pages(ours)
-        assert pages.keys() == expected_pages.keys()
-        assert (pages == expected_pages) == drops
-
-
-def by_model_pages(running: Engine) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return the digests of the head's layers by those of the model's, for every known block."""
-    found = digests(running).values()
-    return {tuple(pages[:MODEL_LAYERS]): tuple(pages[MODEL_LAYERS:]) for pages in found}

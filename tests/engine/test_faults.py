@@ -20,23 +20,6 @@ PROMPTS = [*prompts_with_shared_prefix(seed=7), random_tokens(3 * BLOCK_TOKENS, 
 """The last ends with a block, so that all of it is loaded."""
 
 
-def test_a_failed_store_is_skipped_and_counted(model_folder: Path, copies: Copies) -> None:
-    expected = plain_answers(model_folder, PROMPTS)
-    with offloading(model_folder) as ours:
-        copies.fail(Direction.STORE)
-        assert ours.generate(PROMPTS) == expected
-        ours.settle()
-        assert ours.blocks_stored() == 0
-        assert ours.totals["skipped_copy_failed"] > 0
-        assert ours.offload.manager.slots_in_use == 0
-        copies.release()
-        ours.forget()
-        assert ours.generate(PROMPTS) == expected
-        assert ours.blocks_loaded() == 0
-        # The copies work again, and so does host memory.
-        assert ours.reload(PROMPTS) == expected
-
-
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 def test_a_failed_load_is_recomputed(model_folder: Path, copies: Copies, kind: str) -> None:
     """With one cache group and with two: the second has no hook below vLLM 0.32."""
@@ -94,16 +77,3 @@ def test_a_synchronous_load_that_nothing_can_bring_ends_its_requests_alone(
         assert ours.generate(PROMPTS) == expected
         assert ours.blocks_loaded() > 0
         assert ours.reload(PROMPTS) == expected
-
-
-def test_failing_may_be_chosen_over_recomputing(model_folder: Path, copies: Copies) -> None:
-    """`on_load_failure: fail` ends that request alone, with an error."""
-    expected = plain_answers(model_folder, PROMPTS)
-    with offloading(model_folder, plugin={"on_load_failure": "fail"}) as ours:
-        ours.generate(PROMPTS[:1])
-        ours.forget()
-        copies.fail(Direction.LOAD)
-        ours.add("fails", PROMPTS[0])
-        assert ours.run()["fails"].outputs[0].finish_reason == "error"
-        copies.release()
-        assert ours.generate(PROMPTS) == expected

@@ -12,7 +12,6 @@ import pytest
 from kv_swap.engine import Direction, SwapJob
 
 from kv_offload.engines.vllm.connector import KVOffloadConnector
-from tests.engine.copies import Copies
 from tests.engine.harness import (
     Engine,
     Tokens,
@@ -119,22 +118,3 @@ def test_a_layer_that_stops_calling_ends_the_request_and_waves(
         assert jobs
         assert not any(job.in_waves for job in jobs)
         assert ours.totals["lost_requests"] == 0
-
-
-def test_a_wave_that_fails_is_made_good_before_its_layer(
-    model_folder: Path, answers: list[Tokens], copies: Copies
-) -> None:
-    with started(model_folder, answers) as ours:
-        await_wave = ours.rank.transfer.await_wave
-
-        def failing(wave: int) -> None:
-            if wave == 2:
-                copies.fail(Direction.LOAD, every=1000)
-            await_wave(wave)
-
-        ours.rank.transfer.await_wave = failing
-        assert ours.reload(PROMPTS, one_by_one=True) == answers
-        assert ours.totals["repaired_loads"] == len(PROMPTS)
-        copies.release()
-        ours.rank.transfer.await_wave = await_wave
-        assert ours.reload(PROMPTS, one_by_one=True) == answers

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_swap.engine import Direction
 
-from tests.engine.copies import Copies
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Engine,
@@ -83,37 +81,6 @@ def test_both_members_serve_their_requests(model_folder: Path, first: bool, role
 
         assert running.generate(PROMPTS) == answers  # computed: `send` emptied host memory
         assert all_differ(running.reload(ALL, corrupted=True), expected)
-
-
-def test_several_cache_groups(model_folder: Path) -> None:
-    answers = plain_answers(model_folder, ALL, "gemma3")
-    config = multi_config({})
-    with offloading(model_folder, "gemma3", kv_transfer_config=config) as running:
-        assert len(running.scheduler.kv_cache_config.kv_cache_groups) == 2
-        assert running.generate(ALL) == answers
-        assert running.reload(ALL) == answers
-
-
-@pytest.mark.parametrize(("first", "synchronous"), [(True, False), (False, True)])
-def test_a_failed_load_costs_no_request(
-    model_folder: Path, copies: Copies, first: bool, synchronous: bool
-) -> None:
-    """vLLM's own `kv_load_failure_policy`, by default to fail, is for loads of other connectors."""
-    answers = plain_answers(model_folder, PROMPTS)
-    config = multi_config({}, first=first)
-    assert "kv_load_failure_policy" not in config
-    with offloading(
-        model_folder, kv_transfer_config=config, synchronous_loads=synchronous
-    ) as running:
-        assert running.generate(PROMPTS) == answers
-        running.forget()
-        # The copy that makes up for a synchronous load succeeds.
-        copies.fail(Direction.LOAD, every=2 if synchronous else 1)
-        assert running.generate(PROMPTS) == answers
-        assert (running.blocks_loaded() > 0) == synchronous
-        assert running.totals["repaired_loads" if synchronous else "failed_loads"] > 0
-        copies.release()
-        assert running.reload(PROMPTS) == answers
 
 
 def test_ranks_in_processes_of_their_own(model_folder: Path, forks: bool) -> None:

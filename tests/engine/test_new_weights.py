@@ -111,15 +111,11 @@ def case(model_folder: Path) -> Case:
     return Case(*weights, old, new)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ours(model_folder: Path, case: Case) -> Iterator[Engine]:
-    """An engine with the old weights that has served the prompt from host memory."""
+    """An engine with the old weights, which each test puts back."""
     extension = "tests.engine.test_new_weights.UpdateNamedParam"
     with offloading(model_folder, worker_extension_cls=extension) as running:
-        assert running.generate([PROMPT]) == case.old
-        assert running.reload([PROMPT]) == case.old
-        assert running.blocks_loaded() == 10
-        running.forget()
         yield running
 
 
@@ -128,6 +124,10 @@ def test_nothing_of_the_old_weights_is_served(
     ours: Engine, case: Case, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of what was stored between the change and the reset, from the engine's own cache."""
+    ours.forget()
+    ours.generate([PROMPT])
+    assert ours.reload([PROMPT]) == case.old
+    ours.forget()
     with monkeypatch.context() as deaf:  # the control
         deaf.setattr(Contents, "weights_change", lambda contents: False)
         way(ours, case.new_weights)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.engine.harness import (
     BLOCK_TOKENS,
-    Engine,
     all_differ,
     offloading,
     plain_answers,
     prompts_with_shared_prefix,
     random_tokens,
+    transfer_config,
 )
 
 PROMPTS = prompts_with_shared_prefix()
@@ -42,6 +43,29 @@ def test_reloaded_prompts_give_the_same_tokens(
         ours.settle()
         # The answers are the same, so they end in the blocks that are stored already.
         assert ours.blocks_stored() == 0
+        assert all_differ(ours.reload(PROMPTS, corrupted=True), expected)
+
+
+PRODUCER = {**transfer_config({}), "kv_role": "kv_producer"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"async_scheduling": False},
+        {"async_scheduling": True},
+        {"scheduling_policy": "priority"},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048},
+        {"kv_transfer_config": PRODUCER},
+    ],
+    ids=["synchronous", "asynchronous", "priority", "whole prompts", "kv_producer"],
+)
+def test_ways_of_scheduling(model_folder: Path, arguments: dict[str, Any]) -> None:
+    """And the role in which vLLM accepts no embeddings. With a control."""
+    expected = plain_answers(model_folder, PROMPTS)
+    with offloading(model_folder, **arguments) as ours:
+        assert ours.generate(PROMPTS) == expected
+        assert ours.reload(PROMPTS) == expected
         assert all_differ(ours.reload(PROMPTS, corrupted=True), expected)
 
 
@@ -77,27 +101,3 @@ def test_prompts_that_end_with_a_block_come_back_whole(
         # Answered from the engine's own cache now: what was computed over the load is as good.
         assert ours.generate_each(prompts) == expected
         assert all_differ(ours.reload(prompts, one_by_one=True, corrupted=True), expected)
-
-
-def test_the_loaded_bytes_are_the_stored_bytes(model_folder: Path) -> None:
-    """Compares the KV cache itself: the blocks of a reloaded prompt hold what was computed."""
-    prompt = random_tokens(8 * BLOCK_TOKENS + 1, seed=5)
-    with offloading(model_folder) as ours:
-        ours.add("first", prompt, max_tokens=1)
-        ours.step()
-        computed = known_blocks(ours)
-        assert len(computed) == 8
-        ours.run()
-        ours.forget()
-        ours.add("second", prompt, max_tokens=1)
-        ours.run()
-        assert ours.blocks_loaded() == 8
-        assert known_blocks(ours) == computed
-
-
-def known_blocks(ours: Engine) -> list[bytes]:
-    """Read the blocks that the engine's own prefix cache knows."""
-    ids = {block.block_hash: block.block_id for block in ours.pool.blocks if block.block_hash}
-    return sorted(
-        b"".join(tensor[i].numpy().tobytes() for tensor in ours.kv_tensors) for i in ids.values()
-    )

@@ -1,24 +1,27 @@
-"""Host memory and sleep on a real engine.
+"""Host memory and sleep on a real engine in a process of its own.
+
+usage: python -m tests.engine.test_sleep MODELS_FOLDER ARGUMENTS_AS_JSON
 
 The CPU engine keeps its KV cache and its weights in a sleep, but everything before that is as on a
-GPU: requests end, caches are reset, and the level reaches the plugin.
+GPU: requests end, caches are reset, and the level reaches the plugin. `tests/gpu` runs `main`, too.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from kv_swap.engine import Direction
-
-from tests.engine.copies import Copies
-from tests.engine.harness import offloading, prompts_with_shared_prefix, refusal
-from tests.support.processes import run_module
+from tests.support.processes import print_result, run_module
 
 
 def test_host_memory_outlives_a_sleep_of_level_1_and_nothing_else(
     model_folder: Path, forks: bool
 ) -> None:
-    result = run_module("tests.engine.sleep_run", model_folder, {}, forks=forks)
+    result = run_module("tests.engine.test_sleep", model_folder, {}, forks=forks)
     expected, from_cache = result.pop("expected")
     assert expected == from_cache
     for event, (answers, _) in result.items():
@@ -30,26 +33,59 @@ def test_host_memory_outlives_a_sleep_of_level_1_and_nothing_else(
     assert (hits["start"], hits["reload"], hits["sleep 2"]) == (0, 0, 0)
 
 
-def test_keeping_is_refused_in_the_process_of_the_user(model_folder: Path) -> None:
-    message = refusal(model_folder, Exception, plugin={"keep_on_sleep": True})
-    assert "set VLLM_ENABLE_V1_MULTIPROCESSING=1" in message
+def main(models: str, arguments: dict[str, Any]) -> None:
+    """Hand back the answers without the plugin, computed and from the engine's own cache.
+
+    And those after each event with how many tokens of the prompts came from host memory. Prompts
+    are answered one at a time, for on a GPU rounding depends on the batch.
+    """
+    from vllm import LLM
+
+    from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
+    from tests.engine.multiprocess_run import ask, plain_answers
+
+    # None begins like another: each is computed as a whole, or loaded but for its last block.
+    prompts = [random_tokens(200 + 37 * i, seed=i) for i in range(3)]
+    settings = engine_settings(Path(models), "qwen3", disable_log_stats=False, **arguments)
+
+    (expected,) = plain_answers(settings, [prompts], greedy(8))
+    result: dict[str, Any] = {"expected": expected}
+    llm = LLM(**settings, kv_transfer_config=transfer_config({"keep_on_sleep": True}))
+
+    def hit_tokens() -> float:
+        return sum(
+            metric.value
+            for metric in llm.get_metrics()
+            if metric.name == "vllm:host_kv_cache_hit_tokens"
+        )
+
+    def after(event: Callable[[], Any]) -> tuple[dict[str, Any], float]:
+        event()
+        before = hit_tokens()
+        return ask(llm, prompts, greedy(8)), hit_tokens() - before
+
+    def sleep(level: int) -> None:
+        llm.sleep(level=level)
+        if level == 1:
+            llm.wake_up()
+        else:  # the weights are gone
+            llm.wake_up(tags=["weights"])
+            llm.collective_rpc("reload_weights")
+            llm.wake_up(tags=["kv_cache"])
+
+    def reload() -> None:
+        llm.collective_rpc("reload_weights")
+        assert llm.reset_prefix_cache()
+
+    result["start"] = after(lambda: None)
+    result["sleep 1"] = after(lambda: sleep(1))
+    result["reload"] = after(reload)
+    result["sleep 1 again"] = after(lambda: sleep(1))
+    result["sleep 2"] = after(lambda: sleep(2))
+    llm.llm_engine.engine_core.shutdown()
+    print_result(result)
 
 
-def test_sleep_right_after_a_load_was_aborted(model_folder: Path, copies: Copies) -> None:
-    prompts = prompts_with_shared_prefix(seed=3)
-    with offloading(model_folder) as ours:
-        expected = ours.generate(prompts)
-        ours.forget()
-        copies.hold(Direction.LOAD)
-        ours.add("gone", prompts[0])
-        for _ in range(3):
-            ours.step()
-        ours.abort("gone")
-        assert ours.offload.abandoned_requests()
-        copies.release()
-        ours.llm.sleep(level=1)
-        ours.llm.wake_up()
-        assert ours.offload.manager.slots_in_use == 0
-        ours.totals.clear()
-        assert ours.generate(prompts) == expected
-        assert ours.totals["hit_tokens"] == 0
+if __name__ == "__main__":
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # keep_on_sleep is refused without
+    main(sys.argv[1], json.loads(sys.argv[2]))

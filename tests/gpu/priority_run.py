@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kv_offload.engines.vllm.patches import preempt_request
+from kv_offload.engines.vllm.patches import mends
 from tests.engine.harness import Engine, engine
 from tests.gpu.fault_run import SETTINGS, requests, serve
 from tests.support.processes import print_result
@@ -53,14 +53,14 @@ def main(models: str, arguments: dict[str, Any]) -> None:
     with engine(Path(models), "llama_wide", None, **settings) as alone:
         result["vLLM alone"] = wrong(alone)
     unnamed: list[int] = []
-    named_uncomputed = preempt_request._named_uncomputed
+    named_uncomputed = mends._named_uncomputed
 
     def count_unnamed(*found: Any) -> Iterator[int]:
         for block in named_uncomputed(*found):
             unnamed.append(block)
             yield block
 
-    preempt_request._named_uncomputed = count_unnamed
+    mends._named_uncomputed = count_unnamed
     with engine(Path(models), "llama_wide", {"cpu_bytes": "256MiB"}, **settings) as ours:
         for name in ("first", "again"):
             result[name] = wrong(ours)

@@ -223,7 +223,7 @@ def test_an_engine_with_graphs_sleeps_wakes_up_and_serves(tmp_path: Path, runner
         "gpu_memory_utilization": 0.1,
     }
     result = run_module(
-        "tests.engine.sleep_run", tmp_path, arguments, VLLM_USE_V2_MODEL_RUNNER=runner
+        "tests.engine.test_sleep", tmp_path, arguments, VLLM_USE_V2_MODEL_RUNNER=runner
     )
     computed, cached = result.pop("expected")
     hits = {event: tokens for event, (_, tokens) in result.items()}

@@ -76,7 +76,7 @@ def test_without_the_mend_vllm_serves_what_lay_there_before(
     if WINDOW in groups and not vllm_version() >= (0, 32):
         pytest.skip("with this vLLM nobody is served these blocks here")
     monkeypatch.setattr(
-        "kv_offload.engines.vllm.patches.preempt_request._named_uncomputed", lambda *_: iter(())
+        "kv_offload.engines.vllm.patches.mends._named_uncomputed", lambda *_: iter(())
     )
     with pytest.raises(AssertionError, match=r"wrong KV at|holds another prefix"):
         preempt_what_the_step_has_scheduled(groups, blocks, async_scheduling=False)

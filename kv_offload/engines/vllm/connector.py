@@ -12,7 +12,7 @@ from kv_offload.engines.vllm.hooks.worker import WorkerHooks
 from kv_offload.engines.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from kv_offload.engines.vllm.patches.patch import log_new
 from kv_offload.engines.vllm.plugin import register
-from kv_offload.engines.vllm.start.build import build_worker, prepare_scheduler, read_engine
+from kv_offload.engines.vllm.start.build import Engine, build_worker, prepare_scheduler
 from kv_offload.engines.vllm.versions import host_hit_source
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ register()
 class KVOffloadConnector(SchedulerHooks, WorkerHooks):
     """Keeps computed KV blocks in host memory and loads them for later requests.
 
-    vLLM builds one object in the scheduler's process and one per rank. Raises `ConfigError`,
-    `CapacityError` or `UnsupportedError` at start; afterwards nothing it does ends the engine.
+    Raises `ConfigError`, `CapacityError` or `UnsupportedError` at start; afterwards nothing it does
+    ends the engine.
     """
 
     _cache_hit_source = host_hit_source()
@@ -38,7 +38,7 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.hook_errors = HookErrors()
-        engine = read_engine(vllm_config, kv_cache_config)
+        engine = Engine(vllm_config, kv_cache_config)
         self._is_member = bool(engine.enclosing)
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self._only_rank = vllm_config.parallel_config.world_size == 1
@@ -53,10 +53,7 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
 
     @survives(lambda self: None)
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """Return what this half counted since the last call.
-
-        Of the scheduler's hooks it is the only one that vLLM calls at the end of every step.
-        """
+        """Return what this half counted since the last call. vLLM asks at the end of every step."""
         errors = self.hook_errors.take()
         scheduler = self.offload_scheduler
         if scheduler is None:
@@ -71,13 +68,11 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         return ConnectorStats(counted.data).aggregate(moved)
 
     def shutdown(self) -> None:
-        """End this half."""
         if self.offload_worker is not None:
             self.offload_worker.shutdown()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        """Rebuild stats from what crossed a process boundary."""
         return ConnectorStats(data=data or {})
 
     @classmethod
@@ -88,5 +83,4 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ConnectorPromMetrics:
-        """Register the Prometheus metrics in the API front end."""
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

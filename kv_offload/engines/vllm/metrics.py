@@ -16,7 +16,7 @@ from kv_offload.metrics import KINDS, METRICS, PREFIX, Metric, OffloadStats
 
 
 class ConnectorStats(OffloadStats, KVConnectorStats):
-    """What one half counted; vLLM adds up the ranks' figures, and those of several steps."""
+    """What one half counted; vLLM adds up figures of ranks and of steps."""
 
     @classmethod
     def of(cls, stats: OffloadStats | None) -> ConnectorStats | None:
@@ -24,7 +24,6 @@ class ConnectorStats(OffloadStats, KVConnectorStats):
         return None if stats is None else cls(stats.data)
 
     def reset(self) -> None:
-        """Forget everything."""
         self.data = {}
 
     def aggregate(self, other: OffloadStats) -> ConnectorStats:
@@ -66,7 +65,6 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
-        """Feed one engine's figures."""
         for name, value in transfer_stats_data.items():
             metric, kind = self._metrics[name][engine_idx], KINDS[name]
             if kind == "counter":

@@ -14,28 +14,23 @@ logger = logging.getLogger(__name__)
 
 def waiting_for_loads(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
     """Return which of the requests wait for a load, or for their turn after it."""
-    from vllm.v1.request import RequestStatus
-
-    alive, waiting = engine_scheduler.requests, RequestStatus.WAITING_FOR_REMOTE_KVS
-    return {name for name in request_ids & alive.keys() if alive[name].status == waiting}
+    return _in_state(engine_scheduler, request_ids, "WAITING_FOR_REMOTE_KVS")
 
 
 def waiting_for_room(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
-    """Return which of the requests have been loaded, and taken from those that wait for loads.
+    """Return which of the loaded requests have had their turn, and found too few free blocks."""
+    return _in_state(engine_scheduler, request_ids, "WAITING", "PREEMPTED")
 
-    That is when it is their turn. Where too few blocks are free they do not run then.
-    """
-    from vllm.v1.request import RequestStatus
 
-    alive, states = engine_scheduler.requests, (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-    return {name for name in request_ids & alive.keys() if alive[name].status in states}
+def _in_state(engine_scheduler: Any, request_ids: set[str], *states: str) -> set[str]:
+    alive = engine_scheduler.requests
+    return {name for name in request_ids & alive.keys() if alive[name].status.name in states}
 
 
 def recompute(engine_scheduler: Any, request_ids: set[str]) -> None:
-    """Have vLLM free requests that wait for their loads, and schedule them as ones without any.
+    """Have vLLM free requests once their loads have ended, and schedule them as ones without any.
 
-    A request in `failed_recving_kv_req_ids` without computed tokens is freed once its load has
-    ended, then scheduled (0.26 to 0.33).
+    So it does with `failed_recving_kv_req_ids` that have no computed tokens (0.26 to 0.33).
     """
     for request_id in request_ids:
         _forget_load(engine_scheduler, request_id)
@@ -43,10 +38,10 @@ def recompute(engine_scheduler: Any, request_ids: set[str]) -> None:
 
 
 def _forget_load(engine_scheduler: Any, request_id: str) -> Any:
-    """Have vLLM know nothing of what was loaded for a request, which it returns.
+    """Have vLLM know nothing of what was loaded for a request; return the request.
 
-    vLLM keeps blocks free for all that its `_inflight_prefills` have yet to compute, and a request
-    stays there when its load is given up. Then it would need its blocks twice to be admitted.
+    When its load is given up a request stays in `_inflight_prefills`, for which vLLM keeps blocks
+    free. Then it would need its blocks twice to be admitted.
     """
     request = engine_scheduler.requests[request_id]
     request.num_computed_tokens = 0
@@ -57,9 +52,9 @@ def _forget_load(engine_scheduler: Any, request_id: str) -> Any:
 def give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
     """Have requests whose loads have ended wait without blocks, as if nothing had been loaded.
 
-    vLLM looks a request without computed tokens up anew when it is its turn. One that it takes to
-    wait for its load must have the state of one whose load has failed, and is freed then; freeing
-    it twice does no harm. No step reads or writes these blocks: no such request has been computed.
+    vLLM looks them up anew when it is their turn. No step reads or writes these blocks. Of those
+    that vLLM takes to wait for their loads, `recompute` must have been called; vLLM frees them once
+    more, which does no harm.
     """
     for request_id in request_ids:
         request = _forget_load(engine_scheduler, request_id)
@@ -94,12 +89,14 @@ def make_room(engine_scheduler: Any, offload: OffloadScheduler) -> None:
     )
 
 
-def tell_failed(engine_scheduler: Any, offload: OffloadScheduler) -> list[Any]:
-    """Have vLLM know which loads have failed, before it hears that they have ended.
+def tell_failed(
+    engine_scheduler: Any, offload: OffloadScheduler, request_ids: set[str]
+) -> list[Any]:
+    """Have vLLM know whose loads have failed, before it hears that they have ended.
 
     Returns the requests that ended with an error, as the user wants it, and had not ended before.
     """
-    failed = waiting_for_loads(engine_scheduler, offload.take_failed())
+    failed = waiting_for_loads(engine_scheduler, request_ids)
     if offload.config.on_load_failure == "recompute":
         recompute(engine_scheduler, failed)
         return []
@@ -123,10 +120,14 @@ def end_with_error(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
     return ended
 
 
-def forget_block_names(engine_scheduler: Any) -> None:
-    """Have vLLM find no block by its key any more."""
+def end_lost(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
+    """End requests that may have computed with KV that was not there; return those alive.
+
+    No block keeps its key then: others would be served what was computed with that KV.
+    """
     num_blocks = engine_scheduler.kv_cache_config.num_blocks
     engine_scheduler.kv_cache_manager.evict_blocks(set(range(num_blocks)))
+    return end_with_error(engine_scheduler, request_ids)
 
 
 def add_ends(outputs: Any, ended: Sequence[Any]) -> None:

@@ -1,8 +1,4 @@
-"""What a rank asks of vLLM: its model runner, found on the call stack, and the forward's context.
-
-vLLM hands a connector no runner. But the runner calls `register_kv_caches`, so it is the `self` of
-a frame above.
-"""
+"""What a rank asks of vLLM: its model runner, which calls it, and the forward's context."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.engine import KVCaches
-from kv_offload.engines.vllm.call_stack import callers
+from kv_offload.engines.vllm.halves import callers
 from kv_offload.engines.vllm.model.layout import describe_kv_caches, kv_tensors, layer_regions
 from kv_offload.engines.vllm.patches import EXECUTE_MODEL, LOAD_WEIGHTS
 from kv_offload.engines.vllm.patches.patch import tell
@@ -20,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def find_runner() -> Any | None:
-    """Return the model runner on the call stack, the nearest if there are several."""
+    """Return the model runner on the call stack, which vLLM hands no connector; the nearest."""
     return next((caller for caller in callers() if hasattr(caller, "execute_model")), None)
 
 
@@ -39,8 +35,7 @@ class VLLMRank:
     def find_output_copy_stream(self) -> Any | None:
         """Return the stream on which the model runner copies sampled tokens to the host, if any.
 
-        Runner V2 always has it. Runner V1 makes it at first use, or here if asynchronous scheduling
-        will use it. The stream lives as long as the runner.
+        Runner V2 always has it. Runner V1 makes it at first use, or here if it will use it.
         """
         for runner in callers():
             stream = getattr(runner, "output_copy_stream", None)
@@ -55,8 +50,6 @@ class VLLMRank:
         """Have the runner's model count its `load_weights`; return what tells the count, from 0.
 
         Trainers in the engine's process call that method, and the engine core does not see it.
-        Without a runner the count stays 0. The result keeps nothing of the model alive, and the
-        model keeps nothing of ours.
         """
         loads = 0
 
@@ -91,16 +84,11 @@ class VLLMRank:
         return context, (mode, context.skip_compiled)
 
 
-def before_each_step(call: Callable[[Any], None]) -> None:
-    """Have the model runner call `call(scheduler_output)` before it does anything for a step.
+def before_each_step(call: Callable[..., None]) -> None:
+    """Have the model runner call `call`, like its `execute_model`, before it does so for a step.
 
-    The connector's own first hook comes later: just before the forward in runner V2, in V1 after
-    some preparations. Without a runner on the call stack nothing changes.
+    The connector's own first hook comes some milliseconds later, in which the link would idle.
     """
     runner = find_runner()
     if runner is not None:
-
-        def begin(scheduler_output: Any, *_args: Any, **_kwargs: Any) -> None:
-            call(scheduler_output)
-
-        tell(EXECUTE_MODEL, runner, begin)
+        tell(EXECUTE_MODEL, runner, call)

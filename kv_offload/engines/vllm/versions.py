@@ -68,19 +68,10 @@ def host_hit_source() -> Any:
     return getattr(CacheHitSource, "HOST", None)
 
 
-def changes_blocks(scheduler_output: Any) -> bool:
-    """Whether the runner zeroes or copies KV blocks for this step, before its forward.
-
-    Copies of states between the blocks of a running request do not count.
-    """
-    return bool(scheduler_output.new_block_ids_to_zero or scheduler_output.kv_cache_block_copies)
-
-
 def role_accepts_embeddings(vllm_config: Any, transfer_config: Any) -> bool:
     """Whether vLLM 0.32 accepts embeddings in place of images because of `kv_role`.
 
-    It turns `enable_mm_embeds` on, and does not tell whether the user had. 0.28 only lets
-    embeddings that the user enabled come without their data, 0.26 does nothing.
+    It turns `enable_mm_embeds` on, and does not tell whether the user had.
     """
     from vllm.config import VllmConfig
 

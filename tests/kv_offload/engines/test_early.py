@@ -1,12 +1,14 @@
-"""Wrong settings are refused while vLLM resolves them, before any weight is read."""
+"""Wrong arguments and settings are refused, or told, before any weight is read."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import json
+import logging
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from kv_offload.config.host_memory import read_host_memory
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.plugin import register
 from kv_offload.engines.vllm.start import early
+from kv_offload.engines.vllm.start.command_line import check_keys, check_settings
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError, UnsupportedError
 from tests.support.configurations import around, make_vllm_config, ours
 
@@ -118,6 +121,15 @@ def test_without_the_plugin_nothing_is_looked_at(transfer: KVTransferConfig | No
     )
 
 
+def test_an_engine_without_the_plugin_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kv_offload")
+    make_vllm_config({})
+    assert "not in use" not in caplog.text
+    other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    make_vllm_config({}, transfer_config=lambda _plugin: other)
+    assert "kv-offload: not in use: the connector of this engine is ExampleConnector" in caplog.text
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_gpu_without_cupy(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_vllm_config({})
@@ -138,10 +150,12 @@ def test_only_a_key_of_ours_that_is_given_twice_is_refused(
     connector: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = f'{{"kv_connector": "{connector}", "kv_role": "kv_both", "kv_role": "kv_both"}}'
-    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", "--kv-transfer-config", text])
     arguments = EngineArgs(model="unused", kv_transfer_config=json.loads(text))
+    config = make_vllm_config({})
+    config.kv_transfer_config = KVTransferConfig(**json.loads(text))
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", "--kv-transfer-config", text])
     with nullcontext() if connector != CONNECTOR else pytest.raises(ConfigError, match="twice"):
-        early.check_arguments(arguments)
+        check_settings(lambda _: config, arguments)
 
 
 @both_places
@@ -152,3 +166,47 @@ def test_a_setting_with_which_vllm_replaces_the_plugin(place: Any, made: Any) ->
     arguments.kv_offloading_size = 4.0
     with pytest.raises(ConfigError, match=r"--kv-offloading-size 4\.0: .* Remove --kv-offloading"):
         early.check_arguments(arguments)
+
+
+# -- the command line --------------------------------------------------------------------------
+
+ONCE, TWICE = '{"a": {"b": 2}}', '{"a": {"b": 1, "b": 2}}'
+
+
+@pytest.mark.parametrize("words", ["--kv-transfer-config X", "--kv-transfer-config=X"])
+@pytest.mark.parametrize("underscores", [True, False])
+def test_a_key_that_is_given_twice_is_refused(words: str, underscores: bool) -> None:
+    argv = (words.replace("-", "_").replace("__", "--") if underscores else words).split()
+    check_keys([word.replace("X", ONCE) for word in argv])
+    with pytest.raises(ConfigError) as caught:
+        check_keys([word.replace("X", TWICE) for word in argv])
+    assert str(caught.value) == (
+        "kv-offload: --kv-transfer-config: b is given twice, as 1 and as 2: remove one of the two"
+    )
+    check_keys([word.replace("X", "not JSON") for word in argv])  # vLLM says what is wrong with it
+    check_keys(["--other", TWICE])
+
+
+@pytest.mark.parametrize(
+    ("more", "is_empty"),
+    [
+        ([], False),
+        (["--kv-transfer-config", ""], True),
+        (["--kv-transfer-config", "None"], True),
+        (["--kv_transfer_config=", "--port", "1"], True),
+        (["--kv-transfer-config", '{"a": ""}', ""], False),
+        (["--kv-transfer-config"], False),  # vLLM refuses it
+    ],
+)
+def test_an_empty_argument_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    more: list[str],
+    is_empty: bool,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", *more])
+    with caplog.at_level(logging.INFO):
+        assert check_settings(lambda _: "made", SimpleNamespace(kv_transfer_config=None)) == "made"
+    (record,) = caplog.records
+    assert record.levelname == ("WARNING" if is_empty else "INFO")
+    assert record.getMessage().startswith("kv-offload: not in use: --kv-transfer-config is ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +13,16 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
+import prometheus_client.values
 import vllm
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.utils import floatToGoString
+from prometheus_client.values import MultiProcessValue
 
 from kv_offload.engines.vllm.connector import KVOffloadConnector
 from kv_offload.engines.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from kv_offload.metrics import METRICS, PREFIX, Metric
-from tests.support.processes import run_code
 
 
 def stats(**figures: float | list[float]) -> ConnectorStats:
@@ -126,31 +127,17 @@ def test_a_metric_of_an_engine_reads_zero_and_then_what_its_stats_hold(metric: M
     assert {*values(0)} == {0.0}
 
 
-GAUGES_OF_TWO_SERVERS = """
-import functools, os
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
-from types import SimpleNamespace
-from kv_offload.engines.vllm.metrics import ConnectorPromMetrics
-types = {kind: functools.partial(kind, registry=None) for kind in (Counter, Gauge, Histogram)}
-for slots in (7, 5):
-    if not os.fork():
-        metrics = ConnectorPromMetrics(
-            SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]}
-        )
-        metrics.observe({"slots": slots, "evictions": 2})
-        os._exit(0)
-    assert os.wait()[1] == 0
-registry = CollectorRegistry()
-MultiProcessCollector(registry)
-print(generate_latest(registry).decode())
-"""
-
-
-def test_a_gauge_of_several_api_servers_has_the_last_value(tmp_path: Path) -> None:
+def test_a_gauge_of_several_api_servers_has_the_last_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of them hears of some steps only; vLLM has them share a folder."""
-    page = run_code(
-        GAUGES_OF_TWO_SERVERS, **os.environ, PROMETHEUS_MULTIPROC_DIR=str(tmp_path)
-    ).splitlines()
-    assert f'{PREFIX}slots{{engine="0"}} 5.0' in page
-    assert f'{PREFIX}evictions_total{{engine="0"}} 4.0' in page
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    for server, slots in enumerate((7, 5)):
+        of_server = MultiProcessValue(lambda server=server: server)
+        monkeypatch.setattr(prometheus_client.values, "ValueClass", of_server)
+        build(CollectorRegistry(), engines=1).observe({"slots": slots, "evictions": 2})
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    labels = {"model_name": "m", "engine": "0"}
+    assert registry.get_sample_value(f"{PREFIX}slots", labels) == 5
+    assert registry.get_sample_value(f"{PREFIX}evictions_total", labels) == 4

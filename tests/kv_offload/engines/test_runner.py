@@ -16,7 +16,9 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.v1.core.sched.output import SchedulerOutput
 
+from kv_offload.engines.vllm.hooks.worker import changes_blocks
 from kv_offload.engines.vllm.runner import VLLMRank, before_each_step
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -93,13 +95,15 @@ class Runner(Caller):
         self.executed.append((scheduler_output, tensors))
         return "output"
 
-    def listen(self, call: Callable[[Any], None]) -> None:
+    def listen(self, call: Callable[..., None]) -> None:
         self.call(lambda: before_each_step(call))
 
 
 def test_the_runner_calls_before_each_step() -> None:
     runner, told = Runner(), []
-    runner.listen(lambda output: told.append((output, len(runner.executed))))
+    runner.listen(
+        lambda scheduler_output, **_: told.append((scheduler_output, len(runner.executed)))
+    )
     assert runner.execute_model("one") == "output"
     assert runner.execute_model(scheduler_output="two", tensors=3) == "output"
     assert told == [("one", 0), ("two", 1)]
@@ -109,36 +113,20 @@ def test_the_runner_calls_before_each_step() -> None:
 
 
 def test_wrappers_of_others_are_called_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set on the runner before ours, set on it after ours, and set on its class after ours."""
-    runner, told = Runner(), []
+    """Set on the runner before ours, and set on its class after ours."""
+    told: list[str] = []
 
-    def wrap(name: str) -> None:
-        inner = runner.execute_model
+    def wrap(name: str, inner: Callable[..., str]) -> Callable[..., str]:
+        return lambda *args, **kwargs: told.append(name) or inner(*args, **kwargs)
 
-        def outer(*args: Any, **kwargs: Any) -> Any:
-            told.append(name)
-            return inner(*args, **kwargs)
-
-        runner.execute_model = outer  # type: ignore[method-assign]
-
-    wrap("before")
-    runner.listen(lambda output: told.append("ours"))
-    wrap("after")
-    original = Runner.execute_model
-
-    def on_class(self: Runner, *args: Any, **kwargs: Any) -> str:
-        told.append("class")
-        return original(self, *args, **kwargs)
-
-    other = Runner()
-    other.listen(lambda output: told.append("ours"))
-    monkeypatch.setattr(Runner, "execute_model", on_class)
-    assert runner.execute_model("one", tensors=3) == "output"
-    assert runner.executed == [("one", 3)]
-    assert told == ["after", "ours", "before"]
-    told.clear()
-    assert other.execute_model("one") == "output"
-    assert told == ["ours", "class"]
+    runner, other = Runner(), Runner()
+    runner.execute_model = wrap("before", runner.execute_model)  # type: ignore[method-assign]
+    for one in (runner, other):
+        one.listen(lambda scheduler_output, **_: told.append("ours"))
+    monkeypatch.setattr(Runner, "execute_model", wrap("class", Runner.execute_model))
+    assert runner.execute_model("one", tensors=3) == other.execute_model("two") == "output"
+    assert (runner.executed, other.executed) == ([("one", 3)], [("two", None)])
+    assert told == ["ours", "before", "ours", "class"]
 
 
 def test_a_model_counts_how_often_it_is_given_weights() -> None:
@@ -150,9 +138,7 @@ def test_a_model_counts_how_often_it_is_given_weights() -> None:
     with pytest.raises(TypeError):
         runner.model.load_weights(None)
     assert loads() == 2, "half of them may be there"
-    wrapper = runner.model.load_weights
     again = runner.call(RANK.count_weight_loads)
-    assert runner.model.load_weights is wrapper, "it tells both"
     assert runner.model.load_weights(weights=[("c", 3)]) == 1
     Runner().model.load_weights([])
     assert (loads(), again()) == (3, 1), "other models are left alone"
@@ -170,7 +156,7 @@ def uncollected() -> Iterator[None]:
 @pytest.mark.usefixtures("uncollected")
 def test_a_runner_and_a_model_that_tell_are_freed_at_once() -> None:
     runner = Runner()
-    runner.listen(lambda output: None)
+    runner.listen(lambda scheduler_output, **_: None)
     loads = runner.call(RANK.count_weight_loads)
     model = runner.model
     model.load_weights([])
@@ -183,10 +169,23 @@ def test_a_runner_and_a_model_that_tell_are_freed_at_once() -> None:
 
 
 def test_without_a_runner_or_a_model_nothing_is_told() -> None:
-    before_each_step(lambda output: pytest.fail("nothing to call it"))
+    before_each_step(lambda scheduler_output, **_: pytest.fail("nothing to call it"))
     bare, without_weights = Caller(execute_model=None), Caller(execute_model=None, get_model=object)
     counts = [caller.call(RANK.count_weight_loads) for caller in (bare, without_weights)]
     assert [loads() for loads in (RANK.count_weight_loads(), *counts)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("zeroed", "copied", "changes"),
+    [(None, None, False), ([], [], False), ([3], None, True), (None, [(1, 2)], True)],
+)
+def test_steps_that_change_blocks_before_their_forward(
+    zeroed: list[int] | None, copied: list[Any] | None, changes: bool
+) -> None:
+    output = SchedulerOutput.make_empty()
+    output.new_block_ids_to_zero = zeroed
+    output.kv_cache_block_copies = copied
+    assert changes_blocks(output) == changes
 
 
 # -- the forward that is about to run ---------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +25,8 @@ from vllm.v1.kv_cache_interface import (
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.model.groups import SPECS, cache_groups, has_draft_head
-from kv_offload.engines.vllm.model.support import DRAFT_HEADS
-from kv_offload.engines.vllm.start.log import consequences
-from kv_offload.engines.vllm.start.support import CACHE_DTYPES, check_supported
+from kv_offload.engines.vllm.start import log
+from kv_offload.engines.vllm.start.support import CACHE_DTYPES, DRAFT_HEADS, check_supported
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import (
@@ -306,34 +304,27 @@ def test_encoder_only_layers_beside_a_decoder_are_left_out() -> None:
 # -- what is said of what is served ------------------------------------------------------------
 
 
-def takes_images(engine: Engine, role: str, *, asked: bool = False) -> Sequence[str]:
-    """Have vLLM resolve the inputs of a multimodal model; return what the plugin says of them."""
-    engine.vllm.model_config.multimodal_config = MultiModalConfig(enable_mm_embeds=asked)
-    engine.vllm.kv_transfer_config.kv_role = role
+@pytest.mark.parametrize(
+    ("role", "asked"), [("both", False), ("producer", False), ("producer", True)]
+)
+def test_a_role_that_opens_embeddings_is_named(
+    role: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to vLLM 0.28 no role touches the setting; later nobody can tell whose it is."""
+    said: list[str] = []
+    monkeypatch.setattr(log.logger, "warning", lambda text, *args: said.append(text % args))
+    engine = Engine(**{ROLE: f"kv_{role}"})
+    traced: Any = SimpleNamespace(warnings=())
+    log.log_warnings(traced, engine.vllm, ())
+    assert said == [], "a model of text alone"
+    inputs = MultiModalConfig(enable_mm_embeds=asked)
+    engine.vllm.model_config.multimodal_config = inputs
     for resolve in ("_resolve_mm_embedding_inputs", "_resolve_allow_missing_mm_embeddings"):
         getattr(engine.vllm, resolve, lambda: None)()
-    return list(consequences(engine.vllm, ()))
-
-
-def test_a_role_that_opens_embeddings_is_named() -> None:
-    engine = Engine()
-    assert list(consequences(engine.vllm, ())) == [], "a model of text alone"
-    said = takes_images(engine, "kv_both")
-    opened = engine.vllm.model_config.multimodal_config.enable_mm_embeds
-    assert opened == (engine.version >= (0, 32)), "a vLLM between: does the role open them?"
+    opened = role == "both" and engine.version >= (0, 32)
+    assert inputs.enable_mm_embeds == (asked or opened), "a vLLM between: does the role open them?"
+    log.log_warnings(traced, engine.vllm, ())
     assert len(said) == opened
     for message in said:
-        assert message.startswith("kv_role is 'kv_both', with which vLLM accepts embeddings in")
+        assert message.startswith("kv-offload: kv_role is 'kv_both', with which vLLM accepts")
         assert "set kv_role to 'kv_producer'" in message
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_embeddings_that_the_role_does_not_open_are_not_named(asked: bool) -> None:
-    """Up to vLLM 0.28 no role touches the setting; later nobody can tell whose it is."""
-    engine = Engine()
-    assert takes_images(engine, "kv_producer", asked=asked) == []
-    inputs = engine.vllm.model_config.multimodal_config
-    assert inputs.enable_mm_embeds == asked
-    assert asked or not getattr(inputs, "allow_missing_mm_embeddings", False)
-    if asked and engine.version < (0, 29):
-        assert takes_images(engine, "kv_both", asked=asked) == []

@@ -10,21 +10,16 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 import vllm
-from vllm.v1.core.sched.output import SchedulerOutput
 
-from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import (
     NEWEST,
     OLDEST,
     bytes_per_block,
-    changes_blocks,
     check_version,
     host_hit_source,
-    layer_specs,
     vllm_version,
 )
 from kv_offload.errors import UnsupportedError
-from tests.support.configurations import make_kv_cache_config, make_spec, set_layers
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -79,25 +74,3 @@ def test_the_label_for_hits_in_host_memory_exists_where_the_engine_has_labels() 
 def test_bytes_of_a_block_in_every_generation(tensors: list[Any], expected: int) -> None:
     config = SimpleNamespace(num_blocks=10, kv_cache_tensors=tensors)
     assert bytes_per_block(config) == expected
-
-
-def test_layers_have_the_spec_of_their_group_or_their_own() -> None:
-    config = make_kv_cache_config([CacheGroup(0, 4), CacheGroup(1, 4, 6)], 40)
-    assert layer_specs(config) == {"layer.0": make_spec(4), "layer.1": make_spec(4, 6)}
-    uniform = make_kv_cache_config([CacheGroup(0, 4)], 40)
-    own = {"layer.0": make_spec(4), "layer.1": make_spec(4, 6)}
-    set_layers(uniform, own)
-    assert layer_specs(uniform) == own
-
-
-@pytest.mark.parametrize(
-    ("zeroed", "copied", "changes"),
-    [(None, None, False), ([], [], False), ([3], None, True), (None, [(1, 2)], True)],
-)
-def test_steps_that_change_blocks_before_their_forward(
-    zeroed: list[int] | None, copied: list[Any] | None, changes: bool
-) -> None:
-    output = SchedulerOutput.make_empty()
-    output.new_block_ids_to_zero = zeroed
-    output.kv_cache_block_copies = copied
-    assert changes_blocks(output) == changes

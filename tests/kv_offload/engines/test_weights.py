@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import ChainMap
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -154,15 +153,6 @@ def test_calls_that_may_change_weights_empty_host_memory(keep: bool, method: Any
     assert slots(core) == (5 if method in KEEPS else 0)
 
 
-@KINDS
-def test_a_weight_update_in_sleep_empties_what_was_kept(kind: Any) -> None:
-    core = make(kind, keep=True)
-    core.sleep(level=1)
-    assert slots(core) == 5
-    core.collective_rpc("reload_weights")
-    assert slots(core) == 0
-
-
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("how", ["update_named_param", "by itself"])
 def test_what_the_old_cache_served_after_a_weight_update_goes_with_it(keep: bool, how: str) -> None:
@@ -251,16 +241,6 @@ def give_weights(core: Any, rank: int = 0) -> None:
     core.engine.ranks[rank].get_model().load_weights([("a", 1)])
 
 
-def test_the_scheduler_beside_hears_before_its_next_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlayedEngine, "beside", True)
-    core = make(EngineCore, keep=False)
-    forget(core.engine)
-    give_weights(core)
-    core.engine.serve("again", PROMPT)
-    assert core.engine.totals["hit_tokens"] == 0
-    core.engine.check_rest()
-
-
 @pytest.mark.parametrize("own", [True, False])
 def test_of_several_engines_in_a_process_each_asks_its_own_rank(
     monkeypatch: pytest.MonkeyPatch, own: bool
@@ -324,13 +304,6 @@ def test_a_report_under_way_during_a_reset_is_not_heard_twice() -> None:
     assert core.reset_prefix_cache()
     assert slots(core) > 0
     engine.check_rest()
-
-
-def test_the_watched_methods_keep_their_signatures() -> None:
-    """vLLM converts what comes from its front end by them."""
-    watch()
-    assert "level" in inspect.signature(EngineCore.sleep).parameters
-    assert "method" in inspect.signature(EngineCore.collective_rpc).parameters
 
 
 # -- refusals ----------------------------------------------------------------------------------

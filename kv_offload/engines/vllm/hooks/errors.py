@@ -40,8 +40,8 @@ class HookErrors:
 def survives(instead: Callable[..., Any]) -> Callable[[Hook], Hook]:
     """Decorate a connector's hook: where it raises, return `instead(self, *arguments)`.
 
-    After `instead` both halves of the plugin agree with the engine: no request waits for a report
-    that never comes, and nothing is read that was not loaded.
+    After `instead` no request waits for a report that never comes, and nothing is read that was not
+    loaded.
     """
 
     def decorate(hook: Hook) -> Hook:

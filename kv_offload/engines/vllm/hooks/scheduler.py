@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import kv_transfer
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
 
 from kv_offload.engines.vllm.hooks.errors import survives
-from kv_offload.engines.vllm.metadata import ConnectorMetadata, convert
 from kv_offload.engines.vllm.start.log import log_pool
-from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacities
-from kv_offload.messages import OffloadWorkerMetadata, WorkerCapacity
+from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacity
+from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.worker.worker import OffloadWorker
 
@@ -23,6 +26,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kv_offload.engines.vllm.start.build import SchedulerMaker
+
+
+class ConnectorMetadata(OffloadMetadata, KVConnectorMetadata):
+    """One step's plan as vLLM sends it to every rank."""
 
 
 class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
@@ -45,13 +52,11 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         """Take the ranks' capacities, or ask for them: a MultiConnector passes on another member's.
 
-        Called at the start, and from vLLM 0.33 also whenever the engine core wakes up. Raises
-        `UnsupportedError` if they cannot be asked.
+        Called at the start, and from vLLM 0.33 also whenever the engine core wakes up.
         """
         capacities = [rank for rank in metadata.values() if isinstance(rank, WorkerCapacity)]
         if self._is_member:
-            answers = ask_ranks(rank_capacities)
-            capacities = [capacity for answer in answers for capacity in answer]
+            capacities = ask_ranks(rank_capacity)
         if capacities:
             num_slots = min(rank.num_slots for rank in capacities)
             if num_slots < self._num_slots:
@@ -81,17 +86,15 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """See `OffloadScheduler.allocated`."""
         self.offload_scheduler.allocated(request, blocks, num_external_tokens)
 
     @survives(
-        lambda self, scheduler_output: convert(
-            self.offload_scheduler.plan_without_stores(scheduler_output), ConnectorMetadata
+        lambda self, scheduler_output: ConnectorMetadata(
+            **vars(self.offload_scheduler.plan_without_stores(scheduler_output))
         )
     )
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
-        """See `OffloadScheduler.plan_step`."""
-        return convert(self.offload_scheduler.plan_step(scheduler_output), ConnectorMetadata)
+        return ConnectorMetadata(**vars(self.offload_scheduler.plan_step(scheduler_output)))
 
     def hear_ranks(self, report: OffloadWorkerMetadata | None) -> None:
         """Take in a step's report, then what the rank tells now if it is in this process.
@@ -132,7 +135,6 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Let the engine free the blocks at once: what is being stored is pinned."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     @survives(
@@ -146,10 +148,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Keep an idle engine stepping until the last store is reported.
-
-        Also for the one step after the start that tells how large the pool is.
-        """
+        """Keep an idle engine stepping: until the last store is reported, and once at the start."""
         scheduler = self.offload_scheduler
         return scheduler.has_pending_work or not scheduler.has_told
 
@@ -163,9 +162,9 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def _local_rank(self) -> OffloadWorker | None:
-        """Return the only rank, if it lives in this process, on the scheduler's thread.
+        """Return the engine's only rank if it lives in this process, but inside no MultiConnector.
 
-        A MultiConnector adds up what its members report, so this does not look inside one.
+        That adds up what its members report.
         """
         if not self._only_rank or not kv_transfer.has_kv_transfer_group():
             return None

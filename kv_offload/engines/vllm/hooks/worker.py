@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from kv_offload.engines.vllm.hooks.errors import survives
-from kv_offload.engines.vllm.metadata import (
-    ConnectorWorkerMetadata,
-    HandshakeMetadata,
-    convert,
-)
 from kv_offload.engines.vllm.patches.patch import log_new
 from kv_offload.engines.vllm.runner import before_each_step
-from kv_offload.engines.vllm.versions import changes_blocks
-from kv_offload.messages import OffloadMetadata
+from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.worker.worker import OffloadWorker
 
 if TYPE_CHECKING:
@@ -26,6 +24,24 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
+def changes_blocks(scheduler_output: SchedulerOutput) -> bool:
+    """Whether the runner zeroes or copies KV blocks for this step, before its forward.
+
+    Copies of states between the blocks of a running request do not count.
+    """
+    return bool(scheduler_output.new_block_ids_to_zero or scheduler_output.kv_cache_block_copies)
+
+
+class ConnectorWorkerMetadata(OffloadWorkerMetadata, KVConnectorWorkerMetadata):
+    """What ranks report, as vLLM adds it up over them."""
+
+    aggregate = OffloadWorkerMetadata.merge  # vLLM's name for it
+
+
+class HandshakeMetadata(WorkerCapacity, KVConnectorHandshakeMetadata):
+    """What a rank holds, told once before the first request."""
+
+
 class WorkerHooks(KVConnectorBase_V1):
     """The half of `KVOffloadConnector` that lives on a rank."""
 
@@ -33,35 +49,30 @@ class WorkerHooks(KVConnectorBase_V1):
     _is_member: bool
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """See `OffloadWorker.register_kv_caches`."""
         self.offload_worker.register_kv_caches(kv_caches)
         before_each_step(self.begin_step)
         log_new()
 
-    def unregister_kv_caches(self) -> None:
-        """See `OffloadWorker.unregister_kv_caches`. From vLLM 0.33, before a sleep."""
+    def unregister_kv_caches(self) -> None:  # before a sleep, from vLLM 0.33
         self.offload_worker.unregister_kv_caches()
 
-    def restore_kv_caches(self) -> None:
-        """See `OffloadWorker.restore_kv_caches`. From vLLM 0.33, after waking up."""
+    def restore_kv_caches(self) -> None:  # after waking up, from vLLM 0.33
         self.offload_worker.restore_kv_caches()
 
     def get_handshake_metadata(self) -> HandshakeMetadata | None:
         """Tell the scheduler how many slots this rank holds, and how many are ready.
 
-        None inside a MultiConnector: it hands the metadata of one member to all of them, most of
-        which fail on another's.
+        None inside a MultiConnector: it hands one member's to all of them, most of which fail then.
         """
-        return (
-            None if self._is_member else convert(self.offload_worker.capacity(), HandshakeMetadata)
-        )
+        if self._is_member:
+            return None
+        return HandshakeMetadata(**vars(self.offload_worker.capacity()))
 
-    @survives(lambda self, scheduler_output: None)  # the later hooks start what was not
-    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+    @survives(lambda self, *_, **__: None)  # the later hooks start what was not
+    def begin_step(self, scheduler_output: SchedulerOutput, *_: Any, **__: Any) -> None:
         """Submit this step's copies before the engine prepares it, unless that touches KV blocks.
 
-        The host prepares a step for some milliseconds, in which the link need not idle. Inside a
-        MultiConnector the metadata is the outer one's, and copies start with the later hooks.
+        Inside a MultiConnector the metadata is the outer one's: copies start with the later hooks.
         """
         metadata = scheduler_output.kv_connector_metadata
         if not isinstance(metadata, OffloadMetadata):
@@ -92,10 +103,7 @@ class WorkerHooks(KVConnectorBase_V1):
         """Do nothing: the loads of this step run already."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Have compute wait for what this layer reads, if a load of this step still arrives.
-
-        Attention layers call it on the host, just before they are queued.
-        """
+        """Have compute wait for what this layer reads, if a load of this step still arrives."""
         on_layer = self.offload_worker.on_layer
         if on_layer is not None:
             self._call_on_layer(on_layer, layer_name)
@@ -122,8 +130,8 @@ class WorkerHooks(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
         """Queue this step's stores if `wait_for_save` was skipped; take in what ended.
 
-        vLLM 0.26 and 0.28 do not call `wait_for_save` in a step without a forward. Requests are
-        named to vLLM by the scheduler's half: `build_connector_worker_meta` tells it.
+        vLLM 0.26 and 0.28 do not call `wait_for_save` in a step without a forward. The scheduler's
+        half names requests to vLLM.
         """
         if self.has_connector_metadata():
             self.offload_worker.prepare_store_kv(self._get_connector_metadata())
@@ -136,10 +144,8 @@ class WorkerHooks(KVConnectorBase_V1):
             self.offload_worker.end_step_anyhow(self._get_connector_metadata())
         return None, None
 
-    @survives(lambda self: convert(self.offload_worker.take_losses(), ConnectorWorkerMetadata))
+    @survives(lambda self: ConnectorWorkerMetadata(**vars(self.offload_worker.take_losses())))
     def build_connector_worker_meta(self) -> ConnectorWorkerMetadata | None:
-        """Report the jobs that ended.
-
-        After an error the report has only what must be told in this step.
-        """
-        return ConnectorWorkerMetadata.of(self.offload_worker.take_report())
+        """Report the jobs that ended; after an error only what must be told in this step."""
+        report = self.offload_worker.take_report()
+        return None if report is None else ConnectorWorkerMetadata(**vars(report))

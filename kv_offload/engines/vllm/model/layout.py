@@ -80,8 +80,8 @@ def _describe_states(
 ) -> TensorDescription:
     """Describe a layer with several states per block, each a view into the same pages.
 
-    Up to vLLM 0.31 runner V1 registers them so. The first begins where the page does, the others
-    lie behind it; the page may be padded. It is copied whole, as `(num_blocks, page_bytes)` bytes.
+    Up to vLLM 0.31 runner V1 registers them so. The first begins where the page does, which may be
+    padded. It is copied whole, as `(num_blocks, page_bytes)` bytes.
     """
     address = states[0].data_ptr()
     strides = {state.stride(0) * state.element_size() for state in states}

@@ -1,4 +1,4 @@
-"""Every patch of vLLM; there is no other. A module has what runs around one method.
+"""Every patch of vLLM; there is no other. The modules have what runs around the methods.
 
 `docs/design/patches.md` says of each why it is needed and what is lost without it.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import sys
 
-from kv_offload.engines.vllm.patches.collective_rpc import watch_call
-from kv_offload.engines.vllm.patches.create_engine_config import check_settings
-from kv_offload.engines.vllm.patches.observe import observe_dictionaries
+from kv_offload.engines.vllm.patches.mends import (
+    observe_dictionaries,
+    take_the_shortest_hit,
+    unname_uncomputed,
+)
 from kv_offload.engines.vllm.patches.patch import Patch, Setup, tell_first
-from kv_offload.engines.vllm.patches.preempt_request import unname_uncomputed
 from kv_offload.engines.vllm.patches.reset_prefix_cache import reset_after_drain
-from kv_offload.engines.vllm.patches.schedule import take_the_shortest_hit
-from kv_offload.engines.vllm.patches.sleep import keep_on_sleep
 from kv_offload.engines.vllm.patches.update_from_output import hear_ranks_first
+from kv_offload.engines.vllm.patches.weights import keep_on_sleep, watch_call
+from kv_offload.engines.vllm.start.command_line import check_settings
 from kv_offload.engines.vllm.versions import OLDEST
 
 EXECUTE_MODEL = Patch("model runner.execute_model", tell_first, "rank")

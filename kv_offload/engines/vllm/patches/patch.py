@@ -1,8 +1,7 @@
 """How a method of vLLM is wrapped.
 
-A wrapper calls the method that it found, so it works with wrappers that other plugins set before or
-after. Each also works when set twice, which happens where another plugin hides ours behind a
-wrapper without `functools.wraps`.
+A wrapper calls the method that it found, so it works with wrappers of other plugins. Each also
+works when set twice: another plugin may hide ours behind a wrapper without `functools.wraps`.
 """
 
 from __future__ import annotations
@@ -73,35 +72,26 @@ class Patch:
         setattr(wrapper, MARK, self.target)
         return wrapper
 
-    def install(self, owner: Any, found: Method, *state: Any) -> Method:
-        """Wrap `found` where `owner` has it, unless that is our wrapper; return the wrapper."""
-        if getattr(found, MARK, None) == self.target:
-            return found
-        wrapper = self.wrap(found, *state)
-        setattr(owner, self.method, wrapper)
+    def install(self, owner: Any, found: Method, *state: Any) -> None:
+        """Wrap `found`, which `owner` has."""
+        setattr(owner, self.method, self.wrap(found, *state))
         _unlogged.append(self.target.rpartition(":")[2])
-        return wrapper
 
     def install_on_class(self) -> None:
-        """Wrap the method of its class; a process may have a vLLM that does not have it."""
+        """Wrap the method of its class, once; a process may have a vLLM that does not have it."""
         module, _, path = self.target.partition(":")
         owner = getattr(importlib.import_module(module), path.partition(".")[0], None)
         if self.where == "process" and not hasattr(owner, self.method):
             return  # the plugin may not be in use here
-        self.install(owner, getattr(owner, self.method))
+        found = getattr(owner, self.method)
+        if getattr(found, MARK, None) != self.target:
+            self.install(owner, found)
 
 
 def tell(patch: Patch, owner: Any, listener: Callable[..., None]) -> None:
-    """Have a method of this one object call `listener` first, with the same arguments.
-
-    A second call for the object wraps nothing: the wrapper calls both listeners.
-    """
-    listeners: list[Callable[..., None]] = []
+    """Have a method of this one object call `listener` first, with the same arguments."""
     found = vars(owner).get(patch.method) or _method_of_class(owner, patch.method)
-    wrapper: Any = patch.install(owner, found, listeners)
-    if wrapper is not found:
-        wrapper.listeners = listeners
-    wrapper.listeners.append(listener)
+    patch.install(owner, found, listener)
 
 
 def log_new() -> None:
@@ -123,10 +113,7 @@ def _method_of_class(owner: Any, name: str) -> Method:
     return method
 
 
-def tell_first(
-    listeners: list[Callable[..., None]], original: Method, *args: Any, **kwargs: Any
-) -> Any:
-    """Run around a method of which `listeners` are told."""
-    for listener in listeners:
-        listener(*args, **kwargs)
+def tell_first(listener: Callable[..., None], original: Method, *args: Any, **kwargs: Any) -> Any:
+    """Run around a method of which `listener` is told."""
+    listener(*args, **kwargs)
     return original(*args, **kwargs)

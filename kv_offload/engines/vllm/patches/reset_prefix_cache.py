@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kv_offload.engines.vllm import requests
 from kv_offload.engines.vllm.front_end import tell_front_end
-from kv_offload.engines.vllm.halves import connectors_of, workers_of_process
+from kv_offload.engines.vllm.halves import connector_of, worker_of_process
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata
-
-if TYPE_CHECKING:
-    from kv_offload.scheduler.scheduler import OffloadScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -26,37 +23,32 @@ def reset_after_drain(
     **kwargs: Any,
 ) -> Any:
     """Run around `EngineCore.reset_prefix_cache`, through which sleep and pause reset as well."""
-    connectors = connectors_of(self)
-    if not connectors:
+    connector = connector_of(self)
+    if connector is None:
         return original(self, reset_running_requests, *args, **kwargs)
-    schedulers = [connector.offload_scheduler for connector in connectors]
+    offload = connector.offload_scheduler
     # A rank's own report may come after the reset, and must not empty what is stored since.
     for weight_loads in self.model_executor.collective_rpc(weight_loads_of_rank):
-        for offload in schedulers:
-            offload.weights_were_loaded(weight_loads)
+        offload.weights_were_loaded(weight_loads)
     # Running requests can make the reset fail. Then those that wait for loads keep waiting.
     requeue = reset_running_requests or not self.scheduler.running
-    for connector in connectors:
-        drain(self, connector, requeue=requeue)
+    drain(self, connector, requeue=requeue)
     with blocks_freed_at_once(self):
         done = original(self, reset_running_requests, *args, **kwargs)
     if done:
-        for offload in schedulers:
-            offload.engine_was_reset()
-    tell_front_end(self, schedulers)
+        offload.engine_was_reset()
+    tell_front_end(self)
     return done
 
 
 def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
-    """Have all ranks end the copies of a connector of ours, and release the blocks that they hold.
+    """Have all ranks end the copies of our connector, and release the blocks that they hold.
 
-    Those are the sources of stores and the destinations of loads. With `requeue` aborted requests
-    are freed, and a request that waits for its load, or for room to run with what was loaded, gives
-    its blocks back, so that a reset can succeed; vLLM looks it up again when it is its turn.
+    With `requeue` aborted requests are freed, and a request that waits for its load, or for room to
+    run with what was loaded, gives its blocks back; vLLM looks it up again when it is its turn.
 
-    The ranks are called directly, not through a step: a step would also run live requests, and its
-    outputs would have no receiver. A rank has executed all steps that were launched before, so it
-    knows their jobs.
+    The ranks are called directly: a step would also run live requests, and its outputs would have
+    no receiver. A rank has executed all steps that were launched before, so it knows their jobs.
     """
     engine_scheduler, offload = core.scheduler, connector.offload_scheduler
     waiting = requests.waiting_for_loads(engine_scheduler, offload.waiting_requests())
@@ -70,49 +62,37 @@ def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
     if offload.give_up_stores():
         logger.error("kv-offload: gave up stores that did not end; their prefixes are not kept")
     if requeue:
-        _requeue(engine_scheduler, offload, waiting, loaded)
-
-
-def _requeue(
-    engine_scheduler: Any, offload: OffloadScheduler, waiting: set[str], loaded: set[str]
-) -> None:
-    """Take the blocks of loaded requests back, and tell vLLM which loads have ended.
-
-    It frees aborted requests then.
-    """
-    # Also those whose loads have not ended on all ranks: one may have failed where it has.
-    requests.recompute(engine_scheduler, waiting)
-    offload.take_failed()  # they are among these
-    requests.tell_loaded(engine_scheduler)
-    requests.give_blocks_back(engine_scheduler, waiting - offload.loading_requests() | loaded)
+        # Also those whose loads have not ended on all ranks: one may have failed where it has.
+        requests.recompute(engine_scheduler, waiting)
+        offload.take_failed()  # they are among these
+        requests.tell_loaded(engine_scheduler)  # vLLM frees aborted requests then
+        requests.give_blocks_back(engine_scheduler, waiting - offload.loading_requests() | loaded)
 
 
 def drain_rank(_worker: Any, plan: OffloadMetadata) -> OffloadWorkerMetadata:
-    """Drain this process's rank, between steps; see `OffloadWorker.drain`."""
-    merged = OffloadWorkerMetadata()
-    for worker in workers_of_process():
-        merged = merged.merge(worker.drain(plan))
-    return merged
+    """Drain this process's rank; see `OffloadWorker.drain`."""
+    report: OffloadWorkerMetadata = worker_of_process().drain(plan)
+    return report
 
 
 def weight_loads_of_rank(_worker: Any) -> dict[int, int]:
-    """Return how often this process's model has been given weights, by rank. Runs in the worker."""
-    return {rank: n for worker in workers_of_process() for rank, n in worker.weight_loads.items()}
+    """Return how often this process's model has been given weights, by rank."""
+    loads: dict[int, int] = worker_of_process().weight_loads
+    return loads
 
 
 def fence_rank(_worker: Any) -> bool:
     """Fence the loads of this process's rank; see `OffloadWorker.fence_loads`."""
-    return False not in [worker.fence_loads() for worker in workers_of_process()]
+    return bool(worker_of_process().fence_loads())
 
 
 @contextlib.contextmanager
 def blocks_freed_at_once(core: Any) -> Iterator[None]:
     """Have vLLM's scheduler free at once all blocks that it holds back for steps in flight.
 
-    With a connector it keeps what a request frees until those steps have ended: they may still
-    write the block, and a load into it might not wait for them. A reset of running requests raises
-    then. The ranks have executed all steps that were launched, so from now on their loads wait for
-    these, and the forwards of a rank follow one another. Nothing is known of other connectors, so
+    Those steps may still write a block, and a load into it might not wait for them. A reset of
+    running requests raises while blocks are held back. The ranks have executed all steps that were
+    launched, so from now on their loads wait for these. Nothing is known of other connectors, so
     inside a MultiConnector nothing changes.
     """
     engine_scheduler = core.scheduler

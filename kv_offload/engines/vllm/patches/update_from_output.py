@@ -3,8 +3,7 @@
 vLLM has no right way to hear of a synchronous load that failed: under asynchronous scheduling it
 rewinds a running request's computed tokens without its placeholders, and asserts or computes a
 token in the wrong place (0.26 to 0.33). So requests that computed with KV that was not there end
-here. No block keeps its key then: others would be served what was computed with that KV, also in
-the step behind.
+here.
 """
 
 from __future__ import annotations
@@ -35,9 +34,10 @@ def hear_ranks_first(
             "this step end, since any of them may be one. Please report this",
             len(lost),
         )
-        ended = _end_lost(self, lost)
+        ended = requests.end_lost(self, lost)
     outputs = original(self, scheduler_output, model_runner_output)
-    requests.add_ends(outputs, ended)
+    if ended:
+        requests.add_ends(outputs, ended)
     for connector in connectors_in(self.connector):
         offload = connector.offload_scheduler
         if offload.has_loaded:  # no rank had anything to report, so vLLM did not ask
@@ -50,17 +50,16 @@ def hear_ranks_first(
 def _hear_ranks(engine_scheduler: Any, reported: Any) -> list[Any]:
     """Take in what ranks report; return the requests that ended with an error."""
     ended: list[Any] = []
-    for connector, report in connectors_with_reports(engine_scheduler.connector, reported):
+    reports = getattr(reported, "kv_connector_worker_meta", None)
+    for connector, report in connectors_with_reports(engine_scheduler.connector, reports):
+        offload = connector.offload_scheduler
         if reported is not None and reported.invalid_block_ids:
-            connector.offload_scheduler.others_load_failed()  # ours name none
+            offload.others_load_failed()  # ours name none
         connector.hear_ranks(report)
-        lost = connector.offload_scheduler.take_lost()
+        lost = offload.take_lost()
         if lost is not None:
-            ended += _end_lost(engine_scheduler, lost)
-        ended += requests.tell_failed(engine_scheduler, connector.offload_scheduler)
+            ended += requests.end_lost(engine_scheduler, lost)
+        failed = offload.take_failed()
+        if failed:
+            ended += requests.tell_failed(engine_scheduler, offload, failed)
     return ended
-
-
-def _end_lost(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
-    requests.forget_block_names(engine_scheduler)
-    return requests.end_with_error(engine_scheduler, request_ids)

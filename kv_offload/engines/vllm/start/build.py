@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from kv_offload.config import TracedConfig, trace_config
+from kv_offload.config import trace_config
 from kv_offload.engines.vllm.model import groups
 from kv_offload.engines.vllm.model.ordering import gives_idle_blocks
 from kv_offload.engines.vllm.patches import install_for_scheduler
@@ -22,60 +21,37 @@ from kv_offload.worker.sharing import ALONE, arena_bytes
 from kv_offload.worker.worker import OffloadWorker
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kv_offload.cache.prefix import CacheGroup
     from kv_offload.engine import BlockPool
 
     SchedulerMaker = Callable[[BlockPool, int], OffloadScheduler]
 
 
-@dataclass(frozen=True, slots=True)
 class Engine:
-    """What a connector is built from: vLLM's configuration, and what was read from it."""
+    """What vLLM's configuration says, read and checked while a connector is built.
 
-    vllm_config: VllmConfig
-    kv_cache_config: KVCacheConfig
-    version: tuple[int, int]
-    traced: TracedConfig
-    hidden_replicas: bool
-    enclosing: tuple[KVTransferConfig, ...]
-    """The transfer configurations of the MultiConnectors around this connector, inner first."""
-    cache_groups: tuple[CacheGroup, ...]
-    gives_idle_blocks: bool
-    sharing_ranks: int
-    """How many ranks of a pipeline stage hold the same KV bytes."""
-
-
-def read_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engine:
-    """Read the user's options and check that the engine can be served.
-
-    Called while the connector is built. Raises `ConfigError`, `CapacityError`, `UnsupportedError`.
+    Raises `ConfigError`, `CapacityError` or `UnsupportedError`.
     """
-    version = vllm_version()
-    replicas = ranks.count_local_replicas(vllm_config)
-    options = vllm_config.kv_transfer_config.kv_connector_extra_config
-    traced = trace_config(options, replicas=replicas.count)
-    enclosing = members.enclosing_configs()
-    support.check_supported(vllm_config, version, enclosing, kv_cache_config)
-    parallel = vllm_config.parallel_config
-    cache_groups = groups.cache_groups(
-        kv_cache_config,
-        parallel.decode_context_parallel_size,
-        draft_head=groups.has_draft_head(vllm_config),
-    )
-    return Engine(
-        vllm_config,
-        kv_cache_config,
-        version,
-        traced,
-        replicas.hidden,
-        enclosing,
-        cache_groups,
-        gives_idle_blocks(vllm_config, cache_groups),
-        groups.ranks_with_equal_bytes(parallel, kv_cache_config),
-    )
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self.vllm_config, self.kv_cache_config = vllm_config, kv_cache_config
+        self.version = vllm_version()
+        replicas = ranks.count_local_replicas(vllm_config)
+        self.hidden_replicas = replicas.hidden
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self.traced = trace_config(options, replicas=replicas.count)
+        self.enclosing = members.enclosing_configs()
+        support.check_supported(vllm_config, self.version, self.enclosing, kv_cache_config)
+        parallel = vllm_config.parallel_config
+        self.cache_groups = groups.cache_groups(
+            kv_cache_config,
+            parallel.decode_context_parallel_size,
+            draft_head=groups.has_draft_head(vllm_config),
+        )
+        self.gives_idle_blocks = gives_idle_blocks(vllm_config, self.cache_groups)
+        self.sharing_ranks = groups.ranks_with_equal_bytes(parallel, kv_cache_config)
 
 
 def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
@@ -88,8 +64,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
     if config.keep_on_sleep:
         support.check_keep_on_sleep()
     holds_state = any(group.holds_state for group in engine.cache_groups)
-    setup = Setup(engine.version, config, holds_state, is_member=bool(enclosing))
-    install_for_scheduler(setup)
+    install_for_scheduler(Setup(engine.version, config, holds_state, is_member=bool(enclosing)))
     log.log_configuration(engine.traced, hidden_replicas=engine.hidden_replicas)
     # Inside a MultiConnector, and where fresh blocks are zeroed, loads start just before a forward.
     starts_late = bool(enclosing) or engine.kv_cache_config.needs_kv_cache_zeroing

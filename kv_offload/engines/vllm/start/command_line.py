@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kv_offload.config.file import show
@@ -22,8 +22,26 @@ NOTHING = ("", "None")
 """Values of the argument that vLLM takes for none, as a shell may leave it."""
 
 
-def log_not_in_use() -> None:
-    """Log that vLLM got no transfer configuration: a warning where the argument was given empty."""
+def check_settings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run around `EngineArgs.create_engine_config`, which reads the user's arguments."""
+    if self.kv_transfer_config is None:
+        _log_not_in_use()
+        return original(self, *args, **kwargs)
+    from kv_offload.engines.vllm.start import early, members, ranks
+
+    if members.asks_for_us(self.kv_transfer_config):
+        check_keys(sys.argv)
+    early.check_arguments(self)
+    config = original(self, *args, **kwargs)
+    ranks.note_local_replicas(config)
+    early.check_settings(config)
+    if not members.asks_for_us(config.kv_transfer_config):
+        connector = config.kv_transfer_config.kv_connector
+        logger.info("kv-offload: not in use: the connector of this engine is %s", connector)
+    return config
+
+
+def _log_not_in_use() -> None:
     if any(value in NOTHING for value in _values(sys.argv)):
         logger.warning(
             "kv-offload: not in use: %s is empty, so this engine runs without kv-offload. Check "
@@ -33,11 +51,6 @@ def log_not_in_use() -> None:
     else:
         # vLLM's own file of arguments (`--config`) may have an empty one.
         logger.info("kv-offload: not in use: %s is not given, or is empty", ARGUMENT)
-
-
-def log_other_connector(connector: str | None) -> None:
-    """Log that vLLM was asked for another connector, or for a MultiConnector without ours."""
-    logger.info("kv-offload: not in use: the connector of this engine is %s", connector)
 
 
 def check_keys(argv: Sequence[str]) -> None:

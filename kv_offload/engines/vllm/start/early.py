@@ -1,27 +1,23 @@
 """Refuses what is wrong with the settings before the engine loads its weights.
 
-vLLM builds connectors when the weights are there, after minutes for a large model. But the process
-that reads the user's arguments resolves all settings first, and `patches` calls this there. The
-connector checks everything once more: not every engine starts from arguments.
+vLLM builds connectors when the weights are there, after minutes for a large model. This runs in the
+process that reads the user's arguments. The connector checks everything once more: not every engine
+starts from arguments.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib.util
-import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from kv_swap.cuda.device import import_cupy
 from kv_swap.errors import DeviceError
-from vllm.config import KVTransferConfig
 
 from kv_offload.config import trace_config
 from kv_offload.engines.vllm import CONNECTOR
-from kv_offload.engines.vllm.start import ranks, support
-from kv_offload.engines.vllm.start.command_line import check_keys
+from kv_offload.engines.vllm.start import members, ranks, support
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.worker.allocation import transfer_kind
@@ -32,16 +28,9 @@ if TYPE_CHECKING:
 
 
 def check_arguments(arguments: EngineArgs) -> None:
-    """Refuse what nothing shows any more once vLLM has read its arguments. Raises `ConfigError`.
-
-    With one of them vLLM replaces the plugin by a connector of its own. Keys that were given twice
-    are looked for in this process's command line; an engine that a script makes may have none.
-    """
-    if not asks_for_us(arguments.kv_transfer_config):
-        return
-    check_keys(sys.argv)
+    """Refuse the argument with which vLLM replaces the plugin. Raises `ConfigError`."""
     size = arguments.kv_offloading_size
-    if size is not None:
+    if size is not None and members.asks_for_us(arguments.kv_transfer_config):
         raise ConfigError(
             f"--kv-offloading-size {size}: with it vLLM uses its own connector in place of the one "
             f"in --kv-transfer-config, which is {CONNECTOR}. Remove --kv-offloading-size and set "
@@ -50,16 +39,15 @@ def check_arguments(arguments: EngineArgs) -> None:
 
 
 def check_settings(vllm_config: VllmConfig) -> None:
-    """Refuse settings that no model could be served with. Nothing is taken and nothing is logged.
+    """Refuse settings that no model could be served with, unless the engine runs on another host.
 
-    Does nothing without a connector of ours, and where the engine runs on another host. Raises
-    `ConfigError`, `CapacityError` or `UnsupportedError`.
+    Raises `ConfigError`, `CapacityError` or `UnsupportedError`.
     """
     parallel = vllm_config.parallel_config
     elsewhere = parallel.use_ray or parallel.data_parallel_backend == "ray"
     if elsewhere or parallel.data_parallel_size_local == 0:
         return
-    for transfer, *enclosing in _own_parts(vllm_config.kv_transfer_config):
+    for transfer, *enclosing in members.own_parts(vllm_config.kv_transfer_config):
         version = vllm_version()
         replicas = ranks.count_local_replicas(vllm_config).count
         config = trace_config(transfer.kv_connector_extra_config, replicas=replicas).config
@@ -69,29 +57,6 @@ def check_settings(vllm_config: VllmConfig) -> None:
         device = torch.device(vllm_config.device_config.device_type)
         if transfer_kind(config, device) != "host":
             _check_cupy()
-
-
-def asks_for_us(transfer: KVTransferConfig | dict[str, Any] | None) -> bool:
-    """Return whether a transfer configuration has our connector, alone or in a MultiConnector."""
-    return any(_own_parts(transfer))
-
-
-def _own_parts(
-    transfer: KVTransferConfig | dict[str, Any] | None,
-) -> Iterator[tuple[KVTransferConfig, ...]]:
-    """Yield each configuration of our connector, with those of the MultiConnectors around it.
-
-    The inner come first. Arguments may have a dictionary, which vLLM turns into a configuration.
-    """
-    if transfer is None:
-        return
-    config: Any = KVTransferConfig(**transfer) if isinstance(transfer, dict) else transfer
-    if config.kv_connector == CONNECTOR:
-        yield (config,)
-    if config.kv_connector == "MultiConnector":
-        for member in config.kv_connector_extra_config.get("connectors", []):
-            for parts in _own_parts({"engine_id": config.engine_id, **member}):
-                yield (*parts, config)
 
 
 def _check_cupy() -> None:

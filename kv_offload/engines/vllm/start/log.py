@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
-from kv_offload.config import OffloadConfig, TracedConfig
+from kv_offload.config import TracedConfig
 from kv_offload.engines.vllm.start import members
 from kv_offload.engines.vllm.versions import role_accepts_embeddings
 from kv_offload.worker.capacity import describe_share, warn_of_hidden_replicas
@@ -24,45 +24,37 @@ def log_warnings(
     traced: TracedConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
 ) -> None:
     """Warn of what in the user's settings is not read, or changes more than the plugin."""
-    for warning in (*traced.warnings, *consequences(vllm_config, enclosing)):
-        logger.warning("kv-offload: %s", warning)
-
-
-def consequences(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> Iterator[str]:
-    """Say what a supported configuration changes for others than the plugin, with the remedy."""
+    warnings = [*traced.warnings, *members.unread(vllm_config, enclosing)]
     engine_config = members.engine_transfer(vllm_config, enclosing)
-    yield from members.unread(vllm_config, enclosing)
     if role_accepts_embeddings(vllm_config, engine_config):
-        yield (
+        warnings.append(
             f"kv_role is {engine_config.kv_role!r}, with which vLLM accepts embeddings in place of "
             "images and other inputs (enable_mm_embeds), even without their data "
             "(allow_missing_mm_embeddings), which it reserves for trusted users: set kv_role to "
             "'kv_producer', unless another engine sends KV to this one"
         )
+    for warning in warnings:
+        logger.warning("kv-offload: %s", warning)
 
 
 def log_configuration(traced: TracedConfig, *, hidden_replicas: bool) -> None:
     """Log the effective configuration, and what becomes of it on this host."""
-    for line in (traced.describe(), describe_policy(traced.config), describe_share(traced)):
+    policy = traced.config.on_load_failure
+    done = "computed again" if policy == "recompute" else "failed"
+    failed_loads = (
+        f"a request whose load fails is {done} (on_load_failure: {policy}); vLLM's own "
+        "kv_load_failure_policy is for loads of other connectors"
+    )
+    for line in (traced.describe(), failed_loads, describe_share(traced)):
         logger.info("kv-offload: %s", line)
     if hidden_replicas:
         warn_of_hidden_replicas(traced)
 
 
-def describe_policy(config: OffloadConfig) -> str:
-    """Return what becomes of a failed load, and which of vLLM's settings does not count."""
-    done = "computed again" if config.on_load_failure == "recompute" else "failed"
-    return (
-        f"a request whose load fails is {done} (on_load_failure: {config.on_load_failure}); vLLM's "
-        "own kv_load_failure_policy is for loads of other connectors"
-    )
-
-
 def log_pool(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, num_slots: int) -> None:
     """Log what the pool holds in tokens and beside the engine's own cache; warn if it is smaller.
 
-    A slot holds one block, so the two compare by their numbers. Tokens are those of vLLM's line
-    `KV cache size`, which counts requests of the model's full length.
+    Tokens are those of vLLM's line `KV cache size`: of requests of the model's full length.
     """
     requests = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
     engine_tokens = int(requests * vllm_config.model_config.max_model_len)

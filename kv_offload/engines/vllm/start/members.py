@@ -6,18 +6,19 @@ engine reads the outermost configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from kv_offload.config import EXTRA_CONFIG, FILE_KEY, SCHEMA
 from kv_offload.config.file import show
 from kv_offload.engines.vllm import CONNECTOR
-from kv_offload.engines.vllm.call_stack import callers
+from kv_offload.engines.vllm.halves import callers
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 OTHERS_OPTIONS = frozenset({"eviction_policy"})
 """Options of ours that another connector has by the same name: vLLM's `OffloadingConnector`."""
@@ -26,8 +27,7 @@ OTHERS_OPTIONS = frozenset({"eviction_policy"})
 def enclosing_configs() -> tuple[KVTransferConfig, ...]:
     """Return the transfer configurations of the MultiConnectors around the connector, inner first.
 
-    Must be called while the connector is built: they are looked for on the call stack. Empty for
-    the engine's own connector.
+    Looks for them on the call stack, while the connector is built.
     """
     return tuple(
         caller._vllm_config.kv_transfer_config
@@ -43,52 +43,56 @@ def engine_transfer(
     return enclosing[-1] if enclosing else vllm_config.kv_transfer_config
 
 
+def asks_for_us(transfer: KVTransferConfig | dict[str, Any] | None) -> bool:
+    """Return whether a transfer configuration has our connector, alone or in a MultiConnector."""
+    return any(own_parts(transfer))
+
+
+def own_parts(
+    transfer: KVTransferConfig | dict[str, Any] | None,
+) -> Iterator[tuple[KVTransferConfig, ...]]:
+    """Yield each configuration of our connector, and behind it those around it, the inner first.
+
+    Arguments may have a dictionary, which vLLM turns into a configuration.
+    """
+    if transfer is None:
+        return
+    config: Any = KVTransferConfig(**transfer) if isinstance(transfer, dict) else transfer
+    if config.kv_connector == CONNECTOR:
+        yield (config,)
+    if config.kv_connector == "MultiConnector":
+        for member in config.kv_connector_extra_config.get("connectors", []):
+            for parts in own_parts({"engine_id": config.engine_id, **member}):
+                yield (*parts, config)
+
+
 def problems(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> Iterator[str]:
     """Yield what stands in the way of any engine with these members."""
-    for name, where in _misplaced(vllm_config, enclosing):
+    for name, where in _misplaced(vllm_config, enclosing).items():
         if name not in OTHERS_OPTIONS:
             yield where
-    outermost = engine_transfer(vllm_config, enclosing)
-    name = vllm_config.kv_transfer_config.kv_connector
-    count = _count_members(outermost.kv_connector_extra_config, name)
+    count = len(list(own_parts(engine_transfer(vllm_config, enclosing))))
     if count > 1:
         yield (
-            f"the MultiConnector has {count} members {name}, which would keep the same blocks: "
-            "list it once"
+            f"the MultiConnector has {count} members {CONNECTOR}, which would keep the same "
+            "blocks: list it once"
         )
-
-
-def _count_members(extra_config: Mapping[str, Any], name: str | None) -> int:
-    return sum(
-        (member.get("kv_connector") == name)
-        + _count_members(member.get("kv_connector_extra_config", {}), name)
-        for member in extra_config.get("connectors", ())
-    )
 
 
 def unread(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> Iterator[str]:
     """Say what a MultiConnector leaves unread that may be another connector's, with the remedy."""
-    for name, where in _misplaced(vllm_config, enclosing):
-        if name in OTHERS_OPTIONS:
-            yield where
+    misplaced = _misplaced(vllm_config, enclosing)
+    return (where for name, where in misplaced.items() if name in OTHERS_OPTIONS)
 
 
-def _misplaced(
-    vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
-) -> Iterator[tuple[str, str]]:
-    """Yield each option of ours that stands beside `connectors`, where no member reads it.
-
-    The member may have the same value itself; then nobody misses anything.
-    """
+def _misplaced(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> dict[str, str]:
+    """Return the options of ours beside `connectors`, unless the member has the same value."""
     own = vllm_config.kv_transfer_config.kv_connector_extra_config
-    for outer in enclosing:
-        for name, value in outer.kv_connector_extra_config.items():
-            if name not in SCHEMA and name != FILE_KEY:
-                continue
-            if name not in own or own[name] != value:
-                yield (
-                    name,
-                    f"{name}: {show(value)} stands beside connectors in the {EXTRA_CONFIG} of the "
-                    f"MultiConnector, where no member reads it: move it into the {EXTRA_CONFIG} of "
-                    f"the member {CONNECTOR}",
-                )
+    return {
+        name: f"{name}: {show(value)} stands beside connectors in the {EXTRA_CONFIG} of the "
+        f"MultiConnector, where no member reads it: move it into the {EXTRA_CONFIG} of the member "
+        f"{CONNECTOR}"
+        for outer in enclosing
+        for name, value in outer.kv_connector_extra_config.items()
+        if (name in SCHEMA or name == FILE_KEY) and (name not in own or own[name] != value)
+    }

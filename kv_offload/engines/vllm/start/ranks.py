@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kv_offload.engines.vllm.call_stack import callers
-from kv_offload.engines.vllm.halves import workers_of_process
+from kv_offload.engines.vllm.halves import callers, worker_of_process
 from kv_offload.errors import UnsupportedError
 from kv_offload.messages import WorkerCapacity
 from kv_offload.worker.sharing import Peers
@@ -32,10 +31,9 @@ _REPLICA_ID = re.compile(r"_dp[0-9]+$")
 
 
 def ask_ranks(method: Callable[[Any], Any]) -> list[Any]:
-    """Have every rank call `method(worker)` and return the answers, in the order of the ranks.
+    """Have every rank call `method(worker)`; return the answers, in the order of the ranks. Blocks.
 
-    Blocks. Raises `UnsupportedError` unless the engine core, which calls a hook while it is built,
-    is on the call stack.
+    Raises `UnsupportedError` unless the engine core is on the call stack.
     """
     for core in callers():
         if hasattr(core, "model_executor"):
@@ -47,9 +45,10 @@ def ask_ranks(method: Callable[[Any], Any]) -> list[Any]:
     )
 
 
-def rank_capacities(_worker: Any) -> list[WorkerCapacity]:
-    """Return what this process's rank holds. Runs in the worker, once its KV cache is there."""
-    return [worker.capacity() for worker in workers_of_process()]
+def rank_capacity(_worker: Any) -> WorkerCapacity:
+    """Return what this process's rank holds, once its KV cache is there."""
+    capacity: WorkerCapacity = worker_of_process().capacity()
+    return capacity
 
 
 def tensor_parallel_ranks() -> Peers:

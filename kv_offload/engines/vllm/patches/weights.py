@@ -1,0 +1,84 @@
+"""What host memory outlives: not a call that may change weights; a sleep, if the user wants it.
+
+vLLM resets the connector for several reasons in the same words: sleep of level 1 and 2, a pause for
+a weight update, a user's reset. So the engine core's own methods are watched, which know the
+reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kv_offload.engines.vllm.front_end import tell_front_end
+from kv_offload.engines.vllm.halves import connector_of
+
+if TYPE_CHECKING:
+    from kv_offload.scheduler.scheduler import OffloadScheduler
+
+logger = logging.getLogger(__name__)
+
+KEEPS_WEIGHTS = frozenset(
+    {
+        "checkpoint_prepare",
+        "checkpoint_restore",
+        "compute_weight_checksums",
+        "get_encoder_timing_stats",
+        "get_model_inspection",
+        "init_weight_transfer_engine",
+        "release_late_interaction_query_cache",
+        "save_tensorized_model",
+        "shutdown_weight_transfer_engine",
+        "update_max_model_len",
+    }
+)
+"""Methods that vLLM's front ends call on the workers and that change no weight.
+
+`checkpoint_prepare` and `checkpoint_restore` concern what ranks share with each other. Front ends
+do not call these by `collective_rpc`: LoRA adapters, sleep, profiles, health, sharded states."""
+
+
+def may_change_weights(method: str | Callable[..., Any]) -> bool:
+    """Tell whether a call on the workers may change weights; functions and unknown names may."""
+    return not isinstance(method, str) or method not in KEEPS_WEIGHTS
+
+
+def watch_call(
+    original: Callable[..., Any], self: Any, method: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Run around `EngineCore.collective_rpc`."""
+    if may_change_weights(method):
+        connector = connector_of(self)
+        if connector is not None and connector.offload_scheduler.weights_change():
+            logger.info("kv-offload: host memory emptied: %r may change weights", method)
+        tell_front_end(self)
+    return original(self, method, *args, **kwargs)
+
+
+def keep_on_sleep(
+    original: Callable[..., Any], self: Any, level: int = 1, *args: Any, **kwargs: Any
+) -> Any:
+    """Run around `EngineCore.sleep`. Level 1 changes no weights."""
+    offload = getattr(connector_of(self), "offload_scheduler", None)
+    if level != 1 or offload is None or not offload.config.keep_on_sleep:
+        return original(self, level, *args, **kwargs)
+    # If requests must end first, the engine core resets later, in a callback that it adds.
+    callbacks = self._idle_state_callbacks
+    before = len(callbacks)
+    result = _call_kept(offload, original, self, level, *args, **kwargs)
+    for index in range(before, len(callbacks)):
+        callbacks[index] = functools.partial(_call_kept, offload, callbacks[index])
+    return result
+
+
+def _call_kept(
+    offload: OffloadScheduler, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call what sleeps; host memory outlives the resets that happen meanwhile."""
+    offload.fall_asleep(asleep=True)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        offload.fall_asleep(asleep=False)

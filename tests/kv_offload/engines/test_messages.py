@@ -1,0 +1,43 @@
+"""Messages as vLLM carries them, and our connectors inside vLLM's objects."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+
+from kv_offload.engines.vllm.halves import connectors_in, connectors_with_reports
+from kv_offload.engines.vllm.hooks.worker import ConnectorWorkerMetadata
+from kv_offload.messages import OffloadWorkerMetadata, Outcome, RankReport
+
+OURS = SimpleNamespace(offload_scheduler="s", offload_worker=None)
+OTHER = SimpleNamespace()
+MULTI = SimpleNamespace(_connectors=[OTHER, OURS, SimpleNamespace(_connectors=[OURS])])
+
+
+def test_our_connectors_are_found_alone_and_inside_others() -> None:
+    assert list(connectors_in(OURS)) == [OURS]
+    assert list(connectors_in(OURS, "offload_worker")) == []
+    assert list(connectors_in(OTHER)) == list(connectors_in(None)) == []
+    assert list(connectors_in(MULTI)) == [OURS, OURS]
+
+
+def test_each_of_our_connectors_gets_what_its_own_ranks_report() -> None:
+    one, two = (OffloadWorkerMetadata({rank: RankReport()}) for rank in range(2))
+    assert list(connectors_with_reports(OURS, one)) == [(OURS, one)]
+    nested = SimpleNamespace(metadata=("x", one, SimpleNamespace(metadata=(two,))))
+    assert list(connectors_with_reports(MULTI, nested)) == [(OURS, one), (OURS, two)]
+    assert list(connectors_with_reports(MULTI, None)) == [(OURS, None)] * 2
+
+
+def test_vllm_sends_and_merges_reports() -> None:
+    reports = (RankReport({1: Outcome.LOST}, 2, 3.0, 4.0, 5, 6), RankReport(), RankReport())
+    one, two, three = (ConnectorWorkerMetadata({n: told}) for n, told in enumerate(reports))
+    merged = one.aggregate(two).aggregate(three)
+    assert isinstance(merged, KVConnectorWorkerMetadata)
+    assert pickle.loads(pickle.dumps(merged)).ranks == dict(enumerate(reports))
