@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -193,6 +194,18 @@ class Engine:
     def slots(self) -> np.ndarray:
         """The arena as `(slots, bytes)`."""
         return self.rank.transfer._state.arena.view()
+
+    def watch_kv_tensors(self) -> dict[str, weakref.ref[Any]]:
+        """Return weak references to the KV tensors that the model's layers hold, by layer."""
+        layers = self.core.vllm_config.compilation_config.static_forward_context
+        watched = {
+            f"{name}, {index}": weakref.ref(tensor)
+            for name, layer in layers.items()
+            for index, tensor in enumerate(as_list(getattr(layer, "kv_cache", None)))
+            if tensor is not None
+        }
+        assert watched
+        return watched
 
     @property
     def block_bytes(self) -> int:

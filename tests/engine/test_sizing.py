@@ -7,40 +7,91 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.platforms.cpu import CpuPlatform
 
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.tools.sizing.model import read_model
-from kv_offload.tools.sizing.slots import slot_size
+from kv_offload.tools.sizing.slots import SlotSize, slot_size
 from tests.engine.harness import BLOCK_TOKENS, engine, random_tokens
+from tests.engine.multiprocess_run import LATENT, cache_prefixes_of_latents
 from tests.support.configurations import RETENTION
 
 BLOCKS = 8
-STATES = {"dtype": "bfloat16", "enable_prefix_caching": True, "max_model_len": 4096}
+
+
 since_0_32 = pytest.mark.skipif(
-    vllm_version() < (0, 32), reason="this vLLM's CPU engine does not run its states"
+    vllm_version() < (0, 32),
+    reason="this vLLM's CPU engine does not run it, or not with its blocks",
 )
+STATES = {
+    "dtype": "bfloat16", "enable_prefix_caching": True, "max_model_len": 4096,
+    "recurrent_bytes": 4,  # vLLM's CPU engine keeps recurrent states in 32 bits
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [("gemma3", {}), ("llama4", {}), pytest.param("qwen3_next", STATES, marks=since_0_32)],
+    ("kind", "groups", "arguments"),
+    [
+        ("qwen3", 1, {}),
+        pytest.param("mistral", 1, {}, marks=since_0_32),
+        ("gemma3", 2, {}),
+        ("llama4", 2, {}),
+        pytest.param("deepseek_v2", 1, LATENT, marks=since_0_32),
+        pytest.param("qwen3_next", 2, STATES, marks=since_0_32),
+    ],
 )
-def test_windows_chunks_and_states(
-    model_folder: Path, kind: str, arguments: dict[str, Any]
+def test_heads_windows_chunks_latents_and_states(
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    groups: int,
+    arguments: dict[str, Any],
 ) -> None:
-    with engine(model_folder, kind, plugin={}, **arguments) as running:
-        model = read_model(model_folder / kind)
-        if model.state is not None:  # vLLM's CPU engine keeps recurrent states in 32 bits
-            state = dataclasses.replace(model.state, recurrent_bytes=4)
-            model = dataclasses.replace(model, state=state)
-        size = slot_size(
-            model,
-            tensor_parallel_size=1,
-            cache_dtype=arguments.get("dtype", "float32"),
-            block_tokens=BLOCK_TOKENS,
-        )
+    name = "check_and_update_config"
+    monkeypatch.setattr(CpuPlatform, name, getattr(CpuPlatform, name))  # restored at the end
+    cache_prefixes_of_latents(kind)
+    assert check(model_folder, kind, **{"block_size": BLOCK_TOKENS, **arguments}) == groups
+
+
+@since_0_32
+def test_states_of_mamba_2(model_folder: Path) -> None:
+    """Its CPU kernels cannot compute them, so only the slot is compared."""
+    kind = "granitemoehybrid"
+    with engine(model_folder, kind, plugin={}, enable_prefix_caching=True) as running:
+        size = told(model_folder, kind, BLOCK_TOKENS, "float32")
         assert running.block_bytes == size.slot_bytes
-        assert sum(size.groups.values()) == 2
+        assert running.core.vllm_config.cache_config.block_size == size.block_tokens
+
+
+def told(
+    model_folder: Path,
+    kind: str,
+    block_size: int,
+    cache_dtype: str,
+    recurrent_bytes: int | None = None,
+) -> SlotSize:
+    model = read_model(model_folder / kind)
+    if model.state is not None:
+        state = dataclasses.replace(model.state, recurrent_bytes=recurrent_bytes)
+        model = dataclasses.replace(model, state=state)
+    return slot_size(
+        model, tensor_parallel_size=1, cache_dtype=cache_dtype, block_tokens=block_size
+    )
+
+
+def check(
+    model_folder: Path,
+    kind: str,
+    block_size: int,
+    recurrent_bytes: int | None = None,
+    dtype: str = "float32",
+    **arguments: Any,
+) -> int:
+    """Compare a slot, and what one stored prompt takes, with what is told; return the groups."""
+    arguments |= {"block_size": block_size, "dtype": dtype}
+    with engine(model_folder, kind, plugin={}, **arguments) as running:
+        size = told(model_folder, kind, block_size, dtype, recurrent_bytes)
+        assert running.block_bytes == size.slot_bytes
         running.generate([random_tokens(BLOCKS * size.block_tokens + 1, seed=1)], max_tokens=1)
         running.settle()
         running.reset_gpu_cache()
@@ -51,3 +102,4 @@ def test_windows_chunks_and_states(
             stored_bytes = BLOCKS * size.block_tokens * size.windowed_token_bytes
         assert running.totals["stored_bytes"] == stored_bytes
         assert running.totals["skipped_moved_on"] == 0, "what vLLM does not keep is not missed"
+        return sum(size.groups.values())

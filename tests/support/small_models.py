@@ -46,6 +46,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 96,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    # Sliding windows of 96 tokens in all layers.
+    "mistral": {
+        **_COMMON,
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": 96,
+    },
     # Multi-head latent attention: one compressed KV head of 512 + 64, as in DeepSeek-V2-Lite.
     "deepseek_v2": {
         **_COMMON,
@@ -111,6 +118,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_d_conv": 4,
         "mamba_expand": 1,
         "mamba_chunk_size": 64,
+    },
+    # Mamba 2 interleaved with full attention, as in Granite 4.0 H.
+    "granitemoehybrid": {
+        **_COMMON,
+        "model_type": "granitemoehybrid",
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "attention"] * 2,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 32,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 256,
     },
     # Gated delta nets interleaved with full attention, and experts.
     "qwen3_next": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import ChainMap
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -151,6 +152,15 @@ def test_calls_that_may_change_weights_empty_host_memory(keep: bool, method: Any
     core.engine.check_host_memory()
     assert core.reset_prefix_cache()
     assert slots(core) == (5 if method in KEEPS else 0)
+
+
+@KINDS
+def test_a_weight_update_in_sleep_empties_what_was_kept(kind: Any) -> None:
+    core = make(kind, keep=True)
+    core.sleep(level=1)
+    assert slots(core) == 5
+    core.collective_rpc("reload_weights")
+    assert slots(core) == 0
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -304,6 +314,13 @@ def test_a_report_under_way_during_a_reset_is_not_heard_twice() -> None:
     assert core.reset_prefix_cache()
     assert slots(core) > 0
     engine.check_rest()
+
+
+def test_the_watched_methods_keep_their_signatures() -> None:
+    """vLLM converts what comes from its front end by them."""
+    watch()
+    assert "level" in inspect.signature(EngineCore.sleep).parameters
+    assert "method" in inspect.signature(EngineCore.collective_rpc).parameters
 
 
 # -- refusals ----------------------------------------------------------------------------------
