@@ -92,11 +92,19 @@ def make_arena(cache: Cache, num_slots: int) -> HostArena:
     return HostArena(num_slots, cache.layout.slot_bytes, register=registrar)
 
 
-def make_engine(num_blocks: int, pages: Pages, num_slots: int) -> tuple[CudaSwapEngine, Cache, Any]:
+def make_engine(
+    num_blocks: int,
+    pages: Pages,
+    num_slots: int,
+    output_copy_stream: Any = None,
+    device: str = "cuda:0",
+) -> tuple[CudaSwapEngine, Cache, Any]:
     """An engine, its cache, and its slots as a tensor `(num_slots, slot_bytes)` on the host."""
-    cache = make_cache(num_blocks, pages)
+    cache = make_cache(num_blocks, pages, device)
     arena = make_arena(cache, num_slots)
-    engine = CudaSwapEngine(cache.layout, arena, cache.storage.device, [cache.storage])
+    engine = CudaSwapEngine(
+        cache.layout, arena, cache.storage.device, [cache.storage], output_copy_stream
+    )
     return engine, cache, torch.from_numpy(arena.view())
 
 

@@ -13,6 +13,8 @@ from kv_swap.cuda import dma, state, swap
 from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.kernel_families import FAMILIES, KernelFamily
+from kv_swap.cuda.lane import Lane
+from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import MAX_PAIRS
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import JobError
@@ -32,12 +34,14 @@ from tests.gpu.caches import (
     ids,
     make_cache,
     make_engine,
+    no_wait,
     random_pairs,
     randomize,
     run_script,
     same_pairs,
     torch,
 )
+from tests.gpu.gate import HELD_SECONDS, Gate
 
 BUSY_CYCLES = 200_000_000
 """About 100 ms of a spinning kernel at 2 GHz."""
@@ -120,6 +124,46 @@ def test_many_jobs_in_both_directions_at_once() -> None:
     assert engine.in_flight == 0
     assert torch.equal(slots, slots_model)
     assert torch.equal(cache.blocks(), blocks_model)
+    engine.close()
+
+
+@kernel_only
+@pytest.mark.parametrize("awaited", [True, False])
+def test_compute_waits_for_a_load_before_it(awaited: bool) -> None:
+    """Without a word from the host. With a control."""
+    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
+    cache.storage.fill_(1)
+    slots.fill_(9)
+    seen = cache.tensors[0].clone()
+    gate, compute = Gate(), torch.cuda.Stream()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gate.hold()
+        engine.submit(SwapJob(1, LOAD, ONE_PAIR, before_compute=True))
+    with torch.cuda.stream(compute):
+        if awaited:
+            engine.await_loads()
+        seen.copy_(cache.tensors[0])
+    if awaited:
+        time.sleep(HELD_SECONDS)
+        assert not compute.query()
+        gate.release()
+    compute.synchronize()
+    assert seen[3].unique().tolist() == [9 if awaited else 1]
+    gate.release()
+    assert len(finish(engine)) == 1
+    engine.close()
+
+
+@kernel_only
+def test_a_load_at_once_is_behind_compute_that_is_queued() -> None:
+    engine, cache, slots = make_engine(64, [(64 * KIB, 64 * KIB)], 64)
+    slots.fill_(9)
+    pairs = np.array([[3, 5], [4, 0]], np.int32)
+    torch.cuda._sleep(BUSY_CYCLES)
+    cache.storage.fill_(1)
+    engine.load_now(pairs)
+    assert cache.tensors[0][[3, 4]].unique().tolist() == [9]
+    assert cache.tensors[0][[2, 5]].unique().tolist() == [1]
     engine.close()
 
 
@@ -214,6 +258,61 @@ def test_compute_runs_while_later_waves_arrive(waits: bool) -> None:
     if waits:
         assert last_ms > completion.seconds * 1000 * 0.9
         assert all(torch.all(part == 9) for part in seen)
+    engine.close()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_load_waits_for_compute(ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh blocks are zeroed on the compute stream; a load must come after. With a control."""
+    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
+    if not ordered:
+        monkeypatch.setattr(CopyStream, "wait_stream", no_wait)
+    slots.fill_(7)
+    cache.storage.zero_()  # CUDA loads a kernel at its first use, which waits for all that runs
+    gate = Gate()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gate.hold()
+        cache.storage.zero_()
+        engine.submit(SwapJob(1, LOAD, ONE_PAIR))
+        gate.open(engine, after_copies=not ordered)
+    finish(engine)
+    torch.cuda.synchronize()
+    assert cache.tensors[0][3].unique().tolist() == [7 if ordered else 0]
+    assert not cache.tensors[0][4].any()
+    engine.close()
+
+
+def load_ahead(engine: CudaSwapEngine, before_compute: bool) -> SwapJob:
+    if before_compute and not engine.can_load_before_compute:
+        pytest.skip("compute cannot wait for the copy engine")
+    return SwapJob(1, LOAD, ONE_PAIR, before_compute=before_compute, behind_compute=False)
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+@pytest.mark.parametrize("before_compute", [False, True])
+def test_loads_come_after_the_zeroing_of_their_blocks(
+    before_compute: bool, fenced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a control, in which the block is zeroed after it was loaded."""
+    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
+    job = load_ahead(engine, before_compute)
+    slots.fill_(7)
+    cache.storage.zero_()
+    engine.zero_blocks([3])  # torch makes its pools now
+    torch.cuda.synchronize()
+    if not fenced:
+        monkeypatch.setattr(Lane, "wait_for_compute", lambda lane: None)
+    gate = Gate()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        engine.zero_blocks([3])
+        torch.cuda.synchronize()
+        gate.hold()
+        engine.zero_blocks([3])
+        engine.submit(job)
+        gate.open(engine, after_copies=not fenced)
+    finish(engine)
+    torch.cuda.synchronize()
+    assert cache.tensors[0][3].unique().tolist() == [7 if fenced else 0]
     engine.close()
 
 
@@ -330,6 +429,19 @@ def test_load_overtakes_a_long_store() -> None:
         completions += engine.poll()
     assert [completion.job_id for completion in completions] == [2, 1]
     assert completions[0].seconds < completions[1].seconds / 4
+    engine.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_device_that_is_not_the_current_one() -> None:
+    engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8, device="cuda:1")
+    cache.storage.fill_(3)
+    torch.cuda.synchronize("cuda:1")
+    engine.submit(SwapJob(1, STORE, ONE_PAIR))
+    (completion,) = finish(engine)
+    assert completion.error is None
+    assert (slots[5] == 3).all()
+    assert torch.cuda.current_device() == 0
     engine.close()
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import SwapKernel
 from kv_swap.engine import Direction, SwapJob
 
 from tests.gpu.caches import (
     KIB,
+    cupy,
     finish,
     ids,
     make_engine,
@@ -33,7 +37,7 @@ with warnings.catch_warnings():
     from kv_offload.cache.prefix import CacheGroup
     from kv_offload.config import OffloadConfig
     from kv_offload.engines.vllm.runner import VLLMRank
-    from kv_offload.messages import LoadJob, OffloadMetadata, StoreJob
+    from kv_offload.messages import LoadJob, OffloadMetadata, Outcome, StoreJob
     from kv_offload.worker.worker import OffloadWorker
     from tests.gpu.engine_run import read_device
     from tests.support.configurations import PAGE_WORDS, make_kv_cache_config
@@ -143,7 +147,7 @@ def test_a_store_reads_the_block_after_a_slow_kernel_has_written_it(
     runner.half.shutdown()
 
 
-# -- fresh blocks (vLLM 43990) -----------------------------------------------------------------
+# -- fresh blocks, and blocks whose load failed (vLLM 43990) -----------------------------------
 
 
 @pytest.mark.parametrize(("load_comes", "found"), [("after zeroing", OLD), ("before", 0)])
@@ -164,6 +168,28 @@ def test_zeroing_of_fresh_blocks_does_not_wipe_what_is_loaded(load_comes: str, f
             runner.half.start_kv_transfers(plan(load=True))
         gate.open(runner.engine, after_copies=load_comes == "before")
         assert runner.block() == [found]
+    runner.half.shutdown()
+
+
+@pytest.mark.parametrize(("zeroes", "found"), [(True, 0), (False, POISON)])
+def test_the_destination_of_a_failed_load_holds_no_nan(
+    monkeypatch: pytest.MonkeyPatch, zeroes: bool, found: int
+) -> None:
+    def fail(*_: Any) -> None:
+        raise cupy.cuda.driver.CUDADriverError(1)  # CUDA_ERROR_INVALID_VALUE
+
+    runner = Runner()
+    runner.kv.fill_(POISON)
+    torch.cuda.synchronize()
+    monkeypatch.setattr(SwapKernel, "launch", fail)
+    if not zeroes:
+        monkeypatch.setattr(CudaSwapEngine, "zero_blocks", lambda engine, blocks: None)
+    runner.half.start_kv_transfers(plan(load=True))
+    assert runner.engine.wait(30)
+    runner.half.poll()
+    assert set(runner.half.ended().ranks[0].jobs.values()) == {Outcome.FAILED}
+    assert runner.block() == [found]
+    assert runner.kv[BLOCK + 1].unique().tolist() == [POISON]
     runner.half.shutdown()
 
 
@@ -234,3 +260,27 @@ def test_an_engine_with_graphs_sleeps_wakes_up_and_serves(tmp_path: Path, runner
     assert (hits["start"], hits["reload"], hits["sleep 2"]) == (0, 0, 0)
     for event, (answers, tokens) in result.items():
         assert answers == (cached if tokens else computed), event
+
+
+# -- nothing is kept alive (vLLM 39224, 45528) -------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["shutdown", "unregister", "dropped"])
+def test_no_kv_tensor_is_kept_alive(end: str) -> None:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    runner = Runner()
+    runner.half.prepare_store_kv(plan(store=True))
+    runner.half.submit_stores()
+    assert torch.cuda.memory_allocated() > before
+    tensor, half = weakref.ref(runner.kv), runner.half
+    if end == "shutdown":
+        half.shutdown()
+    elif end == "unregister":
+        half.unregister_kv_caches()
+    else:
+        del half
+    del runner
+    gc.collect()
+    assert tensor() is None
+    assert torch.cuda.memory_allocated() == before

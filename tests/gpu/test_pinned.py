@@ -48,10 +48,14 @@ class HeldRegistrar(CudaRegistrar):
     def __init__(self, device: Any) -> None:
         super().__init__(device)
         self.permits = threading.Semaphore(1)
+        self.nbytes = 0
+        self._lock = threading.Lock()
 
     def register(self, address: int, nbytes: int) -> None:
         assert self.permits.acquire(timeout=60)
         super().register(address, nbytes)
+        with self._lock:
+            self.nbytes += nbytes
 
 
 @pytest.fixture
@@ -69,7 +73,8 @@ def test_slots_are_used_while_the_others_are_locked(small_pieces: int) -> None:
     registrar = HeldRegistrar(DEVICE)
     arena = background_arena(160, cache.layout.slot_bytes, registrar)
     engine = CudaSwapEngine(cache.layout, arena, DEVICE, [cache.storage])
-    assert (arena.ready_slots, engine.ready_slots) == (16, 16)
+    # The lists of the lanes are locked through a registrar of their own.
+    assert (arena.ready_slots, engine.ready_slots, registrar.nbytes) == (16, 16, 2 * MIB)
     slots = torch.from_numpy(arena.view())
     randomize(cache.storage)
     with pytest.raises(JobError, match="slot 16, valid are 0 to 15 until more of 160"):
@@ -151,6 +156,29 @@ except Exception as error:
 """
     )
     assert "refused" in ended.stdout, ended.stdout + ended.stderr
+
+
+def test_a_failure_in_the_background_leaves_what_was_locked(
+    small_pieces: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(CudaRegistrar):
+        base = 0
+
+        def register(self, address: int, nbytes: int) -> None:
+            self.base = self.base or address
+            if address - self.base == 4 * small_pieces:
+                nbytes = 1 << 62  # CUDA refuses it in its own words
+            super().register(address, nbytes)
+
+    arena = background_arena(400, MIB, Failing(DEVICE))
+    assert not arena.wait_ready(60)
+    assert arena.ready_slots == 8
+    assert "cudaError" in caplog.text
+    assert f"only the first {8 * MIB} are used" in caplog.text
+    assert kind_of(arena.address + 8 * MIB - 1) == REGISTERED
+    assert kind_of(arena.address + 8 * MIB) == UNREGISTERED
+    assert kind_of(arena.address + arena.nbytes - 1) == UNREGISTERED
+    torch.ones(8, device=DEVICE).sum().item()
 
 
 def test_pages_lie_near_the_device() -> None:
