@@ -203,7 +203,7 @@ class OffloadScheduler:
                 self.watch.forget()
                 self._step_is_lost |= told.cut_short > self._requests.admissions_at_reset
         self._lost_loads += heard.lost
-        if heard.lost or self._step_is_lost:
+        if self._lost_loads or self._step_is_lost:
             self._jobs.distrust_stores(heard.ended)
         for job in heard.ended:
             self._survive(self._end_job, job)
@@ -276,6 +276,7 @@ class OffloadScheduler:
         step_is_lost, self._step_is_lost = self._step_is_lost, False
         if not loads and not step_is_lost:
             return None
+        self._jobs.distrust_stores()  # also what was planned since the loss was heard of
         lost = computed_with(self._requests, loads) if loads else set()
         if step_is_lost:
             lost |= {tracked for tracked in self._requests if tracked.cursor is not None}

@@ -172,6 +172,43 @@ def test_a_store_that_is_planned_when_a_loss_is_heard_of_does_not_become_readabl
     engine.check_rest()
 
 
+def lost_between_steps() -> tuple[PlayedEngine, list[int]]:
+    """Return an engine that has planned stores of lost blocks since a drain heard of the loss.
+
+    The step found them in the GPU's cache. And the jobs of these stores.
+    """
+    engine = PlayedEngine(synchronous_loads=True, async_scheduling=True, max_num_batched_tokens=64)
+    store(engine, PROMPT)
+    engine.model.may_lose_kv = True
+    engine.add("a", PROMPT)
+    (load,) = engine.schedule().kv_connector_metadata.loads
+    report(engine, {load.job_id: LOST})
+    engine.offload.reset()
+    engine.add("b", PROMPT)
+    stores = engine.schedule().kv_connector_metadata.stores
+    assert stores
+    return engine, [job.job_id for job in stores]
+
+
+def test_what_is_planned_before_the_engine_knows_of_a_loss_does_not_become_readable() -> None:
+    engine, stores = lost_between_steps()
+    assert engine.offload.take_lost() == {"a", "b"}
+    report(engine, dict.fromkeys(stores, OK))
+    assert held_tokens(engine, PROMPT) == 0
+
+
+def test_what_ends_before_the_engine_knows_of_a_loss_does_not_become_readable() -> None:
+    """A second drain ends it."""
+    engine, _ = lost_between_steps()
+    engine.execute()
+    engine.execute()
+    assert not engine.reset()
+    engine.run()
+    assert (engine.ended["a"], engine.ended["b"]) == ("error", "error")
+    assert held_tokens(engine, PROMPT) == 0
+    engine.check_rest()
+
+
 @pytest.mark.parametrize("by", ["step", "poll", "drain"])
 def test_a_loss_is_told_once_whoever_tells_of_it_first(by: str) -> None:
     """The rank tells of it until it is known. Here a store ends in the same report."""
