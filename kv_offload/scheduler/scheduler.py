@@ -258,6 +258,11 @@ class OffloadScheduler:
         """Whether `take_loaded` has a request to return."""
         return bool(self._loaded - self._failed)
 
+    @property
+    def has_untold_loads(self) -> bool:
+        """Whether an asynchronous load has ended, well or not, that `take_loaded` has not told."""
+        return bool(self._loaded)
+
     def take_failed(self) -> set[str]:
         """Return those of them whose loads have failed, each once."""
         failed, self._failed = self._failed, set()

@@ -487,14 +487,15 @@ def test_a_reset_fails_while_an_aborted_load_is_stuck() -> None:
     engine.check_rest()
 
 
-def test_a_reset_frees_an_aborted_load_whose_end_an_earlier_one_heard() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_reset_frees_an_aborted_load_whose_end_an_earlier_one_heard(fails: bool) -> None:
     """The first fails, since a request runs; no step tells the engine of the end meanwhile."""
     engine = store(HarshEngine(blocks=60), PROMPT)
     start_load(engine)
     engine.add("runs", OTHER, max_tokens=20)
     engine.step(2)
     engine.abort("a")
-    engine.run_copies(Direction.LOAD)
+    engine.run_copies(Direction.LOAD, fail=fails)
     assert not engine.reset(reset_running_requests=False)
     assert engine.reset(reset_running_requests=True)
     engine.rest()
