@@ -523,6 +523,7 @@ class Interleavings(RuleBasedStateMachine):
             HAPPENED.update(rank.copies.happened)
             rank.copies.faults.clear()
         self.armed.clear()
+        self.narrow(1000)  # else what waits is stored slot by slot
         engine.core.resume_scheduler()
         engine.finish_steps()
         engine.step(2, copies=True)  # for the ends of stores that a drain has given up
