@@ -7,5 +7,13 @@ from kv_offload.config.schema import SCHEMA, OffloadConfig
 from kv_offload.config.sizes import describe_bytes
 from kv_offload.config.trace import DEFAULT, EXTRA_CONFIG, FILE_KEY, TracedConfig, trace_config
 
-__all__ = ["DEFAULT", "EXTRA_CONFIG", "FILE_KEY", "SCHEMA"]
-__all__ += ["OffloadConfig", "TracedConfig", "describe_bytes", "trace_config"]
+__all__ = [
+    "DEFAULT",
+    "EXTRA_CONFIG",
+    "FILE_KEY",
+    "SCHEMA",
+    "OffloadConfig",
+    "TracedConfig",
+    "describe_bytes",
+    "trace_config",
+]

@@ -487,10 +487,13 @@ def test_a_reset_fails_while_an_aborted_load_is_stuck() -> None:
     engine.check_rest()
 
 
+@both_ways
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_reset_frees_an_aborted_load_whose_end_an_earlier_one_heard(fails: bool) -> None:
+def test_a_reset_frees_an_aborted_load_whose_end_an_earlier_one_heard(
+    fails: bool, async_scheduling: bool
+) -> None:
     """The first fails, since a request runs; no step tells the engine of the end meanwhile."""
-    engine = store(HarshEngine(blocks=60), PROMPT)
+    engine = store(HarshEngine(blocks=60, async_scheduling=async_scheduling), PROMPT)
     start_load(engine)
     engine.add("runs", OTHER, max_tokens=20)
     engine.step(2)
