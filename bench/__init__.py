@@ -3,6 +3,7 @@
     serving/     a real engine with and without offloading: `python -m bench.serving`
     swap/        copies between GPU and host memory
     scheduler/   host time of the plugin's hooks in a step; needs no GPU
+    trace/       hit ratios of a trace by policy and capacity: `python -m bench.trace TRACE`
     demo.py      `make demo`; environment.py makes the environments of the Makefile
     results/     one current run a subject: h200/serving-gqa8.json, cpu/scheduler.json, ...
 

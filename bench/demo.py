@@ -1,92 +1,61 @@
 """The plugin on real input: prompts with shared prefixes, computed once, then loaded from the host.
 
-`make demo` installs what this needs and runs it. Two engines answer the same prompts, one after the
+`make demo` installs what this needs and runs it. Engines answer the same prompts, one after the
 other and one prompt at a time:
 
     without the plugin   computed, then again from the engine's own prefix cache
     with the plugin      computed, then again from host memory: the engine's own cache was reset
+    started again        from the disk: host memory is empty after a start
+    with a store         computed by one engine; then another one, in a process of its own, loads
+                         them from the store, if Mooncake and its system library are here
 
-Each answer of the second engine is compared with its counterpart of the first, which computed
+Each answer of the other engines is compared with its counterpart of the first, which computed
 exactly the same tokens, so a different token means different KV and not another rounding. Every
 figure is the engine's own: computed tokens are those of the prompt that it did not find in a cache
 (`RequestOutput.num_cached_tokens`), the time to the first token is vLLM's `first_token_latency`
 (from the arrival of a request to its first token), and tokens and bytes moved are what the plugin
-reports to the engine. The exit status is 1 if a token differs or nothing came from host memory.
+reports to the engine. The exit status is 1 if a token differs, nothing came from host memory, or
+nothing from the disk or from the store.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import importlib.util
 import logging
 import os
-import random
-import statistics
 import sys
-import time
+import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
-from tests.support.small_models import VOCABULARY, write_model
+from bench.demo_engine import (
+    ANSWER_TOKENS,
+    COMPUTED,
+    FROM_DISK,
+    FROM_HOST_MEMORY,
+    FROM_PREFIX_CACHE,
+    FROM_STORE,
+    GROUPS,
+    HOST_CACHE,
+    OWN_TOKENS,
+    PROMPTS_PER_GROUP,
+    SHARED_TOKENS,
+    Engine,
+    Phase,
+    Prompt,
+    make_prompts,
+    megabytes,
+    say,
+)
+from bench.demo_store import share
+from tests.support.mooncake import missing
+from tests.support.small_models import write_model
 
-CONNECTOR = "KVOffloadConnector"
-GROUPS, PROMPTS_PER_GROUP = 4, 3
-SHARED_TOKENS, OWN_TOKENS = 1024, (1500, 2500)
-ANSWER_TOKENS = 16
-KV_CACHE_BYTES = 64 << 20
-HOST_CACHE = "256MiB"
-
-Prompt = list[int]
-_START = time.monotonic()
-
-
-@dataclass(frozen=True)
-class Phase:
-    """All prompts, answered once. `moved` is empty for an engine without the plugin."""
-
-    name: str
-    answers: list[list[int]]
-    prompt_tokens: int
-    cached_tokens: int
-    first_token_seconds: list[float]
-    moved: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def host_tokens(self) -> int:
-        """Tokens whose KV was loaded from host memory."""
-        return self.moved.get("hit_tokens", 0)
-
-    def row(self) -> list[str]:
-        """Return this phase's line of the table."""
-        looked_up = self.moved.get("lookup_tokens", 0)
-        return [
-            self.name,
-            str(len(self.answers)),
-            str(self.prompt_tokens),
-            str(self.prompt_tokens - self.cached_tokens),
-            str(self.cached_tokens - self.host_tokens),
-            *(
-                (
-                    str(self.host_tokens),
-                    megabytes(self.moved["stored_bytes"]),
-                    megabytes(self.moved["loaded_bytes"]),
-                    f"{self.host_tokens / looked_up:.1%}" if looked_up else "-",
-                )
-                if self.moved
-                else ("-",) * 4
-            ),
-            f"{self.first_token_ms:.0f} ms",
-        ]
-
-    @property
-    def first_token_ms(self) -> float:
-        """The median time to first token, in milliseconds."""
-        return statistics.median(self.first_token_seconds) * 1e3
-
+HAS_DISK = importlib.util.find_spec("xxhash") is not None
+"""On a host where nothing can be installed, what a disk needs may be missing."""
 
 HEADER = (
     ("phase", ""),
@@ -100,11 +69,6 @@ HEADER = (
     ("host", "hit rate"),
     ("first token", "(median)"),
 )
-
-
-def megabytes(size_bytes: int) -> str:
-    """Return a size for the table."""
-    return f"{size_bytes / 1e6:.2f} MB"
 
 
 def table(phases: Sequence[Phase]) -> str:
@@ -123,11 +87,17 @@ def table(phases: Sequence[Phase]) -> str:
 
 
 def verdict(base: Sequence[Phase], plugin: Sequence[Phase]) -> tuple[int, str]:
-    """Return the exit status and the line that says whether the tokens are the same."""
+    """Return the exit status and the line that says whether the tokens are the same.
+
+    What was computed is compared with what was computed, and the rest with the prefix cache's.
+    """
+    computed, cached = (phase.answers for phase in base)
     pairs = [
         (want, got)
-        for without, with_plugin in zip(base, plugin, strict=True)
-        for want, got in zip(without.answers, with_plugin.answers, strict=True)
+        for phase in plugin
+        for want, got in zip(
+            computed if phase.source == COMPUTED else cached, phase.answers, strict=True
+        )
     ]
     different = sum(want != got for want, got in pairs)
     if different:
@@ -136,150 +106,57 @@ def verdict(base: Sequence[Phase], plugin: Sequence[Phase]) -> tuple[int, str]:
             f"{len(pairs)} answers"
         )
     same = f"tokens: identical to the engine without the plugin in all {len(pairs)} answers"
-    if not plugin[-1].host_tokens or not plugin[-1].moved["loaded_bytes"]:
+    again = [phase for phase in plugin if phase.source != COMPUTED]
+    if not all(phase.host_tokens and phase.moved["loaded_bytes"] for phase in again):
         return 1, f"{same}, but NOTHING was loaded from host memory"
+    for phase in again:
+        if phase.source in (FROM_DISK, FROM_STORE) and not phase.moved["promoted_slots"]:
+            return 1, f"{same}, but NOTHING was read {phase.source}"
     return 0, same
 
 
-def say(message: str) -> None:
-    """Print a line of progress with the seconds since the start."""
-    print(f"[{time.monotonic() - _START:5.1f} s] {message}", flush=True)
-
-
-def make_prompts(seed: int = 0) -> list[Prompt]:
-    """Return groups of prompts: the tokens of a group's prefix, then a prompt's own."""
-    rng = random.Random(seed)
-
-    def tokens(count: int) -> Prompt:
-        return [rng.randrange(10, VOCABULARY) for _ in range(count)]
-
-    prompts = []
-    for _ in range(GROUPS):
-        shared = tokens(SHARED_TOKENS)
-        prompts += [shared + tokens(rng.randint(*OWN_TOKENS)) for _ in range(PROMPTS_PER_GROUP)]
-    return prompts
-
-
-class Engine:
-    """One vLLM engine in this process, with the plugin or without it."""
-
-    def __init__(
-        self, model: Path, dtype: str, totals: Mapping[str, float], *, plugin: bool
-    ) -> None:
-        import torch
-        from vllm import LLM
-
-        options: dict[str, Any] = {}
-        if torch.cuda.is_available():
-            # Only checked, not taken: the size of the KV cache is given.
-            options |= {"block_size": 16, "gpu_memory_utilization": 0.5}
-        else:
-            options |= {"block_size": 32}
-        if plugin:
-            # As a user gives it: found by name, through the entry point that pip installed.
-            options["kv_transfer_config"] = {
-                "kv_connector": CONNECTOR,
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"cpu_bytes": HOST_CACHE},
-            }
-        self._plugin, self._totals = plugin, totals
-        self.llm = LLM(
-            model=str(model),
-            dtype=dtype,
-            skip_tokenizer_init=True,
-            enforce_eager=True,  # compiling would take longer than everything else here
-            max_model_len=SHARED_TOKENS + OWN_TOKENS[1] + ANSWER_TOKENS,
-            kv_cache_memory_bytes=KV_CACHE_BYTES,
-            use_tqdm_on_load=False,
-            disable_log_stats=False,  # keeps the latencies that are shown
-            **options,
-        )
-
-    def warm_up(self) -> None:
-        """Compute and reuse a prompt of its own: first calls are slower, on every path."""
-        prompt = make_prompts(seed=1)[:1]
-        self._generate(prompt, ANSWER_TOKENS)
-        self.reset_prefix_cache()
-        self._generate(prompt, ANSWER_TOKENS)
-        self.reset_prefix_cache(reset_connector=self._plugin)
-
-    def reset_prefix_cache(self, reset_connector: bool = False) -> None:
-        """Forget the engine's own cache, and with `reset_connector` host memory too."""
-        if not self.llm.reset_prefix_cache(reset_connector=reset_connector):
-            raise RuntimeError("reset_prefix_cache() returned False: blocks are still in use")
-
-    def answer(self, name: str, prompts: Sequence[Prompt], *, reset: bool) -> Phase:
-        """Answer the prompts one at a time; `reset` empties the engine's own cache then.
-
-        A reset also waits for the stores that still run.
-        """
-        before = self._moved()
-        outputs = self._generate(prompts, ANSWER_TOKENS)
-        if reset:
-            self.reset_prefix_cache()
-        return Phase(
-            name,
-            [list(output.outputs[0].token_ids) for output in outputs],
-            sum(len(prompt) for prompt in prompts),
-            sum(output.num_cached_tokens or 0 for output in outputs),
-            [output.metrics.first_token_latency for output in outputs],
-            {key: value - before[key] for key, value in self._moved().items()},
-        )
-
-    def _generate(self, prompts: Sequence[Prompt], answer_tokens: int, **more: Any) -> list[Any]:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(
-            temperature=0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False, **more
-        )
-        return [
-            self.llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)[0]
-            for prompt in prompts
-        ]
-
-    def _moved(self) -> dict[str, int]:
-        """Return the plugin's counters, all that happened until now included.
-
-        Counters are reported in steps, and the last stores end after the last step: a request that
-        is too short to be cached, and not looked up, is one more step.
-        """
-        if not self._plugin:
-            return {}
-        self._generate([[1, 2, 3]], 1, skip_reading_prefix_cache=True)
-        names = ("lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes")
-        return {name: int(self._totals.get(name, 0)) for name in names}
-
-    def close(self) -> None:
-        """End the engine and give its memory back."""
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
-        gc.collect()
-
-
 def run(model: Path, dtype: str, prompts: list[Prompt]) -> tuple[list[Phase], list[Phase]]:
-    """Answer the prompts twice with each engine."""
+    """Answer the prompts twice without and with the plugin, then from a disk, and from a store."""
     from tests.support.totals import counted_stats
 
-    phases = []
-    for plugin, again in ((False, "prefix cache"), (True, "host memory")):
-        with_plugin = f"{'with' if plugin else 'without'} the plugin"
-        say(f"starting the engine {with_plugin}")
-        with counted_stats() as totals:
-            engine = Engine(model, dtype, totals, plugin=plugin)
-            say("warming it up")
-            engine.warm_up()
-            say(f"answering {len(prompts)} prompts: computed")
-            first = engine.answer(f"{with_plugin}, computed", prompts, reset=plugin)
-            say(f"answering them again: from {again}")
-            second = engine.answer(f"{with_plugin}, from {again}", prompts, reset=True)
-            phases.append([first, second])
-            engine.close()
-    return phases[0], phases[1]
+    base: list[Phase] = []
+    plugin: list[Phase] = []
+    with tempfile.TemporaryDirectory() as folder:
+        disk = {"disk_path": folder, "disk_bytes": HOST_CACHE} if HAS_DISK else {}
+        for phases, options, source in (
+            (base, None, FROM_PREFIX_CACHE),
+            (plugin, disk, FROM_HOST_MEMORY),
+        ):
+            name = f"{'without' if options is None else 'with'} the plugin"
+            say(f"starting the engine {name}")
+            with counted_stats() as totals:
+                engine = Engine(model, dtype, totals, options)
+                say("warming it up")
+                engine.warm_up()
+                say(f"answering {len(prompts)} prompts: {COMPUTED}")
+                reset = options is not None
+                phases.append(engine.answer(name, COMPUTED, prompts, reset=reset))
+                say(f"answering them again: {source}")
+                phases.append(engine.answer(name, source, prompts))
+                engine.rest()
+                engine.close()
+        if disk:
+            say("starting the engine with the plugin again")
+            with counted_stats() as totals:
+                engine = Engine(model, dtype, totals, disk)
+                say(f"answering them again: {FROM_DISK}")
+                plugin.append(engine.answer("started again", FROM_DISK, prompts))
+                engine.close()
+    if (reason := missing()) is None:
+        plugin += share(model, dtype, prompts)
+    else:
+        say(f"no store is shown: {reason}")
+    return base, plugin
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo and return its exit status."""
-    parser = argparse.ArgumentParser(description="Show what kv-offload does, in under a minute.")
+    parser = argparse.ArgumentParser(description="Show what kv-offload does, in two minutes.")
     parser.add_argument(
         "--models", type=Path, default=Path(".venv/models"), help="folder for the small model"
     )
@@ -288,6 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if options.verbose else "ERROR")
     # One process: no waiting for a second one to start, and the counters can be read.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # What is on a disk is found by hashes, which vLLM 0.28 draws anew in each process without this.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
     if not options.verbose:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         logging.disable(logging.WARNING)
@@ -336,11 +215,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "The engine with the plugin forgot its own prefix cache before the prompts came again. On "
         "a busy server\nother prompts push them out. Then vLLM alone computes them again:"
     )
-    computed, loaded = base[0].first_token_ms, plugin[-1].first_token_ms
-    print(
-        f"first token: {loaded:.0f} ms from host memory, {computed:.0f} ms computed without the "
-        f"plugin ({computed / loaded:.1f} times)"
-    )
+    computed = base[0].first_token_ms
+    print(f"first token: {computed:.0f} ms computed without the plugin")
+    for phase in plugin:
+        if phase.source != COMPUTED:
+            took = phase.first_token_ms
+            times, word = (
+                (computed / took, "sooner") if took <= computed else (took / computed, "later")
+            )
+            print(f"             {took:.0f} ms {phase.source} ({times:.1f} times {word})")
     if cuda:
         print("(a GPU computes this small model too fast; python -m bench.serving has real sizes)")
     status, line = verdict(base, plugin)

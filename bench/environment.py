@@ -119,7 +119,7 @@ def cpu_engine(version: str, *, dev: bool) -> Path:
     if not _is_stamped(venv, "dev", project_key) and (
         dev or not _is_stamped(venv, "project", project_key)
     ):
-        extra = "[dev]" if dev else ""
+        extra = "[dev]" if dev else "[mooncake]"  # of the demo
         install(venv, f"kv-offload{extra}", "--editable", f"{ROOT}{extra}", *constrained)
         _stamp(venv, "dev" if dev else "project", project_key)
     return venv / "bin/python"

@@ -21,6 +21,8 @@ class Request(Protocol):
     request_id: str
     block_hashes: Sequence[bytes]
     """One for every full `hash_block_size` tokens; it grows with them."""
+    all_token_ids: Sequence[int]
+    """Of the prompt and what was sampled; asked for where KV events are on."""
     num_tokens: int
     """Prompt and sampled tokens, without drafts and placeholders."""
     num_prompt_tokens: int
@@ -28,6 +30,12 @@ class Request(Protocol):
     num_in_flight_tokens: int
     """Tokens of steps that have been launched and whose output has not been read."""
     skip_reading_prefix_cache: bool
+    kv_transfer_params: Mapping[str, Any] | None
+    """What its client says to connectors (`kv_offload.wishes`)."""
+    trace_headers: Mapping[str, str] | None
+    """Under which span of its client its own belong; asked for where the engine traces."""
+    cache_salt: str | None
+    """What its client has mixed into the hashes."""
 
 
 class Block(Protocol):
@@ -107,7 +115,7 @@ class KVCaches:
 
 
 class RankEngine(Protocol):
-    """The engine on one rank. `register_kv_caches` of the worker asks the first three methods.
+    """The engine on one rank. `register_kv_caches` of the worker asks the first four methods.
 
     The engine's model runner is on the call stack then.
     """
@@ -119,6 +127,9 @@ class RankEngine(Protocol):
 
     def describe_kv_caches(self, kv_caches: Mapping[str, Any]) -> KVCaches:
         """Return what the engine registered; raises `UnsupportedError` if it cannot be copied."""
+
+    def describe_pages(self, kv_caches: Mapping[str, Any]) -> str:
+        """Return what differs where a value of a block is at another place of a slot."""
 
     def find_output_copy_stream(self) -> Any | None:
         """Return the stream that copies sampled tokens to the host; None where there is none."""

@@ -27,3 +27,7 @@ class CapacityError(KVOffloadError, RuntimeError):
 
 class ServerError(KVOffloadError, RuntimeError):
     """A server is not there, is not vLLM, or runs without the plugin."""
+
+
+class RequestError(KVOffloadError, ValueError):
+    """What a request says in its `kv_transfer_params` is wrong; that request alone is refused."""

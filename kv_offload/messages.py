@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -52,6 +53,20 @@ class LoadJob:
     whole: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class MoveJob:
+    """Copy slots between host memory and the tier below it: up if it `promotes`, else down.
+
+    `pairs` has the slot in host memory and the slot in the tier. `names` say what each block is:
+    the tier keeps them with the bytes, and a promotion brings nothing else.
+    """
+
+    job_id: int
+    promotes: bool
+    pairs: Pairs
+    names: Sequence[bytes]
+
+
 @dataclass(frozen=True)
 class OffloadMetadata:
     """One step's plan, from the scheduler to every worker."""
@@ -64,6 +79,7 @@ class OffloadMetadata:
     """Jobs that no rank has to report any more: the scheduler knows how they ended."""
     admissions: int = 0
     """How often requests had been given blocks when the step was planned."""
+    moves: tuple[MoveJob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +88,15 @@ class RankReport:
 
     jobs: dict[int, Outcome] = field(default_factory=dict)
     """By job id, every job that has ended and is not `known`. Each is told until it is."""
+    failed_rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By job id of a move that has ended: which of its pairs failed, if not all went well."""
     cut_short: int | None = None
     """The `admissions` of the last step that an error of the engine cut short: nobody knows which
     blocks it computed."""
     load_bytes_per_second: float | None = None
     """The speed of a load that ran alone."""
     store_bytes_per_second: float | None = None
+    promote_bytes_per_second: float | None = None
     ready_slots: int | None = None
     """Slots from 0 on whose memory is ready."""
     weight_loads: int | None = None
@@ -95,6 +114,15 @@ class OffloadWorkerMetadata:
         return type(self)(self.ranks | other.ranks)
 
 
+@dataclass(frozen=True, slots=True)
+class TierCapacity:
+    """What one rank's part of the tier below host memory holds."""
+
+    num_slots: int
+    file_id: str
+    """Of the file that has the slots: it is another one where that was begun afresh."""
+
+
 @dataclass(frozen=True)
 class WorkerCapacity:
     """What one rank's arena holds; the scheduler plans with the smallest."""
@@ -105,3 +133,4 @@ class WorkerCapacity:
     """Slots from 0 on whose memory was ready when this was sent; reports say how it grows."""
     synchronous_loads: bool = True
     """Whether the forward can be made to wait for a load on the device."""
+    tier: TierCapacity | None = None

@@ -11,20 +11,36 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
-SkipReason = Literal["moved_on", "used_too_little", "no_budget", "pool_busy", "copy_failed"]
+SkipReason = Literal[
+    "moved_on",
+    "used_too_little",
+    "not_worth_it",
+    "no_budget",
+    "pool_busy",
+    "copy_failed",
+    "not_wanted",
+    "paused",
+]
 
 SKIP_REASONS: Mapping[SkipReason, str] = {
     "moved_on": "Slots not stored because vLLM reused the block before it could be stored.",
     "used_too_little": "Slots not stored because their prefix was used less often than "
     "store_after_uses asks.",
+    "not_worth_it": "Slots not stored because eviction_policy auto expects more hits from what "
+    "they would displace.",
     "no_budget": "Slots not stored: too many waited already, host memory was emptied while they "
     "waited, or the engine came to rest and could not pin their blocks.",
     "pool_busy": "Slots not stored because every slot of host memory was being read or written.",
     "copy_failed": "Slots not stored because the copy failed; the log has the error.",
+    "not_wanted": "Slots not stored because their request asked for that.",
+    "paused": "Slots of requests that ended while stores were paused, and that were not stored.",
 }
 """Why a full slot was not stored. `skipped_<reason>` counts it; the text is its help."""
 
 PREFIX = "vllm:host_kv_cache_"
+
+OTHER_SIZES: Mapping[str, float] = {"half": 0.5, "same": 1, "twice": 2, "four_times": 4}
+"""Of host memory, for which hits are estimated: the ends of names, and how large they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +66,14 @@ METRICS = (
         hit_tokens="Tokens loaded from host memory instead of being computed.",
         recomputed_tokens="Tokens that host memory had but that were computed, since that was "
         "sooner.",
-        stored_slots="Slots that became readable because their store ended well on every rank.",
+        hit_tokens_at_half="Estimate: tokens that host memory would have had at half its size.",
+        hit_tokens_at_same="Tokens that host memory had, loaded or not. With a disk: an estimate "
+        "of those that it would have had without the disk.",
+        hit_tokens_at_twice="Estimate: tokens that host memory would have had at twice its size.",
+        hit_tokens_at_four_times="Estimate: tokens that host memory would have had at four times "
+        "its size.",
+        stored_slots="Slots of host memory that became readable, because their store or their read "
+        "from below ended well on every rank.",
         evictions="Slots whose content was replaced by another block's.",
         stored_bytes="Bytes copied to host memory, over all ranks.",
         stored_seconds="Time from submitting stores to their end, over all ranks.",
@@ -64,8 +87,33 @@ METRICS = (
         "loaded.",
         hook_errors="Errors within the plugin that the engine survived.",
         **{f"skipped_{reason}": text for reason, text in SKIP_REASONS.items()},
+        requests_with_wishes="Requests that said in kv_transfer_params what to store, load or "
+        "retain.",
+        ignored_wishes="Requests whose wishes could not be read; they were served as if they had "
+        "none.",
+        unretained_slots="Slots that a request asked to retain, without room in the share of host "
+        "memory that may be.",
+        displaced_slots="Retained slots that were let go of before their time for requests of a "
+        "higher priority.",
         deferred_slots="Slots that could not be stored yet when their request ended. They wait in "
         "the queue that waiting_slots shows.",
+        demoted_slots="Slots written from host memory to the tier, on every rank.",
+        promoted_slots="Slots read from the tier into host memory, on every rank.",
+        lost_tier_slots="Slots that could not be written to the tier or read from it on some rank, "
+        "whatever the reason; their tokens are computed.",
+        late_lookups="Requests that were served without the store since it did not say in time "
+        "which of their blocks it has.",
+        late_promotions="Requests that were computed since reading from the tier took too long.",
+        demoted_bytes="Bytes written to the tier, over all ranks.",
+        demoted_seconds="Time from the start of writes to their end, over all ranks.",
+        promoted_bytes="Bytes read from the tier, over all ranks.",
+        promoted_seconds="Time from the start of reads to their end, over all ranks.",
+        tier_mismatches="Slots read from the tier that were not what their name and checksum say, "
+        "over all ranks; they were not used.",
+        tier_errors="Reads and writes of the tier that ended with an error, over all ranks; the "
+        "log has it.",
+        trace_errors="Requests that are missing in the file that record_trace names, because they "
+        "could not be written or too many waited.",
     ),
     *_metrics(
         "gauge",
@@ -79,8 +127,21 @@ METRICS = (
         "some rank has not ended, given up or not; 0 if there is none.",
         pinned_blocks="GPU blocks kept from reuse until their store has ended.",
         waiting_slots="Slots of ended requests that wait to be stored.",
+        retained_slots="Slots kept from eviction because requests asked to retain them.",
+        stores_paused="1 while stores are paused by an operator, else 0.",
         load_bytes_per_second="Speed of loads that ran alone, of the slowest rank; 0 until it was "
         "measured.",
+        tier_slots="Slots that the disk has.",
+        tier_slots_in_use="Slots of the disk that hold KV or are being written.",
+        has_store="1 with a store that engines share, 0 without.",
+        tier_usable="1 while the tier is read and written, 0 while it is left alone "
+        "after an error or while a copy hangs, and without one.",
+        promoting_slots="Slots that are being read from the tier.",
+        demoting_slots="Slots that are being written to the tier.",
+        oldest_move_seconds="Age of the oldest read or write of the tier that some rank has not "
+        "ended; 0 if there is none.",
+        promote_bytes_per_second="Speed of reading from the tier, of the slowest rank; 0 until it "
+        "was measured.",
         prefill_tokens_per_second="Speed of computing prompts in large steps; 0 until it was "
         "measured.",
     ),

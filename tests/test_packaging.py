@@ -25,18 +25,20 @@ PLUGIN_GROUP = "vllm.general_plugins"
 
 # -- imports -----------------------------------------------------------------------------------
 
-LEAVES = frozenset({"", "config", "engine", "errors", "medians", "messages", "metrics"})
+LEAVES = frozenset({"", "config", "engine", "errors", "medians", "messages", "metrics", "wishes"})
 """Modules at the top of `kv_offload`, which every room may import; `""` is the package itself."""
 
 ALLOWED = {
     "cache": LEAVES,
-    "scheduler": LEAVES | {"cache"},
+    "scheduler": LEAVES | {"cache", "simulation"},
+    "simulation": LEAVES | {"cache"},
     "worker": LEAVES | {"kv_swap"},
     "engines": LEAVES | {"cache", "scheduler", "worker", "kv_swap"},
-    "tools": LEAVES | {"engines", "worker", "kv_swap"},
+    "tools": LEAVES | {"cache", "engines", "simulation", "worker", "kv_swap"},
     # The leaves among themselves.
     **dict.fromkeys(LEAVES, frozenset[str]()),
     "config": frozenset({"errors"}),
+    "wishes": frozenset({"config", "errors"}),
 }
 """Which room of `kv_offload` may import which, `TYPE_CHECKING` imports aside."""
 
@@ -95,7 +97,12 @@ def test_kv_offload_imports_only_in_the_allowed_directions() -> None:
     assert found == []
 
 
-SWAP_ROOMS = {"memory": {"cuda", "host"}, "cuda": {"host"}, "host": {"cuda"}}
+SWAP_ROOMS = {
+    "memory": {"cuda", "host", "tiers"},
+    "cuda": {"host", "tiers"},
+    "host": {"cuda", "tiers"},
+    "tiers": {"cuda", "host"},
+}
 """Which room of `kv_swap` must not import which."""
 
 

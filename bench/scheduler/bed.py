@@ -26,6 +26,7 @@ from kv_offload.messages import (
     OffloadWorkerMetadata,
     Outcome,
     RankReport,
+    TierCapacity,
     WorkerCapacity,
 )
 from tests.support.configurations import make_tensor, make_vllm_config
@@ -95,6 +96,8 @@ class StepCost:
     scheduled_tokens: int
     stored_blocks: int
     loaded_blocks: int
+    moved_blocks: int
+    """To or from a disk."""
 
     @property
     def seconds(self) -> float:
@@ -102,9 +105,22 @@ class StepCost:
 
 
 class SchedulerBed:
-    """`running` requests of `prompt_tokens` that decode, beside a full host cache of `slots`."""
+    """`running` requests of `prompt_tokens` that decode, beside a full host cache of `slots`.
 
-    def __init__(self, running: int, prompt_tokens: int, slots: int, longest_prompt: int) -> None:
+    `plugin` has further options; copies of a disk end as others do. With `events` vLLM's KV events
+    are on.
+    """
+
+    def __init__(
+        self,
+        running: int,
+        prompt_tokens: int,
+        slots: int,
+        longest_prompt: int,
+        plugin: dict[str, Any] | None = None,
+        *,
+        events: bool = False,
+    ) -> None:
         self.decode_tokens = 64 + 16384 * running // 256
         """At least as many as one request samples while the bed is prepared and measured."""
         longest = max(longest_prompt, prompt_tokens + self.decode_tokens) + BLOCK_TOKENS
@@ -113,11 +129,15 @@ class SchedulerBed:
         self.scheduler = make_scheduler(
             blocks,
             longest,
-            {"cpu_bytes": f"{slots * BLOCK_BYTES}B"},
+            {"cpu_bytes": f"{slots * BLOCK_BYTES}B", **(plugin or {})},
             max_num_batched_tokens=running * max(prompt_tokens, PROMPT_CHUNK_TOKENS),
             max_num_seqs=running + 1,
+            events=events,
         )
-        self.connector.offload_scheduler.take_capacities([WorkerCapacity(0, slots, slots)])
+        tier = TierCapacity(slots, "bench") if plugin and "disk_path" in plugin else None
+        self.connector.offload_scheduler.take_capacities(
+            [WorkerCapacity(0, slots, slots, tier=tier)]
+        )
         self.clock = ConnectorClock()
         self.clock.put_on(self.connector)
         self._prefixes = 0
@@ -238,6 +258,7 @@ class SchedulerBed:
             output.total_num_scheduled_tokens,
             sum(len(job.pairs) for job in metadata.stores),
             sum(len(job.pairs) for job in metadata.loads),
+            sum(len(job.pairs) for job in metadata.moves),
         )
 
     def _sample(self, request_id: str) -> list[int]:
@@ -251,6 +272,7 @@ class SchedulerBed:
         if (metadata := self._submitted) is not None:
             jobs = {job.job_id: Outcome.OK for job in metadata.stores}
             jobs |= {job.job_id: Outcome.OK for job in metadata.loads}
+            jobs |= {job.job_id: Outcome.OK for job in metadata.moves}
             if jobs:
                 ended.kv_connector_worker_meta = OffloadWorkerMetadata({0: RankReport(jobs)})
         return ended

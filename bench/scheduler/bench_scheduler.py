@@ -12,9 +12,11 @@ from __future__ import annotations
 import gc
 import os
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,14 @@ import pytest
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
+from kv_swap.tiers.record import PAGE_BYTES
+
 from bench.machine import keep_rows
-from bench.scheduler.bed import BLOCK_TOKENS, SchedulerBed, StepCost
+from bench.scheduler.bed import BLOCK_TOKENS, SchedulerBed, StepCost, make_request
+from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.policies import make_policy
+from kv_offload.cache.prefix import CacheGroup, PrefixMap
+from kv_offload.scheduler.events.announcer import Announcer
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(1800)]
 
@@ -139,6 +147,119 @@ def test_step_of_decodes(
     stored = sum(cost.stored_blocks for cost in costs)
     expected = len(costs) * running // BLOCK_TOKENS
     assert stored == pytest.approx(expected, rel=1 / 16), "the prompts were not stored beforehand"
+
+
+def test_step_of_decodes_with_a_disk(rows: list[Row], size: Size, tmp_path: Path) -> None:
+    """The same by turns without a disk, with one that may write nothing, and one that writes."""
+    beds = {
+        name: SchedulerBed(size.running, PROMPTS[0], size.slots, size.longest, disk)
+        for name, disk in {
+            "no disk": None,
+            "disk idle": disk_options(tmp_path / "idle", size, "1B"),
+            "disk busy": disk_options(tmp_path / "busy", size, "1TiB"),
+        }.items()
+    }
+    costs: dict[str, list[StepCost]] = {name: [] for name in beds}
+    for _ in range(size.steps // BLOCK_TOKENS):
+        for name, bed in beds.items():
+            costs[name] += [bed.step() for _ in range(BLOCK_TOKENS)]
+    for name, bed in beds.items():
+        rows.append(row_of_steps(f"step of decodes, {name}", PROMPTS[0], costs[name]))
+        moved = sum(cost.moved_blocks for cost in costs[name])
+        assert (moved > 0) == (name == "disk busy")
+        bed.connector.shutdown()
+
+
+def test_step_by_policy(rows: list[Row], size: Size) -> None:
+    """By turns with the oldest evicted and with what is learnt: decodes, a new prompt and a hit."""
+    beds = {
+        policy: SchedulerBed(
+            size.running, PROMPTS[0], size.slots, size.longest, {"eviction_policy": policy}
+        )
+        for policy in ("lru", "auto")
+    }
+    steps: dict[tuple[str, str, int], list[StepCost]] = {}
+    for turn in range(size.steps // BLOCK_TOKENS):
+        for policy, bed in beds.items():
+            for name, prompt_tokens, costs in (
+                ("step of decodes", PROMPTS[0], [bed.step() for _ in range(BLOCK_TOKENS)]),
+                (
+                    "step beside a hit",
+                    PROMPTS[1],
+                    bed.serve(f"hit-{turn}", bed.take_stored_prefix(), PROMPTS[1]),
+                ),
+                (
+                    "step beside a new prompt",
+                    PROMPTS[1],
+                    bed.serve(f"new-{turn}", bed.new_prefix(), PROMPTS[1]),
+                ),
+            ):
+                steps.setdefault((name, policy, prompt_tokens), []).extend(costs)
+    for (name, policy, prompt_tokens), costs in steps.items():
+        rows.append(row_of_steps(f"{name}, {policy}", prompt_tokens, costs))
+
+
+def test_step_with_events(rows: list[Row], size: Size) -> None:
+    """By turns without KV events and with them: decodes, and a prompt that is computed beside."""
+    beds = {
+        name: SchedulerBed(size.running, PROMPTS[0], size.slots, size.longest, events=events)
+        for name, events in {"events off": False, "events on": True}.items()
+    }
+    costs: dict[str, list[StepCost]] = {name: [] for name in beds}
+    served: dict[str, list[StepCost]] = {name: [] for name in beds}
+    for turn in range(size.steps // BLOCK_TOKENS):
+        for name, bed in beds.items():
+            costs[name] += [bed.step() for _ in range(BLOCK_TOKENS)]
+        for name, bed in beds.items() if turn < size.requests else ():
+            served[name] += bed.serve(f"new-{turn}", bed.new_prefix(), PROMPTS[1])
+    for name in beds:
+        rows.append(row_of_steps(f"step of decodes, {name}", PROMPTS[0], costs[name]))
+        rows.append(row_of_steps(f"step beside a new prompt, {name}", PROMPTS[1], served[name]))
+
+
+def test_events_of_a_full_host_memory(rows: list[Row], size: Size) -> None:
+    """What is told after resets: of the engine, whose caches are told again, and of host memory."""
+    prefixes = PrefixMap((CacheGroup(0, BLOCK_TOKENS),), BLOCK_TOKENS, lambda key, _: key)
+    manager = CacheManager(make_policy("lru", size.slots))
+    told = Announcer(manager, prefixes, lambda *_: None)
+    blocks = PROMPTS[1] // BLOCK_TOKENS
+    for prefix in range(size.slots // blocks):
+        request = make_request("told", prefix, PROMPTS[1], 1)
+        keys = list(request.block_hashes)
+        slots = manager.prepare_store(keys)
+        slot_of = dict(zip(keys, slots.tolist(), strict=True))
+        told.remember_prefix(request, 0, PROMPTS[1], slot_of)
+        manager.complete_store(slots)
+        told.take()
+    gc.collect()
+    gc.freeze()
+    timed: dict[str, list[float]] = {}
+
+    def measure(name: str, call: Callable[[], object]) -> None:
+        begun = time.thread_time()  # of the CPU: the machine has other work, too
+        call()
+        timed.setdefault(name, []).append((time.thread_time() - begun) * 1e6)
+
+    measure("reset of the engine's own cache", told.engine_was_reset)
+    while told.has_more:
+        measure("step that tells again", told.take)
+    manager.reset()
+    while told.has_more:
+        measure("step that tells what is gone", told.take)
+    for name, times in timed.items():
+        row = {"name": f"events: {name}", "count": len(times)}
+        rows.append({**row, "p50_us": round(statistics.median(times)), "max_us": round(max(times))})
+    gc.unfreeze()
+
+
+def disk_options(folder: Path, size: Size, write_rate: str) -> dict[str, Any]:
+    """Return the options of a disk with as many slots as host memory has; nothing is written."""
+    return {
+        "disk_path": str(folder),
+        "disk_bytes": f"{(size.slots + 32) * 2 * PAGE_BYTES}B",
+        "disk_write_rate": write_rate,
+        "disk_restart": False,
+    }
 
 
 @pytest.mark.parametrize("prompt_tokens", PROMPTS[1:])

@@ -100,6 +100,19 @@ class SlotIndex:
             self._slot_of.add_all(keys[: len(slots)], slots.tolist())
         return slots
 
+    def restore(self, slots: Slots, keys: Sequence[Key]) -> None:
+        """Give these slots to distinct keys; nothing was given out before."""
+        self._key_of = [None] * (int(slots.max()) + 1 if len(slots) else 0)
+        for slot, key in zip(slots.tolist(), keys, strict=True):
+            self._key_of[slot] = key
+        self._slot_of.add_all(keys, slots.tolist())
+        self._free = [slot for slot, key in enumerate(self._key_of) if key is None][::-1]
+
+    def keys_of(self, slots: Slots) -> list[Key]:
+        """Return the key of each slot; None of one that has none."""
+        key_of = self._key_of
+        return [key_of[slot] for slot in slots.tolist()]
+
     def replace(self, slots: Slots, keys: Sequence[Key]) -> None:
         """Forget the keys of `slots` and give the slots to `keys`, which are distinct and new."""
         self._slot_of.rename_all(self._key_of, slots.tolist(), keys)
@@ -111,6 +124,14 @@ class SlotIndex:
         for slot in freed:
             self._key_of[slot] = None
         self._free += freed
+
+    def disown(self, slots: Slots) -> None:
+        """Forget the keys of `slots`, which become orphans."""
+        orphans = slots.tolist()
+        self._slot_of.remove_all([self._key_of[slot] for slot in orphans])
+        for slot in orphans:
+            self._key_of[slot] = None
+        self.num_orphans += len(orphans)
 
     def free_orphans(self, slots: Slots) -> Slots:
         """Free the orphans among `slots`, and return the others."""

@@ -28,10 +28,11 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_offload.cache.changes import ChangeLog
 from kv_offload.cache.index import SlotIndex
 from kv_offload.cache.policies.base import EvictionPolicy
 from kv_offload.cache.running import RunningOperations, distinct
-from kv_offload.cache.slots import NO_SLOTS, Key, MissingKeyError, Slots
+from kv_offload.cache.slots import NO_SLOTS, Key, MissingKeyError, Runs, Slots
 
 
 class CacheManager:
@@ -44,10 +45,13 @@ class CacheManager:
         """Keys evicted since the start; a reset does not count."""
         self.stored_slots = 0
         """Slots whose key has become readable since the start."""
+        self.changes: ChangeLog | None = None
+        """Set by whoever follows what is readable."""
         self._index = SlotIndex(num_slots)
         self._policy = policy
         self._running = RunningOperations(num_slots)  # those on orphans too
-        self._resets = 0
+        self.forgotten = 0
+        """Keys evicted or forgotten, and resets. Until it changes, readable keys stay readable."""
         # What `forgotten` was after the last eviction from each slot, and after the last reset.
         self._forgotten_at = np.zeros(num_slots, np.int64)
         self._reset_at = 0
@@ -67,11 +71,6 @@ class CacheManager:
     def slots_in_use(self) -> int:
         """Slots that are not free: readable, being stored, or orphans."""
         return self._index.slots_in_use
-
-    @property
-    def forgotten(self) -> int:
-        """Evictions and resets since the start. Until it changes, readable keys stay readable."""
-        return self.evictions + self._resets
 
     def keep_their_keys(self, slots: Slots, since: int) -> bool:
         """Say whether slots have the keys that they had when `forgotten` was `since`.
@@ -113,16 +112,90 @@ class CacheManager:
             key = keys[int(readable.argmin())]
             raise MissingKeyError(f"{key!r} is not readable: look it up in the same step")
         idle = self._running.start_loads(slots)
-        self._policy.hold(idle[::-1])
-        if len(idle) < len(slots):
-            # Some slots are repeated or have other readers: `use` puts all of them in order.
+        if len(idle) == len(slots):
+            self._policy.hold(idle[::-1])
+        else:  # some are repeated or have other readers
+            self._policy.keep(idle)
             self._policy.use(distinct(slots)[::-1])
         return slots
+
+    def restore(self, keys: Sequence[Key], slots: Slots) -> None:
+        """Take over what another manager knew: distinct readable keys, least recent first.
+
+        Nothing was stored before, and the slots are usable.
+        """
+        self._index.restore(slots, keys)
+        self._policy.add(slots[::-1], keys[::-1])
+        self._policy.release(slots)
+
+    def readable_keys(self, slots: Slots) -> list[Key]:
+        """Return the key of each slot, which was given out; None where none can be loaded."""
+        keys = self._index.keys_of(slots)
+        readable = self._running.not_written(slots).tolist()
+        return [key if ok else None for key, ok in zip(keys, readable, strict=True)]
+
+    def prepare_copy(self, slots: Slots) -> None:
+        """Hold distinct slots with readable keys until `complete_load`. This is not an access."""
+        self._policy.keep(self._running.start_loads(slots))
+
+    def busy_slots(self, slots: Slots) -> NDArray[np.bool_]:
+        """Say for each slot whether something holds it against eviction, or writes it."""
+        busy: NDArray[np.bool_] = self._running.busy(self.num_slots)[slots]
+        return busy
+
+    def use(self, slots: Slots) -> None:
+        """Count an access to distinct slots that have a key, the last of them the most recent."""
+        self._policy.use(slots)
+
+    def worth_keeping(self, slots: Slots) -> NDArray[np.bool_]:
+        """Say which slots with a key are worth a write to a tier below, as the policy sees it."""
+        return self._policy.worth_keeping(slots)
+
+    def take_risen(self) -> Slots:
+        """Return slots that were used again since the last call, where `worth_keeping` may differ.
+
+        Takes O(num_slots), some nanoseconds a hundred slots.
+        """
+        return self._policy.take_risen()
+
+    def forget(self, slots: Slots) -> None:
+        """Forget the keys of distinct slots; those that a load reads are free once it ends.
+
+        None of them is being stored.
+        """
+        idle = self._running.idle(slots)
+        self._policy.discard(slots)
+        self._index.forget(idle)
+        self._index.disown(slots[~np.isin(slots, idle)])
+        self._forget_by(slots)
+
+    def _forget_by(self, slots: Slots) -> None:
+        """Take note that these slots lost their keys."""
+        self.forgotten += len(slots)
+        self._forgotten_at[slots] = self.forgotten
+        if self.changes is not None:
+            self.changes.lost(slots)
 
     def complete_load(self, slots: Slots) -> None:
         """End one load of each slot, whether it failed or not. Raises `MisuseError`."""
         idle = self._running.end_loads(slots)
         self._policy.release(self._index.free_orphans(idle))
+
+    def offer(
+        self, keys: Sequence[Key], runs: Runs, along: Slots = NO_SLOTS
+    ) -> tuple[Slots, NDArray[np.bool_]]:
+        """Do as `prepare_store` for those of `keys` that the policy finds worth a slot.
+
+        `runs` says of which prompts the keys are, in order. Returns the slots, and for each key
+        whether it was worth one.
+        """
+        free = self._index.usable_slots - self._index.slots_in_use
+        policy = self._policy
+        behind = self._index.slot_numbers([run.behind for run in runs]) if policy.links else ()
+        worth = policy.admit(keys, runs, free, behind)
+        if not worth.all():
+            keys = [*compress(keys, worth.tolist())]
+        return self.prepare_store(keys, along), worth
 
     def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> Slots:
         """Give slots to distinct keys that have none, first to last, evicting others as needed.
@@ -136,7 +209,7 @@ class CacheManager:
         if len(along):
             along = distinct(along)
             guarded = self._running.idle(along)
-            self._policy.hold(guarded[::-1])
+            self._policy.keep(guarded)
         slots = self._take_slots(keys)
         self._running.start_stores(slots)
         if len(along):
@@ -155,7 +228,7 @@ class CacheManager:
         victims = self._policy.replace(keys)
         self._index.replace(victims, keys[: len(victims)])
         self.evictions += len(victims)
-        self._forgotten_at[victims] = self.forgotten
+        self._forget_by(victims)
         return np.concatenate((free, victims)) if len(free) else victims
 
     def complete_store(self, slots: Slots, *, ok: bool = True) -> None:
@@ -168,6 +241,8 @@ class CacheManager:
         if ok:
             self._policy.release(owned)
             self.stored_slots += len(owned)
+            if self.changes is not None:
+                self.changes.became_readable(owned)
         else:
             self._index.forget(owned)
             self._policy.discard(owned)
@@ -177,10 +252,12 @@ class CacheManager:
 
         Takes the time to free the keys: 0.1 s where there are 1,000,000.
         """
-        self._resets += 1
+        self.forgotten += 1
         self._reset_at = self.forgotten
         self._index.clear(self._running.busy(self._index.given_out))
         self._policy.clear()
+        if self.changes is not None:
+            self.changes.lost_all()
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming the first broken invariant, in O(num_slots)."""

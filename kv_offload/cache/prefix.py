@@ -133,6 +133,19 @@ class PrefixMap:
             return list(self._ends(hashes, group, first, last))
         return self.pool_keys(hashes, group, first, last)
 
+    def key_before(self, hashes: Sequence[bytes], position: int, slot: int) -> SlotKey | None:
+        """Return the key before a slot that is of no use without it; None if there is none."""
+        group = self.groups[position]
+        if not slot or not group.reads_all:
+            return None
+        before = hashes[slot * self.block_hashes[position] - 1]
+        return before + self._suffix[group.group_id] if group.group_id else before
+
+    def hash_of(self, group: CacheGroup, key: SlotKey) -> bytes:
+        """Return the engine's hash of the block that a slot key of this group names."""
+        suffix = self._suffix[group.group_id]
+        return key[: -len(suffix)] if group.group_id else key
+
     def _ends(
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
     ) -> Sequence[bytes]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TypeAlias
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,21 @@ Slots: TypeAlias = NDArray[np.int32]
 """Slot numbers, shape `(n,)`. Batches, because a prompt has thousands of blocks."""
 
 NO_SLOTS: Slots = np.empty(0, np.int32)
+
+
+class Run(NamedTuple):
+    """Keys that follow each other and are of one request."""
+
+    keys: int
+    """How many."""
+    prompt_tokens: int
+    must: bool = False
+    """Whether they are to be stored whatever they are worth."""
+    behind: Key | None = None
+    """The key before them in the prompt; None where there is none, or they can do without it."""
+
+
+Runs: TypeAlias = Sequence[Run]
 
 
 class MissingKeyError(KVOffloadError, KeyError):

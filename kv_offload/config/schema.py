@@ -10,6 +10,29 @@ import yaml
 from msgspec import Meta
 
 DEFAULT_CPU_BYTES = "25%"
+DEFAULT_SIZES = {
+    "cpu_bytes": DEFAULT_CPU_BYTES,
+    "disk_write_rate": "1GiB",
+    "store_write_rate": "1GiB",
+    "record_trace_bytes": "256MiB",
+}
+"""As a user writes them."""
+
+SIZES = frozenset(
+    {
+        "cpu_bytes",
+        "disk_bytes",
+        "disk_write_rate",
+        "store_bytes",
+        "store_write_rate",
+        "record_trace_bytes",
+    }
+)
+"""Keys that take sizes with a unit."""
+
+PATHS = frozenset({"disk_path", "record_trace"})
+"""Keys that take paths; they are made absolute."""
+
 MAX_INT = 2**63 - 1
 
 
@@ -33,8 +56,9 @@ class OffloadConfig:
         ),
     ]
     eviction_policy: Annotated[
-        Literal["lru", "arc"], _says("Which blocks leave host memory first when it is full.")
-    ] = "lru"
+        Literal["auto", "lru", "arc"],
+        _says("Which blocks leave host memory first when it is full."),
+    ] = "auto"
     store_blocks: Annotated[
         Literal["all", "prompt"],
         _says("What is copied to host memory: all blocks, or only those of the prompt."),
@@ -64,6 +88,24 @@ class OffloadConfig:
             le=1,
         ),
     ] = 0.8
+    max_retained_share: Annotated[
+        float,
+        _says(
+            "Share of host memory that requests may retain, over all of them.",
+            "a number from 0, which retains nothing, to 0.9",
+            ge=0,
+            le=0.9,
+        ),
+    ] = 0.25
+    max_retained_share_per_salt: Annotated[
+        float,
+        _says(
+            "Share of host memory that requests of one cache_salt may retain.",
+            "a number from 0 to 0.9; requests without a cache_salt share one part",
+            ge=0,
+            le=0.9,
+        ),
+    ] = 0.25
     load_or_recompute: Annotated[
         Literal["measured", "always_load"],
         _says("Whether a hit is computed where that was measured to be sooner."),
@@ -75,6 +117,82 @@ class OffloadConfig:
         Literal["recompute", "fail"],
         _says("Whether a request whose load failed is computed again or fails."),
     ] = "recompute"
+    disk_path: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        _says("Folder on a local disk for blocks that leave host memory.", "the path of a folder"),
+    ] = None
+    disk_bytes: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_INT)] | None,
+        _says(
+            "Size on that disk for one replica of the engine, over all its ranks.",
+            "bytes, or a size (500GiB)",
+        ),
+    ] = None
+    disk_write_rate: Annotated[
+        int,
+        _says(
+            "What one replica writes to the disk in a second at most, over all its ranks.",
+            "bytes, or a size (1GiB)",
+            ge=1,
+            le=MAX_INT,
+        ),
+    ] = 1 << 30
+    disk_restart: Annotated[
+        bool, _says("Whether what is on the disk serves after a restart.", "true or false")
+    ] = True
+    disk_keep_on_reset: Annotated[
+        bool,
+        _says("Whether the disk still serves after a reset of the prefix cache.", "true or false"),
+    ] = False
+    store: Annotated[
+        Literal["mooncake"] | None,
+        _says("The store below host memory that several engines share.", "mooncake, or left out"),
+    ] = None
+    store_master: Annotated[
+        Annotated[str, Meta(pattern=r"^[^\s:/]+:[0-9]{1,5}$")] | None,
+        _says("Address of the store's master.", "host:port, for example 10.0.0.5:50051"),
+    ] = None
+    store_bytes: Annotated[
+        Annotated[int, Meta(ge=0, le=MAX_INT)] | None,
+        _says(
+            "Memory that one replica of the engine gives to the store, over all its ranks.",
+            "bytes, or a size (64GiB); 0 to use what others give",
+        ),
+    ] = None
+    store_write_rate: Annotated[
+        int,
+        _says(
+            "What one replica writes to the store in a second at most, over all its ranks.",
+            "bytes, or a size (1GiB)",
+            ge=1,
+            le=MAX_INT,
+        ),
+    ] = 1 << 30
+    store_keep_on_reset: Annotated[
+        bool,
+        _says("Whether the store still serves after a reset of the prefix cache.", "true or false"),
+    ] = False
+    record_trace: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        _says(
+            "File to which the requests are recorded, without their text.",
+            "the path of a file that does not exist",
+        ),
+    ] = None
+    record_trace_bytes: Annotated[
+        int,
+        _says(
+            "Size at which that file ends.",
+            "bytes, or a size (256MiB)",
+            ge=1,
+            le=MAX_INT,
+        ),
+    ] = 256 << 20
+
+    @property
+    def host_bytes(self) -> int:
+        """The memory of the host that one replica takes, over all its ranks."""
+        return self.cpu_bytes + (self.store_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +220,7 @@ def _key(field: dataclasses.Field[Any], hint: Any) -> Key:
     kind, meta = get_args(hint)
     names = get_args(kind)
     allowed = meta.extra["allowed"] if meta.extra else f"{', '.join(names[:-1])} or {names[-1]}"
-    default = DEFAULT_CPU_BYTES if field.default is dataclasses.MISSING else field.default
+    default = DEFAULT_SIZES.get(field.name, field.default)
     return Key(field.name, hint, meta.description, allowed, default)
 
 

@@ -19,8 +19,10 @@ _UNIT_BYTES = {
 _SIZE = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([a-z%]*)\s*", re.ASCII | re.IGNORECASE)
 
 
-def parse_size(size: str | float, whole_bytes: int) -> int:
+def parse_size(size: str | float, whole_bytes: int | None) -> int:
     """Return the bytes that `size` means, rounded down: `48GiB`, `1.5 TB`, or `40%` of a whole.
+
+    Without a whole there is no `%`.
 
     An integer is bytes. Units are matched without regard to case, so `Gb` is a gigabyte, not a
     gigabit. `Gi`, as Kubernetes writes it, is `GiB`.
@@ -31,19 +33,24 @@ def parse_size(size: str | float, whole_bytes: int) -> int:
     if isinstance(size, float):
         raise ValueError("a number with a fraction needs a unit.")  # noqa: TRY004 - a wrong value
     if isinstance(size, int):
-        return _check_bare_size(size)
+        return _check_bare_size(size, has_whole=whole_bytes is not None)
     match = _SIZE.fullmatch(size)
     if match is None:
         raise ValueError("not a positive number and a unit.")
     number, unit = match.groups()
     if not unit:
-        raise ValueError(f"the unit is missing, write {_with_units(number)}.")
-    if unit != "%" and unit.lower() not in _UNIT_BYTES:
-        known = f"known are {', '.join(UNITS)} and %"
+        meant = _with_units(number, has_whole=whole_bytes is not None)
+        raise ValueError(f"the unit is missing, write {meant}.")
+    if unit == "%" and whole_bytes is not None:
+        one = Fraction(whole_bytes, 100)
+    elif unit.lower() in _UNIT_BYTES:
+        one = Fraction(_UNIT_BYTES[unit.lower()])
+    else:
+        *others, last = [*UNITS, *(["%"] if whole_bytes is not None else [])]
+        known = f"known are {', '.join(others)} and {last}"
         if f"{unit}b".lower() in _UNIT_BYTES:  # `G`: 10^9 for Kubernetes, 2^30 for Docker
             known = f"write {number}{unit.upper()}B or {number}{unit.upper()}iB"
         raise ValueError(f"unknown unit {unit!r}, {known}.")
-    one = Fraction(whole_bytes, 100) if unit == "%" else _UNIT_BYTES[unit.lower()]
     size_bytes = int(Fraction(number) * one)
     if size_bytes < 1:
         raise ValueError("less than one byte.")
@@ -52,21 +59,21 @@ def parse_size(size: str | float, whole_bytes: int) -> int:
     return size_bytes
 
 
-def _check_bare_size(size_bytes: int) -> int:
+def _check_bare_size(size_bytes: int, *, has_whole: bool) -> int:
     if size_bytes >= SMALLEST_BYTES:
         return size_bytes
     if size_bytes < 1:
         raise ValueError(f"{_TOO_LITTLE}.")
-    meant = _with_units(str(size_bytes))
+    meant = _with_units(str(size_bytes), has_whole=has_whole)
     raise ValueError(f"without a unit it is bytes, {_TOO_LITTLE}. Did you mean {meant}?")
 
 
-def _with_units(number: str) -> str:
+def _with_units(number: str, *, has_whole: bool) -> str:
     """Return what a number that lacks its unit may mean: the size of a pool, or so many bytes."""
     value = float(number)
     if value >= SMALLEST_BYTES:
         return f"{number}B"
-    units = ["GiB", "%"] if value <= 100 else ["MiB"]
+    units = ["GiB", *(["%"] if has_whole else [])] if value <= 100 else ["MiB"]
     *others, last = [f"{number}{unit}" for unit in (*units, *([] if "." in number else ["B"]))]
     return f"{', '.join(others)} or {last}" if others else last
 

@@ -18,7 +18,15 @@ import msgspec
 
 from kv_offload.config.file import ConfigFile, read_file, show
 from kv_offload.config.host_memory import HostMemory, headroom_bytes, read_host_memory
-from kv_offload.config.schema import DEFAULT_CPU_BYTES, MAX_INT, SCHEMA, OffloadConfig, as_yaml
+from kv_offload.config.schema import (
+    DEFAULT_CPU_BYTES,
+    MAX_INT,
+    PATHS,
+    SCHEMA,
+    SIZES,
+    OffloadConfig,
+    as_yaml,
+)
 from kv_offload.config.sizes import describe_bytes, format_size, parse_size
 from kv_offload.errors import CapacityError, ConfigError
 
@@ -78,8 +86,10 @@ class TracedConfig:
         given = self.given["cpu_bytes"]
         size_bytes = self.config.cpu_bytes
         text = f"{given.source}: cpu_bytes: {given.shown}: asks for {describe_bytes(size_bytes)}"
+        if self.config.store_bytes:
+            text += f", and store_bytes for {describe_bytes(self.config.store_bytes)}"
         if self.replicas > 1:
-            all_bytes = describe_bytes(size_bytes * self.replicas)
+            all_bytes = describe_bytes(self.config.host_bytes * self.replicas)
             text += f" for each of {self.replicas} replicas on this host, {all_bytes} in all"
         return text
 
@@ -100,7 +110,7 @@ def trace_config(
 
     Raises:
         ConfigError: a source cannot be read, or has an unknown key or a value that is not allowed,
-            or a variable is named after a key.
+            keys contradict each other, or a variable is named after a key.
         CapacityError: all replicas together ask for more than this machine or its cgroup has, less
             the headroom. What is free now is not looked at.
     """
@@ -127,8 +137,9 @@ def trace_config(
             effective[name] = _checked(name, one, host.size_bytes // replicas)
             given[name] = one
     traced = TracedConfig(OffloadConfig(**effective), read.path, given, host, replicas, warnings)
+    _check_tiers(traced.config, given)
     headroom = headroom_bytes(host)
-    if traced.config.cpu_bytes * replicas + headroom > host.size_bytes:
+    if traced.config.host_bytes * replicas + headroom > host.size_bytes:
         raise CapacityError(
             f"{traced.describe_request()}, but {host.source} says that there are "
             f"{describe_bytes(host.size_bytes)}, of which {format_size(headroom)} must stay free. "
@@ -165,7 +176,7 @@ def _written(value: Any, text: str | None) -> str:
     text = value if isinstance(value, str) else text
     if text is not None:
         return show(text)[1:-1]
-    return as_yaml(value) if isinstance(value, bool) else show(value)
+    return as_yaml(value) if value is None or isinstance(value, bool) else show(value)
 
 
 def _checked(name: Any, given: Given, whole_bytes: int) -> Any:
@@ -175,9 +186,11 @@ def _checked(name: Any, given: Given, whole_bytes: int) -> Any:
         raise ConfigError(f"{source}: {shown}: {given.shown}: unknown key. {_hint(source, shown)}")
     cause: Exception
     try:
-        if name == "cpu_bytes" and type(value) in (str, int, float):
-            value = parse_size(value, whole_bytes)
-        return msgspec.convert(value, key.type)
+        is_none = name == "store_bytes" and value == 0 and type(value) is int
+        if name in SIZES and type(value) in (str, int, float) and not is_none:
+            value = parse_size(value, whole_bytes if name == "cpu_bytes" else None)
+        converted = msgspec.convert(value, key.type)
+        return _resolve(converted) if name in PATHS and converted else converted
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter of half a letter
         is_large = isinstance(value, int) and value > MAX_INT
         problem, cause = f"must be {f'{MAX_INT} at most' if is_large else key.allowed}", error
@@ -187,6 +200,47 @@ def _checked(name: Any, given: Given, whole_bytes: int) -> Any:
         f"{source}: {key.name}: {given.shown}: {problem}. Correct it, or remove it to get "
         f"the default, {key.written_default}."
     ) from cause
+
+
+def _resolve(path: str) -> str:
+    """Return an absolute path. Raises `ValueError` for what names no file."""
+    if "\0" in path:
+        raise ValueError("a path has no null character.")
+    return str(Path(os.path.expanduser(path)).absolute())
+
+
+def _check_tiers(config: OffloadConfig, given: Mapping[str, Given]) -> None:
+    """Raise `ConfigError` for a tier that is described in part, and for two tiers."""
+    for what, needed in _TIERS.items():
+        named = [name for name in needed if getattr(config, name) is not None]
+        missing = [name for name in needed if name not in named]
+        if named and missing:
+            one = given[named[0]]
+            raise ConfigError(
+                f"{one.source}: {named[0]}: {one.shown}: {missing[0]} is missing. Add "
+                f"{missing[0]}: {needed[missing[0]]}, or remove {' and '.join(named)} to run "
+                f"without a {what}."
+            )
+    if config.disk_path is not None and config.store is not None:
+        raise ConfigError(
+            f"{given['store'].source}: store: {given['store'].shown}: an engine has one tier below "
+            "host memory, and disk_path names a disk. Remove store, store_master and store_bytes, "
+            "or disk_path and disk_bytes."
+        )
+
+
+_TIERS = {
+    "disk": {
+        "disk_bytes": "what the engine may take of that disk, for example 500GiB",
+        "disk_path": "a folder on a local disk",
+    },
+    "store": {
+        "store": "mooncake",
+        "store_master": "the address of its master, for example 10.0.0.5:50051",
+        "store_bytes": "the memory that this engine gives to it, for example 64GiB, or 0",
+    },
+}
+"""Keys that are given all or none, and what each of them is."""
 
 
 def _hint(source: str, unknown: str) -> str:

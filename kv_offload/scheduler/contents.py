@@ -1,46 +1,45 @@
-"""Whether host memory still holds what its keys say: it is emptied when the weights may change."""
+"""Whether what is kept still holds what its keys say: it is not where the weights may change."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from kv_offload.cache.manager import CacheManager
-from kv_offload.scheduler.stores.leftovers import Leftovers
+from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
 
+class Forget(Protocol):
+    """Forgets all that is kept; returns whether there was anything."""
+
+    def __call__(self, *, weights_changed: bool) -> bool:
+        """Forget it for a reset, or because the weights may have changed."""
+
+
 @dataclass(eq=False, repr=False)
 class Contents:
-    """Empties host memory, together with what waits to be stored.
+    """Says when all that is kept must be forgotten."""
 
-    Running copies end on their own and leave nothing.
-    """
-
-    _manager: CacheManager
-    _leftovers: Leftovers
+    _forget: Forget
     falling_asleep: bool = False
     """Set while the engine resets everything for a sleep that host memory is to outlive."""
     _weights_changed: bool = False
     _weight_loads: dict[int, int] = field(default_factory=dict)
 
     def reset(self) -> None:
-        """Empty host memory; does nothing while `falling_asleep`."""
+        """Forget all for a reset; does nothing while `falling_asleep`."""
         if not self.falling_asleep:
-            self._empty()
+            self._forget(weights_changed=False)
 
     def weights_change(self) -> bool:
-        """Empty host memory, since the weights may be about to change, and at the next reset again.
+        """Forget all, since the weights may be about to change, and at the next reset again.
 
         Until then the engine's own cache may serve blocks of the old weights, which are stored.
         Returns whether there was anything to forget.
         """
-        held = self._manager.slots_in_use > 0
-        self._empty()
         self._weights_changed = True
-        return held
+        return self._forget(weights_changed=True)
 
     def weights_were_loaded(self, weight_loads: Mapping[int, int]) -> None:
         """Hear how often each rank's model has been given weights since the start.
@@ -57,9 +56,5 @@ class Contents:
     def engine_was_reset(self) -> None:
         """Hear that the engine's own cache is empty."""
         if self._weights_changed:
-            self._empty()
+            self._forget(weights_changed=True)
             self._weights_changed = False
-
-    def _empty(self) -> None:
-        self._manager.reset()
-        self._leftovers.drop()

@@ -1,5 +1,8 @@
 """All copies on their way: one record each, from its plan until every rank has ended it.
 
+Stores and loads copy between GPU blocks and slots of host memory; moves between host memory and a
+tier below it.
+
 A store pins its blocks in the engine's block pool: a reference, so that nobody can reallocate, zero
 or overwrite them while a copy may read them. A load holds its slots against eviction. Its blocks
 belong to its request, whatever becomes of that: the engine keeps them until it hears of the end.
@@ -10,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,7 +21,7 @@ import numpy as np
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.slots import NO_SLOTS, Slots
 from kv_offload.engine import BlockPool
-from kv_offload.messages import LoadJob, Outcome, Pairs, StoreJob
+from kv_offload.messages import LoadJob, MoveJob, Outcome, Pairs, StoreJob
 from kv_offload.scheduler.request import StoreCursor, TrackedRequest
 from kv_offload.scheduler.timing import LoadQueue
 
@@ -46,9 +49,31 @@ class Job:
     """Of a store: whether its blocks were released before all ranks had ended it."""
 
     @property
+    def is_store(self) -> bool:
+        """Whether it copies to host memory what a forward computed."""
+        return self.request is None
+
+    @property
     def pins(self) -> bool:
         """Whether it is a store that pins its blocks."""
-        return self.request is None and not self.given_up
+        return self.is_store and not self.given_up
+
+
+@dataclass(slots=True, eq=False)
+class Move(Job):
+    """A copy between slots of host memory and of the tier below: up, or else down."""
+
+    promotes: bool = False
+    keys: list[bytes] = field(default_factory=list)
+    """What each slot holds, or is to hold."""
+    tier_slots: Slots = field(default_factory=lambda: NO_SLOTS)
+    failed_rows: set[int] = field(default_factory=set)
+    """Slots whose copy some rank has told to have failed, by their places."""
+
+    @property
+    def is_store(self) -> bool:
+        """False: what it copies has been readable."""
+        return False
 
 
 @dataclass(slots=True)
@@ -71,6 +96,7 @@ class Jobs:
         self._loads: list[tuple[Job, LoadJob]] = []
         self._store = Job([])
         self._store_slots: list[Slots] = []
+        self._moves: list[tuple[Move, MoveJob]] = []
         # In the order in which they were sent.
         self._running: dict[int, Job] = {}
         self._known: set[int] = set()
@@ -138,6 +164,16 @@ class Jobs:
         planned, self._loads = self._loads, []
         return tuple(replace(load, job_id=self._send(job)) for job, load in planned)
 
+    def plan_move(self, move: Move, names: Sequence[bytes]) -> None:
+        """Plan a move; both managers hold its slots. `names`: see `MoveJob`."""
+        pairs = np.stack((move.slots, move.tier_slots), axis=1)
+        self._moves.append((move, MoveJob(move.job_id, move.promotes, pairs, names)))
+
+    def send_moves(self) -> tuple[MoveJob, ...]:
+        """Return the moves planned since the last call."""
+        planned, self._moves = self._moves, []
+        return tuple(replace(sent, job_id=self._send(move)) for move, sent in planned)
+
     def _send(self, job: Job) -> int:
         job.job_id, self.next_job_id = self.next_job_id, self.next_job_id + 1
         job.sent = time.monotonic()
@@ -162,6 +198,13 @@ class Jobs:
                 del self._running[job_id]
                 self._known.add(job_id)
                 heard.ended.append(job)
+
+    def hear_rows(self, failed_rows: Mapping[int, Sequence[int]]) -> None:
+        """Take in which slots of moves failed on a rank, before `hear` takes in their ends."""
+        for job_id, rows in failed_rows.items():
+            move = self._running.get(job_id)
+            if isinstance(move, Move):
+                move.failed_rows.update(rows)
 
     def take_known(self) -> tuple[int, ...]:
         """Return the jobs that ranks have told of and that are not in the table any more."""
@@ -191,7 +234,7 @@ class Jobs:
         Nor what has `ended`, and was not released.
         """
         for job in (*self._pinning(), *ended):
-            if job.request is None:
+            if job.is_store:
                 job.outcome = Outcome.FAILED
 
     def give_up_stores(self, sent_before: float = math.inf) -> int:
@@ -225,8 +268,18 @@ class Jobs:
 
     @property
     def oldest_sent(self) -> float | None:
-        """When the oldest job that some rank has not ended was sent, on the monotonic clock."""
-        return next((job.sent for job in self._running.values()), None)
+        """When the oldest load or store that some rank has not ended was sent.
+
+        On the monotonic clock.
+        """
+        copies = (job for job in self._running.values() if not isinstance(job, Move))
+        return next((job.sent for job in copies), None)
+
+    @property
+    def oldest_move_sent(self) -> float | None:
+        """When the oldest move that some rank has not ended was sent, on the monotonic clock."""
+        moves = (job for job in self._running.values() if isinstance(job, Move))
+        return next((job.sent for job in moves), None)
 
     @property
     def any_running(self) -> bool:
@@ -263,7 +316,8 @@ class Jobs:
         assert self.pinned_blocks == pins.total()
         for block, count in pins.items():
             assert self._pool.blocks[block].ref_cnt >= count
-        stores = [job for job in self._running.values() if job.request is None]
+        stores = [job for job in self._running.values() if job.is_store]
+        loads = [job for job in self._running.values() if job.request is not None]
         assert self.running_stores == len(stores)
-        assert self.running_loads == len(self._running) - len(stores) + len(self._loads)
+        assert self.running_loads == len(loads) + len(self._loads)
         assert self.stores_given_up == sum(job.given_up for job in stores)

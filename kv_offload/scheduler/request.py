@@ -14,12 +14,13 @@ back. One that ends leaves the dict; its load runs on (`jobs`).
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slots import Slots
 from kv_offload.engine import Request
+from kv_offload.wishes import NO_WISHES, Wishes
 
 
 class Phase(enum.Enum):
@@ -80,6 +81,7 @@ class StoreCursor:
     """By cache group, the first slot whose store has been neither planned nor skipped."""
     admission: int
     """The number of the admission that gave the blocks: it shares blocks of earlier ones alone."""
+    wishes: Wishes = NO_WISHES
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -88,6 +90,7 @@ class TrackedRequest:
 
     request: Request
     phase: Phase = Phase.WAITING
+    wishes: Wishes = NO_WISHES
 
     # Waiting.
     offer: Offer | None = None
@@ -120,6 +123,12 @@ class TrackedRequest:
         if self.phase is Phase.ENDED:
             return 0
         return int(self.request.num_tokens - self.request.num_computed_tokens)
+
+    @property
+    def may_load(self) -> bool:
+        """Whether it wants what is in host memory, and no load of it has failed."""
+        wants = self.wishes.load and not self.request.skip_reading_prefix_cache
+        return wants and not self.load_failed
 
     @property
     def is_loaded(self) -> bool:
@@ -158,7 +167,8 @@ class TrackedRequest:
 class RequestTable:
     """The requests that have not ended, by their ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, wishes_of: Callable[[Request], Wishes] = lambda _: NO_WISHES) -> None:
+        self._wishes_of = wishes_of
         self._requests: dict[str, TrackedRequest] = {}
         self.admitted = 0
         """How many hold GPU blocks, or did before they were preempted."""
@@ -175,7 +185,8 @@ class RequestTable:
         """Return the record of a request, made at the first call."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = self._requests[request.request_id] = TrackedRequest(request)
+            tracked = TrackedRequest(request, wishes=self._wishes_of(request))
+            self._requests[request.request_id] = tracked
         return tracked
 
     def admit(self, tracked: TrackedRequest, block_ids: Sequence[Sequence[int]]) -> None:
@@ -184,7 +195,9 @@ class RequestTable:
         self.admissions += 1
         ids = [list(group) for group in block_ids]
         tracked.phase = Phase.READY
-        tracked.cursor = StoreCursor(tracked.request, ids, [0] * len(ids), self.admissions)
+        tracked.cursor = StoreCursor(
+            tracked.request, ids, [0] * len(ids), self.admissions, tracked.wishes
+        )
         tracked.offer = tracked.waits_for = tracked.loaded = None
 
     def end(self, tracked: TrackedRequest) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 from kv_offload.cache.prefix import CacheGroup, KeyMaker, PrefixMap
+from kv_offload.cache.retention import Retention
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import AllocatedBlocks, BlockPool, Request, StepOutput
 from kv_offload.messages import (
@@ -21,18 +22,27 @@ from kv_offload.messages import (
 )
 from kv_offload.metrics import OffloadStats
 from kv_offload.scheduler.contents import Contents
+from kv_offload.scheduler.events.announcer import Announcement, Announcer
+from kv_offload.scheduler.events.records import Describe
 from kv_offload.scheduler.jobs import Heard, Job, Jobs
 from kv_offload.scheduler.loads.admissions import Admissions
 from kv_offload.scheduler.loads.choice import LoadChoice
 from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.loads.mode import LoadMode
 from kv_offload.scheduler.losses import computed_with
+from kv_offload.scheduler.other_sizes import OtherSizes
 from kv_offload.scheduler.request import Phase, RequestTable, TrackedRequest
+from kv_offload.scheduler.spans import ReportSpan, Spans
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.planner import StorePlanner
 from kv_offload.scheduler.timing import StepWatch
+from kv_offload.scheduler.trace_recorder import TraceRecorder
+from kv_offload.scheduler.wishes import WishReader
 
 logger = logging.getLogger(__name__)
+
+RECORD_SECONDS = 5.0
+"""Bound of the wait for what is still to be recorded at the end."""
 
 
 class OffloadScheduler:
@@ -40,7 +50,9 @@ class OffloadScheduler:
 
     Built when the block sizes and the number of slots are final: `num_slots` is what the smallest
     rank holds. No slot is used before `take_capacities` has heard of all ranks. `loads_overlap`
-    says that a load runs while the steps under way compute.
+    says that a load runs while the steps under way compute. With `describe` routers are told what
+    becomes readable and what is forgotten (`take_announcements`). A `recorder` hears of requests
+    that end; it is closed with the scheduler's half. `report_span` is told of look-ups and loads.
 
     A job lives from its plan until every rank has ended it. Ranks may be asked at any time, and may
     tell of a job twice. What the engine has to do then waits until it is taken: `take_lost`,
@@ -58,18 +70,27 @@ class OffloadScheduler:
         make_key: KeyMaker,
         *,
         loads_overlap: bool = False,
+        describe: Describe | None = None,
+        recorder: TraceRecorder | None = None,
+        report_span: ReportSpan | None = None,
     ) -> None:
         self.config = config
         self.loads_overlap = loads_overlap
         self._num_ranks = num_ranks
         self._slot_bytes = slot_bytes
         self.manager = manager = CacheManager(make_policy(config.eviction_policy, num_slots))
-        self._requests = requests = RequestTable()
         self._jobs = jobs = Jobs(manager, pool, num_ranks)
-        self._statistics = Statistics(manager, self.gauges)
+        self._statistics = statistics = Statistics(manager, self.gauges)
+        self._requests = requests = RequestTable(WishReader(statistics).read)
+        shares = config.max_retained_share, config.max_retained_share_per_salt
+        self._retention = retention = Retention(manager, *shares, statistics.count)
         self.watch = StepWatch()
-        prefixes = PrefixMap(groups, pool.hash_block_size, make_key)
+        self._prefixes = prefixes = PrefixMap(groups, pool.hash_block_size, make_key)
+        self._announcer = Announcer(manager, prefixes, describe) if describe else None
+        self._recorder, self._hash_block_tokens = recorder, pool.hash_block_size
+        self._spans = Spans(report_span) if report_span else None
         self._lookups = Lookups(prefixes, manager)
+        self._other_sizes = OtherSizes(config, prefixes, num_slots, self._statistics)
         mode = config.load_or_recompute
         self._choice = LoadChoice(mode, slot_bytes, self.watch, jobs.queue)
         self._mode = LoadMode(slot_bytes, self.watch, overlaps=loads_overlap)
@@ -81,13 +102,24 @@ class OffloadScheduler:
             self._choice,
             self._mode,
             jobs,
-            self._statistics,
+            statistics,
+            retention,
+            self._other_sizes,
             pool.null_block.block_id,
         )
         self._stores = StorePlanner(
-            config, requests, prefixes, manager, pool, jobs, self._statistics, slot_bytes
+            config,
+            requests,
+            prefixes,
+            manager,
+            pool,
+            jobs,
+            statistics,
+            retention,
+            slot_bytes,
+            self._announcer,
         )
-        self._contents = Contents(manager, self._stores.leftovers)
+        self._contents = Contents(self._forget_all)
         self._ready_slots: dict[int, int] = {}
         manager.limit_slots(0)
         self._idle_loaded: set[str] = set()
@@ -105,13 +137,22 @@ class OffloadScheduler:
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `Admissions.match`."""
+        if self._spans is not None:
+            self._spans.asked(self._requests.track(request))
+        return self._match(request, num_computed_tokens)
+
+    def _match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._admissions.match(request, num_computed_tokens)
 
     def allocated(
         self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
         """See `Admissions.allocated`."""
+        tracked = self._requests.track(request)
+        answer = tracked.answer
         self._admissions.allocated(request, blocks, num_external_tokens)
+        if self._spans is not None:
+            self._spans.admitted(tracked, answer, num_external_tokens)
 
     def allocation_failed(
         self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
@@ -130,6 +171,9 @@ class OffloadScheduler:
         # Steps in flight are executed before what is planned now is submitted, so all that is
         # computed at their end counts; drafts and placeholders have no hashes.
         end_tokens = min(request.num_computed_tokens, request.num_tokens)
+        self._other_sizes.ended(request, end_tokens)
+        if self._recorder is not None:
+            self._recorder.record(request, self._hash_block_tokens)
         self._stores.request_ends(tracked.cursor, block_ids, end_tokens)
 
     def forget(self, request_id: str) -> None:
@@ -151,6 +195,7 @@ class OffloadScheduler:
         step has begun.
         """
         self._mode.next_step()
+        self._retention.expire()
         idle = not output.num_scheduled_tokens and self._is_still
         load_seconds = self._choice.queued_seconds()
         self._stores.plan_step(output, load_seconds=load_seconds, idle=idle)
@@ -226,9 +271,13 @@ class OffloadScheduler:
             if not ok:
                 self._failed.add(job.request.request_id)
                 self._statistics.count("failed_loads", 1)
-        if job.request is None and not ok:
+        if job.is_store and not ok:
             self._statistics.skipped("copy_failed", len(job.slots))
         self._jobs.release(job)
+        if self._spans is not None:
+            self._spans.ended(job)
+        if job.is_store:
+            self._retention.stored(job.slots)
 
     def _learn(self, report: OffloadWorkerMetadata) -> None:
         told = report.ranks.values()
@@ -324,8 +373,10 @@ class OffloadScheduler:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether the engine must go on stepping for a job to be planned, submitted or reported."""
-        jobs, leftovers = self._jobs, self._stores.leftovers
+        """Whether the engine must go on stepping, for a job or because routers must hear of it."""
+        jobs, leftovers, announcer = self._jobs, self._stores.leftovers, self._announcer
+        if announcer is not None and announcer.has_more:
+            return True
         return jobs.pinned_blocks > 0 or leftovers.slots > 0 or jobs.awaits_synchronous
 
     @property
@@ -381,9 +432,25 @@ class OffloadScheduler:
         usable = min(self._ready_slots.values()) if known else 0
         self.manager.limit_slots(min(usable, self.manager.num_slots))
 
+    def _forget_all(self, *, weights_changed: bool) -> bool:
+        """Empty host memory, with what waits to be stored; return whether it held anything.
+
+        Running copies end on their own and leave nothing.
+        """
+        held = self.manager.slots_in_use > 0
+        self._retention.drop()
+        self.manager.reset()
+        self._other_sizes.reset()
+        self._stores.leftovers.drop()
+        return held
+
     def reset(self) -> None:
         """Empty host memory, unless the engine falls asleep and host memory is to outlive that."""
         self._contents.reset()
+
+    def pause_stores(self, *, paused: bool) -> None:
+        """Store nothing new until stores are resumed."""
+        self._stores.pause(paused=paused)
 
     def fall_asleep(self, *, asleep: bool) -> None:
         """Hear that the resets from now on are those of a sleep, or are not any more."""
@@ -401,6 +468,17 @@ class OffloadScheduler:
         """Hear that the engine's own cache is empty, and that no request has blocks."""
         self._contents.engine_was_reset()
         self._requests.engine_was_reset()
+        if self._announcer is not None:
+            self._announcer.engine_was_reset()
+
+    def close(self) -> None:
+        """Hear that the engine ends."""
+        if self._recorder is not None:
+            self._recorder.close(RECORD_SECONDS)
+
+    def take_announcements(self) -> list[Announcement]:
+        """Return what routers are to be told now of host memory; called in every step."""
+        return [] if self._announcer is None else self._announcer.take()
 
     # -- figures -------------------------------------------------------------------------------
 
@@ -409,8 +487,12 @@ class OffloadScheduler:
 
         Of gauges those that have changed, at intervals unless `at_once` or the engine is idle.
         """
+        idle = at_once or not self._requests.admitted
         self._statistics.count("hook_errors", errors)
-        return self._statistics.take(idle=at_once or not self._requests.admitted)
+        if self._recorder is not None:
+            self._statistics.count("trace_errors", self._recorder.take_errors())
+        self._other_sizes.work(idle=idle)
+        return self._statistics.take(idle=idle)
 
     @property
     def has_told(self) -> bool:
@@ -430,6 +512,8 @@ class OffloadScheduler:
             "oldest_copy_seconds": 0.0 if sent is None else time.monotonic() - sent,
             "pinned_blocks": self._jobs.pinned_blocks,
             "waiting_slots": self._stores.leftovers.slots,
+            "retained_slots": self._retention.slots,
+            "stores_paused": float(self._stores.paused),
             **self.watch.gauges(),
         }
 
@@ -439,6 +523,7 @@ class OffloadScheduler:
         self._lookups.check_integrity()
         self._jobs.check_integrity()
         self.manager.check_integrity()
+        self._retention.check_integrity()
         loading = self.loading_requests()
         for tracked in self._requests:
             planned = self._jobs.has_planned_load(tracked)

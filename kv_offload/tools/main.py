@@ -26,18 +26,21 @@ def _run(argv: Sequence[str] | None) -> int:
         prog="kv-offload",
         description="A second, larger KV cache in host memory for vLLM engines.",
         epilog="`kv-offload COMMAND --help` says more. The exit status is 0 if all is well, 1 if "
-        "doctor found a problem, and 2, with a message, if an argument, a file or a server is "
-        "wrong.",
+        "doctor or tier found a problem or a server refused a prompt, and 2, with a message, if "
+        "an argument, a file or a server is wrong.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
     # Here and not above: loading them takes long enough for a Ctrl-C.
     from kv_offload.tools import config
     from kv_offload.tools.doctor import command as doctor
+    from kv_offload.tools.simulate import command as simulate
     from kv_offload.tools.sizing import command as size
     from kv_offload.tools.status import command as status
+    from kv_offload.tools.tier import command as tier
+    from kv_offload.tools.warm_up import command as warm_up
 
-    for command in (config, doctor, size, status):
+    for command in (config, doctor, simulate, size, status, tier, warm_up):
         command.add_command(subcommands)
     arguments = parser.parse_args(argv)
     try:

@@ -38,7 +38,7 @@ def check_available(traced: TracedConfig, gather: Callable[[Any], list[Any]]) ->
     told = gather((this_host, read_available_memory()))
     here = [memory for host, memory in told if host == this_host]
     least = min(here, key=lambda memory: memory.size_bytes)
-    share_bytes = traced.config.cpu_bytes * len(here) // len(told)
+    share_bytes = traced.config.host_bytes * len(here) // len(told)
     headroom = headroom_bytes(traced.host)
     if share_bytes + headroom > least.size_bytes:
         part = f", {describe_bytes(share_bytes)} of it here" if len(here) < len(told) else ""
@@ -59,7 +59,7 @@ def check_available(traced: TracedConfig, gather: Callable[[Any], list[Any]]) ->
 
 def describe_share(traced: TracedConfig) -> str:
     """Return how much a replica takes, of what, and how many do so, for the log."""
-    share_bytes, total = traced.config.cpu_bytes, traced.host
+    share_bytes, total = traced.config.host_bytes, traced.host
     percent = 100 * share_bytes / total.size_bytes
     text = (
         f"takes {format_size(share_bytes)} of host memory, {percent:.3g}% of the "

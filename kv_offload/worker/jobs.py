@@ -9,7 +9,7 @@ from typing import Any
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.errors import CopyError, TransferError
 
-from kv_offload.messages import OffloadMetadata, Outcome
+from kv_offload.messages import LoadJob, MoveJob, OffloadMetadata, Outcome, StoreJob
 from kv_offload.metrics import OffloadStats
 from kv_offload.worker.speeds import CopySpeeds
 
@@ -34,6 +34,8 @@ class RankJobs:
         """None before the registration of KV caches and after the end."""
         self.ended: dict[int, Outcome] = {}
         """By job id, how the jobs ended that the scheduler does not know to have ended."""
+        self.failed_rows: dict[int, tuple[int, ...]] = {}
+        """Of moves among them: which of their pairs failed, if any did."""
         self.speeds = CopySpeeds()
         self.stats = OffloadStats()
         self.log = log
@@ -44,15 +46,19 @@ class RankJobs:
         """Take in which jobs there are. What should have come before and did not has failed."""
         for job_id in plan.known:
             self.ended.pop(job_id, None)
-        here = {job.job_id for job in plan.stores} | {job.job_id for job in plan.loads}
+            self.failed_rows.pop(job_id, None)
+        jobs: tuple[StoreJob | LoadJob | MoveJob, ...] = (*plan.stores, *plan.loads, *plan.moves)
+        here = {job.job_id for job in jobs}
         for job_id in range(self._next_job_id, plan.next_job_id):
             if job_id not in here:
                 self.end(job_id, Outcome.FAILED)
         self._next_job_id = plan.next_job_id
 
-    def end(self, job_id: int, outcome: Outcome) -> None:
-        """Take in that nothing copies for a job any more."""
+    def end(self, job_id: int, outcome: Outcome, failed_rows: tuple[int, ...] = ()) -> None:
+        """Take in that nothing copies for a job any more; of a move also which pairs failed."""
         self.ended[job_id] = outcome
+        if failed_rows:
+            self.failed_rows[job_id] = failed_rows
 
     def require_transfer(self) -> SwapEngine:
         """Return the transfer engine, which must be there."""

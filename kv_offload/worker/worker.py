@@ -25,6 +25,7 @@ from kv_offload.worker.allocation import allocate, transfer_kind
 from kv_offload.worker.copies import Loads, Stores
 from kv_offload.worker.forward_loads import ForwardLoads
 from kv_offload.worker.jobs import RankJobs, RankLog
+from kv_offload.worker.moves import LowerTier, Moves
 from kv_offload.worker.sharing import ALONE, Peers
 from kv_offload.worker.waves import LayerWaves
 
@@ -50,6 +51,7 @@ class OffloadWorker:
         rank: int,
         num_ranks: int,
         peers: Peers = ALONE,
+        tier: LowerTier | None = None,
     ) -> None:
         self.rank = rank
         self.num_slots = 0
@@ -60,6 +62,8 @@ class OffloadWorker:
         self._stores = Stores(self._jobs, peers)
         self._loads = Loads(self._jobs)
         self._forward_loads = ForwardLoads(self._jobs, rank_engine.forward_context)
+        self._moves = Moves(self._jobs)
+        self._tier = tier
         # The steps whose loads were taken in, and whose stores were queued.
         self._started_for: OffloadMetadata | None = None
         self._ended_for: OffloadMetadata | None = None
@@ -89,6 +93,11 @@ class OffloadWorker:
         )
         self._jobs.transfer = transfer
         self.num_slots = transfer.num_slots
+        if self._tier is not None:
+            pages = self._rank_engine.describe_pages(kv_caches)
+            peers = self._stores.peers
+            opened = self._tier.open(self.rank, num_ranks, peers, pages, transfer)
+            self._moves.use(opened, peers)
         if transfer.can_load_before_compute:
             page_bytes = [region.page_bytes for region in layout.regions]
             self._forward_loads.waves = LayerWaves(caches.regions_of_layer, page_bytes)
@@ -128,6 +137,7 @@ class OffloadWorker:
 
     def shutdown(self) -> None:
         """Wait, bounded, for running copies and let go of the KV tensors and of host memory."""
+        self._moves.close(DRAIN_SECONDS)
         if self.transfer is not None:
             self.transfer.close(DRAIN_SECONDS)
             self._jobs.transfer = None
@@ -156,7 +166,8 @@ class OffloadWorker:
     def capacity(self) -> WorkerCapacity:
         """Return what this rank holds and how much of it is ready."""
         synchronous = self.transfer is not None and self.transfer.can_load_before_compute
-        return WorkerCapacity(self.rank, self.num_slots, self._jobs.ready_slots, synchronous)
+        ready, tier = self._jobs.ready_slots, self._moves.capacity()
+        return WorkerCapacity(self.rank, self.num_slots, ready, synchronous, tier)
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -167,6 +178,7 @@ class OffloadWorker:
         self._end_cut_short()
         self._started_for = metadata
         self._jobs.take_plan(metadata)
+        self._moves.start(metadata.moves)
         self._loads.take(job for job in metadata.loads if not job.synchronous)
         self._forward_loads.take([job for job in metadata.loads if job.synchronous])
 
@@ -253,19 +265,24 @@ class OffloadWorker:
                 self._stores.ended(done)
             elif not self._loads.ended(done):
                 self._forward_loads.ended(done)
+        self._moves.poll()
 
     def ended(self) -> OffloadWorkerMetadata:
         """Return how jobs ended, as far as the scheduler does not know; it may ask at any time."""
-        return OffloadWorkerMetadata({self.rank: RankReport(dict(self._jobs.ended))})
+        jobs = self._jobs
+        report = RankReport(dict(jobs.ended), dict(jobs.failed_rows))
+        return OffloadWorkerMetadata({self.rank: report})
 
     def take_report(self) -> OffloadWorkerMetadata | None:
         """Return what this step reports; None where nothing has happened."""
         ready, weights = self._jobs.ready_slots, self._count_weight_loads()
         report = RankReport(
             jobs=dict(self._jobs.ended),
+            failed_rows=dict(self._jobs.failed_rows),
             cut_short=self._cut_short,
             load_bytes_per_second=self._jobs.speeds.take_load_speed(),
             store_bytes_per_second=self._jobs.speeds.take_store_speed(),
+            promote_bytes_per_second=self._moves.take_speed(),
             ready_slots=ready if ready > self._told_ready_slots else None,
             weight_loads=weights if weights > self._told_weight_loads else None,
         )
@@ -281,7 +298,8 @@ class OffloadWorker:
         The engine takes in the tokens that were computed with what was lost.
         """
         cut_short, self._cut_short = self._cut_short, None
-        report = RankReport(dict(self._jobs.ended), cut_short)
+        jobs = self._jobs
+        report = RankReport(dict(jobs.ended), dict(jobs.failed_rows), cut_short)
         return OffloadWorkerMetadata({self.rank: report})
 
     def take_stats(self, errors: int = 0) -> OffloadStats | None:
@@ -307,9 +325,11 @@ class OffloadWorker:
     def drain(self, plan: OffloadMetadata) -> OffloadWorkerMetadata:
         """Submit what is queued or planned, wait, bounded, for all copies; return what has ended.
 
-        Called between steps, before a reset or a sleep. `plan` has stores alone.
+        Called between steps, before a reset or a sleep. `plan` has no loads. Moves run on: nothing
+        that is emptied then is told of by what they bring.
         """
         self._jobs.take_plan(plan)
+        self._moves.start(plan.moves)
         self._stores.queue(plan.stores)
         try:
             self.submit_stores()

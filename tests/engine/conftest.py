@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Have another process import vLLM while the first tests run."""
-    if any({"forks", "server"} & set(item.fixturenames) for item in session.items):
+    if any({"forks", "master", "server"} & set(item.fixturenames) for item in session.items):
         processes.forking()
 
 

@@ -9,6 +9,7 @@ import pytest
 from kv_offload.engines.vllm.versions import vllm_version
 from tests.engine import replica_run
 from tests.engine.multiprocess_run import LATENT, check, run_engine
+from tests.support.mooncake import Master, environment, require_mooncake
 from tests.support.processes import run_module
 
 
@@ -49,3 +50,15 @@ def test_replicas_of_data_parallelism(model_folder: Path, forks: bool) -> None:
     """Replicas of a model with experts step together, with dummy batches; others do not."""
     case = ("qwen3", {}) if vllm_version() < (0, 32) else ("deepseek_v2", LATENT)
     replica_run.check(run_module("tests.engine.replica_run", model_folder, *case, forks=forks))
+
+
+def test_replicas_share_a_store(model_folder: Path) -> None:
+    """Each loads what the other one has computed."""
+    require_mooncake()
+    with Master(lease_seconds=10) as master:
+        result = run_module(
+            *("tests.engine.replica_run", model_folder, "qwen3", {"store": master.address}),
+            forks=True,
+            **{**environment(), "PYTHONHASHSEED": "0"},
+        )
+    replica_run.check_shared(result)

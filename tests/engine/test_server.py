@@ -9,7 +9,10 @@ import pytest
 
 from kv_offload.metrics import PREFIX
 from kv_offload.tools.main import main
+from tests.support.collector import ENVIRONMENT as TO_COLLECTOR
+from tests.support.collector import Collector
 from tests.support.server import (
+    FOR_TRIALS,
     SLOT_BYTES,
     ask,
     get,
@@ -21,8 +24,18 @@ from tests.support.server import (
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(tmp_path_factory.mktemp("server")) as url:
+def collector() -> Iterator[Collector]:
+    with Collector() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[str]:
+    with serving(
+        tmp_path_factory.mktemp("server"),
+        words=("--otlp-traces-endpoint", collector.url),
+        environment={**FOR_TRIALS, **TO_COLLECTOR},
+    ) as url:
         yield url
 
 
@@ -58,6 +71,25 @@ def test_a_reset_of_an_idle_server_shows_in_its_gauges(server: str) -> None:
     assert metric(server, f"{PREFIX}slots_in_use") > 0
     get(server + "/reset_prefix_cache?reset_external=true", {})
     wait_for(server, f"{PREFIX}slots_in_use", 0)
+
+
+def test_a_client_that_traces_sees_what_host_memory_brought(
+    server: str, collector: Collector
+) -> None:
+    hit(server, seed=12)
+    get(server + "/reset_prefix_cache", {})
+    trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    ask(server, seed=12, headers={"traceparent": f"00-{trace_id}-{parent_id}-01"})
+    spans = collector.of_trace(trace_id, 3)
+    of = {span.name: span for span in spans}
+    assert of.keys() == {"llm_request", "kv_offload.lookup", "kv_offload.load"}
+    assert {span.parent_id for span in spans} == {parent_id}
+    assert of["kv_offload.lookup"].attributes["kv_offload.hit_tokens"] == 288
+    load = of["kv_offload.load"]
+    assert load.attributes["kv_offload.slots"] == 9
+    assert load.attributes["kv_offload.outcome"] == "ok"
+    whole = of["llm_request"]
+    assert whole.start_ns <= of["kv_offload.lookup"].start_ns <= load.end_ns <= whole.end_ns
 
 
 def test_kv_offload_status_shows_the_server(

@@ -59,7 +59,11 @@ class Runner:
         self.kv = torch.full((BLOCKS, 4, PAGE_WORDS // 4), OLD, dtype=torch.int64, device="cuda")
         self.half = OffloadWorker(
             OffloadConfig(cpu_bytes=BLOCKS * PAGE_WORDS * 8),
-            VLLMRank(make_kv_cache_config([CacheGroup(0, 4)], BLOCKS), gives_idle_blocks=False),
+            VLLMRank(
+                None,  # type: ignore[arg-type]
+                make_kv_cache_config([CacheGroup(0, 4)], BLOCKS),
+                gives_idle_blocks=False,
+            ),
             0,
             1,
         )

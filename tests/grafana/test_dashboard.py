@@ -1,4 +1,4 @@
-"""The dashboard and the alert rules as files; `tests/engine/test_dashboard.py` runs the queries."""
+"""The dashboard and the alert rules, as files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 
 from kv_offload.metrics import METRICS, PREFIX
 from kv_offload.tools.status.figures import ERRORS
-from tests.support.dashboard import ALERTS, DASHBOARD, QUERIES, alert_rules, filled_in
+from tests.support.dashboard import ALERTS, DASHBOARD, PANELS, QUERIES, alert_rules, filled_in
 
 TESTS_OF_ALERTS = Path(__file__).parent / "alerts.yml"
 EXPORTED = {
@@ -43,7 +43,13 @@ def test_every_error_is_on_the_dashboard_and_has_an_alert() -> None:
         assert f"{name}_total" in alerts
 
 
-@pytest.mark.parametrize("panel", DASHBOARD["panels"], ids=lambda panel: panel["title"])
+def test_every_reason_not_to_store_is_on_the_dashboard() -> None:
+    shown = "".join(query for name, query in QUERIES.items() if name.startswith("Not stored"))
+    reasons = [metric.name for metric in METRICS if metric.name.startswith("skipped_")]
+    assert [name for name in reasons if f"{PREFIX}{name}_total" not in shown] == []
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
 def test_a_panel_says_what_it_shows(panel: dict) -> None:
     assert panel["description"].endswith(".")
     assert panel["fieldConfig"]["defaults"]["unit"]

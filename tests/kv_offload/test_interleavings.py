@@ -12,14 +12,17 @@ it found.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
@@ -42,6 +45,7 @@ from kv_offload.cache.prefix import CacheGroup
 from tests.support.beside_steps import teach
 from tests.support.hooks import HOOKS, wrap_hook
 from tests.support.lagging_engine import LaggingEngine
+from tests.support.manual_tier import STORE, manual_store
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW, narrow
 from tests.support.played_engine import PlayedEngine
 
@@ -71,13 +75,32 @@ TEXTS = [
 ]
 """Prompts are beginnings of these, so many share a prefix."""
 
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+IMPATIENCE = {
+    "promotions.MAX_WAIT_SECONDS": 0.003,
+    "promotions.MIN_WAIT_SECONDS": 0.003,
+    "tier.STUCK_SECONDS": 0.005,
+    "tier.FIRST_PAUSE_SECONDS": 0.002,
+    "tier.LONGEST_PAUSE_SECONDS": 0.004,
+    "shared_tier.PATIENCE_SECONDS": 0.003,
+}
+"""A step takes microseconds here, and a disk that hangs is to outlast the engine's patience."""
+
+TIER_FAULTS = ("submit", "error", "mismatch")
 COPIES = ("submit", "before_compute", "load_now", "copy")
 HAPPENED: Counter[str] = Counter()
 """How often each fault and each action has happened, over all examples of a run."""
-NEEDED = ("answered", "blocks loaded", "failed load")
+NEEDED = ("answered", "blocks loaded", "failed load", "told routers")
 """What a variant proves nothing without; on a slow machine it goes on for as long."""
 MOST_EXTRA_SEEDS = 20
 
+WISHES: tuple[dict[str, Any], ...] = (
+    {"store": False},
+    {"load": False},
+    {"max_load_tokens": 8},
+    {"retain_seconds": 0.001},
+    {"retain_seconds": 600, "priority": 1},
+)
 UPSETS = ("pause", "pause", "reset", "reset", "sleep", "weights", "trainer", "drain")
 UPSET = st.tuples(st.sampled_from(UPSETS), st.booleans(), st.booleans())
 
@@ -129,9 +152,11 @@ ENGINES = st.fixed_dictionaries(
         "slots": st.sampled_from((64, 64, 8, 3)),
         "scheduling_policy": st.sampled_from(("fcfs", "priority")),
         "drafts": st.sampled_from((0, 0, 2)),
+        "tier": st.sampled_from((None, None, 1024, 136, "store")),
+        "events": st.booleans(),
         "plugin": st.fixed_dictionaries(
             {
-                "eviction_policy": st.sampled_from(("lru", "arc")),
+                "eviction_policy": st.sampled_from(("auto", "lru", "arc")),
                 "store_blocks": st.sampled_from(("all", "all", "prompt")),
                 "store_after_uses": st.sampled_from((1, 1, 1, 2)),
                 "max_pinned_share": st.sampled_from((0.2, 0.8, 1.0)),
@@ -157,9 +182,26 @@ class Interleavings(RuleBasedStateMachine):
         blocks=st.sampled_from((14, 20, 40)),
         locked=st.sampled_from((True, True, True, False)),
         lags=st.booleans(),
+        waits=st.booleans(),
     )
-    def start(self, arguments: dict[str, Any], blocks: int, locked: bool, lags: bool) -> None:
+    def start(
+        self, arguments: dict[str, Any], blocks: int, locked: bool, lags: bool, waits: bool
+    ) -> None:
         late = lags and self.async_scheduling
+        self.cleanup = contextlib.ExitStack()
+        if below := arguments.pop("tier"):
+            if below == "store":
+                arguments["plugin"] |= STORE
+                self.cleanup.enter_context(manual_store())
+            else:
+                folder = self.cleanup.enter_context(tempfile.TemporaryDirectory(dir=MEMORY))
+                nbytes = f"{below * self.ranks}KiB"
+                arguments["plugin"] |= {"disk_path": folder, "disk_bytes": nbytes}
+                arguments["plugin"]["disk_restart"] = False
+            for name, seconds in (IMPATIENCE if not waits else {}).items():
+                self.cleanup.enter_context(
+                    mock.patch(f"kv_offload.scheduler.tiers.{name}", seconds)
+                )
         if late or any(group.holds_state for group in arguments["groups"]):
             arguments["drafts"] = 0
         make = functools.partial(LaggingEngine, eager=False) if late else PlayedEngine
@@ -207,10 +249,19 @@ class Interleavings(RuleBasedStateMachine):
         max_tokens=st.integers(1, 6),
         priority=st.integers(0, 2),
         skip_reading_prefix_cache=st.sampled_from((False,) * 9 + (True,)),
+        wishes=st.sampled_from(({},) * 9 + WISHES),
     )
     def add(
-        self, text: list[int], tokens: int, tail: list[int], max_tokens: int, **arguments: Any
+        self,
+        text: list[int],
+        tokens: int,
+        tail: list[int],
+        max_tokens: int,
+        wishes: dict[str, Any] | None = None,
+        **arguments: Any,
     ) -> None:
+        if wishes:
+            arguments["extra_args"] = {"kv_transfer_params": {"kv_offload": wishes}}
         request_id = f"r{len(self.requests)}"
         self.requests[request_id] = self.engine.add(
             request_id, [*text[:tokens], *tail], max_tokens, **arguments
@@ -231,6 +282,12 @@ class Interleavings(RuleBasedStateMachine):
         for count in tokens:
             self.add(text, count, [], 3)
         self.engine.schedule()
+
+    @rule(text=st.sampled_from(TEXTS), tokens=st.lists(st.integers(8, 20), min_size=1, max_size=3))
+    def ask_tier(self, text: list[int], tokens: list[int]) -> None:
+        """Forget what host memory has too, and ask for prefixes that the tier may have."""
+        self.engine.offload.manager.reset()
+        self.ask_again(tokens, text)
 
     @rule(text=st.sampled_from(TEXTS), synchronous=st.booleans())
     def serve(self, text: list[int], synchronous: bool) -> None:
@@ -463,6 +520,40 @@ class Interleavings(RuleBasedStateMachine):
                 HAPPENED[f"failed {job.direction.value}"] += 1
         self.engine.run_copies(fail=fail)
 
+    @rule(rank=st.integers(0, 1), site=st.sampled_from(TIER_FAULTS), times=st.integers(1, 3))
+    def break_tier(self, rank: int, site: str, times: int) -> None:
+        tier = self.engine.ranks[rank % self.ranks].tier
+        if tier is not None:
+            tier.faults[site] = times
+
+    @rule(rank=st.integers(0, 1), stuck=st.booleans())
+    def hang_tier(self, rank: int, stuck: bool) -> None:
+        tier = self.engine.ranks[rank % self.ranks].tier
+        if tier is not None:
+            tier.stuck = stuck
+
+    @rule(stuck=st.booleans(), fails=st.booleans())
+    def upset_directory(self, stuck: bool, fails: bool) -> None:
+        """Have a store not say what it has, or not be there."""
+        directory = getattr(self.engine.offload, "_tier", None)
+        directory = getattr(directory, "_directory", None)
+        if directory is not None:
+            directory.stuck, directory.fails = stuck, fails
+            directory.answer()
+
+    @rule(which=st.integers(0, 99))
+    def evict_from_store(self, which: int) -> None:
+        for rank in self.engine.ranks:
+            if rank.tier is not None and rank.tier.is_store and rank.tier.records:
+                del rank.tier.records[sorted(rank.tier.records)[which % len(rank.tier.records)]]
+
+    @rule(rank=st.integers(0, 1), which=st.integers(0, 99))
+    def move(self, rank: int, which: int) -> None:
+        """Have one copy of a tier that hangs end."""
+        tier = self.engine.ranks[rank % self.ranks].tier
+        if tier is not None and tier.submitted:
+            tier.run(which % len(tier.submitted))
+
     @rule(rank=st.integers(0, 1), stuck=st.booleans())
     def hang(self, rank: int, stuck: bool) -> None:
         """Copies of a rank do not end while a drain waits for them, or do so again."""
@@ -522,6 +613,11 @@ class Interleavings(RuleBasedStateMachine):
             rank.copies.stuck = False
             HAPPENED.update(rank.copies.happened)
             rank.copies.faults.clear()
+            if rank.tier is not None:
+                rank.tier.stuck = False
+                HAPPENED.update(rank.tier.happened)
+                rank.tier.faults.clear()
+        self.upset_directory(False, False)
         self.armed.clear()
         self.narrow(1000)  # else what waits is stored slot by slot
         engine.core.resume_scheduler()
@@ -541,7 +637,12 @@ class Interleavings(RuleBasedStateMachine):
             HAPPENED["answered"] += 1
             assert len(engine.answers[request_id]) == request.max_tokens
         HAPPENED["blocks loaded"] += int(engine.totals["hit_tokens"]) // 4
+        HAPPENED["late lookups"] += int(engine.totals["late_lookups"])
+        HAPPENED["told routers"] += sum(router.heard for router in engine.routers)
+        HAPPENED["late promotions"] += int(engine.totals["late_promotions"])
         engine.check_rest()
+        engine.connector.shutdown()
+        self.cleanup.close()
 
 
 def _variants() -> list[type[Interleavings]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -56,6 +57,7 @@ def make_request(
     hash_block_tokens: int,
     max_tokens: int = 4,
     priority: int = 0,
+    cache_salt: str | None = None,
     **sampling: Any,
 ) -> Request:
     """Return a real request with its block hashes."""
@@ -66,6 +68,7 @@ def make_request(
         parameters,
         pooling_params=None,
         priority=priority,
+        cache_salt=cache_salt,
         block_hasher=block_hasher(hash_block_tokens),
     )
 
@@ -200,11 +203,14 @@ def make_vllm_config(
     long_prefill_token_threshold: int = 0,
     ranks: int = 1,
     replicas: int = 1,
+    events: bool = False,
+    traces: str | None = None,
     transfer_config: Callable[[Options], Options] = ours,
 ) -> Any:
     """Return the configuration that vLLM makes of a user's arguments, in the front end.
 
     Drafts come from the text, or from a head whose method is set afterwards: it has no model here.
+    `events` has KV events made, and published nowhere. `traces` is where spans go.
     `transfer_config` makes that of the engine's connector from the options of the plugin.
     """
     plugin = {"cpu_bytes": 1 << 20, **plugin}
@@ -224,6 +230,8 @@ def make_vllm_config(
         **({} if vllm_version() >= (0, 32) else {"disable_cascade_attn": True}),
         speculative_config=speculative if drafts else None,
         kv_transfer_config=transfer_config(plugin),
+        kv_events_config=KVEventsConfig(True, "null") if events else None,
+        otlp_traces_endpoint=traces,
     ).create_engine_config()
     if draft_head:
         config.speculative_config.method = "eagle"

@@ -13,9 +13,11 @@ FOLDER = Path(__file__).parents[2] / "docs/grafana"
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "kv-offload.json").read_text())
 ALERTS = FOLDER / "alerts.yml"
 
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
 QUERIES = {
     f"{panel['title']}, {target['legendFormat']}": str(target["expr"])
-    for panel in DASHBOARD["panels"]
+    for panel in PANELS
     for target in panel["targets"]
 }
 """Every query of the dashboard, by its panel and its line there."""

@@ -138,6 +138,9 @@ class ManualSwapEngine(SwapEngine):
     def close(self, timeout_seconds: float = 30.0) -> None:
         self.wait(timeout_seconds)
 
+    def slots(self) -> NDArray[np.uint8]:
+        return self.arena
+
     def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
         return ()
 

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
+    maybe_convert_block_hash,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -43,6 +44,7 @@ from tests.support.configurations import (
 )
 from tests.support.played_model import VOCABULARY, PlayedModel, Tokens, answer, name_prefixes
 from tests.support.played_rank import PlayedExecutor, PlayedRank
+from tests.support.router import Block, Router
 
 
 class RestlessError(AssertionError):
@@ -81,7 +83,12 @@ class PlayedEngine:
         handshake: bool = True,
         **arguments: Any,
     ) -> None:
-        plugin = {"cpu_bytes": f"{slots * ranks * PAGE_WORDS * 8}B", **(plugin or {})}
+        # Whoever has few slots expects their victims to be the oldest.
+        plugin = {
+            "cpu_bytes": f"{slots * ranks * PAGE_WORDS * 8}B",
+            "eviction_policy": "lru",
+            **(plugin or {}),
+        }
         config = make_vllm_config(
             plugin,
             drafts=drafts,
@@ -159,6 +166,41 @@ class PlayedEngine:
         self.known: dict[bytes, tuple[NDArray[np.int64], int]] = {}
         """What a slot key stands for: names of the block's tokens, of states one; and the group."""
         self._requests: list[tuple[Request, int]] = []
+        self.routers: list[Router] = []
+        """Two that follow the engine's KV events, where these are on."""
+        if arguments.get("events"):
+            self.routers = [
+                Router(self.hash_block_tokens, clears_all=clears_all)
+                for clears_all in (True, False)
+            ]
+            self.scheduler.kv_event_publisher.publish = self._publish
+
+    def _publish(self, batch: Any) -> None:
+        self._learn_keys()
+        in_memory = self.blocks_in_memory()
+        for router in self.routers:
+            router.hear(batch.events, in_memory)
+
+    def blocks_in_memory(self) -> set[Block]:
+        """Return the readable blocks of host memory, by cache group and hash."""
+        suffix_bytes = len(make_block_hash_with_group_id(b"", 0))
+        found = set()
+        for key in self.offload.manager.readable_slots():
+            _, group_id = self.known[key]
+            block_hash = key[:-suffix_bytes] if group_id else key
+            found.add((group_id, maybe_convert_block_hash(block_hash)))
+        return found
+
+    def check_routers(self) -> None:
+        """Check that routers know what is in host memory, once they have been told everything."""
+        if self.routers and not self.offload.has_pending_work and not self.held_back:
+            for router in self.routers:
+                assert router.in_memory == self.blocks_in_memory()
+
+    @property
+    def held_back(self) -> list[Any]:
+        """What routers are not told before a copy has ended."""
+        return list(self.offload._announcer.held_back) if self.routers else []
 
     @property
     def connector(self) -> Any:
@@ -284,6 +326,7 @@ class PlayedEngine:
                 DraftTokenIds(list(drafts), [list(tokens) for tokens in drafts.values()])
             )
         self.check_host_memory()
+        self.check_routers()
 
     def _take_stats(self, scheduler_stats: Any) -> None:
         """Do as vLLM's front end does with the figures that an engine core sends."""
@@ -364,7 +407,18 @@ class PlayedEngine:
                 found = played.copies.arena[slot].view(np.int64).reshape(len(own), -1)
                 self.check_slot(slot, found - group_id, own)
 
-    def check_slot(self, slot: int, found: NDArray[np.int64], names: NDArray[np.int64]) -> None:
+        for rank, played in enumerate(self.ranks):
+            for name, content in () if played.tier is None else played.tier.records.values():
+                prefix = self.offload._tier.generation
+                if name.startswith(prefix) and name.removeprefix(prefix) in self.known:
+                    names, group_id = self.known[name.removeprefix(prefix)]
+                    own = names[self.model.is_own(rank, np.arange(len(names)))]
+                    found = content.view(np.int64).reshape(len(own), -1)
+                    self.check_slot(name, found - group_id, own)
+
+    def check_slot(
+        self, slot: int | bytes, found: NDArray[np.int64], names: NDArray[np.int64]
+    ) -> None:
         """Check the names of tokens that a slot holds, of shape `(tokens, words)`."""
         assert (found == names[:, None]).all(), f"slot {slot} holds another prefix"
 
@@ -412,4 +466,6 @@ class PlayedEngine:
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
         self.check_host_memory()
+        assert not self.held_back
+        self.check_routers()
         assert self.scheduler.reset_prefix_cache() is True

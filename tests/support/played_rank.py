@@ -20,6 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kv_offload.engines.vllm.versions import vllm_version
 from tests.support.configurations import PAGE_WORDS
 from tests.support.manual_copies import manual_copies
+from tests.support.manual_tier import manual_tiers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,9 +61,14 @@ class PlayedRank:
             tensor = self.memory.view(len(self.memory), rows, -1)
             caches[group.layer_names[0]] = self._cache_of(spec, tensor)
             self.kv.append(tensor.numpy())
-        with manual_copies(can_load_before_compute=synchronous_loads) as made:
+        with (
+            manual_copies(can_load_before_compute=synchronous_loads) as made,
+            manual_tiers() as tiers,
+        ):
             self.connector.register_kv_caches(caches)
         self.copies = made[0]
+        self.tier = tiers[0] if tiers else None
+        """Of an engine with a disk."""
 
     def get_model(self) -> PlayedWeights:
         """Stand for the model runner, which the connector looks for when KV is registered."""

@@ -149,3 +149,9 @@ def kill_group(process: Process) -> None:
 def print_result(result: object) -> None:
     """Give `run_module` what was found; once a process."""
     print("RESULT " + json.dumps(result), flush=True)
+
+
+def run_until_killed(module: str, *words: object, **environment: str) -> None:
+    """Run a module of the tests, which kills itself with SIGKILL when it has done its part."""
+    process = _python(module, *map(str, words), env=_environment(environment))
+    assert process.wait(LIMIT_SECONDS) == -signal.SIGKILL

@@ -66,6 +66,9 @@ class PlainRank:
         }
         return KVCaches(layout, list(kv_caches.values()), regions)
 
+    def describe_pages(self, kv_caches: Mapping[str, Any]) -> str:
+        return f"{len(kv_caches)} layers"
+
     def find_output_copy_stream(self) -> None:
         """There is none on a CPU."""
 

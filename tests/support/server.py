@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from tests.support.processes import Process, kill_group, start_module
 from tests.support.small_models import write_model
 
 START_SECONDS = 480
+FOR_TRIALS = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Adds POST /reset_prefix_cache."""
 BLOCK_TOKENS = 32
 SLOT_BYTES = 32768
 """Of a block of the small model."""
@@ -37,8 +39,18 @@ def held_port() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, **plugin: Any) -> Iterator[str]:
-    """Start a server whose files lie in `folder`, with vLLM imported; yield its base URL."""
+def serving(
+    folder: Path,
+    *,
+    words: Sequence[str] = (),
+    environment: Mapping[str, str] = FOR_TRIALS,
+    forks: bool = True,
+    **plugin: Any,
+) -> Iterator[str]:
+    """Start a server whose files lie in `folder`; yield its base URL.
+
+    `words` are further arguments. With `forks` vLLM is imported already.
+    """
     log = folder / "server.log"
     log.touch()
     with held_port() as port:
@@ -50,12 +62,13 @@ def serving(folder: Path, **plugin: Any) -> Iterator[str]:
             *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "1024"),
             *("--kv-cache-memory-bytes", str(16 << 20)),
             *("--kv-transfer-config", json.dumps(transfer_config(plugin))),
+            *words,
             stdout=log,
             stderr=log,
-            forks=True,
+            forks=forks,
             VLLM_ENABLE_V1_MULTIPROCESSING="1",
-            VLLM_SERVER_DEV_MODE="1",  # adds POST /reset_prefix_cache
             VLLM_LOGGING_LEVEL="INFO",
+            **environment,
         )
         url = f"http://127.0.0.1:{port}"
         try:
@@ -87,12 +100,18 @@ def end(process: Process) -> None:
     kill_group(process)
 
 
-def get(url: str, body: dict[str, Any] | None = None) -> str:
-    """Get a page, or post `body`; return the answer."""
+def get(
+    url: str,
+    body: dict[str, Any] | None = None,
+    key: str | None = None,
+    more_headers: Mapping[str, str] = {},
+) -> str:
+    """Get a page, or post `body`, with a key of the server; return the answer."""
+    headers = {"Content-Type": "application/json", **more_headers}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
     request = urllib.request.Request(
-        url,
-        data=None if body is None else json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
+        url, data=None if body is None else json.dumps(body).encode(), headers=headers
     )
     with urllib.request.urlopen(request, timeout=300) as response:
         return str(response.read().decode())
@@ -122,17 +141,30 @@ def complete(url: str, seed: int, tokens: int = 300) -> str:
     return str(ask(url, seed, tokens)["choices"][0]["text"])
 
 
-def ask(url: str, seed: int, tokens: int = 300) -> dict[str, Any]:
-    """Return the whole answer to a prompt of random tokens."""
+def ask(
+    url: str,
+    seed: int,
+    tokens: int = 300,
+    key: str | None = None,
+    headers: Mapping[str, str] = {},
+    **more: Any,
+) -> dict[str, Any]:
+    """Return the whole answer to a prompt of random tokens; `more` is added to the request."""
     body = {
         "model": "small",
-        "prompt": " ".join(f"t{token}" for token in random_tokens(tokens, seed=seed)),
+        "prompt": text(seed, tokens),
         "max_tokens": 12,
         "temperature": 0,
         "ignore_eos": True,
+        **more,
     }
-    answer: dict[str, Any] = json.loads(get(url + "/v1/completions", body))
+    answer: dict[str, Any] = json.loads(get(url + "/v1/completions", body, key, headers))
     return answer
+
+
+def text(seed: int, tokens: int = 300) -> str:
+    """Return a prompt of random tokens, as the small model's tokenizer reads them."""
+    return " ".join(f"t{token}" for token in random_tokens(tokens, seed=seed))
 
 
 def hit(url: str, seed: int, tokens: int = 300) -> tuple[str, str]:

@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parents[2] / "transfer" / "example.py"
 
 NAMES = """
 Completion CopyError DeviceError Direction EngineKind JobError KVLayout LayoutError MemoryRoom
-PinnedMemoryError Region SharedMemory SwapEngine SwapJob TensorDescription TransferError
+PinnedMemoryError Region SharedMemory SwapEngine SwapJob TensorDescription TierError TransferError
 create_engine numa_node
 """
 

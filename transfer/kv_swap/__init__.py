@@ -2,7 +2,8 @@
 
 Describe the cache (`TensorDescription`, `KVLayout`), make an engine (`create_engine`), give it jobs
 (`SwapJob`) and poll it for completions: `transfer/example.py`. This package knows no inference
-engine. Its rooms are `memory` (host memory for slots), `cuda` and `host` (one engine each).
+engine. Its rooms are `memory` (host memory for slots), `cuda` and `host` (one engine each), and
+`tiers` (what lies below host memory).
 """
 
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
@@ -12,6 +13,7 @@ from kv_swap.errors import (
     JobError,
     LayoutError,
     PinnedMemoryError,
+    TierError,
     TransferError,
 )
 from kv_swap.factory import EngineKind, create_engine, numa_node
@@ -35,6 +37,7 @@ __all__ = [
     "SwapEngine",
     "SwapJob",
     "TensorDescription",
+    "TierError",
     "TransferError",
     "create_engine",
     "numa_node",

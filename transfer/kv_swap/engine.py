@@ -159,6 +159,13 @@ class SwapEngine(ABC):
     def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
         """Keep these objects alive instead of others, and return those; no copy is in flight."""
 
+    @abstractmethod
+    def slots(self) -> NDArray[np.uint8]:
+        """Return the slots of the arena, uint8 of `(num_slots, slot_bytes)`.
+
+        Keeps the arena's memory alive. `JobError` on a closed engine.
+        """
+
     @property
     def in_flight(self) -> int:
         """Jobs submitted whose completion `poll` has not returned yet."""

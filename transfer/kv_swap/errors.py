@@ -23,3 +23,7 @@ class DeviceError(TransferError, RuntimeError):
 
 class PinnedMemoryError(TransferError, RuntimeError):
     """Host memory could not be allocated or page-locked."""
+
+
+class TierError(TransferError, RuntimeError):
+    """A tier below host memory cannot be opened, or a slot could not be read or written."""

@@ -148,6 +148,10 @@ class ARCPolicy(EvictionPolicy):
             self._t1.remove(slot)
             self._t2.append(slot, held=False)
 
+    def keep(self, slots: Slots) -> None:
+        for slot in slots.tolist():
+            self._list_of(slot).hold(slot)
+
     def release(self, slots: Slots) -> None:
         for slot in slots.tolist():
             self._list_of(slot).release(slot)

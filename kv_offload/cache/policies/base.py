@@ -5,7 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from kv_offload.cache.slots import Key, Slots
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_offload.cache.slots import NO_SLOTS, Key, Runs, Slots
 from kv_offload.errors import CapacityError
 
 
@@ -23,6 +26,9 @@ class EvictionPolicy(ABC):
     once, and to all but `add` only slots that have a key. A capacity below 1 is a `CapacityError`.
     """
 
+    links = False
+    """Whether `admit` is to be told behind which slots the new keys stand."""
+
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise CapacityError(f"an eviction policy for {capacity} slots: give it 1 or more")
@@ -39,6 +45,28 @@ class EvictionPolicy(ABC):
         If too few slots are not held, the keys at the end get none.
         """
 
+    def admit(
+        self, keys: Sequence[Key], runs: Runs, free: int, behind: Sequence[int]
+    ) -> NDArray[np.bool_]:
+        """Say which keys without a slot are worth one; that is an access to all of them.
+
+        Where the policy `links`, `behind` names the slot of the key that each run is behind, -1
+        where it has none.
+
+        Of a run, whatever is behind a key that is not worth a slot is not worth one either; of one
+        that `must` be stored all are. The keys that are worth one are those that `add` and
+        `replace` are called for next, in order: `add` for the first `free` of them.
+        """
+        return np.ones(len(keys), bool)
+
+    def worth_keeping(self, slots: Slots) -> NDArray[np.bool_]:
+        """Say which slots with a key are likely enough used again to be written to a tier below."""
+        return np.ones(len(slots), bool)
+
+    def take_risen(self) -> Slots:
+        """Return slots that have become worth keeping since the last call, by an access."""
+        return NO_SLOTS
+
     @abstractmethod
     def use(self, slots: Slots) -> None:
         """Count an access to slots, held or not, and make them the most recent.
@@ -49,6 +77,10 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def hold(self, slots: Slots) -> None:
         """Do as `use`, and keep slots that are not held from being evicted until `release`."""
+
+    @abstractmethod
+    def keep(self, slots: Slots) -> None:
+        """Keep slots that are not held from being evicted until `release`: this is no access."""
 
     @abstractmethod
     def release(self, slots: Slots) -> None:

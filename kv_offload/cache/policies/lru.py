@@ -66,6 +66,9 @@ class LRUPolicy(EvictionPolicy):
         self._append(slots)
         self._held[slots] = True
 
+    def keep(self, slots: Slots) -> None:
+        self._held[slots] = True
+
     def release(self, slots: Slots) -> None:
         self._held[slots] = False
         if self._parked and (back := self._parked.intersection(slots.tolist())):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from kv_offload.engines.vllm.events import EventMaker
 from kv_offload.engines.vllm.hooks.errors import HookErrors, survives
 from kv_offload.engines.vllm.hooks.scheduler import SchedulerHooks
 from kv_offload.engines.vllm.hooks.worker import WorkerHooks
@@ -47,6 +48,7 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         self.offload_worker = None  # type: ignore[assignment]
         if role == KVConnectorRole.SCHEDULER:
             self._num_slots, self._make_scheduler = prepare_scheduler(engine)
+            self._events = EventMaker(kv_cache_config)
             log_new()
         else:
             self.offload_worker = build_worker(engine)
@@ -70,6 +72,8 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
     def shutdown(self) -> None:
         if self.offload_worker is not None:
             self.offload_worker.shutdown()
+        if self.offload_scheduler is not None:
+            self.offload_scheduler.close()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:

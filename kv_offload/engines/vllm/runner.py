@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from kv_offload.engine import KVCaches
 from kv_offload.engines.vllm.halves import callers
-from kv_offload.engines.vllm.model.layout import describe_kv_caches, kv_tensors, layer_regions
+from kv_offload.engines.vllm.model.layout import (
+    describe_kv_caches,
+    describe_pages,
+    kv_tensors,
+    layer_regions,
+)
 from kv_offload.engines.vllm.patches import EXECUTE_MODEL, LOAD_WEIGHTS
 from kv_offload.engines.vllm.patches.patch import tell
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -23,14 +29,21 @@ def find_runner() -> Any | None:
 class VLLMRank:
     """Implements `kv_offload.engine.RankEngine`."""
 
-    def __init__(self, kv_cache_config: KVCacheConfig, *, gives_idle_blocks: bool) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, gives_idle_blocks: bool
+    ) -> None:
         self.gives_idle_blocks = gives_idle_blocks
+        self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
 
     def describe_kv_caches(self, kv_caches: Mapping[str, Any]) -> KVCaches:
         """Return the layout, the tensors, and which regions each layer reads."""
         layout = describe_kv_caches(kv_caches, self._kv_cache_config)
         return KVCaches(layout, kv_tensors(kv_caches), layer_regions(kv_caches, layout))
+
+    def describe_pages(self, kv_caches: Mapping[str, Any]) -> str:
+        """Return a digest of where in a slot each value of a block is; see `model.layout`."""
+        return describe_pages(self._vllm_config, self._kv_cache_config, kv_caches)
 
     def find_output_copy_stream(self) -> Any | None:
         """Return the stream on which the model runner copies sampled tokens to the host, if any.

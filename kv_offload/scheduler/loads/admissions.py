@@ -9,12 +9,14 @@ from numpy.typing import NDArray
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
+from kv_offload.cache.retention import Retention
 from kv_offload.cache.slots import NO_SLOTS, MissingKeyError
 from kv_offload.engine import AllocatedBlocks, Request
 from kv_offload.scheduler.jobs import Jobs
 from kv_offload.scheduler.loads.choice import LoadChoice
 from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.loads.mode import LoadMode
+from kv_offload.scheduler.other_sizes import OtherSizes
 from kv_offload.scheduler.request import Answer, Phase, RequestTable, TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
 
@@ -31,6 +33,8 @@ class Admissions:
     _mode: LoadMode
     _jobs: Jobs
     _statistics: Statistics
+    _retention: Retention
+    _other_sizes: OtherSizes
     _null_block_id: int
 
     def __post_init__(self) -> None:
@@ -46,7 +50,7 @@ class Admissions:
         """
         tracked = self._requests.track(request)
         tracked.looked_up()
-        if request.skip_reading_prefix_cache or tracked.load_failed:
+        if not tracked.may_load:
             self._lookups.arrived(tracked)
             return 0, False
         start = num_computed_tokens
@@ -113,6 +117,8 @@ class Admissions:
             self._statistics.count("synchronous_loads", answer.synchronous)
             self._statistics.observe("request_hit_tokens", num_external_tokens)
             self._choice.loaded()
+        found_tokens = num_external_tokens + answer.declined_tokens
+        self._other_sizes.admitted(request, answer.start_tokens, found_tokens)
 
     def _plan_load(
         self, tracked: TrackedRequest, start_tokens: int, end_tokens: int, *, synchronous: bool
@@ -137,6 +143,8 @@ class Admissions:
             slots = self._manager.prepare_load(keys)
         except MissingKeyError:
             slots = NO_SLOTS
+        if tracked.wishes.keep is not None:
+            self._retention.keep(slots, tracked.wishes.keep)
         incomplete = len(slots) < len(keys)
         places = np.zeros(len(keys), np.int32) if incomplete else slots
         tracked.load_planned(start_tokens, end_tokens, synchronous=synchronous)

@@ -71,7 +71,7 @@ class LoadChoice:
         if not self._measured or self._load_rate.measured_bytes_per_second is None:
             return True
         own_compute = self._prefill_rate.seconds(tokens)
-        own_load = self._load_rate.seconds(slots * self._slot_bytes)
+        own_load = self.load_seconds(slots)
         if (
             own_compute is None
             or own_compute > MAX_COMPUTE_RATIO * own_load
@@ -81,10 +81,7 @@ class LoadChoice:
         loaded = self.queued_seconds() + own_load
         if not synchronous and self._step_seconds:
             loaded += self._step_seconds.value
-        ahead_tokens = self._tokens_ahead()
-        computed = own_compute
-        if ahead_tokens:
-            computed += self._prefill_rate.seconds(ahead_tokens) or 0.0
+        computed = own_compute + self._seconds_ahead()
         # Without the margin for the way back: an estimate near the border moves nothing.
         self._computes = computed * (1.0 if self._computes else MARGIN) < loaded
         return not self._computes or self._declined + 1 >= LOAD_EVERY
@@ -94,8 +91,18 @@ class LoadChoice:
         per_slot = self._load_rate.seconds(self._slot_bytes)
         return self._queue.seconds_ahead(per_slot, time.monotonic())
 
-    def _tokens_ahead(self) -> int:
-        """Return how many tokens of admitted prompts are not computed; they come first."""
+    def load_seconds(self, slots: int) -> float:
+        """Return how long a load of so many slots takes, without those before it."""
+        return self._load_rate.seconds(slots * self._slot_bytes)
+
+    def compute_seconds(self, tokens: int) -> float | None:
+        """Return after how long `tokens` of a new prompt are computed; None without evidence."""
+        own_compute = self._prefill_rate.seconds(tokens)
+        return None if own_compute is None else own_compute + self._seconds_ahead()
+
+    def _seconds_ahead(self) -> float:
+        """Return how long the prompts take that are admitted and not computed; they come first."""
         left = {tracked: tracked.prompt_tokens_left for tracked in self._prefilling}
         self._prefilling.difference_update([r for r, tokens in left.items() if tokens <= 1])
-        return sum(tokens for tokens in left.values() if tokens > 1)
+        tokens = sum(tokens for tokens in left.values() if tokens > 1)
+        return (self._prefill_rate.seconds(tokens) or 0.0) if tokens else 0.0

@@ -64,6 +64,7 @@ class Lookups:
         tracked.offer = None
         hashes = request.block_hashes
         limit = num_tokens if prefixes.serves_whole_requests else num_tokens - 1
+        limit = tracked.wishes.load_limit(start_tokens, limit)
         end = prefixes.longest_hit(hashes, self._manager.readable, start_tokens, limit)
         if end == num_tokens and end - start_tokens <= prefixes.alignment_tokens:
             end = start_tokens

@@ -38,6 +38,8 @@ class StoreCandidates:
         self._spans: list[Span] = []
         self._keys: list[SlotKey] = []  # of all spans
         self._unfinished: set[str] = set()
+        self.paused = False
+        """Whether nothing is to be stored for now."""
         self.examinable = MAX_SLOTS_PER_STEP
         """Slots that may still be examined in this step."""
 
@@ -115,6 +117,16 @@ class StoreCandidates:
             for at, (_, _, tokens, _) in zip(cursor.next_slot, self._groups, strict=True)
         )
 
+    def count_left(self, cursor: StoreCursor, end_tokens: int) -> int:
+        """Return how many named slots below `end_tokens` lie behind a cursor, wanted or not."""
+        prompt_tokens = cursor.request.num_prompt_tokens
+        if self._prompt_only:
+            end_tokens = min(end_tokens, prompt_tokens)
+        return sum(
+            self._prefixes.count_named(group, range(at, end_tokens // tokens), prompt_tokens)
+            for at, (_, group, tokens, _) in zip(cursor.next_slot, self._groups, strict=True)
+        )
+
     def end_slots(self, cursor: StoreCursor, end_tokens: int) -> list[int]:
         """Return by cache group how many slots have blocks and names by `end_tokens`."""
         hashes = cursor.request.block_hashes
@@ -126,6 +138,8 @@ class StoreCandidates:
 
     def _wanted(self, cursor: StoreCursor, end_tokens: int) -> int:
         """Return up to where tokens are to be stored."""
+        if self.paused or not cursor.wishes.store:
+            return 0
         prompt_only = self._prompt_only
         return min(end_tokens, cursor.request.num_prompt_tokens) if prompt_only else end_tokens
 

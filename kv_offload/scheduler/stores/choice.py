@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kv_offload.cache.prefix import PrefixMap, SlotKey
+from kv_offload.cache.slots import Run
 from kv_offload.engine import BlockPool
+from kv_offload.scheduler.request import StoreCursor
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.candidates import Span
 
@@ -22,6 +24,8 @@ class Chosen:
     slots_left: int
     new: dict[SlotKey, None] = field(default_factory=dict)
     blocks: list[int] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    """Of the new keys, in order: those of one span each."""
     along: list[int] = field(default_factory=list)
     cut: list[tuple[Span, int]] = field(default_factory=list)
     """Spans for which too few slots were left, each with how many of its slots were passed."""
@@ -68,10 +72,16 @@ class StoreChoice:
                     chosen.slots_left -= 1
                     new[key] = None
                     chosen.blocks.append(block)
+                    chosen.runs.append(self._run_of(cursor, position, 1, first))
                     at += 1
                     continue
             end = at + last - first
+            before = len(new)
             passed = self._choose(chosen, span, keys[at:end], slots[at:end])
+            if len(new) > before:
+                start = first + slots.index(-1, at) - at
+                run = self._run_of(cursor, position, len(new) - before, start)
+                chosen.runs.append(run)
             if passed < end - at:
                 chosen.cut.append((span, passed))
             at = end
@@ -141,3 +151,9 @@ class StoreChoice:
         if len(self._uses) > TRACKED_PREFIXES:
             self._uses.popitem(last=False)
         return uses
+
+    def _run_of(self, cursor: StoreCursor, position: int, keys: int, first: int) -> Run:
+        """Say of which request some keys are; what it wishes to retain must be stored."""
+        request = cursor.request
+        behind = self._prefixes.key_before(request.block_hashes, position, first)
+        return Run(keys, request.num_prompt_tokens, cursor.wishes.keep is not None, behind)

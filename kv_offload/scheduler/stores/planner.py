@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 
 from kv_offload.cache.manager import CacheManager
-from kv_offload.cache.prefix import PrefixMap
+from kv_offload.cache.prefix import PrefixMap, SlotKey
+from kv_offload.cache.retention import Retention
 from kv_offload.cache.slots import NO_SLOTS
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import BlockPool, RunningRequests, StepOutput
+from kv_offload.scheduler.events.announcer import Announcer
 from kv_offload.scheduler.jobs import Jobs
 from kv_offload.scheduler.request import RequestTable, StoreCursor, TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.budget import StoreBudget
-from kv_offload.scheduler.stores.candidates import StoreCandidates
-from kv_offload.scheduler.stores.choice import StoreChoice
+from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
+from kv_offload.scheduler.stores.choice import Chosen, StoreChoice
 from kv_offload.scheduler.stores.leftovers import Leftovers
 
 logger = logging.getLogger(__name__)
@@ -55,13 +57,17 @@ class StorePlanner:
         pool: BlockPool,
         jobs: Jobs,
         statistics: Statistics,
+        retention: Retention,
         slot_bytes: int,
+        announcer: Announcer | None = None,
     ) -> None:
         self._requests = requests
+        self._retention = retention
         self._manager = manager
         self._pool = pool
         self._jobs = jobs
         self._statistics = statistics
+        self._announcer = announcer
         self.budget = StoreBudget(slot_bytes, config.max_pinned_share, requests)
         prompt_only = config.store_blocks == "prompt"
         self._candidates = StoreCandidates(prefixes, prompt_only=prompt_only)
@@ -140,6 +146,7 @@ class StorePlanner:
         Called just before the engine frees its blocks, `block_ids`.
         """
         if not self._candidates.has_more(cursor, end_tokens):
+            self._count_unwanted(cursor, end_tokens)
             return
         # Blocks that it shares with no other request and no store has pinned are free in a moment.
         blocks = self._pool.blocks
@@ -150,6 +157,22 @@ class StorePlanner:
         self._candidates.examine(cursor, end_tokens)
         self._pin_chosen(own_blocks)
         self._statistics.count("deferred_slots", self.leftovers.keep(cursor, end_tokens))
+
+    def _count_unwanted(self, cursor: StoreCursor, end_tokens: int) -> None:
+        if not cursor.wishes.store or self.paused:
+            left = self._candidates.count_left(cursor, end_tokens)
+            self._statistics.skipped("paused" if self.paused else "not_wanted", left)
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing new is stored; what is under way ends."""
+        return self._candidates.paused
+
+    def pause(self, *, paused: bool) -> None:
+        """Store nothing from now on, or store again what requests that still run have computed."""
+        self._candidates.paused = paused
+        if paused:
+            self.leftovers.drop()
 
     def _slots_left(self, soon_free_blocks: int = 0) -> int:
         """Return how many more slots may be chosen, if `soon_free_blocks` become free in a moment.
@@ -175,15 +198,37 @@ class StorePlanner:
         chosen = self._choice.choose(spans, keys, slots, self._slots_left(soon_free_blocks))
         for span, passed in chosen.cut:
             self._candidates.put_back(span, passed)
-        if not chosen.new and not chosen.along:
-            return
+        if chosen.new or chosen.along:
+            self._store(chosen, spans, keys)
+        if any(cursor.wishes.keep is not None for cursor, *_ in spans):
+            self._retain(spans, keys)
+
+    def _store(self, chosen: Chosen, spans: Sequence[Span], keys: Sequence[SlotKey]) -> None:
         along = np.array(chosen.along, np.int32) if chosen.along else NO_SLOTS
-        stored = self._manager.prepare_store(list(chosen.new), along)
+        new, blocks = list(chosen.new), chosen.blocks
+        stored, worth = self._manager.offer(new, chosen.runs, along)
         taken = len(stored)
-        self._statistics.skipped("pool_busy", len(chosen.new) - taken)
+        if not worth.all():
+            chosen_ones = worth.tolist()
+            new, blocks = [*compress(new, chosen_ones)], [*compress(blocks, chosen_ones)]
+            self._statistics.skipped("not_worth_it", len(worth) - len(blocks))
+        self._statistics.skipped("pool_busy", len(blocks) - taken)
         if taken:
             self.budget.count_planned(taken)
-            self._jobs.pin(stored, chosen.blocks[:taken])
+            self._jobs.pin(stored, blocks[:taken])
+            if self._announcer is not None:
+                slot_of = dict(zip(new, stored.tolist(), strict=False))
+                self._announcer.remember_stores(spans, keys, slot_of)
+
+    def _retain(self, spans: Sequence[Span], keys: Sequence[SlotKey]) -> None:
+        """Retain what requests wish to of the slots that were just examined."""
+        at = 0
+        for cursor, _, first, last in spans:
+            end = at + last - first
+            if cursor.wishes.keep is not None:
+                slots = self._manager.find(keys[at:end])
+                self._retention.keep(slots[slots >= 0], cursor.wishes.keep)
+            at = end
 
     def _give_up_late(self) -> None:
         """Give up the stores that have run for `MAX_STORE_SECONDS`, so that nobody waits longer."""

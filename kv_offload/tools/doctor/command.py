@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 from kv_offload import __version__
 from kv_offload.tools.arguments import add_count, add_file
-from kv_offload.tools.doctor import devices, installation, memory, nvml, report
+from kv_offload.tools.doctor import devices, disk, installation, memory, nvml, report, store
 from kv_offload.tools.output import shows_colour
 
 
@@ -25,7 +26,19 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--no-measure",
         action="store_true",
-        help="do not copy to and from the GPUs, which takes seconds and 128 MiB of each",
+        help="do not copy to and from the GPUs, the disk and the store, which takes seconds, 128 "
+        "MiB of each GPU, 512 MiB of the disk and 64 MiB of the store",
+    )
+    parser.add_argument(
+        "--disk",
+        metavar="PATH",
+        type=Path,
+        help="folder of a disk to check and measure (default: the configuration's disk_path)",
+    )
+    parser.add_argument(
+        "--store",
+        metavar="MASTER",
+        help="HOST:PORT of a mooncake_master to check, with a round trip of 64 MiB",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=_run)
@@ -53,6 +66,15 @@ def _run(arguments: argparse.Namespace) -> int:
         ],
         "Engine": [installation.check_plugin(os.environ)],
     }
+    path = arguments.disk
+    if path is None and traced is not None and traced.config.disk_path is not None:
+        path = Path(traced.config.disk_path)
+    if path is not None:
+        checks = disk.check_disk(path, traced, measures=not arguments.no_measure)
+        sections = {**sections, "Disk": [*checks]}
+    if arguments.store is not None:
+        found = store.check_store(arguments.store, os.environ, measures=not arguments.no_measure)
+        sections = {**sections, "Store": [*found]}
     title = f"kv-offload {__version__} doctor"
     if arguments.json:
         print(report.as_json(title, sections))

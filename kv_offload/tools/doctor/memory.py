@@ -53,7 +53,7 @@ def check_free(traced: TracedConfig) -> Check:
     except CapacityError as error:  # an engine would not start without the figure either
         return Check(name, "problem", error.args[0])
     found = f"{format_size(free.size_bytes)} are available now ({free.source})"
-    needed_bytes = traced.config.cpu_bytes * traced.replicas + headroom_bytes(traced.host)
+    needed_bytes = traced.config.host_bytes * traced.replicas + headroom_bytes(traced.host)
     needed = f"{format_size(needed_bytes)}: cpu_bytes and what must stay free"
     try:
         warning = check_available(traced, lambda mine: [mine])

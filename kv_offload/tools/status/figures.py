@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from kv_offload.metrics import PREFIX, SKIP_REASONS
+from kv_offload.metrics import OTHER_SIZES, PREFIX, SKIP_REASONS
 from kv_offload.tools.status.read import OF_VLLM, Reading
 
-ERRORS = ("failed_loads", "repaired_loads", "lost_requests", "hook_errors", "skipped_copy_failed")
+ERRORS = (
+    *("failed_loads", "repaired_loads", "lost_requests", "hook_errors", "skipped_copy_failed"),
+    "tier_errors",
+)
 """Counters that stay 0 in a healthy engine."""
 
 WAITS = {
@@ -19,8 +22,11 @@ WAITS = {
 }
 """Gauges of what waits now, and what each of them counts."""
 
-LARGEST = ("slot_bytes", "oldest_copy_seconds")
+LARGEST = ("slot_bytes", "oldest_copy_seconds", "oldest_move_seconds")
 """Gauges that do not add up: of several engines, the largest counts."""
+
+HAS_TIER = ("tier_slots", "has_store")
+"""Gauges one of which is above 0 where an engine has a disk or a store."""
 
 
 class Figures:
@@ -50,6 +56,11 @@ class Figures:
         values |= {"prompt_tokens": prompts, "gpu_tokens": cached, "host_tokens": loaded}
         # A request that was preempted is looked up again, which vLLM's counters leave out.
         values["computed_tokens"] = max(0.0, prompts - cached - loaded)
+        values["tiers_left_alone"] = sum(
+            any(reading.values.get((PREFIX + name, engine)) for name in HAS_TIER)
+            and not reading.values.get((f"{PREFIX}tier_usable", engine))
+            for engine in self.engines
+        )
         return values
 
     def per_second(self, name: str) -> float | None:
@@ -63,7 +74,10 @@ class Figures:
         return growth / self.seconds if growth >= 0 else None
 
     def copy_rate(self, copies: str) -> float:
-        """Return bytes a second while `stored` or `loaded` copies ran, waiting included, or 0."""
+        """Return bytes a second while `stored`, `loaded`, `demoted` or `promoted` copies ran, or 0.
+
+        Waiting counts; that of the tier's copies does not.
+        """
         busy_seconds = self.values[f"{copies}_seconds"]
         return self.values[f"{copies}_bytes"] / busy_seconds if busy_seconds else 0.0
 
@@ -96,6 +110,18 @@ class Figures:
         """Slots not stored, by reason."""
         return {reason: self.values[f"skipped_{reason}"] for reason in SKIP_REASONS}
 
+    @property
+    def at_other_sizes(self) -> dict[str, float]:
+        """Tokens that host memory had or would have had, by its size; all 0 if not estimated."""
+        return {size: self.values[f"hit_tokens_at_{size}"] for size in OTHER_SIZES}
+
+    def _copied(self, copies: str) -> dict[str, float]:
+        """Return the bytes and the speed of copies of one kind."""
+        return {
+            "bytes": self.values[f"{copies}_bytes"],
+            "bytes_per_second": self.copy_rate(copies),
+        }
+
     def as_json(self) -> dict[str, object]:
         """Return all that does not need a second reading."""
         return {
@@ -103,13 +129,8 @@ class Figures:
             "model": self.model,
             **self.some("prompt_tokens", "gpu_tokens", "host_tokens", "computed_tokens"),
             **self.some("lookup_tokens", "recomputed_tokens"),
-            **{
-                copies: {
-                    "bytes": self.values[f"{copies}_bytes"],
-                    "bytes_per_second": self.copy_rate(copies),
-                }
-                for copies in ("stored", "loaded")
-            },
+            "hit_tokens_at": self.at_other_sizes,
+            **{copies: self._copied(copies) for copies in ("stored", "loaded")},
             "load_times": {
                 "median_seconds": self.load_seconds(0.5),
                 "slowest_hundredth_seconds": self.load_seconds(0.99),
@@ -117,6 +138,14 @@ class Figures:
             "pool": {
                 **self.some("slots_in_use", "slots", "pool_slots", "slot_bytes"),
                 **self.some("stored_slots", "evictions"),
+            },
+            "tier": {
+                **self.some("tier_slots_in_use", "tier_slots", "has_store", "tiers_left_alone"),
+                **{copies: self._copied(copies) for copies in ("demoted", "promoted")},
+                **self.some("demoted_slots", "promoted_slots", "lost_tier_slots"),
+                **self.some(
+                    "late_lookups", "late_promotions", "tier_mismatches", "oldest_move_seconds"
+                ),
             },
             "skipped": self.skipped,
             "waiting": self.some(*WAITS),

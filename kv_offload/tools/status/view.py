@@ -14,6 +14,12 @@ from kv_offload.metrics import METRICS
 from kv_offload.tools.status.figures import ERRORS, WAITS, Figures
 
 _HELP = {metric.name: metric.documentation for metric in METRICS}
+SIZES = {
+    "half": "half as large",
+    "same": "as it is: there, loaded or not",
+    "twice": "twice as large",
+    "four_times": "four times as large",
+}
 _SKIPPED = "Slots not stored because "
 
 
@@ -63,6 +69,10 @@ def _table(figures: Figures) -> Table:
     row("looked up", "lookup_tokens")
     row("loaded: the hit rate", "host_tokens", "lookup_tokens", "green")
     row("there, but sooner computed", "recomputed_tokens", "lookup_tokens")
+    if any(figures.at_other_sizes.values()):
+        heading("Hit rate with another host memory (estimate)")
+        for size, what in SIZES.items():
+            row(what, f"hit_tokens_at_{size}", "lookup_tokens", "green" if size == "same" else "")
     heading("Copies")
     table.add_row(*_traffic("to host memory", figures, "stored"))
     table.add_row(*_traffic("from host memory", figures, "loaded"))
@@ -73,6 +83,9 @@ def _table(figures: Figures) -> Table:
     _add_pool(table, figures)
     row("slots stored", "stored_slots")
     row("slots given to another block", "evictions")
+    if values["tier_slots"] or values["has_store"]:
+        heading("Disk" if values["tier_slots"] else "Shared store")
+        _add_tier(table, figures)
     heading("Not stored, in slots")
     for name in (f"skipped_{reason}" for reason, count in figures.skipped.items() if count):
         row(_HELP[name].removeprefix(_SKIPPED).rstrip("."), name)
@@ -89,10 +102,9 @@ def _table(figures: Figures) -> Table:
     return table
 
 
-def _add_pool(table: Table, figures: Figures) -> None:
-    values = figures.values
-    in_use, ready, all_slots = values["slots_in_use"], values["slots"], values["pool_slots"]
-    used, slots = (format_size(int(n * values["slot_bytes"])) for n in (in_use, all_slots))
+def _add_use(table: Table, figures: Figures, in_use: float, all_slots: float) -> None:
+    slot_bytes = figures.values["slot_bytes"]
+    used, slots = (format_size(int(n * slot_bytes)) for n in (in_use, all_slots))
     rank = "on one rank" if len(figures.engines) == 1 else "on one rank of each engine"
     table.add_row(
         f"  in use: {used} of {slots} {rank}",
@@ -100,6 +112,26 @@ def _add_pool(table: Table, figures: Figures) -> None:
         _share(in_use, all_slots),
         ProgressBar(total=max(1.0, all_slots), completed=in_use, width=12),
     )
+
+
+def _add_tier(table: Table, figures: Figures) -> None:
+    values = figures.values
+    if alone := values["tiers_left_alone"]:
+        one = len(figures.engines) == 1
+        what = "left alone" if one else f"left alone by {_number(alone)} of the engines"
+        table.add_row(f"  {what}, after an error or while a copy hangs", style="bold red")
+    if values["tier_slots"]:
+        _add_use(table, figures, values["tier_slots_in_use"], values["tier_slots"])
+    table.add_row(*_traffic("read from it", figures, "promoted"))
+    table.add_row(*_traffic("written to it", figures, "demoted"))
+    if bad := values["tier_mismatches"]:
+        table.add_row("  slots that were not what was written", _number(bad), style="yellow")
+
+
+def _add_pool(table: Table, figures: Figures) -> None:
+    values = figures.values
+    ready, all_slots = values["slots"], values["pool_slots"]
+    _add_use(table, figures, values["slots_in_use"], all_slots)
     if ready < all_slots:
         table.add_row(
             "  ready; the rest is being page-locked (as of the last step)",

@@ -62,6 +62,13 @@ def write(tmp_path):
         ("load_or_recompute", "always_load", "always_load"),
         ("keep_on_sleep", True, True),
         ("on_load_failure", "fail", "fail"),
+        ("disk_write_rate", "200MB", 200_000_000),
+        ("disk_restart", False, False),
+        ("disk_keep_on_reset", True, True),
+        ("store_write_rate", "200MB", 200_000_000),
+        ("store_keep_on_reset", True, True),
+        ("record_trace", "/var/log/trace.jsonl", "/var/log/trace.jsonl"),
+        ("record_trace_bytes", "1GiB", GIB),
     ],
 )
 def test_values_that_are_accepted_inline_and_in_a_file(write, key, value, expected):
@@ -83,8 +90,8 @@ BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), room for ha
         ("cpu_bytes", None, "must be bytes, a size"),
         ("cpu_bytes", [1], "must be bytes, a size"),
         ("cpu_bytes", 2**70, "must be 9223372036854775807 at most"),
-        ("eviction_policy", "lfu", "must be lru or arc"),
-        ("eviction_policy", "\ud800", "must be lru or arc"),
+        ("eviction_policy", "lfu", "must be auto, lru or arc"),
+        ("eviction_policy", "\ud800", "must be auto, lru or arc"),
         ("store_after_uses", 0, "must be an integer of at least 1"),
         ("store_after_uses", "4", "must be an integer"),
         ("transfer_engine", "gpu", "must be auto, host, cuda or dma"),
@@ -93,6 +100,26 @@ BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), room for ha
         ("load_or_recompute", "always", "must be measured or always_load"),
         ("keep_on_sleep", "yes", "must be true or false"),
         ("on_load_failure", {}, "must be recompute or fail"),
+        ("disk_path", "", "must be the path of a folder"),
+        ("disk_path", 7, "must be the path of a folder"),
+        ("disk_path", "/nvme/\0", "a path has no null character. Allowed"),
+        ("record_trace", "", "must be the path of a file that does not exist"),
+        ("record_trace", "a\0", "a path has no null character. Allowed"),
+        ("record_trace_bytes", 0, "less than 1 MiB (1048576 bytes), room for hardly one block."),
+        ("disk_bytes", "10%", "unknown unit '%', known are B, kB, MB, GB, TB, KiB, MiB, GiB, Ti"),
+        ("disk_bytes", "500", "the unit is missing, write 500MiB or 500B. Allowed"),
+        ("disk_bytes", 64, f"{BARE} Did you mean 64GiB or 64B? Allowed: bytes, or a size (500GiB)"),
+        ("disk_bytes", 2**70, "must be 9223372036854775807 at most"),
+        ("disk_bytes", [1], "must be bytes, or a size (500GiB)"),
+        ("disk_write_rate", 0, "less than 1 MiB (1048576 bytes), room for hardly one block."),
+        ("disk_write_rate", None, "must be bytes, or a size (1GiB)"),
+        ("disk_restart", 1, "must be true or false"),
+        ("disk_keep_on_reset", "yes", "must be true or false"),
+        ("store", "redis", "must be mooncake, or left out"),
+        ("store_master", "10.0.0.5", "must be host:port, for example 10.0.0.5:50051"),
+        ("store_master", "http://10.0.0.5:50051", "must be host:port"),
+        ("store_bytes", "10%", "unknown unit '%'"),
+        ("store_bytes", 64, f"{BARE} Did you mean 64GiB or 64B? Allowed: bytes, or a size (64GiB)"),
     ],
 )
 def test_bad_values_are_refused_with_source_path_value_and_remedy(write, key, value, reason):
@@ -105,6 +132,47 @@ def test_bad_values_are_refused_with_source_path_value_and_remedy(write, key, va
         limit = "at most" if "at most" in reason else SCHEMA[key].allowed
         default = SCHEMA[key].written_default
         assert message.endswith(f"{limit}. Correct it, or remove it to get the default, {default}.")
+
+
+def test_a_disk_needs_a_folder_and_a_size(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    for path, resolved in {
+        "/nvme/kv": "/nvme/kv",
+        "kv": f"{tmp_path}/kv",
+        "~/kv": "/home/me/kv",
+    }.items():
+        config = load({"disk_path": path, "disk_bytes": "1.5TB"})
+        assert config == dataclasses.replace(
+            DEFAULTS, disk_path=resolved, disk_bytes=1_500_000_000_000
+        )
+    file = write("disk_path: /nvme/kv")
+    assert load({"config_file": file, "disk_bytes": "1GiB"}).disk_bytes == GIB
+    assert load({"config_file": file, "disk_path": None}) == DEFAULTS
+    assert refusal({"config_file": file}) == (
+        f"{file}: disk_path: '/nvme/kv': disk_bytes is missing. Add disk_bytes: what the engine "
+        "may take of that disk, for example 500GiB, or remove disk_path to run without a disk."
+    )
+    assert refusal({"disk_bytes": "500GiB"}) == (
+        f"{INLINE}: disk_bytes: '500GiB': disk_path is missing. Add disk_path: a folder on a local "
+        "disk, or remove disk_bytes to run without a disk."
+    )
+
+
+def test_a_store_needs_an_address_and_a_size_and_no_disk_beside_it():
+    store = {"store": "mooncake", "store_master": "10.0.0.5:50051", "store_bytes": "1GiB"}
+    config = load(store)
+    assert (config.store_bytes, config.host_bytes) == (GIB, config.cpu_bytes + GIB)
+    assert load({**store, "store_bytes": 0}).host_bytes == config.cpu_bytes
+    assert refusal({"store": "mooncake", "store_bytes": 0}) == (
+        f"{INLINE}: store: 'mooncake': store_master is missing. Add store_master: the address of "
+        "its master, for example 10.0.0.5:50051, or remove store and store_bytes to run without a "
+        "store."
+    )
+    both = refusal({**store, "disk_path": "/nvme/kv", "disk_bytes": "1GiB"})
+    assert "an engine has one tier below host memory, and disk_path names a disk." in both
+    with pytest.raises(CapacityError, match=r"asks for .*, and store_bytes for 62 GiB"):
+        load({**store, "store_bytes": "62GiB"})
 
 
 LISTS = "".join(f"- &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]\n" for n in range(30))
@@ -209,7 +277,7 @@ def test_inline_wins_over_the_file_which_wins_over_the_default_and_is_traced(wri
     assert set(traced.given) == set(SCHEMA)
     assert traced.given["store_after_uses"] == (INLINE, 4, "4")
     assert traced.given["cpu_bytes"] == (file, "1GiB", "1GiB")
-    assert traced.given["eviction_policy"] == (DEFAULT, "lru", "lru")
+    assert traced.given["eviction_policy"] == (DEFAULT, "auto", "auto")
 
 
 def test_the_file_of_a_command_wins_over_the_named_one_and_that_over_the_environment(write):
@@ -368,9 +436,13 @@ def test_describe_is_one_line_with_every_key_as_it_was_written(write):
     traced = trace_config({"config_file": file, "cpu_bytes": "12.5%"}, {}, host=HOST)
     assert traced.config.store_after_uses == 31
     assert traced.describe() == (
-        "cpu_bytes=12.5% (8 GiB), eviction_policy=lru, store_blocks=all, store_after_uses=0x1f, "
-        "transfer_engine=auto, max_pinned_share=1, load_or_recompute=measured, keep_on_sleep=no, "
-        "on_load_failure=recompute"
+        "cpu_bytes=12.5% (8 GiB), eviction_policy=auto, store_blocks=all, store_after_uses=0x1f, "
+        "transfer_engine=auto, max_pinned_share=1, max_retained_share=0.25, "
+        "max_retained_share_per_salt=0.25, load_or_recompute=measured, keep_on_sleep=no, "
+        "on_load_failure=recompute, disk_path=null, disk_bytes=null, disk_write_rate=1GiB, "
+        "disk_restart=true, disk_keep_on_reset=false, store=null, store_master=null, "
+        "store_bytes=null, store_write_rate=1GiB, store_keep_on_reset=false, record_trace=null, "
+        "record_trace_bytes=256MiB"
     )
     inline = trace_config({"keep_on_sleep": True}, {}, host=HOST).describe()
     assert ", keep_on_sleep=true, " in inline
@@ -392,10 +464,12 @@ def test_the_documented_table_is_the_schema_whose_defaults_load(write):
     assert load({"config_file": write(defaults)}) == DEFAULTS
 
 
-def test_the_documented_example_names_every_key(write):
-    (example,) = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    traced = trace_config({"config_file": write(example)}, {}, host=HOST)
-    assert all(given.source != DEFAULT for given in traced.given.values())
+def test_the_documented_examples_name_every_key(write):
+    named: set[str] = set()
+    for example in re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL):
+        given = trace_config({"config_file": write(example)}, {}, host=HOST).given
+        named |= {name for name, value in given.items() if value.source != DEFAULT}
+    assert named == {*SCHEMA}
 
 
 def test_the_documented_errors_are_real(write, tmp_path):

@@ -60,6 +60,21 @@ def test_sizes_that_are_refused(size, reason):
     assert reason in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        ("40%", f"unknown unit '%', known are {', '.join(UNITS[:-1])} and {UNITS[-1]}."),
+        ("48", "the unit is missing, write 48GiB or 48B."),
+        (64, "Did you mean 64GiB or 64B?"),
+    ],
+)
+def test_without_a_whole_there_is_no_share(size, reason):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        parse_size(size, whole_bytes=None)
+    assert str(caught.value).endswith(reason)
+    assert parse_size("48GiB", whole_bytes=None) == 48 * GIB
+
+
 @given(
     number=st.decimals(min_value=1, max_value=10**6, places=3),
     unit=st.sampled_from(sorted(UNIT_BYTES)),

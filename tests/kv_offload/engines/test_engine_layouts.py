@@ -20,6 +20,7 @@ import torch
 from kv_swap.engine import Direction, SwapJob
 from kv_swap.factory import create_engine
 from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
@@ -29,7 +30,11 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kv_offload.engines.vllm.model.layout import describe_kv_caches, kv_tensors
+from kv_offload.engines.vllm.model.layout import (
+    describe_kv_caches,
+    describe_pages,
+    kv_tensors,
+)
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import make_vllm_config
@@ -267,3 +272,42 @@ def test_a_layout_that_puts_two_blocks_on_the_same_bytes_is_refused() -> None:
     overlapping = cache.as_strided(cache.shape, (cache.stride(0) // 2, *cache.stride()[1:]))
     with pytest.raises(UnsupportedError, match="neighbouring blocks would overlap"):
         describe_kv_caches({**built.caches, name: overlapping}, built.config)
+
+
+# -- what a slot is to another process ---------------------------------------------------------
+
+
+def pages(
+    kind: str, layout: str, kernel_tokens: int | None = None, **backends: type[AttentionBackend]
+) -> str:
+    built, config = build(groups_of(kind, 64), layout, kernel_tokens), make_vllm_config({})
+    config.compilation_config.static_forward_context = {
+        name.replace("_", "."): SimpleNamespace(get_attn_backend=lambda backend=backend: backend)
+        for name, backend in backends.items()
+    }
+    return describe_pages(config, built.config, built.caches)
+
+
+def test_slots_in_which_values_lie_elsewhere_are_told_apart() -> None:
+    kinds = ["dense", "windows", "latent", "states", "two pages", "padded"]
+    made = [
+        *(pages("dense", layout) for layout in LAYOUTS),
+        *(pages(kind, LAYOUTS[0]) for kind in kinds[1:]),
+        pages("dense", LAYOUTS[0], 16),
+        pages("dense", LAYOUTS[0], full_0=TritonAttentionBackend),
+        pages("dense", LAYOUTS[0], full_1=TritonAttentionBackend),
+    ]
+    assert len(set(made)) == len(made)
+
+
+@pytest.mark.parametrize("kind", ["dense", "windows", "latent", "states", "two pages"])
+@pytest.mark.parametrize("layout", LAYOUTS[:4])
+def test_how_many_blocks_there_are_and_where_does_not_change_a_slot(
+    kind: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if layout in NOT_ALL.get(kind, ()):
+        pytest.skip("not served")
+    before = pages(kind, layout)
+    for blocks in (NUM_BLOCKS, NUM_BLOCKS + 4):
+        monkeypatch.setitem(globals(), "NUM_BLOCKS", blocks)
+        assert pages(kind, layout) == before

@@ -49,7 +49,7 @@ def test_the_start_says_how_it_is_configured_and_what_it_does_not_read(
     (warning,) = lines["WARNING"]
     assert warning.startswith("kv-offload: environment: KV_OFFLOAD_CONFIG is not read: ")
     written, failures, memory, *_ = lines["INFO"]
-    assert written.startswith("kv-offload: cpu_bytes=16384kib (16 MiB), eviction_policy=lru, ")
+    assert written.startswith("kv-offload: cpu_bytes=16384kib (16 MiB), eviction_policy=auto, ")
     assert failures == (
         f"kv-offload: a request whose load fails is {done} (on_load_failure: {policy}); vLLM's own "
         "kv_load_failure_policy is for loads of other connectors"

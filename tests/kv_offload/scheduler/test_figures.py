@@ -13,7 +13,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 
 from kv_offload.messages import WorkerCapacity
-from kv_offload.metrics import KINDS
+from kv_offload.metrics import KINDS, OTHER_SIZES
 from kv_offload.scheduler.statistics import GAUGE_SECONDS
 from tests.support.beside_steps import report
 from tests.support.manual_copies import ManualSwapEngine
@@ -32,6 +32,19 @@ def engine() -> PlayedEngine:
     return engine
 
 
+OF_DISKS = {
+    "has_store",
+    "tier_slots",
+    "tier_slots_in_use",
+    "tier_usable",
+    "promoting_slots",
+    "demoting_slots",
+    "oldest_move_seconds",
+    "promote_bytes_per_second",
+}
+"""Gauges that an engine without a disk does not tell: they read 0."""
+
+
 def test_figures_of_a_round_trip(engine: PlayedEngine) -> None:
     store_figures = {name: value for name, value in engine.totals.items() if value}
     assert store_figures.pop("stored_seconds") > 0
@@ -40,6 +53,7 @@ def test_figures_of_a_round_trip(engine: PlayedEngine) -> None:
     engine.serve("b", PROMPT, max_tokens=1)
     load_figures = {name: value for name, value in engine.totals.items() if value}
     assert load_figures.pop("loaded_seconds") > 0
+    assert {load_figures.pop(f"hit_tokens_at_{size}") for size in OTHER_SIZES} == {20}
     assert load_figures == {"lookup_tokens": 21, "hit_tokens": 20, "loaded_bytes": blocks(5)}
     assert engine.observed.pop("load_seconds") == [pytest.approx(engine.totals["loaded_seconds"])]
     assert engine.observed == {"load_bytes": [blocks(5)], "request_hit_tokens": [20]}
@@ -185,7 +199,7 @@ def test_gauges_are_reported_now_and_then_while_requests_run_and_at_their_end(
     told = engine.offload.take_stats().data
     pool = {"slots": 7, "pool_slots": 7, "slot_bytes": blocks(1)}
     assert {name: value for name, value in told.items() if value} == pool
-    assert told.keys() == {name for name, kind in KINDS.items() if kind == "gauge"}
+    assert told.keys() == {name for name, kind in KINDS.items() if kind == "gauge"} - OF_DISKS
     assert engine.offload.take_stats() is None
     engine.add("a", PROMPT, max_tokens=2)
     engine.schedule()

@@ -86,9 +86,11 @@ class Asked:
             request_id=request_id,
             block_hashes=HASHES,
             num_tokens=tokens,
+            num_prompt_tokens=tokens,
             num_computed_tokens=0,
             num_in_flight_tokens=0,
             skip_reading_prefix_cache=False,
+            kv_transfer_params=None,
         )
         request = self.requests.setdefault(request_id, request)
         request.num_tokens = tokens

@@ -30,7 +30,8 @@ def transfer_config(output):
 
 def test_a_file_gives_values_sources_and_the_argument(tmp_path, capsys, monkeypatch):
     file = tmp_path / "kv.yaml"
-    file.write_text("cpu_bytes: 0x100000\neviction_policy: arc\nkeep_on_sleep: yes\n")
+    disk = "disk_path: kv\ndisk_bytes: 2MB\n"
+    file.write_text(f"cpu_bytes: 0x100000\neviction_policy: arc\nkeep_on_sleep: yes\n{disk}")
     assert main(["config", "kv.yaml"]) == 0
     output = capsys.readouterr().out
     lines = output.splitlines()
@@ -38,6 +39,9 @@ def test_a_file_gives_values_sources_and_the_argument(tmp_path, capsys, monkeypa
     assert lines[1] == "cpu_bytes: 1048576  # file, 0x100000 is 1 MiB"
     assert lines[2] == "eviction_policy: arc  # file"
     assert {"store_blocks: all  # default", "keep_on_sleep: yes  # file"} <= set(lines)
+    assert f"disk_path: {tmp_path}/kv  # file" in lines
+    assert "disk_bytes: 2000000  # file, 2MB is 1.91 MiB" in lines
+    assert "disk_write_rate: 1073741824  # default, 1GiB is 1 GiB" in lines
     values = yaml.safe_load(output.split("\n\n")[0])
     assert trace_config(values, {}).config == trace_config({"config_file": "kv.yaml"}, {}).config
     argument = {
@@ -67,7 +71,7 @@ def test_the_documented_run_is_real(tmp_path, capsys, monkeypatch):
     machine = HostMemory(64 << 30, "/proc/meminfo")
     monkeypatch.setattr("kv_offload.config.trace.read_host_memory", lambda: machine)
     docs = DOCS.read_text()
-    (example,) = re.findall(r"```yaml\n(.*?)```", docs, re.DOTALL)
+    example, _ = re.findall(r"```yaml\n(.*?)```", docs, re.DOTALL)
     (printed,) = re.findall(r"```\n(# Effective.*?)```", docs, re.DOTALL)
     (tmp_path / "kv-offload.yaml").write_text(example)
     assert main(["config", "kv-offload.yaml"]) == 0

@@ -81,7 +81,7 @@ def test_arena_is_exact_and_zero_and_takes_no_memory_unless_it_is_registered() -
     view = arena.view()
     assert (view.shape, view.dtype, arena.nbytes) == ((7, 48), np.uint8, 7 * 48)
     assert view.ctypes.data == arena.address
-    assert resident_bytes(arena.address) == 0
+    assert resident_bytes(arena.address, arena.nbytes) == 0
     assert arena.wait_ready(0)
     assert not view.any()
     view[3] = 9
@@ -279,7 +279,7 @@ def test_a_failure_in_the_background_caps_the_arena(
     assert "ulimit -l" in message
     assert "raise the limit" in message
     assert registrar.live == {arena.address: PIECE, arena.address + PIECE: PIECE}
-    assert resident_bytes(arena.address) == 8 * PAGE
+    assert resident_bytes(arena.address, arena.nbytes) == 8 * PAGE
     assert not registrar.unmapped_too_early
     arena.view()[:8] = 3
     del arena

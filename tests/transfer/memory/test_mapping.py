@@ -25,11 +25,11 @@ def test_a_mapping_is_whole_pages_that_exist_only_once_populated() -> None:
     made = Mapping(64 * PAGE - 1)
     assert made.nbytes == 64 * PAGE
     assert made.address % PAGE == 0
-    assert resident_bytes(made.address) == 0
+    assert resident_bytes(made.address, made.nbytes) == 0
     made.populate(8 * PAGE, 16 * PAGE)
-    assert resident_bytes(made.address) == 16 * PAGE
+    assert resident_bytes(made.address, made.nbytes) == 16 * PAGE
     made.discard(16 * PAGE)
-    assert resident_bytes(made.address) == 8 * PAGE
+    assert resident_bytes(made.address, made.nbytes) == 8 * PAGE
     made.close()
     assert not is_mapped(made.address)
 
@@ -78,7 +78,7 @@ def test_no_mmap_waits_until_all_pages_are_there() -> None:
     while len(shares) < ATTEMPTS and not any(share <= 0.5 for share in shares):
         made = Mapping(1 << 30)
         shares.append(longest_map_beside(partial(made.populate, 0, made.nbytes)))
-        assert resident_bytes(made.address) == made.nbytes
+        assert resident_bytes(made.address, made.nbytes) == made.nbytes
         made.close()
     assert min(shares) <= 0.5, f"the longest mmap took these shares of the work: {shares}"
 
@@ -89,7 +89,7 @@ def test_a_kernel_that_cannot_populate_is_no_error(
     monkeypatch.setattr(mapping, "_MADV_POPULATE_WRITE", 4711)
     made = Mapping(4 * PAGE, fd=file)
     made.populate(0, 4 * PAGE)
-    assert resident_bytes(made.address) == 0
+    assert resident_bytes(made.address, made.nbytes) == 0
 
 
 def test_memory_that_cannot_be_had_is_an_error_and_no_signal(file: int) -> None:
@@ -106,7 +106,7 @@ def test_shared_pages_are_not_discarded(file: int) -> None:
     other.discard(0)
     one.discard(0)
     assert one.describe() == "from where its creator placed it"
-    assert resident_bytes(one.address) == 4 * PAGE
+    assert resident_bytes(one.address, one.nbytes) == 4 * PAGE
     assert os.fstat(file).st_blocks * 512 == 4 * PAGE
 
 

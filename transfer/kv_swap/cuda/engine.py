@@ -183,6 +183,13 @@ class CudaSwapEngine(SwapEngine):
         self._closed = True
         self.wait(timeout_seconds)
 
+    def slots(self) -> NDArray[np.uint8]:
+        """See `SwapEngine`."""
+        arena = self._state.arena
+        if arena is None:
+            raise JobError("the slots were asked of an engine that is closed")
+        return arena.view()
+
     def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
         """See `SwapEngine`."""
         held, self._state.keep_alive = self._state.keep_alive, tuple(objects)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
-from kv_swap.errors import CopyError, LayoutError, TransferError
+from kv_swap.errors import CopyError, JobError, LayoutError, TransferError
 from kv_swap.host.transfers import Transfer, WorkerState, cut_runs, run, stop, work
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
@@ -180,6 +180,13 @@ class HostSwapEngine(SwapEngine):
         self._closed = True
         stop(self._state)
         self._thread.join(timeout_seconds)
+
+    def slots(self) -> NDArray[np.uint8]:
+        """See `SwapEngine`."""
+        arena = self._state.arena
+        if arena is None:
+            raise JobError("the slots were asked of an engine that is closed")
+        return arena.view()
 
     def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
         """See `SwapEngine`."""

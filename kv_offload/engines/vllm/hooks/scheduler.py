@@ -19,12 +19,14 @@ from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.worker.worker import OffloadWorker
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kv_offload.engines.vllm.events import EventMaker
     from kv_offload.engines.vllm.start.build import SchedulerMaker
 
 
@@ -42,6 +44,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     """Whether the engine has one rank, which may live in this process."""
     _num_slots: int
     _make_scheduler: SchedulerMaker
+    _events: EventMaker
     _pool_is_logged = False
 
     @property
@@ -160,6 +163,12 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         """Forget what is in host memory, for instance after the weights changed."""
         self.offload_scheduler.reset()
         return True
+
+    @survives(lambda self: [])
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return what vLLM's KV events say of host memory; vLLM asks in every step."""
+        announced = self.offload_scheduler.take_announcements()
+        return self._events.make(announced) if announced else []
 
     def _local_rank(self) -> OffloadWorker | None:
         """Return the engine's only rank if it lives in this process, but inside no MultiConnector.

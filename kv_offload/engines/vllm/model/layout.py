@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kv_swap.errors import LayoutError
 from kv_swap.layout import KVLayout, TensorDescription
 
+from kv_offload.engines.vllm.model.identity import digest
 from kv_offload.engines.vllm.versions import layer_specs
 from kv_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -65,8 +67,8 @@ def _describe(name: str, cache: Any, num_blocks: int, page_bytes: int) -> Tensor
         return _describe_states(name, cache, num_blocks, page_bytes)
     if not getattr(cache, "shape", None):
         raise _unknown(name, cache)
-    block_dim = _block_dim(name, tuple(cache.shape), num_blocks)
-    return TensorDescription.of(name, cache, num_blocks, block_dim, page_bytes)
+    dim = block_dim(name, tuple(cache.shape), num_blocks)
+    return TensorDescription.of(name, cache, num_blocks, dim, page_bytes)
 
 
 def _unknown(name: str, cache: Any) -> LayoutError:
@@ -104,7 +106,7 @@ def _block_span_bytes(state: torch.Tensor) -> int:
     return (1 + last) * int(state.element_size())
 
 
-def _block_dim(name: str, shape: tuple[int, ...], num_blocks: int) -> int:
+def block_dim(name: str, shape: tuple[int, ...], num_blocks: int) -> int:
     """Find the dimension that a block id indexes: the first, or the second behind one for K and V.
 
     Backends whose kernels use smaller blocks than the manager multiply it.
@@ -116,3 +118,34 @@ def _block_dim(name: str, shape: tuple[int, ...], num_blocks: int) -> int:
         f"layer {name}: neither of the first two dimensions of its KV cache of shape {shape} is a "
         f"multiple of the {num_blocks} blocks of the cache (at least 3 are needed to tell)"
     )
+
+
+def describe_pages(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Any]
+) -> str:
+    """Return a digest of where in a slot each value of a block is, on the rank that registered it.
+
+    That depends on the attention backend that vLLM chose there, not on the number of blocks.
+    """
+    layout = describe_kv_caches(kv_caches, kv_cache_config)
+    layers = vllm_config.compilation_config.static_forward_context
+    found: list[Any] = [[(sorted(r.tensors), r.page_bytes) for r in layout.regions]]
+    for name, cache in kv_caches.items():
+        backend = getattr(layers.get(name), "get_attn_backend", None)
+        found.append((name, backend and backend().__qualname__))
+        for tensor in kv_tensors({name: cache}):
+            offsets = [tensor.data_ptr() - region.address for region in layout.regions]
+            inside = zip(offsets, layout.regions, strict=True)
+            where = [o if 0 <= o < region.page_bytes else None for o, region in inside]
+            found.append((where, str(tensor.dtype), *_page_dims(name, tensor, layout.num_blocks)))
+    return digest(found)
+
+
+def _page_dims(name: str, tensor: torch.Tensor, num_blocks: int) -> Iterator[tuple[int, int]]:
+    """Yield size and stride of each dimension within a block; stride 0 if it leads out of it."""
+    dim = block_dim(name, tuple(tensor.shape), num_blocks)
+    kernel_blocks = tensor.shape[dim] // num_blocks
+    block_stride = kernel_blocks * tensor.stride(dim)
+    for index, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        inside = stride <= block_stride
+        yield kernel_blocks if index == dim else size, stride if inside else 0

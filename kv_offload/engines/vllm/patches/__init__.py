@@ -16,6 +16,7 @@ from kv_offload.engines.vllm.patches.patch import Patch, Setup, tell_first
 from kv_offload.engines.vllm.patches.reset_prefix_cache import reset_after_drain
 from kv_offload.engines.vllm.patches.update_from_output import hear_ranks_first
 from kv_offload.engines.vllm.patches.weights import keep_on_sleep, watch_call
+from kv_offload.engines.vllm.patches.wishes import CHECK_WISHES
 from kv_offload.engines.vllm.start.command_line import check_settings
 from kv_offload.engines.vllm.versions import OLDEST
 
@@ -23,6 +24,7 @@ EXECUTE_MODEL = Patch("model runner.execute_model", tell_first, "rank")
 LOAD_WEIGHTS = Patch("model.load_weights", tell_first, "rank")
 PATCHES = (
     Patch("vllm.engine.arg_utils:EngineArgs.create_engine_config", check_settings, "process"),
+    CHECK_WISHES,
     Patch("vllm.v1.engine.core:EngineCore.reset_prefix_cache", reset_after_drain),
     Patch("vllm.v1.engine.core:EngineCore.collective_rpc", watch_call),
     Patch(

@@ -50,8 +50,9 @@ class Patch:
     """`module:Class.method`, or `object.method` of an object that a rank finds."""
     around: Method
     """Runs in place of the method: gets the method that was found, then its arguments."""
-    where: Literal["process", "scheduler", "rank"] = "scheduler"
-    """Wrapped in every process, where a scheduler is built, or on one object of a rank."""
+    where: Literal["process", "front end", "scheduler", "rank"] = "scheduler"
+    """Wrapped in every process, where an engine with our connector is configured, where a scheduler
+    is built, or on one object of a rank."""
     versions: tuple[Version, Version] = (OLDEST, NEWEST)
     needed: Callable[[Setup], bool] | None = None
     """Whether an engine needs the patch; None where all do."""

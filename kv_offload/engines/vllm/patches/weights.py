@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kv_offload.engines.vllm.actions import ACTIONS, act
 from kv_offload.engines.vllm.front_end import tell_front_end
 from kv_offload.engines.vllm.halves import connector_of
 
@@ -49,6 +50,8 @@ def watch_call(
     original: Callable[..., Any], self: Any, method: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Run around `EngineCore.collective_rpc`."""
+    if isinstance(method, str) and method in ACTIONS:
+        return [act(self, method)]
     if may_change_weights(method):
         connector = connector_of(self)
         if connector is not None and connector.offload_scheduler.weights_change():

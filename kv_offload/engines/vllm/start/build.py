@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kv_offload.config import trace_config
+from kv_offload.engines.vllm.events import describe_blocks, events_are_on
 from kv_offload.engines.vllm.model import groups
 from kv_offload.engines.vllm.model.ordering import gives_idle_blocks
 from kv_offload.engines.vllm.patches import install_for_scheduler
 from kv_offload.engines.vllm.patches.patch import Setup
 from kv_offload.engines.vllm.runner import VLLMRank
-from kv_offload.engines.vllm.start import log, members, ranks, support
+from kv_offload.engines.vllm.spans import find_tracer
+from kv_offload.engines.vllm.start import disk, log, members, ranks, store, support, trace
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.worker.capacity import check_available
@@ -52,6 +54,9 @@ class Engine:
         )
         self.gives_idle_blocks = gives_idle_blocks(vllm_config, self.cache_groups)
         self.sharing_ranks = groups.ranks_with_equal_bytes(parallel, kv_cache_config)
+        config = self.traced.config
+        self.disk = disk.find_disk(config, vllm_config, kv_cache_config)
+        self.store = store.find_store(config, vllm_config, kv_cache_config)
 
 
 def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
@@ -71,8 +76,17 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
     world_size = engine.vllm_config.parallel_config.world_size
     slot_bytes = bytes_per_block(engine.kv_cache_config)
 
+    kind: Callable[..., OffloadScheduler] = OffloadScheduler
+    if engine.disk is not None:
+        kind = disk.with_disk(config, engine.disk, slot_bytes, world_size, engine.sharing_ranks)
+    if engine.store is not None:
+        kind = store.with_store(config, engine.store, world_size, engine.sharing_ranks)
+
+    # One, though the scheduler's half is built again if ranks hold fewer slots.
+    recorder = trace.find_recorder(config, engine.vllm_config)
+
     def make(pool: BlockPool, num_slots: int) -> OffloadScheduler:
-        return OffloadScheduler(
+        return kind(
             config,
             engine.cache_groups,
             pool,
@@ -81,6 +95,9 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
             world_size,
             make_block_hash_with_group_id,
             loads_overlap=engine.gives_idle_blocks and not starts_late,
+            describe=describe_blocks if events_are_on(engine.vllm_config) else None,
+            recorder=recorder,
+            report_span=find_tracer(engine.vllm_config),
         )
 
     rank_bytes = arena_bytes(config.cpu_bytes, world_size, engine.sharing_ranks)
@@ -96,8 +113,13 @@ def build_worker(engine: Engine) -> OffloadWorker:
     shares = engine.sharing_ranks > 1
     return OffloadWorker(
         engine.traced.config,
-        VLLMRank(engine.kv_cache_config, gives_idle_blocks=engine.gives_idle_blocks),
+        VLLMRank(
+            engine.vllm_config,
+            engine.kv_cache_config,
+            gives_idle_blocks=engine.gives_idle_blocks,
+        ),
         parallel.rank,
         parallel.world_size,
         ranks.tensor_parallel_ranks() if shares else ALONE,
+        engine.disk or engine.store,
     )

@@ -35,7 +35,11 @@ def check_settings(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     config = original(self, *args, **kwargs)
     ranks.note_local_replicas(config)
     early.check_settings(config)
-    if not members.asks_for_us(config.kv_transfer_config):
+    if members.asks_for_us(config.kv_transfer_config):
+        from kv_offload.engines.vllm.patches.wishes import CHECK_WISHES
+
+        CHECK_WISHES.install_on_class()
+    else:
         connector = config.kv_transfer_config.kv_connector
         logger.info("kv-offload: not in use: the connector of this engine is %s", connector)
     return config

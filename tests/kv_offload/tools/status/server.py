@@ -21,10 +21,15 @@ START = re.sub(r"^(vllm:(?!\w+_(slots|slot_bytes)\b).*\}) .*$", r"\1 0.0", HITS,
 
 def hits_with(name: str, value: object) -> str:
     """Return the page of hits in which a sample of ours has another value."""
+    return having(HITS, name, value)
+
+
+def having(page: str, name: str, value: object) -> str:
+    """Return a page of one engine in which a sample of ours has another value."""
     sample = re.compile(rf"^({PREFIX}{name}\{{.*\}}) .*$", re.MULTILINE)
-    page, found = sample.subn(rf"\1 {value}", HITS)
+    changed, found = sample.subn(rf"\1 {value}", page)
     assert found == 1
-    return page
+    return changed
 
 
 class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):

@@ -7,10 +7,11 @@ import re
 import pytest
 from rich.console import Console
 
+from kv_offload.metrics import PREFIX
 from kv_offload.tools.status.figures import ERRORS, Figures
 from kv_offload.tools.status.read import parse
 from kv_offload.tools.status.view import page
-from tests.kv_offload.tools.status.server import HITS, START, hits_with
+from tests.kv_offload.tools.status.server import HITS, START, having, hits_with
 
 
 def drawn(text: str, before: str | None = None, *, width: int = 110, note: str = "") -> str:
@@ -62,6 +63,40 @@ def test_an_error_is_named_with_what_it_means_and_comes_first_behind_a_note() ->
 )
 def test_what_is_not_as_it_should_be_has_a_line(name: str, value: float, shown: str) -> None:
     assert re.search(shown, drawn(hits_with(name, value)))
+
+
+def test_other_sizes_have_lines_where_they_are_estimated() -> None:
+    assert "another host memory" not in drawn(HITS)
+    sample = PREFIX + 'hit_tokens_at_twice_total{engine="0",model_name="small"} 900.0'
+    assert re.search(r"twice as large +900 +50\.0 %", drawn(f"{HITS.rstrip()}\n{sample}\n"))
+
+
+def with_disk(**samples: float) -> str:
+    page = HITS
+    for name, value in {"tier_slots": 2048, "tier_usable": 1, **samples}.items():
+        page = having(page, name, value)
+    return page
+
+
+def test_a_disk_has_lines_of_its_own() -> None:
+    assert "Disk" not in drawn(HITS)
+    read = {"promoted_bytes_total": 3 << 20, "promoted_seconds_total": 1.5}
+    text = drawn(with_disk(tier_slots_in_use=512, **read))
+    shown = r"Disk\s+in use: 16 MiB of 64 MiB on one rank +512 slots +25\.0 %"
+    assert re.search(shown, text)
+    assert re.search(r"read from it, at 2 MiB/s +3 MiB", text)
+    assert re.search(r"written to it +0 B", text)
+    assert "not what was written" not in text
+    assert re.search(r"not what was written +4", drawn(with_disk(tier_mismatches_total=4)))
+
+
+def test_a_disk_that_is_left_alone_is_named_also_beside_one_that_is_used() -> None:
+    alone = "left alone, after an error or while a copy hangs"
+    assert alone not in drawn(with_disk())
+    assert alone in drawn(with_disk(tier_usable=0))
+    other = with_disk(tier_usable=0).replace('engine="0"', 'engine="1"')
+    assert "left alone by 1 of the engines, after" in drawn(with_disk() + other)
+    assert "left alone" not in drawn(with_disk() + HITS.replace('engine="0"', 'engine="1"'))
 
 
 def test_several_engines_stand_below_their_sum() -> None:

@@ -1,0 +1,66 @@
+"""`python -m bench.trace TRACE`: hit ratios by policy and capacity, as a table and a plot.
+
+A trace has one request a line: timestamp in ms, input_length and output_length in tokens, and
+hash_ids, which prompts share as far as they share a prefix. Mooncake's traces of FAST'25 are such
+files: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces. The name of a workload of
+`bench/trace/workloads.py` makes one up instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.machine import keep_rows
+from bench.trace.plot import as_svg
+from bench.trace.table import ROWS, as_markdown, measure
+from bench.trace.workloads import WORKLOADS, make_workload
+from kv_offload.simulation.trace import count_blocks, read_trace, split_blocks
+
+
+def main() -> None:
+    """Print the table; keep it and the plot where that is asked for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.trace",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("trace", help="a file of JSON lines, or: " + "; ".join(WORKLOADS))
+    parser.add_argument(
+        "--capacities",
+        default="1000,2500,5000,10000,20000,40000",
+        help="in blocks of the trace, with commas",
+    )
+    parser.add_argument("--policies", help="of: " + "; ".join(ROWS) + ". With semicolons")
+    parser.add_argument(
+        "--split", type=int, default=1, help="cut each block into so many, and capacities too"
+    )
+    parser.add_argument("--part", help="of the requests, for instance 1/2 or 2/2")
+    parser.add_argument("--plot", type=Path, help="an SVG file to write")
+    parser.add_argument(
+        "--keep", help="name of the results in the folder that KV_OFFLOAD_BENCH_RESULTS names"
+    )
+    arguments = parser.parse_args()
+    made_up = arguments.trace in WORKLOADS
+    trace = make_workload(arguments.trace) if made_up else list(read_trace(Path(arguments.trace)))
+    if arguments.part:
+        number, parts = map(int, arguments.part.split("/"))
+        trace = trace[(number - 1) * len(trace) // parts : number * len(trace) // parts]
+    requests = list(split_blocks(trace, arguments.split))
+    capacities = [arguments.split * int(number) for number in arguments.capacities.split(",")]
+    names = arguments.policies.split(";") if arguments.policies else list(ROWS)
+    rows = list(measure(requests, names, capacities))
+    name = arguments.trace if made_up else Path(arguments.trace).name
+    blocks = count_blocks(requests)
+    print(f"{name}: {len(requests):,} requests, {blocks:,} blocks; hits in % of blocks\n")
+    print(as_markdown(rows))
+    if arguments.plot:
+        arguments.plot.write_text(as_svg(rows, f"Hits of {name}, by capacity in blocks"))
+    if arguments.keep:
+        kept = [asdict(row) for row in rows]
+        keep_rows(arguments.keep, kept, trace=name, requests=len(requests), blocks=blocks)
+
+
+if __name__ == "__main__":
+    main()

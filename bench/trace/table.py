@@ -1,0 +1,66 @@
+"""Replays a trace for each policy and capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kv_offload.cache.policies import POLICIES
+from kv_offload.simulation.bounds import belady, infinite
+from kv_offload.simulation.replay import ReplayResult, replay
+from kv_offload.simulation.trace import TraceRequest
+
+SECOND_USE = "lru, stored at the second use"
+BELADY = "belady"
+INFINITE = "infinite memory"
+
+Cell = Callable[[Sequence[TraceRequest], int], ReplayResult]
+
+
+def _of_policy(name: str) -> Cell:
+    return lambda requests, capacity: replay(requests, name, capacity)
+
+
+ROWS: Mapping[str, Cell] = {
+    **{name: _of_policy(name) for name in POLICIES},
+    SECOND_USE: lambda requests, capacity: replay(requests, "lru", capacity, store_after_uses=2),
+    BELADY: belady,
+    INFINITE: lambda requests, capacity: infinite(requests),
+}
+"""By name: what replays a trace in so many blocks."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One replay; the share of blocks that prefix hits brought, in per cent."""
+
+    name: str
+    capacity: int
+    hit_percent: float
+    stored: int
+    evicted: int
+
+
+def measure(
+    requests: Sequence[TraceRequest], names: Sequence[str], capacities: Sequence[int]
+) -> Iterator[Row]:
+    """Yield a row for each name and capacity."""
+    for name in names:
+        for capacity in capacities:
+            result = ROWS[name](requests, capacity)
+            percent = round(100 * result.hit_ratio, 2)
+            yield Row(name, capacity, percent, result.stored, result.evicted)
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """Return a table with a line for each name and a column for each capacity."""
+    capacities = sorted({row.capacity for row in rows})
+    percent = {(row.name, row.capacity): row.hit_percent for row in rows}
+    lines = [
+        "| policy | " + " | ".join(f"{capacity:,}" for capacity in capacities) + " |",
+        "|---" * (len(capacities) + 1) + "|",
+    ]
+    for name in dict.fromkeys(row.name for row in rows):
+        cells = " | ".join(f"{percent[name, capacity]:.1f}" for capacity in capacities)
+        lines.append(f"| {name} | {cells} |")
+    return "\n".join(lines)

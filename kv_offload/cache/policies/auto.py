@@ -1,0 +1,308 @@
+"""Keep what is likely to bring the most hits for the room that it takes, and store nothing worse.
+
+Which blocks these are is learnt from the traffic (`density`): by how often a block was used, how
+long ago, and how long the prompt was that first had it. Keys that have no slot are watched as well
+(`history`), so what is learnt does not depend on what was kept. Slots of one class and age stand in
+a bucket, and the worst buckets give the victims (`ranking`), no block before the one behind it
+(`prefixes`). A new block that is worth less than they are is not stored.
+
+A step pays for a few array operations. Everything that can wait is noted and taken in after
+`NOTED_ACCESSES` accesses. After an epoch of accesses the buckets are ranked anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_offload.cache.policies.base import EvictionPolicy
+from kv_offload.cache.policies.density import (
+    CLASSES,
+    LENGTH_EDGES,
+    NEXT_CLASS,
+    Buckets,
+    HitDensity,
+)
+from kv_offload.cache.policies.history import Hashes, History, hash_keys
+from kv_offload.cache.policies.prefixes import FIRST
+from kv_offload.cache.policies.ranking import Ranking
+from kv_offload.cache.slots import NO_SLOTS, Key, Runs, Slots
+
+NOTED_ACCESSES = 512
+"""Accesses after which what was noted is taken in, all at once."""
+
+MIN_EPOCH = 64
+"""Accesses of an epoch at least: to rank the buckets takes a fraction of a millisecond."""
+
+EPOCHS_OF_CAPACITY = 8
+"""Epochs in which as many blocks are accessed as there are slots."""
+
+MIN_MEMORY, MEMORY_OF_CAPACITY = 100_000, 8
+"""For how many accesses evidence counts: so many, or so many a slot if that is more."""
+
+HISTORY_OF_CAPACITY = 8
+"""Keys without a slot that are remembered, for each slot, at 16 bytes each."""
+
+_FOLLOWS = -2
+"""Stands for the slot of the key before, in the order of a call."""
+
+
+class AutoPolicy(EvictionPolicy):
+    """Hit density, with admission. A key that was declined still counts as accessed."""
+
+    links = True
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._epoch_accesses = max(MIN_EPOCH, capacity // EPOCHS_OF_CAPACITY)
+        memory = max(MIN_MEMORY, MEMORY_OF_CAPACITY * capacity)
+        self._density = HitDensity(memory / self._epoch_accesses)
+        self.clear()
+
+    def clear(self) -> None:
+        self._density.clear()
+        self._ranking = Ranking(self.capacity, self._density)
+        self._bucket_of = self._ranking.bucket_of
+        self._hash_of = np.zeros(self.capacity, np.uint64)
+        self._held = np.zeros(self.capacity, bool)
+        self._risen = np.zeros(self.capacity, bool)
+        self._parked: set[int] = set()
+        self._history = History(HISTORY_OF_CAPACITY * self.capacity)
+        # What `admit` found of the keys that `add` and `replace` are called for next.
+        self._admitted: tuple[Hashes, Buckets, NDArray[np.int64]] | None = None
+        self._last_added = FIRST
+        self._accesses = self._noted = 0
+        self._begun: list[Buckets] = []
+        self._ended: list[Buckets] = []
+        self._lost: list[Buckets] = []
+        self._moved: list[Slots] = []
+        self._gone: list[tuple[Hashes, Buckets]] = []
+
+    # -- accesses ------------------------------------------------------------------------------
+
+    def admit(
+        self, keys: Sequence[Key], runs: Runs, free: int, behind: Sequence[int]
+    ) -> NDArray[np.bool_]:
+        if not len(keys):
+            return np.ones(0, bool)
+        self._advance()
+        sizes, tokens, must, _ = zip(*runs, strict=True)
+        classes, before = np.searchsorted(LENGTH_EDGES, tokens, side="right"), np.array(behind)
+        counts = np.array(sizes)
+        if len(runs) < len(keys):
+            classes = classes.repeat(counts)
+            before = np.full(len(keys), _FOLLOWS)
+            before[np.cumsum(counts) - counts] = behind
+        hashes = hash_keys(keys)
+        known = self._history.take(hashes)
+        if known.any():
+            seen = known > 0
+            classes[seen] = NEXT_CLASS[known[seen] % CLASSES]
+            self._ended.append(known[seen])
+        buckets = classes + self._density.epoch * CLASSES
+        self._begun.append(buckets)
+        self._count(len(keys))
+        if free >= len(keys) or not self._density.taught:
+            self._admitted = hashes, buckets, before
+            return np.ones(len(keys), bool)
+        worth = self._worth_a_slot(classes, free)
+        if any(must):
+            worth |= np.array(must).repeat(counts)
+        if not worth.all():
+            if len(runs) < len(keys):
+                _cut_runs(worth, counts)
+            declined = ~worth
+            self._gone.append((hashes[declined], buckets[declined]))
+            hashes, buckets, before = hashes[worth], buckets[worth], before[worth]
+        if len(hashes):
+            self._admitted = hashes, buckets, before
+        return worth
+
+    def _worth_a_slot(self, classes: NDArray[np.int64], free: int) -> NDArray[np.bool_]:
+        """Say which new blocks are worth more than those that leave for them."""
+        density = self._density.new[classes]
+        wanted = len(classes) - free
+        leaving = self._ranking.next_density(wanted)
+        if leaving is not None:
+            worth: NDArray[np.bool_] = density > leaving
+            worth[:free] = True
+            return worth
+        each = self._ranking.densities(wanted).tolist()
+        if each[-1] == np.inf:  # all that was ranked has left or moved on
+            self._rank_anew()
+            each = self._ranking.densities(wanted).tolist()
+        worth = np.ones(len(classes), bool)
+        taken = 0
+        for place, value in enumerate(density[free:].tolist(), start=free):
+            if value > each[taken]:
+                taken += 1
+            else:
+                worth[place] = False
+        return worth
+
+    def add(self, slots: Slots, keys: Sequence[Key]) -> None:
+        if self._admitted is None:
+            hashes, buckets = self._known(keys)
+            before = np.full(len(slots), FIRST)
+        else:
+            (hashes, buckets, before), count = self._admitted, len(slots)
+            self._admitted = None
+            if count < len(hashes):
+                self._admitted = hashes[count:], buckets[count:], before[count:]
+                hashes, buckets, before = hashes[:count], buckets[:count], before[:count]
+            if count:
+                before = self._slots_before(slots, before)
+        self._ranking.prefixes.link(slots, before)
+        self._hash_of[slots] = hashes
+        self._bucket_of[slots] = buckets
+        self._held[slots] = True
+        self._risen[slots] = False
+        self._moved.append(slots[::-1])
+
+    def _slots_before(self, slots: Slots, before: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the slot before each of `slots`, which the last call of `admit` told of."""
+        follows = before == _FOLLOWS
+        if follows.any():
+            before = np.where(follows, np.append(self._last_added, slots[:-1]), before)
+        self._last_added = slots[-1]
+        return before
+
+    def _known(self, keys: Sequence[Key]) -> tuple[Hashes, Buckets]:
+        """Return what is known of keys that `admit` was not asked about: this is no access."""
+        hashes = hash_keys(keys)
+        buckets = self._history.take(hashes)
+        if (new := buckets == 0).any():
+            buckets[new] = self._density.epoch * CLASSES
+            self._begun.append(buckets[new])
+        return hashes, buckets
+
+    def replace(self, keys: Sequence[Key]) -> Slots:
+        popped = self._ranking.pop(len(keys), self._held, self._parked)
+        missing = len(keys) - sum(len(slots) for _, slots in popped)
+        for heads_stay in (True, False):
+            if missing:
+                self._rank_anew(heads_stay=heads_stay)
+                popped += self._ranking.pop(missing, self._held, self._parked)
+                missing = len(keys) - sum(len(slots) for _, slots in popped)
+        for bucket, slots in popped:
+            self._gone.append((self._hash_of[slots], np.full(len(slots), bucket)))
+        # Sorted, so that keys that follow each other mostly get slots that do.
+        victims: Slots = np.sort(np.concatenate([NO_SLOTS, *(slots for _, slots in popped)]))
+        if len(victims):
+            if self._admitted is not None:
+                before = self._admitted[2]
+                evicted = self._bucket_of[np.maximum(before, 0)] == 0
+                before[(before >= 0) & evicted] = FIRST  # for these keys
+            self.add(victims, keys[: len(victims)])
+        if self._admitted is not None:
+            self._gone.append(self._admitted[:2])
+            self._admitted = None
+        return victims
+
+    def use(self, slots: Slots) -> None:
+        self._advance()
+        old = self._bucket_of[slots]
+        classes = old % CLASSES
+        self._risen[slots] = True
+        new = NEXT_CLASS[classes] + self._density.epoch * CLASSES
+        self._bucket_of[slots] = new
+        self._ended.append(old)
+        self._begun.append(new)
+        self._moved.append(slots)
+        self._count(len(slots))
+
+    def hold(self, slots: Slots) -> None:
+        self.use(slots)
+        self._held[slots] = True
+
+    def keep(self, slots: Slots) -> None:
+        self._held[slots] = True
+
+    def release(self, slots: Slots) -> None:
+        self._held[slots] = False
+        if self._parked and (back := self._parked.intersection(slots.tolist())):
+            self._parked -= back
+            self._moved.append(np.array(sorted(back), np.int32))
+
+    def discard(self, slots: Slots) -> None:
+        self._lost.append(self._bucket_of[slots])
+        self._bucket_of[slots] = 0
+        self._held[slots] = False
+        self._risen[slots] = False
+        self._parked.difference_update(slots.tolist())
+
+    # -- what was noted ------------------------------------------------------------------------
+
+    def _count(self, accesses: int) -> None:
+        self._accesses += accesses
+        self._noted += accesses
+
+    def _advance(self) -> None:
+        """Take in what was noted where that is enough, and let epochs pass."""
+        if self._accesses >= self._epoch_accesses:
+            self._take_in()
+            for _ in range(self._accesses // self._epoch_accesses):
+                self._density.next_epoch()
+            self._accesses %= self._epoch_accesses
+            self._density.compute()
+            self._ranking.rank()
+        elif self._noted >= NOTED_ACCESSES:
+            self._take_in()
+
+    def _rank_anew(self, *, heads_stay: bool = True) -> None:
+        self._take_in()
+        self._ranking.rank(heads_stay=heads_stay)
+
+    def _take_in(self) -> None:
+        if self._gone:
+            hashes, buckets = zip(*self._gone, strict=True)
+            forgotten = self._history.put(np.concatenate(hashes), np.concatenate(buckets))
+            self._lost.append(forgotten)
+        none = np.empty(0, np.int64)
+        lives = (np.concatenate([none, *part]) for part in (self._begun, self._ended, self._lost))
+        self._density.count(*lives)
+        if self._moved:
+            self._ranking.put(np.concatenate(self._moved))
+        for notes in (self._gone, self._begun, self._ended, self._lost, self._moved):
+            notes.clear()
+        self._noted = 0
+
+    # -- the tier below ------------------------------------------------------------------------
+
+    def worth_keeping(self, slots: Slots) -> NDArray[np.bool_]:
+        return self._density.likely(self._bucket_of[slots])
+
+    def take_risen(self) -> Slots:
+        risen = np.flatnonzero(self._risen).astype(np.int32)
+        self._risen[risen] = False
+        return risen
+
+    # -- for tests -----------------------------------------------------------------------------
+
+    def resident(self) -> dict[int, bool]:
+        slots = np.flatnonzero(self._bucket_of > 0)
+        return dict(zip(slots.tolist(), self._held[slots].tolist(), strict=True))
+
+    def check_integrity(self) -> None:
+        slots = self.resident()
+        held = int(self._held.sum())
+        assert held == sum(slots.values()), "a held slot is not resident"
+        assert self._parked <= {slot for slot in slots if slots[slot]}, "an idle slot is parked"
+        listed = {*self._ranking.slots(), *np.concatenate([NO_SLOTS, *self._moved]).tolist()}
+        lost = slots.keys() - listed - self._parked
+        assert not lost, f"slots {sorted(lost)} can never be evicted"
+        self._ranking.check_integrity()
+        noted = [sum(map(len, notes)) for notes in (self._begun, self._ended, self._lost)]
+        lives = self._density.lives + noted[0] - noted[1] - noted[2]
+        watched = len(slots) + len(self._history) + sum(len(hashes) for hashes, _ in self._gone)
+        assert lives == watched, f"{lives} lives go on of {watched} keys that are watched"
+
+
+def _cut_runs(worth: NDArray[np.bool_], counts: NDArray[np.int64]) -> None:
+    """Have nothing of a run be worth a slot behind the first key that is not."""
+    places = np.arange(len(worth))
+    last_declined = np.maximum.accumulate(np.where(worth, -1, places))
+    first_of_run = np.repeat(np.cumsum(counts) - counts, counts)
+    worth &= last_declined < first_of_run

@@ -1,0 +1,210 @@
+"""Slots in buckets, and the buckets in the order in which they give victims."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_offload.cache.policies.density import AGES, CLASSES, OLD, HitDensity
+from kv_offload.cache.policies.prefixes import PrefixOrder
+from kv_offload.cache.slots import NO_SLOTS, Slots
+
+SLACK_ENTRIES = 4096
+"""How many stale entries are never worth a sweep."""
+
+QUEUED_SLOTS = 4096
+"""How many slots of a bucket come into the queue at a time: a step pays for so many, and a bucket
+may have an eighth of all."""
+
+WINDOW_SLOTS = 64
+"""How many slots a search for victims looks at, beyond twice those that it wants."""
+
+
+class Ranking:
+    """Entries of slots, by bucket in the order of access. Only those that `bucket_of` confirms are
+    live; a slot that moved has left a stale one. Stale entries are swept bucket by bucket, as
+    entries are added, so that there are about two entries a slot.
+
+    Between two calls of `rank` the order of the buckets stays, and the slots of the worst wait in a
+    queue. What has to stay for what is behind it (`prefixes`) stays in its bucket until the next.
+    """
+
+    def __init__(self, capacity: int, density: HitDensity) -> None:
+        self._density = density
+        self._max_entries = 2 * capacity + SLACK_ENTRIES
+        self.bucket_of = np.zeros(capacity, np.int64)
+        """By slot; 0 where it has no key."""
+        self.prefixes = PrefixOrder(self.bucket_of)
+        self._entries: dict[int, deque[Slots]] = {}
+        self._num_entries = 0
+        self._to_sweep: list[int] = []
+        self._queue: deque[tuple[int, float, Slots]] = deque()  # with bucket and density
+        self._queued = 0
+        self._opened: tuple[int, float, Slots] | None = None
+        """What is left of the bucket from which slots came into the queue last."""
+        self._order: list[tuple[int, float]] = []
+        self._at = 0
+        self._last_place = np.zeros(capacity, np.int32)  # only within `_distinct`
+        self.rank()
+
+    def put(self, slots: Slots) -> None:
+        """Add entries, the last the most recent, to the buckets in which the slots are now."""
+        slots = self._distinct(slots)
+        buckets = self.bucket_of[slots]
+        order = np.argsort(buckets, kind="stable")
+        order = order[np.count_nonzero(buckets == 0) :]
+        if not len(order):
+            return
+        slots, buckets = slots[order], buckets[order]
+        starts = np.flatnonzero(np.diff(buckets, prepend=0))
+        for bucket, part in zip(buckets[starts].tolist(), np.split(slots, starts[1:]), strict=True):
+            self._add(bucket, part)
+        if self._num_entries > self._max_entries:
+            self._sweep(4 * len(slots))
+
+    def _distinct(self, slots: Slots) -> Slots:
+        """Leave out all entries of a slot but the last."""
+        places = np.arange(len(slots), dtype=np.int32)
+        self._last_place[slots] = places
+        distinct: Slots = slots[self._last_place[slots] == places]
+        return distinct
+
+    def _add(self, bucket: int, slots: Slots) -> None:
+        self._entries.setdefault(bucket, deque()).append(slots)
+        self._num_entries += len(slots)
+
+    def _take(self, bucket: int) -> Slots:
+        """Take out what is live of a bucket."""
+        slots = np.concatenate([NO_SLOTS, *self._entries.pop(bucket)])
+        self._num_entries -= len(slots)
+        return self._distinct(slots[self.bucket_of[slots] == bucket])
+
+    def _sweep(self, entries: int) -> None:
+        """Drop the stale ones of so many entries, or of a bucket if that has more."""
+        while entries > 0 and self._num_entries > self._max_entries:
+            if not self._to_sweep:
+                self._to_sweep = [*self._entries]
+            bucket = self._to_sweep.pop()
+            if bucket in self._entries:
+                entries -= sum(map(len, self._entries[bucket]))
+                if len(live := self._take(bucket)):
+                    self._add(bucket, live)
+
+    def rank(self, *, heads_stay: bool = True) -> None:
+        """Order the buckets by what their slots are worth now, the older first of equals.
+
+        Unless `heads_stay` slots leave before those behind them, too, until the next call.
+        """
+        self._heads_stay = heads_stay
+        for bucket, _, slots in reversed(self._waiting()):
+            self._entries.setdefault(bucket, deque()).appendleft(slots)
+            self._num_entries += len(slots)
+        self._queue.clear()
+        self._queued = 0
+        self._opened = None
+        now = self._density.epoch * CLASSES
+        self._merge_old(now - (AGES - 1) * CLASSES)
+        # Of this epoch all, as slots will come.
+        before = [bucket for bucket in self._entries if bucket < now]
+        buckets = np.array([*before, *range(now, now + CLASSES)])
+        densities = self._density.of(buckets)
+        order = np.lexsort((buckets, densities))
+        self._order = [*zip(buckets[order].tolist(), densities[order].tolist(), strict=True)]
+        self._at = 0
+
+    def _merge_old(self, first_told_apart: int) -> None:
+        """Move what has become too old to be told apart to the buckets of epoch `OLD`."""
+        for bucket in sorted(self._entries):
+            if bucket >= first_told_apart:
+                break
+            old = OLD * CLASSES + bucket % CLASSES
+            if bucket != old and len(slots := self._take(bucket)):
+                self.bucket_of[slots] = old
+                self._add(old, slots)
+
+    def _fill_queue(self, count: int) -> None:
+        """Have `count` slots wait in the queue, or all of those that can leave."""
+        while self._queued < count:
+            if self._opened is None:
+                if self._at == len(self._order):
+                    break
+                bucket, density = self._order[self._at]
+                self._at += 1
+                if bucket not in self._entries:
+                    continue
+                slots = self._take(bucket)
+            else:
+                bucket, density, slots = self._opened
+            slots, later = slots[:QUEUED_SLOTS], slots[QUEUED_SLOTS:]
+            self._opened = (bucket, density, later) if len(later) else None
+            if self._heads_stay:
+                slots, blocked = self.prefixes.split(slots)
+                if len(blocked):
+                    self._add(bucket, blocked)
+            if len(slots):
+                self._queue.append((bucket, density, slots))
+                self._queued += len(slots)
+
+    def _waiting(self) -> list[tuple[int, float, Slots]]:
+        """Return what was taken out of buckets and has not left, with bucket and density."""
+        return [*self._queue, *([] if self._opened is None else [self._opened])]
+
+    def next_density(self, count: int) -> float | None:
+        """Return what each of the next `count` victims is worth; None if they are not alike."""
+        self._fill_queue(1)
+        if self._queue and len(self._queue[0][2]) >= count:
+            return self._queue[0][1]
+        return None
+
+    def densities(self, count: int) -> NDArray[np.float64]:
+        """Return what the next `count` victims are worth; infinity where there are no more."""
+        self._fill_queue(count)
+        found = [np.full(len(slots), density) for _, density, slots in self._queue]
+        densities: NDArray[np.float64] = np.concatenate([*found, np.full(count, np.inf)])[:count]
+        return densities
+
+    def pop(self, count: int, held: NDArray[np.bool_], parked: set[int]) -> list[tuple[int, Slots]]:
+        """Take out up to `count` idle slots that are worth least, with their buckets.
+
+        Held slots that are met lose their entry and go to `parked`.
+        """
+        victims = []
+        while count:
+            self._fill_queue(count)
+            if not self._queue:
+                break
+            bucket, density, slots = self._queue.popleft()
+            self._queued -= len(slots)
+            window, rest = np.split(slots, [2 * count + WINDOW_SLOTS])
+            live = window[self.bucket_of[window] == bucket]
+            busy = held[live]
+            if busy.any():
+                parked.update(live[busy].tolist())
+                live = live[~busy]
+            taken, left = live[:count], live[count:]
+            rest = np.concatenate((left, rest)) if len(rest) else left
+            if len(rest):
+                self._queue.appendleft((bucket, density, rest))
+                self._queued += len(rest)
+            if len(taken):
+                victims.append((bucket, taken))
+                self.bucket_of[taken] = 0
+                count -= len(taken)
+        return victims
+
+    def slots(self) -> set[int]:
+        """Return all slots that have a live entry, in O(entries)."""
+        parts = [(bucket, part) for bucket, parts in self._entries.items() for part in parts]
+        parts += [(bucket, part) for bucket, _, part in self._waiting()]
+        live = [part[self.bucket_of[part] == bucket] for bucket, part in parts]
+        return {*np.concatenate([NO_SLOTS, *live]).tolist()}
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` naming the first broken invariant, in O(entries)."""
+        entries = sum(len(part) for parts in self._entries.values() for part in parts)
+        assert entries == self._num_entries, f"{self._num_entries} entries count, not {entries}"
+        assert entries <= 2 * self._max_entries, f"{entries} entries, which nobody sweeps"
+        queued = sum(len(slots) for _, _, slots in self._queue)
+        assert queued == self._queued, f"{self._queued} slots count as queued, not {queued}"

@@ -1,0 +1,110 @@
+"""Asks a shared store which blocks it has, on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from kv_swap.tiers.store.client import StoreClient
+
+logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
+
+START_SECONDS = 5.0
+"""For how long an engine's start waits for the connection. Requests would wait for it otherwise,
+and Mooncake holds all Python threads while it is made."""
+
+
+class StoreAnswer:
+    """Which of some names the store has. The directory's thread sets it once."""
+
+    def __init__(self, names: Sequence[bytes]) -> None:
+        self.names = names
+        self.found: Sequence[bool] | None = None
+        """For each name, in order, whether all of its parts are there; None if it failed."""
+        self._done = threading.Event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the directory has answered, or failed to."""
+        return self._done.is_set()
+
+    def set(self, found: Sequence[bool] | None) -> None:
+        """Answer, or say that it failed."""
+        self.found = found
+        self._done.set()
+
+
+class StoreDirectory:
+    """Answers in the order of the questions. No method waits but `close`.
+
+    It is made once there is a connection, or an attempt has failed or takes `START_SECONDS`.
+
+    `prefixes` begin the keys of the objects, one for each part that a block has: ranks that hold
+    different bytes of a block have stored a part each. `make_keys` makes the keys of blocks with
+    these names.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        prefixes: Sequence[str],
+        make_keys: Callable[[str, Sequence[bytes]], list[str]],
+    ) -> None:
+        self._client = client
+        self._make_keys = make_keys
+        self._prefixes = prefixes
+        self._queue: SimpleQueue[StoreAnswer | None] = SimpleQueue()
+        self._failing = False
+        self._tried = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-offload-store", daemon=True)
+        self._thread.start()
+        self._tried.wait(START_SECONDS)
+
+    def ask(self, names: Sequence[bytes]) -> StoreAnswer:
+        """Ask which of these names the store has."""
+        answer = StoreAnswer(names)
+        self._queue.put(answer)
+        return answer
+
+    def close(self, timeout_seconds: float) -> None:
+        """End the thread; a call of the store that hangs is left alone."""
+        self._queue.put(None)
+        self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        self._attempt(self._client.connect)
+        self._tried.set()
+        while (question := self._queue.get()) is not None:
+            question.set(self._attempt(partial(self._look, question.names)))
+        self._client.close()
+
+    def _attempt(self, call: Callable[[], Found]) -> Found | None:
+        """Call the store; None if it fails, which is logged once until a call has worked."""
+        try:
+            found = call()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the store is left alone
+            if not self._failing:
+                logger.warning("kv-offload: the store cannot be asked: %s", error)
+            self._failing = True
+            return None
+        self._failing = False
+        return found
+
+    def _look(self, names: Sequence[bytes]) -> list[bool]:
+        """Ask for the first part of all blocks, and for the next ones of those that have it."""
+        found = [True] * len(names)
+        for prefix in self._prefixes:
+            rows = [row for row, there in enumerate(found) if there]
+            if not rows:
+                break
+            part = self._client.exist(self._make_keys(prefix, [names[row] for row in rows]))
+            for row, there in zip(rows, part, strict=True):
+                found[row] = there
+        return found

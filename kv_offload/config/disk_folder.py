@@ -1,0 +1,38 @@
+"""Which files a disk's folder has: an index, and a file of slots for each rank.
+
+disk_path/index.sqlite, disk_path/rank-0.kv, ...
+disk_path/replica-1/index.sqlite, ...               of data-parallel replicas after the first
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+INDEX_FILE = "index.sqlite"
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's slots."""
+    return folder / f"rank-{rank}.kv"
+
+
+def replica_folder(folder: Path, replica: int) -> Path:
+    """Return the folder of a data-parallel replica; that of the first is the folder itself."""
+    return folder / f"replica-{replica}" if replica else folder
+
+
+def find_replicas(folder: Path) -> list[Path]:
+    """Return the folders in which a replica has files: this one, or those of several replicas."""
+    folders = [folder, *(found for _, found in _numbered(folder, r"replica-(\d+)"))]
+    return [found for found in folders if (found / INDEX_FILE).exists() or find_ranks(found)]
+
+
+def find_ranks(folder: Path) -> dict[int, Path]:
+    """Return the files of slots that a replica's folder has, by rank."""
+    return dict(_numbered(folder, r"rank-(\d+)\.kv"))
+
+
+def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
+    matches = ((re.fullmatch(pattern, path.name), path) for path in folder.iterdir())
+    return sorted((int(match[1]), path) for match, path in matches if match)

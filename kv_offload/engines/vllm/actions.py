@@ -1,0 +1,33 @@
+"""What a front end has the engine core do, by vLLM's own way to call an engine.
+
+That is `collective_rpc`, with a name that no worker has: `patches.weights.watch_call` acts on it.
+Every data-parallel replica that the front end serves gets the call.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kv_offload.engines.vllm.front_end import tell_front_end
+from kv_offload.engines.vllm.halves import connector_of
+from kv_offload.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+PAUSE_STORES = "kv_offload.pause_stores"
+RESUME_STORES = "kv_offload.resume_stores"
+ACTIONS = frozenset((PAUSE_STORES, RESUME_STORES))
+
+
+def act(core: Any, action: str) -> str:
+    """Do as an operator asks, between two steps; return `paused` or `running`."""
+    connector = connector_of(core)
+    if connector is None:
+        raise UnsupportedError(f"{action}: this engine has no KVOffloadConnector: configure it")
+    paused = action == PAUSE_STORES
+    connector.offload_scheduler.pause_stores(paused=paused)
+    tell_front_end(core)
+    state = "paused" if paused else "running"
+    logger.info("kv-offload: stores are %s, as an operator asked", state)
+    return state

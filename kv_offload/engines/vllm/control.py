@@ -1,0 +1,72 @@
+"""Routes on vLLM's API server with which an operator empties host memory and pauses stores.
+
+vLLM loads this endpoint plugin (0.28 and later) only if `VLLM_PLUGINS` names it. It guards paths
+below `/v1` with `--api-key`; without a key these routes refuse all calls.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from typing import Any
+
+from fastapi import FastAPI, HTTPException
+from fastapi.requests import Request
+
+from kv_offload.engines.vllm.actions import PAUSE_STORES, RESUME_STORES
+
+PREFIX = "/v1/kv-offload"
+"""vLLM asks for its key below `/v1`, from 0.28 to 0.33."""
+
+
+class ControlRoutes:
+    """What vLLM asks of an endpoint plugin."""
+
+    name = "kv_offload_control"
+    required_tasks = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes."""
+        for path, route in (
+            ("empty", empty),
+            ("pause-stores", pause_stores),
+            ("resume-stores", resume_stores),
+        ):
+            app.add_api_route(f"{PREFIX}/{path}", route, methods=["POST"])
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Keep the engine where the routes find it, if calls to them must have a key."""
+        has_key = any(args.api_key or [os.environ.get("VLLM_API_KEY")])
+        state.kv_offload_engine = engine_client if has_key else None
+
+
+def _engine(request: Request) -> Any:
+    engine = getattr(request.app.state, "kv_offload_engine", None)
+    if engine is None:
+        raise HTTPException(
+            403,
+            f"kv-offload: {PREFIX} is off, since this server has no engine or asks for no key: "
+            "start it with --api-key",
+        )
+    return engine
+
+
+async def empty(request: Request) -> dict[str, str]:
+    """Empty host memory, and the engine's own cache unless requests use it."""
+    whole = await _engine(request).reset_prefix_cache(reset_connector=True)
+    return {"host_memory": "empty", "engine_cache": "empty" if whole else "in use"}
+
+
+async def pause_stores(request: Request) -> dict[str, str]:
+    """Store nothing new; what host memory has is loaded as ever."""
+    return await _act(request, PAUSE_STORES)
+
+
+async def resume_stores(request: Request) -> dict[str, str]:
+    """Store again."""
+    return await _act(request, RESUME_STORES)
+
+
+async def _act(request: Request, action: str) -> dict[str, str]:
+    (state,) = await _engine(request).collective_rpc(action)
+    return {"stores": state}

@@ -1,0 +1,122 @@
+"""What vLLM's KV events say of host memory, in the form of the vLLM that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core import kv_cache_utils
+
+from kv_offload.scheduler.events.announcer import Announcement, BlocksRemoved, BlocksStored
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+MEDIUM = "CPU"
+"""vLLM's own name for host memory; routers may take one that they do not know for the GPU."""
+
+Said: TypeAlias = tuple[int | None, str | None, tuple[Any, ...] | None]
+"""Id and name of the LoRA adapter, and what else is in the block's hash."""
+
+NOTHING: Said = (None, None, None)
+
+
+def events_are_on(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM publishes what becomes of its blocks."""
+    config = vllm_config.kv_events_config
+    return config is not None and config.enable_kv_cache_events
+
+
+def describe_blocks(
+    request: Request, first_token: int, end_token: int, block_tokens: int
+) -> list[Said] | None:
+    """Return what is in the hashes of a request's blocks beyond their tokens; None if nothing is.
+
+    See `Describe`.
+    """
+    lora = request.lora_request
+    embeds = getattr(request, "prompt_embeds", None)
+    if lora is None and not request.mm_features and not request.cache_salt and embeds is None:
+        return None
+    said: list[Said] = []
+    adapter = (None, None) if lora is None else (lora.adapter_id, lora.name)
+    place = 0  # among the multimodal inputs
+    for first in range(first_token, end_token, block_tokens):
+        keys, place = kv_cache_utils.generate_block_hash_extra_keys(
+            request, first, first + block_tokens, place
+        )
+        said.append((*adapter, keys))
+    return said
+
+
+def _untagged(keys: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None] | None:
+    """Return what blocks have beyond their tokens as vLLM publishes it. From 0.32 hashes tag it."""
+    untag = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    return keys if untag is None else untag(keys)
+
+
+class EventMaker:
+    """Makes vLLM's events of announcements. Fields that this vLLM does not have are left out."""
+
+    def __init__(self, kv_cache_config: KVCacheConfig) -> None:
+        stored, removed = (set(kind.__struct_fields__) for kind in (BlockStored, BlockRemoved))
+        self._said_fields = stored & {"lora_id", "lora_name", "extra_keys"}
+        # What all events of a cache group say, by group.
+        self._of_stored: list[dict[str, Any]] = []
+        self._of_removed: list[dict[str, Any]] = []
+        for group_idx, group in enumerate(kv_cache_config.kv_cache_groups):
+            common = {"medium": MEDIUM, "group_idx": group_idx, "locality": "LOCAL"}
+            kind = _kind_of(group.kv_cache_spec) if "kv_cache_spec_kind" in stored else {}
+            of_stored = {**common, **kind}
+            self._of_stored.append({k: v for k, v in of_stored.items() if k in stored})
+            self._of_removed.append({k: v for k, v in common.items() if k in removed})
+
+    def make(self, announcements: Iterable[Announcement]) -> list[KVCacheEvent]:
+        """Return an event for each announcement, in order."""
+        return [
+            self._stored(one) if isinstance(one, BlocksStored) else self._removed(one)
+            for one in announcements
+        ]
+
+    def _stored(self, blocks: BlocksStored) -> BlockStored:
+        group, parent = blocks.group, blocks.parent
+        said: Sequence[Said] = [one or NOTHING for one in blocks.said]
+        lora_id, lora_name, _ = said[0]
+        values = {
+            "lora_id": lora_id,
+            "lora_name": lora_name,
+            "extra_keys": _untagged([keys for _, _, keys in said]),
+        }
+        return BlockStored(
+            block_hashes=_external(blocks.hashes),
+            parent_block_hash=None if parent is None else _external([parent])[0],
+            token_ids=blocks.tokens,
+            block_size=group.block_tokens,
+            **{name: values[name] for name in self._said_fields},
+            **self._of_stored[group.group_id],
+        )
+
+    def _removed(self, blocks: BlocksRemoved) -> BlockRemoved:
+        return BlockRemoved(
+            block_hashes=_external(blocks.hashes), **self._of_removed[blocks.group.group_id]
+        )
+
+
+def _kind_of(spec: Any) -> dict[str, Any]:
+    """Return what the events of a cache group say of its layers."""
+    from vllm.v1 import kv_cache_interface as interface
+
+    return {
+        "kv_cache_spec_kind": interface.get_kv_cache_spec_kind(spec).value,
+        "kv_cache_spec_sliding_window": interface.get_kv_cache_spec_sliding_window(spec),
+    }
+
+
+def _external(hashes: Sequence[bytes]) -> list[Any]:
+    """Return hashes as vLLM publishes them: bytes, or integers where its environment says so."""
+    convert = kv_cache_utils.maybe_convert_block_hash
+    return [convert(block_hash) for block_hash in hashes]

@@ -1,0 +1,84 @@
+"""Which model it is: its weights, its configuration, and how both are used.
+
+Weights of a repository are known by its commit, those in a folder by the names, sizes and times of
+its files: nobody reads them twice. A file that is replaced by one of the same size and time is not
+noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, MultiModalConfig, VllmConfig
+
+OF_TEXT = ("tokenizer", "generation_config", "README", "LICENSE", "__pycache__", ".")
+"""How the names of files and folders begin that change no KV of given tokens."""
+
+
+def describe_model(model: ModelConfig) -> dict[str, str]:
+    """Return by name what makes the KV of given tokens and images what it is."""
+    config = model.hf_config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    inputs = model.multimodal_config
+    return {
+        "model": str(model.model),
+        "revision": str(model.revision),
+        "code_revision": str(model.code_revision),
+        "commit": str(getattr(model.hf_config, "_commit_hash", None)),
+        "weights": f"{model.model_weights}{_describe_folder(Path(model.model))}",
+        "architecture": str(model.architecture),
+        "config": digest(config),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "max_model_len": str(model.max_model_len),  # chooses the factors of some position codes
+        "implementation": str(model.model_impl),
+        "inputs": "text" if inputs is None else _describe_inputs(inputs),
+    }
+
+
+def _describe_inputs(inputs: MultiModalConfig) -> str:
+    """Describe what becomes of an image: its hash, which is in the key, is that of its data."""
+    return digest([inputs.compute_hash(), inputs.mm_processor_kwargs, inputs.media_io_kwargs])
+
+
+def describe_loading(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return by name how weights are loaded or made up."""
+    load_format = str(vllm_config.load_config.load_format)
+    dummy = {"seed": str(vllm_config.model_config.seed)} if load_format == "dummy" else {}
+    return {"load_format": load_format, **dummy}
+
+
+def _describe_folder(path: Path) -> str:
+    """Describe the files of a model by name, size and time; "" for what is no path here."""
+    if path.is_file():
+        return digest(_describe_file(path, path.name))
+    found = []
+    for folder, folders, files in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(OF_TEXT)]
+        within = Path(folder)
+        found += [
+            _describe_file(within / name, str((within / name).relative_to(path)))
+            for name in files
+            if not name.startswith(OF_TEXT)
+        ]
+    return digest(sorted(found)) if found else ""
+
+
+def _describe_file(path: Path, name: str) -> tuple[str, int, int]:
+    try:
+        found = path.stat()  # of what a link leads to
+    except FileNotFoundError:
+        return name, -1, -1
+    return name, found.st_size, found.st_mtime_ns
+
+
+def digest(value: Any) -> str:
+    """Return 16 letters that change with a value, whatever it is made of."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,127 @@
+"""What a block's key and bytes mean, so that what another process kept is used only if it fits.
+
+A key is vLLM's hash of the tokens, of images and salts, and of the LoRA adapter's name (from vLLM
+0.32 its path, too). All else that makes the bytes what they are is described here.
+
+Nobody looks into an adapter's files, so of an engine with LoRA no other process uses anything
+(`start.disk`), and one that is replaced under its name needs a reset of the prefix cache.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kv_offload.engines.vllm.model.groups import cache_groups, has_draft_head
+from kv_offload.engines.vllm.model.identity import describe_loading, describe_model, digest
+from kv_offload.engines.vllm.versions import bytes_per_block, layer_specs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+FORMAT = 1
+"""Changes with what the plugin puts into a slot, or with what it names a slot by."""
+
+PARALLEL = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+    "cp_kv_cache_interleave_size",
+)
+"""Which part of a block a rank has."""
+
+CPU_FLAGS = ("flags", "Features")
+"""Of a line of /proc/cpuinfo, on x86 and on Arm."""
+
+DRAFTS_OF_TEXT = ("ngram", "ngram_gpu", "suffix")
+"""Methods without a draft model: the KV is that of the model alone."""
+
+RESOLVE_SEED = "resolve_none_hash_seed"
+"""vLLM's function that has a fixed seed for hashes that nobody can turn round. Without it, as in
+0.28, each process draws a seed unless `PYTHONHASHSEED` is set."""
+
+
+def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
+    """Return by name all that must be equal for a block of another process to be of use here.
+
+    If each process draws its hashes anew, no description equals that of another process. What only
+    a rank knows is in `layout.describe_pages`.
+    """
+    import vllm
+
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    speculative = vllm_config.speculative_config
+    method = "none" if speculative is None else speculative.method
+    groups = cache_groups(
+        kv_cache_config,
+        parallel.decode_context_parallel_size,
+        draft_head=has_draft_head(vllm_config),
+    )
+    draft = {}
+    if method not in ("none", *DRAFTS_OF_TEXT):
+        of_draft = describe_model(speculative.draft_model_config)
+        draft = {"draft": method, **{f"draft_{name}": value for name, value in of_draft.items()}}
+    return {
+        "format": str(FORMAT),
+        "vllm": vllm.__version__,
+        "device": _describe_device(),
+        **describe_model(vllm_config.model_config),
+        **describe_loading(vllm_config),
+        **draft,
+        "lora": "off" if vllm_config.lora_config is None else "on",
+        "attention": vllm_config.attention_config.compute_hash()[:16],
+        "cache_dtype": str(cache.cache_dtype),
+        "cache_layout": str(getattr(cache, "kv_cache_layout", None)),  # from vLLM 0.32
+        "groups": "; ".join(map(str, groups)),
+        "layers": digest(sorted((n, repr(s)) for n, s in layer_specs(kv_cache_config).items())),
+        "block_bytes": str(bytes_per_block(kv_cache_config)),
+        **{name: str(getattr(parallel, name, None)) for name in PARALLEL},
+        "hash": cache.prefix_caching_hash_algo,
+        "hash_seed": _hash_seed(vllm_config) or f"drawn, {secrets.token_hex(16)}",
+    }
+
+
+def _describe_device() -> str:
+    """Return its name. Attention on a CPU packs pages for the instructions that the CPU has."""
+    from vllm.platforms import current_platform
+
+    name = f"{current_platform.device_name}, {current_platform.get_device_name()}"
+    if not current_platform.is_cpu():
+        return name
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return f"{name}, {digest([line for line in lines if line.startswith(CPU_FLAGS)][:1])}"
+
+
+def reproducible_hashes(vllm_config: VllmConfig) -> str | None:
+    """Return None if a key means the same in another process, else why not and what to do."""
+    if _hash_seed(vllm_config) is not None:
+        return None
+    from vllm.v1.core import kv_cache_utils
+
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    remedy = "set the environment variable PYTHONHASHSEED to a number, the same one at every start"
+    if hasattr(kv_cache_utils, RESOLVE_SEED):
+        remedy += ", or --prefix-caching-hash-algo to sha256"
+    else:
+        remedy += ", or install a vLLM that needs none for sha256, such as 0.32"
+    return (
+        f"with prefix_caching_hash_algo {algorithm!r} and without PYTHONHASHSEED this vLLM draws "
+        f"the hashes of blocks anew in each process, so that nothing is found again: {remedy}"
+    )
+
+
+def _hash_seed(vllm_config: VllmConfig) -> str | None:
+    """Return what vLLM begins the chain of hashes with; None if each process draws it."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+
+    resolve = getattr(kv_cache_utils, RESOLVE_SEED, None)
+    if resolve is None:
+        return os.environ.get("PYTHONHASHSEED")
+    function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    first, second = resolve(function), resolve(function)
+    return str(first) if first == second else None

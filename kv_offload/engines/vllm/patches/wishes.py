@@ -1,0 +1,39 @@
+"""Refuses a request whose wishes are wrong where vLLM checks its other parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kv_offload.engines.vllm.patches.patch import Patch
+from kv_offload.errors import RequestError
+from kv_offload.wishes import read_wishes
+
+
+def check_wishes(
+    original: Callable[..., Any],
+    self: Any,
+    request_id: str,
+    prompt: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run around `InputProcessor.process_inputs`, through which every request comes.
+
+    A server answers what it raises with status 400, to that request alone: what is not one of
+    vLLM's own errors would be status 500.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    extra = getattr(params, "extra_args", None) or {}
+    try:
+        read_wishes(extra.get("kv_transfer_params"))
+    except RequestError as error:
+        raise VLLMValidationError(str(error)) from error
+    return original(self, request_id, prompt, params, *args, **kwargs)
+
+
+CHECK_WISHES = Patch(
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs", check_wishes, "front end"
+)

@@ -1,0 +1,46 @@
+"""What all blocks that an engine keeps below host memory have in common."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from kv_offload.engines.vllm.model import namespace
+from kv_offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def describe_contents(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    key: str,
+    *,
+    private: bool = False,
+    keep_on_reset: bool,
+    remedy: str = "",
+) -> dict[str, str]:
+    """Return by name all that must be equal for a block of another process to be of use here.
+
+    Nobody else's is if `private`, or with LoRA. `key` is the tier's key in the configuration, and
+    `keep_on_reset` whether its `..._keep_on_reset` is set. Raises `ConfigError` where another
+    process could not tell what the keys of blocks mean; `remedy` is what else can be done then.
+    """
+    contents = namespace.describe(vllm_config, kv_cache_config)
+    has_lora = vllm_config.lora_config is not None
+    if private or has_lora:
+        # What is in an adapter's files may change under its name, which is all that a key has.
+        contents["process"] = secrets.token_hex(16)
+    elif problem := namespace.reproducible_hashes(vllm_config):
+        raise ConfigError(
+            f"{key}: what is kept there could serve no other process: {problem}{remedy}"
+        )
+    if has_lora and keep_on_reset:
+        raise ConfigError(
+            f"{key.partition('_')[0]}_keep_on_reset: true: an engine with LoRA has to forget the "
+            "blocks of an adapter that was replaced under its name, and a reset is the way: remove "
+            "the key"
+        )
+    return contents

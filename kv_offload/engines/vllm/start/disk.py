@@ -1,0 +1,72 @@
+"""What an engine with a disk is built with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kv_offload.cache.disk_index import DiskIndex
+from kv_offload.config import OffloadConfig
+from kv_offload.config.disk_folder import INDEX_FILE, replica_folder
+from kv_offload.engines.vllm.start.contents import describe_contents
+from kv_offload.errors import ConfigError
+from kv_offload.scheduler.tiers.scheduler import TieredScheduler
+from kv_offload.scheduler.tiers.slot_tier import SlotTier
+from kv_offload.worker.disk import Disk
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def find_disk(
+    config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> Disk | None:
+    """Return the disk that the configuration gives this replica, with its folder; None without.
+
+    Raises `ConfigError` where the folder cannot be made, and where another process could not tell
+    what the keys of blocks mean.
+    """
+    if config.disk_path is None or config.disk_bytes is None:
+        return None
+    contents = describe_contents(
+        vllm_config,
+        kv_cache_config,
+        "disk_path",
+        private=not config.disk_restart,
+        keep_on_reset=config.disk_keep_on_reset,
+        remedy=". Or set disk_restart: false, to use the disk for this process alone",
+    )
+    folder = replica_folder(Path(config.disk_path), replica_index(vllm_config))
+    try:
+        # What users wrote can be told from what is there.
+        folder.mkdir(0o700, parents=folder != Path(config.disk_path), exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"disk_path: {config.disk_path!r}: the folder cannot be made: {error}. Make it, for "
+            "the user that runs the engine, or name another"
+        ) from error
+    return Disk(folder, config.disk_bytes, contents)
+
+
+def replica_index(vllm_config: VllmConfig) -> int:
+    """Return which data-parallel replica this is; the folder of each is its own."""
+    parallel = vllm_config.parallel_config
+    # Of a dense model each replica is told that it is the only one, but for this.
+    return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
+
+
+def with_disk(
+    config: OffloadConfig, disk: Disk, slot_bytes: int, num_ranks: int, sharing_ranks: int
+) -> Callable[..., TieredScheduler]:
+    """Return what builds the scheduler's half, which takes what `OffloadScheduler` takes."""
+    num_slots = disk.file_slots(num_ranks, slot_bytes) * sharing_ranks
+    open_index = partial(DiskIndex, disk.folder / INDEX_FILE, disk.contents)
+    return partial(
+        TieredScheduler,
+        make_tier=partial(SlotTier, num_slots, open_index),
+        write_rate=config.disk_write_rate * sharing_ranks / num_ranks,
+        keep_on_reset=config.disk_keep_on_reset,
+    )

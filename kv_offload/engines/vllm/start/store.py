@@ -1,0 +1,51 @@
+"""What an engine with a shared store is built with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kv_offload.cache.store_directory import StoreDirectory
+from kv_offload.config import OffloadConfig
+from kv_offload.engines.vllm.start.contents import describe_contents
+from kv_offload.scheduler.tiers.scheduler import TieredScheduler
+from kv_offload.scheduler.tiers.shared_tier import SharedTier
+from kv_offload.worker.store import Store
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def find_store(
+    config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> Store | None:
+    """Return the store that the configuration names; None without.
+
+    Raises `ConfigError` where other engines could not tell what the keys of blocks mean.
+    """
+    if config.store is None or config.store_master is None or config.store_bytes is None:
+        return None
+    contents = describe_contents(
+        vllm_config, kv_cache_config, "store", keep_on_reset=config.store_keep_on_reset
+    )
+    return Store(config.store_master, config.store_bytes, contents)
+
+
+def with_store(
+    config: OffloadConfig, store: Store, num_ranks: int, sharing_ranks: int
+) -> Callable[..., TieredScheduler]:
+    """Return what builds the scheduler's half, which takes what `OffloadScheduler` takes."""
+
+    def open_directory(prefixes: Sequence[str]) -> StoreDirectory:
+        from kv_swap.tiers.store.keys import object_keys
+
+        return StoreDirectory(store.make_client(0), prefixes, object_keys)
+
+    return partial(
+        TieredScheduler,
+        make_tier=partial(SharedTier, open_directory),
+        write_rate=config.store_write_rate * sharing_ranks / num_ranks,
+        keep_on_reset=config.store_keep_on_reset,
+    )

@@ -1,0 +1,234 @@
+"""From the changes of host memory to what routers are told of them, some in each step."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kv_offload.cache.changes import Change, ChangeLog
+from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.prefix import CacheGroup, PrefixMap, SlotKey
+from kv_offload.cache.slots import NO_SLOTS, Slots
+from kv_offload.engine import Request
+from kv_offload.scheduler.events.records import BlockRecords, Describe, Record
+from kv_offload.scheduler.stores.candidates import Span
+
+MAX_STORED = 1024
+MAX_REMOVED = 4096
+"""Blocks of which one step tells at most. What is left is told in the next steps."""
+
+MAX_AGAIN = 256
+"""Blocks that are told again in a step, at most: most of them alone, so each takes longer."""
+
+
+@dataclass(slots=True)
+class BlocksStored:
+    """Blocks that follow each other in a prefix, and can be loaded now.
+
+    `parent` is the hash of the block before the first, None at the beginning of a prompt; `said`
+    has for each block what the engine said of it when it was planned.
+    """
+
+    group: CacheGroup
+    hashes: list[bytes]
+    parent: bytes | None
+    tokens: list[int]
+    said: list[Any]
+
+
+@dataclass(slots=True)
+class BlocksRemoved:
+    """Blocks that cannot be loaded any more."""
+
+    group: CacheGroup
+    hashes: list[bytes]
+
+
+Announcement: TypeAlias = BlocksStored | BlocksRemoved
+Run: TypeAlias = list[tuple[int, Record]]
+"""Slots that hold blocks which follow each other in a prefix, with their records."""
+
+
+class Announcer:
+    """Tells of each block that becomes readable or is forgotten.
+
+    The changes are told in their order. So whoever has heard of all of them knows what is readable,
+    and of a prefix its beginning is told first. A block that is gone before its turn is left out.
+    """
+
+    def __init__(self, manager: CacheManager, prefixes: PrefixMap, describe: Describe) -> None:
+        manager.changes = self._log = ChangeLog()
+        self._manager = manager
+        self._prefixes = prefixes
+        self._records = BlockRecords(manager.num_slots, prefixes, describe)
+        # By slot: what routers have been told that it holds; as far as slots were told of.
+        self._told: list[Record | None] = []
+        # What they have to be told again: in which order, and by slot whether it still is so.
+        self._again = NO_SLOTS
+        self._is_again = bytearray(manager.num_slots)
+        self.held_back: list[tuple[SlotKey, Slots]] = []
+        """Readable slots that continue what is still being stored, with the key of that."""
+        self._stored_left = 0
+
+    # -- what is planned -----------------------------------------------------------------------
+
+    def remember_stores(
+        self, spans: Iterable[Span], keys: Sequence[SlotKey], slot_of: dict[SlotKey, int]
+    ) -> None:
+        """Remember the blocks that were given slots, of spans whose keys are `keys` in order."""
+        at = 0
+        for cursor, position, first, last in spans:
+            end = at + last - first
+            self._records.remember(cursor.request, position, first, keys[at:end], slot_of)
+            at = end
+
+    def remember_prefix(
+        self, request: Request, start_tokens: int, end_tokens: int, slot_of: dict[SlotKey, int]
+    ) -> None:
+        """Remember the blocks that were given slots, of those that extend a prefix."""
+        prefixes = self._prefixes
+        for position, group in enumerate(prefixes.groups):
+            slots = prefixes.needed_slots(group, start_tokens, end_tokens)
+            keys = prefixes.slot_keys(request.block_hashes, group, slots.start, slots.stop)
+            self._records.remember(request, position, slots.start, keys, slot_of)
+
+    # -- what is told --------------------------------------------------------------------------
+
+    def engine_was_reset(self) -> None:
+        """Have everything told again: what the engine tells of its reset makes routers forget it.
+
+        What continues it is told after it. Takes 0.1 s where there are 1,000,000 blocks.
+        """
+        slots = [slot for slot, known in enumerate(self._told) if known is not None]
+        told = np.array(slots, np.int32)
+        again = np.zeros(self._manager.num_slots, np.uint8)
+        again[told] = 1
+        self._again, self._is_again = self._records.by_depth(told), bytearray(again)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `take` has something to do now.
+
+        What waits for a copy does not count: where a disk hangs, that is for long.
+        """
+        if self._log.changes or len(self._again):
+            return True
+        return any(not self._is_coming(parent) for parent, _ in self.held_back)
+
+    def take(self) -> list[Announcement]:
+        """Return what is to be told now."""
+        return list(self._take()) if self.has_more else []
+
+    def _take(self) -> Iterator[Announcement]:
+        now, self._again = self._again[:MAX_AGAIN], self._again[MAX_AGAIN:]
+        self._stored_left, removed_left = MAX_STORED, MAX_REMOVED
+        yield from self._store(now)
+        changes = self._log.changes
+        while changes:
+            change = changes.popleft()
+            slots = change.slots
+            if slots is None:
+                slots = np.arange(len(self._told), dtype=np.int32)
+            left = self._stored_left if change.readable else removed_left
+            if len(slots) > left:
+                changes.appendleft(Change(slots[left:], change.readable))
+                slots = slots[:left]
+            if change.readable:
+                self._stored_left -= len(slots)
+                yield from self._store(slots)
+            else:
+                removed_left -= len(slots)
+                yield from self._remove(slots)
+            if self._stored_left <= 0 or removed_left <= 0:
+                return
+        yield from self._release()
+
+    def _remove(self, slots: Slots) -> Iterator[BlocksRemoved]:
+        """Tell that what was told of these slots is gone."""
+        told, groups = self._told, self._prefixes.groups
+        hashes: list[list[bytes]] = [[] for _ in groups]
+        for slot in slots.tolist():
+            record = told[slot] if slot < len(told) else None
+            if record is not None:
+                key, position, *_ = record
+                hashes[position].append(self._prefixes.hash_of(groups[position], key))
+                told[slot] = None
+                self._is_again[slot] = 0
+        for group, of_group in zip(groups, hashes, strict=True):
+            if of_group:
+                yield BlocksRemoved(group, of_group)
+
+    def _store(self, slots: Slots) -> Iterator[BlocksStored]:
+        """Tell what these slots hold now and was not told, or has to be told again."""
+        told = self._told
+        runs: list[Run] = []
+        run_before: dict[SlotKey, Run] = {}  # by the key at its end
+        keys = self._manager.readable_keys(slots)
+        for slot, key in zip(slots.tolist(), keys, strict=True):
+            if slot >= len(told):
+                told += [None] * (slot + 1 - len(told))
+            record, known = self._records.of(slot, key), told[slot]
+            if record is None:
+                continue
+            if known is not None and (known != record or not self._is_again[slot]):
+                continue  # told, or it was not told yet that something else is gone
+            parent = record[2]
+            run = None if parent is None else run_before.pop(parent, None)
+            if run is None:
+                run = []
+                runs.append(run)
+            run.append((slot, record))
+            run_before[record[0]] = run
+        parents = [run[0][1][2] for run in runs]
+        places = iter(self._manager.slot_numbers([p for p in parents if p is not None]))
+        for run, parent in zip(runs, parents, strict=True):
+            if parent is not None and self._waits_for(parent, next(places)):
+                held = np.array([slot for slot, _ in run], np.int32)
+                self.held_back.append((parent, held))
+            else:
+                yield self._tell(run)
+
+    def _tell(self, run: Run) -> BlocksStored:
+        for slot, record in run:
+            self._told[slot] = record
+            self._is_again[slot] = 0
+        _, position, parent, _, _ = run[0][1]
+        group, hash_of = self._prefixes.groups[position], self._prefixes.hash_of
+        tokens = array("i", b"".join(record[3] for _, record in run))
+        return BlocksStored(
+            group,
+            [hash_of(group, record[0]) for _, record in run],
+            None if parent is None else hash_of(group, parent),
+            tokens.tolist(),
+            [record[4] for _, record in run],
+        )
+
+    def _is_coming(self, key: SlotKey) -> bool:
+        """Whether it will be told that this key can be loaded, and was not yet."""
+        (slot,) = self._manager.slot_numbers([key])
+        return self._waits_for(key, slot)
+
+    def _waits_for(self, key: SlotKey, slot: int) -> bool:
+        """Say the same, of a key whose slot was looked up."""
+        if slot < 0 or self._records.of(slot, key) is None:
+            return False
+        known = self._told[slot] if slot < len(self._told) else None
+        return known is None or known[0] != key or bool(self._is_again[slot])
+
+    def _release(self) -> Iterator[BlocksStored]:
+        """Tell what was held back, as far as what it continues has been told or is gone."""
+        more = True
+        while more and self.held_back:
+            more = False
+            waiting, self.held_back = self.held_back, []
+            for parent, slots in waiting:
+                if self._stored_left <= 0 or self._is_coming(parent):
+                    self.held_back.append((parent, slots))
+                    continue
+                more = True
+                self._stored_left -= len(slots)
+                yield from self._store(slots)

@@ -1,0 +1,92 @@
+"""What is remembered of each block in host memory, so that routers can be told of it later.
+
+A store completes steps after it was planned, when its request may be gone. And what a router was
+told it may have to be told again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kv_offload.cache.prefix import PrefixMap, SlotKey
+from kv_offload.cache.slots import Key, Slots
+from kv_offload.engine import Request
+
+Record: TypeAlias = tuple[SlotKey, int, SlotKey | None, bytes, Any]
+"""Key, position of the cache group, key of the block before it, tokens, what the engine said.
+
+A plain tuple of plain values: the garbage collector does not go through a million of them."""
+
+Describe: TypeAlias = Callable[[Request, int, int, int], Sequence[Any] | None]
+"""Returns what the engine says of blocks beyond their tokens, an entry each; None if nothing.
+
+Takes the request, the first token, the last (exclusive), and the tokens of a block."""
+
+
+class BlockRecords:
+    """The record of each slot, written when the slot is taken: about 200 bytes a block."""
+
+    def __init__(self, num_slots: int, prefixes: PrefixMap, describe: Describe) -> None:
+        self._prefixes = prefixes
+        self._describe = describe
+        self._record_of: list[Record | None] = []  # by slot, as far as slots were used
+        self._depth_of = array("i", bytes(num_slots * array("i").itemsize))
+
+    def of(self, slot: int, key: Key) -> Record | None:
+        """Return what is remembered of a key in a slot; None if nothing."""
+        record = self._record_of[slot] if slot < len(self._record_of) else None
+        return record if record is not None and record[0] == key else None
+
+    def by_depth(self, slots: Slots) -> Slots:
+        """Return slots so that no block comes before the one that its prefix ends with."""
+        depths = np.frombuffer(self._depth_of, np.int32)[slots]
+        ordered: Slots = slots[np.argsort(depths, kind="stable")]
+        return ordered
+
+    def remember(
+        self,
+        request: Request,
+        position: int,
+        first: int,
+        keys: Sequence[SlotKey],
+        slot_of: Mapping[SlotKey, int],
+    ) -> None:
+        """Remember those of a request's blocks that `slot_of` gives a slot.
+
+        `keys` are those of its blocks from `first` on, in the cache group at `position`.
+        """
+        if all(map(slot_of.__contains__, keys)):  # of one that decodes, or of a new prompt
+            self._remember_run(request, position, first, keys, [slot_of[key] for key in keys])
+            return
+        begin = 0
+        for end in range(len(keys) + 1):
+            if end < len(keys) and keys[end] in slot_of:
+                continue
+            if begin < end:
+                run = keys[begin:end]
+                slots = [slot_of[key] for key in run]
+                self._remember_run(request, position, first + begin, run, slots)
+            begin = end + 1
+
+    def _remember_run(
+        self, request: Request, position: int, first: int, keys: Sequence[SlotKey], slots: list[int]
+    ) -> None:
+        group = self._prefixes.groups[position]
+        size, last = group.block_tokens, first + len(keys)
+        before = self._prefixes.slot_keys(request.block_hashes, group, first - 1, first)
+        parents = [before[0] if first else None, *keys[:-1]]
+        tokens = array("i", request.all_token_ids[first * size : last * size]).tobytes()
+        said = self._describe(request, first * size, last * size, size) or [None] * len(keys)
+        record_of, depth_of = self._record_of, self._depth_of
+        missing = max(slots) + 1 - len(record_of)
+        if missing > 0:
+            record_of += [None] * missing
+        step = len(tokens) // len(keys)
+        for at, (key, parent, slot) in enumerate(zip(keys, parents, slots, strict=True)):
+            of_block = tokens[at * step : (at + 1) * step]
+            record_of[slot] = (key, position, parent, of_block, said[at])
+            depth_of[slot] = first + at

@@ -1,0 +1,93 @@
+"""Tells a tracer how long requests waited for host memory, and what it brought them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from kv_offload.engine import Request
+from kv_offload.messages import Outcome
+from kv_offload.scheduler.jobs import Job
+from kv_offload.scheduler.request import Answer, TrackedRequest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What became of a request from `start_ns` to `end_ns`, both nanoseconds since the epoch."""
+
+    name: str
+    request: Request
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, int | bool | str]
+    ok: bool = True
+
+
+ReportSpan = Callable[[Span], None]
+"""Hands a span to a tracer. Called in the engine's step, so it must not wait."""
+
+
+class Spans:
+    """Two for each admission of a request: its look-up, and its load if it has one.
+
+    A look-up lasts from the first time that the engine asks for the request until it gives it
+    blocks: also while another request's load, or a read from a tier, is waited for. A load lasts
+    from when it is sent until the scheduler hears that every rank has ended it.
+
+    A tracer that raises is not called again.
+    """
+
+    def __init__(self, report: ReportSpan) -> None:
+        self._report: ReportSpan | None = report
+        self._asked_ns: WeakKeyDictionary[TrackedRequest, int] = WeakKeyDictionary()
+
+    def asked(self, tracked: TrackedRequest) -> None:
+        """Hear that the engine asks what can be loaded."""
+        self._asked_ns.setdefault(tracked, time.time_ns())
+
+    def admitted(self, tracked: TrackedRequest, answer: Answer | None, loaded_tokens: int) -> None:
+        """Hear that a request has got blocks, and how many tokens are loaded into them.
+
+        `answer` is what the engine was told of it last. Heard again before the request is asked for
+        again it changes nothing.
+        """
+        asked_ns = self._asked_ns.pop(tracked, None)
+        if asked_ns is None:
+            return
+        attributes = {
+            "gen_ai.usage.prompt_tokens": tracked.request.num_prompt_tokens,
+            "kv_offload.hit_tokens": loaded_tokens,
+        }
+        if answer is not None:
+            attributes["kv_offload.engine_hit_tokens"] = answer.start_tokens
+            attributes["kv_offload.recomputed_tokens"] = answer.declined_tokens
+        self._tell(Span("kv_offload.lookup", tracked.request, asked_ns, time.time_ns(), attributes))
+
+    def ended(self, job: Job) -> None:
+        """Hear that every rank has ended a job; only those of requests are told."""
+        if job.request is None:
+            return
+        end_ns = time.time_ns()
+        attributes: dict[str, int | bool | str] = {
+            "kv_offload.slots": len(job.slots),
+            "kv_offload.synchronous": job.synchronous,
+            "kv_offload.outcome": job.outcome.name.lower(),
+        }
+        start_ns = end_ns - round((time.monotonic() - job.sent) * 1e9)
+        ok = job.outcome is Outcome.OK
+        request = job.request.request
+        self._tell(Span("kv_offload.load", request, start_ns, end_ns, attributes, ok))
+
+    def _tell(self, span: Span) -> None:
+        if self._report is None:
+            return
+        try:
+            self._report(span)
+        except Exception:
+            logger.exception("kv-offload: a span cannot be reported; no more are. Please report it")
+            self._report = None

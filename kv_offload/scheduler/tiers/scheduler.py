@@ -1,0 +1,191 @@
+"""The scheduler's half with a tier below host memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kv_offload.engine import Request, StepOutput
+from kv_offload.messages import (
+    OffloadMetadata,
+    OffloadWorkerMetadata,
+    Outcome,
+    StoreJob,
+    TierCapacity,
+    WorkerCapacity,
+)
+from kv_offload.scheduler.jobs import Job, Move
+from kv_offload.scheduler.scheduler import OffloadScheduler
+from kv_offload.scheduler.tiers.demotions import Demotions
+from kv_offload.scheduler.tiers.promotions import Promotions
+from kv_offload.scheduler.tiers.tier import Tier
+
+IDLE_SECONDS = 60.0
+"""For how long an engine that nobody asks goes on stepping to write what it has to a tier."""
+
+CLOSE_SECONDS = 5.0
+"""Bound of the wait for the tier's threads at the end."""
+
+
+class TieredScheduler(OffloadScheduler):
+    """Keeps on a tier what was in host memory, and brings it back before it is loaded.
+
+    What a request needs from the tier is read into host memory first: it waits, and is then served
+    as if host memory had always had it. So nothing else of the scheduler knows of a tier.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        make_tier: Callable[[], Tier],
+        write_rate: float,
+        keep_on_reset: bool,
+        **more: Any,
+    ) -> None:
+        """Take what `OffloadScheduler` takes, and what makes the tier.
+
+        `write_rate` bounds the bytes that each rank writes in a second. `keep_on_reset` says that
+        the tier still serves after a reset by the user.
+        """
+        super().__init__(*arguments, **more)
+        self._other_sizes.with_tier = True
+        host, jobs = self.manager, self._jobs
+        self._tier = tier = make_tier()
+        self._keep_on_reset = keep_on_reset
+        self._demotions = Demotions(host, tier, jobs, self._slot_bytes, write_rate)
+        self._promotions = Promotions(
+            self.config.load_or_recompute,
+            self._prefixes,
+            host,
+            tier,
+            jobs,
+            self._choice,
+            self._statistics,
+            self._slot_bytes,
+            self._announcer,
+        )
+        self._tiers_of_ranks: dict[int, TierCapacity] = {}
+        self._idle_since: float | None = None
+        """When the first step was that computes nothing, on the monotonic clock."""
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def _match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Have a request wait for what is read from the tier; then see `Admissions.match`."""
+        tracked = self._requests.track(request)
+        if tracked.may_load and self._promotions.waits(tracked, num_computed_tokens):
+            tracked.looked_up()
+            self._lookups.arrived(tracked)
+            return None, False
+        return super()._match(request, num_computed_tokens)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def plan_step(self, output: StepOutput) -> OffloadMetadata:
+        """Plan a step, with what is written to the tier in it."""
+        self._tier.next_step(self._jobs.oldest_move_sent)
+        if output.num_scheduled_tokens:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = time.monotonic()
+        if self._tier.usable:
+            self._demotions.plan_step(idle=self._idle_since is not None)
+        return super().plan_step(output)
+
+    def _make_plan(self, stores: tuple[StoreJob, ...]) -> OffloadMetadata:
+        moves = self._jobs.send_moves()
+        return dataclasses.replace(super()._make_plan(stores), moves=moves)
+
+    # -- reports -------------------------------------------------------------------------------
+
+    def take_report(self, report: OffloadWorkerMetadata) -> None:
+        """Take in what ranks tell, of moves too."""
+        for told in report.ranks.values():
+            self._jobs.hear_rows(told.failed_rows)
+        super().take_report(report)
+
+    def _end_job(self, job: Job) -> None:
+        if isinstance(job, Move):
+            self._end_move(job)
+            return
+        super()._end_job(job)
+        self._demotions.offer(job.slots)
+
+    def _end_move(self, move: Move) -> None:
+        failed = np.zeros(len(move.slots), bool)
+        failed[list(move.failed_rows)] = True
+        if move.outcome is not Outcome.OK:
+            if not move.failed_rows:
+                failed[:] = True  # some rank never had it
+            self._tier.failed()
+        elif not move.failed_rows:
+            self._tier.went_well()
+        part = self._promotions if move.promotes else self._demotions
+        part.ended(move, failed)
+        name = "promoted" if move.promotes else "demoted"
+        self._statistics.count(f"{name}_slots", int(len(failed) - failed.sum()))
+        self._statistics.count("lost_tier_slots", int(failed.sum()))
+
+    def _learn(self, report: OffloadWorkerMetadata) -> None:
+        super()._learn(report)
+        told = [rank.promote_bytes_per_second for rank in report.ranks.values()]
+        if speeds := [speed for speed in told if speed is not None]:
+            self._promotions.learn(min(speeds))
+
+    # -- between steps -------------------------------------------------------------------------
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether the engine must go on stepping, also for what is to be written to the tier."""
+        if super().has_pending_work:
+            return True
+        since = self._idle_since
+        patient = since is None or time.monotonic() - since < IDLE_SECONDS
+        return self._tier.usable and (
+            (self._demotions.has_more and patient) or self._jobs.oldest_move_sent is not None
+        )
+
+    def _forget_all(self, *, weights_changed: bool) -> bool:
+        held = super()._forget_all(weights_changed=weights_changed)
+        if weights_changed or not self._keep_on_reset:
+            held |= self._tier.forget_all()
+        return held
+
+    def take_capacities(self, capacities: Sequence[WorkerCapacity]) -> None:
+        """Hear what ranks hold; once all have told, open the tier."""
+        super().take_capacities(capacities)
+        told = {rank.rank: rank.tier for rank in capacities if rank.tier is not None}
+        self._tiers_of_ranks |= told
+        if len(self._tiers_of_ranks) == self._num_ranks:
+            self._tier.open(self._tiers_of_ranks)
+
+    def close(self) -> None:
+        """End what the tier runs beside the engine."""
+        super().close()
+        self._tier.close(CLOSE_SECONDS)
+
+    # -- figures -------------------------------------------------------------------------------
+
+    def gauges(self) -> dict[str, float]:
+        """Return what the gauges of `kv_offload.metrics` are now, those of the tier too."""
+        sent = self._jobs.oldest_move_sent
+        tier = self._tier
+        return {
+            **super().gauges(),
+            **tier.gauges(),
+            "tier_usable": float(tier.usable),
+            "promoting_slots": self._promotions.running_slots,
+            "demoting_slots": self._demotions.running_slots,
+            "oldest_move_seconds": 0.0 if sent is None else time.monotonic() - sent,
+            "promote_bytes_per_second": self._promotions.bytes_per_second or 0.0,
+        }
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` where the state contradicts itself; tests call it each step."""
+        super().check_integrity()
+        self._tier.check_integrity()
+        self._promotions.check_integrity()

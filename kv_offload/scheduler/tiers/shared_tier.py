@@ -1,0 +1,205 @@
+"""A store that other engines read and write too: nobody here decides what it keeps."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_offload.cache.slots import Slots
+from kv_offload.messages import TierCapacity
+from kv_offload.scheduler.jobs import Move
+from kv_offload.scheduler.tiers.tier import Question, Tier
+
+PATIENCE_SECONDS = 0.2
+"""For how long a request waits for the answer which of its blocks the store has."""
+
+KNOWN_SECONDS = 30.0
+"""What the store had so long ago at most is read without asking again."""
+
+MAX_KNOWN_KEYS = 1 << 18
+"""Of so many keys at most it is remembered that the store has them: some 50 MB."""
+
+GENERATION_BYTES = 16
+SHARED_GENERATION = bytes(GENERATION_BYTES)
+"""Begins the names of blocks that all engines find."""
+
+
+class Answer(Protocol):
+    """What a directory was asked. Another thread sets it, once."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the directory has answered, or failed to."""
+
+    @property
+    def found(self) -> Sequence[bool] | None:
+        """For each name, in order, whether all of its ranks' parts are there; None if it failed."""
+
+
+class Directory(Protocol):
+    """Asks the store what it has. No method waits but `close`."""
+
+    def ask(self, names: Sequence[bytes]) -> Answer:
+        """Ask which of these names the store has."""
+
+    def close(self, timeout_seconds: float) -> None:
+        """End its thread."""
+
+
+DirectoryOpener = Callable[[Sequence[str]], Directory]
+"""Opens a directory for ranks whose objects' keys begin so; equal beginnings are named once."""
+
+
+class RecentKeys:
+    """Keys that were added in the last `KNOWN_SECONDS` to twice as long, or since it grew."""
+
+    def __init__(self) -> None:
+        self._young: set[bytes] = set()
+        self._old: set[bytes] = set()
+        self._turned = time.monotonic()
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        late = now - self._turned
+        if late >= KNOWN_SECONDS or len(self._young) >= MAX_KNOWN_KEYS // 2:
+            self._old = self._young if late < 2 * KNOWN_SECONDS else set()
+            self._young, self._turned = set(), now
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """Add keys, also such as are there."""
+        self._turn()
+        self._young.update(keys)
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Take keys out, as far as they are there."""
+        for key in keys:
+            self._young.discard(key)
+            self._old.discard(key)
+
+    def has(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        """Say for each key whether it is there."""
+        self._turn()
+        young, old = self._young, self._old
+        return np.array([key in young or key in old for key in keys], bool)
+
+
+class StoreQuestion(Question):
+    """Which of some keys the store has."""
+
+    def __init__(self, tier: SharedTier, keys: Sequence[bytes], answer: Answer) -> None:
+        self._tier, self._keys, self.answer = tier, keys, answer
+        self._asked = time.monotonic()
+        self._closed = False
+
+    def is_open(self) -> bool:
+        """See `Question`. It closes late too, and then the request is served without it."""
+        if not self._closed:
+            waited = time.monotonic() - self._asked
+            self.is_late = waited > PATIENCE_SECONDS and not self.answer.is_done
+            self._closed = self.answer.is_done or self.is_late
+            if self._closed:
+                self._tier.take_answer(self._keys, self.answer)
+        return not self._closed
+
+
+class SharedTier(Tier):
+    """Knows of keys what the store has told lately, or what this engine has written to it.
+
+    A key that was there may be gone: then its read brings nothing, and it is forgotten here.
+
+    The blocks that all engines find have a name without a secret. After a reset, or new weights,
+    this engine names its blocks by a secret of its own: others may still have the weights of
+    before, and what they store must not be served here.
+    """
+
+    must_be_asked = True
+
+    def __init__(self, open_directory: DirectoryOpener) -> None:
+        super().__init__("store")
+        self._open_directory = open_directory
+        self._directory: Directory | None = None
+        self._known = RecentKeys()
+        self._generation = SHARED_GENERATION
+        # The answer that came too late; nothing is asked before it has come.
+        self._late: Answer | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """See `Tier`."""
+        return self._directory is not None
+
+    def open(self, ranks: Mapping[int, TierCapacity]) -> None:
+        """Hear how the ranks name their objects; ranks that share memory name them alike."""
+        if self._directory is None:
+            self._directory = self._open_directory(sorted({r.file_id for r in ranks.values()}))
+
+    def close(self, timeout_seconds: float) -> None:
+        """See `Tier`."""
+        if self._directory is not None:
+            self._directory.close(timeout_seconds)
+
+    @property
+    def usable(self) -> bool:
+        """Whether something may be read, written or asked now."""
+        return super().usable and (self._late is None or self._late.is_done)
+
+    @property
+    def generation(self) -> bytes:
+        """See `Tier`."""
+        return self._generation
+
+    def readable(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        """See `Tier`."""
+        return self._known.has(keys)
+
+    def ask(self, keys: Sequence[bytes]) -> Question | None:
+        """Ask the store for what is not known of these keys."""
+        assert self._directory is not None, "the tier is not open"
+        unknown = [key for key, known in zip(keys, self._known.has(keys), strict=True) if not known]
+        if not unknown:
+            return None
+        return StoreQuestion(self, unknown, self._directory.ask(self.names(unknown)))
+
+    def take_answer(self, keys: Sequence[bytes], answer: Answer) -> None:
+        """Take in an answer, or that it takes too long."""
+        if not answer.is_done:
+            self._late = answer
+        elif answer.found is None:
+            self.failed()
+        else:
+            self._known.add(key for key, there in zip(keys, answer.found, strict=True) if there)
+
+    def begin_write(self, keys: Sequence[bytes]) -> tuple[list[int], Slots]:
+        """Write what is not known to be there. The ranks look before they send it."""
+        rows = np.flatnonzero(~self._known.has(keys)).tolist()
+        return rows, np.arange(len(rows), dtype=np.int32)
+
+    def end_write(self, move: Move, failed: NDArray[np.bool_]) -> None:
+        """See `Tier`."""
+        self._known.add(key for key, bad in zip(move.keys, failed, strict=True) if not bad)
+
+    def begin_read(self, keys: Sequence[bytes]) -> Slots:
+        """See `Tier`. The store finds blocks by their names alone."""
+        return np.arange(len(keys), dtype=np.int32)
+
+    def end_read(self, move: Move, failed: NDArray[np.bool_]) -> None:
+        """See `Tier`."""
+        self._known.discard(key for key, bad in zip(move.keys, failed, strict=True) if bad)
+
+    def forget_all(self) -> bool:
+        """Find nothing any more of what was stored, and let nobody find what is stored from now."""
+        self._generation = secrets.token_bytes(GENERATION_BYTES)
+        self._known = RecentKeys()
+        return True
+
+    def gauges(self) -> dict[str, float]:
+        """See `Tier`."""
+        return {"has_store": 1.0}
+
+    def check_integrity(self) -> None:
+        """See `Tier`: nothing here has to fit what the store has."""

@@ -1,0 +1,159 @@
+"""A tier of slots that this engine alone decides about: a disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.policies import make_policy
+from kv_offload.cache.slots import NO_SLOTS, Slots
+from kv_offload.messages import TierCapacity
+from kv_offload.scheduler.jobs import Move
+from kv_offload.scheduler.tiers.tier import Tier
+
+logger = logging.getLogger(__name__)
+
+
+class TierIndex(Protocol):
+    """What outlives the process: which key is in which slot. No method waits for its writes."""
+
+    keys: list[bytes]
+    """What was there, the least recently used first."""
+    slots: Slots
+    reason: str
+    """Why nothing was; empty where it goes on."""
+    generation: bytes
+    """Part of every block's name; another one after `clear`."""
+
+    def put(self, keys: Sequence[bytes], slots: Slots) -> None:
+        """Take note that these slots hold these keys now."""
+
+    def use(self, slots: Slots) -> None:
+        """Take note that these slots were used just now."""
+
+    def remove(self, slots: Slots) -> None:
+        """Take note that these slots hold nothing."""
+
+    def clear(self) -> None:
+        """Forget all, also for the next process."""
+
+    def close(self, timeout_seconds: float) -> None:
+        """Write what is left."""
+
+
+IndexOpener = Callable[[Mapping[str, str], int], TierIndex]
+"""Opens the index of a tier: the ranks' files, by rank, and how many slots they have."""
+
+
+class SlotTier(Tier):
+    """A manager of the tier's slots, and an index that outlives the process. Empty until opened."""
+
+    def __init__(self, num_slots: int, open_index: IndexOpener) -> None:
+        super().__init__("disk")
+        self.manager = CacheManager(make_policy("lru", num_slots))
+        self.manager.limit_slots(0)
+        self._open_index = open_index
+        self._index: TierIndex | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """See `Tier`."""
+        return self._index is not None
+
+    def open(self, ranks: Mapping[int, TierCapacity]) -> None:
+        """Take over what an earlier process has left."""
+        if self.is_open:
+            return
+        num_slots = min(self.manager.num_slots, *(rank.num_slots for rank in ranks.values()))
+        files = {str(rank): ranks[rank].file_id for rank in sorted(ranks)}
+        self._index = index = self._open_index(files, num_slots)
+        self.manager.limit_slots(num_slots)
+        self.manager.restore(index.keys, index.slots)
+        if index.reason:
+            logger.info("kv-offload: the disk begins empty: %s", index.reason)
+        else:
+            logger.info("kv-offload: the disk has %d of %d slots", len(index.keys), num_slots)
+
+    @property
+    def index(self) -> TierIndex:
+        """The index, once the tier is open."""
+        assert self._index is not None, "the tier is not open"
+        return self._index
+
+    def close(self, timeout_seconds: float) -> None:
+        """Write what is left of the index."""
+        if self._index is not None:
+            self._index.close(timeout_seconds)
+
+    @property
+    def generation(self) -> bytes:
+        """See `Tier`."""
+        return self.index.generation
+
+    def readable(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        """See `Tier`."""
+        return self.manager.readable(keys)
+
+    def begin_write(self, keys: Sequence[bytes]) -> tuple[list[int], Slots]:
+        """Give the tier's slots to keys that have none, the least recently used ones last."""
+        if not keys:
+            return [], NO_SLOTS
+        slots = self.manager.find(keys)
+        below = slots[slots >= 0]
+        if len(below):
+            self.manager.use(below)
+            self.index.use(below)
+        new = np.flatnonzero(slots < 0).tolist()
+        given = self.manager.prepare_store([keys[row] for row in new]) if new else NO_SLOTS
+        return new[: len(given)], given
+
+    def end_write(self, move: Move, failed: NDArray[np.bool_]) -> None:
+        """See `Tier`."""
+        good = move.tier_slots[~failed]
+        # Before a reset the keys were these; after it nothing is known by them.
+        keys = [key for key, bad in zip(move.keys, failed.tolist(), strict=True) if not bad]
+        known = self.manager.find(keys) == good if keys else failed[:0]
+        self.manager.complete_store(move.tier_slots[failed], ok=False)
+        self.manager.complete_store(good)
+        if len(known):
+            kept = [key for key, ok in zip(keys, known.tolist(), strict=True) if ok]
+            self.index.put(kept, good[known])
+
+    def begin_read(self, keys: Sequence[bytes]) -> Slots:
+        """Hold the slots of keys against eviction."""
+        return self.manager.prepare_load(keys)
+
+    def end_read(self, move: Move, failed: NDArray[np.bool_]) -> None:
+        """Forget what was found to be something else, or could not be read."""
+        self.manager.complete_load(move.tier_slots)
+        # After a reset nothing is known by these keys, or what was written since.
+        known = self.manager.find(move.keys) == move.tier_slots
+        if (bad := move.tier_slots[known & failed]).size:
+            self.index.remove(bad)
+            self.manager.forget(bad)
+        if (good := move.tier_slots[known & ~failed]).size:
+            self.index.use(good)
+
+    def forget_all(self) -> bool:
+        """See `Tier`."""
+        held = self.manager.slots_in_use > 0
+        self.manager.reset()
+        if self._index is not None:
+            self._index.clear()
+        return held
+
+    def gauges(self) -> dict[str, float]:
+        """See `Tier`."""
+        return {
+            "tier_slots": self.manager.usable_slots,
+            "tier_slots_in_use": self.manager.slots_in_use,
+        }
+
+    def check_integrity(self) -> None:
+        """See `Tier`."""
+        self.manager.check_integrity()

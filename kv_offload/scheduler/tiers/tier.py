@@ -1,0 +1,159 @@
+"""What the scheduler asks of the tier below host memory, and whether that is used at the moment."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_offload.cache.slots import Slots
+from kv_offload.messages import TierCapacity
+from kv_offload.scheduler.jobs import Move
+
+logger = logging.getLogger(__name__)
+
+STUCK_SECONDS = 10.0
+"""After this a copy counts as one that hangs. The tier is not used before it has ended."""
+
+FIRST_PAUSE_SECONDS = 5.0
+LONGEST_PAUSE_SECONDS = 300.0
+"""For how long a tier is left alone after an error; twice as long after each that follows."""
+
+
+class Question(ABC):
+    """What a tier was asked, and may not have answered yet."""
+
+    is_late = False
+    """Whether it was closed without an answer."""
+
+    @abstractmethod
+    def is_open(self) -> bool:
+        """Whether it may still be answered. Afterwards `Tier.readable` knows of the answer."""
+
+
+class Tier(ABC):
+    """The keys of a tier, called `what` in the log. Not used until `open` has heard of all ranks.
+
+    After an error, or while a copy hangs, it is left alone: nothing is read or written, until it is
+    tried again. What it holds stays known meanwhile.
+
+    Keys to write are announced with `begin_write`, keys to read with `begin_read`. Both give each
+    its *place*, the number by which the ranks find it beside its name.
+    """
+
+    must_be_asked = False
+    """Whether `readable` knows only what `ask` has brought."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._pause_seconds = 0.0
+        self._paused_until = 0.0
+        self._is_stuck = False
+
+    @property
+    @abstractmethod
+    def is_open(self) -> bool:
+        """Whether all ranks have told what they hold."""
+
+    @abstractmethod
+    def open(self, ranks: Mapping[int, TierCapacity]) -> None:
+        """Begin to use the tier; a second call does nothing. Raises `ConfigError`."""
+
+    @abstractmethod
+    def close(self, timeout_seconds: float) -> None:
+        """End what runs on threads of the tier."""
+
+    @property
+    @abstractmethod
+    def generation(self) -> bytes:
+        """Begins every block's name; another one after `forget_all`."""
+
+    def names(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return what the ranks call the blocks of these keys."""
+        generation = self.generation
+        return [generation + key for key in keys]
+
+    @abstractmethod
+    def readable(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        """Say for each key whether the tier is known to have it, be it used now or not."""
+
+    def ask(self, keys: Sequence[bytes]) -> Question | None:
+        """Ask which of these keys the tier has; None if `readable` knows all there is to know."""
+        return None
+
+    @abstractmethod
+    def begin_write(self, keys: Sequence[bytes]) -> tuple[list[int], Slots]:
+        """Say which of these keys are to be written, by their indices, and give each a place.
+
+        What the tier has counts as used, and is not written.
+        """
+
+    @abstractmethod
+    def end_write(self, move: Move, failed: NDArray[np.bool_]) -> None:
+        """Take in the end of a write; `failed` says which of its keys the tier has not."""
+
+    @abstractmethod
+    def begin_read(self, keys: Sequence[bytes]) -> Slots:
+        """Return the places of keys that are readable."""
+
+    @abstractmethod
+    def end_read(self, move: Move, failed: NDArray[np.bool_]) -> None:
+        """Take in the end of a read; `failed` says which of its keys were not what they should."""
+
+    @abstractmethod
+    def forget_all(self) -> bool:
+        """Forget everything; say whether there was anything.
+
+        What is stored from now on is not for another process.
+        """
+
+    @abstractmethod
+    def gauges(self) -> dict[str, float]:
+        """Return the gauges of `kv_offload.metrics` that tell of this kind of tier."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` where the state contradicts itself."""
+
+    # -- whether it is used --------------------------------------------------------------------
+
+    @property
+    def usable(self) -> bool:
+        """Whether something may be read or written now."""
+        return self.is_open and not self._is_stuck and time.monotonic() >= self._paused_until
+
+    def next_step(self, oldest_sent: float | None) -> None:
+        """See whether a copy hangs; the oldest under way was sent at `oldest_sent`."""
+        stuck = oldest_sent is not None and time.monotonic() - oldest_sent > STUCK_SECONDS
+        if stuck and not self._is_stuck:
+            logger.warning(
+                "kv-offload: a copy to or from the %s has not ended in %.0f s. The %s is not "
+                "used until it has; prompts are computed meanwhile",
+                self.what,
+                STUCK_SECONDS,
+                self.what,
+            )
+        self._is_stuck = stuck
+
+    def went_well(self) -> None:
+        """Hear that a copy went well."""
+        self._pause_seconds = 0.0
+
+    def failed(self) -> None:
+        """Hear that a copy failed; the ranks' logs say how. Leave the tier alone for a while."""
+        now = time.monotonic()
+        if now < self._paused_until:
+            return  # of several copies that were under way
+        twice = max(FIRST_PAUSE_SECONDS, 2 * self._pause_seconds)
+        self._pause_seconds = min(twice, LONGEST_PAUSE_SECONDS)
+        self._paused_until = now + self._pause_seconds
+        logger.warning(
+            "kv-offload: the %s failed. It is left alone for %.0f s; prompts are computed "
+            "meanwhile",
+            self.what,
+            self._pause_seconds,
+        )

@@ -1,0 +1,73 @@
+"""What no policy can exceed: memory without end, and the choice of one who knows the future."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+from kv_offload.simulation.replay import ReplayResult
+from kv_offload.simulation.trace import TraceRequest
+
+NEVER = 1 << 62
+"""The next use of a block that does not come again."""
+
+
+def infinite(requests: Iterable[TraceRequest]) -> ReplayResult:
+    """Return what a cache brings that keeps everything."""
+    result, seen = ReplayResult(), set[int]()
+    for request in requests:
+        result.blocks += len(request.hash_ids)
+        result.hits += _prefix(request, seen)
+        seen.update(request.hash_ids)
+    result.stored = len(seen)
+    return result
+
+
+def belady(requests: Sequence[TraceRequest], capacity: int) -> ReplayResult:
+    """Return what a cache of `capacity` blocks brings that evicts what is needed last.
+
+    A block that is needed later than all others is not stored. L. A. Belady, "A Study of
+    Replacement Algorithms", IBM Systems Journal 1966. Within a request the tail is needed last.
+    """
+    coming = _next_uses(requests)
+    result, kept = ReplayResult(), set[int]()
+    next_use: dict[int, int] = {}
+    latest: list[tuple[int, int]] = []  # (-next use, block), stale ones included
+    for request, uses in zip(requests, coming, strict=True):
+        result.blocks += len(request.hash_ids)
+        result.hits += _prefix(request, kept)
+        for block, use in zip(request.hash_ids, uses, strict=True):
+            next_use[block] = use
+            if block not in kept:
+                if use == NEVER:
+                    continue
+                kept.add(block)
+                result.stored += 1
+            heapq.heappush(latest, (-use, block))
+        while len(kept) > capacity:
+            use, block = heapq.heappop(latest)
+            if block in kept and next_use[block] == -use:
+                kept.remove(block)
+                result.evicted += 1
+    return result
+
+
+def _prefix(request: TraceRequest, kept: set[int]) -> int:
+    """Return how many blocks from the first on are kept."""
+    for count, block in enumerate(request.hash_ids):
+        if block not in kept:
+            return count
+    return len(request.hash_ids)
+
+
+def _next_uses(requests: Sequence[TraceRequest]) -> list[list[int]]:
+    """Return by request when each of its blocks comes next, in accesses from the first on."""
+    at = sum(len(request.hash_ids) for request in requests)
+    last_seen: dict[int, int] = {}
+    found = []
+    for request in reversed(requests):
+        uses = [last_seen.get(block, NEVER) for block in request.hash_ids]
+        at -= len(uses)
+        last_seen.update(zip(request.hash_ids, range(at, at + len(uses)), strict=True))
+        found.append(uses)
+    return found[::-1]

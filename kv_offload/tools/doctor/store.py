@@ -1,0 +1,85 @@
+"""The store below host memory: its master, its keys, and a round trip of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kv_swap.errors import TierError
+from kv_swap.tiers.store.mooncake import MooncakeClient
+from kv_swap.tiers.store.probe import StoreRates, measure
+
+from kv_offload.config.sizes import format_size
+from kv_offload.tools.doctor.report import Check, judged, not_checked
+
+BLOCK_BYTES = 2 << 20
+"""As large as a block of 16 tokens of an 8B model."""
+TOKEN_BYTES = BLOCK_BYTES // 16
+
+NUM_BLOCKS = 32
+
+OWN_BYTES = 2 * NUM_BLOCKS * BLOCK_BYTES
+"""What doctor gives the pool while nobody else does."""
+
+SEED = "PYTHONHASHSEED"
+
+
+def check_store(master: str, environ: Mapping[str, str], *, measures: bool) -> Iterator[Check]:
+    """Yield whether the master answers, keys are the same elsewhere, and what blocks come to."""
+    yield _check_keys(environ)
+    asker = MooncakeClient(master, 0)
+    try:
+        asker.exist(["doctor"])
+        yield Check("store", "ok", f"the master at {master} answers")
+        if measures:
+            yield _check_round_trip(master, asker)
+        else:
+            yield not_checked("store rate", "--no-measure was given")
+    except TierError as error:
+        needed, remedy = "a mooncake_master that answers", "Do as it says, and run doctor again."
+        yield Check("store", "problem", str(error), needed, remedy)
+    finally:
+        asker.close()
+
+
+def _check_keys(environ: Mapping[str, str]) -> Check:
+    seed = environ.get(SEED, "")
+    needed = "the same number for all engines of the store, if their vLLM needs one"
+    if seed.isdecimal():
+        return Check("store keys", "ok", f"{SEED} is {seed}", needed)
+    remedy = f"Start all engines with the same one, such as {SEED}=0."
+    found = f"{SEED} is no number; an engine says when it starts whether its vLLM needs one"
+    return not_checked("store keys", found, remedy)
+
+
+def _check_round_trip(master: str, asker: MooncakeClient) -> Check:
+    name, where = "store rate", "in memory of others"
+    try:
+        try:
+            rates = measure(asker, lambda: MooncakeClient(master, 0), NUM_BLOCKS, BLOCK_BYTES)
+        except TierError:
+            # Before the first engine nobody gives memory.
+            where = "in doctor's own memory, as nobody else gives any"
+            rates = measure(
+                asker, lambda: MooncakeClient(master, OWN_BYTES), NUM_BLOCKS, BLOCK_BYTES
+            )
+    except TierError as error:
+        remedy = "Look at the engines that give memory to the store, and at the network to them."
+        return Check(name, "problem", str(error), "blocks come back as they were", remedy)
+    return judged(
+        name,
+        _describe(rates, where),
+        f"room for {rates.tried} blocks of {format_size(BLOCK_BYTES)}",
+        "Give the store more memory, or look at how fast it evicts.",
+        fits=rates.stored == rates.tried,
+        otherwise="warning",
+    )
+
+
+def _describe(rates: StoreRates, where: str) -> str:
+    tokens = rates.get_bytes_per_second / TOKEN_BYTES
+    return (
+        f"{rates.stored} of {rates.tried} blocks stored, found, read and verified {where}: "
+        f"{rates.put_bytes_per_second / 1e9:.2f} GB/s put, "
+        f"{rates.get_bytes_per_second / 1e9:.2f} GB/s got: {tokens:,.0f} tokens/s of "
+        f"{format_size(TOKEN_BYTES)} each"
+    )

@@ -1,0 +1,148 @@
+"""`kv-offload simulate TRACE`: the hit ratio of a trace by the size of host memory and policy."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kv_offload.cache.policies import POLICIES
+from kv_offload.config.file import show
+from kv_offload.config.sizes import format_size, parse_size
+from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
+from kv_offload.simulation.bounds import infinite
+from kv_offload.simulation.replay import replay
+from kv_offload.simulation.trace import TraceRequest, read_trace
+from kv_offload.tools.arguments import add_count
+from kv_offload.tools.output import is_terminal, shows_colour
+from kv_offload.tools.sizing.model import read_model
+from kv_offload.tools.sizing.slots import CACHE_DTYPES, slot_size
+
+PIPE_COLUMNS = 100
+"""The width of a table that is written to no terminal."""
+
+
+def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `kv-offload simulate TRACE`."""
+    parser = subcommands.add_parser(
+        "simulate",
+        help="say what host memory would bring for a recorded trace",
+        description="Replay a trace of requests through the cache manager and the eviction "
+        "policies, and print which share of the prompts host memory of each size would have "
+        "brought. A trace has a JSON object a line: timestamp, input_length, output_length and "
+        "hash_ids. No engine and no GPU is needed. The exit status is 2 if the trace, the model "
+        "or an argument is wrong, else 0.",
+    )
+    parser.add_argument("trace", metavar="TRACE", help="the file: JSON lines, as record_trace has")
+    parser.add_argument(
+        "--cpu-bytes", metavar="SIZES", required=True, help="as many as you like: 64GiB,256GiB"
+    )
+    parser.add_argument(
+        "--model-config", metavar="FILE", required=True, help="the model's config.json"
+    )
+    parser.add_argument(
+        "--policies",
+        metavar="NAMES",
+        default=",".join(POLICIES),
+        help="values of eviction_policy (default: %(default)s)",
+    )
+    add_count(parser, "--store-after-uses", of="as in the configuration")
+    add_count(parser, "--tensor-parallel-size", "-tp", of="ranks that share the KV heads")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=CACHE_DTYPES,
+        default="auto",
+        metavar="TYPE",
+        help=f"{', '.join(CACHE_DTYPES)}; auto is 2 bytes a number (default: auto)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    sizes = [_parse_cpu_bytes(text) for text in arguments.cpu_bytes.split(",")]
+    policies = arguments.policies.split(",")
+    if unknown := [name for name in policies if name not in POLICIES]:
+        raise ConfigError(
+            f"--policies: {show(unknown[0])} is no policy: give some of {','.join(POLICIES)}"
+        )
+    path = Path(os.path.expanduser(arguments.trace))
+    requests = sorted(read_trace(path), key=lambda request: request.timestamp)
+    size = slot_size(
+        read_model(Path(os.path.expanduser(arguments.model_config))),
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        cache_dtype=arguments.kv_cache_dtype,
+        block_tokens=_block_tokens(path, requests),
+    )
+    if size.prompt_bytes:
+        raise UnsupportedError(
+            f"{arguments.model_config}: of windows and states only the end of a prompt is kept, "
+            "which a trace does not tell. Start the engine, and look at its metrics"
+        )
+    table = _table(policies)
+    for cpu_bytes in sizes:
+        blocks = size.blocks_in(cpu_bytes)
+        if not blocks:
+            raise CapacityError(
+                f"--cpu-bytes: {format_size(cpu_bytes)} holds no block of {size.block_tokens} "
+                f"tokens, which takes {format_size(size.block_bytes)}: give more"
+            )
+        ratios = [
+            replay(requests, policy, blocks, store_after_uses=arguments.store_after_uses).hit_ratio
+            for policy in policies
+        ]
+        table.add_row(format_size(cpu_bytes), f"{blocks:,}", *map(_percent, ratios))
+    endless = infinite(requests)
+    table.add_row("endless", f"{endless.stored:,}", *[_percent(endless.hit_ratio)] * len(policies))
+    print(
+        f"{len(requests):,} requests, {endless.blocks:,} blocks of {size.block_tokens} tokens, "
+        f"{format_size(size.block_bytes)} each"
+    )
+    _print(table)
+    return 0
+
+
+def _parse_cpu_bytes(text: str) -> int:
+    try:
+        # No share of this machine's memory: the question is mostly about another machine.
+        size = parse_size(int(text) if text.isdecimal() else text, None)
+    except ValueError as error:
+        raise ConfigError(
+            f"--cpu-bytes is {show(text)}: {error} Give sizes with units, with commas between "
+            "them: 64GiB,256GiB"
+        ) from error
+    return size
+
+
+def _block_tokens(path: Path, requests: Sequence[TraceRequest]) -> int:
+    found = {request.block_tokens for request in requests}
+    if len(found) != 1:
+        what = "no requests" if not found else f"blocks of {sorted(found)} tokens"
+        raise ConfigError(f"{path}: it has {what}: give a trace of one engine that served some")
+    return found.pop()
+
+
+def _table(policies: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("host memory", "blocks", *policies):
+        table.add_column(Text(column), justify="right", header_style="bold cyan")
+    return table
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * ratio:.1f} %"
+
+
+def _print(table: Table) -> None:
+    console = Console(
+        force_terminal=is_terminal(),
+        color_system="auto" if shows_colour() else None,
+        width=None if is_terminal() else PIPE_COLUMNS,
+    )
+    with console.capture() as capture:
+        console.print(table)
+    print(capture.get(), end="")

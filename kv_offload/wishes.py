@@ -1,0 +1,116 @@
+"""What a request may say about its blocks in `kv_transfer_params`, and the check of it.
+
+    {"kv_offload": {"store": true, "max_load_tokens": 4096, "retain_seconds": 600, "priority": 2}}
+
+Other keys of `kv_transfer_params` belong to other connectors, and are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kv_offload.config.file import show
+from kv_offload.errors import RequestError
+
+KEY = "kv_offload"
+"""Where a request's wishes stand in its `kv_transfer_params`."""
+
+MAX_RETAIN_SECONDS = 24 * 3600
+MAX_PRIORITY = 9
+MAX_TOKENS = 2**31 - 1
+_ALLOWED = {
+    "store": "true or false",
+    "load": "true or false",
+    "max_load_tokens": f"an integer from 1 to {MAX_TOKENS}; to load nothing, load: false",
+    "retain_seconds": f"a number above 0, up to {MAX_RETAIN_SECONDS} (a day)",
+    "priority": f"an integer from 0 to {MAX_PRIORITY}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Retain blocks for `owner`, the request's `cache_salt`, for some seconds after each use."""
+
+    owner: str | None
+    seconds: float
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What one request says; as it stands here it says nothing."""
+
+    store: bool = True
+    load: bool = True
+    max_load_tokens: int | None = None
+    keep: Keep | None = None
+
+    def load_limit(self, start_tokens: int, limit_tokens: int) -> int:
+        """Return up to which token may be loaded behind `start_tokens`, at most `limit_tokens`."""
+        if self.max_load_tokens is None:
+            return limit_tokens
+        return min(limit_tokens, start_tokens + self.max_load_tokens)
+
+
+NO_WISHES = Wishes()
+
+
+def read_wishes(params: Any, owner: str | None = None) -> Wishes:
+    """Read a request's `kv_transfer_params`.
+
+    Raises `RequestError` for a key that is unknown, and for a value out of its limits.
+    """
+    if not isinstance(params, Mapping) or KEY not in params:
+        return NO_WISHES
+    given = params[KEY]
+    if not isinstance(given, Mapping):
+        raise RequestError(
+            f"kv_transfer_params.{KEY}: {show(given)} is not an object. Allowed in it: "
+            f"{', '.join(_ALLOWED)}"
+        )
+    for name, value in given.items():
+        if name not in _ALLOWED:
+            raise RequestError(
+                f"kv_transfer_params.{KEY}.{show(name)[1:-1]}: unknown key. Remove it, or write "
+                f"one of {', '.join(_ALLOWED)}"
+            )
+        if not _is_allowed(name, value):
+            raise RequestError(
+                f"kv_transfer_params.{KEY}.{name}: {show(value)} is not allowed. Give "
+                f"{_ALLOWED[name]}"
+            )
+    _check_together(given)
+    seconds = given.get("retain_seconds")
+    keep = None if seconds is None else Keep(owner, float(seconds), given.get("priority", 0))
+    return Wishes(
+        given.get("store", True), given.get("load", True), given.get("max_load_tokens"), keep
+    )
+
+
+def _is_allowed(name: str, value: Any) -> bool:
+    if name in ("store", "load"):
+        return isinstance(value, bool)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if name == "retain_seconds":
+        return 0 < value <= MAX_RETAIN_SECONDS  # also refuses NaN
+    if not isinstance(value, int):
+        return False
+    return 0 <= value <= MAX_PRIORITY if name == "priority" else 1 <= value <= MAX_TOKENS
+
+
+def _check_together(given: Mapping[str, Any]) -> None:
+    """Raise `RequestError` where two wishes contradict each other."""
+    for name, contradicts in (("max_load_tokens", "load"), ("retain_seconds", "store")):
+        if name in given and given.get(contradicts) is False:
+            raise RequestError(
+                f"kv_transfer_params.{KEY}.{name}: {show(given[name])} beside {contradicts}: "
+                "false, which leaves nothing for it. Remove one of the two"
+            )
+    if "priority" in given and "retain_seconds" not in given:
+        raise RequestError(
+            f"kv_transfer_params.{KEY}.priority: {given['priority']} without retain_seconds. It "
+            "ranks retained blocks: give retain_seconds as well, or remove it"
+        )

@@ -1,0 +1,79 @@
+"""The disk of a replica, and the file in which a rank keeps there what was in its host memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kv_swap.engine import SwapEngine
+from kv_swap.errors import TierError
+
+from kv_offload.config.disk_folder import rank_file
+from kv_offload.config.sizes import describe_bytes
+from kv_offload.errors import CapacityError, ConfigError
+from kv_offload.worker.sharing import Peers
+
+if TYPE_CHECKING:
+    from kv_swap.tiers.disk import DiskTier
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The disk of one replica, which its ranks divide.
+
+    `contents` names all that changes the bytes of a block, or what its key means.
+    """
+
+    folder: Path
+    nbytes: int
+    contents: Mapping[str, str]
+
+    def file_slots(self, num_ranks: int, slot_bytes: int) -> int:
+        """Return how many slots fit the file of each rank. Raises `CapacityError` if none does."""
+        from kv_swap.tiers.region import fitting_slots
+
+        file_bytes = self.nbytes // num_ranks
+        num_slots = fitting_slots(file_bytes, slot_bytes)
+        if num_slots < 1:
+            raise CapacityError(
+                f"disk_bytes gives each of {num_ranks} ranks {describe_bytes(file_bytes)}, and one "
+                f"slot takes {describe_bytes(slot_bytes)}: a disk needs thousands of them"
+            )
+        return num_slots
+
+    def open(
+        self, rank: int, num_ranks: int, peers: Peers, pages: str, transfer: SwapEngine
+    ) -> DiskTier:
+        """Open the file of a rank, or make it; `pages` says what is where in a slot.
+
+        Raises `ConfigError` or `CapacityError`.
+        """
+        from kv_swap.tiers.disk import DiskTier
+
+        slot_bytes = transfer.layout.slot_bytes
+        num_slots = self.file_slots(num_ranks, slot_bytes)
+        description = {
+            **self.contents,
+            "rank": f"{rank} of {num_ranks}",
+            "sharing": f"{peers.index} of {peers.count}",
+            "pages": pages,
+        }
+        path = rank_file(self.folder, rank)
+        try:
+            file = DiskTier(path, num_slots, transfer.slots(), description)
+        except TierError as error:
+            raise ConfigError(f"disk_path: {error}") from error
+        logger.info(
+            "kv-offload: rank %d keeps %d slots in %s, with %s I/O; it %s",
+            rank,
+            num_slots,
+            path,
+            "direct" if file.direct else "buffered",
+            "goes on with what is there" if file.continued else f"begins empty: {file.reason}",
+        )
+        return file

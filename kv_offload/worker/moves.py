@@ -1,0 +1,112 @@
+"""A rank's copies between host memory and the tier below it.
+
+They run on threads of the tier. A demotion reads slots that the scheduler holds against eviction;
+a promotion fills slots that nobody is told of before all ranks have ended it. So neither is ordered
+with copies to and from the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from kv_swap.tiers.engine import TierCompletion, TierDirection, TierJob
+
+from kv_offload.messages import MoveJob, Outcome, TierCapacity
+from kv_offload.worker.jobs import RankJobs
+from kv_offload.worker.sharing import ALONE, Peers
+
+if TYPE_CHECKING:
+    from kv_swap.engine import SwapEngine
+    from kv_swap.tiers.engine import TierEngine
+
+TIMED_BYTES = 1 << 18
+"""Shorter promotions say how long a read takes at least, not how fast the tier is."""
+
+
+class LowerTier(Protocol):
+    """The tier of a replica, which its ranks divide."""
+
+    def open(
+        self, rank: int, num_ranks: int, peers: Peers, pages: str, transfer: SwapEngine
+    ) -> TierEngine:
+        """Return a rank's part, over its arena; `pages` says what is where in a slot."""
+
+
+class Moves:
+    """Starts them and takes in their ends. Of ranks that share memory each moves its own slots.
+
+    Which these are depends on the slot of the tier alone: a rank finds there what it has written.
+    """
+
+    def __init__(self, jobs: RankJobs) -> None:
+        self._jobs = jobs
+        self._tier: TierEngine | None = None
+        self._peers = ALONE
+        # By job, the places of this rank's slots among all of its pairs.
+        self._rows: dict[int, list[int]] = {}
+        self._told_speed: float | None = None
+
+    def use(self, tier: TierEngine, peers: Peers) -> None:
+        """Use a tier from now on; `peers` are the ranks that share host memory with this one."""
+        self._tier, self._peers = tier, peers
+
+    def capacity(self) -> TierCapacity | None:
+        """Return what the tier of this rank holds, counted in slots of all peers; None without."""
+        if self._tier is None:
+            return None
+        return TierCapacity(self._tier.num_slots * self._peers.count, self._tier.file_id)
+
+    def start(self, moves: Iterable[MoveJob]) -> None:
+        """Start moves; those of which this rank has no part have ended."""
+        for move in moves:
+            assert self._tier is not None, "a move was planned for a rank without a tier"
+            own = np.flatnonzero(move.pairs[:, 1] % self._peers.count == self._peers.index)
+            if not len(own):
+                self._jobs.end(move.job_id, Outcome.OK)
+                continue
+            pairs = move.pairs[own]
+            pairs[:, 1] //= self._peers.count
+            rows = own.tolist()
+            direction = TierDirection.PROMOTE if move.promotes else TierDirection.DEMOTE
+            names = [move.names[row] for row in rows]
+            try:
+                self._tier.submit(TierJob(move.job_id, direction, pairs, names))
+            except Exception as error:  # noqa: BLE001 - whatever it is, one job has failed
+                self._jobs.log.error("%s", error)
+                self._jobs.end(move.job_id, Outcome.FAILED)
+                continue
+            self._rows[move.job_id] = rows
+
+    def poll(self) -> None:
+        """Take in what ended since the last call. Never waits."""
+        for done in () if self._tier is None else self._tier.poll():
+            self._ended(done)
+
+    def _ended(self, done: TierCompletion) -> None:
+        rows = self._rows.pop(done.job_id)
+        failed = tuple(rows[row] for row in done.failed)
+        if done.error is not None:
+            self._jobs.log.error("%s", done.error)
+        # A block that is not what its name says is a miss; the tier itself has not failed.
+        outcome = Outcome.OK if done.error is None else Outcome.FAILED
+        self._jobs.end(done.job_id, outcome, failed)
+        promotes = done.direction is TierDirection.PROMOTE
+        name = "promoted" if promotes else "demoted"
+        self._jobs.stats.count(f"{name}_bytes", done.nbytes)
+        self._jobs.stats.count(f"{name}_seconds", done.seconds)
+        self._jobs.stats.count("tier_mismatches", done.mismatches)
+        self._jobs.stats.count("tier_errors", done.error is not None)
+        if promotes and done.nbytes >= TIMED_BYTES:
+            self._told_speed = done.nbytes / done.seconds
+
+    def take_speed(self) -> float | None:
+        """Return the speed of the last promotion that tells of it, once; None without one."""
+        speed, self._told_speed = self._told_speed, None
+        return speed
+
+    def close(self, timeout_seconds: float) -> None:
+        """End the tier; a copy that hangs is left alone."""
+        if self._tier is not None:
+            self._tier.close(timeout_seconds)

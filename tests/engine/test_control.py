@@ -1,0 +1,154 @@
+"""A server for users: it asks for a key, and operators empty host memory and pause stores."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_offload.metrics import PREFIX
+from kv_offload.tools.main import main
+from tests.support.installed import write_entry_points
+from tests.support.processes import ROOT
+from tests.support.server import ask, get, metric, serving, text, wait_for
+
+KEY = "a key of this test"
+CONTROL = "/v1/kv-offload"
+BLOCKS = 9
+"""Full blocks of a prompt."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("control")
+    path = [write_entry_points(folder / "installed"), ROOT, ROOT / "transfer"]
+    environment = {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "VLLM_PLUGINS": "kv_offload,kv_offload_control",
+    }
+    words = ("--api-key", KEY, "--trust-request-chat-template")
+    with serving(folder, words=words, environment=environment, forks=False) as url:
+        yield url
+
+
+def act(server: str, name: str) -> dict[str, str]:
+    answer: dict[str, str] = json.loads(get(f"{server}{CONTROL}/{name}", {}, KEY))
+    return answer
+
+
+def cached(answer: dict[str, Any]) -> int:
+    """Return how many tokens of the prompt were in either cache."""
+    details = answer["usage"]["prompt_tokens_details"]
+    return details["cached_tokens"] if details else 0
+
+
+def refused(server: str, path: str, key: str | None = None, **body: Any) -> tuple[int, str]:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        get(server + path, body, key)
+    with caught.value as error:
+        return error.code, error.read().decode()
+
+
+def test_without_the_key_nothing_is_done(server: str) -> None:
+    for name in ("empty", "pause-stores", "resume-stores"):
+        for key in (None, "another key"):
+            assert refused(server, f"{CONTROL}/{name}", key)[0] == 401
+    assert metric(server, f"{PREFIX}stores_paused") == 0
+
+
+def test_what_was_emptied_is_computed(server: str) -> None:
+    ask(server, seed=1, key=KEY)
+    wait_for(server, f"{PREFIX}stored_slots_total", BLOCKS)
+    assert cached(ask(server, seed=1, key=KEY)) == 288
+    assert act(server, "empty") == {"host_memory": "empty", "engine_cache": "empty"}
+    wait_for(server, f"{PREFIX}slots_in_use", 0)
+    assert cached(ask(server, seed=1, key=KEY)) == 0
+
+
+def test_nothing_is_stored_in_a_pause(server: str) -> None:
+    act(server, "empty")
+    assert act(server, "pause-stores") == {"stores": "paused"}
+    wait_for(server, f"{PREFIX}stores_paused", 1)
+    ask(server, seed=2, key=KEY)
+    wait_for(server, f"{PREFIX}skipped_paused_total", BLOCKS)
+    assert metric(server, f"{PREFIX}slots_in_use") == 0
+    assert act(server, "resume-stores") == {"stores": "running"}
+    ask(server, seed=2, key=KEY)
+    wait_for(server, f"{PREFIX}slots_in_use", BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"retain_seconds": -5}, "retain_seconds: -5 is not allowed. Give a number above 0"),
+        ({"stored": True}, "kv_transfer_params.kv_offload.stored: unknown key. Remove it"),
+    ],
+)
+@pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
+def test_wrong_wishes_are_refused_for_that_request_alone(
+    server: str, wishes: dict[str, Any], message: str, endpoint: str
+) -> None:
+    body: dict[str, Any] = {"prompt": text(3)}
+    if endpoint == "chat/completions":
+        body = {
+            "messages": [{"role": "user", "content": text(3, 30)}],
+            "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+        }
+    params = {"kv_transfer_params": {"kv_offload": wishes, "remote_host": "of another connector"}}
+    code, answer = refused(server, f"/v1/{endpoint}", KEY, model="small", **body, **params)
+    assert code == 400
+    assert message in answer
+    assert ask(server, seed=3, key=KEY, kv_transfer_params={"remote_host": "x"})["choices"]
+
+
+def test_a_client_says_what_is_stored_and_retained(server: str) -> None:
+    act(server, "empty")
+    params = {"kv_transfer_params": {"kv_offload": {"store": False}}}
+    ask(server, seed=4, key=KEY, **params)
+    assert metric(server, f"{PREFIX}slots_in_use") == 0
+    params = {"kv_transfer_params": {"kv_offload": {"retain_seconds": 600}}}
+    ask(server, seed=5, key=KEY, **params)
+    wait_for(server, f"{PREFIX}retained_slots", BLOCKS)
+    act(server, "empty")
+    wait_for(server, f"{PREFIX}retained_slots", 0)
+
+
+def test_warm_up(
+    server: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    act(server, "empty")
+    file = tmp_path / "prompts.jsonl"
+    chat = {
+        "messages": [{"role": "user", "content": text(13)}],
+        "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    }
+    lines = [{"prompt": text(11)}, {"prompt": text(12), "cache_salt": "tenant"}, chat]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    command = ["warm-up", server, str(file), "--retain-seconds", "600"]
+    assert main(command) == 2
+    assert "put the server's key into VLLM_API_KEY" in capsys.readouterr().err
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("3 of 3 prompts with 900 tokens in ")
+    assert f"  stored to host memory {3 * BLOCKS:>20} slots\n" in shown
+    assert f"  retained now {3 * BLOCKS:>29} slots\n" in shown
+    assert cached(ask(server, seed=11, key=KEY)) == 288
+    assert cached(ask(server, seed=12, key=KEY, cache_salt="tenant")) == 288
+    file.write_text(
+        json.dumps({"prompt": text(11, 1020), "max_tokens": 90})
+        + "\n\n"
+        + json.dumps({"prompt": text(11, 2000)})
+    )
+    assert main([*command, "--at-once", "1"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out.startswith("1 of 2 prompts with 1,020 tokens")
+    assert f"{file}, line 3: HTTP status 400: " in printed.err

@@ -1,0 +1,165 @@
+"""What leaves host memory comes back from a disk, also to an engine that was started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kv_swap.tiers.disk import DiskTier
+from kv_swap.tiers.region import FIRST_REGION_BYTES
+
+from kv_offload.errors import ConfigError
+from kv_offload.scheduler.tiers import promotions
+from tests.engine.harness import (
+    BLOCK_TOKENS,
+    Engine,
+    all_differ,
+    offloading,
+    plain_answers,
+    prompts_with_shared_prefix,
+    refusal,
+)
+from tests.support.processes import run_until_killed
+
+PROMPTS = prompts_with_shared_prefix()
+FULL_BLOCKS = len(
+    {
+        tuple(prompt[:end])
+        for prompt in PROMPTS
+        for end in range(BLOCK_TOKENS, len(prompt), BLOCK_TOKENS)
+    }
+)
+"""That the prompts have between them, but for their ends."""
+
+
+@pytest.fixture(autouse=True)
+def _fixed_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have keys mean the same in every process: vLLM 0.28 draws its seed without this."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+def disk(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"disk_path": str(folder), "disk_bytes": "64MiB", **more}
+
+
+def forget_host_memory(running: Engine) -> None:
+    """Leave the disk as the only place with anything of the prompts."""
+    running.settle()
+    running.forget()
+    running.offload.manager.reset()
+    running.slots[:] = 0x55
+
+
+def kill_when_written(models: str, folder: str) -> None:
+    """Answer prompts, and die as soon as the index can have noted what is on the disk."""
+    with offloading(Path(models), plugin=disk(Path(folder))) as running:
+        running.generate(PROMPTS)
+        running.settle()
+        assert running.offload.gauges()["demoting_slots"] == 0
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_was_on_disk_serves_after_kill_9(model_folder: Path, tmp_path: Path) -> None:
+    expected = plain_answers(model_folder, PROMPTS)
+    run_until_killed("tests.engine.test_disk", model_folder, tmp_path)
+    with offloading(model_folder, plugin=disk(tmp_path)) as ours:
+        assert ours.offload.gauges()["tier_slots_in_use"] >= FULL_BLOCKS
+        assert ours.generate(PROMPTS) == expected
+        assert ours.totals["promoted_slots"] >= 0.95 * FULL_BLOCKS
+        assert ours.totals["tier_mismatches"] == 0
+        assert ours.blocks_loaded() > 0
+        for prompt, cached in zip(PROMPTS, ours.cached_tokens, strict=True):
+            assert cached >= (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("kind", "plugin"), [("qwen3", {}), ("gemma3", {"eviction_policy": "arc"})]
+)
+def test_the_disk_serves_what_host_memory_forgot(
+    model_folder: Path, tmp_path: Path, kind: str, plugin: dict[str, Any]
+) -> None:
+    """Ends with the control: other bytes in host memory than were read must be noticed."""
+    expected = plain_answers(model_folder, PROMPTS, kind)
+    with offloading(model_folder, kind, disk(tmp_path, **plugin)) as ours:
+        assert ours.generate(PROMPTS) == expected
+        forget_host_memory(ours)
+        assert ours.generate(PROMPTS) == expected
+        assert ours.totals["promoted_slots"] > 0
+        assert ours.blocks_loaded() > 0
+        ours.settle()
+        assert all_differ(ours.reload(PROMPTS, corrupted=True), expected)
+
+
+def test_flipped_bits_are_misses(model_folder: Path, tmp_path: Path) -> None:
+    expected = plain_answers(model_folder, PROMPTS)
+    with offloading(model_folder, plugin=disk(tmp_path)) as ours:
+        ours.generate(PROMPTS)
+        forget_host_memory(ours)
+        (file,) = tmp_path.glob("rank-*.kv")
+        stored = bytearray(file.read_bytes())
+        for place in range(FIRST_REGION_BYTES, len(stored), 997):
+            stored[place] ^= 0x10
+        file.write_bytes(stored)
+        assert ours.generate(PROMPTS) == expected
+        assert ours.totals["tier_mismatches"] > 0
+        assert ours.totals["promoted_slots"] == 0
+        assert ours.blocks_loaded() == 0
+
+
+def test_a_folder_that_another_engine_uses_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    arena = np.zeros((1, 4096), np.uint8)
+    with DiskTier(tmp_path / "rank-0.kv", 1, arena, {}):
+        said = refusal(model_folder, ConfigError, plugin=disk(tmp_path))
+    assert "disk_path" in said
+    assert "in use by another engine" in said
+
+
+def test_a_disk_that_takes_its_time_is_not_waited_for(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads take a hundred times as long as a request waits at most."""
+    expected = plain_answers(model_folder, PROMPTS)
+    monkeypatch.setattr(promotions, "MAX_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(promotions, "MIN_WAIT_SECONDS", 0.02)
+    read = os.preadv
+
+    def read_slowly(*arguments: Any) -> int:
+        time.sleep(2)
+        return read(*arguments)
+
+    with offloading(model_folder, plugin=disk(tmp_path)) as ours:
+        assert ours.generate(PROMPTS) == expected
+        forget_host_memory(ours)
+        monkeypatch.setattr(os, "preadv", read_slowly)
+        assert ours.generate(PROMPTS) == expected
+        assert ours.totals["late_promotions"] > 0
+        monkeypatch.setattr(os, "preadv", read)
+
+
+def test_a_reset_and_new_weights_empty_the_disk(model_folder: Path, tmp_path: Path) -> None:
+    with offloading(model_folder, plugin=disk(tmp_path)) as ours:
+        ours.generate(PROMPTS)
+        ours.settle()
+        assert ours.offload.gauges()["tier_slots_in_use"] > 0
+        assert ours.llm.reset_prefix_cache(reset_connector=True)
+        assert ours.offload.gauges()["tier_slots_in_use"] == 0
+    with offloading(model_folder, plugin=disk(tmp_path, disk_keep_on_reset=True)) as ours:
+        assert ours.offload.gauges()["tier_slots_in_use"] == 0  # of weights that nobody knows
+        ours.generate(PROMPTS)
+        ours.settle()
+        kept = ours.offload.gauges()["tier_slots_in_use"]
+        assert ours.llm.reset_prefix_cache(reset_connector=True)
+        assert ours.offload.gauges()["tier_slots_in_use"] == kept > 0
+        ours.offload.weights_change()
+        assert ours.offload.gauges()["tier_slots_in_use"] == 0
+
+
+if __name__ == "__main__":
+    kill_when_written(*sys.argv[1:])

@@ -1,0 +1,217 @@
+"""Engines that share a store: what one has computed another one loads, and what a fault costs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_offload.scheduler.tiers import promotions, shared_tier, tier
+from tests.engine.harness import (
+    BLOCK_TOKENS,
+    Engine,
+    all_differ,
+    offloading,
+    plain_answers,
+    prompts_with_shared_prefix,
+)
+from tests.support.inputs import Tokens, random_tokens
+from tests.support.mooncake import Master, Peer, environment, require_mooncake
+from tests.support.processes import kill_group, print_result, run_module, start_module
+
+PROMPTS = prompts_with_shared_prefix()
+FULL_BLOCKS = len(
+    {
+        tuple(prompt[:end])
+        for prompt in PROMPTS
+        for end in range(BLOCK_TOKENS, len(prompt), BLOCK_TOKENS)
+    }
+)
+"""That the prompts have between them, but for their ends."""
+MANY = [random_tokens(1920, seed=100 + number) for number in range(10)]
+"""More than `SEGMENT` holds: 36 KiB a block with its header."""
+SEGMENT = "16MiB"
+LEASE_SECONDS = 10.0
+PATIENCE_SECONDS = 20.0
+"""A request that does not wait for the store's answer on a busy machine proves nothing here."""
+
+
+@pytest.fixture(autouse=True)
+def _fixed_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have keys mean the same in every process: vLLM 0.28 draws its seed without this."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+@pytest.fixture
+def master() -> Iterator[Master]:
+    require_mooncake()
+    with Master(lease_seconds=LEASE_SECONDS) as running:
+        yield running
+
+
+def store(master: str, nbytes: str | int = SEGMENT, **more: Any) -> dict[str, Any]:
+    """Return the plugin's keys. What the store has is loaded, though computing may be sooner."""
+    keys = {"store": "mooncake", "store_master": master, "store_bytes": nbytes}
+    return {**keys, "load_or_recompute": "always_load", **more}
+
+
+@pytest.fixture
+def expected(model_folder: Path) -> list[Tokens]:
+    """What an engine without the plugin answers to the prompts."""
+    return plain_answers(model_folder, [*PROMPTS, *MANY])[: len(PROMPTS)]
+
+
+def forget_host_memory(running: Engine) -> None:
+    """Leave the store as the only place with anything of the prompts."""
+    running.settle()
+    running.forget()
+    running.offload.manager.reset()
+    running.slots[:] = 0x55
+
+
+def wait_until(condition: Any, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def answer_and_tell(models: str, address: str) -> None:
+    """Answer the prompts with what the store has; then with other bytes in host memory."""
+    require_mooncake()
+    shared_tier.PATIENCE_SECONDS = PATIENCE_SECONDS
+    promotions.MIN_WAIT_SECONDS = promotions.MAX_WAIT_SECONDS = PATIENCE_SECONDS
+    with offloading(Path(models), plugin=store(address, 0)) as running:
+        answers = running.generate(PROMPTS)
+        cached, totals = running.cached_tokens, dict(running.totals)
+        loaded = running.blocks_loaded()
+        running.settle()
+        corrupted = running.reload(PROMPTS, corrupted=True)
+    print_result([answers, cached, loaded, totals, corrupted])
+
+
+def compute_and_stay(models: str, address: str, ready: str) -> None:
+    """Put what the prompts bring into memory of this process, and wait to be killed."""
+    require_mooncake()
+    with offloading(Path(models), plugin=store(address)) as running:
+        running.generate(PROMPTS)
+        running.settle()
+        Path(ready).write_text(str(running.totals["demoted_slots"]))
+        signal.pause()
+
+
+def test_what_one_engine_has_computed_another_one_loads(
+    model_folder: Path, master: Master, expected: list[Tokens]
+) -> None:
+    """Ends with the control: other bytes in host memory than were read must be noticed.
+
+    Then the first engine writes more than the store holds, and asks for all of it.
+    """
+    of_many = plain_answers(model_folder, [*PROMPTS, *MANY])[len(PROMPTS) :]
+    with offloading(model_folder, plugin=store(master.address), blocks=1000) as ours:
+        assert ours.generate(PROMPTS) == expected
+        ours.settle()
+        assert ours.totals["demoted_slots"] >= FULL_BLOCKS
+        assert ours.totals["tier_errors"] == 0
+        answers, cached, loaded, totals, corrupted = run_module(
+            *("tests.engine.test_store", "answer", model_folder, master.address),
+            forks=True,
+            **environment(),
+        )
+        assert ours.generate(MANY) == of_many
+        ours.settle()
+        lost = ours.totals["lost_tier_slots"]
+        forget_host_memory(ours)
+        assert ours.generate(MANY) == of_many
+        # Refused while it was full, or evicted since.
+        assert lost + ours.totals["lost_tier_slots"] > 0
+        assert ours.totals["promoted_slots"] > 0
+        assert ours.totals["tier_errors"] == 0
+    assert answers == expected
+    # Mostly all of them; rarely some are computed, and why is not known yet.
+    assert 0 < totals["promoted_slots"] <= FULL_BLOCKS, totals
+    assert loaded > 0
+    assert sum(cached) >= totals["promoted_slots"] * BLOCK_TOKENS
+    assert all_differ(corrupted, expected)
+
+
+def test_a_master_and_a_peer_that_fail_cost_computing_and_are_used_again_later(
+    model_folder: Path, master: Master, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The master is killed, then it hangs; then the process hangs that has the blocks."""
+    monkeypatch.setattr(tier, "FIRST_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(tier, "LONGEST_PAUSE_SECONDS", 0.5)
+    with (
+        Peer(master.address, count=1) as peer,
+        offloading(model_folder, plugin=store(master.address, 0)) as ours,
+    ):
+        assert ours.generate(PROMPTS) == expected
+        forget_host_memory(ours)
+        master.kill()
+        assert ours.generate(PROMPTS) == expected
+        assert ours.totals["promoted_slots"] == 0
+        forget_host_memory(ours)
+        master.start()
+
+        def is_served() -> bool:
+            assert ours.generate(PROMPTS) == expected
+            forget_host_memory(ours)
+            assert ours.generate(PROMPTS) == expected
+            return ours.totals["promoted_slots"] > 0
+
+        wait_until(is_served, 60)
+        forget_host_memory(ours)
+        master.hold()
+        assert ours.generate(PROMPTS) == expected
+        assert ours.totals["promoted_slots"] == 0
+        master.go_on()
+        wait_until(is_served, 60)
+        forget_host_memory(ours)
+        peer.hold()
+        monkeypatch.setattr(shared_tier, "PATIENCE_SECONDS", PATIENCE_SECONDS)
+        assert ours.generate(PROMPTS) == expected
+        assert ours.totals["late_promotions"] > 0
+        assert ours.totals["promoted_slots"] == 0
+        assert ours.offload.gauges()["promoting_slots"] > 0, "reads hang, and nothing else does"
+        peer.go_on()
+        wait_until(is_served, 60)
+
+
+def test_what_a_killed_engine_had_is_computed(
+    model_folder: Path,
+    master: Master,
+    expected: list[Tokens],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_tier, "PATIENCE_SECONDS", PATIENCE_SECONDS)
+    ready = tmp_path / "ready"
+    for name in ("out", "err"):
+        (tmp_path / name).touch()
+    peer = start_module(
+        "tests.engine.test_store",
+        *("stay", str(model_folder), master.address, str(ready)),
+        stdout=tmp_path / "out",
+        stderr=tmp_path / "err",
+        forks=True,
+        **environment(),
+    )
+    try:
+        wait_until(ready.exists, 120)
+        with offloading(model_folder, plugin=store(master.address, 0)) as ours:
+            assert ours.generate(PROMPTS[:1]) == expected[:1]
+            assert ours.totals["promoted_slots"] > 0
+            os.killpg(peer.pid, signal.SIGKILL)
+            assert ours.generate(PROMPTS) == expected
+    finally:
+        kill_group(peer)
+
+
+if __name__ == "__main__":
+    {"answer": answer_and_tell, "stay": compute_and_stay}[sys.argv[1]](*sys.argv[2:])

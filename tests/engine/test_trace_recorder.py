@@ -1,0 +1,29 @@
+"""What an engine records of its requests can be replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kv_offload.simulation.replay import Replay
+from kv_offload.simulation.trace import read_trace
+from tests.engine.harness import offloading, plain_answers, prompts_with_shared_prefix
+
+SHARED = 1100
+PROMPTS = prompts_with_shared_prefix(SHARED)
+
+
+def test_a_recorded_trace_has_the_hits_of_the_engine(model_folder: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    expected = plain_answers(model_folder, PROMPTS)
+    with offloading(model_folder, plugin={"record_trace": str(trace)}) as ours:
+        assert ours.generate(PROMPTS) == expected
+        assert ours.reload(PROMPTS) == expected
+        assert ours.totals["trace_errors"] == 0
+    # `offloading` looks with a short prompt whether anything is left.
+    recorded = [one for one in read_trace(trace) if one.hash_ids]
+    assert sorted(one.input_length for one in recorded) == sorted(2 * [*map(len, PROMPTS)])
+    assert {one.output_length for one in recorded} == {8}
+    assert {one.block_tokens for one in recorded} == {512}
+    replay = Replay("lru", 100)
+    hits = [replay.serve(one) for one in recorded]
+    assert hits == [0] + 7 * [SHARED // 512]

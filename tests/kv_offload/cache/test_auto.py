@@ -1,0 +1,386 @@
+"""The policy that learns: what it learns, what it declines, and what it remembers."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.policies import make_policy
+from kv_offload.cache.policies.auto import MIN_EPOCH, NOTED_ACCESSES, AutoPolicy
+from kv_offload.cache.policies.density import AGES, CLASSES, LENGTHS, HitDensity
+from kv_offload.cache.policies.history import History, hash_keys
+from kv_offload.cache.policies.prefixes import FIRST, PrefixOrder
+from kv_offload.cache.slots import Run
+from kv_offload.simulation.replay import replay
+from kv_offload.simulation.trace import TraceRequest
+
+
+def buckets(epoch: int, *classes: int) -> np.ndarray:
+    return np.array([epoch * CLASSES + one for one in classes], np.int64)
+
+
+# -- what it learns ------------------------------------------------------------------------------
+
+
+def live_through(density: HitDensity, epochs: int) -> None:
+    """Blocks of class 0 are used again after two epochs, of class 1 after 20, of 2 never."""
+    none = buckets(0)
+    waits = {0: 2, 1: 20}
+    for _ in range(epochs):
+        now = density.epoch
+        begun = buckets(now, *[0] * 30, *[1] * 30, *[2] * 30)
+        ended = [
+            buckets(now - wait, *[one] * 30) for one, wait in waits.items() if wait < now - 257
+        ]
+        density.count(begun, np.concatenate([none, *ended]), none)
+        density.next_epoch()
+    density.compute()
+
+
+def test_density_is_highest_shortly_before_blocks_like_it_are_used() -> None:
+    density = HitDensity(1000)
+    live_through(density, 200)
+    at_access = density.new[:3].tolist()
+    assert at_access == sorted(at_access, reverse=True), "soon, late, never"
+    assert at_access[0] > 2 * at_access[1]
+    assert at_access[1] > 1.5 * at_access[2]
+    young, due, late = (density.of(buckets(density.epoch - age, 1))[0] for age in (1, 18, 60))
+    assert due > young > late
+    assert density.likely(buckets(density.epoch, 0, 1, 2)).tolist() == [True, True, False]
+
+
+def test_without_evidence_the_older_block_is_worth_less_and_all_classes_are_alike() -> None:
+    density = HitDensity(1000)
+    by_age = [density.of(buckets(density.epoch - age, 3))[0] for age in (0, 1, 5, 50, AGES)]
+    assert by_age == sorted(by_age, reverse=True)
+    assert len({*density.new.tolist()}) == 1
+    assert density.likely(buckets(density.epoch, *range(CLASSES))).all()
+
+
+def test_evidence_fades_when_traffic_changes() -> None:
+    density = HitDensity(10)
+    live_through(density, 100)
+    before = density.new[0]
+    none = buckets(0)
+    for _ in range(100):
+        density.count(buckets(density.epoch, *[0] * 30), none, none)
+        density.next_epoch()
+    density.compute()
+    assert density.new[0] < before / 10
+
+
+# -- what it remembers ---------------------------------------------------------------------------
+
+
+def test_history_gives_back_what_it_was_told_once() -> None:
+    history = History(1 << 12)
+    hashes = hash_keys([b"a", b"b", b"c"])
+    assert history.put(hashes, buckets(9, 1, 2, 3)).tolist() == []
+    assert len(history) == 3
+    assert history.take(hash_keys([b"b", b"x", b"a"])).tolist() == [
+        *buckets(9, 2),
+        0,
+        *buckets(9, 1),
+    ]
+    assert history.take(hashes).tolist() == [0, 0, *buckets(9, 3)]
+
+
+def test_history_tells_whom_it_forgot_so_that_nobody_waits_for_them() -> None:
+    rng = np.random.default_rng(0)
+    history = History(64)
+    put, forgotten, found = 0, 0, 0
+    for round_ in range(20):
+        hashes = rng.integers(0, 1 << 64, 50, np.uint64)
+        forgotten += len(history.put(hashes, buckets(round_ + 1, *[0] * 50)))
+        put += 50
+        found += int((history.take(hashes[:10]) > 0).sum())
+    assert put == len(history) + forgotten + found
+    assert found > 0
+
+
+# -- what it declines ----------------------------------------------------------------------------
+
+
+def serve(
+    manager: CacheManager, *prompts: list[bytes], tokens: int = 100, must: bool = False
+) -> list[bool]:
+    """Store the prompts in one call; return which of the new keys were worth a slot."""
+    keys = [key for keys in prompts for key in keys]
+    known = manager.find(keys)
+    missing = [key for key, slot in zip(keys, known.tolist(), strict=True) if slot < 0]
+    runs = [Run(sum(key in missing for key in keys), tokens, must) for keys in prompts]
+    slots, worth = manager.offer(missing, [run for run in runs if run.keys], known[known >= 0])
+    manager.complete_store(slots)
+    manager.check_integrity()
+    return worth.tolist()
+
+
+HOT = [b"hot %d %d" % (prompt, block) for prompt in range(16) for block in range(2)]
+
+
+def warmed(policy: str = "auto") -> CacheManager:
+    """Return a full cache of 64 that has seen 16 prompts again and again, and others once.
+
+    160 other blocks come before a prompt comes again.
+    """
+    manager = CacheManager(make_policy(policy, 64))
+    fresh = iter(range(10**9))
+    for turn in range(300):
+        serve(manager, HOT[turn % 16 * 2 :][:2])
+        serve(manager, [b"%d" % next(fresh) for _ in range(8)])
+    return manager
+
+
+def test_what_never_comes_again_does_not_displace_what_does() -> None:
+    assert warmed().readable(HOT).mean() > 0.9
+    assert warmed("lru").readable(HOT).mean() < 0.5, "the control"
+
+
+def full_cache(once: float, twice: float) -> tuple[AutoPolicy, CacheManager]:
+    """Return a full cache, and what a new block is to be worth that was used once or twice."""
+    policy = AutoPolicy(4)
+    manager = CacheManager(policy)
+    manager.complete_store(manager.prepare_store([b"a", b"b", b"c", b"d"]))
+    policy._density.taught = True
+    policy._density.new[:LENGTHS] = once
+    policy._density.new[LENGTHS:] = twice
+    return policy, manager
+
+
+def test_behind_a_block_that_is_declined_nothing_of_its_request_is_stored() -> None:
+    policy, manager = full_cache(once=0.0, twice=10.0)
+    for key in (b"x", b"y", b"y2"):
+        assert manager.offer([key], [Run(1, 100)])[1].tolist() == [False]
+    policy._take_in()
+    # All but z come for the second time.
+    slots, worth = manager.offer([b"x", b"z", b"y", b"y2"], [Run(3, 5000), Run(1, 5000)])
+    assert worth.tolist() == [True, False, False, True]
+    assert len(slots) == 2
+    manager.complete_store(slots)
+    manager.check_integrity()
+
+
+def test_what_must_be_stored_is_stored() -> None:
+    """As what a request wishes to retain."""
+    _, manager = full_cache(once=0.0, twice=10.0)
+    keys = [b"x", b"y", b"z"]
+    slots, worth = manager.offer(keys, [Run(1, 100), Run(2, 100, must=True)])
+    assert worth.tolist() == [False, True, True]
+    assert len(slots) == 2
+    manager.complete_store(slots)
+    manager.check_integrity()
+
+
+def test_free_slots_are_given_to_anything() -> None:
+    manager = warmed()
+    manager.reset()
+    keys = [b"new %d" % at for at in range(64)]
+    slots, worth = manager.offer(keys, [Run(64, 100)])
+    assert worth.all()
+    assert len(slots) == 64
+    manager.complete_store(slots)
+
+
+def test_a_store_that_must_be_is_never_declined() -> None:
+    """What is read from a disk is needed by a request that waits."""
+    manager = warmed()
+    keys = [b"promoted %d" % at for at in range(30)]
+    slots = manager.prepare_store(keys)
+    assert len(slots) == 30
+    manager.complete_store(slots)
+    manager.check_integrity()
+
+
+def test_a_key_that_was_worth_a_slot_when_all_were_busy_is_known_to_come_again() -> None:
+    policy, manager = full_cache(once=10.0, twice=10.0)
+    policy._take_in()
+    manager.prepare_copy(manager.find([b"a", b"b", b"c", b"d"]))
+    slots, worth = manager.offer([b"x"], [Run(1, 100)])
+    assert (len(slots), worth.tolist()) == (0, [True])
+    manager.check_integrity()
+
+
+def test_slots_that_were_held_when_victims_were_sought_can_be_evicted_later() -> None:
+    manager = CacheManager(AutoPolicy(8))
+    manager.complete_store(manager.prepare_store([b"%d" % at for at in range(8)]))
+    held = manager.prepare_load([b"%d" % at for at in range(6)])
+    manager.complete_store(manager.prepare_store([b"a", b"b", b"c"]))
+    manager.check_integrity()
+    manager.complete_load(held)
+    manager.check_integrity()
+    assert len(manager.prepare_store([b"new %d" % at for at in range(8)])) == 8
+
+
+# -- what stands behind what ---------------------------------------------------------------------
+
+
+def test_nothing_is_kept_behind_a_gap_whatever_its_class_is_worth() -> None:
+    """The heads of the prompts are used four times and their tails once, and used ones go first."""
+    policy = AutoPolicy(64)
+    manager = CacheManager(policy)
+    prompts = [[b"%d %d" % (prompt, block) for block in range(4)] for prompt in range(16)]
+    for prompt in prompts:
+        serve(manager, prompt[:1])
+    for _ in range(MIN_EPOCH):
+        for prompt in prompts:
+            manager.complete_load(manager.prepare_load(prompt[:1]))
+    for prompt in prompts:
+        slots, _ = manager.offer(prompt[1:], [Run(3, 100, behind=prompt[0])])
+        manager.complete_store(slots)
+    policy._density._density[-LENGTHS:] = 0.0
+    policy._rank_anew()
+    for at in range(20):
+        manager.complete_store(manager.prepare_store([b"new %d" % at]))
+        for prompt in prompts:
+            readable = manager.readable(prompt).tolist()
+            assert readable == sorted(readable, reverse=True), "a tail without its head"
+        manager.check_integrity()
+
+
+def test_a_head_whose_tail_is_read_leaves_if_nothing_else_can() -> None:
+    manager = CacheManager(AutoPolicy(2))
+    slots, _ = manager.offer([b"head", b"tail"], [Run(2, 100)])
+    manager.complete_store(slots)
+    held = manager.prepare_load([b"tail"])
+    assert manager.prepare_store([b"new"]).tolist() == [0]
+    manager.complete_load(held)
+    manager.check_integrity()
+
+
+def orders(bucket_of: list[int]) -> PrefixOrder:
+    return PrefixOrder(np.array(bucket_of, np.int64))
+
+
+def split(order: PrefixOrder, *slots: int) -> tuple[list[int], list[int]]:
+    free, blocked = order.split(np.array(slots, np.int32))
+    return free.tolist(), blocked.tolist()
+
+
+def link(order: PrefixOrder, slots: list[int], before: list[int]) -> None:
+    order.link(np.array(slots, np.int32), np.array(before))
+
+
+def test_a_list_may_leave_from_its_tails_on() -> None:
+    order = orders([1] * 6)
+    link(order, [0, 1, 2, 3], [FIRST, 0, 1, 2])
+    assert split(order, 3, 2, 1, 0) == ([3, 2, 1, 0], [])
+    assert split(order, 2, 1, 0) == ([], [2, 1, 0])
+    assert split(order, 3, 1, 0) == ([3], [1, 0]), "what is between them stays"
+    assert split(order, 3, 4, 2, 1, 5, 0) == ([3, 4, 2, 1, 5, 0], []), "others stand between"
+    link(order, [4], [1])
+    assert split(order, 3, 2, 1, 0) == ([3, 2], [1, 0]), "another block came behind 1"
+    assert split(order, 4, 1, 0) == ([4, 1, 0], [])
+
+
+def test_a_slot_that_got_another_key_or_lost_it_holds_nobody() -> None:
+    order = orders([1, 1, 1])
+    link(order, [0, 1], [FIRST, 0])
+    assert split(order, 0) == ([], [0])
+    link(order, [1], [2])
+    assert split(order, 0, 2) == ([0], [2])
+    link(order, [2], [FIRST])
+    assert split(order, 2) == ([2], []), "1 came behind the key that 2 had"
+    link(order, [1], [2])
+    order._bucket_of[1] = 0
+    assert split(order, 2) == ([2], [])
+
+
+def test_a_block_does_not_wait_for_itself_where_its_head_left_for_it() -> None:
+    manager = CacheManager(AutoPolicy(2))
+    manager.complete_store(manager.offer([b"head"], [Run(1, 100)])[0])
+    manager.complete_store(manager.offer([b"other"], [Run(1, 100)])[0])
+    slots, _ = manager.offer([b"a"], [Run(1, 100, behind=b"head")])
+    assert not manager.readable([b"head"]).any()
+    manager.complete_store(slots)
+    for at in range(4):
+        manager.complete_store(manager.offer([b"%d" % at], [Run(1, 100, must=True)])[0])
+    manager.check_integrity()
+    assert not manager.readable([b"a"]).any()
+
+
+def test_conversations_that_do_not_fit_are_kept_as_well_as_by_recency() -> None:
+    """30 agents whose prompts grow, on one system prompt, with room for a third of them."""
+    rng, names = random.Random(1), iter(range(10**9))
+    system = [next(names) for _ in range(8)]
+    requests: list[TraceRequest] = []
+    agents: list[list[int]] = [[] for _ in range(30)]
+    for at in range(1200):
+        place = rng.randrange(len(agents))
+        if not agents[place] or rng.random() < 0.06:
+            agents[place] = [*system]
+        agents[place] = agents[place] + [next(names) for _ in range(rng.randint(1, 3))]
+        ids = tuple(agents[place])
+        requests.append(TraceRequest(at, 512 * len(ids), 1, ids))
+    auto, lru = (replay(requests, name, 250).hit_ratio for name in ("auto", "lru"))
+    assert auto > lru - 0.01
+
+
+# -- what a tier is told -------------------------------------------------------------------------
+
+
+def test_what_was_used_once_is_mostly_not_worth_a_write_and_what_was_used_again_is() -> None:
+    manager = warmed()
+    kept = manager.readable_slots()
+    hot = np.array([slot for key, slot in kept.items() if key.startswith(b"hot")], np.int32)
+    cold = np.array([slot for key, slot in kept.items() if not key.startswith(b"hot")], np.int32)
+    assert manager.worth_keeping(hot).mean() > 0.9
+    assert manager.worth_keeping(cold).mean() < 0.1
+
+
+def test_slots_that_were_used_again_are_told_once() -> None:
+    manager = CacheManager(AutoPolicy(8))
+    manager.complete_store(manager.prepare_store([b"a", b"b"]))
+    assert manager.take_risen().tolist() == []
+    manager.complete_load(manager.prepare_load([b"b"]))
+    assert manager.take_risen().tolist() == manager.slot_numbers([b"b"])
+    assert manager.take_risen().tolist() == []
+
+
+# -- bounds --------------------------------------------------------------------------------------
+
+
+def test_entries_of_hot_slots_do_not_pile_up() -> None:
+    manager = CacheManager(AutoPolicy(NOTED_ACCESSES))
+    keys = [b"%d" % at for at in range(NOTED_ACCESSES)]
+    slots = manager.prepare_store(keys)
+    manager.complete_store(slots)
+    for _ in range(60):
+        manager.use(slots)
+    manager.check_integrity()
+
+
+def test_what_is_used_once_an_epoch_outlives_all_ages_and_what_is_not_is_still_evictable() -> None:
+    manager = CacheManager(AutoPolicy(4))
+    manager.complete_store(manager.prepare_store([b"old", b"used"]))
+    for _ in range(MIN_EPOCH + 1):
+        manager.use(np.full(1, 1, np.int32))
+    for epoch in range(AGES + 50):
+        manager.use(np.full(1, 1, np.int32))
+        new = [b"%d %d" % (epoch, at) for at in range(MIN_EPOCH)]
+        slots, _ = manager.offer(new, [Run(MIN_EPOCH, 100)])
+        manager.complete_store(slots)
+    manager.check_integrity()
+    assert manager.readable([b"used"]).tolist() == [True]
+    assert len(manager.prepare_store([b"a", b"b", b"c", b"d"])) == 4
+
+
+@pytest.mark.parametrize("parts", [1, 32])
+def test_scans_do_not_cost_conversations_their_hits(parts: int) -> None:
+    """Conversations of eight turns, beside documents that are read once."""
+    rng = random.Random(0)
+    names = iter(range(10**9))
+    requests, said = [], [[next(names)] for _ in range(8)]
+    for at in range(1500):
+        if at % 2:
+            ids = [next(names) for _ in range(30)]
+        else:
+            place = rng.randrange(8)
+            said[place] = said[place] + [next(names)] if len(said[place]) < 9 else [next(names)]
+            ids = said[place]
+        split = tuple(one * parts + part for one in ids for part in range(parts))
+        requests.append(TraceRequest(at, 512 * len(ids), 1, split))
+    auto, lru = (replay(requests, name, 60 * parts).hit_ratio for name in ("auto", "lru"))
+    assert auto > lru + 0.02

@@ -1,0 +1,515 @@
+"""What a restart finds of what a disk held, also after kills, damage and full disks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import shutil
+import sqlite3
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kv_offload.cache.disk_index import DiskIndex, index
+from kv_offload.cache.disk_index.contents import DamagedIndexError, read_index
+from kv_offload.errors import ConfigError
+from tests.support import disk_uses
+from tests.support.processes import kill_group, start_module
+
+MODEL = {"model": "llama", "dtype": "bfloat16"}
+FILES = {"0": "a1", "1": "b2"}
+NUM_SLOTS = 64
+LIMIT_SECONDS = 20.0
+
+
+def slots(*numbers: int) -> Any:
+    return np.array(numbers, np.int32)
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [b"key of block %d" % number for number in numbers]
+
+
+@contextlib.contextmanager
+def opened(path: Path, **other: Any) -> Iterator[DiskIndex]:
+    """An index that is closed at the end; `other` has arguments that differ."""
+    arguments = {"description": MODEL, "files": FILES, "num_slots": NUM_SLOTS, **other}
+    made = DiskIndex(path, **arguments)
+    try:
+        yield made
+    finally:
+        made.close(LIMIT_SECONDS)
+
+
+def contents(found: DiskIndex) -> list[tuple[bytes, int]]:
+    """Return every key and its slot, the least recently used first."""
+    return list(zip(found.keys, found.slots.tolist(), strict=True))
+
+
+def wait_for(condition: Any) -> None:
+    end = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "index.sqlite"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "COMMIT_SECONDS", 0.01)
+    monkeypatch.setattr(index, "RETRY_SECONDS", 0.05)
+
+
+# -- what a restart finds ----------------------------------------------------------------------
+
+
+def test_a_restart_goes_on_with_what_was_there_the_least_recently_used_first(path: Path) -> None:
+    with opened(path) as first:
+        assert (first.reason, contents(first)) == ("there was none", [])
+        assert len(first.generation) == 16
+        first.put(keys(1, 2, 3, 4), slots(10, 11, 12, 13))
+        first.use(slots(11, 10))
+        first.remove(slots(12))
+        first.put(keys(5), slots(13))
+    for _ in range(2):
+        with opened(path) as again:
+            assert again.reason == ""
+            assert again.generation == first.generation
+            assert contents(again) == list(zip(keys(2, 1, 5), (11, 10, 13), strict=True))
+            assert again.slots.dtype == np.int32
+    with opened(path) as last:
+        last.use(slots(11))
+    with opened(path) as again:
+        assert again.slots.tolist() == [10, 13, 11]
+
+
+CHANGES = {
+    "another dtype": (
+        {"description": {**MODEL, "dtype": "float16"}},
+        "dtype was 'bfloat16', is 'float16'",
+    ),
+    "something new": ({"description": {**MODEL, "lora": "on"}}, "lora was None, is 'on'"),
+    "two things": (
+        {"description": {"dtype": "bfloat16"}, "num_slots": 32},
+        "model was 'llama', is None; it had 64 slots, and there are 32",
+    ),
+    "another file": ({"files": {**FILES, "1": "c3"}}, "the file of rank 1 is another one"),
+    "another rank": ({"files": {**FILES, "2": "c3"}}, "the file of rank 2 is another one"),
+}
+
+
+@pytest.mark.parametrize(("other", "reason"), CHANGES.values(), ids=CHANGES)
+def test_what_has_changed_begins_empty_and_says_what(path: Path, other: Any, reason: str) -> None:
+    with opened(path) as first:
+        first.put(keys(1), slots(0))
+    with opened(path, **other) as changed:
+        assert (changed.reason, changed.keys) == (reason, [])
+        assert changed.generation != first.generation
+        changed.put(keys(2), slots(1))
+    with opened(path, **other) as again:
+        assert (again.reason, contents(again)) == ("", [(keys(2)[0], 1)])
+
+
+def test_after_a_reset_a_restart_begins_empty(path: Path, quick: None) -> None:
+    """Whatever was put since: it may be of weights that the restarted engine does not have."""
+    with opened(path) as first:
+        before = first.generation
+        first.put(keys(1, 2), slots(0, 1))
+        first.clear()
+        assert first.generation != before
+        first.put(keys(3), slots(2))
+        wait_for(lambda: read_index(path).slots.tolist() == [2])
+        said = read_index(path)
+        assert (said.was_reset, said.generation) == (True, first.generation)
+    with opened(path) as again:
+        assert (again.reason, again.keys) == ("emptied by a reset while it ran", [])
+        assert again.generation not in (before, first.generation)
+    with opened(path) as once_more:
+        assert once_more.reason == ""
+
+
+def test_what_is_noted_can_be_read_while_an_engine_runs(path: Path, quick: None) -> None:
+    now = time.time() * 1e6
+    with opened(path) as running:
+        running.put(keys(1, 2), slots(3, 4))
+        wait_for(lambda: len(read_index(path).keys) == 2)
+        said = read_index(path)
+        assert (said.description, said.files, said.num_slots) == (MODEL, FILES, NUM_SLOTS)
+        assert said.used.tolist() == sorted(said.used.tolist())
+        assert 0 < said.used[0] - now < 60e6
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_index(path.with_name("other.sqlite"))
+
+
+# -- kills -------------------------------------------------------------------------------------
+
+
+def run_and_kill(folder: Path, commit_seconds: float, seconds: float, reset_after: int = -1) -> int:
+    """Let a process change the index for some time, kill it; return how many changes it made."""
+    done, log = folder / "index.done", folder / "log"
+    done.unlink(missing_ok=True)
+    words = [str(folder / "index.sqlite"), str(commit_seconds), str(reset_after)]
+    process = start_module("tests.support.disk_uses", *words, stdout=log, stderr=log, forks=False)
+    try:
+        wait_for(lambda: done.exists() or process.poll() is not None)
+        time.sleep(seconds)
+        assert process.poll() is None, log.read_text()
+    finally:
+        kill_group(process)
+    return int(np.fromfile(done, np.int64)[0])
+
+
+def test_a_kill_leaves_what_there_was_at_one_moment(path: Path) -> None:
+    """Whatever the process does when it is killed; the next one goes on with what it finds.
+
+    `KILLS=200` kills more often, and `COMMIT_SECONDS=0.5` as seldom written as in an engine.
+    """
+    moments, found_at, behind = random.Random(7), 0, []
+    commit_seconds = float(os.environ.get("COMMIT_SECONDS", "0.01"))
+    for _ in range(int(os.environ.get("KILLS", "8"))):
+        done = run_and_kill(path.parent, commit_seconds, moments.uniform(0, 9 * commit_seconds))
+        killed = disk_uses.open_index(path)
+        killed.close(LIMIT_SECONDS)
+        found = contents(killed)
+        if found:
+            assert killed.reason == ""
+            last_put = disk_uses.last_put(killed)
+            assert last_put >= found_at
+            found_at = last_put
+            assert found in [disk_uses.expected(last_put + more) for more in (1, 2, 3)]
+            behind.append(done - last_put)
+    assert behind, "some process came to write"
+    print(f"a kill lost {statistics.median(behind)} changes, {max(behind)} at most")
+
+
+def test_a_kill_after_a_reset_leaves_nothing_that_was_put_later(path: Path) -> None:
+    moments, reset_at, found = random.Random(7), 20, []
+    for _ in range(6):
+        for file in path.parent.iterdir():
+            file.unlink()
+        run_and_kill(path.parent, 0.002, moments.uniform(0, 0.06), reset_at)
+        killed = disk_uses.open_index(path)
+        killed.close(LIMIT_SECONDS)
+        found.append(killed.reason)
+        assert disk_uses.last_put(killed) < reset_at
+    assert "emptied by a reset while it ran" in found
+
+
+# -- damage ------------------------------------------------------------------------------------
+
+
+def damaged(content: bytes, numbers: random.Random) -> bytes:
+    """Flip, cut, blank or add some bytes."""
+    harmed, at = bytearray(content), numbers.randrange(len(content))
+    kind = numbers.choice(["bit", "bytes", "cut", "blank", "longer"])
+    if kind == "bit":
+        harmed[at] ^= 1 << numbers.randrange(8)
+    elif kind == "bytes":
+        harmed[at : at + 8] = numbers.randbytes(8)
+    elif kind == "cut":
+        del harmed[at:]
+    elif kind == "blank":
+        harmed[at : at + 4096] = bytes(len(harmed[at : at + 4096]))
+    else:
+        harmed += numbers.randbytes(at)
+    return bytes(harmed)
+
+
+@pytest.mark.parametrize("file", ["index.sqlite", "index.sqlite-wal", "index.sqlite-shm"])
+def test_whatever_has_become_of_a_file_it_opens_and_nothing_is_there_twice(
+    file: str, tmp_path: Path
+) -> None:
+    """`DAMAGES=2000` tries more."""
+    run_and_kill(tmp_path, 0.002, 0.2)
+    if file == "index.sqlite":
+        disk_uses.open_index(tmp_path / file).close(LIMIT_SECONDS)  # now it has all of it
+    whole = {path.name: path.read_bytes() for path in tmp_path.glob("index.sqlite*")}
+    numbers, reasons = random.Random(7), set[str]()
+    for count in range(int(os.environ.get("DAMAGES", "50"))):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        for name, content in whole.items():
+            (folder / name).write_bytes(damaged(content, numbers) if name == file else content)
+        tried = disk_uses.open_index(folder / "index.sqlite")
+        found = contents(tried)
+        assert len({key for key, _ in found}) == len({slot for _, slot in found}) == len(found)
+        assert {slot for _, slot in found} <= {*range(disk_uses.NUM_SLOTS)}
+        tried.put([b"new"], slots(5))
+        tried.close(LIMIT_SECONDS)
+        again = disk_uses.open_index(folder / "index.sqlite")
+        again.close(LIMIT_SECONDS)
+        if tried.reason:
+            assert (found, tried.errors) == ([], 0)
+        if tried.errors == 0:
+            expected = [pair for pair in found if pair[1] != 5]
+            assert contents(again) == [*expected, (b"new", 5)]
+        reasons.add(tried.reason)
+        shutil.rmtree(folder)
+    assert "" in reasons, "not all damage matters"
+    assert len(reasons) > 3 or file != "index.sqlite"
+
+
+def test_what_is_no_index_of_this_version_is_named(path: Path) -> None:
+    def reason(content: bytes = b"", *sql: str) -> str:
+        with opened(path) as good:
+            good.put(keys(1, 2), slots(1, 2))
+        if content:
+            path.write_bytes(content)
+        else:
+            with contextlib.closing(sqlite3.connect(path)) as database:
+                for statement in sql:
+                    database.execute(statement)
+                database.commit()
+        with opened(path) as begun:
+            assert begun.keys == []
+            return begun.reason
+
+    cache = "It is only a cache: the next engine that has this folder begins a new one"
+    assert reason(b"no database" * 100) == (
+        f"{path}: cannot be used: file is not a database. {cache}"
+    )
+    assert reason(b"", "PRAGMA user_version = 7") == (
+        f"{path}: cannot be used: it has format 7, not 1. {cache}"
+    )
+    for problem, statement in {
+        "two slots have one key": "UPDATE slots SET key = x'00'",
+        "a slot does not exist": f"UPDATE slots SET slot = {NUM_SLOTS} WHERE slot = 1",
+        "a time does not exist": "UPDATE slots SET used = 9223372036854775807 WHERE slot = 1",
+        "a key is no bytes": "UPDATE slots SET key = 'text' WHERE slot = 1",
+        "its tables are not those": "CREATE INDEX other ON slots (used)",
+        "not enough values to unpack": "DELETE FROM meta",
+        "a description is no mapping": "UPDATE meta SET description = '[]'",
+        "a value is no text": "UPDATE meta SET files = '{\"0\": 1}'",
+        "the generation has 1 bytes": "UPDATE meta SET generation = x'00'",
+        "the generation is no bytes": "UPDATE meta SET generation = NULL",
+        "the number of slots is no number": "UPDATE meta SET num_slots = 'many'",
+    }.items():
+        assert problem in reason(b"", statement)
+
+
+# -- what cannot be used -----------------------------------------------------------------------
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught, opened(path):
+        pass
+    return str(caught.value)
+
+
+def test_a_path_that_cannot_be_used_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    remedy = "Give disk_path a folder that exists, that this user may write, and that has room"
+    file = tmp_path / "file"
+    file.touch()
+    for path, problem in {
+        tmp_path / "missing" / "index.sqlite": "No such file or directory",
+        file / "index.sqlite": "Not a directory",
+        tmp_path: "not a regular file",
+    }.items():
+        assert refusal(path) == f"kv-offload: {path}: cannot be used: {problem}. {remedy}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_a_folder_or_file_of_another_user_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # it lies where every user gets
+        path = Path(folder) / "index.sqlite"
+        with opened(path) as mine:
+            mine.put(keys(1), slots(1))
+        assert {file.stat().st_mode & 0o777 for file in path.parent.iterdir()} == {0o600}
+        for file in path.parent.iterdir():
+            file.chmod(0o644)
+        for mode in (0o700, 0o755):
+            path.parent.chmod(mode)
+            os.seteuid(65534)
+            try:
+                assert "cannot be used: Permission denied. Give disk_path a " in refusal(path)
+                if mode == 0o755:
+                    assert read_index(path).keys == keys(1), "to look at it takes no more"
+            finally:
+                os.seteuid(0)
+        assert {file.name for file in path.parent.iterdir()} == {path.name, f"{path.name}.lock"}
+
+
+def test_one_engine_has_a_file_until_it_ends(path: Path) -> None:
+    with opened(path) as running:
+        running.put(keys(1), slots(0))
+        assert refusal(path) == (
+            f"kv-offload: {path}: another engine uses it. Give each engine a disk_path of its own, "
+            f"or end the other one; `fuser {path}.lock` names its process"
+        )
+        running.close(LIMIT_SECONDS)
+        with opened(path) as later:
+            assert later.keys == keys(1)
+
+
+# -- writes that fail --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_file_grows() -> Iterator[None]:
+    """As on a full disk: no file of this process can be written behind its first byte."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def full(folder: Path) -> Iterator[None]:
+    filler = folder / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+@pytest.fixture(params=["limit", "tmpfs"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Any]]:
+    """A folder, and what makes it full for a while."""
+    if request.param == "limit":
+        yield tmp_path, no_file_grows
+        return
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs root, to mount a small file system")
+    try:
+        yield tmp_path, lambda: full(tmp_path)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_is_counted_and_what_came_meanwhile_is_written_later(
+    disk: Any, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, fill = disk
+    path = folder / "index.sqlite"
+    with opened(path) as running:
+        running.put(keys(1, 2), slots(1, 2))
+        wait_for(lambda: len(read_index(path).keys) == 2)
+        with fill():
+            for number in range(3, 40):
+                running.put(keys(number), slots(number))
+            running.remove(slots(1))
+            wait_for(lambda: running.errors > 2)
+            assert read_index(path).keys == keys(1, 2)
+        errors = running.errors
+        wait_for(lambda: read_index(path).keys == keys(*range(2, 40)))
+        assert running.errors <= errors + 1
+    (message,) = caplog.messages
+    assert f"kv-offload: {path}: what is on the disk cannot be noted: " in message
+    with opened(path) as again:
+        assert contents(again) == list(zip(keys(*range(2, 40)), range(2, 40), strict=True))
+
+
+def test_an_index_that_vanishes_while_it_is_opened_cannot_be_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(path):
+        pass
+
+    def vanish(*_: object) -> bool:
+        path.unlink()
+        return True
+
+    monkeypatch.setattr(os, "access", vanish)
+    with pytest.raises(ConfigError, match="cannot be read: unable to open"):
+        read_index(path)
+
+
+def tells_of_the_reset(path: Path) -> bool:
+    """Whether the index says so, or is gone; it may vanish while it is read."""
+    try:
+        return read_index(path).was_reset
+    except (ConfigError, DamagedIndexError):
+        return not path.exists()
+
+
+def test_a_reset_is_not_lost_on_a_full_disk(disk: Any, quick: None) -> None:
+    folder, fill = disk
+    path = folder / "index.sqlite"
+    with opened(path) as running:
+        running.put(keys(*range(NUM_SLOTS)), slots(*range(NUM_SLOTS)))
+        wait_for(lambda: len(read_index(path).keys) == NUM_SLOTS)
+        with fill():
+            running.clear()
+            running.put(keys(1), slots(1))
+            wait_for(lambda: tells_of_the_reset(path))
+            running.close(LIMIT_SECONDS)
+    with opened(path) as again:
+        assert again.keys == []
+
+
+def test_no_room_at_the_start_is_refused(disk: Any) -> None:
+    folder, fill = disk
+    path = folder / "index.sqlite"
+    with fill():
+        assert "and that has room" in refusal(path)
+    with opened(path) as later:
+        assert later.keys == []
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folder_that_vanishes_is_counted_and_nothing_else(
+    replaced: bool, path: Path, quick: None
+) -> None:
+    folder = path.parent / "nvme"
+    folder.mkdir()
+    with opened(folder / path.name) as running:
+        running.put(keys(1), slots(1))
+        shutil.rmtree(folder)
+        if replaced:
+            folder.mkdir()
+            with opened(folder / path.name) as other:
+                other.put(keys(7), slots(7))
+        running.put(keys(2), slots(2))
+        running.use(slots(1))
+        wait_for(lambda: running.errors > 1)
+    assert folder.exists() == replaced
+    if replaced:
+        assert read_index(folder / path.name).keys == keys(7)
+
+
+# -- what it costs -----------------------------------------------------------------------------
+
+
+def test_a_call_takes_some_microseconds_of_the_calling_thread(path: Path, quick: None) -> None:
+    """Also while the thread writes."""
+    with opened(path, num_slots=1 << 16) as running:
+        took = []
+        for first in range(0, 1 << 16, 64):
+            names, numbers = keys(*range(first, first + 64)), np.arange(first, first + 64)
+            start = time.perf_counter()
+            running.put(names, numbers.astype(np.int32))
+            running.use(numbers.astype(np.int32))
+            took.append(time.perf_counter() - start)
+            time.sleep(0.0002)
+    assert statistics.median(took) < 100e-6, "of both"
+
+
+def test_a_large_index_is_there_in_less_than_two_seconds(path: Path) -> None:
+    count = 250_000
+    with opened(path, num_slots=count) as first:
+        numbers = np.random.default_rng(7).permutation(count).astype(np.int32)
+        first.put([b"%032d" % number for number in numbers], numbers)
+    start = time.perf_counter()
+    with opened(path, num_slots=count) as again:
+        took = time.perf_counter() - start
+        assert again.slots.tolist() == numbers.tolist()
+    assert took < 2.0, "0.5 s on two cores"

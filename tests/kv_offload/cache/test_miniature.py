@@ -1,0 +1,82 @@
+"""Which blocks are sampled, and what a cache in miniature does with them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kv_offload.cache.miniature import USES_PER_SLOT, Miniature, sample_blocks
+from kv_offload.cache.policies import POLICIES
+from kv_offload.simulation.replay import Replay
+from kv_offload.simulation.trace import TraceRequest
+
+
+def prompt(blocks: int, source: random.Random) -> list[bytes]:
+    return [source.randbytes(16) for _ in range(blocks)]
+
+
+def test_prompts_with_the_same_beginning_have_the_same_sample_of_it() -> None:
+    source = random.Random(1)
+    shared = prompt(700, source)
+    sampled = [
+        [place for place in sample_blocks(shared + prompt(rest, source), 4) if place < 700]
+        for rest in (0, 1, 300, 5000)
+    ]
+    assert len(sampled[0]) > 20
+    assert sampled == sampled[:1] * 4
+
+
+@pytest.mark.parametrize("length", [1, 9, 40, 1000])
+def test_each_block_has_the_same_chance(length: int) -> None:
+    source = random.Random(2)
+    prompts = 64_000 // length
+    places = [p for _ in range(prompts) for p in sample_blocks(prompt(length, source), 4)]
+    assert len(places) == pytest.approx(4000, rel=0.1)
+    assert sum(places) / len(places) == pytest.approx((length - 1) / 2, rel=0.1)
+
+
+def test_long_prompts_have_nearly_as_many_as_they_should() -> None:
+    source = random.Random(3)
+    counts = {len(sample_blocks(prompt(4096, source), 5)) for _ in range(50)}
+    assert min(counts) > 128 - 16
+    assert max(counts) < 128 + 16
+
+
+def test_a_block_of_several_hashes_is_known_by_its_last() -> None:
+    hashes = prompt(4000, random.Random(4))
+    assert sample_blocks(hashes, 3, 4) == sample_blocks(hashes[3::4], 3)
+    assert sample_blocks(hashes[:3], 0, 4) == []
+    assert sample_blocks(hashes[:9], 0) == [*range(9)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("uses", [1, 2])
+def test_hits_are_those_of_a_replay(policy: str, uses: int) -> None:
+    source = random.Random(5)
+    miniature = Miniature(policy, 60, store_after_uses=uses)
+    replayed = Replay(policy, 60, store_after_uses=uses)
+    for at in range(400):
+        document = source.randrange(12) * 100
+        ids = range(document, document + source.randrange(1, 20))
+        tokens = 16 * len(ids)
+        found = miniature.serve([*ids], prompt_tokens=tokens)
+        assert found == replayed.serve(TraceRequest(at, tokens, 1, tuple(ids)))
+    assert replayed.result.hits > 100
+
+
+def test_what_lies_before_a_look_up_is_used_and_does_not_count() -> None:
+    miniature = Miniature("lru", 4)
+    assert miniature.serve([b"a", b"b", b"c"]) == 0
+    assert miniature.serve([b"a", b"b", b"c", b"d"], 1) == 2
+    assert miniature.serve([b"x", b"y"]) == 0  # in place of b and c, which were used first
+    assert miniature.serve([b"a", b"b", b"c"]) == 1
+    miniature.reset()
+    assert miniature.serve([b"a"]) == 0
+
+
+def test_uses_of_few_keys_are_remembered() -> None:
+    miniature = Miniature("lru", 1, store_after_uses=2)
+    assert miniature.serve([b"first"]) == 0
+    miniature.serve([b"%d" % key for key in range(USES_PER_SLOT)])
+    assert [miniature.serve([b"first"]) for _ in range(3)] == [0, 0, 1]

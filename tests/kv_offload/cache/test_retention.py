@@ -1,0 +1,253 @@
+"""Which slots are retained, for how long, and who makes room for whom."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from kv_offload.cache.leases import MIN_COMPACTED, Lease, LeaseHeap
+from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.policies import make_policy
+from kv_offload.cache.retention import RELEASED_PER_STEP, Retention
+from kv_offload.cache.slots import NO_SLOTS, Slots
+from kv_offload.wishes import Keep
+
+
+class Bed:
+    """A manager of `slots` slots, with a clock that stands still."""
+
+    def __init__(self, slots: int = 10, share: float = 0.5, owner_share: float = 0.5) -> None:
+        self.now = 100.0
+        self.totals: Counter[str] = Counter()
+        self.manager = CacheManager(make_policy("lru", slots))
+        self.retention = Retention(self.manager, share, owner_share, self._count, lambda: self.now)
+        self._stored = 0
+
+    def _count(self, name: str, amount: float) -> None:
+        self.totals[name] += int(amount)
+
+    def store(self, count: int, name: bytes = b"key") -> Slots:
+        """Store that many new keys."""
+        keys = [b"%s %d" % (name, self._stored + index) for index in range(count)]
+        self._stored += count
+        slots = self.manager.prepare_store(keys)
+        self.manager.complete_store(slots)
+        return slots
+
+    def keep(
+        self, slots: Slots, seconds: float = 60, priority: int = 0, owner: str | None = None
+    ) -> int:
+        """Retain slots; return how many more are retained now."""
+        before = self.retention.slots
+        self.retention.keep(slots, Keep(owner, seconds, priority))
+        self.check()
+        return self.retention.slots - before
+
+    def pass_time(self, seconds: float) -> int:
+        """Let time pass; return how many slots are retained then."""
+        self.now += seconds
+        self.retention.expire()
+        self.check()
+        return self.retention.slots
+
+    def press(self) -> None:
+        """Store more than there is room for."""
+        self.store(3 * self.manager.num_slots, b"scan")
+
+    def left(self, slots: Slots, keys: list[bytes | None]) -> int:
+        """Return how many slots still have their keys."""
+        found = self.manager.readable_keys(slots)
+        return sum(one == other for one, other in zip(found, keys, strict=True))
+
+    def check(self) -> None:
+        self.retention.check_integrity()
+        self.manager.check_integrity()
+
+
+def test_retained_slots_outlive_pressure_until_their_time_is_over() -> None:
+    bed = Bed()
+    slots = bed.store(3)
+    keys = bed.manager.readable_keys(slots)
+    assert bed.keep(slots, seconds=60) == 3
+    bed.press()
+    assert bed.left(slots, keys) == 3
+    assert bed.pass_time(59) == 3
+    assert bed.pass_time(1) == 0
+    bed.press()
+    assert bed.left(slots, keys) == 0
+
+
+def test_retained_slots_can_be_loaded_and_stay_retained() -> None:
+    bed = Bed()
+    slots = bed.store(3)
+    keys = [key for key in bed.manager.readable_keys(slots) if key]
+    bed.keep(slots)
+    bed.manager.complete_load(bed.manager.prepare_load(keys))
+    bed.press()
+    assert bed.left(slots, [*keys]) == 3
+
+
+def test_a_part_of_host_memory_is_never_retained() -> None:
+    bed = Bed(share=0.5)
+    slots = bed.store(8)
+    assert bed.keep(slots) == 5
+    assert bed.totals["unretained_slots"] == 3
+    assert bed.manager.busy_slots(slots).tolist() == [True] * 5 + [False] * 3, "the head stays"
+    assert bed.keep(slots[:5]) == 0, "what is retained already needs no room"
+    assert bed.totals["unretained_slots"] == 3
+
+
+def test_an_owner_has_a_quota() -> None:
+    bed = Bed(share=0.5, owner_share=0.3)
+    assert bed.keep(bed.store(5), owner="greedy") == 3
+    assert bed.keep(bed.store(3), owner="modest") == 2, "what the others left"
+    assert bed.totals["unretained_slots"] == 3
+
+
+def test_a_higher_priority_displaces_a_lower_one_of_the_same_owner_first() -> None:
+    bed = Bed(share=0.5, owner_share=0.3)
+    bed.keep(bed.store(2), owner="other", priority=0)
+    bed.keep(bed.store(3), owner="own", priority=1)
+    assert bed.keep(bed.store(2), owner="own", priority=2) == 0
+    assert bed.totals["displaced_slots"] == 2
+    assert bed.keep(bed.store(1), owner="third", priority=1) == 0, "the weakest makes room"
+    assert bed.totals["displaced_slots"] == 3
+    assert bed.keep(bed.store(1), owner="fourth", priority=0) == 0
+    assert bed.totals["displaced_slots"] == 3, "no priority is above itself"
+    assert bed.totals["unretained_slots"] == 1
+
+
+@pytest.mark.parametrize("seconds", [10, 600])
+def test_of_two_wishes_the_priority_counts_then_the_end(seconds: float) -> None:
+    bed = Bed()
+    slots = bed.store(2)
+    bed.keep(slots, seconds=60)
+    bed.keep(slots, seconds=seconds, priority=1)
+    assert bed.pass_time(seconds - 1) == 2
+    assert bed.pass_time(1) == 0
+    bed.keep(slots, seconds=seconds)
+    bed.keep(slots, seconds=60)
+    assert bed.pass_time(max(seconds, 60) - 1) == 2
+    assert bed.pass_time(1) == 0
+
+
+def test_slots_that_are_being_stored_are_retained_once_they_are() -> None:
+    bed = Bed()
+    slots = bed.manager.prepare_store([b"a", b"b", b"c"])
+    assert bed.keep(slots) == 0
+    bed.retention.keep(slots[:1], Keep(None, 600, 3))
+    bed.manager.complete_store(slots[:2])
+    bed.retention.stored(slots[:2])
+    bed.manager.complete_store(slots[2:], ok=False)
+    bed.retention.stored(slots[2:])
+    assert bed.pass_time(0) == 2
+    assert bed.pass_time(60) == 1, "the stronger of two wishes"
+    again = bed.store(1)
+    assert again == slots[2:]
+    bed.retention.stored(again)
+    assert bed.pass_time(0) == 1, "whose store failed is forgotten"
+
+
+def test_dropping_lets_go_of_everything() -> None:
+    bed = Bed()
+    bed.keep(bed.store(3))
+    written = bed.manager.prepare_store([b"a"])
+    bed.keep(written)
+    bed.retention.drop()
+    bed.manager.reset()
+    assert bed.retention.slots == 0
+    bed.manager.complete_store(written)
+    bed.retention.stored(written)
+    bed.check()
+    assert bed.manager.slots_in_use == 0
+    assert bed.keep(bed.store(5)) == 5
+    assert bed.pass_time(60) == 0
+
+
+def test_a_step_lets_go_of_a_bounded_number() -> None:
+    bed = Bed(slots=4 * RELEASED_PER_STEP)
+    bed.keep(bed.store(2 * RELEASED_PER_STEP))
+    assert bed.pass_time(60) == RELEASED_PER_STEP
+    assert bed.pass_time(0) == 0
+
+
+def test_nothing_can_be_retained_with_a_share_of_none() -> None:
+    bed = Bed(share=0)
+    assert bed.keep(bed.store(2)) == 0
+    assert bed.totals["unretained_slots"] == 2
+
+
+def test_a_prompt_that_is_retained_again_and_again_takes_no_more_memory() -> None:
+    """Each request has a block of its own behind a prefix that all of them share."""
+    bed = Bed(slots=4000)
+    shared = bed.store(500)
+    for _ in range(1000):
+        bed.now += 1
+        bed.keep(np.concatenate((shared, bed.store(1))), seconds=1000)
+    assert bed.retention.named_slots < 3 * bed.retention.slots + 100 * 64
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_order_of_events(seed: int) -> None:
+    """Limits hold, counts are right, and after the longest time nothing is retained."""
+    chance = random.Random(seed)
+    bed = Bed(slots=60, share=0.5, owner_share=0.25)
+    written: list[Slots] = []
+    for _ in range(400):
+        event = chance.random()
+        owner = chance.choice(["a", "b", "c"])
+        if event < 0.3:
+            key = b"%s %d" % (owner.encode(), chance.getrandbits(60))
+            slots = bed.manager.prepare_store([key])
+            written.append(slots)
+        elif event < 0.7:
+            known = bed.manager.readable_slots()
+            own = sorted(slot for key, slot in known.items() if key.startswith(owner.encode()))
+            slots = np.array(chance.sample(own, min(len(own), 6)), np.int32)
+        else:
+            slots = NO_SLOTS
+        if len(slots) and chance.random() < 0.8:
+            keep = Keep(owner, chance.uniform(1, 90), chance.randrange(3))
+            bed.retention.keep(slots, keep)
+        if written and event > 0.5:
+            ended = written.pop(0)
+            bed.manager.complete_store(ended, ok=chance.random() < 0.9)
+            bed.retention.stored(ended)
+        if event > 0.99:
+            bed.retention.drop()
+            bed.manager.reset()
+        bed.pass_time(chance.random() * 2)
+        assert bed.retention.slots <= 30
+    for ended in written:
+        bed.manager.complete_store(ended)
+        bed.retention.stored(ended)
+    assert bed.pass_time(91) == 0
+    assert not bed.manager.busy_slots(np.arange(60, dtype=np.int32)).any()
+
+
+def test_a_reset_forgets_what_was_to_be_retained() -> None:
+    """The slot of a store that runs during a reset goes to another key, whose store ends."""
+    bed = Bed()
+    slots = bed.manager.prepare_store([b"a"])
+    bed.keep(slots)
+    bed.retention.drop()
+    bed.manager.reset()
+    bed.manager.complete_store(slots)
+    again = bed.manager.prepare_store([b"b"])
+    assert again == slots
+    bed.manager.complete_store(again)
+    bed.retention.stored(again)
+    assert bed.retention.slots == 0
+
+
+def test_leases_that_have_ended_do_not_pile_up() -> None:
+    """Each second a wish takes over the slots of the one before."""
+    heap = LeaseHeap(lambda lease: (lease.expires,))
+    for second in range(1000):
+        lease = Lease(second, None, 0, second, slots=1)
+        heap.add(lease)
+        lease.slots = 0
+    assert len(heap) <= MIN_COMPACTED

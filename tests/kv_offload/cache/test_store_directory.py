@@ -1,0 +1,135 @@
+"""What the thread that asks a store answers, and what becomes of a store that does not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+from kv_swap.errors import TierError
+from kv_swap.tiers.store.client import StoreClient
+from kv_swap.tiers.store.keys import object_keys
+
+from kv_offload.cache import store_directory
+from kv_offload.cache.store_directory import StoreAnswer, StoreDirectory
+
+NAMES = [b"a", b"b", b"c"]
+
+
+class Asked(StoreClient):
+    """Has some objects, and notes which keys it was asked for."""
+
+    def __init__(self, *keys: str) -> None:
+        self.keys = set(keys)
+        self.asked: list[list[str]] = []
+        self.error: TierError | None = None
+        self.answers = threading.Event()
+        self.connects = threading.Event()
+        for ready in (self.answers, self.connects):
+            ready.set()
+        self.connected = self.closed = False
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        self.answers.wait(20)
+        self.asked.append(list(keys))
+        if self.error is not None:
+            raise self.error
+        return [key in self.keys for key in keys]
+
+    def close(self) -> None:
+        self.closed = True
+
+    def connect(self, buffers: object = ()) -> None:
+        self.connects.wait(20)
+        if self.error is not None:
+            raise self.error
+        self.connected = True
+
+    def put(self, keys: object, parts: object) -> None:  # type: ignore[override]
+        raise AssertionError("it only asks")
+
+    get = remove = put  # type: ignore[assignment]
+
+
+def keys(prefix: str, *names: bytes) -> list[str]:
+    return object_keys(prefix, names)
+
+
+def answered(answer: StoreAnswer) -> Sequence[bool] | None:
+    end = time.monotonic() + 20
+    while not answer.is_done:
+        assert time.monotonic() < end, "no answer"
+        time.sleep(0.001)
+    return answer.found
+
+
+def test_a_block_is_there_if_all_of_its_parts_are() -> None:
+    client = Asked(*keys("0", b"a", b"b"), *keys("1", b"b", b"c"))
+    directory = StoreDirectory(client, ["0", "1"], object_keys)
+    assert answered(directory.ask(NAMES)) == [False, True, False]
+    assert client.asked == [keys("0", *NAMES), keys("1", b"a", b"b")], "those that can be there"
+    directory.close(20)
+    assert client.closed
+
+
+def test_nothing_more_is_asked_once_nothing_is_there() -> None:
+    client = Asked()
+    directory = StoreDirectory(client, ["0", "1", "2"], object_keys)
+    assert answered(directory.ask(NAMES)) == [False] * 3
+    assert client.asked == [keys("0", *NAMES)]
+    directory.close(20)
+
+
+def test_an_error_is_told_once_and_the_next_question_is_asked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = Asked(*keys("0", b"b"))
+    client.error = TierError("the master is gone")
+    directory = StoreDirectory(client, ["0"], object_keys)
+    assert [answered(directory.ask(NAMES)) for _ in range(3)] == [None] * 3
+    assert caplog.text.count("the store cannot be asked: ") == 1
+    client.error = None
+    assert answered(directory.ask(NAMES)) == [False, True, False]
+    directory.close(20)
+
+
+def test_an_engine_starts_with_a_connection() -> None:
+    client = Asked()
+    directory = StoreDirectory(client, ["0"], object_keys)
+    assert client.connected
+    directory.close(20)
+
+
+def test_an_engine_starts_also_while_the_store_is_away(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Asked()
+    client.error = TierError("start mooncake_master there")
+    StoreDirectory(client, ["0"], object_keys).close(20)
+    assert "start mooncake_master there" in caplog.text
+
+    client = Asked()
+    client.connects.clear()
+    monkeypatch.setattr(store_directory, "START_SECONDS", 0.05)
+    began = time.monotonic()
+    directory = StoreDirectory(client, ["0"], object_keys)
+    assert time.monotonic() - began < 10
+    answer = directory.ask(NAMES)
+    assert not answer.is_done
+    client.connects.set()
+    assert answered(answer) == [False] * 3
+    directory.close(20)
+
+
+def test_neither_a_question_nor_the_end_waits_for_a_store_that_hangs() -> None:
+    client = Asked()
+    client.answers.clear()
+    directory = StoreDirectory(client, ["0"], object_keys)
+    began = time.monotonic()
+    answer = directory.ask(NAMES)
+    directory.close(0.05)
+    assert time.monotonic() - began < 10
+    assert not answer.is_done
+    client.answers.set()
+    assert answered(answer) == [False] * 3

@@ -1,0 +1,275 @@
+"""What routers are told of host memory, on vLLM's own scheduler.
+
+After every step the played engine compares what two routers know with what host memory has.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.scheduler.events import announcer
+from tests.support.played_cases import CHUNKS, FULL, OTHER, PROMPT, STATE, WINDOW, both_ways
+from tests.support.played_engine import PlayedEngine
+from tests.support.remote_connector import multi_config
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+
+
+class FollowedEngine(PlayedEngine):
+    """An engine whose events are kept, too."""
+
+    def __init__(self, *groups: CacheGroup, **arguments: Any) -> None:
+        self.batches: list[list[Any]] = []
+        super().__init__(groups or (FULL,), events=True, **arguments)
+
+    def _publish(self, batch: Any) -> None:
+        self.batches.append(batch.events)
+        super()._publish(batch)
+
+    def told(self, kind: type) -> list[Any]:
+        """Return the events of a kind that are about host memory."""
+        events = (event for batch in self.batches for event in batch)
+        return [e for e in events if isinstance(e, kind) and getattr(e, "medium", "") == "CPU"]
+
+    @property
+    def routed(self) -> set[Any]:
+        """What both routers know."""
+        first, second = self.routers
+        assert first.in_memory == second.in_memory
+        return first.in_memory
+
+
+def hashes(events: list[Any]) -> list[Any]:
+    return [block_hash for event in events for block_hash in event.block_hashes]
+
+
+GROUPS = {
+    "one": (FULL,),
+    "window": (FULL, WINDOW),
+    "state": (FULL, STATE),
+    "chunks": (FULL, CHUNKS),
+    "sizes": (CacheGroup(0, 8), CacheGroup(1, 4, 6)),
+}
+
+
+@both_ways
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_what_is_stored_is_told(async_scheduling: bool, groups: tuple[CacheGroup, ...]) -> None:
+    engine = FollowedEngine(*groups, async_scheduling=async_scheduling)
+    engine.serve("a", PROMPT, 1)
+    engine.serve("b", [*PROMPT[:12], *OTHER[:9]], 1)
+    assert engine.routed == engine.blocks_in_memory()
+    assert len(engine.routed) >= 6
+    stored = engine.told(BlockStored)
+    assert sorted(hashes(stored)) == sorted(h for _, h in engine.routed), "told twice"
+    assert {event.group_idx for event in stored} == set(range(len(groups)))
+
+
+def test_a_block_is_told_as_the_engine_told_it_of_the_gpu() -> None:
+    """Parent, tokens, block size, kind of layers and what else is in the hash are the same."""
+    engine = FollowedEngine()
+    request = engine.add("a", PROMPT, 1)
+    request.cache_salt = "tenant"
+    request.block_hashes.clear()
+    request.update_block_hashes()
+    engine.run()
+    on_gpu = [e for b in engine.batches for e in b if getattr(e, "medium", "") == "GPU"]
+
+    def by_block(event: Any) -> dict[Any, tuple[Any, ...]]:
+        size, parents = event.block_size, [event.parent_block_hash, *event.block_hashes]
+        same = (size, event.group_idx, event.kv_cache_spec_kind, event.lora_id, event.lora_name)
+        return {
+            block_hash: (
+                *same,
+                parents[index],
+                list(event.token_ids[index * size : (index + 1) * size]),
+                event.extra_keys[index],
+            )
+            for index, block_hash in enumerate(event.block_hashes)
+        }
+
+    expected = {key: value for event in on_gpu for key, value in by_block(event).items()}
+    told = engine.told(BlockStored)
+    assert {key: value for event in told for key, value in by_block(event).items()} == expected
+    assert len(expected) == 5
+    assert [keys for *_, keys in expected.values()] == [("tenant",), None, None, None, None]
+
+
+@both_ways
+def test_what_is_evicted_is_told(async_scheduling: bool) -> None:
+    engine = FollowedEngine(slots=6, async_scheduling=async_scheduling)
+    for name, prompt in {"a": PROMPT, "b": OTHER, "c": PROMPT, "d": [1, *OTHER]}.items():
+        engine.serve(name, prompt, 1)
+        assert engine.routed == engine.blocks_in_memory()
+    assert len(engine.told(BlockRemoved)) > 0
+
+
+def test_a_failed_store_is_not_told() -> None:
+    engine = FollowedEngine()
+    engine.add("a", PROMPT, 1)
+    engine.step(3)
+    engine.run_copies(fail=True)
+    engine.run()
+    assert engine.totals["skipped_copy_failed"] == 5
+    assert engine.routed == engine.blocks_in_memory() == set()
+    assert engine.told(BlockStored) == []
+
+
+def split_stores(engine: FollowedEngine) -> Any:
+    """Compute a prompt in two steps; return the copies, with the store of each step running."""
+    engine.add("a", PROMPT, 1)
+    engine.step(3)
+    (rank,) = engine.ranks
+    assert len(rank.copies.submitted) == 2
+    return rank.copies
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_block_is_told_after_the_one_that_it_continues(fails: bool) -> None:
+    """The store of the end of a prompt ends before that of its beginning, which may fail."""
+    engine = FollowedEngine()
+    copies = split_stores(engine)
+    copies.run(1)
+    engine.step(2)
+    (end,) = engine.blocks_in_memory()
+    assert not engine.routed
+    assert engine.offload.has_pending_work
+    copies.run(0, fail=fails)
+    engine.run()
+    assert end in engine.routed
+    assert engine.routed == engine.blocks_in_memory()
+    assert len(engine.routed) == (1 if fails else 5)
+
+
+def test_a_block_that_is_gone_before_its_turn_is_not_told() -> None:
+    engine = FollowedEngine()
+    copies = split_stores(engine)
+    copies.run(1)
+    engine.step(2)
+    engine.offload.manager.reset()
+    engine.run()
+    assert engine.routed == engine.blocks_in_memory() == set()
+    assert hashes(engine.told(BlockStored)) == []
+
+
+# -- resets --------------------------------------------------------------------------------------
+
+
+def test_a_reset_of_host_memory_alone_removes_block_by_block() -> None:
+    engine = FollowedEngine()
+    engine.serve("a", PROMPT, 1)
+    before = engine.routed.copy()
+    engine.batches.clear()
+    engine.offload.reset()
+    assert engine.scheduler.has_requests(), "an idle engine would tell nobody"
+    engine.run()
+    assert engine.routed == set()
+    (removed,) = engine.told(BlockRemoved)
+    assert {(0, block_hash) for block_hash in removed.block_hashes} == before
+    assert not any(isinstance(e, AllBlocksCleared) for batch in engine.batches for e in batch)
+
+
+@pytest.mark.parametrize("reset_connector", [False, True])
+def test_a_reset_of_the_engine_has_what_is_left_told_again(reset_connector: bool) -> None:
+    """Its event makes routers forget all that the engine has, in host memory too."""
+    engine = FollowedEngine()
+    engine.serve("a", PROMPT, 1)
+    engine.batches.clear()
+    assert engine.reset(reset_connector=reset_connector)
+    engine.run()
+    assert isinstance(engine.batches[0][0], AllBlocksCleared)
+    assert engine.routed == engine.blocks_in_memory()
+    assert len(engine.routed) == (0 if reset_connector else 5)
+
+
+def test_what_is_new_comes_after_what_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that has forgotten the beginning of a prompt would drop its end."""
+    monkeypatch.setattr(announcer, "MAX_AGAIN", 1)
+    engine = FollowedEngine()
+    for name, prompt in {"a": PROMPT, "b": OTHER, "c": OTHER[3:], "d": [1, *OTHER]}.items():
+        engine.serve(name, prompt, 1)
+    before = engine.routed.copy()
+    assert engine.reset()
+    engine.serve("e", [*PROMPT[:20], 0, 0, 0, 0, 0], 1)
+    assert engine.routed == engine.blocks_in_memory()
+    assert len(engine.routed - before) == 1
+
+
+def test_a_reset_begins_anew_what_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announcer, "MAX_AGAIN", 1)
+    engine = FollowedEngine()
+    engine.serve("a", PROMPT, 1)
+    for _ in range(2):
+        assert engine.reset()
+        engine.step(3)
+    engine.run()
+    assert engine.routed == engine.blocks_in_memory()
+    assert len(engine.routed) == 5
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a step tell of few blocks."""
+    monkeypatch.setattr(announcer, "MAX_STORED", 2)
+    monkeypatch.setattr(announcer, "MAX_REMOVED", 3)
+    monkeypatch.setattr(announcer, "MAX_AGAIN", 1)
+
+
+@pytest.mark.usefixtures("few")
+def test_a_step_tells_of_so_many_blocks_at_most() -> None:
+    engine = FollowedEngine()
+    engine.serve("a", PROMPT, 1)
+    engine.serve("b", OTHER, 1)
+    assert len(engine.routed) == 10
+    engine.offload.reset()
+    engine.reset()
+    engine.serve("c", OTHER, 1)
+    assert engine.routed == engine.blocks_in_memory()
+    assert len(engine.routed) == 5
+    for batch in engine.batches:
+        ours = [event for event in batch if getattr(event, "medium", "") == "CPU"]
+        assert len(hashes([e for e in ours if isinstance(e, BlockStored)])) <= 2
+        assert len(hashes([e for e in ours if isinstance(e, BlockRemoved)])) <= 3
+
+
+# -- beside others -------------------------------------------------------------------------------
+
+
+def test_what_comes_from_a_disk_is_told(tmp_path: Path) -> None:
+    plugin = {"disk_path": str(tmp_path), "disk_bytes": "1MiB", "disk_restart": False}
+    engine = FollowedEngine(plugin=plugin)
+    engine.serve("a", PROMPT, 1)
+    engine.offload.manager.reset()
+    engine.serve("b", OTHER, 1)  # in the slots where the other was
+    assert engine.reset()
+    engine.run()
+    assert len(engine.routed) == 5
+    engine.serve("c", PROMPT, 1)
+    assert engine.totals["promoted_slots"] == 5
+    assert engine.routed == engine.blocks_in_memory()
+    assert len(engine.routed) == 10
+    engine.connector.shutdown()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_events_come_through_a_multi_connector(first: bool) -> None:
+    engine = FollowedEngine(transfer_config=functools.partial(multi_config, first=first))
+    engine.serve("a", PROMPT, 1)
+    assert engine.routed == engine.blocks_in_memory()
+    assert len(engine.routed) == 5
+
+
+def test_nothing_is_kept_where_events_are_off() -> None:
+    engine = PlayedEngine()
+    engine.serve("a", PROMPT, 1)
+    assert engine.offload.manager.changes is None
+    assert engine.connector.take_events() == []

@@ -1,0 +1,87 @@
+"""What is estimated of other sizes of host memory, beside replays and engines of these sizes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.miniature import Miniature
+from kv_offload.cache.policies import POLICIES, make_policy
+from kv_offload.cache.prefix import CacheGroup, PrefixMap
+from kv_offload.metrics import OTHER_SIZES
+from kv_offload.scheduler import other_sizes
+from kv_offload.scheduler.other_sizes import OtherSizes
+from kv_offload.scheduler.statistics import Statistics
+
+BLOCK_TOKENS = 16
+
+
+def conversations(requests: int, source: random.Random) -> Iterator[list[bytes]]:
+    """Yield prompts: conversations that grow turn by turn behind a shared prompt, by block."""
+    system = [source.randbytes(16) for _ in range(20)]
+    talks: list[list[bytes]] = []
+    for _ in range(requests):
+        if source.random() < 0.4 or len(talks) < 5:
+            talks.append([])
+        # Of those that were opened last, mostly; some come back late.
+        place = -1 - min(int(source.expovariate(0.04)), len(talks) - 1)
+        talk = talks[place] = talks[place] if len(talks[place]) < 120 else []
+        talk += [source.randbytes(16) for _ in range(source.randrange(5, 40))]
+        yield system + talk
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_estimates_are_within_two_points_of_replays(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(other_sizes, "MINIATURE_SLOTS", 2048)
+    slots = 1024  # half of the blocks are sampled
+    replays = {size: Miniature(policy, int(slots * factor)) for size, factor in OTHER_SIZES.items()}
+    hits = dict.fromkeys(OTHER_SIZES, 0)
+    statistics = Statistics(CacheManager(make_policy("lru", 1)), dict)
+    config: Any = SimpleNamespace(eviction_policy=policy, store_blocks="all", store_after_uses=1)
+    prefixes = PrefixMap([CacheGroup(0, BLOCK_TOKENS)], BLOCK_TOKENS, lambda h, _: h + b"group")
+    estimate = OtherSizes(config, prefixes, slots, statistics)
+    all_tokens = 0
+    for keys in conversations(700, random.Random(1)):
+        found = {size: replay.serve(keys) * BLOCK_TOKENS for size, replay in replays.items()}
+        hits = {size: hits[size] + found[size] for size in hits}
+        tokens = len(keys) * BLOCK_TOKENS
+        all_tokens += tokens
+        request: Any = SimpleNamespace(
+            block_hashes=keys, num_tokens=tokens, num_prompt_tokens=tokens
+        )
+        estimate.admitted(request, 0, found["same"])
+        estimate.work(idle=False)
+    estimate.work(idle=True)
+    told = statistics.take(idle=True)
+    assert told is not None
+    assert hits["four_times"] > hits["same"] + all_tokens / 20, "sizes hardly differ"
+    assert told.data["hit_tokens_at_same"] == hits["same"]
+    for size in OTHER_SIZES:
+        error = (told.data[f"hit_tokens_at_{size}"] - hits[size]) / all_tokens
+        assert abs(100 * error) < 2, f"{size}: {100 * error:.1f} points"
+
+
+def test_an_engine_of_that_size_has_as_many_hits() -> None:
+    """The largest miniature is as large as the thing itself: nothing is a matter of chance."""
+    played = pytest.importorskip("tests.support.played_engine", reason="needs vLLM")
+    totals = {}
+    for slots in (8, 16, 32):
+        engine = played.PlayedEngine(slots=slots)
+        source = random.Random(6)
+        for request in range(40):
+            document = source.randrange(4)
+            prompt = [document + 1] * (4 * source.randrange(1, 7) + 1)
+            engine.serve(f"request-{request}", prompt, max_tokens=source.randrange(1, 9))
+            engine.reset()
+        totals[slots] = engine.totals
+    assert totals[32]["hit_tokens"] > totals[16]["hit_tokens"] > totals[8]["hit_tokens"] > 0
+    assert totals[16]["hit_tokens_at_same"] == totals[16]["hit_tokens"]
+    assert totals[16]["hit_tokens_at_half"] == pytest.approx(totals[8]["hit_tokens"], rel=0.1)
+    assert totals[16]["hit_tokens_at_twice"] == pytest.approx(totals[32]["hit_tokens"], rel=0.1)

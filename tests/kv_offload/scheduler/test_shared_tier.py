@@ -1,0 +1,238 @@
+"""A store that engines share, as requests see it: what is asked, what is found, what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_offload.scheduler.tiers import shared_tier, tier
+from kv_offload.scheduler.tiers.shared_tier import SHARED_GENERATION, RecentKeys
+from tests.support.manual_tier import STORE, ManualDirectory, ManualStore, manual_store
+from tests.support.played_engine import PlayedEngine
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+
+PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
+OTHER = [0, *PROMPT[1:]]
+FULL_BLOCKS = len(PROMPT) // 4
+
+
+class StoreEngine(PlayedEngine):
+    """An engine with a store; two of them in one process share it."""
+
+    def __init__(self, **more: Any) -> None:
+        plugin = {**STORE, **more.pop("plugin", {})}
+        super().__init__(plugin=plugin, **{"async_scheduling": True, **more})
+
+    @property
+    def store(self) -> ManualStore:
+        found = self.ranks[0].tier
+        assert isinstance(found, ManualStore)
+        return found
+
+    @property
+    def directory(self) -> ManualDirectory:
+        found: ManualDirectory = self.offload._tier._directory
+        return found
+
+    def answer(self, name: str, prompt: list[int] = PROMPT) -> None:
+        self.add(name, prompt, 2)
+        self.run()
+
+    def forget(self) -> None:
+        """Leave the store as the only place with anything."""
+        self.offload.manager.reset()
+        assert self.scheduler.reset_prefix_cache()
+        self.totals.clear()
+
+
+@pytest.fixture(autouse=True)
+def _played() -> Iterator[None]:
+    with manual_store():
+        yield
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., StoreEngine]]:
+    made: list[StoreEngine] = []
+
+    def one(**options: Any) -> StoreEngine:
+        made.append(StoreEngine(**options))
+        return made[-1]
+
+    yield one
+    for engine in made:
+        engine.rest()
+        engine.connector.shutdown()
+        assert engine.directory.closed
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_one_engine_has_stored_another_one_loads(make: Any, ranks: int) -> None:
+    first, second = make(ranks=ranks), make(ranks=ranks)
+    first.answer("a")
+    assert first.totals["demoted_slots"] == FULL_BLOCKS
+    second.answer("b")
+    assert second.totals["promoted_slots"] == FULL_BLOCKS
+    assert second.totals["hit_tokens"] == FULL_BLOCKS * 4
+
+
+def test_what_one_rank_lacks_is_not_there(make: Any) -> None:
+    first, second = make(ranks=2), make(ranks=2)
+    first.answer("a")
+    gone = sorted(second.ranks[1].tier.records)
+    for name in gone:
+        del second.ranks[1].tier.records[name]
+    second.answer("b")
+    assert second.totals["promoted_slots"] == 0
+    assert second.totals["hit_tokens"] == 0
+
+
+def test_engines_of_another_model_find_nothing(make: Any, monkeypatch: Any) -> None:
+    make().answer("a")
+    monkeypatch.setattr("kv_offload.engines.vllm.model.namespace.FORMAT", 99)
+    other = make()
+    other.answer("b")
+    assert other.totals["promoted_slots"] == 0
+
+
+def test_nothing_is_asked_that_host_memory_has(make: Any) -> None:
+    engine = make()
+    engine.answer("a")
+    assert [len(answer.names) for answer in engine.directory.asked] == [FULL_BLOCKS]
+    assert engine.scheduler.reset_prefix_cache()
+    engine.answer("b")
+    assert engine.totals["hit_tokens"] == FULL_BLOCKS * 4
+    assert len(engine.directory.asked) == 1
+
+
+def test_a_request_waits_for_the_answer_and_others_with_theirs_run(make: Any) -> None:
+    first, second = make(), make()
+    first.answer("a")
+    second.directory.stuck = True
+    second.add("b", PROMPT, 2)
+    second.step(4)
+    assert "b" not in second.answers
+    assert len(second.directory.asked) == 1
+    second.directory.stuck = False
+    second.directory.answer()
+    second.run()
+    assert second.totals["promoted_slots"] == FULL_BLOCKS
+
+
+def test_a_late_answer_is_not_waited_for_and_nothing_is_asked_before_it(
+    make: Any, now: list[float]
+) -> None:
+    first, second = make(), make()
+    first.answer("a")
+    directory = second.directory
+    directory.stuck = True
+    second.add("b", PROMPT, 2)
+    second.step(2)
+    now[0] += shared_tier.PATIENCE_SECONDS + 0.01
+    second.run()
+    assert second.totals["late_lookups"] == 1
+    assert second.totals["hit_tokens"] == 0
+    assert second.offload.gauges()["tier_usable"] == 0
+    second.answer("c", OTHER)
+    assert len(directory.asked) == 1
+    directory.stuck = False
+    directory.answer()
+    assert second.offload.gauges()["tier_usable"] == 1
+
+
+def test_a_store_that_cannot_be_asked_is_left_alone(make: Any, now: list[float]) -> None:
+    first, second = make(), make()
+    first.answer("a")
+    second.directory.fails = True
+    second.answer("b")
+    assert second.totals["hit_tokens"] == 0
+    assert second.offload.gauges()["tier_usable"] == 0
+    assert second.totals["demoted_slots"] == 0
+    second.forget()
+    second.directory.fails = False
+    now[0] += tier.FIRST_PAUSE_SECONDS
+    second.answer("c")
+    assert second.totals["promoted_slots"] == FULL_BLOCKS
+
+
+def test_a_block_that_is_gone_is_computed_and_asked_for_again(make: Any) -> None:
+    engine = make()
+    engine.answer("a")
+    engine.forget()
+    gone = dict(engine.store.records)
+    engine.store.records.clear()
+    engine.answer("b")
+    assert engine.totals["tier_mismatches"] == 0
+    assert engine.totals["lost_tier_slots"] == FULL_BLOCKS
+    assert engine.totals["hit_tokens"] == 0
+    assert engine.store.records.keys() == gone.keys(), "it was written again"
+
+
+def test_what_is_not_what_its_name_says_is_computed(make: Any) -> None:
+    first, second = make(), make()
+    first.answer("a")
+    second.store.faults["mismatch"] = 1
+    second.answer("b")
+    assert second.totals["tier_mismatches"] == 1
+    assert second.totals["promoted_slots"] == FULL_BLOCKS - 1
+
+
+def test_after_a_reset_an_engine_shares_nothing_with_others(make: Any) -> None:
+    """They may have the weights of before."""
+    first, second = make(), make()
+    first.answer("a")
+    assert second.offload.reset() is None
+    second.answer("b")
+    assert second.totals["hit_tokens"] == second.totals["promoted_slots"] == 0
+    second.answer("c", OTHER)
+    third = make()
+    third.answer("d", OTHER)
+    assert third.totals["promoted_slots"] == 0
+    second.forget()
+    second.answer("e", OTHER)
+    assert second.totals["promoted_slots"] == FULL_BLOCKS, "its own"
+
+
+def test_new_weights_end_the_sharing_and_a_reset_does_not_if_so_configured(make: Any) -> None:
+    engine = make(plugin={"store_keep_on_reset": True})
+    engine.offload.reset()
+    assert engine.offload._tier.generation == SHARED_GENERATION
+    engine.change_weights()
+    engine.offload.weights_change()
+    assert engine.offload._tier.generation != SHARED_GENERATION
+
+
+def test_what_was_told_lately_is_not_asked_again(now: list[float]) -> None:
+    recent = RecentKeys()
+    recent.add([b"a"])
+    now[0] += shared_tier.KNOWN_SECONDS - 1
+    assert recent.has([b"a", b"b"]).tolist() == [True, False]
+    now[0] += shared_tier.KNOWN_SECONDS + 2
+    recent.add([b"c"])
+    now[0] += shared_tier.KNOWN_SECONDS
+    assert recent.has([b"a", b"c"]).tolist() == [False, True]
+    recent.discard([b"c", b"d"])
+    assert not recent.has([b"c"]).any()
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_tier, "MAX_KNOWN_KEYS", 8)
+    recent = RecentKeys()
+    keys = [b"%d" % number for number in range(100)]
+    for key in keys:
+        recent.add([key])
+    known = recent.has(keys)
+    assert known[-4:].all()
+    assert known.sum() <= 8

@@ -1,0 +1,417 @@
+"""A disk below host memory, as requests see it: what waits, what is read, what is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_swap.tiers.engine import TierDirection
+
+from kv_offload.cache.disk_index.contents import GENERATION_BYTES
+from kv_offload.scheduler.loads.choice import LOAD_EVERY
+from kv_offload.scheduler.tiers import promotions, scheduler, tier
+from tests.support.beside_steps import teach
+from tests.support.manual_tier import ManualTier
+from tests.support.played_engine import PlayedEngine
+from tests.support.played_model import name_prefixes
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+
+PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
+OTHER = [0, *PROMPT[1:]]
+FULL_BLOCKS = len(PROMPT) // 4
+
+
+class DiskEngine(PlayedEngine):
+    """An engine with a disk, which has both prompts at the start; host memory has none."""
+
+    def __init__(self, folder: Path, *, prompts: bool = True, **more: Any) -> None:
+        plugin = {"disk_path": str(folder), "disk_bytes": "1MiB", "disk_restart": False}
+        plugin |= more.pop("plugin", {})
+        super().__init__(plugin=plugin, **{"async_scheduling": True, **more})
+        for index, prompt in enumerate((PROMPT, OTHER) if prompts else ()):
+            self.add(f"first {index}", prompt, 1)
+            self.run()
+        self.forget()
+        self.totals.clear()
+
+    @property
+    def disk(self) -> ManualTier:
+        tier = self.ranks[0].tier
+        assert tier is not None
+        return tier
+
+    def forget(self) -> None:
+        """Leave the disk as the only place with anything."""
+        self.offload.manager.reset()
+        assert self.scheduler.reset_prefix_cache()
+
+    def running(self, direction: TierDirection) -> list[int]:
+        """Return the host slots of jobs that the disk has not ended."""
+        jobs = [job for job in self.disk.submitted if job.direction is direction]
+        return [slot for job in jobs for slot in job.pairs[:, 0].tolist()]
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[DiskEngine]:
+    made = DiskEngine(tmp_path)
+    yield made
+    made.disk.stuck = False
+    made.rest()
+    made.connector.shutdown()
+
+
+def ask(engine: DiskEngine, *names: str, prompt: list[int] = PROMPT, steps: int = 3) -> None:
+    for name in names:
+        engine.add(name, prompt, 2)
+    engine.step(steps)
+
+
+def test_a_request_waits_for_what_is_read_and_then_loads_it(engine: DiskEngine) -> None:
+    engine.disk.stuck = True
+    ask(engine, "a")
+    assert len(engine.running(TierDirection.PROMOTE)) == FULL_BLOCKS
+    assert "a" not in engine.answers
+    engine.disk.stuck = False
+    engine.run()
+    assert engine.totals["promoted_slots"] == FULL_BLOCKS
+    assert engine.totals["hit_tokens"] == FULL_BLOCKS * 4
+
+
+def test_others_run_meanwhile(engine: DiskEngine) -> None:
+    engine.disk.stuck = True
+    ask(engine, "a")
+    engine.add("b", [0, 0, 0, 1, 1], 2)
+    engine.step(6)
+    assert "b" in engine.ended
+    assert "a" not in engine.answers
+
+
+def test_requests_with_the_same_prefix_wait_for_one_read(engine: DiskEngine) -> None:
+    engine.disk.stuck = True
+    ask(engine, "a", "b")
+    assert len(engine.running(TierDirection.PROMOTE)) == FULL_BLOCKS
+    assert not engine.answers.keys() & {"a", "b"}
+    engine.disk.stuck = False
+    engine.run()
+    assert engine.totals["promoted_slots"] == FULL_BLOCKS
+
+
+def test_a_request_is_computed_where_its_time_is_over(now: list[float], engine: DiskEngine) -> None:
+    engine.disk.stuck = True
+    ask(engine, "a")
+    now[0] += promotions.MAX_WAIT_SECONDS
+    engine.run(40) if engine.scheduler.running else engine.step(4)
+    assert "a" in engine.answers
+    assert engine.totals["late_promotions"] == 1
+    assert engine.totals["hit_tokens"] == 0
+    assert len(engine.running(TierDirection.PROMOTE)) == FULL_BLOCKS, "it goes on"
+
+
+def test_what_came_in_time_is_loaded(
+    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.offload._promotions, "_job_slots", 2)
+    engine.disk.stuck = True
+    ask(engine, "a")
+    engine.disk.run(0)
+    engine.step(2)
+    assert "a" not in engine.answers
+    now[0] += promotions.MAX_WAIT_SECONDS
+    engine.step(6)
+    assert engine.totals["hit_tokens"] == 2 * 4
+    assert engine.totals["late_promotions"] == 1
+
+
+def test_what_is_not_what_its_name_says_is_computed_and_forgotten(engine: DiskEngine) -> None:
+    for place, (name, content) in engine.disk.records.items():
+        engine.disk.records[place] = (name + b"?", content)
+    ask(engine, "a")
+    engine.run()
+    assert engine.totals["tier_mismatches"] == FULL_BLOCKS
+    assert engine.totals["lost_tier_slots"] == FULL_BLOCKS
+    assert engine.totals["promoted_slots"] == engine.totals["hit_tokens"] == 0
+    # They were stored and written again meanwhile.
+    engine.forget()
+    ask(engine, "b")
+    engine.run()
+    assert engine.totals["promoted_slots"] == FULL_BLOCKS
+
+
+def test_the_disk_is_left_alone_after_an_error_and_tried_again(
+    now: list[float], engine: DiskEngine
+) -> None:
+    engine.disk.faults["error"] = 1
+    ask(engine, "a")
+    engine.run()
+    assert engine.totals["tier_errors"] == 1
+    assert engine.offload.gauges()["tier_usable"] == 0
+    engine.forget()
+    ask(engine, "b", prompt=OTHER)
+    engine.run()
+    assert not engine.disk.submitted
+    assert engine.totals["promoted_slots"] == FULL_BLOCKS - 1
+    engine.forget()
+    now[0] += tier.FIRST_PAUSE_SECONDS
+    ask(engine, "c", prompt=OTHER)
+    engine.run()
+    assert engine.totals["promoted_slots"] >= 2 * FULL_BLOCKS - 1
+
+
+def test_each_further_error_has_it_left_alone_for_longer(
+    now: list[float], engine: DiskEngine
+) -> None:
+    pauses = []
+    for _ in range(8):
+        engine.offload._tier.failed()
+        begin = now[0]
+        while not engine.offload._tier.usable:
+            now[0] += 1
+        pauses.append(now[0] - begin)
+    assert pauses[:3] == [5, 10, 20]
+    assert max(pauses) == tier.LONGEST_PAUSE_SECONDS
+    engine.offload._tier.went_well()
+    engine.offload._tier.failed()
+    now[0] += 5
+    assert engine.offload._tier.usable
+
+
+def test_a_copy_that_hangs_keeps_the_disk_from_being_used_until_it_ends(
+    now: list[float], engine: DiskEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.disk.stuck = True
+    ask(engine, "a")
+    now[0] += tier.STUCK_SECONDS + 1
+    engine.step(8)
+    assert "a" in engine.answers
+    ask(engine, "b", prompt=OTHER, steps=8)
+    assert "b" in engine.answers
+    assert len(engine.disk.submitted) == 1
+    assert caplog.text.count("has not ended in") == 1
+    engine.disk.stuck = False
+    engine.run()
+    assert engine.offload.gauges()["tier_usable"] == 1
+
+
+def test_a_hit_is_computed_where_reading_takes_longer(engine: DiskEngine) -> None:
+    teach(engine, 1e12)
+    for _ in range(20):
+        engine.offload._promotions.learn(1.0)  # bytes per second
+    for number in range(LOAD_EVERY - 1):
+        ask(engine, f"a{number}")
+        engine.run()
+        assert engine.totals["promoted_slots"] == 0
+        engine.forget()
+    ask(engine, "last")  # now and then one is read, to measure the disk again
+    engine.run()
+    assert engine.totals["promoted_slots"] == FULL_BLOCKS
+
+
+def test_always_load_reads_all(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path, plugin={"load_or_recompute": "always_load"})
+    for _ in range(20):
+        engine.offload._promotions.learn(1.0)
+    ask(engine, "a")
+    engine.run()
+    assert engine.totals["promoted_slots"] == FULL_BLOCKS
+    engine.connector.shutdown()
+
+
+def test_what_was_stored_first_is_written_first_and_no_faster_than_allowed(
+    tmp_path: Path, now: list[float]
+) -> None:
+    """A slot has 64 bytes here."""
+    engine = DiskEngine(tmp_path, prompts=False, plugin={"disk_write_rate": "128B"})
+    for name, prompt in (("a", PROMPT), ("b", OTHER)):
+        engine.add(name, prompt, 1)
+        engine.step(8, copies=True)
+    names: list[list[bytes]] = []
+    for _ in range(7):
+        names.append([name for name, _ in engine.disk.records.values()])
+        now[0] += 1
+        engine.step(2, copies=True)
+    assert [len(written) for written in names] == [2, 4, 6, 8, 10, 10, 10]
+    keys = [name[GENERATION_BYTES:] for name in names[-1]]
+    order = [engine.known[key][0].tolist() for key in keys]
+    # Names of tokens tell of the prefix: all of the first prompt's come first.
+    assert order[:FULL_BLOCKS] == [
+        list(name_prefixes(PROMPT, 0)[n : n + 4]) for n in range(0, 20, 4)
+    ]
+    engine.connector.shutdown()
+
+
+def test_what_the_disk_has_is_not_written_again_and_counts_as_used(engine: DiskEngine) -> None:
+    ask(engine, "a")
+    engine.run()
+    assert engine.totals["promoted_slots"] == FULL_BLOCKS
+    assert engine.totals["demoted_slots"] == 0
+
+
+def test_a_full_disk_forgets_what_was_used_least_recently(tmp_path: Path) -> None:
+    # 64 KiB of what the file says of itself, and one record to try things at.
+    engine = DiskEngine(
+        tmp_path, prompts=False, plugin={"disk_bytes": f"{65536 + 8192 * (2 * FULL_BLOCKS)}B"}
+    )
+    engine.add("a", PROMPT, 1)
+    engine.run()
+    engine.add("b", OTHER, 1)
+    engine.run()
+    assert engine.gauges["tier_slots"] == engine.gauges["tier_slots_in_use"] == 2 * FULL_BLOCKS - 1
+    engine.forget()
+    engine.add("c", OTHER, 1)
+    engine.run()
+    assert engine.totals["promoted_slots"] == FULL_BLOCKS
+    engine.connector.shutdown()
+
+
+def test_what_is_read_while_everything_is_forgotten_is_not_served(engine: DiskEngine) -> None:
+    engine.disk.stuck = True
+    ask(engine, "a")
+    engine.change_weights()
+    engine.offload.weights_change()
+    engine.disk.stuck = False
+    engine.run()
+    assert engine.totals["hit_tokens"] == 0
+    assert engine.offload.gauges()["tier_slots_in_use"] > 0, "what was computed since"
+
+
+def test_without_readable_keys_nothing_is_asked_of_the_disk(engine: DiskEngine) -> None:
+    ask(engine, "a", prompt=[1, 1, 1, 1, 1, 1, 1, 1])
+    engine.run()
+    assert engine.totals["promoted_slots"] == 0
+    assert engine.disk.happened["promoted"] == 0
+
+
+def test_an_idle_engine_steps_until_all_is_written(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path, prompts=False)
+    engine.disk.stuck = True
+    engine.add("a", PROMPT, 1)
+    engine.step(12, copies=True)
+    assert not engine.scheduler.requests
+    assert engine.offload.has_pending_work
+    engine.disk.stuck = False
+    engine.run()
+    assert engine.totals["demoted_slots"] == FULL_BLOCKS
+    assert not engine.offload.has_pending_work
+    engine.connector.shutdown()
+
+
+def test_what_could_not_be_written_is_not_on_the_disk(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path, prompts=False)
+    engine.disk.faults["error"] = 2
+    engine.add("a", PROMPT, 1)
+    engine.run()
+    assert engine.totals["tier_errors"] == 1
+    assert engine.totals["lost_tier_slots"] == 2
+    assert engine.offload.gauges()["tier_slots_in_use"] == engine.totals["demoted_slots"] > 0
+    engine.connector.shutdown()
+
+
+def test_a_slot_that_one_rank_cannot_read_is_not_served(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path, ranks=2)
+    assert engine.ranks[1].tier is not None
+    engine.ranks[1].tier.faults["mismatch"] = 1
+    ask(engine, "a")
+    engine.run()
+    assert engine.totals["promoted_slots"] == FULL_BLOCKS - 1
+    assert engine.totals["lost_tier_slots"] == 1
+    engine.connector.shutdown()
+
+
+def test_what_came_later_is_not_hidden_by_what_was_offered(engine: DiskEngine) -> None:
+    """Host memory has a part, which was offered while the rest was read."""
+    ask(engine, "part", prompt=PROMPT[:9])
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.totals.clear()
+    engine.disk.stuck = True
+    ask(engine, "a")
+    tracked = engine.offload._requests.get("a")
+    assert tracked is not None
+    assert engine.offload._lookups.match(tracked, 0) == 2 * 4
+    engine.disk.stuck = False
+    engine.run()
+    assert engine.totals["hit_tokens"] == FULL_BLOCKS * 4
+
+
+def test_an_idle_engine_does_not_step_for_long_where_little_may_be_written(
+    tmp_path: Path, now: list[float]
+) -> None:
+    engine = DiskEngine(tmp_path, prompts=False, plugin={"disk_write_rate": "1B"})
+    engine.add("a", PROMPT, 1)
+    engine.step(12, copies=True)
+    assert engine.offload.has_pending_work
+    now[0] += scheduler.IDLE_SECONDS
+    engine.step(2)
+    assert not engine.offload.has_pending_work
+    engine.add("b", PROMPT, 1)
+    engine.step(1)
+    assert engine.offload.has_pending_work
+    engine.connector.shutdown()
+
+
+def test_what_is_read_twice_since_host_memory_was_emptied_ends_twice(engine: DiskEngine) -> None:
+    engine.disk.stuck = True
+    ask(engine, "a")
+    engine.forget()
+    ask(engine, "b")
+    assert len(engine.running(TierDirection.PROMOTE)) == 2 * FULL_BLOCKS
+    engine.disk.run(0)
+    engine.step(2)
+    assert "b" not in engine.answers, "it waits for the second"
+    engine.disk.stuck = False
+    engine.run()
+    assert engine.offload.gauges()["promoting_slots"] == 0
+    assert engine.totals["hook_errors"] == 0
+    assert engine.totals["hit_tokens"] > 0
+
+
+def test_a_request_that_waits_for_room_is_not_looked_up_in_every_step(
+    now: list[float], engine: DiskEngine
+) -> None:
+    """Its read ended after its time was over."""
+    engine.disk.stuck = True
+    ask(engine, "a")
+    tracked = engine.offload._requests.get("a")
+    assert tracked is not None
+    now[0] += promotions.MAX_WAIT_SECONDS
+    engine.disk.stuck = False
+    worker = engine.ranks[0].connector.offload_worker
+    worker.poll()
+    engine.offload.take_report(worker.ended())
+    offers = []
+    for _ in range(2):
+        assert engine.offload.match(tracked.request, 0)[0] == FULL_BLOCKS * 4
+        offers.append(tracked.offer)
+    assert offers[0] is offers[1] is not None
+
+
+@pytest.mark.parametrize(
+    ("wishes", "read"), [({"load": False}, 0), ({"max_load_tokens": 9}, 2)], ids=["none", "some"]
+)
+def test_no_more_is_read_than_a_request_wishes_to_load(
+    engine: DiskEngine, wishes: dict[str, Any], read: int
+) -> None:
+    engine.serve("a", PROMPT, 1, extra_args={"kv_transfer_params": {"kv_offload": wishes}})
+    assert engine.totals["promoted_slots"] == read
+    assert engine.totals["hit_tokens"] == 4 * read
+
+
+def test_what_was_read_is_retained(engine: DiskEngine) -> None:
+    wishes = {"kv_offload": {"retain_seconds": 600}}
+    engine.serve("a", PROMPT, 1, extra_args={"kv_transfer_params": wishes})
+    assert engine.offload.gauges()["retained_slots"] == FULL_BLOCKS
+    engine.offload.reset()
+    assert engine.offload.gauges()["retained_slots"] == 0

@@ -1,0 +1,60 @@
+"""What requests may say in `kv_transfer_params`, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kv_offload.errors import RequestError
+from kv_offload.wishes import NO_WISHES, Keep, Wishes, read_wishes
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, {}, {"do_remote_prefill": True}, [1], {"kv_offload": {}}],
+    ids=["none", "empty", "another connector's", "no object", "nothing said"],
+)
+def test_requests_without_wishes(params: Any) -> None:
+    assert read_wishes(params) == NO_WISHES
+
+
+def test_all_that_may_be_said() -> None:
+    params = {"kv_offload": {"max_load_tokens": 4096, "retain_seconds": 1.5, "priority": 2}}
+    assert read_wishes(params, "tenant") == Wishes(
+        max_load_tokens=4096, keep=Keep("tenant", 1.5, 2)
+    )
+    assert read_wishes({"kv_offload": {"store": False, "load": False}}) == Wishes(False, False)
+    longest = read_wishes({"kv_offload": {"retain_seconds": 86400}, "remote_host": "x"})
+    assert longest.keep == Keep(None, 86400)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (5, "kv_offload: 5 is not an object. Allowed in it: store, load, "),
+        ({"retain": 5}, "kv_offload.retain: unknown key. Remove it, or write one of store, "),
+        ({5: 1}, "kv_offload.: unknown key."),
+        ({"store": "no"}, "kv_offload.store: 'no' is not allowed. Give true or false"),
+        ({"load": 0}, "kv_offload.load: 0 is not allowed. Give true or false"),
+        ({"max_load_tokens": 0}, "max_load_tokens: 0 is not allowed. Give an integer from 1 to "),
+        ({"max_load_tokens": 1.0}, "max_load_tokens: 1.0 is not allowed."),
+        ({"max_load_tokens": 2**31}, "max_load_tokens: 2147483648 is not allowed."),
+        ({"retain_seconds": 0}, "retain_seconds: 0 is not allowed. Give a number above 0, up to "),
+        ({"retain_seconds": float("nan")}, "retain_seconds: nan is not allowed."),
+        ({"retain_seconds": 86401}, "retain_seconds: 86401 is not allowed."),
+        ({"retain_seconds": True}, "retain_seconds: True is not allowed."),
+        ({"retain_seconds": 1, "priority": 10}, "priority: 10 is not allowed. Give an integer "),
+        ({"retain_seconds": 1, "priority": -1}, "priority: -1 is not allowed."),
+        ({"priority": 1}, "priority: 1 without retain_seconds."),
+        ({"store": False, "retain_seconds": 60}, "retain_seconds: 60 beside store: false"),
+        ({"load": False, "max_load_tokens": 6}, "max_load_tokens: 6 beside load: false"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_the_value_the_limit_and_the_remedy(
+    given: Any, message: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_wishes({"kv_offload": given})
+    assert str(caught.value).startswith("kv-offload: kv_transfer_params.")
+    assert message in str(caught.value)

@@ -1,0 +1,129 @@
+"""What doctor says of a folder, which it measures."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_offload.config import trace_config
+from kv_offload.config.disk_folder import rank_file, replica_folder
+from kv_offload.config.host_memory import HostMemory
+from kv_offload.tools.doctor import disk
+from kv_offload.tools.doctor.report import Check
+from kv_offload.tools.main import main
+from tests.support.tier_bed import TierBed
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "MEASURED_BYTES", 8 << 20)
+
+
+def checks(path: Path, size: str | None = None, replicas: int = 1) -> dict[str, Check]:
+    """Return the lines by name; `size` is what the configuration asks for."""
+    traced = None
+    if size is not None:
+        keys = {"disk_path": str(path), "disk_bytes": size}
+        traced = trace_config(keys, {}, host=HostMemory(64 * GIB, "here"), replicas=replicas)
+    return {check.name: check for check in disk.check_disk(path, traced, measures=True)}
+
+
+def test_a_folder_is_measured(tmp_path: Path) -> None:
+    found = checks(tmp_path)
+    assert list(found) == ["disk", "disk space", "disk access", "disk rate"]
+    assert str(tmp_path) in found["disk"].found
+    assert re.search(r"GB/s written, [\d.]+ GB/s read: [\d,]+ tokens/s", found["disk rate"].found)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "replicas", "state"),
+    [("1MiB", 1, "ok"), ("900TiB", 1, "problem"), ("600TiB", 2, "problem"), (None, 1, "ok")],
+)
+def test_the_space_of_all_replicas_is_compared(
+    size: str | None, replicas: int, state: str, tmp_path: Path
+) -> None:
+    space = checks(tmp_path, size, replicas)["disk space"]
+    assert space.state == state
+    assert (space.needed == "1200 TiB for disk_bytes") == (replicas == 2)
+
+
+def test_space_that_an_engine_has_taken_is_its_own(tmp_path: Path) -> None:
+    for replica in range(2):
+        replica_folder(tmp_path, replica).mkdir(exist_ok=True)
+        with TierBed(rank_file(replica_folder(tmp_path, replica), 0), 64):
+            pass
+    space = checks(tmp_path)["disk space"]
+    assert re.search(r"and files of kv-offload have 2\.[56]\d* MiB$", space.found)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem in memory, of 4 MiB."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs root, to mount a filesystem")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_folder_in_memory_is_a_warning(memory: Path) -> None:
+    found = checks(memory, "1GiB")
+    assert found["disk"].state == "warning"
+    assert found["disk"].remedy.startswith("It is memory")
+    assert found["disk space"].state == "problem"
+
+
+def test_a_folder_that_is_missing_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = checks(tmp_path / "gone")
+    assert [check.state for check in found.values()] == ["problem"]
+    assert "No such file or directory" in found["disk"].found
+
+
+def test_access_through_the_kernel_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "BLOCK_BYTES", 65536 + 16)  # no filesystem takes them directly
+    access = checks(tmp_path)["disk access"]
+    assert (access.state, access.found) == ("warning", "through the kernel's page cache")
+    assert "does not allow direct access" in access.remedy
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    main(["doctor", "--json", *words])
+    found = json.loads(capsys.readouterr().out)["checks"]
+    return {check["name"]: check for check in found if check["section"] == "Disk"}
+
+
+def test_the_disk_of_the_configuration_is_checked_or_the_one_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "kv.yaml"
+    file.write_text("cpu_bytes: 1MiB")
+    assert report(capsys, str(file), "--no-measure") == {}
+    file.write_text(f"cpu_bytes: 1MiB\ndisk_path: {tmp_path}\ndisk_bytes: 1MiB")
+    assert report(capsys, str(file))["disk space"]["needed"] == "1 MiB for disk_bytes"
+    assert (
+        str(tmp_path / "gone") in report(capsys, "--disk", str(tmp_path / "gone"))["disk"]["found"]
+    )
+    unmeasured = report(capsys, str(file), "--no-measure")
+    assert unmeasured["disk"]["state"] == "not checked"
+
+
+def test_the_page_explains_every_line(tmp_path: Path) -> None:
+    page = Path(__file__).parents[4] / "docs/use/doctor.md"
+    explained = set(re.findall(r"^\| ([^|]+?) \|", page.read_text(), re.MULTILINE))
+    assert {*checks(tmp_path)} <= explained

@@ -1,0 +1,83 @@
+"""What doctor says of a store, with a real master and without one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from kv_offload.tools.doctor import store
+from kv_offload.tools.doctor.report import Check
+from kv_offload.tools.main import main
+from tests.support.mooncake import Master, free_port, require_mooncake
+from tests.support.tier_bed import StoreBed, named
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[Master]:
+    require_mooncake()
+    with Master() as master:
+        yield master
+
+
+def checks(master: str, environ: dict[str, str] | None = None, **how: bool) -> dict[str, Check]:
+    found = store.check_store(master, environ or {}, measures=how.get("measures", True))
+    return {check.name: check for check in found}
+
+
+RATES = r"32 of 32 blocks stored, found, read and verified {}: [\d.]+ GB/s put, [\d.]+ GB/s got"
+
+
+def test_without_engines_doctor_gives_the_memory_itself(master: Master) -> None:
+    found = checks(master.address)
+    assert list(found) == ["store keys", "store", "store rate"]
+    assert [found[name].state for name in ("store", "store rate")] == ["ok", "ok"]
+    assert re.match(
+        RATES.format("in doctor's own memory, as nobody else gives any"), found["store rate"].found
+    )
+
+
+def test_the_memory_of_engines_is_measured_and_left_as_it_was(master: Master) -> None:
+    with StoreBed(master.address, 256 << 20) as bed:
+        assert bed.put(named(8)).failed == ()
+        rate = checks(master.address)["store rate"]
+        assert rate.state == "ok"
+        assert re.match(RATES.format("in memory of others"), rate.found)
+        assert bed.get(named(8)).failed == ()
+
+
+def test_a_store_with_little_room_is_a_warning(master: Master) -> None:
+    with StoreBed(master.address, 32 << 20) as bed:
+        assert bed.put(named(8)).failed == ()
+        rate = checks(master.address)["store rate"]
+        assert rate.state == "warning"
+        assert "Give the store more memory" in rate.remedy
+
+
+def test_nothing_is_moved_without_a_measurement(master: Master) -> None:
+    assert checks(master.address, measures=False)["store rate"].state == "not checked"
+
+
+def test_no_master_is_a_problem() -> None:
+    require_mooncake()
+    address = f"127.0.0.1:{free_port()}"
+    found = checks(address)
+    assert list(found) == ["store keys", "store"]
+    assert found["store"].state == "problem"
+    assert f"cannot reach the store at {address}" in found["store"].found
+
+
+@pytest.mark.parametrize(("environ", "state"), [({}, "not checked"), ({store.SEED: "0"}, "ok")])
+def test_keys_are_the_same_elsewhere_with_a_seed(environ: dict[str, str], state: str) -> None:
+    require_mooncake()
+    assert checks(f"127.0.0.1:{free_port()}", environ)["store keys"].state == state
+
+
+def test_the_command_has_a_section(capsys: pytest.CaptureFixture[str]) -> None:
+    require_mooncake()
+    address = f"127.0.0.1:{free_port()}"
+    assert main(["doctor", "--json", "--no-measure", "--store", address]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert address in json.dumps(report)

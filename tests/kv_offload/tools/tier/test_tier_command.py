@@ -1,0 +1,188 @@
+"""What `kv-offload tier` says of folders that engines' own classes have filled."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kv_swap.tiers.region import read_description
+
+from kv_offload.cache.disk_index import DiskIndex
+from kv_offload.config.disk_folder import INDEX_FILE, rank_file, replica_folder
+from kv_offload.tools.main import main
+from tests.support.commands import Terminal
+from tests.support.tier_bed import TierBed
+
+NUM_SLOTS, SLOT_BYTES = 8, 16384
+MODEL = {"model": "org/model-8b", "dtype": "torch.bfloat16", "vllm": "0.32.0"}
+
+
+class Disk:
+    """The index and the ranks of one replica, open as an engine has them."""
+
+    def __init__(self, folder: Path, ranks: int = 2, description: Any = MODEL) -> None:
+        folder.mkdir(exist_ok=True)
+        self.ranks = [TierBed(rank_file(folder, rank), NUM_SLOTS) for rank in range(ranks)]
+        files = {str(rank): bed.tier.file_id for rank, bed in enumerate(self.ranks)}
+        self.index = DiskIndex(folder / INDEX_FILE, description, files, NUM_SLOTS)
+
+    def put(self, *slots: int) -> None:
+        """Have slots hold blocks, on all ranks."""
+        keys = [b"key %d" % slot for slot in slots]
+        names = {s: self.index.generation + k for s, k in zip(slots, keys, strict=True)}
+        for bed in self.ranks:
+            assert bed.put(names).failed == ()
+        self.index.put(keys, np.array(slots, np.int32))
+
+    def close(self) -> None:
+        self.index.close(20)
+        for bed in self.ranks:
+            bed.tier.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A disk on which five of eight slots hold a block, of two ranks; no engine uses it."""
+    disk = Disk(tmp_path / "kv")
+    disk.put(1, 2, 5, 6, 7)
+    disk.close()
+    return tmp_path / "kv"
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: Any, status: int = 0) -> str:
+    assert main(["tier", *map(str, words)]) == status
+    return capsys.readouterr().out
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *words: Any, status: int = 0) -> Any:
+    return json.loads(shown(capsys, *words, "--json", status=status))
+
+
+def test_a_disk_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, folder)
+    assert re.sub(
+        r"\d+ s ago", "0 s ago", re.sub(r"[\d.]+ KiB in rank", "N KiB in rank", text)
+    ) == (
+        f"{folder}\n"
+        "  in use      by no engine\n"
+        "  model       org/model-8b, torch.bfloat16\n"
+        "  slots       5 of 8 hold a block, 62.5 %\n"
+        "  data        160 KiB in 2 files\n"
+        "  last use    0 s ago; that of the next to go 0 s ago\n"
+        "  rank 0      N KiB in rank-0.kv, slots of 16 KiB\n"
+        "  rank 1      N KiB in rank-1.kv, slots of 16 KiB\n"
+    )
+    (found,) = as_json(capsys, folder)
+    assert found["description"] == MODEL
+    assert (found["slots"], found["used_slots"], found["used_bytes"]) == (8, 5, 2 * 5 * SLOT_BYTES)
+    assert (found["in_use"], found["was_reset"], found["problem"]) == (False, False, "")
+    assert 0 < found["first_use"] < found["last_use"]
+    assert [rank["belongs_to_index"] for rank in found["ranks"]] == [True, True]
+    assert all(rank["file_bytes"] >= NUM_SLOTS * SLOT_BYTES for rank in found["ranks"])
+
+
+def test_verification_finds_what_a_disk_has_lost(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "verified: 5 as written\n" in shown(capsys, folder, "--verify")
+    offset = read_description(rank_file(folder, 1)).offset
+    with rank_file(folder, 1).open("r+b") as file:
+        file.seek(offset(3) - 77)
+        file.write(b"?")
+        file.seek(offset(5))
+        file.write(bytes(4096))
+        file.truncate(offset(7))
+    text = shown(capsys, folder, "--verify", status=1)
+    assert "verified: 2 as written, 1 empty, 1 damaged, 1 unreadable\n" in text
+    (found,) = as_json(capsys, folder, "--verify", status=1)
+    counts = {"match": 2, "empty": 1, "damaged": 1, "other": 0, "unreadable": 1}
+    assert [rank["verified"]["match"] for rank in found["ranks"]] == [5, 2]
+    assert found["ranks"][1]["verified"] == counts
+
+
+def test_an_engine_goes_on_meanwhile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    disk = Disk(tmp_path, ranks=1)
+    disk.put(1, 2)
+    (found,) = as_json(capsys, tmp_path, "--verify")
+    assert found["in_use"]
+    assert "in use      by an engine\n" in shown(capsys, tmp_path)
+    disk.close()
+    (found,) = as_json(capsys, tmp_path, "--verify")
+    assert (found["in_use"], found["ranks"][0]["verified"]["match"]) == (False, 2)
+
+
+def test_what_a_reset_leaves_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    disk = Disk(tmp_path, ranks=1)
+    disk.put(1)
+    disk.index.clear()
+    disk.close()
+    text = shown(capsys, tmp_path)
+    assert "restart     begins empty, because a reset emptied the disk while the" in text
+    assert "slots       0 of 8 hold a block, 0.0 %" in text
+
+
+def test_replicas_have_folders_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for replica in (0, 2, 10):
+        disk = Disk(replica_folder(tmp_path, replica), ranks=1)
+        disk.put(*range(replica % 8 + 1))
+        disk.close()
+    (tmp_path / "replica-of-mine").mkdir()
+    found = as_json(capsys, tmp_path)
+    folders = [str(replica_folder(tmp_path, replica)) for replica in (0, 2, 10)]
+    assert [one["folder"] for one in found] == folders
+    assert [one["used_slots"] for one in found] == [1, 3, 3]
+    assert shown(capsys, tmp_path).count("in use") == 3
+
+
+def test_what_is_wrong_with_a_file_is_said(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank_file(folder, 0).write_bytes(b"mine")
+    rank_file(folder, 1).unlink()
+    with TierBed(rank_file(folder, 1), NUM_SLOTS):
+        pass  # begun afresh, as by an engine whose index was lost
+    text = shown(capsys, folder, "--verify")
+    assert "rank 0      " in text
+    assert "no tier has made it" in text
+    assert "not the file that the index is of: nothing in it is found" in text
+    assert "verified: 5 empty" in text
+    (folder / INDEX_FILE).write_bytes(b"no database at all")
+    text = shown(capsys, folder, "--verify")
+    assert f"index       {folder / INDEX_FILE}: cannot be used: file is not a database." in text
+    assert "verified: nothing to read" in text
+    (folder / INDEX_FILE).unlink()
+    assert "cannot be read: No such file or directory" in shown(capsys, folder)
+
+
+def test_escapes_in_a_file_do_not_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Disk(tmp_path, ranks=1, description={"model": "m\x1b[2J\nx"}).close()
+    assert "model       m?[2J?x\n" in shown(capsys, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "problem"), [("", "has no index.sqlite"), ("no", "No such file")])
+def test_a_folder_that_is_none_of_ours_is_refused(
+    name: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tier", str(tmp_path / name)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("kv-offload: ")
+    assert problem in said.err
+    assert said.err.endswith("Give the folder that an engine has as its disk_path\n")
+
+
+def test_a_terminal_shows_progress_and_is_left_clean(folder: Path) -> None:
+    command = [sys.executable, "-m", "kv_offload.tools", "tier", str(folder), "--verify"]
+    with Terminal(command, PYTHONPATH=":".join(sys.path)) as terminal:
+        assert terminal.wait() == 0
+    assert "rank-0.kv" in terminal.output
+    assert "verified: 5 as written" in terminal.output

@@ -1,0 +1,100 @@
+"""A collector of OpenTelemetry spans on loopback, to which servers export by HTTP."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+import pytest
+
+pytest.importorskip("opentelemetry.proto", reason="needs OpenTelemetry, which is not installed")
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+
+ENVIRONMENT = {
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    "OTEL_BSP_SCHEDULE_DELAY": "200",
+}
+"""Of a server that exports here; it sends five times a second."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A span. Ids are hexadecimal; `parent_id` is empty for the first of a trace."""
+
+    name: str
+    trace_id: str
+    parent_id: str
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Any]
+
+
+class Collector:
+    """A context manager. `url` is the endpoint for `--otlp-traces-endpoint`."""
+
+    def __init__(self) -> None:
+        self._told: list[Told] = []
+        told = self._told
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                told.extend(_spans(ExportTraceServiceRequest.FromString(body)))
+                answer = ExportTraceServiceResponse().SerializeToString()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/x-protobuf")
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    def of_trace(self, trace_id: str, count: int, seconds: float = 60) -> list[Told]:
+        """Return the spans of a trace once there are so many, in the order of their starts."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = [span for span in self._told if span.trace_id == trace_id]
+            if len(found) >= count:
+                return sorted(found, key=lambda span: span.start_ns)
+            assert time.monotonic() < deadline, f"{len(found)} of {count} spans: {found}"
+            time.sleep(0.05)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _spans(request: ExportTraceServiceRequest) -> list[Told]:
+    return [
+        Told(
+            span.name,
+            span.trace_id.hex(),
+            span.parent_span_id.hex(),
+            span.start_time_unix_nano,
+            span.end_time_unix_nano,
+            {one.key: _value(one.value) for one in span.attributes},
+        )
+        for resource in request.resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+
+
+def _value(value: Any) -> Any:
+    return getattr(value, str(value.WhichOneof("value")))

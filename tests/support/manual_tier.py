@@ -1,0 +1,219 @@
+"""A tier below host memory whose copies run when a test says so, and fail when it says so."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+import numpy as np
+from kv_swap.errors import TierError
+from kv_swap.tiers.engine import TierCompletion, TierDirection, TierJob
+from numpy.typing import NDArray
+
+from tests.support.manual_copies import GARBAGE
+
+
+class ManualTier:
+    """Keeps submitted jobs until `run`; verifies names as a disk does.
+
+    A store has what another engine of the same `description` has put into it.
+
+    `faults` counts how many of the next rows fail with an error, are found to be something else
+    (`mismatch`), and how many of the next jobs are refused (`submit`).
+    """
+
+    is_store = False
+
+    def __init__(
+        self,
+        path: Path,
+        num_slots: int,
+        arena: NDArray[np.uint8],
+        description: Mapping[str, str],
+    ) -> None:
+        self.num_slots = num_slots
+        self.file_id = "manual"
+        self.direct, self.continued, self.reason = False, False, "it is made by a test"
+        self.description = description
+        self.records: dict[Any, tuple[bytes, NDArray[np.uint8]]] = {}
+        self.submitted: list[TierJob] = []
+        self.faults: Counter[str] = Counter()
+        self.happened: Counter[str] = Counter()
+        self.stuck = False
+        self._arena = arena
+        self._done: list[TierCompletion] = []
+
+    def submit(self, job: TierJob) -> None:
+        if self._fails("submit"):
+            raise TierError("injected fault: refused")
+        assert len(job.names) == len(job.pairs) > 0
+        for slot, place in job.pairs.tolist():
+            assert 0 <= slot < len(self._arena)
+            assert 0 <= place < self.num_slots
+        self.check_places(job)
+        self.submitted.append(dataclasses.replace(job, pairs=job.pairs.copy()))
+
+    def check_places(self, job: TierJob) -> None:
+        for other in self.submitted:
+            if TierDirection.DEMOTE in (job.direction, other.direction):
+                shared = {*other.pairs[:, 1].tolist()} & {*job.pairs[:, 1].tolist()}
+                assert not shared, "a slot of the tier is written while another job uses it"
+
+    def place_of(self, place: int, name: bytes) -> Any:
+        """Return where a record lies."""
+        return place
+
+    def _fails(self, site: str) -> bool:
+        fails = self.faults[site] > 0
+        self.faults[site] -= fails
+        self.happened[site] += fails
+        return fails
+
+    def run(self, index: int = 0) -> None:
+        """Copy one job now. A row that fails leaves garbage behind."""
+        job = self.submitted.pop(index)
+        promotes = job.direction is TierDirection.PROMOTE
+        failed: list[int] = []
+        mismatches = errors = 0
+        for row, (slot, number) in enumerate(job.pairs.tolist()):
+            place = self.place_of(number, job.names[row])
+            if self._fails("error"):
+                errors += 1
+                failed.append(row)
+                if promotes:
+                    self._arena[slot] = GARBAGE
+                elif not self.is_store:
+                    self.records[place] = (b"torn", self._arena[slot].copy())
+            elif not promotes:
+                self.records[place] = (job.names[row], self._arena[slot].copy())
+            else:
+                name, content = self.records.get(place, (b"", self._arena[slot]))
+                self._arena[slot] = content
+                if self._fails("mismatch") or name != job.names[row]:
+                    self._arena[slot] = GARBAGE
+                    mismatches += not self.is_store or place in self.records
+                    failed.append(row)
+                self.happened["promoted"] += 1
+        good = len(job.pairs) - len(failed)
+        self._done.append(
+            TierCompletion(
+                job.job_id,
+                job.direction,
+                tuple(failed),
+                mismatches,
+                good * self._arena.shape[1],
+                0.001,
+                TierError("injected fault") if errors else None,
+            )
+        )
+
+    def run_all(self) -> None:
+        while self.submitted:
+            self.run()
+
+    def poll(self) -> list[TierCompletion]:
+        if not self.stuck:
+            self.run_all()
+        done, self._done = self._done, []
+        return done
+
+    def close(self, timeout_seconds: float = 30.0) -> None:
+        """Nothing runs by itself."""
+
+
+class ManualStore(ManualTier):
+    """Finds blocks by their names alone; what one engine has put there another one finds."""
+
+    is_store = True
+    contents: ClassVar[dict[str, dict[bytes, tuple[bytes, NDArray[np.uint8]]]]] = {}
+    """What all stores of this process have, by `file_id`."""
+
+    def __init__(
+        self, make_client: object, arena: NDArray[np.uint8], description: Mapping[str, str]
+    ) -> None:
+        super().__init__(Path("store"), 2**31 - 1, arena, description)
+        self.file_id = repr(sorted(description.items()))
+        self.records = self.contents.setdefault(self.file_id, {})
+
+    def check_places(self, job: TierJob) -> None:
+        assert job.pairs[:, 1].tolist() == sorted({*job.pairs[:, 1].tolist()})
+
+    def place_of(self, place: int, name: bytes) -> Any:
+        return name
+
+
+class ManualAnswer:
+    """An answer of `ManualDirectory`."""
+
+    def __init__(self, names: Sequence[bytes]) -> None:
+        self.names = names
+        self.is_done = False
+        self.found: list[bool] | None = None
+
+
+class ManualDirectory:
+    """Answers at once what `ManualStore` has, unless it is `stuck`, or fails."""
+
+    stuck = False
+    fails = False
+
+    def __init__(self, client: object, prefixes: Sequence[str], make_keys: object) -> None:
+        self.parts = [ManualStore.contents[prefix] for prefix in prefixes]
+        self.asked: list[ManualAnswer] = []
+        self.closed = False
+
+    def ask(self, names: Sequence[bytes]) -> ManualAnswer:
+        self.asked.append(ManualAnswer(names))
+        self.answer()
+        return self.asked[-1]
+
+    def answer(self) -> None:
+        """Answer all that was asked."""
+        for answer in () if self.stuck else self.asked:
+            if not answer.is_done:
+                answer.is_done = True
+                if not self.fails:
+                    parts = self.parts
+                    answer.found = [all(name in part for part in parts) for name in answer.names]
+
+    def close(self, timeout_seconds: float) -> None:
+        self.closed = True
+
+
+STORE = {"store": "mooncake", "store_master": "127.0.0.1:50051", "store_bytes": 0}
+"""The configuration of an engine with such a store."""
+
+
+@contextlib.contextmanager
+def manual_store() -> Iterator[None]:
+    """Have engines that are built here share an empty `ManualStore`, and ask it what it has."""
+    with (
+        mock.patch.dict("os.environ", PYTHONHASHSEED="0"),
+        mock.patch("kv_offload.engines.vllm.start.store.StoreDirectory", ManualDirectory),
+        mock.patch.object(ManualStore, "contents", {}),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def manual_tiers() -> Iterator[list[ManualTier]]:
+    """Have every rank that registers its KV caches here use a `ManualTier` or `ManualStore`."""
+    made: list[ManualTier] = []
+
+    def keep(kind: Callable[..., ManualTier]) -> Callable[..., ManualTier]:
+        def make(*arguments: Any) -> ManualTier:
+            made.append(kind(*arguments))
+            return made[-1]
+
+        return make
+
+    with (
+        mock.patch("kv_swap.tiers.disk.DiskTier", keep(ManualTier)),
+        mock.patch("kv_swap.tiers.store.tier.StoreTier", keep(ManualStore)),
+    ):
+        yield made

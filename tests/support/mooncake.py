@@ -1,0 +1,212 @@
+"""Mooncake Store for tests and the demo: its libraries without root, processes that can be killed.
+
+Its wheel needs libibverbs, which many machines do not have. Where it is missing, the packages are
+fetched with apt-get into a folder of the user's cache and loaded from there. Where that does not
+work either, `missing` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Self
+
+from tests.support.processes import ROOT
+
+PACKAGES = ("libnl-3-200", "libnl-route-3-200", "libibverbs1")
+LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
+"""In the order in which each needs those before it."""
+
+FOLDERS_VARIABLE = "LD_LIBRARY_PATH"
+
+
+def require_mooncake() -> None:
+    """Make Mooncake loadable here and in processes of `environment`, or skip with the reason."""
+    import pytest  # not for the demo
+
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+
+
+def missing() -> str | None:
+    """Make Mooncake loadable here and in processes of `environment`; say why that cannot be."""
+    if importlib.util.find_spec("mooncake") is None:
+        return "Mooncake's wheel is not installed, which is for Python 3.11 to 3.13"
+    try:
+        for library in LIBRARIES:
+            ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+    except OSError:
+        return _load_fetched()
+    return None
+
+
+def environment() -> dict[str, str]:
+    """Return variables for processes that use Mooncake: where the libraries lie, and this path."""
+    found = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    folders = [str(folder) for folder in _folders() if folder.exists()]
+    found[FOLDERS_VARIABLE] = os.pathsep.join([*folders, found.get(FOLDERS_VARIABLE, "")])
+    return found
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "kv-offload-tests" / "libibverbs"
+
+
+def _folders() -> list[Path]:
+    machine = f"{os.uname().machine}-linux-gnu"
+    return [_cache() / "usr/lib" / machine, _cache() / "lib" / machine]
+
+
+def _load_fetched() -> str | None:
+    try:
+        if not all(any((folder / name).exists() for folder in _folders()) for name in LIBRARIES):
+            _fetch()
+        for name in LIBRARIES:
+            (path,) = [folder / name for folder in _folders() if (folder / name).exists()]
+            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return (
+            f"Mooncake needs libibverbs1, which is not installed and cannot be fetched with "
+            f"apt-get: {error}"
+        )
+    return None
+
+
+def _fetch() -> None:
+    """Fill the folder, whole or not at all: other processes may fetch at the same time."""
+    cache = _cache()
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache.parent) as scratch:
+        folder = Path(scratch, cache.name)
+        folder.mkdir()
+        download = ["apt-get", "download", *PACKAGES]
+        subprocess.run(download, cwd=scratch, check=True, capture_output=True, timeout=60)
+        for package in Path(scratch).glob("*.deb"):
+            subprocess.run(["dpkg", "-x", package, folder], check=True, timeout=60)
+        with contextlib.suppress(OSError):  # another was sooner
+            folder.rename(cache)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Program:
+    """A process that can be held and killed; a context manager."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def kill(self) -> None:
+        """End it with SIGKILL, also while it is held."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def hold(self) -> None:
+        """Stop it, as a network does that drops everything."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+
+class Master(Program):
+    """A `mooncake_master` on loopback. `address` is HOST:PORT.
+
+    It forgets a client that has been silent for five seconds, and evicts from 9/10 on. A read that
+    takes longer than `lease_seconds` brings nothing: on a busy machine that may be half a second.
+    """
+
+    def __init__(self, *, starts: bool = True, lease_seconds: float = 0.5) -> None:
+        super().__init__()
+        self._lease_ms = round(lease_seconds * 1000)
+        self._port = free_port()
+        self.address = f"127.0.0.1:{self._port}"
+        if starts:
+            self.start()
+
+    def start(self) -> None:
+        """Start it, at the same address as before; return once it serves."""
+        self._process = subprocess.Popen(
+            [
+                Path(sys.executable).with_name("mooncake_master"),
+                f"--rpc_port={self._port}",
+                f"--metrics_port={free_port()}",
+                "--rpc_address=127.0.0.1",
+                "--metrics_host=127.0.0.1",
+                "--client_ttl=5",
+                f"--default_kv_lease_ttl={self._lease_ms}",
+            ],
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self._port), 1).close()
+            except OSError:
+                assert self._process.poll() is None, "mooncake_master has ended"
+                assert time.monotonic() < deadline, "mooncake_master does not serve"
+                time.sleep(0.02)
+            else:
+                return
+
+
+_PEER = """
+import sys
+from tests.support.tier_bed import StoreBed, named
+master, segment_bytes, count, slot_bytes = sys.argv[1], *map(int, sys.argv[2:])
+with StoreBed(master, segment_bytes, count, slot_bytes) as bed:
+    print(bed.put(named(count)).failed, flush=True)
+    sys.stdin.read()
+"""
+
+
+class Peer(Program):
+    """Another process with a tier, which gives memory and has stored `named(count)` in it."""
+
+    def __init__(
+        self, master: str, count: int = 8, slot_bytes: int = 16384, segment_bytes: int = 64 << 20
+    ) -> None:
+        super().__init__()
+        arguments = [str(number) for number in (segment_bytes, count, slot_bytes)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PEER, master, *arguments],
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "()\n"
+
+    def __exit__(self, *error: object) -> None:
+        """End it in order: what is killed counts as there until the master misses it."""
+        if self._process is not None:
+            self._process.communicate(timeout=30)
+            self._process = None

@@ -1,0 +1,121 @@
+"""A tier with an arena, on a disk or in a store, and blocks whose bytes follow from their names."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from kv_swap.memory.arena import HostArena
+from kv_swap.tiers.disk import DiskTier
+from kv_swap.tiers.engine import TierCompletion, TierDirection, TierEngine, TierJob
+from kv_swap.tiers.store.mooncake import MooncakeClient
+from kv_swap.tiers.store.tier import StoreTier
+
+DEMOTE, PROMOTE = TierDirection.DEMOTE, TierDirection.PROMOTE
+
+ALIGNED, SECTORS, ODD = 16384, 5 * 512, 5000
+"""Slots of whole pages; of whole sectors of many disks; and of neither, for which direct I/O is
+impossible."""
+
+
+def block(name: bytes, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Return the bytes of the block of a name."""
+    return np.frombuffer(hashlib.shake_128(name).digest(nbytes), np.uint8)
+
+
+def job(
+    job_id: int,
+    direction: TierDirection,
+    pairs: Sequence[tuple[int, int]],
+    names: Sequence[bytes],
+) -> TierJob:
+    return TierJob(job_id, direction, np.array(pairs, np.int32), names)
+
+
+class Bed:
+    """A tier and its arena; a context manager."""
+
+    tier: TierEngine
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.arena = HostArena(num_slots, slot_bytes, register=None)
+        self.view = self.arena.view()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.tier.close()
+
+    def run(
+        self,
+        direction: TierDirection,
+        pairs: Sequence[tuple[int, int]],
+        names: Sequence[bytes],
+    ) -> TierCompletion:
+        """Run a job to its end."""
+        self.tier.submit(job(1, direction, pairs, names))
+        assert self.tier.wait(60)
+        (done,) = self.tier.poll()
+        return done
+
+    def put(self, names: dict[int, bytes]) -> TierCompletion:
+        """Demote the block of each name to its slot of the tier, by the same slot of the arena."""
+        for slot, name in names.items():
+            self.view[slot] = block(name, self.slot_bytes)
+        return self.run(DEMOTE, [(slot, slot) for slot in names], list(names.values()))
+
+    def get(self, names: dict[int, bytes]) -> TierCompletion:
+        """Promote slots of the tier to the same slots of the arena, which are cleared before."""
+        self.view[:] = 0
+        return self.run(PROMOTE, [(slot, slot) for slot in names], list(names.values()))
+
+    def right(self, names: dict[int, bytes]) -> list[int]:
+        """Return the slots of the arena that have the block of their name."""
+        return [
+            slot
+            for slot, name in names.items()
+            if np.array_equal(self.view[slot], block(name, self.slot_bytes))
+        ]
+
+
+class TierBed(Bed):
+    """A tier in `path` of as many slots as its arena has."""
+
+    def __init__(
+        self, path: Path, num_slots: int = 8, slot_bytes: int = ALIGNED, **description: str
+    ) -> None:
+        super().__init__(num_slots, slot_bytes)
+        self.tier: DiskTier = DiskTier(path, num_slots, self.view, description)
+
+
+class StoreBed(Bed):
+    """A tier in the store of a master, to which it gives `segment_bytes`."""
+
+    def __init__(
+        self,
+        master: str,
+        segment_bytes: int = 0,
+        num_slots: int = 8,
+        slot_bytes: int = ALIGNED,
+        **description: str,
+    ) -> None:
+        super().__init__(num_slots, slot_bytes)
+        self.tier: StoreTier = StoreTier(
+            lambda: MooncakeClient(master, segment_bytes), self.view, description
+        )
+
+
+def named(count: int, what: str = "block") -> dict[int, bytes]:
+    """Return a name for each of the first slots."""
+    return {slot: f"{what} {slot}".encode() for slot in range(count)}

@@ -1,0 +1,94 @@
+"""Threads that must end, calls that can be held, and filesystems of a test's own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def tier_threads() -> list[threading.Thread]:
+    names = ("kv-swap-promote", "kv-swap-demote", "kv-swap-connect")
+    return [thread for thread in threading.enumerate() if thread.name in names]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    failed = request.session.testsfailed
+    yield
+    if request.session.testsfailed > failed:
+        return  # what failed holds its tier, whose threads would be waited for in vain
+    gc.collect()
+    for thread in tier_threads():
+        thread.join(60)
+    assert not tier_threads()
+
+
+class Gate:
+    """Stands in for a call of `os`: holds every thread that comes, until it is opened."""
+
+    def __init__(self, call: Callable[..., int]) -> None:
+        self._call = call
+        self.reached = threading.Semaphore(0)
+        self.opened = threading.Event()
+
+    def __call__(self, *arguments: Any) -> int:
+        self.reached.release()
+        assert self.opened.wait(60)
+        return self._call(*arguments)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Every read of a record: no real disk hangs when it is asked to."""
+    gate = Gate(os.preadv)
+    monkeypatch.setattr(os, "preadv", gate)
+    yield gate
+    gate.opened.set()
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Every write of a record, open until a test closes it: a new file is written to."""
+    gate = Gate(os.pwritev)
+    gate.opened.set()
+    monkeypatch.setattr(os, "pwritev", gate)
+    return gate
+
+
+def _mount(folder: Path, *how: str) -> None:
+    done = subprocess.run(["mount", *how, folder], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount a filesystem, which root can: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 4 MiB."""
+    folder = tmp_path / "a small one"
+    folder.mkdir()
+    _mount(folder, "-t", "tmpfs", "-o", "size=4m", "tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """A filesystem on a disk that is a file: whoever cuts the file has bad sectors."""
+    folder, disk = tmp_path / "failing", tmp_path / "disk"
+    folder.mkdir()
+    with disk.open("wb") as file:
+        file.truncate(32 << 20)
+    try:
+        subprocess.run(["mkfs.ext4", "-q", disk], check=True, env={"PATH": "/usr/sbin:/sbin"})
+    except FileNotFoundError:
+        pytest.skip("cannot make a filesystem: there is no mkfs.ext4")
+    _mount(folder, "-o", "loop", str(disk))
+    yield folder, disk
+    subprocess.run(["umount", "--lazy", folder], check=True)

@@ -1,0 +1,252 @@
+"""Which file a tier goes on with, begins afresh, or refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from kv_swap.errors import TierError
+from kv_swap.tiers.region import read_description
+
+from tests.support.processes import ROOT
+from tests.support.tier_bed import ALIGNED, TierBed, named
+
+NAMES = named(8)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file that has a block in each of its 8 slots."""
+    with TierBed(tmp_path / "file", model="a", rank="0") as bed:
+        assert not bed.tier.continued
+        assert bed.tier.reason == "there is no file yet"
+        assert bed.put(NAMES).failed == ()
+    return tmp_path / "file"
+
+
+def rewrite_region(path: Path, **changes: Any) -> None:
+    """Change what a file says of itself, as `region.py` specifies it."""
+    with path.open("r+b") as file:
+        head = file.read(1 << 16)
+        nbytes = int.from_bytes(head[8:16], "little")
+        document = json.loads(head[32 : 32 + nbytes]) | changes
+        text = json.dumps(document).encode()
+        file.seek(8)
+        file.write(len(text).to_bytes(8, "little") + xxhash.xxh3_128_digest(text) + text)
+
+
+def test_a_file_goes_on(path: Path) -> None:
+    file_id = read_description(path).file_id
+    with TierBed(path, model="a", rank="0") as bed:
+        assert (bed.tier.continued, bed.tier.reason) == (True, "")
+        assert bed.tier.file_id == file_id
+        assert bed.get(NAMES).failed == ()
+        assert bed.right(NAMES) == list(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"slot_bytes": 8192}, "its slots have 16384 bytes, 8192 are wanted"),
+        ({"num_slots": 9}, "it has 8 slots, 9 are wanted"),
+        ({"num_slots": 7}, "it has 8 slots, 7 are wanted"),
+        ({"model": "b"}, "its model is 'a', 'b' is wanted"),
+        ({"dtype": "fp8"}, "its dtype is None, 'fp8' is wanted"),
+    ],
+    ids=["slot size", "more slots", "fewer slots", "description", "more description"],
+)
+def test_what_does_not_fit_is_begun_afresh_and_nothing_of_it_is_served(
+    path: Path, how: dict[str, Any], reason: str
+) -> None:
+    file_id = read_description(path).file_id
+    with TierBed(path, **{"model": "a", "rank": "0", **how}) as bed:
+        assert (bed.tier.continued, bed.tier.reason) == (False, reason)
+        assert bed.tier.file_id != file_id
+        assert path.stat().st_size == read_description(path).nbytes
+        names = dict(list(NAMES.items())[:7])
+        assert bed.get(names).mismatches == 7
+        assert bed.put(names).failed == ()
+        assert bed.get(names).failed == ()
+
+
+def test_a_file_of_another_format_is_begun_afresh(path: Path) -> None:
+    rewrite_region(path, format=2)
+    with pytest.raises(TierError, match="its format is 2, this version has 1"):
+        read_description(path)
+    with TierBed(path, model="a", rank="0") as bed:
+        assert bed.tier.reason == "its format is 2, this version has 1"
+        assert bed.get(NAMES).mismatches == 8
+
+
+def test_a_file_with_a_damaged_first_region_is_begun_afresh(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(40)
+        file.write(b"?")
+    with pytest.raises(TierError, match="its first region is damaged"):
+        read_description(path)
+    with TierBed(path, model="a", rank="0") as bed:
+        assert bed.tier.reason == "its first region is damaged"
+        assert bed.get(NAMES).mismatches == 8
+
+
+def test_records_of_another_file_are_not_served(path: Path, tmp_path: Path) -> None:
+    """As if somebody had put the ranks' files in each other's places, under the right head."""
+    with TierBed(tmp_path / "other", model="a", rank="1") as bed:
+        assert bed.put(NAMES).failed == ()
+    data = (tmp_path / "other").read_bytes()
+    with path.open("r+b") as file:
+        file.seek(1 << 16)
+        file.write(data[1 << 16 :])
+    with TierBed(path, model="a", rank="0") as bed:
+        assert bed.tier.continued
+        assert bed.get(NAMES).mismatches == 8
+
+
+def test_a_file_that_was_cut_goes_on_with_what_is_left(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = read_description(path)
+    os.truncate(path, content.offset(5) + 7000)
+    with TierBed(path, model="a", rank="0") as bed:
+        assert bed.tier.continued
+        assert "it was cut" in caplog.text
+        done = bed.get(NAMES)
+        assert (done.failed, done.mismatches) == ((5, 6, 7), 3)
+        assert bed.right(NAMES) == [0, 1, 2, 3, 4]
+        assert path.stat().st_blocks * 512 >= content.nbytes
+
+
+def test_the_file_takes_all_its_space_and_is_for_its_user_alone(path: Path) -> None:
+    status = path.stat()
+    assert status.st_size == (1 << 16) + 9 * (4096 + ALIGNED)
+    assert status.st_blocks * 512 >= status.st_size
+    assert stat.S_IMODE(status.st_mode) == 0o600
+
+
+def test_two_engines_do_not_share_a_file(path: Path) -> None:
+    with TierBed(path, model="a", rank="0") as bed:
+        with pytest.raises(TierError, match=r"in use by another engine.*name another file"):
+            TierBed(path, model="b")
+        assert bed.get(NAMES).failed == ()
+    code = "import sys; from pathlib import Path; from tests.support.tier_bed import TierBed; {}"
+    command = "bed = TierBed(Path(sys.argv[1]), model='a', rank='0'); print(flush=True); input()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code.format(command), str(path)],
+        cwd=ROOT,
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline()
+    with pytest.raises(TierError, match="in use by another engine"):
+        TierBed(path, model="a", rank="0")
+    other.kill()
+    other.communicate()
+    with TierBed(path, model="a", rank="0") as bed:
+        assert bed.get(NAMES).failed == ()
+
+
+# -- what cannot be a tier's file ------------------------------------------------------------------
+
+
+def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(100_000))
+    with pytest.raises(TierError, match=r"no tier has made it; it is left as it is"):
+        TierBed(path)
+    assert path.read_bytes() == bytes(100_000)
+
+
+def test_what_is_no_regular_file_is_refused_and_left(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TierError, match="no regular file"):
+        TierBed(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+    with pytest.raises(TierError, match="Is a directory; name a file in that folder"):
+        TierBed(tmp_path)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        with pytest.raises(TierError, match="cannot open"):
+            TierBed(tmp_path / "socket")
+
+
+def test_a_folder_that_is_missing_or_a_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match="No such file or directory; make the folder"):
+        TierBed(tmp_path / "gone" / "file")
+    (tmp_path / "text").touch()
+    with pytest.raises(TierError, match="Not a directory; name a folder that exists"):
+        TierBed(tmp_path / "text" / "file")
+
+
+def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        with pytest.raises(TierError, match=f"Permission denied; let user {os.geteuid()}"):
+            TierBed(tmp_path / "file")
+    finally:
+        os.seteuid(user)
+
+
+def test_a_filesystem_without_the_space_is_left_as_it_is(small: Path) -> None:
+    with pytest.raises(TierError, match=r"needs \d+ more bytes .* has \d+ free: free space"):
+        TierBed(small / "file", num_slots=400)
+    assert list(small.iterdir()) == []
+    with TierBed(small / "file", num_slots=40) as bed:
+        bed.put(named(40))
+    with pytest.raises(TierError, match="free space, or use fewer slots"):
+        TierBed(small / "file", num_slots=400)
+    with TierBed(small / "file", num_slots=40) as bed:
+        assert bed.get(named(40)).failed == ()
+
+
+def test_a_filesystem_that_is_read_only_is_named(small: Path) -> None:
+    with TierBed(small / "file"):
+        pass
+    subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+    with pytest.raises(TierError, match="Read-only file system; mount it writable"):
+        TierBed(small / "file")
+    assert read_description(small / "file").num_slots == 8
+
+
+def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
+    command = (
+        "ulimit -f 64; exec {} -c 'import sys; from pathlib import Path; "
+        "from tests.support.tier_bed import TierBed; TierBed(Path(sys.argv[1]))' {}"
+    )
+    done = subprocess.run(
+        ["sh", "-c", command.format(sys.executable, tmp_path / "file")],
+        cwd=ROOT,
+        env={"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "File too large; raise `ulimit -f`, or use fewer slots" in done.stderr
+    assert not (tmp_path / "file").exists()
+
+
+def test_a_description_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match=r"takes \d+ bytes, at most 65504 fit"):
+        TierBed(tmp_path / "file", model="a" * (1 << 16))
+    assert not (tmp_path / "file").exists()
+
+
+def test_a_tier_has_at_least_one_slot(tmp_path: Path) -> None:
+    with TierBed(tmp_path / "file", num_slots=1) as bed:
+        bed.put({0: b"a"})
+        assert bed.get({0: b"a"}).failed == ()
+    with pytest.raises(TierError, match="at least 1 slot, got 0"):
+        type(bed.tier)(tmp_path / "none", 0, bed.view, {})
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,154 @@
+"""The interface of a tier: what a job is, what completes it, what may be relied upon."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_swap.errors import JobError, TierError
+
+MAX_NAME_BYTES = 1024
+"""Of one block, in every tier."""
+
+
+class TierDirection(enum.Enum):
+    """Which way a job copies."""
+
+    DEMOTE = "demote"
+    """Host memory to the tier."""
+    PROMOTE = "promote"
+    """The tier to host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierJob:
+    """Copy whole slots, one direction.
+
+    A tier that finds blocks by name, such as a store, has no slots: there `pairs` has the rows'
+    numbers in their place, which mean nothing.
+
+    `pairs` is int32 of shape `(n, 2)`, n >= 1: the slot in the arena and the slot in the tier.
+    `names` has n names of 1 to `MAX_NAME_BYTES` bytes: what each block is called. A demotion writes
+    the name with the block, a promotion accepts a block of that name only. The engine keeps neither
+    array nor sequence after `submit`.
+    """
+
+    job_id: int
+    direction: TierDirection
+    pairs: NDArray[np.int32]
+    names: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class TierCompletion:
+    """A job that has ended. Every row of its pairs has a result of its own.
+
+    `failed` are the rows that failed, ascending. The arena slot of a failed promotion, and the tier
+    slot of a failed demotion, hold garbage. `mismatches` says how many of them could be read but
+    are not what their name says: damaged, cut off in writing, or another block. What a store no
+    longer has has failed, and is neither a mismatch nor an error. `nbytes` is what was moved well,
+    without headers, and without what a store had already. `seconds` runs from when a thread took
+    the job up. `error` is the first error of the tier itself, for the log.
+    """
+
+    job_id: int
+    direction: TierDirection
+    failed: tuple[int, ...]
+    mismatches: int
+    nbytes: int
+    seconds: float
+    error: TierError | None
+
+
+class TierEngine(ABC):
+    """Copies slots between a host arena and a tier, asynchronously. A context manager.
+
+    One thread calls all methods. None blocks but `wait` and `close`. `num_slots` of a tier without
+    slots is a bound that no job reaches.
+
+    Who may touch what. From `submit` until `poll` returns the completion, the copy reads the arena
+    slots of a demotion: the caller lets nobody write them. It writes those of a promotion, also if
+    it fails, with bytes that nothing has verified yet: the caller gives them to nobody, however
+    long it takes. No two jobs are in flight at once on a tier slot or an arena slot that one of
+    them writes. Nothing else is ordered. Slots of an arena that grows are named only once they are
+    ready.
+    """
+
+    file_id: str
+    """What is kept there is found again by whoever has the same one."""
+
+    def __init__(self, num_slots: int, arena_slots: int) -> None:
+        self.num_slots = num_slots
+        self.arena_slots = arena_slots
+        self._undelivered = 0
+        self._closed = False
+
+    @abstractmethod
+    def submit(self, job: TierJob) -> None:
+        """Queue a job. Raises `JobError` and copies nothing if `check_job` refuses it."""
+
+    @abstractmethod
+    def poll(self) -> list[TierCompletion]:
+        """Return jobs that ended since the last call, each exactly once."""
+
+    @abstractmethod
+    def wait(self, timeout_seconds: float) -> bool:
+        """Block until every submitted job has ended; False on timeout. Consumes no completion."""
+
+    @abstractmethod
+    def close(self, timeout_seconds: float = 30.0) -> None:
+        """Give up what has not begun, wait for what has, and let go of the arena. Idempotent.
+
+        What was given up completes with all its rows failed; completions can still be polled. A
+        copy that hangs is left alone at the timeout: it keeps its thread, the tier and the arena.
+        """
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs submitted whose completion `poll` has not returned yet."""
+        return self._undelivered
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def check_job(self, job: TierJob) -> None:
+        """Raise `JobError` for a malformed job, if one slot would be written twice, once closed."""
+        pairs, names = job.pairs, job.names
+        if self._closed:
+            raise JobError(f"job {job.job_id} was submitted to a tier that is closed")
+        if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype != np.int32 or len(pairs) == 0:
+            raise JobError(
+                f"job {job.job_id}: pairs must be a non-empty int32 array of shape (n, 2), "
+                f"got {pairs.dtype} of shape {pairs.shape}"
+            )
+        # Built-in functions: NumPy's took 90 us for 64 pairs with cold caches, these take 30.
+        arena, tier = pairs.T.tolist()
+        for what, slots, limit in (
+            ("arena", arena, self.arena_slots),
+            ("tier", tier, self.num_slots),
+        ):
+            if min(slots) < 0 or max(slots) >= limit:
+                raise JobError(
+                    f"job {job.job_id} names slots {min(slots)} to {max(slots)} of the {what}, "
+                    f"valid are 0 to {limit - 1}"
+                )
+        written = tier if job.direction is TierDirection.DEMOTE else arena
+        if len(set(written)) < len(written):
+            raise JobError(f"job {job.job_id}: a {job.direction.value} writes one slot twice")
+        if len(names) != len(pairs):
+            raise JobError(f"job {job.job_id}: {len(names)} names for {len(pairs)} pairs")
+        lengths = [len(name) for name in names]
+        if min(lengths) < 1 or max(lengths) > MAX_NAME_BYTES:
+            raise JobError(
+                f"job {job.job_id}: names have {min(lengths)} to {max(lengths)} bytes, valid are "
+                f"1 to {MAX_NAME_BYTES}"
+            )

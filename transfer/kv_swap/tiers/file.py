@@ -1,0 +1,173 @@
+"""Opens a tier's file: the lock on it, the space that it takes, and direct I/O.
+
+A file goes on only if format, slot size, number of slots and description are what its user wants.
+Else it is begun afresh: it gets another id, with which none of the records that lie in it agrees.
+What no tier has made is left alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_swap.errors import TierError
+from kv_swap.memory.arena import HostArena
+from kv_swap.tiers.os_errors import explain
+from kv_swap.tiers.record import PAGE_BYTES
+from kv_swap.tiers.region import FileDescription, read_region
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A file that is open, locked, and has all its space, for an arena.
+
+    `arena` is uint8 of `(slots, slot_bytes)`. `reason` says why the file was begun afresh; it is
+    empty if the file goes on.
+    """
+
+    fd: int
+    path: Path
+    content: FileDescription
+    arena: NDArray[np.uint8]
+    reason: str
+    direct: bool
+
+
+def open_file(
+    path: Path, num_slots: int, arena: NDArray[np.uint8], description: Mapping[str, str]
+) -> OpenFile:
+    """Open a file for the slots of an arena; make it if there is none.
+
+    The descriptor is the caller's. Raises `TierError`; then a file that was made is gone, and one
+    that was there is as it was, or gone if space ran out while it was begun afresh.
+    """
+    slot_bytes = arena.shape[1]
+    if num_slots < 1:
+        raise TierError(f"{path} needs at least 1 slot, got {num_slots}")
+    wanted = FileDescription(secrets.token_hex(16), slot_bytes, num_slots, dict(description))
+    try:
+        # KV tells what users wrote: the file is for this user alone.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        raise TierError(f"cannot open {path}: {explain(error)}") from error
+    try:
+        _lock(fd, path)
+        content, reason = _prepare(fd, path, wanted)
+        direct = _turn_direct(fd, content, arena)
+    except OSError as error:
+        os.close(fd)
+        raise TierError(f"cannot write {path}: {explain(error)}") from error
+    except BaseException:
+        os.close(fd)
+        raise
+    return OpenFile(fd, path, content, arena, reason, direct)
+
+
+def _lock(fd: int, path: Path) -> None:
+    """Lock the file until its descriptor is closed, by the end of the process at the latest."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise TierError(f"{path} is no regular file; name a file in a folder of a disk")
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise TierError(
+            f"{path} is in use by another engine, or by one whose disk hangs; `fuser {path}` names "
+            f"its process: end that, or name another file"
+        ) from error
+
+
+def _prepare(fd: int, path: Path, wanted: FileDescription) -> tuple[FileDescription, str]:
+    """Go on with a locked file or begin it afresh; return what it is, and the reason."""
+    found: FileDescription | str = "there is no file yet"
+    if os.fstat(fd).st_size:
+        found = read_region(fd, path)
+    reason = found if isinstance(found, str) else found.reason_against(wanted)
+    if isinstance(found, FileDescription) and not reason:
+        size = os.fstat(fd).st_size
+        if size < found.nbytes:
+            logger.warning(
+                "%s has %d of %d bytes: it was cut, and what lay behind is lost",
+                path,
+                size,
+                found.nbytes,
+            )
+        _reserve(fd, path, found)
+        return found, ""
+    try:
+        _begin(fd, path, wanted)
+    except BaseException:
+        if os.fstat(fd).st_size == 0:
+            path.unlink(missing_ok=True)
+        raise
+    return wanted, reason
+
+
+def _begin(fd: int, path: Path, wanted: FileDescription) -> None:
+    """Make the file what is wanted, with nothing in it. If that fails later it is empty."""
+    region = wanted.encode()
+    # Asked first: what lies there stays, and the call that fails fills the filesystem for a moment.
+    missing_bytes = wanted.nbytes - os.fstat(fd).st_blocks * 512
+    system = os.fstatvfs(fd)
+    free_bytes = system.f_bavail * system.f_frsize
+    if missing_bytes > free_bytes:
+        raise TierError(
+            f"{path} needs {missing_bytes} more bytes for {wanted.num_slots} slots of "
+            f"{wanted.slot_bytes}, and its filesystem has {free_bytes} free: free space, or use "
+            f"fewer slots"
+        )
+    try:
+        os.ftruncate(fd, min(os.fstat(fd).st_size, wanted.nbytes))
+        os.pwrite(fd, region, 0)
+        # So that the file is known for a tier's, whenever the machine stops.
+        os.fsync(fd)
+        _reserve(fd, path, wanted)
+    except BaseException:
+        os.ftruncate(fd, 0)
+        raise
+
+
+def _reserve(fd: int, path: Path, content: FileDescription) -> None:
+    """Have the filesystem give the file all its space now, so that it cannot run out later."""
+    try:
+        os.posix_fallocate(fd, 0, content.nbytes)
+    except OSError as error:
+        raise TierError(
+            f"cannot reserve {content.nbytes} bytes for {path}, {content.num_slots} slots of "
+            f"{content.slot_bytes} bytes: {explain(error)}"
+        ) from error
+
+
+def _turn_direct(fd: int, content: FileDescription, arena: NDArray[np.uint8]) -> bool:
+    """Turn to direct I/O if file and arena allow it, which a record behind the last slot shows."""
+    page = HostArena(1, PAGE_BYTES, register=None).view()[0].data
+    # Slot 0 lies at the beginning of a page, all others like slot 1.
+    record = [page, arena[min(1, len(arena) - 1)].data, page[: content.records.pad_bytes]]
+    return turn_direct(fd, record, content.offset(content.num_slots))
+
+
+def turn_direct(fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
+    """Turn a descriptor to direct I/O if these buffers can be written so; say whether they can.
+
+    Raises `OSError` if they cannot be written at all.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+        os.pwritev(fd, buffers, offset)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fcntl.fcntl(fd, fcntl.F_SETFL, 0)
+        return False
+    return True

@@ -1,0 +1,104 @@
+"""The record of a slot in a tier's file. This text is the specification of the format.
+
+A record is one header page of 4,096 bytes, then the data of the slot, then up to 4,095 bytes of no
+meaning, so that the next record begins at a multiple of 4,096. Numbers are little-endian:
+
+    offset  bytes
+         0      8   magic, the letters KVRECORD
+         8      4   format, 1
+        12      4   n, the bytes of the name: 1 to 1,024
+        16      8   bytes of the data
+        24     16   id of the file, as it was begun
+        40     16   XXH3-128 of the data
+        56      n   the name
+    56 + n          zeros
+     4,080     16   XXH3-128 of the 4,080 bytes before
+
+The data are served under a name only if all of this is as expected. So these are misses, and never
+another block's bytes: a record of which only a part was written, one that an earlier beginning of
+the file left behind, one that was copied from another file, and one with a flipped bit. A slot that
+was never written is all zeros. Neither sum is a secret: who can write the file can forge a record.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+PAGE_BYTES = 4096
+"""Bytes of a header, and what records are aligned to: direct I/O needs no more on today's disks."""
+
+FORMAT = 1
+"""Of records and of the file around them. It changes when older code would misread a file."""
+
+_MAGIC = b"KVRECORD"
+_FIELDS = struct.Struct("<8sIIQ16s16s")
+_SUM_BYTES = 16
+_SUMMED_BYTES = PAGE_BYTES - _SUM_BYTES
+
+
+class Verdict(enum.Enum):
+    """What a record is, to someone who looks for a name."""
+
+    MATCH = "match"
+    EMPTY = "empty"
+    """Never written."""
+    DAMAGED = "damaged"
+    """Header or data are not what was written, or only a part was."""
+    OTHER = "other"
+    """An intact header, but of another name, file, format or slot size."""
+    UNREADABLE = "unreadable"
+    """The disk gave an error, or the file ends before."""
+
+
+def checksum(data: Any) -> bytes:
+    """Return the XXH3-128 of contiguous bytes, 16 bytes; releases the GIL unless they are few."""
+    # The function of one call holds the GIL up to xxhash 3.
+    state = xxhash.xxh3_128()
+    state.update(data)
+    return state.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFormat:
+    """The records of one file: its id, 16 bytes, and the bytes of a slot."""
+
+    file_id: bytes
+    slot_bytes: int
+
+    @property
+    def pad_bytes(self) -> int:
+        """Bytes of no meaning behind the data."""
+        return -self.slot_bytes % PAGE_BYTES
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes from one record to the next."""
+        return PAGE_BYTES + self.slot_bytes + self.pad_bytes
+
+    def header(self, name: bytes, data: Any) -> bytes:
+        """Return the header page for data: contiguous, `slot_bytes`, unchanged until written."""
+        fields = _FIELDS.pack(
+            _MAGIC, FORMAT, len(name), self.slot_bytes, self.file_id, checksum(data)
+        )
+        page = (fields + name).ljust(_SUMMED_BYTES, b"\0")
+        return page + checksum(page)
+
+    def verify(self, header: Any, data: Any, name: bytes | None) -> tuple[Verdict, bytes]:
+        """Say what a header page and data are to someone who looks for a name, or None for any.
+
+        Also returns the name in the header; empty unless the header is intact.
+        """
+        page = bytes(header)
+        if checksum(page[:_SUMMED_BYTES]) != page[_SUMMED_BYTES:]:
+            return (Verdict.DAMAGED if any(page) else Verdict.EMPTY), b""
+        magic, format_, name_bytes, slot_bytes, file_id, data_sum = _FIELDS.unpack_from(page)
+        found = page[_FIELDS.size : _FIELDS.size + name_bytes]
+        expected = (_MAGIC, FORMAT, self.slot_bytes, self.file_id)
+        if (magic, format_, slot_bytes, file_id) != expected or name not in (None, found):
+            return Verdict.OTHER, found
+        return (Verdict.MATCH if checksum(data) == data_sum else Verdict.DAMAGED), found

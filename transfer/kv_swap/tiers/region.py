@@ -1,0 +1,128 @@
+"""The first region of a tier's file, which says what the file is.
+
+It has 64 KiB. A record for each slot follows (`record.py`), and one more record, at which direct
+I/O is tried. Numbers are little-endian:
+
+    offset  bytes
+         0      8   magic, the letters KVTIERS and a zero
+         8      8   n, the bytes of the JSON
+        16     16   XXH3-128 of the JSON
+        32      n   JSON: format, file_id, slot_bytes, num_slots, description
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kv_swap.errors import TierError
+from kv_swap.tiers.os_errors import explain
+from kv_swap.tiers.record import FORMAT, RecordFormat, checksum
+
+FIRST_REGION_BYTES = 64 << 10
+
+_MAGIC = b"KVTIERS\0"
+_FIELDS = struct.Struct("<8sQ16s")
+
+
+@dataclass(frozen=True, slots=True)
+class FileDescription:
+    """What a file says of itself.
+
+    `file_id` is 32 hexadecimal digits, random for each beginning of a file. `description` is its
+    user's: all that changes what the bytes of a slot mean.
+    """
+
+    file_id: str
+    slot_bytes: int
+    num_slots: int
+    description: dict[str, str]
+    format: int = FORMAT
+
+    @property
+    def records(self) -> RecordFormat:
+        """The format of its records."""
+        return RecordFormat(bytes.fromhex(self.file_id), self.slot_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.offset(self.num_slots + 1)
+
+    def offset(self, slot: int) -> int:
+        """Return where the record of a slot begins; that of `num_slots` is the one for trials."""
+        return FIRST_REGION_BYTES + slot * self.records.record_bytes
+
+    def encode(self) -> bytes:
+        """Return the first region. Raises `TierError` if the description is too long for it."""
+        text = json.dumps(asdict(self)).encode()
+        if _FIELDS.size + len(text) > FIRST_REGION_BYTES:
+            raise TierError(
+                f"the description of a tier takes {len(text)} bytes, at most "
+                f"{FIRST_REGION_BYTES - _FIELDS.size} fit: describe it with less"
+            )
+        region = _FIELDS.pack(_MAGIC, len(text), checksum(text)) + text
+        return region.ljust(FIRST_REGION_BYTES, b"\0")
+
+    def reason_against(self, wanted: FileDescription) -> str:
+        """Say why a file of this description is not what is wanted; empty if it is."""
+        if self.slot_bytes != wanted.slot_bytes:
+            return f"its slots have {self.slot_bytes} bytes, {wanted.slot_bytes} are wanted"
+        if self.num_slots != wanted.num_slots:
+            return f"it has {self.num_slots} slots, {wanted.num_slots} are wanted"
+        for key in sorted(self.description | wanted.description):
+            has, wants = self.description.get(key), wanted.description.get(key)
+            if has != wants:
+                return f"its {key} is {has!r}, {wants!r} is wanted"
+        return ""
+
+
+def read_region(fd: int, path: Path) -> FileDescription | str:
+    """Return what a file is, or why it can only be begun afresh.
+
+    Raises `TierError` if it cannot be read, and if it is not a tier's.
+    """
+    try:
+        region = os.pread(fd, FIRST_REGION_BYTES, 0)
+    except OSError as error:
+        raise TierError(f"cannot read {path}: {explain(error)}") from error
+    if not region.startswith(_MAGIC):
+        raise TierError(
+            f"{path} has {os.fstat(fd).st_size} bytes, and no tier has made it; it is left as it "
+            f"is: name another file, or remove it"
+        )
+    _, nbytes, expected = _FIELDS.unpack_from(region.ljust(_FIELDS.size, b"\0"))
+    text = region[_FIELDS.size : _FIELDS.size + nbytes]
+    if checksum(text) != expected:
+        return "its first region is damaged"
+    document = json.loads(text)
+    if document["format"] != FORMAT:
+        return f"its format is {document['format']}, this version has {FORMAT}"
+    return FileDescription(**document)
+
+
+def fitting_slots(nbytes: int, slot_bytes: int) -> int:
+    """Return how many slots a file of at most `nbytes` has; 0 or less if none fits."""
+    records = RecordFormat(bytes(16), slot_bytes)
+    return (nbytes - FIRST_REGION_BYTES) // records.record_bytes - 1
+
+
+def read_description(path: Path) -> FileDescription:
+    """Return what the file of a tier says of itself, also while an engine uses it.
+
+    Raises `TierError` if it cannot be read, is not a tier's, is damaged, or has another format.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise TierError(f"cannot open {path}: {explain(error)}") from error
+    try:
+        found = read_region(fd, path)
+    finally:
+        os.close(fd)
+    if isinstance(found, str):
+        raise TierError(f"{path} cannot be used: {found}; an engine would begin it afresh")
+    return found

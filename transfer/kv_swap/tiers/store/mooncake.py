@@ -1,0 +1,210 @@
+"""A client of Mooncake Store, by TCP, with the wheel `mooncake-transfer-engine-non-cuda` 0.3.13.
+
+The process may give memory to the pool, its segment, which others reach at the address of this
+machine's route to the master. After a restart of the master Mooncake joins again by itself, within
+two seconds; what was in memory is lost.
+
+A transfer that stalls is given up after 60 s, and **goes on**: its bytes may arrive in memory that
+has another block by then. So after a call that long the connection is closed, which ends its
+transfers, before the call returns.
+
+Buffers are not registered. By TCP Mooncake needs that only of memory that others address, and it
+lets everybody who reaches this process read and write what is registered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_swap.errors import TierError
+from kv_swap.tiers.store.client import Fate, Parts, StoreClient
+from kv_swap.tiers.store.mooncake_session import Session, connect
+
+_AGAIN_SECONDS = 1.0
+"""Between looks whether a master is back."""
+
+_UNSETTLED_SECONDS = 50.0
+"""Calls that took less had no transfer that was given up: that takes 60 s."""
+
+_TRANSFER_FAIL = -800
+_UNREACHABLE = {
+    -900: "the master is gone",
+    -901: "the master does not answer",
+    -1010: "the master does not serve",
+    -1011: "the master does not serve",
+}
+_MISSING = {-703, -704, -707, -710, -712}
+_FULL = {-101, -200}
+_OTHER_SIZE = -600
+_MEANINGS = {
+    _TRANSFER_FAIL: "the process that has the memory for it is gone, or the network between; "
+    "the master forgets that memory ten seconds after its process",
+    -601: "the master does not know this client yet, which it does some seconds after its restart",
+}
+
+
+class MooncakeClient(StoreClient):
+    """A client of the master at `master`, HOST:PORT. It gives `segment_bytes` to the pool."""
+
+    def __init__(self, master: str, segment_bytes: int) -> None:
+        self._master = master
+        self._segment_bytes = segment_bytes
+        self._buffers: tuple[NDArray[np.uint8], ...] = ()
+        self._changed = threading.Condition()
+        self._session: Session | None = None
+        self._closed = False
+
+    def connect(self, buffers: Sequence[NDArray[np.uint8]] = ()) -> None:
+        """See `StoreClient`."""
+        with self._changed:
+            # Kept as long as a transfer may use them.
+            self._buffers = tuple(buffers)
+            self._open()
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        """See `StoreClient`."""
+        with self._call() as session:
+            codes = session.store.batch_is_exist(list(keys))
+        self._check_reachable(codes)
+        for code in codes:
+            if code < 0:
+                raise TierError(f"cannot ask {self._master}: {_explain(code)}")
+        return [code == 1 for code in codes]
+
+    def put(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
+        """See `StoreClient`."""
+        codes = self._transfer(lambda store: store.batch_put_from_multi_buffers, keys, parts)
+        return [Fate.FULL if code in _FULL else self._fate(code) for code in codes]
+
+    def get(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
+        """See `StoreClient`."""
+        codes = self._transfer(lambda store: store.batch_get_into_multi_buffers, keys, parts)
+        sizes = [sum(nbytes for _, nbytes in own) for own in parts]
+        fates: list[Fate | TierError] = []
+        for code, size in zip(codes, sizes, strict=True):
+            if code == _OTHER_SIZE or 0 <= code < size:
+                fates.append(Fate.OTHER)
+            else:
+                fates.append(Fate.MISSING if code in _MISSING else self._fate(code))
+        return fates
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """See `StoreClient`."""
+        with self._call() as session:
+            self._check_reachable(session.store.batch_remove(list(keys), force=True))
+
+    def close(self) -> None:
+        """See `StoreClient`."""
+        with self._changed:
+            self._closed = True
+            session, self._session = self._session, None
+        if session is not None:
+            self._end(session)
+        self._buffers = ()
+
+    def _transfer(
+        self,
+        method: Callable[[Any], Callable[..., Sequence[int]]],
+        keys: Sequence[str],
+        parts: Sequence[Parts],
+    ) -> Sequence[int]:
+        addresses = [[address for address, _ in own] for own in parts]
+        sizes = [[nbytes for _, nbytes in own] for own in parts]
+        codes = [0] * len(keys)
+        with self._call() as session:
+            began = time.monotonic()
+            for rows in _rounds(keys):
+                found = method(session.store)(
+                    [keys[row] for row in rows],
+                    [addresses[row] for row in rows],
+                    [sizes[row] for row in rows],
+                )
+                for row, code in zip(rows, found, strict=True):
+                    codes[row] = code
+            seconds = time.monotonic() - began
+        if seconds > _UNSETTLED_SECONDS:
+            with self._changed:
+                if self._session is session:
+                    self._session = None
+            self._end(session)
+        self._check_reachable(codes)
+        return codes
+
+    def _fate(self, code: int) -> Fate | TierError:
+        if code >= 0:
+            return Fate.DONE
+        return TierError(f"the store at {self._master} failed: {_explain(code)}")
+
+    def _check_reachable(self, codes: Sequence[int]) -> None:
+        for code in codes:
+            if code in _UNREACHABLE:
+                raise TierError(
+                    f"cannot reach the store at {self._master}: {_UNREACHABLE[code]} ({code}); "
+                    f"look whether mooncake_master runs there, and at the network"
+                )
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[Session]:
+        """Yield a session that is not ended meanwhile; connect if there is none."""
+        with self._changed:
+            session = self._session or self._open()
+            session.calls += 1
+        try:
+            yield session
+        finally:
+            with self._changed:
+                session.calls -= 1
+                self._changed.notify_all()
+
+    def _open(self) -> Session:
+        if self._closed:
+            raise TierError(f"the client of {self._master} is closed")
+        if self._session is None:
+            self._session = connect(self._master, self._segment_bytes)
+        return self._session
+
+    def _end(self, session: Session) -> None:
+        """Close a session once nobody calls it, in one thread; return once it is closed.
+
+        Mooncake's `close` holds all Python threads until the master has answered, up to eleven
+        seconds. So a master that does not answer is waited for before.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: session.calls == 0)
+            if session.ending:
+                self._changed.wait_for(lambda: session.ended)
+                return
+            session.ending = True
+        while any(code < 0 for code in session.store.batch_is_exist(["any"])):
+            time.sleep(_AGAIN_SECONDS)
+        session.store.close()
+        session.port.close()
+        with self._changed:
+            session.ended = True
+            self._changed.notify_all()
+
+
+def _rounds(keys: Sequence[str]) -> list[list[int]]:
+    """Split rows so that no key is in a call twice: Mooncake moves it once for both."""
+    if len(set(keys)) == len(keys):
+        return [list(range(len(keys)))]
+    rounds: list[list[int]] = []
+    seen: Counter[str] = Counter()
+    for row, key in enumerate(keys):
+        if seen[key] == len(rounds):
+            rounds.append([])
+        rounds[seen[key]].append(row)
+        seen[key] += 1
+    return rounds
+
+
+def _explain(code: int) -> str:
+    return f"{_MEANINGS.get(code, 'see ErrorCode in types.h of Mooncake Store')} ({code})"

@@ -1,0 +1,104 @@
+"""Sets Mooncake up: its import, its limits, its log, and a connection to a master."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import socket
+from typing import Any
+
+from kv_swap.errors import TierError
+
+_SETTINGS = {
+    "MC_RPC_TIMEOUT_MS": "2000",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "2000",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+}
+"""What Mooncake takes from the environment alone. Its own limits are 30 s each."""
+
+_PROBE_SECONDS = 2.0
+"""For a look whether there is a master. Mooncake itself takes 4.3 s to find none, and its `setup`
+holds all Python threads meanwhile."""
+
+_METADATA = "P2PHANDSHAKE"
+"""Processes tell each other where their memory lies; no server besides the master is needed."""
+
+_FATAL = 3
+"""Of glog's levels; each failing key of each call would be a line on stderr."""
+
+
+class Session:
+    """A connection: Mooncake's object, the port that names it, and the calls it has in hand."""
+
+    def __init__(self, store: Any, port: socket.socket) -> None:
+        self.store = store
+        self.port = port
+        self.calls = 0
+        self.ending = False
+        self.ended = False
+
+
+def connect(master: str, segment_bytes: int) -> Session:
+    """Connect to a master and give it memory. Raises `TierError`."""
+    store_class = _import()
+    with contextlib.ExitStack() as undo:
+        # Taken as long as the session lives: Mooncake knows a process by host and port.
+        port = undo.enter_context(socket.socket())
+        port.bind((_own_address(master), 0))
+        host, number = port.getsockname()
+        store = store_class()
+        undo.callback(store.close)
+        code = store.setup(f"{host}:{number}", _METADATA, segment_bytes, 0, "tcp", "", master)
+        if code:
+            raise TierError(
+                f"Mooncake cannot be set up with the master at {master} ({code}): look whether "
+                f"that is mooncake_master of version 0.3.13, and whether this machine has "
+                f"{segment_bytes} bytes for the segment"
+            )
+        undo.pop_all()
+    return Session(store, port)
+
+
+def _own_address(master: str) -> str:
+    """Return the address from which this machine reaches the master, which must be there."""
+    host, colon, port = master.rpartition(":")
+    if not colon or not host or not port.isdecimal():
+        raise TierError(f"a master is HOST:PORT, such as 10.0.0.5:50051, got {master!r}")
+    try:
+        with socket.create_connection((host, int(port)), _PROBE_SECONDS) as connection:
+            return str(connection.getsockname()[0])
+    except (OSError, OverflowError) as error:
+        raise TierError(
+            f"cannot reach the store at {master}: {error}; start mooncake_master there, or look "
+            f"at the network"
+        ) from error
+
+
+def _import() -> Any:
+    """Import Mooncake, with limits that suit a cache, and without a line on stderr for each key."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        module = importlib.import_module("mooncake.store")
+    except ModuleNotFoundError as error:
+        raise TierError(
+            "Mooncake is not installed in this Python: pip install 'kv-offload[mooncake]', for "
+            "Python 3.11 to 3.13"
+        ) from error
+    except ImportError as error:
+        raise TierError(
+            f"Mooncake cannot be loaded: {error}; for libibverbs: apt-get install libibverbs1"
+        ) from error
+    if "MC_LOG_LEVEL" not in os.environ:
+        _silence(str(module.__file__))
+    return module.MooncakeDistributedStore
+
+
+def _silence(path: str) -> None:
+    library = ctypes.CDLL(path)
+    with contextlib.suppress(AttributeError, ValueError):  # names of this version
+        # It sets the level when it is first called.
+        library._ZN8mooncake12globalConfigEv()
+        ctypes.c_int.in_dll(library, "_ZN3fLI17FLAGS_minloglevelE").value = _FATAL

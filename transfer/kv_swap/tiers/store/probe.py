@@ -1,0 +1,73 @@
+"""What a store gives: blocks that are stored, found, read back and removed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kv_swap.errors import TierError
+from kv_swap.memory.arena import HostArena
+from kv_swap.tiers.engine import TierCompletion, TierDirection, TierJob
+from kv_swap.tiers.store.client import StoreClient
+from kv_swap.tiers.store.keys import object_keys
+from kv_swap.tiers.store.tier import StoreTier
+
+TIMEOUT_SECONDS = 90.0
+"""Longer than any call of a store."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRates:
+    """Bytes per second, and how many blocks of how many the store took."""
+
+    put_bytes_per_second: float
+    get_bytes_per_second: float
+    stored: int
+    tried: int
+
+
+def measure(
+    asker: StoreClient, make_client: Callable[[], StoreClient], num_blocks: int, block_bytes: int
+) -> StoreRates:
+    """Store blocks under names of this call alone, and read them back, each verified.
+
+    `asker`, which is connected, looks whether they are there, and removes them. Raises `TierError`
+    if the store cannot be reached, if it takes no block, if one that it took is not found, or comes
+    back as something else.
+    """
+    memory = HostArena(num_blocks, block_bytes, register=None).view()
+    memory[:] = np.frombuffer(os.urandom(memory.nbytes), np.uint8).reshape(memory.shape)
+    names = [secrets.token_bytes(16) for _ in range(num_blocks)]
+    with StoreTier(make_client, memory, {"probe": secrets.token_hex(8)}) as tier:
+        _run(tier, TierDirection.PROMOTE, [0], names[:1])  # connects, and finds nothing
+        put = _run(tier, TierDirection.DEMOTE, list(range(num_blocks)), names)
+        stored = [slot for slot in range(num_blocks) if slot not in put.failed]
+        kept = [names[slot] for slot in stored]
+        keys = object_keys(tier.file_id, kept)
+        found = asker.exist(keys)
+        get = _run(tier, TierDirection.PROMOTE, stored, kept)
+        asker.remove(keys)
+    if get.failed or not all(found):
+        raise TierError(
+            f"of {len(stored)} blocks that the store took {sum(found)} were found, "
+            f"{len(stored) - len(get.failed)} read, and {get.mismatches} were something else: it "
+            f"evicts too soon, or damages what it holds"
+        )
+    return StoreRates(put.nbytes / put.seconds, get.nbytes / get.seconds, len(stored), num_blocks)
+
+
+def _run(
+    tier: StoreTier, direction: TierDirection, slots: list[int], names: list[bytes]
+) -> TierCompletion:
+    pairs = np.array([slots, range(len(slots))], np.int32).T
+    tier.submit(TierJob(1, direction, pairs, names))
+    if not tier.wait(TIMEOUT_SECONDS):
+        raise TierError(f"a {direction.value} did not end within {TIMEOUT_SECONDS:g} s")
+    (done,) = tier.poll()
+    if done.error is not None:
+        raise done.error
+    return done

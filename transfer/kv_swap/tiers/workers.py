@@ -1,0 +1,188 @@
+"""The threads of a tier: jobs come in by a queue, completions go out by another.
+
+Each direction has threads of its own, so a promotion never stands behind demotions. The caller's
+thread appends to a queue and takes from a deque; it never waits for a lock that is held while bytes
+move. A thread that takes a job cuts it into chunks, and the others take chunks of it, too.
+
+Threads hold the movers, with tier and arena, and never the engine. The last thread lets go of both.
+So a call that hangs keeps its memory mapped, its descriptor from being that of another file, and
+the file locked: nobody else writes where it may yet write.
+
+A store that is gone takes seconds to say so. What was queued before fails with it, without asking
+again; what comes later is tried.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_swap.errors import TierError
+from kv_swap.tiers.engine import TierCompletion, TierDirection
+from kv_swap.tiers.mover import Mover, Outcome, Row
+
+
+@dataclass(slots=True)
+class Task:
+    """A job on its way. The lock of `WorkerState.ended` guards what is below `submitted`."""
+
+    job_id: int
+    direction: TierDirection
+    pairs: NDArray[np.int32]
+    names: Sequence[bytes]
+    submitted: float = field(default_factory=time.perf_counter)
+    chunks_left: int = 0
+    started: float = 0.0
+    failed: list[int] = field(default_factory=list)
+    mismatches: int = 0
+    unmoved: int = 0
+    error: TierError | None = None
+    rejection: TierError | None = None
+
+
+@dataclass(slots=True)
+class Lane:
+    """The jobs of one direction. `turn` guards all but `queue`; its holder may wait for a job."""
+
+    num_threads: int
+    chunk_slots: int
+    # None tells the threads to end; a finaliser may put it at any moment.
+    queue: SimpleQueue[Task | None] = field(default_factory=SimpleQueue)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    task: Task | None = None
+    chunks: deque[list[Row]] = field(default_factory=deque)
+
+    def next(self) -> tuple[Task, list[Row]] | None:
+        """Block until there is a chunk; None when the thread is to end."""
+        with self.turn:
+            if not self.chunks:
+                self.task = self.queue.get()
+                if self.task is None:
+                    self.queue.put(None)  # for the other threads
+                    return None
+                self.chunks.extend(self._cut(self.task))
+                self.task.chunks_left = len(self.chunks)
+                self.task.started = time.perf_counter()
+            assert self.task is not None
+            return self.task, self.chunks.popleft()
+
+    def _cut(self, task: Task) -> list[list[Row]]:
+        """Cut a job so that all threads have a share, in the order of the slots in the file."""
+        order = np.argsort(task.pairs[:, 1], kind="stable")
+        pairs = task.pairs[order].tolist()
+        rows = [
+            Row(number, arena_slot, tier_slot, task.names[number])
+            for number, (arena_slot, tier_slot) in zip(order.tolist(), pairs, strict=True)
+        ]
+        share = min(self.chunk_slots, -(-len(rows) // self.num_threads))
+        return [rows[first : first + share] for first in range(0, len(rows), share)]
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """What the threads need. `ended` guards `running` and `gone`, and notifies of every job.
+
+    `gone` is when the tier did not answer last, and the error.
+    """
+
+    slot_bytes: int
+    lanes: dict[TierDirection, Lane]
+    release: Callable[[], None]
+    ended: threading.Condition = field(default_factory=threading.Condition)
+    done: deque[TierCompletion] = field(default_factory=deque)
+    running: int = 0
+    stopping: bool = False
+    gone: tuple[float, TierError] | None = None
+
+
+def start(
+    movers: Mapping[TierDirection, Sequence[Mover]],
+    slot_bytes: int,
+    chunk_slots: int,
+    release: Callable[[], None],
+) -> tuple[WorkerState, list[threading.Thread]]:
+    """Start a thread for each mover. The last one to end calls `release`."""
+    lanes = {way: Lane(len(own), chunk_slots) for way, own in movers.items()}
+    state = WorkerState(slot_bytes, lanes, release)
+    threads = [
+        threading.Thread(
+            target=_work, args=(state, lanes[way], mover), name=f"kv-swap-{way.value}", daemon=True
+        )
+        for way, own in movers.items()
+        for mover in own
+    ]
+    state.running = len(threads)
+    for thread in threads:
+        thread.start()
+    return state, threads
+
+
+def stop(state: WorkerState) -> None:
+    """Tell the threads to end, and to give up what has not begun.
+
+    Takes no lock: it runs as a finaliser, anywhere, also in a forked child, which has no threads.
+    """
+    state.stopping = True
+    for lane in state.lanes.values():
+        lane.queue.put(None)
+
+
+def _work(state: WorkerState, lane: Lane, mover: Mover) -> None:
+    while (chunk := lane.next()) is not None:
+        task, rows = chunk
+        _note(state, task, _run(state, mover, task, rows))
+    with state.ended:
+        state.running -= 1
+        is_last = state.running == 0
+    if is_last:
+        state.release()
+
+
+def _run(state: WorkerState, mover: Mover, task: Task, rows: list[Row]) -> Outcome:
+    # The errors are not raised: a traceback would hold the arena as long as their job's user does.
+    if state.stopping:
+        error = TierError("the tier was closed before this was moved")
+    elif state.gone is not None and task.submitted < state.gone[0]:
+        error = state.gone[1]
+    else:
+        try:
+            return mover.move(task.direction, rows)
+        except Exception as cause:  # noqa: BLE001 - whatever fails one job must not end the thread
+            error = TierError(f"a {task.direction.value} failed with {cause!r}")
+    return Outcome([row.number for row in rows], error=error)
+
+
+def _note(state: WorkerState, task: Task, outcome: Outcome) -> None:
+    """Add how a chunk fared to its job, and complete the job with its last chunk."""
+    with state.ended:
+        if outcome.gone and outcome.error is not None:
+            state.gone = time.perf_counter(), outcome.error
+        task.failed += outcome.failed
+        task.mismatches += outcome.mismatches
+        task.unmoved += outcome.unmoved
+        task.error = task.error or outcome.error
+        task.rejection = task.rejection or outcome.rejection
+        task.chunks_left -= 1
+        if task.chunks_left:
+            return
+        if len(task.failed) == len(task.pairs):
+            task.error = task.error or task.rejection
+        state.done.append(
+            TierCompletion(
+                task.job_id,
+                task.direction,
+                tuple(sorted(task.failed)),
+                task.mismatches,
+                (len(task.pairs) - len(task.failed) - task.unmoved) * state.slot_bytes,
+                time.perf_counter() - task.started,
+                task.error,
+            )
+        )
+        state.ended.notify_all()
