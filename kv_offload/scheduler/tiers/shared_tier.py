@@ -125,6 +125,8 @@ class SharedTier(Tier):
         self._directory: Directory | None = None
         self._known = RecentKeys()
         self._generation = SHARED_GENERATION
+        # What was asked last. Answers come in the order of the questions.
+        self._last: Answer | None = None
         # The answer that came too late; nothing is asked before it has come.
         self._late: Answer | None = None
 
@@ -163,7 +165,13 @@ class SharedTier(Tier):
         unknown = [key for key, known in zip(keys, self._known.has(keys), strict=True) if not known]
         if not unknown:
             return None
-        return StoreQuestion(self, unknown, self._directory.ask(self.names(unknown)))
+        self._last = self._directory.ask(self.names(unknown))
+        return StoreQuestion(self, unknown, self._last)
+
+    @property
+    def is_asked(self) -> bool:
+        """See `Tier`."""
+        return self._last is not None and not self._last.is_done
 
     def take_answer(self, keys: Sequence[bytes], answer: Answer) -> None:
         """Take in an answer, or that it takes too long."""

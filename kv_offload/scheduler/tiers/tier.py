@@ -119,6 +119,11 @@ class Tier(ABC):
     def check_integrity(self) -> None:
         """Raise `AssertionError` where the state contradicts itself."""
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a thread is looking for the answer to what was asked."""
+        return False
+
     # -- whether it is used --------------------------------------------------------------------
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from kv_offload.scheduler.tiers import shared_tier, tier
+from kv_offload.scheduler.tiers import scheduler, shared_tier, tier
 from kv_offload.scheduler.tiers.shared_tier import SHARED_GENERATION, RecentKeys
 from tests.support.manual_tier import STORE, ManualDirectory, ManualStore, manual_store
 from tests.support.played_engine import PlayedEngine
@@ -117,12 +118,17 @@ def test_nothing_is_asked_that_host_memory_has(make: Any) -> None:
     assert len(engine.directory.asked) == 1
 
 
-def test_a_request_waits_for_the_answer_and_others_with_theirs_run(make: Any) -> None:
+def test_a_request_waits_for_the_answer_and_others_with_theirs_run(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = make(), make()
     first.answer("a")
     second.directory.stuck = True
     second.add("b", PROMPT, 2)
+    began = time.perf_counter()
+    monkeypatch.setattr(scheduler, "GIVE_WAY_SECONDS", 0.03)
     second.step(4)
+    assert time.perf_counter() - began >= 4 * 0.03, "the thread that asks has Python to itself"
     assert "b" not in second.answers
     assert len(second.directory.asked) == 1
     second.directory.stuck = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,25 @@ def test_others_run_meanwhile(engine: DiskEngine) -> None:
     engine.step(6)
     assert "b" in engine.ended
     assert "a" not in engine.answers
+
+
+def test_a_step_that_computes_nothing_leaves_python_to_the_threads_of_the_disk(
+    engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "GIVE_WAY_SECONDS", 0.25)
+
+    def seconds(steps: int) -> float:
+        began = time.perf_counter()
+        engine.step(steps)
+        return time.perf_counter() - began
+
+    assert seconds(2) < 0.25, "nothing is under way"
+    engine.disk.stuck = True
+    ask(engine, "a", steps=1)
+    assert seconds(2) >= 0.5
+    engine.add("b", [0, 0, 0, 1, 1], 8)
+    engine.step(1)
+    assert seconds(2) < 0.25, "others compute"
 
 
 def test_requests_with_the_same_prefix_wait_for_one_read(engine: DiskEngine) -> None:
