@@ -30,8 +30,8 @@ IDLE_SECONDS = 60.0
 GIVE_WAY_SECONDS = 0.0005
 """For how long a step that computes nothing leaves Python to the threads that move and ask.
 
-An engine with nothing to compute steps in a tight loop. It lets go of Python's lock often, but never
-long enough for another thread to wake up and take it: a read of 20 ms was seen to end after 4 s."""
+An engine with nothing to compute steps in a tight loop. It lets go of Python's lock often, but
+never long enough for another thread to wake up and take it: a read of 20 ms ended after 4 s."""
 
 CLOSE_SECONDS = 5.0
 """Bound of the wait for the tier's threads at the end."""
