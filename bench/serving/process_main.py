@@ -45,9 +45,10 @@ def serve(settings: EngineSettings, pipe: Connection) -> None:
         from bench.serving import sections
         from bench.serving.conversations import conversations
         from bench.serving.engine import ServingEngine
+        from bench.tiers.section import tiers
 
         measured: list[Any] = [sections.ttft, sections.throughput, sections.latency, conversations]
-        measured += [sections.turn, sections.link, sections.memory]
+        measured += [sections.turn, sections.link, sections.memory, tiers]
         answers = {section.__name__: section for section in measured}
         engine: ServingEngine | None = None
         while True:

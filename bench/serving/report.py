@@ -91,7 +91,8 @@ def floor_seconds(document: Document, tokens: int) -> float | None:
 # -- tables ------------------------------------------------------------------------------------
 
 
-def _table(question: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(question: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as Markdown, under the question that it answers."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     shown = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return f"**{question}**\n\n{shown}"
@@ -106,7 +107,7 @@ def _heading(document: Document) -> str:
     return f"# {document['shape']['name']}\n\n{facts}"
 
 
-def _spread(values: dict[str, float], scale: float, digits: int) -> str:
+def shown_spread(values: dict[str, float], scale: float, digits: int) -> str:
     """Show a median, and the range where there is one."""
     median, low, high = (f"{scale * values[key]:,.{digits}f}" for key in ("median", "min", "max"))
     return median if low == high else f"{median} ({low} to {high})"
@@ -116,26 +117,28 @@ def _ttft(document: Document, found: Found) -> str:
     rows = []
     for tokens in document["shape"]["prompt_tokens"]:
         cells = [f"{tokens:,}"]
-        cells += [_spread(result[str(tokens)]["repeated"], 1e3, 1) for result in found.values()]
+        cells += [
+            shown_spread(result[str(tokens)]["repeated"], 1e3, 1) for result in found.values()
+        ]
         local = found.get("off", {}).get(str(tokens), {}).get("in GPU cache")
         cells.append(f"{1e3 * local['median']:.1f}" if local else "-")
         floor = floor_seconds(document, tokens)
         cells.append(f"{1e3 * floor:.1f}" if floor else "-")
         rows.append(cells)
     question = "How long until the first token of a prompt that comes again? ms, median (range)"
-    return _table(question, ["tokens", *found, "hit in GPU cache", "floor"], rows)
+    return markdown_table(question, ["tokens", *found, "hit in GPU cache", "floor"], rows)
 
 
 def _throughput(document: Document, found: Found) -> str:
     rows = []
     for hits in ("0", "50", "100"):
         rates = [result.get(hits, {}).get("tokens_per_second") for result in found.values()]
-        shown = [_spread(rate, 1e-3, 1) if rate else "as 0 % hits" for rate in rates]
+        shown = [shown_spread(rate, 1e-3, 1) if rate else "as 0 % hits" for rate in rates]
         rows.append([f"{hits} % hits", *shown])
     shape = document["shape"]
     load = f"{shape['batch_prompts']} prompts of {shape['batch_tokens']:,}"
     question = f"How many tokens a second of {load} tokens at once? thousands, median (range)"
-    return _table(question, ["", *found], rows)
+    return markdown_table(question, ["", *found], rows)
 
 
 def _latency(document: Document, found: Found) -> str:
@@ -145,7 +148,7 @@ def _latency(document: Document, found: Found) -> str:
         rows.append([label, *(f"{1e3 * t['p50']:.1f} / {1e3 * t['p99']:.1f}" for t in times)])
     decodes = document["shape"]["decodes"]
     question = f"How long from token to token, with {decodes} decodes? ms, p50 / p99"
-    return _table(question, ["", *found], rows)
+    return markdown_table(question, ["", *found], rows)
 
 
 def _host_time(_document: Document, found: Found) -> str:
@@ -155,7 +158,7 @@ def _host_time(_document: Document, found: Found) -> str:
         times = [result[phase]["connector_per_step"] for result in found.values()]
         rows.append([label, *(f"{1e6 * t['mean']:,.0f} / {1e6 * t['p99']:,.0f}" for t in times)])
     question = "How much host time do the connector's hooks take in a step? us, mean / p99"
-    return _table(question, ["", *found], rows) if found else ""
+    return markdown_table(question, ["", *found], rows) if found else ""
 
 
 def _conversations(document: Document, found: Found) -> str:
@@ -176,7 +179,7 @@ def _conversations(document: Document, found: Found) -> str:
         f"{load['at_once']} at a time? s, and ms, by rounds"
     )
     head = ["", "seconds", "first token, mean", "median", "p99", "between tokens, p90", "p99"]
-    return _table(question, head, rows)
+    return markdown_table(question, head, rows)
 
 
 def _starts(_document: Document, found: Found) -> str:
@@ -187,7 +190,7 @@ def _starts(_document: Document, found: Found) -> str:
         for name, starts in later.items()
     ]
     question = "How long does an engine take to start? s, median (range) of all but the first"
-    return _table(question, ["", "start"], rows) if rows else ""
+    return markdown_table(question, ["", "start"], rows) if rows else ""
 
 
 def _memory(document: Document, found: Found) -> str:
@@ -207,7 +210,7 @@ def _memory(document: Document, found: Found) -> str:
         "asked for? MiB: the pool, and what the process and the machine use more than before the "
         "start"
     )
-    return _table(question, ["", "pool", "private", "shared", "machine"], rows)
+    return markdown_table(question, ["", "pool", "private", "shared", "machine"], rows)
 
 
 TABLES: tuple[tuple[str, Callable[[Document, Found], str]], ...] = (

@@ -124,7 +124,7 @@ def latency(engine: ServingEngine) -> Result:
         engine.reset()
         decodes = engine.prompts(31 + index, shape.decodes, shape.decode_prompt_tokens)
         before = engine.counted["loaded_bytes"]
-        results[phase] = _watch(engine, decodes, [] if phase == "alone" else others)
+        results[phase] = watch(engine, decodes, [] if phase == "alone" else others)
         if engine.settings.offloading is not None:
             prompts = len(others) if phase == "loading" else 0
             results[phase]["loads"] = [loads_since(engine, before, expected, prompts)]
@@ -132,7 +132,11 @@ def latency(engine: ServingEngine) -> Result:
     return results
 
 
-def _watch(engine: ServingEngine, decodes: list[Prompt], others: list[Prompt]) -> Result:
+def watch(engine: ServingEngine, decodes: list[Prompt], others: list[Prompt]) -> Result:
+    """Run decodes, and watch them until the others, which come one by one, have had an answer.
+
+    Without others for `decode_steps` steps.
+    """
     shape = engine.shape
     limit = shape.max_model_len - shape.decode_prompt_tokens
     last = dict.fromkeys((f"decode-{index}" for index in range(len(decodes))), 0.0)

@@ -1,0 +1,164 @@
+"""What a disk or a store below host memory costs and brings: real engines, one after the other.
+
+usage: python -m bench.tiers [--shape small|gqa8|mqa] [--disk FOLDER] [--disk-bytes SIZE]
+                             [--store-bytes BYTES] [--out FOLDER]
+
+An engine without a tier comes first and last, then one with each tier that is asked for: with
+files in FOLDER, and with a store whose memory, BYTES, is another process's on this machine. What a
+tier has is always read, also where computing would be sooner.
+
+The first table says how long the first token takes by the place that has the prompt, the second how
+long it is from token to token of decodes while blocks are moved. Everything is written to
+tiers-SHAPE.json after each engine. The exit status is 1 if an engine failed, or did not read what
+it had to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.machine import machine, write_result
+from bench.serving.process import EngineError, EngineProcess, progress
+from bench.serving.report import markdown_table, shown_spread
+from bench.serving.settings import OURS, EngineSettings
+from bench.serving.shapes import SHAPES
+from tests.support.mooncake import Master, Peer, environment, missing
+
+NO_TIER = "no tier"
+PLACES = ("computed", "host memory", "below")
+PHASES = ("alone", "after computing", "loading", "reading")
+RATE = "16GiB"
+"""Bytes per second that may be written: more than any tier takes."""
+
+Document = dict[str, Any]
+
+
+def parse(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--disk", type=Path, help="a folder on the disk to measure")
+    parser.add_argument("--disk-bytes", default="1GiB")
+    parser.add_argument("--store-bytes", type=int, help="bytes of memory of the store")
+    parser.add_argument("--out", type=Path, help="folder for the result")
+    return parser.parse_args(words)
+
+
+def options(arguments: argparse.Namespace, master: str | None) -> dict[str, dict[str, Any]]:
+    """Return the plugin's keys of each engine, in the order of their turns."""
+    always: dict[str, Any] = {"load_or_recompute": "always_load"}
+    found = {NO_TIER: always}
+    if arguments.disk:
+        disk = {"disk_path": str(arguments.disk), "disk_bytes": arguments.disk_bytes}
+        found["disk"] = {**always, **disk, "disk_restart": False, "disk_write_rate": RATE}
+    if master:
+        store = {"store": "mooncake", "store_master": master, "store_bytes": 0}
+        found["store"] = {**always, **store, "store_write_rate": RATE}
+    return {**found, f"{NO_TIER}, again": always}
+
+
+def measure(arguments: argparse.Namespace, master: str | None, document: Document) -> list[str]:
+    """Ask each engine; keep the answers in the document, and return what went wrong."""
+    problems = []
+    with tempfile.TemporaryDirectory() as model:
+        for name, own in options(arguments, master).items():
+            progress(f"{name}: starting an engine")
+            process = EngineProcess(EngineSettings(SHAPES[arguments.shape], OURS, model, own))
+            try:
+                process.ask("start")
+                document["results"][name] = process.ask("tiers")
+            except EngineError as error:
+                problems.append(f"{name}: {error}")
+            process.close()
+            if arguments.out:
+                write_result(arguments.out / f"tiers-{arguments.shape}.json", document)
+    return problems
+
+
+def unproven(document: Document) -> list[str]:
+    """Name the figures of prompts that did not come from below, or not whole."""
+    return [
+        f"NOT PROVEN: {name}, {tokens} tokens: {found['bytes_read']:.0f} of "
+        f"{found['bytes_needed']} bytes were read"
+        for name, result in document["results"].items()
+        for tokens, found in result["first_token"].items()
+        if "below" in found and found["bytes_read"] < found["bytes_needed"]
+    ]
+
+
+def tables(document: Document) -> str:
+    """Return both tables as Markdown."""
+    first, between = [], []
+    for name, result in document["results"].items():
+        for tokens, found in result["first_token"].items():
+            cells = [shown_spread(found[p], 1e3, 1) if p in found else "-" for p in PLACES]
+            first.append([name, f"{int(tokens):,}", *cells])
+        cells = []
+        for phase in PHASES:
+            times = result["decodes"].get(phase, {}).get("between_tokens")
+            cells.append(f"{1e3 * times['p50']:.1f} / {1e3 * times['p99']:.1f}" if times else "-")
+        between.append([name, *cells])
+    return "\n\n".join(
+        (
+            markdown_table(
+                "How long until the first token? ms, median (range)",
+                ["engine", "tokens", *PLACES],
+                first,
+            ),
+            markdown_table(
+                "How long from token to token of decodes? ms, p50 / p99",
+                ["engine", *PHASES],
+                between,
+            ),
+        )
+    )
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure, print the tables, and return the exit status."""
+    arguments = parse(words)
+    document: Document = {
+        "machine": machine(),
+        "shape": {"name": arguments.shape, **asdict(SHAPES[arguments.shape])},
+        "results": {},
+    }
+    with contextlib.ExitStack() as ends:
+        master = None
+        if arguments.store_bytes:
+            if (reason := missing()) is not None:
+                progress(f"no store is measured: {reason}")
+                return 1
+            ends.enter_context(_as_their_environment())
+            master = ends.enter_context(Master(lease_seconds=30)).address
+            ends.enter_context(Peer(master, count=1, segment_bytes=arguments.store_bytes))
+        problems = measure(arguments, master, document)
+    print(tables(document))
+    problems += unproven(document)
+    for problem in problems:
+        progress(problem)
+    return 1 if problems else 0
+
+
+@contextlib.contextmanager
+def _as_their_environment() -> Iterator[None]:
+    """Have processes that are started find what Mooncake needs."""
+    before = dict(os.environ)
+    os.environ.update(environment())
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""What one engine is asked for where tiers are compared. Seconds everywhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from bench.serving.engine import Prompt, ServingEngine
+from bench.serving.sections import Result, watch
+from bench.serving.stats import spread
+
+REPEATS = 3
+"""Prompts of each length."""
+OTHER_PROMPTS = 12
+"""Of `other_tokens` each, that are moved while decodes are watched."""
+
+
+def tiers(engine: ServingEngine) -> Result:
+    """Time to first token by the place that has the prompt, and decodes beside moves."""
+    return {"first_token": first_tokens(engine), "decodes": beside_moves(engine)}
+
+
+def first_tokens(engine: ServingEngine) -> Result:
+    """Time to first token of a prompt: computed, from host memory, and from below.
+
+    With what came from below go the bytes that were read there, and those that had to be.
+    """
+    engine.seconds(engine.prompts(1, 2, engine.shape.prompt_tokens[0]), 32)
+    results = {}
+    for length in engine.shape.prompt_tokens:
+        took: dict[str, list[float]] = {"computed": [], "host memory": [], "below": []}
+        read = 0.0
+        for seed in range(60, 60 + REPEATS):
+            batch = engine.prompts(seed, 1, length)
+            took["computed"].append(engine.seconds(batch))
+            engine.reset()
+            took["host memory"].append(engine.seconds(batch))
+            if has_tier(engine):
+                forget_host_memory(engine)
+                before = engine.counted["promoted_bytes"]
+                took["below"].append(engine.seconds(batch))
+                engine.tick()
+                read += engine.counted["promoted_bytes"] - before
+            engine.reset()
+        results[str(length)] = {
+            **{place: spread(times) for place, times in took.items() if times},
+            "bytes_read": read,
+            "bytes_needed": REPEATS * engine.shape.loadable_bytes(length, engine.item_bytes)[0],
+        }
+    return results
+
+
+def beside_moves(engine: ServingEngine) -> Result:
+    """Decodes alone, while the tier is written, while prompts are loaded, and while it is read.
+
+    An engine without a tier does nothing else while one with a tier writes to it.
+    """
+    shape = engine.shape
+    others = engine.prompts(70, OTHER_PROMPTS, shape.other_tokens)
+    results: Result = {"alone": _decodes(engine, 71)}
+    engine.seconds(others)
+    results["after computing"] = _decodes(engine, 72)
+    engine.reset()
+    results["loading"] = _decodes(engine, 73, others)
+    if has_tier(engine):
+        forget_host_memory(engine)
+        results["reading"] = _decodes(engine, 74, others)
+    engine.reset()
+    return results
+
+
+def _decodes(engine: ServingEngine, seed: int, others: list[Prompt] | None = None) -> Result:
+    shape = engine.shape
+    before = engine.counted.copy()
+    began = time.perf_counter()
+    prompts = engine.prompts(seed, shape.decodes, shape.decode_prompt_tokens)
+    result = watch(engine, prompts, others or [])
+    took = time.perf_counter() - began
+    engine.tick()
+    moved = engine.counted - before
+    names = ("demoted_bytes", "promoted_bytes", "loaded_bytes", "late_promotions")
+    return {**result, "seconds": took, **{name: moved[name] for name in names}}
+
+
+def has_tier(engine: ServingEngine) -> bool:
+    """Whether this engine has a disk or a store."""
+    return bool({"disk_path", "store"} & engine.settings.options.keys())
+
+
+def forget_host_memory(engine: ServingEngine) -> None:
+    """Leave the tier as the only place that has a prompt, once it has all of them."""
+    engine.reset()
+    core: Any = engine.llm.llm_engine.engine_core.engine_core
+    core.scheduler.connector.offload_scheduler.manager.reset()
