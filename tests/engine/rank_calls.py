@@ -17,7 +17,6 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from kv_offload.engines.vllm.halves import connectors_in
 from kv_offload.engines.vllm.patches import weights
 from kv_offload.engines.vllm.start.ranks import gather_over_ranks
-from kv_offload.scheduler.tiers import promotions, shared_tier
 
 
 def our_half() -> Any:
@@ -92,15 +91,6 @@ def poison(_worker: Any) -> None:
         torch.cuda.synchronize()
 
 
-def be_patient(_worker: Any) -> None:
-    """Have requests wait for a store as long as it takes on a busy machine.
-
-    The scheduler is in the process of a replica's only rank.
-    """
-    shared_tier.PATIENCE_SECONDS = 60.0
-    promotions.MIN_WAIT_SECONDS = promotions.MAX_WAIT_SECONDS = 60.0
-
-
 def roll(_worker: Any, ranks: list[int], kind: str = "stored") -> None:
     """Put every block of a kind where another one was, in the host memory of these ranks."""
     half = our_half()
@@ -124,5 +114,5 @@ def as_bytes(storage: Any, device: torch.device) -> torch.Tensor:
 # The engine core imports this module before it makes the call.
 _may_change_weights = weights.may_change_weights
 weights.may_change_weights = lambda method: (
-    method not in (watch, digests, poison, be_patient, roll) and _may_change_weights(method)
+    method not in (watch, digests, poison, roll) and _may_change_weights(method)
 )

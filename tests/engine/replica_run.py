@@ -19,6 +19,7 @@ from typing import Any
 from kv_offload.config.host_memory import read_host_memory
 from kv_offload.config.sizes import parse_size
 from kv_offload.engines.vllm.plugin import register
+from kv_offload.scheduler.tiers import promotions, shared_tier
 from tests.engine.multiprocess_run import (
     PROMPT_TOKENS,
     as_answers,
@@ -94,6 +95,9 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         require_mooncake()
         store = {"store": "mooncake", "store_master": master, "store_bytes": "16MiB"}
         store["load_or_recompute"] = "always_load"  # a small model computes sooner
+        # However busy the machine is. The engines' processes, which are forked, have it from here.
+        shared_tier.PATIENCE_SECONDS = 60.0
+        promotions.MIN_WAIT_SECONDS = promotions.MAX_WAIT_SECONDS = 60.0
     cache_prefixes_of_latents(kind)
     settings = engine_settings(
         Path(models), kind, max_model_len=1024, disable_log_stats=store is None, **arguments
@@ -174,7 +178,6 @@ async def run(
         result: dict[str, Any] = {"ranks": await call(rank_calls.watch)}
         result["computed"] = await ask_each(prompts)
         if shares:
-            await call(rank_calls.be_patient)
             assert await llm.reset_prefix_cache() is not False
             result["stored"] = await call(rank_calls.digests, "stored")
             blocks = [len(ranks[0]["blocks"]) for ranks in result["stored"]]
