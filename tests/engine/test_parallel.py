@@ -9,7 +9,7 @@ import pytest
 from kv_offload.engines.vllm.versions import vllm_version
 from tests.engine import replica_run
 from tests.engine.multiprocess_run import LATENT, check, run_engine
-from tests.support.mooncake import Master, environment, require_mooncake
+from tests.support.mooncake import PATIENT, Master, environment, require_mooncake
 from tests.support.processes import run_module
 
 
@@ -59,6 +59,6 @@ def test_replicas_share_a_store(model_folder: Path) -> None:
         result = run_module(
             *("tests.engine.replica_run", model_folder, "qwen3", {"store": master.address}),
             forks=True,
-            **{**environment(), "PYTHONHASHSEED": "0"},
+            **{**environment(), **PATIENT, "PYTHONHASHSEED": "0"},
         )
     replica_run.check_shared(result)

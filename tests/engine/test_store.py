@@ -22,7 +22,7 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
 )
 from tests.support.inputs import Tokens, random_tokens
-from tests.support.mooncake import Master, Peer, environment, require_mooncake
+from tests.support.mooncake import PATIENT, Master, Peer, environment, require_mooncake
 from tests.support.processes import kill_group, print_result, run_module, start_module
 
 PROMPTS = prompts_with_shared_prefix()
@@ -122,7 +122,7 @@ def test_what_one_engine_has_computed_another_one_loads(
         answers, cached, loaded, totals, corrupted = run_module(
             *("tests.engine.test_store", "answer", model_folder, master.address),
             forks=True,
-            **environment(),
+            **{**environment(), **PATIENT},
         )
         assert ours.generate(MANY) == of_many
         ours.settle()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.harness import BLOCK_TOKENS
 from tests.gpu.engine_run import PROMPTS
-from tests.support.mooncake import Master, environment, require_mooncake
+from tests.support.mooncake import PATIENT, Master, environment, require_mooncake
 from tests.support.processes import kill_group, run_module, run_until_killed, start_module
 
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
@@ -65,7 +65,7 @@ def test_a_store_serves_what_another_engine_has_computed(
     require_mooncake()
     for name in ("out", "err"):
         (tmp_path / name).touch()
-    more = environment() | variables
+    more = environment() | PATIENT | variables
     ready = tmp_path / "ready"
     with Master(lease_seconds=10) as master:
         plugin = {"store": "mooncake", "store_master": master.address, **ALWAYS}

@@ -28,6 +28,10 @@ LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
 
 FOLDERS_VARIABLE = "LD_LIBRARY_PATH"
 
+PATIENT = {"MC_RPC_TIMEOUT_MS": "60000"}
+"""Variables of processes that must not lose the store: on two cores with five busy processes the
+master did not answer within the 2 s that are the default here."""
+
 
 def require_mooncake() -> None:
     """Make Mooncake loadable here and in processes of `environment`, or skip with the reason."""
