@@ -1,4 +1,4 @@
-"""A client of Mooncake Store, by TCP, with the wheel `mooncake-transfer-engine-non-cuda` 0.3.13.
+"""A client of Mooncake Store, by TCP: the wheel `mooncake-transfer-engine-non-cuda` 0.3.13.post1.
 
 The process may give memory to the pool, its segment, which others reach at the address of this
 machine's route to the master. After a restart of the master Mooncake joins again by itself, within

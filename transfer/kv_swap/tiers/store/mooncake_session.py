@@ -89,7 +89,8 @@ def _import() -> Any:
         ) from error
     except ImportError as error:
         raise TierError(
-            f"Mooncake cannot be loaded: {error}; for libibverbs: apt-get install libibverbs1"
+            f"Mooncake cannot be loaded: {error}; for libibverbs: apt-get install libibverbs1; for "
+            f"libcudart: pip install 'mooncake-transfer-engine-non-cuda>=0.3.13.post1'"
         ) from error
     if "MC_LOG_LEVEL" not in os.environ:
         _silence(str(module.__file__))
