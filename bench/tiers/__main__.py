@@ -152,7 +152,7 @@ def main(words: list[str] | None = None) -> int:
 def _as_their_environment() -> Iterator[None]:
     """Have processes that are started find what Mooncake needs."""
     before = dict(os.environ)
-    os.environ.update(environment())
+    os.environ.update(environment(), PYTHONHASHSEED="0")  # keys mean the same to all engines
     try:
         yield
     finally:

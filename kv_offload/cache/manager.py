@@ -151,6 +151,11 @@ class CacheManager:
         """Say which slots with a key are worth a write to a tier below, as the policy sees it."""
         return self._policy.worth_keeping(slots)
 
+    @property
+    def has_risen(self) -> bool:
+        """Whether `take_risen` may have something to return."""
+        return self._policy.has_risen
+
     def take_risen(self) -> Slots:
         """Return slots that were used again since the last call, where `worth_keeping` may differ.
 

@@ -68,6 +68,7 @@ class AutoPolicy(EvictionPolicy):
         self._hash_of = np.zeros(self.capacity, np.uint64)
         self._held = np.zeros(self.capacity, bool)
         self._risen = np.zeros(self.capacity, bool)
+        self.has_risen = False
         self._parked: set[int] = set()
         self._history = History(HISTORY_OF_CAPACITY * self.capacity)
         # What `admit` found of the keys that `add` and `replace` are called for next.
@@ -205,7 +206,7 @@ class AutoPolicy(EvictionPolicy):
         self._advance()
         old = self._bucket_of[slots]
         classes = old % CLASSES
-        self._risen[slots] = True
+        self._risen[slots] = self.has_risen = True
         new = NEXT_CLASS[classes] + self._density.epoch * CLASSES
         self._bucket_of[slots] = new
         self._ended.append(old)
@@ -276,7 +277,7 @@ class AutoPolicy(EvictionPolicy):
 
     def take_risen(self) -> Slots:
         risen = np.flatnonzero(self._risen).astype(np.int32)
-        self._risen[risen] = False
+        self._risen[risen] = self.has_risen = False
         return risen
 
     # -- for tests -----------------------------------------------------------------------------

@@ -29,6 +29,9 @@ class EvictionPolicy(ABC):
     links = False
     """Whether `admit` is to be told behind which slots the new keys stand."""
 
+    has_risen = False
+    """Whether `take_risen` may have something to return."""
+
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise CapacityError(f"an eviction policy for {capacity} slots: give it 1 or more")

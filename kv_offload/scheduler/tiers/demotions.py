@@ -69,12 +69,12 @@ class Demotions:
     @property
     def has_more(self) -> bool:
         """Whether slots wait to be looked at."""
-        return bool(self._waiting)
+        return bool(self._waiting) or self._host.has_risen
 
     def plan_step(self, *, idle: bool) -> None:
         """Plan what is to be written now; an engine that is `idle` has time for it."""
         now = time.monotonic()
-        if now - self._planned >= PLAN_SECONDS or idle:
+        if self._host.has_risen and (now - self._planned >= PLAN_SECONDS or idle):
             self.offer(self._host.take_risen())
         if not self._waiting or (now - self._planned < PLAN_SECONDS and not idle):
             return

@@ -334,6 +334,7 @@ def test_slots_that_were_used_again_are_told_once() -> None:
     manager = CacheManager(AutoPolicy(8))
     manager.complete_store(manager.prepare_store([b"a", b"b"]))
     assert manager.take_risen().tolist() == []
+    assert not manager.has_risen
     manager.complete_load(manager.prepare_load([b"b"]))
     assert manager.take_risen().tolist() == manager.slot_numbers([b"b"])
     assert manager.take_risen().tolist() == []

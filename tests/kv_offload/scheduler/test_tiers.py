@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
@@ -14,6 +15,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from kv_swap.tiers.engine import TierDirection
 
 from kv_offload.cache.disk_index.contents import GENERATION_BYTES
+from kv_offload.cache.policies.auto import AutoPolicy
 from kv_offload.scheduler.loads.choice import LOAD_EVERY
 from kv_offload.scheduler.tiers import promotions, scheduler, tier
 from tests.support.beside_steps import teach
@@ -325,6 +327,28 @@ def test_an_idle_engine_steps_until_all_is_written(tmp_path: Path) -> None:
     engine.run()
     assert engine.totals["demoted_slots"] == FULL_BLOCKS
     assert not engine.offload.has_pending_work
+    engine.connector.shutdown()
+
+
+def test_an_idle_engine_writes_what_has_become_worth_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks for anything after the use by which it has."""
+    engine = DiskEngine(tmp_path, prompts=False, plugin={"eviction_policy": "auto"})
+    worth = [False]
+    monkeypatch.setattr(
+        AutoPolicy, "worth_keeping", lambda policy, slots: np.full(len(slots), worth[0])
+    )
+    ask(engine, "a")
+    engine.run()
+    engine.rest()
+    assert engine.totals["demoted_slots"] == 0
+    worth[0] = True
+    manager = engine.offload.manager
+    manager.use(np.array([*manager.readable_slots().values()], np.int32))
+    assert engine.offload.has_pending_work
+    engine.rest()
+    assert engine.totals["demoted_slots"] == FULL_BLOCKS
     engine.connector.shutdown()
 
 
