@@ -57,6 +57,11 @@ class CacheManager:
         self._reset_at = 0
 
     @property
+    def reads_runs(self) -> bool:
+        """Whether the policy reads the runs of keys that are offered."""
+        return self._policy.reads_runs
+
+    @property
     def usable_slots(self) -> int:
         """Slots from 0 on that are given out; all of them unless `limit_slots` was called."""
         return self._index.usable_slots
@@ -191,12 +196,14 @@ class CacheManager:
     ) -> tuple[Slots, NDArray[np.bool_]]:
         """Do as `prepare_store` for those of `keys` that the policy finds worth a slot.
 
-        `runs` says of which prompts the keys are, in order. Returns the slots, and for each key
-        whether it was worth one.
+        `runs` says of which prompts the keys are, in order, if the policy `reads_runs`. Returns the
+        slots, and for each key whether it was worth one.
         """
         free = self._index.usable_slots - self._index.slots_in_use
         policy = self._policy
-        behind = self._index.slot_numbers([run.behind for run in runs]) if policy.links else ()
+        behind: Sequence[int] = ()
+        if policy.reads_runs:
+            behind = self._index.slot_numbers([run.behind for run in runs])
         worth = policy.admit(keys, runs, free, behind)
         if not worth.all():
             keys = [*compress(keys, worth.tolist())]

@@ -183,12 +183,22 @@ class Interleavings(RuleBasedStateMachine):
         locked=st.sampled_from((True, True, True, False)),
         lags=st.booleans(),
         waits=st.booleans(),
+        many=st.sampled_from((2, 32)),
     )
     def start(
-        self, arguments: dict[str, Any], blocks: int, locked: bool, lags: bool, waits: bool
+        self,
+        arguments: dict[str, Any],
+        blocks: int,
+        locked: bool,
+        lags: bool,
+        waits: bool,
+        many: int,
     ) -> None:
         late = lags and self.async_scheduling
         self.cleanup = contextlib.ExitStack()
+        self.cleanup.enter_context(
+            mock.patch("kv_offload.scheduler.stores.planner.MANY_RUNNING", many)
+        )
         if below := arguments.pop("tier"):
             if below == "store":
                 arguments["plugin"] |= STORE

@@ -52,7 +52,7 @@ _FOLLOWS = -2
 class AutoPolicy(EvictionPolicy):
     """Hit density, with admission. A key that was declined still counts as accessed."""
 
-    links = True
+    reads_runs = True
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)

@@ -26,8 +26,9 @@ class EvictionPolicy(ABC):
     once, and to all but `add` only slots that have a key. A capacity below 1 is a `CapacityError`.
     """
 
-    links = False
-    """Whether `admit` is to be told behind which slots the new keys stand."""
+    reads_runs = False
+    """Whether `admit` is to be told of the runs of the new keys, and behind which slots they stand.
+    """
 
     has_risen = False
     """Whether `take_risen` may have something to return."""
@@ -53,8 +54,8 @@ class EvictionPolicy(ABC):
     ) -> NDArray[np.bool_]:
         """Say which keys without a slot are worth one; that is an access to all of them.
 
-        Where the policy `links`, `behind` names the slot of the key that each run is behind, -1
-        where it has none.
+        Where the policy `reads_runs`, `behind` names the slot of the key that each run is behind,
+        -1 where it has none. Otherwise there may be no runs.
 
         Of a run, whatever is behind a key that is not worth a slot is not worth one either; of one
         that `must` be stored all are. The keys that are worth one are those that `add` and

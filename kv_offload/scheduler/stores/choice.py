@@ -25,7 +25,7 @@ class Chosen:
     new: dict[SlotKey, None] = field(default_factory=dict)
     blocks: list[int] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
-    """Of the new keys, in order: those of one span each."""
+    """Of the new keys, in order: those of one span each. Empty if nobody reads them."""
     along: list[int] = field(default_factory=list)
     cut: list[tuple[Span, int]] = field(default_factory=list)
     """Spans for which too few slots were left, each with how many of its slots were passed."""
@@ -44,6 +44,8 @@ class StoreChoice:
     _pool: BlockPool
     _statistics: Statistics
     _store_after_uses: int
+    tells_runs: bool
+    """Whether somebody reads the runs of what is chosen."""
     _uses: OrderedDict[SlotKey, int] = field(default_factory=OrderedDict)
 
     def choose(
@@ -62,7 +64,7 @@ class StoreChoice:
         new, pool_blocks = chosen.new, self._pool.blocks
         behind_key = self._prefixes.behind_slot_key
         # A span of one slot is what decodes have; most of these are chosen without further ado.
-        single = self._store_after_uses == 1
+        single, tells_runs = self._store_after_uses == 1, self.tells_runs
         at = 0
         for span in spans:
             cursor, position, first, last = span
@@ -72,13 +74,14 @@ class StoreChoice:
                     chosen.slots_left -= 1
                     new[key] = None
                     chosen.blocks.append(block)
-                    chosen.runs.append(self._run_of(cursor, position, 1, first))
+                    if tells_runs:
+                        chosen.runs.append(self._run_of(cursor, position, 1, first))
                     at += 1
                     continue
             end = at + last - first
             before = len(new)
             passed = self._choose(chosen, span, keys[at:end], slots[at:end])
-            if len(new) > before:
+            if tells_runs and len(new) > before:
                 start = first + slots.index(-1, at) - at
                 run = self._run_of(cursor, position, len(new) - before, start)
                 chosen.runs.append(run)

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from kv_offload.cache.prefix import CacheGroup
+from kv_offload.scheduler.stores import planner
 from tests.support.beside_steps import held_tokens
 from tests.support.played_cases import (
     BLOCK,
@@ -91,6 +92,51 @@ def test_a_step_looks_at_a_bounded_number_of_slots() -> None:
     engine.add("again", [*PROMPT[:16], *OTHER[:5]])  # host memory has four of its blocks
     planned = [len(stored_blocks(engine.step(copies=True))) for _ in range(2)]
     assert planned == [0, 1]
+    engine.rest()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_many_decodes_that_fill_a_block_are_looked_at_together(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    """Each has other tokens and another length; what ends before its turn is stored then."""
+    found = []
+    for many in (4, 100):
+        monkeypatch.setattr(planner, "MANY_RUNNING", many)
+        engine = PlayedEngine(
+            blocks=200,
+            slots=200,
+            max_num_batched_tokens=128,
+            max_num_seqs=16,
+            async_scheduling=async_scheduling,
+        )
+        for number, block in enumerate(SHORT):
+            prompt = [*block, *([number % 2] * (number % BLOCK))]
+            engine.add(f"{number}", prompt, max_tokens=9 + number % 3)
+        engine.step(4, copies=True)  # the prompts
+        stores = []
+        while engine.scheduler.requests:
+            stores.append(len(stored_blocks(engine.step(copies=True))))
+        engine.run()
+        stored = engine.offload.manager.readable_slots().keys()
+        found.append(([*filter(None, stores)], set(stored)))
+        engine.rest()
+    (together, keys), (apart, same_keys) = found
+    assert keys == same_keys
+    assert len(together) < len(apart)
+    assert max(together) > max(apart)
+
+
+def test_decodes_that_go_on_do_not_wait_for_each_other_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planner, "MANY_RUNNING", 4)
+    engine = PlayedEngine(blocks=200, slots=200, max_num_batched_tokens=128, max_num_seqs=16)
+    for number, prompt in enumerate(SHORT):
+        engine.add(f"{number}", prompt, max_tokens=40)
+    engine.step(5 * BLOCK, copies=True)
+    filled = 4 * len(SHORT)  # by each request; its last one may wait
+    assert len(engine.offload.manager.readable_slots()) >= filled
     engine.rest()
 
 
