@@ -186,7 +186,8 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(path: Path, monkeypatch: Any) ->
     os.close(reader)  # the write fails, and so do all that wait
     recorder.close(LIMIT_SECONDS)
     os.close(writer)
-    assert recorder.take_errors() >= MAX_WAITING
+    # Of the first write the pipe had taken as much as it holds, which is more than the line.
+    assert recorder.take_errors() >= MAX_WAITING - 1
 
 
 # -- files that cannot be used ---------------------------------------------------------------------
