@@ -183,7 +183,7 @@ class Interleavings(RuleBasedStateMachine):
         locked=st.sampled_from((True, True, True, False)),
         lags=st.booleans(),
         waits=st.booleans(),
-        many=st.sampled_from((2, 32)),
+        together=st.booleans(),
     )
     def start(
         self,
@@ -192,13 +192,14 @@ class Interleavings(RuleBasedStateMachine):
         locked: bool,
         lags: bool,
         waits: bool,
-        many: int,
+        together: bool,
     ) -> None:
         late = lags and self.async_scheduling
         self.cleanup = contextlib.ExitStack()
-        self.cleanup.enter_context(
-            mock.patch("kv_offload.scheduler.stores.planner.MANY_RUNNING", many)
-        )
+        for name, few in (("MANY_RUNNING", 2), ("WAITING_SHARE", 1)) if together else ():
+            self.cleanup.enter_context(
+                mock.patch(f"kv_offload.scheduler.stores.planner.{name}", few)
+            )
         if below := arguments.pop("tier"):
             if below == "store":
                 arguments["plugin"] |= STORE
