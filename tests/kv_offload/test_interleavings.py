@@ -616,6 +616,15 @@ class Interleavings(RuleBasedStateMachine):
             for position, token in enumerate(answer, begin):
                 assert token in engine.model.sampled[request_id, position], request_id
 
+    def wake_tier(self) -> None:
+        """Run until nothing is left to write: a tier left alone would be used again any moment."""
+        tier = getattr(self.engine.offload, "_tier", None)
+        for _ in range(20):
+            if tier is None or not tier.is_open or tier.usable:
+                return
+            tier._paused_until = 0.0
+            self.engine.run()
+
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
@@ -635,6 +644,7 @@ class Interleavings(RuleBasedStateMachine):
         engine.finish_steps()
         engine.step(2, copies=True)  # for the ends of stores that a drain has given up
         engine.run()
+        self.wake_tier()
         self.holds()
         for request_id, request in self.requests.items():
             assert request.is_finished()
