@@ -86,14 +86,19 @@ def measure(arguments: argparse.Namespace, master: str | None, document: Documen
 
 
 def unproven(document: Document) -> list[str]:
-    """Name the figures of prompts that did not come from below, or not whole."""
-    return [
+    """Name the figures of what did not come from below, prompts that did not come whole too."""
+    problems = [
         f"NOT PROVEN: {name}, {tokens} tokens: {found['bytes_read']:.0f} of "
         f"{found['bytes_needed']} bytes were read"
         for name, result in document["results"].items()
         for tokens, found in result["first_token"].items()
         if "below" in found and found["bytes_read"] < found["bytes_needed"]
     ]
+    for name, result in document["results"].items():
+        reading = result["decodes"].get("reading")
+        if reading is not None and not reading["promoted_bytes"]:
+            problems.append(f"NOT PROVEN: {name}, decodes while the tier is read: nothing was read")
+    return problems
 
 
 def tables(document: Document) -> str:

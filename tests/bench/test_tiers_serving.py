@@ -34,6 +34,10 @@ def test_what_was_not_read_from_below_is_named() -> None:
     assert unproven(document(4096)) == []
     (problem,) = unproven(document(4095))
     assert "disk, 1024 tokens: 4095 of 4096 bytes" in problem
+    computed = document(4096)
+    computed["results"]["disk"]["decodes"]["reading"] = {**BETWEEN, "promoted_bytes": 0.0}
+    (problem,) = unproven(computed)
+    assert "nothing was read" in problem
 
 
 def test_what_the_tables_show() -> None:

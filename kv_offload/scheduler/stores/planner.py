@@ -34,7 +34,6 @@ Where too few blocks are free, vLLM waits for stores rather than preempt a reque
 planned to end within a few steps, so one that takes this long hangs, or its link is far slower than
 was measured."""
 
-
 MANY_RUNNING = 32
 """From so many requests in a step on, those that filled a block wait for each other."""
 
