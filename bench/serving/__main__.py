@@ -41,7 +41,6 @@ from bench.serving.runs import SECTIONS, Bench
 from bench.serving.settings import CONNECTORS, LIMIT, OURS
 from bench.serving.shapes import SHAPES
 
-
 KEEP_LAST = {"eviction_policy": "lru"}
 """What fits into host memory is to hit, as with vLLM's connectors. `auto` would keep the repeated
 prompts of one section from the new ones of the next."""
