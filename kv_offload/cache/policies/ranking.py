@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 
 import numpy as np
@@ -54,13 +55,12 @@ class Ranking:
         slots = self._distinct(slots)
         buckets = self.bucket_of[slots]
         order = np.argsort(buckets, kind="stable")
-        order = order[np.count_nonzero(buckets == 0) :]
-        if not len(order):
-            return
         slots, buckets = slots[order], buckets[order]
-        starts = np.flatnonzero(np.diff(buckets, prepend=0))
-        for bucket, part in zip(buckets[starts].tolist(), np.split(slots, starts[1:]), strict=True):
-            self._add(bucket, part)
+        changes = (np.flatnonzero(buckets[1:] != buckets[:-1]) + 1).tolist()
+        bounds = [0, *changes, len(slots)] if len(slots) else []
+        for first, end in itertools.pairwise(bounds):
+            if bucket := int(buckets[first]):
+                self._add(bucket, slots[first:end])
         if self._num_entries > self._max_entries:
             self._sweep(4 * len(slots))
 
@@ -177,7 +177,8 @@ class Ranking:
                 break
             bucket, density, slots = self._queue.popleft()
             self._queued -= len(slots)
-            window, rest = np.split(slots, [2 * count + WINDOW_SLOTS])
+            looked_at = 2 * count + WINDOW_SLOTS
+            window, rest = slots[:looked_at], slots[looked_at:]
             live = window[self.bucket_of[window] == bucket]
             busy = held[live]
             if busy.any():

@@ -76,7 +76,7 @@ def test_evidence_fades_when_traffic_changes() -> None:
 
 
 def test_history_gives_back_what_it_was_told_once() -> None:
-    history = History(1 << 12)
+    history = History(1 << 12, 1)
     hashes = hash_keys([b"a", b"b", b"c"])
     assert history.put(hashes, buckets(9, 1, 2, 3)).tolist() == []
     assert len(history) == 3
@@ -90,7 +90,7 @@ def test_history_gives_back_what_it_was_told_once() -> None:
 
 def test_history_tells_whom_it_forgot_so_that_nobody_waits_for_them() -> None:
     rng = np.random.default_rng(0)
-    history = History(64)
+    history = History(64, 1)
     put, forgotten, found = 0, 0, 0
     for round_ in range(20):
         hashes = rng.integers(0, 1 << 64, 50, np.uint64)
