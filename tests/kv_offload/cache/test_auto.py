@@ -321,6 +321,11 @@ def test_a_slot_that_got_another_key_or_lost_it_holds_nobody() -> None:
     link(order, [1], [2])
     order._bucket_of[1] = 0
     assert split(order, 2) == ([2], [])
+    order = orders([1, 2])
+    link(order, [0, 1], [FIRST, 0])
+    order.leave(np.array([1], np.int32))
+    order._bucket_of[1] = 0
+    assert split(order, 0) == ([0], []), "1 was about to leave, and was forgotten"
 
 
 def leave(order: PrefixOrder, *slots: int) -> list[int]:
