@@ -50,6 +50,27 @@ def _popular(rng: random.Random, names: Iterator[int]) -> Prompts:
         yield rng.choices(prefixes, weights)[0] + [next(names) for _ in range(rng.randint(1, 2))]
 
 
+def _agents(rng: random.Random, names: Iterator[int]) -> Prompts:
+    """A few agents that call themselves in bursts and start others, with up to 160 blocks each."""
+    systems = [[next(names) for _ in range(6)] for _ in range(8)]
+    agents: list[tuple[list[int], int]] = []
+    while True:
+        while len(agents) < 6:
+            task = [next(names) for _ in range(rng.randint(1, 4))]
+            agents.append((rng.choice(systems) + task, rng.randint(8, 40)))
+        said, calls = agents.pop(rng.randrange(len(agents)))
+        for _ in range(rng.randint(3, 10)):
+            said = said + [next(names) for _ in range(rng.randint(1, 5))]
+            yield said
+            calls -= 1
+            if calls < 1 or len(said) > 155:
+                break
+            if rng.random() < 0.15 and len(agents) < 12:
+                agents.append(([*said, next(names)], rng.randint(4, 15)))
+        else:
+            agents.append((said, calls))
+
+
 def _mixed(rng: random.Random, one: Prompts, other: Prompts, share: float) -> Prompts:
     while True:
         yield next(other if rng.random() < share else one)
@@ -68,6 +89,7 @@ WORKLOADS: Mapping[str, Callable[[random.Random, Iterator[int]], Prompts]] = {
     ),
     "loop": _loop,
     "popular prefixes": _popular,
+    "agents in bursts": _agents,
     "loop, then conversations, then popular prefixes": lambda rng, names: _one_by_one(
         REQUESTS // 3,
         _loop(rng, names),

@@ -60,8 +60,13 @@ class SlotIndex:
     def slot_numbers(self, keys: Sequence[Key]) -> list[int]:
         """Return the slot of each key, -1 for a key that has none."""
         found: list[int] = []
-        for first in range(0, len(keys), RUN_SLOTS):
-            found += self._slots_of_run(keys[first : first + RUN_SLOTS])
+        first, count = 0, RUN_SLOTS
+        while first < len(keys):
+            slots = self._slots_of_run(keys[first : first + count])
+            found += slots
+            first += count
+            # Behind a key that is not known hardly any is.
+            count = count * RUN_GROWTH if slots[0] < 0 and slots[-1] < 0 else RUN_SLOTS
         return found
 
     def find(self, keys: Sequence[Key]) -> Slots:

@@ -191,6 +191,10 @@ class CacheManager:
         idle = self._running.end_loads(slots)
         self._policy.release(self._index.free_orphans(idle))
 
+    def catch_up(self) -> None:
+        """Let the policy do what waits, where a step had no access; called once a step."""
+        self._policy.catch_up()
+
     def offer(
         self, keys: Sequence[Key], runs: Runs, along: Slots = NO_SLOTS
     ) -> tuple[Slots, NDArray[np.bool_]]:

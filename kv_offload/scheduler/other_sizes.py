@@ -28,13 +28,17 @@ four times as many slots brought 0.8 and took longer (November 2026)."""
 
 
 PART_KEYS = 16
-"""Sampled keys that one step serves, unless many wait. It bounds what a long prompt adds to a step:
-0.1 to 0.2 ms (November 2026)."""
+"""Sampled keys that one step serves in one miniature, unless many wait. It bounds what a prompt
+adds to a step."""
+
+SHARE_OF_WAITING = 8
+"""One of so many that wait is served besides, so that a queue does not grow without end."""
 
 
-class _Part(NamedTuple):
-    """Sampled keys of a request that are served together, and what counts once they are."""
+class _Turn(NamedTuple):
+    """Sampled keys of a request that one miniature serves, and what counts once it has."""
 
+    size: str
     keys: Sequence[SlotKey]
     prompt_tokens: int
     passed: int
@@ -75,7 +79,12 @@ class OtherSizes:
         }
         self._block_tokens = prefixes.groups[0].block_tokens
         self._step = prefixes.block_hashes[0]
-        self._waiting: deque[_Part] = deque()
+        # That of the size as it is goes first: until the others have followed they are taken for
+        # smaller, not for larger than they are.
+        self._sizes = sorted(self._miniatures, key=lambda name: name != "same")
+        self._waiting: deque[_Turn] = deque()
+        self._has_noted = False
+        """Whether a request began or ended in this step, which takes long enough without a turn."""
         self._sampled = dict.fromkeys(OTHER_SIZES, 0)
         """Tokens that each miniature had, as many as its hits stand for."""
         self._looked_up = self._found = 0
@@ -104,9 +113,10 @@ class OtherSizes:
     ) -> None:
         """Have the sample of blocks `begin` to `end` served; hits from block `first` on count.
 
-        Tokens that were looked up and found count with the last part: an estimate compares what all
+        Tokens that were looked up and found count with the last turn: an estimate compares what all
         sizes had of the same requests.
         """
+        self._has_noted = True
         hashes, step = request.block_hashes, self._step
         places = sample_blocks(hashes, self._rarity_bits, step)
         places = [place for place in places if begin <= place < end][:MINIATURE_SLOTS]
@@ -116,13 +126,20 @@ class OtherSizes:
             part = places[at : at + PART_KEYS]
             keys = [hashes[(place + 1) * step - 1] for place in part]
             passed = sum(place < first for place in part)
-            tokens = (looked_up, found) if at == last else (0, 0)
-            self._waiting.append(_Part(keys, request.num_prompt_tokens, passed, hitting, *tokens))
+            for size in self._sizes if keys else self._sizes[-1:]:
+                ends = at == last and size == self._sizes[-1]
+                tokens = (looked_up, found) if ends else (0, 0)
+                turn = _Turn(size, keys, request.num_prompt_tokens, passed, hitting, *tokens)
+                self._waiting.append(turn)
 
     def work(self, *, idle: bool) -> None:
         """Serve a part of what was noted, or all of it if the engine is idle, and count."""
         waiting = self._waiting
-        for _ in range(len(waiting) if idle else min(1, len(waiting)) + len(waiting) // 8):
+        turns = len(waiting) // SHARE_OF_WAITING
+        if waiting and not self._has_noted:
+            turns += 1
+        self._has_noted = False
+        for _ in range(len(waiting) if idle else turns):
             self._serve(waiting.popleft())
         found = 0 if self.with_tier else self._found - self._sampled.get("same", 0)
         for name, sampled in self._sampled.items():
@@ -132,15 +149,17 @@ class OtherSizes:
                 self._statistics.count(f"hit_tokens_at_{name}", estimate - self._told[name])
                 self._told[name] = estimate
 
-    def _serve(self, part: _Part) -> None:
-        self._looked_up += part.looked_up_tokens
-        self._found += part.found_tokens
-        for name, miniature in self._miniatures.items() if part.keys else ():
-            hits = miniature.serve(part.keys, part.passed, prompt_tokens=part.prompt_tokens)
-            if name in part.hitting:
-                self._sampled[name] += (hits * self._block_tokens) << self._rarity_bits
-                if part.passed + hits < len(part.keys):
-                    part.hitting.remove(name)
+    def _serve(self, turn: _Turn) -> None:
+        self._looked_up += turn.looked_up_tokens
+        self._found += turn.found_tokens
+        if not turn.keys:
+            return
+        miniature = self._miniatures[turn.size]
+        hits = miniature.serve(turn.keys, turn.passed, prompt_tokens=turn.prompt_tokens)
+        if turn.size in turn.hitting:
+            self._sampled[turn.size] += (hits * self._block_tokens) << self._rarity_bits
+            if turn.passed + hits < len(turn.keys):
+                turn.hitting.remove(turn.size)
 
     def reset(self) -> None:
         """Hear that host memory was emptied."""

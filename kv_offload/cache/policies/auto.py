@@ -6,8 +6,9 @@ long ago, and how long the prompt was that first had it. Keys that have no slot 
 a bucket, and the worst buckets give the victims (`ranking`), no block before the one behind it
 (`prefixes`). A new block that is worth less than they are is not stored.
 
-A step pays for a few array operations. Everything that can wait is noted and taken in after
-`NOTED_ACCESSES` accesses. After an epoch of accesses the buckets are ranked anew.
+A step pays for a few array operations. Everything that can wait is noted and taken in in a step
+without an access, or when too much has been noted. After an epoch of accesses the buckets are
+ranked anew.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ from kv_offload.cache.policies.prefixes import FIRST
 from kv_offload.cache.policies.ranking import Ranking
 from kv_offload.cache.slots import NO_SLOTS, Key, Runs, Slots
 
-NOTED_ACCESSES = 512
-"""Accesses after which what was noted is taken in, all at once."""
+QUIET_ACCESSES = 256
+"""Accesses after which what was noted is taken in by a step that has none."""
+
+NOTED_ACCESSES, NOTED_OF_CAPACITY, MAX_NOTED_ACCESSES = 512, 64, 4096
+"""Accesses after which what was noted is taken in by the next access: one for so many slots, within
+these bounds. Of 4,096 it takes a step up to a millisecond."""
 
 MIN_EPOCH = 64
 """Accesses of an epoch at least: to rank the buckets takes a fraction of a millisecond."""
@@ -57,6 +62,9 @@ class AutoPolicy(EvictionPolicy):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._epoch_accesses = max(MIN_EPOCH, capacity // EPOCHS_OF_CAPACITY)
+        self._max_noted = min(
+            MAX_NOTED_ACCESSES, max(NOTED_ACCESSES, capacity // NOTED_OF_CAPACITY)
+        )
         memory = max(MIN_MEMORY, MEMORY_OF_CAPACITY * capacity)
         self._density = HitDensity(memory / self._epoch_accesses)
         self.clear()
@@ -70,11 +78,11 @@ class AutoPolicy(EvictionPolicy):
         self._risen = np.zeros(self.capacity, bool)
         self.has_risen = False
         self._parked: set[int] = set()
-        self._history = History(HISTORY_OF_CAPACITY * self.capacity)
+        self._history = History(HISTORY_OF_CAPACITY, self.capacity)
         # What `admit` found of the keys that `add` and `replace` are called for next.
         self._admitted: tuple[Hashes, Buckets, NDArray[np.int64]] | None = None
         self._last_added = FIRST
-        self._accesses = self._noted = 0
+        self._accesses = self._noted = self._noted_before = 0
         self._begun: list[Buckets] = []
         self._ended: list[Buckets] = []
         self._lost: list[Buckets] = []
@@ -90,7 +98,7 @@ class AutoPolicy(EvictionPolicy):
             return np.ones(0, bool)
         self._advance()
         sizes, tokens, must, _ = zip(*runs, strict=True)
-        classes, before = np.searchsorted(LENGTH_EDGES, tokens, side="right"), np.array(behind)
+        classes, before = LENGTH_EDGES.searchsorted(tokens, side="right"), np.array(behind)
         counts = np.array(sizes)
         if len(runs) < len(keys):
             classes = classes.repeat(counts)
@@ -144,6 +152,10 @@ class AutoPolicy(EvictionPolicy):
         return worth
 
     def add(self, slots: Slots, keys: Sequence[Key]) -> None:
+        self._history.touch(len(slots))
+        self._give(slots, keys)
+
+    def _give(self, slots: Slots, keys: Sequence[Key]) -> None:
         if self._admitted is None:
             hashes, buckets = self._known(keys)
             before = np.full(len(slots), FIRST)
@@ -196,7 +208,7 @@ class AutoPolicy(EvictionPolicy):
                 before = self._admitted[2]
                 evicted = self._bucket_of[np.maximum(before, 0)] == 0
                 before[(before >= 0) & evicted] = FIRST  # for these keys
-            self.add(victims, keys[: len(victims)])
+            self._give(victims, keys[: len(victims)])
         if self._admitted is not None:
             self._gone.append(self._admitted[:2])
             self._admitted = None
@@ -249,8 +261,13 @@ class AutoPolicy(EvictionPolicy):
             self._accesses %= self._epoch_accesses
             self._density.compute()
             self._ranking.rank()
-        elif self._noted >= NOTED_ACCESSES:
+        elif self._noted >= self._max_noted:
             self._take_in()
+
+    def catch_up(self) -> None:
+        if self._noted == self._noted_before and self._noted >= QUIET_ACCESSES:
+            self._take_in()
+        self._noted_before = self._noted
 
     def _rank_anew(self, *, heads_stay: bool = True) -> None:
         self._take_in()

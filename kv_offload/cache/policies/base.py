@@ -71,6 +71,9 @@ class EvictionPolicy(ABC):
         """Return slots that have become worth keeping since the last call, by an access."""
         return NO_SLOTS
 
+    def catch_up(self) -> None:  # noqa: B027 (most have nothing to do)
+        """Do what waits, if there was no access since the last call: called once a step."""
+
     @abstractmethod
     def use(self, slots: Slots) -> None:
         """Count an access to slots, held or not, and make them the most recent.

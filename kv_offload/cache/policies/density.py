@@ -87,13 +87,16 @@ class HitDensity:
 
     def count(self, begun: Buckets, ended: Buckets, lost: Buckets) -> None:
         """Take in lives that began, that ended with an access, and that are no longer watched."""
-        for buckets, change in ((begun, 1), (ended, -1), (lost, -1)):
-            epochs = buckets // CLASSES
-            places = np.where(epochs > self.epoch - AGES, epochs % AGES, AGES)
-            cells = places * CLASSES + buckets % CLASSES
-            self._alive += change * np.bincount(cells, minlength=_CELLS)
-        cells = ended % CLASSES * (AGES + 1) + self._ages(ended)
-        self._new_hits += np.bincount(cells, minlength=_CELLS)
+        np.add.at(self._alive, self._cells(begun), 1)
+        np.subtract.at(self._alive, self._cells(np.concatenate((ended, lost))), 1)
+        np.add.at(self._new_hits, ended % CLASSES * (AGES + 1) + self._ages(ended), 1)
+
+    def _cells(self, buckets: Buckets) -> NDArray[np.int64]:
+        """Return the place of each bucket among the lives that go on."""
+        epochs = buckets // CLASSES
+        places = np.where(epochs > self.epoch - AGES, epochs % AGES, AGES)
+        cells: NDArray[np.int64] = places * CLASSES + buckets % CLASSES
+        return cells
 
     def _ages(self, buckets: Buckets) -> NDArray[np.int64]:
         ages: NDArray[np.int64] = np.minimum(self.epoch - buckets // CLASSES, AGES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,11 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 MIN_BITS = 6
 
+_ENTRY = np.dtype([("hash", np.uint64), ("bucket", np.int64)])
+"""A place of the table; bucket 0 says that nobody is here."""
+
+PAGE_ENTRIES = mmap.PAGESIZE // _ENTRY.itemsize
+
 
 def hash_keys(keys: Sequence[Key]) -> Hashes:
     """Return a number for each key, whose upper bits are well mixed."""
@@ -31,16 +36,34 @@ def hash_keys(keys: Sequence[Key]) -> Hashes:
 class History:
     """A table in which each key has one place; the last that was put there has it.
 
-    A place takes 16 bytes once it is used. Keys with the same hash are taken for one: that costs a
-    wrong guess, not a wrong block.
+    A place takes 16 bytes. Keys with the same hash are taken for one: that costs a wrong guess, not
+    a wrong block.
+
+    Keys lie anywhere, so each costs a read of memory that is in no cache. Hash and bucket lie side
+    by side, to make that one.
     """
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, keys_per_slot: int, slots: int) -> None:
         """Make room for as many keys as the next power of two."""
-        bits = max(MIN_BITS, (places - 1).bit_length())
+        bits = max(MIN_BITS, (keys_per_slot * slots - 1).bit_length())
         self._shift = np.uint64(64 - bits)
-        self._hashes = _small_pages(1 << bits, np.uint64)
-        self._buckets = _small_pages(1 << bits, np.int64)  # 0: nobody is here
+        self._table = _small_pages(1 << bits)
+        self._hashes, self._buckets = self._table["hash"], self._table["bucket"]
+        self._is_empty = True
+        self._per_slot = -(-(1 << bits) // slots)
+        self._touched = 0
+
+    def touch(self, slots: int) -> None:
+        """Take from the system the memory that the table will need for so many more slots.
+
+        The system gives it a page at the first write, which takes a microsecond: as much as all
+        else that is done for a key. Keys lie anywhere, so in a table without memory each key of a
+        prompt would need a page. While host memory fills there are some for each prompt.
+        """
+        if self._touched < len(self._buckets):
+            end = self._touched + slots * self._per_slot
+            self._buckets[self._touched : end : PAGE_ENTRIES] += 0
+            self._touched = end
 
     def __len__(self) -> int:
         """How many keys are known, in O(places)."""
@@ -48,32 +71,38 @@ class History:
 
     def take(self, hashes: Hashes) -> Buckets:
         """Return the bucket of each key, 0 where none is known, and forget these keys."""
+        if self._is_empty:
+            return np.zeros(len(hashes), np.int64)
         places = hashes >> self._shift
-        found = np.where(self._hashes[places] == hashes, self._buckets[places], 0)
+        entries = self._table[places]
+        found = np.where(entries["hash"] == hashes, entries["bucket"], 0)
         if found.any():
             self._buckets[places[found > 0]] = 0
         return found
 
     def put(self, hashes: Hashes, buckets: Buckets) -> Buckets:
         """Remember keys with their buckets; return the buckets of those forgotten for them."""
-        places = hashes >> self._shift
-        # Of several for one place the last is kept: it comes first in reverse.
-        kept = np.zeros(len(places), bool)
-        kept[len(places) - 1 - np.unique(places[::-1], return_index=True)[1]] = True
-        forgotten = np.concatenate((self._buckets[places[kept]], buckets[~kept]))
-        self._hashes[places[kept]] = hashes[kept]
-        self._buckets[places[kept]] = buckets[kept]
+        self._is_empty = False
+        places, order = hashes >> self._shift, np.arange(len(hashes))
+        forgotten = self._buckets[places]
+        # Of several for one place the last is kept: what it writes is read back.
+        self._buckets[places] = order
+        kept = self._buckets[places] == order
+        if not kept.all():
+            forgotten = np.concatenate((forgotten[kept], buckets[~kept]))
+        self._buckets[places] = buckets
+        self._hashes[places] = hashes
         known: Buckets = forgotten[forgotten > 0]
         return known
 
 
-def _small_pages(count: int, dtype: type[np.generic]) -> NDArray[Any]:
-    """Return zeros that take memory as they are written, page by page.
+def _small_pages(places: int) -> NDArray[np.void]:
+    """Return an empty table that takes memory as it is written, page by page.
 
     Keys lie anywhere. In the large pages that NumPy asks for, the first few hundred keys would
     bring all of the table at once: 0.4 s in a step, for a million slots.
     """
-    memory = mmap.mmap(-1, count * np.dtype(dtype).itemsize)
+    memory = mmap.mmap(-1, places * _ENTRY.itemsize)
     with contextlib.suppress(OSError):  # a kernel without large pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, dtype)
+    return np.frombuffer(memory, _ENTRY)

@@ -5,14 +5,21 @@ not see to that: the head of a prompt may be of a class that is worth less than 
 without the head the tail only takes room.
 
 Of several blocks behind one the last that was stored counts. The others came with earlier accesses.
+
+What has to stay is listed, in runs of blocks that follow each other. Once the block behind a run is
+about to leave, the whole run can leave after it. Otherwise better blocks would have to, or new ones
+be declined, while the heads of prompts whose tails have gone wait for the next ranking: with 250
+slots that cost 4 of 91 points of the hits of agents who call themselves in bursts (November 2026).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache.slots import Slots
+from kv_offload.cache.slots import NO_SLOTS, Slots
 
 FIRST = -1
 """Stands for the slot before a block that has none before it."""
@@ -36,6 +43,14 @@ class PrefixOrder:
         self._before = np.zeros(len(bucket_of), np.int32)
         self._behind = np.zeros(len(bucket_of) + 1, np.int32)  # the last is of FIRST, and not read
         self._place = np.zeros(len(bucket_of), np.int32)  # only within `split`
+        # By slot: the bucket as whose slot it is about to leave, and its place in the list from 1.
+        self._leaves_from = np.zeros(len(bucket_of), np.int64)
+        self._listed_at = np.zeros(len(bucket_of), np.int32)
+        # The list, by place: the slot, its bucket, and where its run ends, the head last.
+        self._listed = np.empty(len(bucket_of), np.int32)
+        self._listed_from = np.empty(len(bucket_of), np.int64)
+        self._run_end = np.empty(len(bucket_of), np.int32)
+        self._num_listed = 0
 
     def link(self, slots: Slots, before: NDArray[np.int64]) -> None:
         """Take note of the slot before each of `slots`, which are about to get new keys.
@@ -46,11 +61,67 @@ class PrefixOrder:
         self._before[slots] = before + 1
         self._behind[before] = slots + 1
 
+    def begin(self, waiting: Iterable[Slots]) -> None:
+        """Forget what has to stay, and that these are about to leave."""
+        self._listed_at[self._listed[: self._num_listed]] = 0
+        self._num_listed = 0
+        for slots in waiting:
+            self._leaves_from[slots] = 0
+
+    def leave(self, slots: Slots) -> Slots:
+        """Hear that slots are about to leave, in this order and before all that follow.
+
+        Returns what had to stay for them and can be the next to leave. No two of these that are in
+        different buckets are of one prompt.
+        """
+        self._leaves_from[slots] = self._bucket_of[slots]
+        heads = self._before[slots] - 1
+        first = self._listed_at[heads] - 1
+        first = first[(heads >= 0) & (self._behind[heads] == slots + 1) & (first >= 0)]
+        if not len(first):
+            return NO_SLOTS
+        # All places of the runs from there on, run by run.
+        lengths = self._run_end[first] - first
+        starts = np.cumsum(lengths) - lengths
+        places = np.arange(lengths.sum()) + np.repeat(first - starts, lengths)
+        listed = self._listed[places]
+        # A run ends before what was used since, or got another block behind it.
+        ends = self._bucket_of[listed] != self._listed_from[places]
+        ends |= self._listed_at[listed] != places + 1
+        relinked = self._behind[listed[1:]] != listed[:-1] + 1
+        relinked[starts[1:] - 1] = False
+        ends[1:] |= relinked
+        ended = np.cumsum(ends)
+        freed: Slots = listed[ended == np.repeat(ended[starts] - ends[starts], lengths)]
+        self._listed_at[freed] = 0
+        return freed
+
+    def left(self, slots: Slots) -> None:
+        """Hear that slots have left."""
+        self._leaves_from[slots] = 0
+
+    def _list(self, slots: Slots) -> None:
+        """List what has to stay, of one bucket; without room it stays until the next ranking."""
+        first, end = self._num_listed, self._num_listed + len(slots)
+        if end > len(self._listed):
+            return
+        self._num_listed = end
+        self._listed[first:end] = slots
+        self._listed_from[first:end] = self._bucket_of[slots]
+        self._listed_at[slots] = np.arange(first + 1, end + 1)
+        follows = self._behind[slots[1:]] == slots[:-1] + 1
+        ends = np.append(np.flatnonzero(~follows) + 1, len(slots))
+        self._run_end[first:end] = first + np.repeat(ends, np.diff(ends, prepend=0))
+
     def split(self, slots: Slots) -> tuple[Slots, Slots]:
-        """Return those that can leave in this order, no head before its tail, and the others."""
+        """Return those that can leave in this order, no head before its tail, and the others.
+
+        The slots are of one bucket. The others are listed.
+        """
         behind = self._behind[slots] - 1
         blocked = (behind >= 0) & (self._before[behind] == slots + 1)
-        blocked &= self._bucket_of[behind] > 0
+        buckets = self._bucket_of[behind]
+        blocked &= (buckets > 0) & (buckets != self._leaves_from[behind])
         if not blocked.any():
             return slots, slots[:0]
         # Where the block behind leaves earlier in this list, it decides for those before it.
@@ -67,4 +138,6 @@ class PrefixOrder:
             if not more.any():
                 break
             blocked |= more
-        return slots[~blocked], slots[blocked]
+        others = slots[blocked]
+        self._list(others)
+        return slots[~blocked], others

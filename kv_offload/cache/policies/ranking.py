@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +30,7 @@ class Ranking:
     entries are added, so that there are about two entries a slot.
 
     Between two calls of `rank` the order of the buckets stays, and the slots of the worst wait in a
-    queue. What has to stay for what is behind it (`prefixes`) stays in its bucket until the next.
+    queue. What has to stay for what is behind it (`prefixes`) comes into the queue after that.
     """
 
     def __init__(self, capacity: int, density: HitDensity) -> None:
@@ -51,18 +53,20 @@ class Ranking:
 
     def put(self, slots: Slots) -> None:
         """Add entries, the last the most recent, to the buckets in which the slots are now."""
-        slots = self._distinct(slots)
-        buckets = self.bucket_of[slots]
-        order = np.argsort(buckets, kind="stable")
-        order = order[np.count_nonzero(buckets == 0) :]
-        if not len(order):
-            return
-        slots, buckets = slots[order], buckets[order]
-        starts = np.flatnonzero(np.diff(buckets, prepend=0))
-        for bucket, part in zip(buckets[starts].tolist(), np.split(slots, starts[1:]), strict=True):
-            self._add(bucket, part)
+        for bucket, part in self._by_bucket(self._distinct(slots)):
+            if bucket:
+                self._add(bucket, part)
         if self._num_entries > self._max_entries:
             self._sweep(4 * len(slots))
+
+    def _by_bucket(self, slots: Slots) -> Iterator[tuple[int, Slots]]:
+        """Yield the slots of each bucket, in their order."""
+        buckets = self.bucket_of[slots]
+        order = np.argsort(buckets, kind="stable")
+        slots, buckets = slots[order], buckets[order]
+        changes = (np.flatnonzero(buckets[1:] != buckets[:-1]) + 1).tolist()
+        for first, end in itertools.pairwise([0, *changes, len(slots)] if len(slots) else []):
+            yield int(buckets[first]), slots[first:end]
 
     def _distinct(self, slots: Slots) -> Slots:
         """Leave out all entries of a slot but the last."""
@@ -101,6 +105,7 @@ class Ranking:
         for bucket, _, slots in reversed(self._waiting()):
             self._entries.setdefault(bucket, deque()).appendleft(slots)
             self._num_entries += len(slots)
+        self.prefixes.begin(slots for _, _, slots in self._queue)
         self._queue.clear()
         self._queued = 0
         self._opened = None
@@ -144,8 +149,18 @@ class Ranking:
                 if len(blocked):
                     self._add(bucket, blocked)
             if len(slots):
-                self._queue.append((bucket, density, slots))
-                self._queued += len(slots)
+                self._enqueue(bucket, density, slots)
+
+    def _enqueue(self, bucket: int, density: float, slots: Slots) -> None:
+        """Have slots of a bucket leave next, and then what had to stay for them."""
+        self._queue.append((bucket, density, slots))
+        self._queued += len(slots)
+        while len(slots := self.prefixes.leave(slots)):
+            parts = list(self._by_bucket(slots))
+            densities = self._density.of(np.array([bucket for bucket, _ in parts])).tolist()
+            for (bucket, part), density in zip(parts, densities, strict=True):
+                self._queue.append((bucket, density, part))
+            self._queued += len(slots)
 
     def _waiting(self) -> list[tuple[int, float, Slots]]:
         """Return what was taken out of buckets and has not left, with bucket and density."""
@@ -177,7 +192,8 @@ class Ranking:
                 break
             bucket, density, slots = self._queue.popleft()
             self._queued -= len(slots)
-            window, rest = np.split(slots, [2 * count + WINDOW_SLOTS])
+            looked_at = 2 * count + WINDOW_SLOTS
+            window, rest = slots[:looked_at], slots[looked_at:]
             live = window[self.bucket_of[window] == bucket]
             busy = held[live]
             if busy.any():
@@ -191,6 +207,7 @@ class Ranking:
             if len(taken):
                 victims.append((bucket, taken))
                 self.bucket_of[taken] = 0
+                self.prefixes.left(taken)
                 count -= len(taken)
         return victims
 

@@ -104,6 +104,7 @@ class StorePlanner:
             self.leftovers.examine(self._slots_left())
         self._grown_blocks = self._follow(output)
         self._pin_chosen()
+        self._manager.catch_up()
         self.leftovers.forget_chosen(resting=idle and not self._jobs.pinned_blocks)
 
     def _follow(self, output: StepOutput) -> int:

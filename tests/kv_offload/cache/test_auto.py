@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+import resource
 
 import numpy as np
 import pytest
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
-from kv_offload.cache.policies.auto import MIN_EPOCH, NOTED_ACCESSES, AutoPolicy
+from kv_offload.cache.policies.auto import (
+    MIN_EPOCH,
+    NOTED_ACCESSES,
+    QUIET_ACCESSES,
+    AutoPolicy,
+)
 from kv_offload.cache.policies.density import AGES, CLASSES, LENGTHS, HitDensity
 from kv_offload.cache.policies.history import History, hash_keys
 from kv_offload.cache.policies.prefixes import FIRST, PrefixOrder
@@ -76,7 +82,7 @@ def test_evidence_fades_when_traffic_changes() -> None:
 
 
 def test_history_gives_back_what_it_was_told_once() -> None:
-    history = History(1 << 12)
+    history = History(1 << 12, 1)
     hashes = hash_keys([b"a", b"b", b"c"])
     assert history.put(hashes, buckets(9, 1, 2, 3)).tolist() == []
     assert len(history) == 3
@@ -90,7 +96,7 @@ def test_history_gives_back_what_it_was_told_once() -> None:
 
 def test_history_tells_whom_it_forgot_so_that_nobody_waits_for_them() -> None:
     rng = np.random.default_rng(0)
-    history = History(64)
+    history = History(64, 1)
     put, forgotten, found = 0, 0, 0
     for round_ in range(20):
         hashes = rng.integers(0, 1 << 64, 50, np.uint64)
@@ -99,6 +105,35 @@ def test_history_tells_whom_it_forgot_so_that_nobody_waits_for_them() -> None:
         found += int((history.take(hashes[:10]) > 0).sum())
     assert put == len(history) + forgotten + found
     assert found > 0
+
+
+def test_evictions_from_a_full_memory_take_no_new_pages() -> None:
+    """A page that the system gives takes longer than all else that is done for a key."""
+    taken = []
+    for fills in (True, False):
+        policy = AutoPolicy(1 << 16)
+        if fills:
+            policy.add(np.arange(1 << 16, dtype=np.int32), [b"%d" % at for at in range(1 << 16)])
+        hashes = np.random.default_rng(0).integers(0, 1 << 64, 2000, np.uint64)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        policy._history.put(hashes, np.full(2000, 9))
+        taken.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert taken[0] < 100
+    assert taken[1] > 1000, "the control"
+
+
+def test_what_waits_is_taken_in_by_a_step_without_an_access() -> None:
+    policy = AutoPolicy(8192)
+    manager = CacheManager(policy)
+    manager.complete_store(manager.prepare_store([b"%d" % at for at in range(8192)]))
+    for new in (["first"], range(QUIET_ACCESSES)):  # the first eviction takes in what is stored
+        keys = [b"new %a" % key for key in new]
+        manager.complete_store(manager.offer(keys, [Run(len(keys), 100)])[0])
+    manager.catch_up()
+    assert len(policy._history) == 0, "its step has work enough"
+    manager.catch_up()
+    assert len(policy._history) > QUIET_ACCESSES * 0.9
+    manager.check_integrity()
 
 
 # -- what it declines ----------------------------------------------------------------------------
@@ -286,6 +321,75 @@ def test_a_slot_that_got_another_key_or_lost_it_holds_nobody() -> None:
     link(order, [1], [2])
     order._bucket_of[1] = 0
     assert split(order, 2) == ([2], [])
+    order = orders([1, 2])
+    link(order, [0, 1], [FIRST, 0])
+    order.leave(np.array([1], np.int32))
+    order._bucket_of[1] = 0
+    assert split(order, 0) == ([0], []), "1 was about to leave, and was forgotten"
+
+
+def leave(order: PrefixOrder, *slots: int) -> list[int]:
+    return order.leave(np.array(slots, np.int32)).tolist()
+
+
+def test_of_what_stays_as_much_leaves_as_follows_each_other_and_was_not_used() -> None:
+    def listed() -> PrefixOrder:
+        """Two prompts, 0 to 4 and 5 to 7; of each the tail is in another bucket."""
+        order = orders([1, 1, 1, 1, 2, 1, 1, 2])
+        link(order, [0, 1, 2, 3, 4], [FIRST, 0, 1, 2, 3])
+        link(order, [5, 6, 7], [FIRST, 5, 6])
+        assert split(order, 3, 2, 1, 0, 6, 5) == ([], [3, 2, 1, 0, 6, 5])
+        return order
+
+    assert leave(listed(), 4) == [3, 2, 1, 0]
+    assert leave(listed(), 4, 7) == [3, 2, 1, 0, 6, 5]
+    order = listed()
+    order._bucket_of[2] = 3
+    assert leave(order, 7, 4) == [6, 5, 3], "2 was used"
+    order = listed()
+    order.link(np.array([7], np.int32), np.array([1]))
+    order._leaves_from[:] = 0
+    assert leave(order, 4) == [3, 2], "7 came behind 1"
+    assert leave(order, 3, 2) == []
+    assert leave(order, 7) == [1, 0]
+    order = listed()
+    order.begin([])
+    assert leave(order, 4) == [], "a new ranking has not looked at them"
+
+
+def test_what_is_before_a_block_that_is_about_to_leave_does_not_stay() -> None:
+    order = orders([1, 2])
+    link(order, [0, 1], [FIRST, 0])
+    assert leave(order, 1) == []
+    assert split(order, 0) == ([0], [])
+    order.begin([np.array([1], np.int32)])
+    assert split(order, 0) == ([], [0]), "it did not leave"
+    order.begin([])
+    leave(order, 1)
+    order.left(np.array([1], np.int32))
+    assert split(order, 0) == ([], [0]), "it left, and another key of that bucket has its slot"
+
+
+def test_a_whole_prompt_leaves_before_a_block_that_is_worth_more() -> None:
+    """Its tail was used once, its head more often, and the head is worth least of all."""
+    policy = AutoPolicy(12)
+    manager = CacheManager(policy)
+    prompt = [b"prompt %d" % block for block in range(8)]
+    manager.complete_store(manager.offer(prompt[:4], [Run(4, 100)])[0])
+    for _ in range(4):
+        manager.complete_load(manager.prepare_load(prompt[:4]))
+    manager.complete_store(manager.offer(prompt[4:], [Run(4, 100, behind=prompt[3])])[0])
+    best = [b"best %d" % block for block in range(4)]
+    manager.complete_store(manager.offer(best, [Run(4, 100)])[0])
+    manager.complete_load(manager.prepare_load(best))
+    for uses, density in enumerate((2.0, 3.0, 1.0, 1.0)):
+        policy._density._density[uses * LENGTHS :][:LENGTHS] = density
+    policy._rank_anew()
+    for at in range(8):
+        manager.complete_store(manager.prepare_store([b"new %d" % at]))
+        manager.check_integrity()
+        assert manager.readable(prompt).tolist() == [True] * (7 - at) + [False] * (at + 1)
+        assert manager.readable(best).all()
 
 
 def test_a_block_does_not_wait_for_itself_where_its_head_left_for_it() -> None:

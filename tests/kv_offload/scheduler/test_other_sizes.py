@@ -68,6 +68,41 @@ def test_estimates_are_within_two_points_of_replays(
         assert abs(100 * error) < 2, f"{size}: {100 * error:.1f} points"
 
 
+def test_a_step_serves_one_size_and_none_where_a_request_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = []
+    serve = Miniature.serve
+
+    def count(self: Miniature, *arguments: Any, **named: Any) -> int:
+        served.append(self)
+        return serve(self, *arguments, **named)
+
+    monkeypatch.setattr(Miniature, "serve", count)
+    statistics = Statistics(CacheManager(make_policy("lru", 1)), dict)
+    config: Any = SimpleNamespace(eviction_policy="lru", store_blocks="all", store_after_uses=1)
+    prefixes = PrefixMap([CacheGroup(0, BLOCK_TOKENS)], BLOCK_TOKENS, lambda h, _: h + b"group")
+    estimate = OtherSizes(config, prefixes, 64, statistics)
+    request: Any = SimpleNamespace(
+        block_hashes=[b"block"], num_tokens=BLOCK_TOKENS, num_prompt_tokens=BLOCK_TOKENS
+    )
+
+    def steps(count: int, *, begins: bool) -> list[int]:
+        counts = []
+        for _ in range(count):
+            if begins:
+                estimate.admitted(request, 0, 0)
+            before = len(served)
+            estimate.work(idle=False)
+            counts.append(len(served) - before)
+        return counts
+
+    assert steps(1, begins=True) == [0]
+    assert steps(5, begins=False) == [1, 1, 1, 1, 0]
+    assert len({id(miniature) for miniature in served}) == len(OTHER_SIZES)
+    assert sum(steps(100, begins=True)) > 100 * len(OTHER_SIZES) - 40
+
+
 def test_an_engine_of_that_size_has_as_many_hits() -> None:
     """The largest miniature is as large as the thing itself: nothing is a matter of chance."""
     played = pytest.importorskip("tests.support.played_engine", reason="needs vLLM")
