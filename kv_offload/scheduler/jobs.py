@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.slots import NO_SLOTS, Slots
@@ -47,6 +48,8 @@ class Job:
     """The worst of the ranks that have ended it."""
     given_up: bool = False
     """Of a store: whether its blocks were released before all ranks had ended it."""
+    failed_rows: set[int] = field(default_factory=set)
+    """Places of slots whose copy some rank has told to have failed, though the job may have not."""
 
     @property
     def is_store(self) -> bool:
@@ -58,6 +61,15 @@ class Job:
         """Whether it is a store that pins its blocks."""
         return self.is_store and not self.given_up
 
+    @property
+    def failed(self) -> NDArray[np.bool_]:
+        """Say for each slot whether some rank has not copied it."""
+        failed = np.zeros(len(self.slots), bool)
+        failed[list(self.failed_rows)] = True
+        if self.outcome is not Outcome.OK and (self.is_store or not self.failed_rows):
+            failed[:] = True  # of a move: some rank never had it
+        return failed
+
 
 @dataclass(slots=True, eq=False)
 class Move(Job):
@@ -67,8 +79,6 @@ class Move(Job):
     keys: list[bytes] = field(default_factory=list)
     """What each slot holds, or is to hold."""
     tier_slots: Slots = field(default_factory=lambda: NO_SLOTS)
-    failed_rows: set[int] = field(default_factory=set)
-    """Slots whose copy some rank has told to have failed, by their places."""
 
     @property
     def is_store(self) -> bool:
@@ -200,11 +210,11 @@ class Jobs:
                 heard.ended.append(job)
 
     def hear_rows(self, failed_rows: Mapping[int, Sequence[int]]) -> None:
-        """Take in which slots of moves failed on a rank, before `hear` takes in their ends."""
+        """Take in which slots of jobs failed on a rank, before `hear` takes in their ends."""
         for job_id, rows in failed_rows.items():
-            move = self._running.get(job_id)
-            if isinstance(move, Move):
-                move.failed_rows.update(rows)
+            job = self._running.get(job_id)
+            if job is not None:
+                job.failed_rows.update(rows)
 
     def take_known(self) -> tuple[int, ...]:
         """Return the jobs that ranks have told of and that are not in the table any more."""
@@ -214,7 +224,7 @@ class Jobs:
     def release(self, job: Job) -> None:
         """Let go of what a job held that every rank has ended.
 
-        The slots of a store become readable if it went well everywhere.
+        Those slots of a store become readable that went well everywhere.
         """
         if job.request is not None:
             self.running_loads -= 1
@@ -226,7 +236,10 @@ class Jobs:
             self._unpin(job)
         else:
             self.stores_given_up -= 1
-        self._manager.complete_store(job.slots, ok=job.outcome is Outcome.OK)
+        failed = job.failed
+        if failed.any():
+            self._manager.complete_store(job.slots[failed], ok=False)
+        self._manager.complete_store(job.slots[~failed])
 
     def distrust_stores(self, ended: Iterable[Job] = ()) -> None:
         """Let nothing that is pinned by now become readable: some of it was computed wrongly.

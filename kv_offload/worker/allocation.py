@@ -20,6 +20,9 @@ from kv_offload.worker.sharing import ALONE, Peers, arena_bytes, open_shared_mem
 if TYPE_CHECKING:
     import torch
 
+PACKS_FROM = (9, 0)
+"""Compute capability of the first GPUs on which the kernels pack."""
+
 USEFUL_SLOTS = 1000
 """Fewer hold about one long prompt. It sizes the advice to who gave less than one slot."""
 
@@ -27,7 +30,8 @@ USEFUL_SLOTS = 1000
 def transfer_kind(config: OffloadConfig, device: torch.device) -> EngineKind:
     """Return the kind of transfer engine for a KV cache on `device`.
 
-    Raises `UnsupportedError` for other devices, `ConfigError` if the configuration wants another.
+    Raises `UnsupportedError` for other devices, `ConfigError` if the configuration wants another,
+    or one that does not pack.
     """
     kinds: dict[str, tuple[EngineKind, ...]] = {"cpu": ("host",), "cuda": ("cuda", "dma")}
     if device.type not in kinds:
@@ -35,11 +39,26 @@ def transfer_kind(config: OffloadConfig, device: torch.device) -> EngineKind:
     fitting = kinds[device.type]
     for kind in fitting:
         if config.transfer_engine in ("auto", kind):
+            if config.pack_kv and kind == "dma":
+                raise ConfigError(
+                    "pack_kv is true, but transfer_engine is 'dma', and only kernels pack: set "
+                    "transfer_engine to 'auto', or pack_kv to false"
+                )
             return kind
     raise ConfigError(
         f"transfer_engine is {config.transfer_engine!r}, but the KV cache of this engine is on "
         f"{device}: use 'auto' or {' or '.join(map(repr, fitting))}"
     )
+
+
+def check_packing(config: OffloadConfig, capability: tuple[int, int] | None) -> None:
+    """Raise `UnsupportedError` if KV is to be packed by a GPU that does not; None for no GPU."""
+    if config.pack_kv and capability is not None and capability < PACKS_FROM:
+        raise UnsupportedError(
+            f"pack_kv is true, but this GPU has compute capability {capability[0]}."
+            f"{capability[1]}, and the kernels pack from {PACKS_FROM[0]}.{PACKS_FROM[1]} on: set "
+            "pack_kv to false"
+        )
 
 
 def allocate(
@@ -64,7 +83,7 @@ def allocate(
     shared = None
     try:
         if peers.count > 1:
-            places = [(region.slot_offset_bytes, region.page_bytes) for region in layout.regions]
+            places = [(r.slot_offset_bytes, r.page_bytes, r.packing) for r in layout.regions]
             nbytes, node = num_slots * layout.slot_bytes, numa_node(kind, device)
             shared = open_shared_memory(peers, nbytes, (tuple(layers), places), node)
             if shared is None:

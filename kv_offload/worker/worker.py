@@ -167,7 +167,8 @@ class OffloadWorker:
         """Return what this rank holds and how much of it is ready."""
         synchronous = self.transfer is not None and self.transfer.can_load_before_compute
         ready, tier = self._jobs.ready_slots, self._moves.capacity()
-        return WorkerCapacity(self.rank, self.num_slots, ready, synchronous, tier)
+        slot_bytes = 0 if self.transfer is None else self.transfer.layout.slot_bytes
+        return WorkerCapacity(self.rank, self.num_slots, ready, synchronous, tier, slot_bytes)
 
     # -- a step --------------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ class Runner:
                 None,  # type: ignore[arg-type]
                 make_kv_cache_config([CacheGroup(0, 4)], BLOCKS),
                 gives_idle_blocks=False,
+                packs=False,
             ),
             0,
             1,

@@ -29,7 +29,7 @@ def test_a_rank_holds_its_share_of_host_memory(
     assert rank.half.capacity() == WorkerCapacity(0, 0, 0, synchronous_loads=False), "not yet"
     rank.start()
     assert rank.transfer.num_slots == 5
-    assert rank.half.capacity() == WorkerCapacity(0, 5, 5, synchronous)
+    assert rank.half.capacity() == WorkerCapacity(0, 5, 5, synchronous, slot_bytes=BLOCK_BYTES)
     rank.half.shutdown()
 
 

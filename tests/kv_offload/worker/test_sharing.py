@@ -102,7 +102,8 @@ def test_every_pair_is_one_ranks_and_parts_are_even(count: int, num_pairs: int) 
     meeting = Meeting(count)
     copied = np.zeros(count, int)
     for job_id in range(count):
-        parts = [meeting.peers(rank).own_part(StoreJob(job_id, pairs)) for rank in range(count)]
+        job = StoreJob(job_id, pairs)
+        parts = [pairs[meeting.peers(rank).own_part(job)] for rank in range(count)]
         assert sorted(np.concatenate(parts).tolist()) == pairs.tolist()
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
         copied += [len(part) for part in parts]
@@ -114,7 +115,7 @@ def test_every_pair_is_one_ranks_and_parts_are_even(count: int, num_pairs: int) 
 
 def test_the_ranks_hold_all_of_cpu_bytes_once(ranks: Ranks) -> None:
     for index, rank in enumerate(ranks.both):
-        assert rank.half.capacity() == WorkerCapacity(index, num_slots=8, ready_slots=8)
+        assert rank.half.capacity() == WorkerCapacity(index, 8, 8, slot_bytes=BLOCK_BYTES)
     ranks.arena(0)[3] = 77
     assert ranks.arena(1)[3] == 77
 
