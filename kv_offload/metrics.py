@@ -123,8 +123,7 @@ METRICS = (
         slots="Slots whose memory is ready on every rank, as of the engine's last step.",
         pool_slots="Slots that the pool has when all of its memory is ready.",
         slot_bytes="Bytes of one slot on one rank.",
-        block_bytes="Bytes of one block on one rank's GPU: more than slot_bytes where pack_kv packs "
-        "blocks.",
+        block_bytes="Bytes of one block on one rank, more than slot_bytes where pack_kv packs it.",
         running_loads="Loads that some rank has not completed.",
         running_stores="Stores that some rank has not completed.",
         oldest_copy_seconds="Age of the oldest load or store that was sent to the ranks and that "
@@ -132,8 +131,8 @@ METRICS = (
         pinned_blocks="GPU blocks kept from reuse until their store has ended.",
         waiting_slots="Slots of ended requests that wait to be stored.",
         retained_slots="Slots kept from eviction because requests asked to retain them.",
-        stores_paused="1 while stores are paused, by an operator or since too many blocks did not fit "
-        "packed slots, else 0.",
+        stores_paused="1 while stores are paused, by an operator or since too many blocks did not "
+        "fit packed slots, else 0.",
         load_bytes_per_second="Speed of loads that ran alone, of the slowest rank; 0 until it was "
         "measured.",
         tier_slots="Slots that the disk has.",

@@ -49,12 +49,12 @@ class OffloadScheduler:
     """Lives on the engine's one scheduling thread. Hooks call its methods, and none of its parts.
 
     Built when the block sizes and the number of slots are final: `num_slots` is what the smallest
-    rank holds. No slot is used before `take_capacities` has heard of all ranks. `slot_bytes` is what
-    a slot takes on one rank, and `block_bytes` what its block takes on the GPU, where that is more:
-    speeds of loads and stores are in bytes of blocks. `loads_overlap` says that a load runs while
-    the steps under way compute. With `describe` routers are told what becomes readable and what is
-    forgotten (`take_announcements`). A `recorder` hears of requests that end; it is closed with the
-    scheduler's half. `report_span` is told of look-ups and loads.
+    rank holds. No slot is used before `take_capacities` has heard of all ranks. `slot_bytes` is
+    what a slot takes on one rank, and `block_bytes` what its block takes on the GPU, if that is
+    more: speeds of loads and stores are in bytes of blocks. `loads_overlap` says that a load runs
+    while the steps under way compute. With `describe` routers are told what becomes readable and
+    what is forgotten (`take_announcements`). A `recorder` hears of requests that end; it is closed
+    with the scheduler's half. `report_span` is told of look-ups and loads.
 
     A job lives from its plan until every rank has ended it. Ranks may be asked at any time, and may
     tell of a job twice. What the engine has to do then waits until it is taken: `take_lost`,

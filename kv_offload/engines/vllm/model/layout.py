@@ -50,7 +50,9 @@ def describe_kv_caches(
 ) -> KVLayout:
     """Return the layout of the registered tensors: one per layer, or a list of a layer's states.
 
-    With `packs` slots hold packed what can be packed. Raises `UnsupportedError`, with the layer and its shape, if it could not be copied exactly.
+    With `packs` slots hold packed what can be packed.
+
+    Raises `UnsupportedError`, with the layer and its shape, if it could not be copied exactly.
     """
     num_blocks = kv_cache_config.num_blocks
     specs = layer_specs(kv_cache_config)
@@ -141,22 +143,24 @@ def _packings(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig) -> d
     }
 
 
-def _packing(
-    name: str, cache: torch.Tensor, num_blocks: int, block_tokens: int
-) -> Packing | None:
+def _packing(name: str, cache: torch.Tensor, num_blocks: int, block_tokens: int) -> Packing | None:
     """Return how the channels of one layer repeat in its page; None if no token begins a group.
 
     Values of a channel, of one head of K or V, are alike over the tokens, so they are packed
     together. The tokens' dimension is known by its size. The heads' may have the same: from vLLM
     0.32 it comes before, until then behind. A wrong answer takes room, and is exact.
     """
-    dim = block_dim(name, tuple(cache.shape), num_blocks)
-    tokens = block_tokens * num_blocks // cache.shape[dim]
-    found = [index for index, size in enumerate(cache.shape) if index != dim and size == tokens]
-    if not found:
+    block = block_dim(name, tuple(cache.shape), num_blocks)
+    tokens = block_tokens * num_blocks // cache.shape[block]
+    strides = [
+        stride
+        for dim, (size, stride) in enumerate(zip(cache.shape, cache.stride(), strict=True))
+        if dim != block and size == tokens and stride % GROUP_VALUES == 0
+    ]
+    if not strides:
         return None
-    period, rest = divmod(cache.stride(found[-1 if vllm_version() >= (0, 32) else 0]), GROUP_VALUES)
-    return None if rest else Packing(period, period * tokens)
+    period = strides[-1 if vllm_version() >= (0, 32) else 0] // GROUP_VALUES
+    return Packing(period, period * tokens)
 
 
 def describe_unpacked(kv_caches: Mapping[str, Any], layout: KVLayout) -> str:
