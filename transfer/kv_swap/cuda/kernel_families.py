@@ -8,6 +8,15 @@ from typing import TYPE_CHECKING
 
 from kv_swap.cuda.device import device_index
 from kv_swap.engine import Direction
+from kv_swap.errors import DeviceError
+from kv_swap.layout import KVLayout
+from kv_swap.packing.format import (
+    FORMAT_VERSION,
+    MAGIC,
+    MAX_COLUMNS,
+    PACKED_TILE_BYTES,
+    TILE_BYTES,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +40,8 @@ class LaunchShape:
 class KernelFamily:
     """One source of csrc with the functions `swap_store` and `swap_load`, and how to launch them.
 
-    Devices from `min_capability` on run it. `options` are for the compiler.
+    Devices from `min_capability` on run it. `options` are for the compiler. One that `packs` moves
+    the packed tiles of a layout, any other what is raw of it.
     """
 
     name: str
@@ -39,6 +49,7 @@ class KernelFamily:
     min_capability: tuple[int, int]
     shapes: Mapping[Direction, LaunchShape]
     options: tuple[str, ...] = ()
+    packs: bool = False
 
 
 _WARP = 32
@@ -82,8 +93,35 @@ VECTOR = KernelFamily(
 )
 """16-byte loads and stores."""
 
+_GROUPS = 2
+_PACKED_STAGES = {Direction.STORE: 4, Direction.LOAD: 5}
+_PACKED_BYTES = {
+    Direction.STORE: _PACKED_STAGES[Direction.STORE] * TILE_BYTES + _DRAINS * PACKED_TILE_BYTES,
+    Direction.LOAD: _PACKED_STAGES[Direction.LOAD] * PACKED_TILE_BYTES,
+}
+
+PACKED = KernelFamily(
+    "packed",
+    "swap_packed.cu",
+    (9, 0),
+    {
+        way: LaunchShape(2, _GROUPS * 8 * _WARP, TILE_BYTES, 1, _GROUPS * _PACKED_BYTES[way])
+        for way in Direction
+    },
+    (
+        *(f"-DKV_SWAP_{way.name}_STAGES={_PACKED_STAGES[way]}" for way in Direction),
+        f"-DKV_SWAP_DRAINS={_DRAINS}",
+        f"-DKV_SWAP_PACKED_TILE_BYTES={PACKED_TILE_BYTES}",
+        f"-DKV_SWAP_MAX_COLUMNS={MAX_COLUMNS}",
+        f"-DKV_SWAP_PACKED_MAGIC={MAGIC}",
+        f"-DKV_SWAP_PACKED_VERSION={FORMAT_VERSION}",
+    ),
+    packs=True,
+)
+"""Bulk copies through shared memory, packed and unpacked there; beside `BULK` for what is raw."""
+
 FAMILIES = (BULK, VECTOR)
-"""The fastest first."""
+"""Those that copy raw bytes, the fastest first."""
 
 
 def choose_family(device: torch.device) -> KernelFamily | None:
@@ -92,3 +130,22 @@ def choose_family(device: torch.device) -> KernelFamily | None:
 
     capability = torch.cuda.get_device_capability(device_index(device))
     return next((family for family in FAMILIES if capability >= family.min_capability), None)
+
+
+def families_of(layout: KVLayout, raw: KernelFamily | None) -> list[KernelFamily]:
+    """Return what moves the blocks of a layout together, where `raw` copies what is not packed.
+
+    Without `raw` nothing does. Raises `DeviceError` if the layout is packed and `raw` is not the
+    family of devices that can pack.
+    """
+    if not layout.num_tiles:
+        return [] if raw is None else [raw]
+    if raw is not BULK:
+        major, minor = PACKED.min_capability
+        raise DeviceError(
+            f"the layout is packed, which needs the kernels of compute capability {major}.{minor} "
+            f"and newer, but this engine has {'no kernels' if raw is None else 'older ones'}: do "
+            f"not pack KV here"
+        )
+    all_packed = all(region.raw_part is None for region in layout.regions)
+    return [PACKED] if all_packed else [PACKED, raw]

@@ -64,11 +64,12 @@ def tile_columns(packing: Packing, first_group: int) -> TileColumns:
     columns -= columns.min()
     while columns.max() >= MAX_COLUMNS:
         columns //= 2
-    return _describe(columns.astype(np.uint8).tobytes())
+    return describe_columns(columns.astype(np.uint8).tobytes())
 
 
 @lru_cache(maxsize=1024)
-def _describe(columns: bytes) -> TileColumns:
+def describe_columns(columns: bytes) -> TileColumns:
+    """Return the columns of a tile from a byte a group; equal ones are the same object."""
     of_group = np.frombuffer(columns, np.uint8)
     used, firsts = np.unique(np.sort(of_group), return_index=True)
     count = (int(used[-1]) // 8 + 1) * 8

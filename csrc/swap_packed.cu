@@ -1,0 +1,534 @@
+// Swap kernels that pack tiles of 16 KiB of bf16 without loss on their way, for sm_90 and newer.
+// kv_swap/packing/format.py has the format; kv_swap/packing/tiles.py writes the same bytes.
+//
+// A CTA has kGroups groups of 8 warps that share nothing but the list of pairs. The first thread of a
+// group keeps bulk copies of the next tiles under way, source -> shared memory, on a ring of stages;
+// all 256 threads transform the tile that has arrived, 4 groups of 8 values each.
+//
+//   store  A group takes whole pairs, the tiles in their order: who gets the pool's entries depends
+//          on the values alone. It packs into one of kDrains buffers, and a bulk copy drains that.
+//   load   A group takes every n-th tile of all, unpacks it and writes the page itself.
+//
+// Nothing else may write meanwhile what these copies read, nor read what they write:
+//   - pages of the pairs' blocks, and their slots with the pools: the owner of blocks and slots;
+//   - the list in its entry of the ring: the host writes pairs before the launch and reads statuses
+//     after its end, and only then uses the entry again. A status is written by one thread;
+//   - the tables of tiles and columns: written before the first launch and never again, those of
+//     waves on the stream of the launches that read them.
+// In shared memory a stage is filled again after the barrier behind its last reader, or behind a bulk
+// copy out of it that has been waited for; a buffer is written again after its drain has read it.
+
+#include "bulk.cuh"
+#include "swap.cuh"
+
+namespace {
+
+using namespace kv_swap;
+
+constexpr u32 kTileBytes = 16384;
+constexpr u32 kMantissaBytes = 8192;
+constexpr u32 kMainBytes = 12288;  // signs, mantissas and codes; of a raw tile what lies in its place
+constexpr u32 kPoolEntryBytes = kTileBytes - kMainBytes;
+constexpr u32 kPackedTileBytes = KV_SWAP_PACKED_TILE_BYTES;
+constexpr u32 kTailBytes = kPackedTileBytes - kMainBytes;  // header, bases and escapes
+constexpr u32 kTailWords = kTailBytes / 8;
+constexpr u32 kHeaderWords = 2;  // of 8 bytes; an escape is one, and so are 8 bases
+constexpr u32 kMaxColumns = KV_SWAP_MAX_COLUMNS;
+constexpr u32 kMaxEscapes = kTailWords - kHeaderWords - 1;
+constexpr u32 kKindPacked = 1;
+constexpr u32 kKindRaw = 2;
+constexpr u32 kSignature = KV_SWAP_PACKED_MAGIC | KV_SWAP_PACKED_VERSION << 16;
+static_assert(kPackedTileBytes % 128 == 0, "tiles lie in slots as bulk copies want them");
+static_assert(kTailWords <= 2 * kWarpSize, "a warp writes the tail, two words a lane at most");
+static_assert(kHeaderWords + kMaxColumns / 8 < kTailWords, "escapes have room behind the bases");
+
+constexpr u32 kGroups = 2;
+constexpr u32 kWarps = 8;  // of a group; a warp has an eighth of a tile, as the header counts escapes
+constexpr u32 kGroupThreads = kWarps * kWarpSize;
+constexpr u32 kThreads = kGroups * kGroupThreads;
+constexpr u32 kUnits = kTileBytes / 16 / kGroupThreads;  // groups of 8 values of a thread
+static_assert(kUnits == 4, "a thread reads the columns of its values as one word");
+static_assert(kPoolEntryBytes == 16 * kGroupThreads, "a thread loads 16 bytes of a pool's entry");
+
+struct StoreRing {
+  static constexpr u32 kStages = KV_SWAP_STORE_STAGES;
+  static constexpr u32 kDrains = KV_SWAP_DRAINS;
+  static constexpr u32 kGroupBytes = kStages * kTileBytes + kDrains * kPackedTileBytes;
+};
+struct LoadRing {
+  static constexpr u32 kStages = KV_SWAP_LOAD_STAGES;
+  static constexpr u32 kGroupBytes = kStages * kPackedTileBytes;
+};
+
+// A row of the table: a tile of a region's page.
+struct alignas(16) PackedTile {
+  u64 page_address;  // in block 0
+  u64 block_stride_bytes;
+  u64 slot_offset_bytes;
+  u32 columns;  // index of the table of columns
+  u32 num_columns;
+};
+static_assert(sizeof(PackedTile) == 32, "kv_swap/cuda/packed.py writes rows of 32 bytes");
+
+// What all threads of a group need of the tile in a stage. Written when it is filled.
+struct Work {
+  u64 page_address;
+  u64 slot_address;
+  u32 columns;
+  u32 num_columns;
+};
+
+__device__ __forceinline__ void sync_group(u32 group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory");
+}
+
+// The rows of the tiles of one group, in their order, every step-th of the table again and again.
+//
+// One thread uses it. Rows are fetched kFetched - 1 tiles ahead: see SegmentCursor in swap_bulk.cu. A
+// place is written again only after its row was taken.
+class TileFeed {
+ public:
+  static constexpr u32 kFetched = 8;
+  using Places = PackedTile[kFetched];  // in shared memory
+
+  __device__ TileFeed(const PackedTile* table, u32 num_tiles, u32 first, u32 step, Places& places)
+      : table_(table),
+        num_tiles_(num_tiles),
+        step_(step % num_tiles),
+        tile_(first % num_tiles),
+        places_(places) {}
+
+  __device__ void begin() {
+    for (u32 i = 0; i < kFetched - 1; ++i) fetch();
+  }
+
+  __device__ PackedTile take() {
+    wait_fetched<kFetched - 2>();
+    const PackedTile row = places_[taken_++ % kFetched];
+    fetch();
+    return row;
+  }
+
+ private:
+  __device__ void fetch() {
+    const u8* source = reinterpret_cast<const u8*>(table_ + tile_);
+    const u32 place = shared_address(&places_[fetched_++ % kFetched]);
+    fetch_16_bytes(place, source);
+    fetch_16_bytes(place + 16, source + 16);
+    commit_fetch();
+    tile_ += step_;
+    if (tile_ >= num_tiles_) tile_ -= num_tiles_;
+  }
+
+  const PackedTile* table_;
+  u32 num_tiles_;
+  u32 step_;
+  u32 tile_;
+  u32 fetched_ = 0;
+  u32 taken_ = 0;
+  Places& places_;
+};
+
+// The pairs of a list, fetched over the bus once a CTA. A return of __syncthreads publishes them.
+__device__ __forceinline__ u32 read_pairs(const ListHeader* list, int2 (&pairs)[kMaxPairs]) {
+  // The first of each thread in one round trip with their number; pairs past it are never used.
+  const int2 first = read_pair(list, threadIdx.x);
+  const u32 num_pairs = read_num_pairs(list);
+  pairs[threadIdx.x] = first;
+  for (u32 i = threadIdx.x + kThreads; i < num_pairs; i += kThreads) pairs[i] = read_pair(list, i);
+  return num_pairs;
+}
+
+// The columns of a thread's 4 groups of values, a byte each.
+__device__ __forceinline__ u32 read_columns(const u32* tables, const Work& work, u32 thread) {
+  return __ldg(tables + work.columns * kGroupThreads + thread);
+}
+
+__device__ __forceinline__ u32 column_of(u32 columns, u32 unit) {
+  return columns >> 8 * unit & 0xff;
+}
+
+// What is subtracted from both exponents of a word: code 1 is the base, code 0 one less.
+__device__ __forceinline__ u32 shift_of(u32 base) { return (base - 1) * 0x00800080u; }
+
+__device__ __forceinline__ u32 base_of(u32 greatest) { return max(greatest >> 7, 14u) - 14; }
+
+__device__ __forceinline__ u32 lanes_below(u32 mask, u32 lane) {
+  return __popc(mask & ((1u << lane) - 1));
+}
+
+// Escapes of a tile until they are put in order, each warp for itself.
+struct Escapes {
+  uint2 exponents[kWarps][kMaxEscapes];
+  u32 counts[kWarps];  // may be more than have room
+};
+
+// Writes the tail of a tile, with the first warp of a group. Returns whether the tile fits; else its
+// header says that it is raw and has this entry of the pool.
+__device__ __forceinline__ bool write_tail(u8* tail, u32 lane, const Escapes& escapes,
+                                           const u32* greatest, u32 num_columns, u32 pool_entry) {
+  const u32 count = lane < kWarps ? escapes.counts[lane] : 0;
+  u32 before = count;  // of this warp's and those before it, then only those
+#pragma unroll
+  for (u32 distance = 1; distance < kWarps; distance *= 2) {
+    const u32 lower = __shfl_up_sync(~0u, before, distance);
+    if (lane >= distance) before += lower;
+  }
+  const u32 total = __shfl_sync(~0u, before, kWarps - 1);
+  before -= count;
+  const u32 first_escape = kHeaderWords + num_columns / 8;
+  const bool fits = total <= kTailWords - first_escape;
+  const u32 eighth = fits && lane < kWarps ? before << 8 * (lane % 4) : 0;
+  const u32 before_low = __reduce_or_sync(~0u, lane < 4 ? eighth : 0);
+  const u32 before_high = __reduce_or_sync(~0u, lane < 4 ? 0 : eighth);
+#pragma unroll
+  for (u32 first = 0; first < kTailWords; first += kWarpSize) {
+    const u32 word = first + lane;
+    const u32 escape = word - first_escape;
+    u32 owner = 0;
+    u32 owner_before = 0;
+#pragma unroll
+    for (u32 warp = 1; warp < kWarps; ++warp) {
+      const u32 other = __shfl_sync(~0u, before, warp);
+      if (escape >= other) {
+        owner = warp;
+        owner_before = other;
+      }
+    }
+    uint2 value = make_uint2(0, 0);
+    if (word == 0) {
+      value = fits ? make_uint2(kSignature | kKindPacked << 24, num_columns | total << 8)
+                   : make_uint2(kSignature | kKindRaw << 24, pool_entry << 16);
+    } else if (word == 1) {
+      value = make_uint2(before_low, before_high);
+    } else if (fits && word < first_escape) {
+      const u32* of_columns = greatest + (word - kHeaderWords) * 8;
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) {
+        value.x |= base_of(of_columns[i]) << 8 * i;
+        value.y |= base_of(of_columns[i + 4]) << 8 * i;
+      }
+    } else if (fits && escape < total) {
+      value = escapes.exponents[owner][escape - owner_before];
+    }
+    if (word < kTailWords) reinterpret_cast<uint2*>(tail)[word] = value;
+  }
+  return fits;
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    swap_store(ListHeader* list, const PackedTile* tiles, u32 num_tiles, u32 /*segments_per_tile*/,
+               u64 arena, u64 slot_bytes, const u32* columns_tables, u32 pool_entries) {
+  using Ring = StoreRing;
+  static_assert(Ring::kStages >= 3, "the columns of the next tile are read while one is packed");
+  static_assert(Ring::kDrains >= 2, "a buffer to pack into, one to drain");
+  extern __shared__ __align__(128) u8 shared_bytes[];  // kGroups * Ring::kGroupBytes
+  __shared__ __align__(128) uint4 zeros[kPoolEntryBytes / sizeof(uint4)];
+  __shared__ int2 pairs[kMaxPairs];
+  __shared__ u64 barriers[kGroups][Ring::kStages];
+  __shared__ TileFeed::Places places[kGroups];
+  __shared__ Work works[kGroups][Ring::kStages];
+  __shared__ u32 greatest[kGroups][2][kMaxColumns];  // magnitude of each column, of two tiles
+  __shared__ Escapes all_escapes[kGroups];
+
+  const u32 group = threadIdx.x / kGroupThreads;
+  const u32 thread = threadIdx.x % kGroupThreads;
+  const u32 lane = thread % kWarpSize;
+  const u32 warp = thread / kWarpSize;
+  const u32 first_pair = blockIdx.x * kGroups + group;
+  const u32 pair_step = gridDim.x * kGroups;
+  u8* const stages = shared_bytes + group * Ring::kGroupBytes;
+  u8* const buffers = stages + Ring::kStages * kTileBytes;
+  const u32 first_barrier = shared_address(barriers[group]);
+  Escapes& escapes = all_escapes[group];
+
+  const u32 num_pairs = read_pairs(list, pairs);
+  for (u32 i = threadIdx.x; i < kPoolEntryBytes / sizeof(uint4); i += kThreads) {
+    zeros[i] = make_uint4(0, 0, 0, 0);
+  }
+  if (thread < Ring::kStages) {
+    init_barrier(first_barrier + thread * sizeof(u64));
+    works[group][thread] = {};
+  }
+  if (thread < kMaxColumns) greatest[group][0][thread] = 0;
+  publish_barriers();
+  fence_for_bulk_copies();
+  __syncthreads();
+
+  // Of the first thread: the tile that is filled next.
+  TileFeed feed(tiles, num_tiles, 0, 1, places[group]);
+  u32 filled_pair = first_pair;
+  u32 filled_tile = 0;
+  const auto fill = [&](u32 stage) {
+    if (filled_pair >= num_pairs) return;
+    const PackedTile tile = feed.take();
+    const int2 pair = pairs[filled_pair];
+    const u64 page = tile.page_address + static_cast<u64>(pair.x) * tile.block_stride_bytes;
+    const u64 slot = arena + static_cast<u64>(pair.y) * slot_bytes;
+    works[group][stage] = {page, slot + tile.slot_offset_bytes, tile.columns, tile.num_columns};
+    const u32 barrier = first_barrier + stage * sizeof(u64);
+    expect_bytes(barrier, kTileBytes);
+    bulk_to_shared(shared_address(stages + stage * kTileBytes), page, kTileBytes, barrier);
+    if (++filled_tile == num_tiles) {
+      filled_tile = 0;
+      filled_pair += pair_step;
+    }
+  };
+  if (thread == 0) {
+    feed.begin();
+    for (u32 stage = 0; stage < Ring::kStages; ++stage) fill(stage);
+  }
+  sync_group(group);
+
+  u32 stage = 0;
+  u32 parity = 0;
+  u32 buffer = 0;
+  u32 turn = 0;  // which of the two tables of magnitudes
+  u32 next_columns = read_columns(columns_tables, works[group][0], thread);
+  for (u32 pair = first_pair; pair < num_pairs; pair += pair_step) {
+    u32 num_raw = 0;
+    for (u32 tile = 0; tile < num_tiles; ++tile) {
+      const u32 columns = next_columns;
+      const u32 next_stage = stage + 1 == Ring::kStages ? 0 : stage + 1;
+      next_columns = read_columns(columns_tables, works[group][next_stage], thread);
+      u32* const magnitudes = greatest[group][turn];
+      u8* const in = stages + stage * kTileBytes;
+      u8* const out = buffers + buffer * kPackedTileBytes;
+      wait_barrier(first_barrier + stage * sizeof(u64), parity);
+
+      uint4 words[kUnits];
+      u32 magnitude[kUnits];
+#pragma unroll
+      for (u32 i = 0; i < kUnits; ++i) {
+        words[i] = reinterpret_cast<const uint4*>(in)[(warp * kUnits + i) * kWarpSize + lane];
+        const u32 both = __vmaxu2(__vmaxu2(words[i].x & 0x7fff7fffu, words[i].y & 0x7fff7fffu),
+                                  __vmaxu2(words[i].z & 0x7fff7fffu, words[i].w & 0x7fff7fffu));
+        magnitude[i] = max(both >> 16, both & 0xffff);
+      }
+      if (columns == (columns & 0xff) * 0x01010101u) {
+        atomicMax(magnitudes + (columns & 0xff),
+                  max(max(magnitude[0], magnitude[1]), max(magnitude[2], magnitude[3])));
+      } else {
+#pragma unroll
+        for (u32 i = 0; i < kUnits; ++i) atomicMax(magnitudes + column_of(columns, i), magnitude[i]);
+      }
+      sync_group(group);
+      turn ^= 1;
+      if (thread < kMaxColumns) greatest[group][turn][thread] = 0;
+
+      uint2 exponents[kUnits];
+      u32 escaping[kUnits];
+      u32 count = 0;
+#pragma unroll
+      for (u32 i = 0; i < kUnits; ++i) {
+        const u32 shift = shift_of(base_of(magnitudes[column_of(columns, i)]));
+        const u32 a = __funnelshift_l(words[i].x - shift, words[i].x - shift, 1);
+        const u32 b = __funnelshift_l(words[i].y - shift, words[i].y - shift, 1);
+        const u32 c = __funnelshift_l(words[i].z - shift, words[i].z - shift, 1);
+        const u32 d = __funnelshift_l(words[i].w - shift, words[i].w - shift, 1);
+        exponents[i] = make_uint2(__byte_perm(a, b, 0x7531), __byte_perm(c, d, 0x7531));
+        const u32 place = (warp * kUnits + i) * kWarpSize + lane;
+        reinterpret_cast<uint2*>(out)[place] =
+            make_uint2(__byte_perm(a, b, 0x6420), __byte_perm(c, d, 0x6420));
+        const bool escapes_here = ((exponents[i].x | exponents[i].y) & 0xf0f0f0f0u) != 0 ||
+                                  (exponents[i].x & 0xff) == 0;
+        reinterpret_cast<u32*>(out + kMantissaBytes)[place] =
+            escapes_here ? 0 : exponents[i].x | exponents[i].y << 4;
+        escaping[i] = __ballot_sync(~0u, escapes_here);
+        count += __popc(escaping[i]);
+      }
+      if (count != 0) {
+        u32 first = 0;
+#pragma unroll
+        for (u32 i = 0; i < kUnits; ++i) {
+          const u32 place = first + lanes_below(escaping[i], lane);
+          if ((escaping[i] >> lane & 1) != 0 && place < kMaxEscapes) {
+            escapes.exponents[warp][place] = exponents[i];
+          }
+          first += __popc(escaping[i]);
+        }
+      }
+      if (lane == 0) escapes.counts[warp] = count;
+      fence_for_bulk_copies();
+      sync_group(group);
+
+      // The other warps go on to the next tile, up to the barrier behind its magnitudes.
+      if (warp == 0) {
+        const Work work = works[group][stage];
+        const bool fits = write_tail(out + kMainBytes, lane, escapes, magnitudes, work.num_columns,
+                                     num_raw);
+        fence_for_bulk_copies();
+        __syncwarp();
+        if (lane == 0) {
+          const u64 pool = arena + static_cast<u64>(pairs[pair].y) * slot_bytes + slot_bytes -
+                           static_cast<u64>(pool_entries) * kPoolEntryBytes;
+          if (fits) {
+            bulk_from_shared(work.slot_address, shared_address(out), kPackedTileBytes);
+          } else {
+            bulk_from_shared(work.slot_address, shared_address(in), kMainBytes);
+            bulk_from_shared(work.slot_address + kMainBytes, shared_address(out + kMainBytes),
+                             kTailBytes);
+            if (num_raw < pool_entries) {
+              bulk_from_shared(pool + num_raw * kPoolEntryBytes, shared_address(in + kMainBytes),
+                               kPoolEntryBytes);
+            }
+          }
+          if (tile + 1 == num_tiles) {
+            const u32 used = num_raw + (fits ? 0 : 1);
+            for (u32 entry = used; entry < pool_entries; ++entry) {
+              bulk_from_shared(pool + entry * kPoolEntryBytes, shared_address(zeros),
+                               kPoolEntryBytes);
+            }
+            write_status(list, pair, used > pool_entries ? 1 : 0);
+          }
+          commit_drain();
+          if (fits) {
+            wait_drained<Ring::kDrains - 1>();
+          } else {
+            wait_drained<0>();  // the stage is drained itself
+          }
+          fill(stage);
+        }
+        if (!fits) ++num_raw;
+      }
+      stage = next_stage;
+      if (stage == 0) parity ^= 1;
+      if (++buffer == Ring::kDrains) buffer = 0;
+    }
+  }
+  // Shared memory must outlive the reads and what was fetched, the launch the writes.
+  if (thread == 0) {
+    wait_fetched<0>();
+    wait_written();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    swap_load(const ListHeader* list, const PackedTile* tiles, u32 num_tiles,
+              u32 /*segments_per_tile*/, u64 arena, u64 slot_bytes, const u32* columns_tables,
+              u32 pool_entries) {
+  using Ring = LoadRing;
+  static_assert(Ring::kStages >= 3, "the columns of the next tile are read while one is unpacked");
+  extern __shared__ __align__(128) u8 shared_bytes[];  // kGroups * Ring::kGroupBytes
+  __shared__ int2 pairs[kMaxPairs];
+  __shared__ u64 barriers[kGroups][Ring::kStages];
+  __shared__ TileFeed::Places places[kGroups];
+  __shared__ Work works[kGroups][Ring::kStages];
+
+  const u32 group = threadIdx.x / kGroupThreads;
+  const u32 thread = threadIdx.x % kGroupThreads;
+  const u32 lane = thread % kWarpSize;
+  const u32 warp = thread / kWarpSize;
+  const u32 first_tile = blockIdx.x * kGroups + group;
+  const u32 tile_step = gridDim.x * kGroups;
+  u8* const stages = shared_bytes + group * Ring::kGroupBytes;
+  const u32 first_barrier = shared_address(barriers[group]);
+
+  const u32 num_pairs = read_pairs(list, pairs);
+  if (thread < Ring::kStages) {
+    init_barrier(first_barrier + thread * sizeof(u64));
+    works[group][thread] = {};
+  }
+  publish_barriers();
+  __syncthreads();
+
+  // Of the first thread: the tile that is filled next.
+  TileFeed feed(tiles, num_tiles, first_tile, tile_step, places[group]);
+  u32 filled_pair = first_tile / num_tiles;
+  u32 filled_tile = first_tile % num_tiles;
+  const auto fill = [&](u32 stage) {
+    if (filled_pair >= num_pairs) return;
+    const PackedTile tile = feed.take();
+    const int2 pair = pairs[filled_pair];
+    const u64 page = tile.page_address + static_cast<u64>(pair.x) * tile.block_stride_bytes;
+    const u64 slot = arena + static_cast<u64>(pair.y) * slot_bytes;
+    works[group][stage] = {page, slot, tile.columns, tile.num_columns};
+    const u32 barrier = first_barrier + stage * sizeof(u64);
+    expect_bytes(barrier, kPackedTileBytes);
+    bulk_to_shared(shared_address(stages + stage * kPackedTileBytes),
+                   slot + tile.slot_offset_bytes, kPackedTileBytes, barrier);
+    filled_tile += tile_step;
+    while (filled_tile >= num_tiles) {
+      filled_tile -= num_tiles;
+      ++filled_pair;
+    }
+  };
+  if (thread == 0) {
+    feed.begin();
+    for (u32 stage = 0; stage < Ring::kStages; ++stage) fill(stage);
+  }
+  sync_group(group);
+
+  u32 stage = 0;
+  u32 parity = 0;
+  u32 next_columns = read_columns(columns_tables, works[group][0], thread);
+  for (u32 tile = first_tile; tile < num_pairs * num_tiles; tile += tile_step) {
+    const u32 columns = next_columns;
+    const u32 next_stage = stage + 1 == Ring::kStages ? 0 : stage + 1;
+    next_columns = read_columns(columns_tables, works[group][next_stage], thread);
+    const Work work = works[group][stage];
+    const u8* const in = stages + stage * kPackedTileBytes;
+    const u8* const tail = in + kMainBytes;
+    uint4* const page = reinterpret_cast<uint4*>(work.page_address);
+    wait_barrier(first_barrier + stage * sizeof(u64), parity);
+
+    const uint2 header = *reinterpret_cast<const uint2*>(tail);
+    if (header.x >> 24 != kKindRaw) {
+      uint2 mantissas[kUnits];
+      u32 codes[kUnits];
+      u32 escaping[kUnits];
+      u32 any = 0;
+#pragma unroll
+      for (u32 i = 0; i < kUnits; ++i) {
+        const u32 place = (warp * kUnits + i) * kWarpSize + lane;
+        mantissas[i] = reinterpret_cast<const uint2*>(in)[place];
+        codes[i] = reinterpret_cast<const u32*>(in + kMantissaBytes)[place];
+      }
+#pragma unroll
+      for (u32 i = 0; i < kUnits; ++i) {
+        escaping[i] = __ballot_sync(~0u, (codes[i] & 0xf) == 0);
+        any |= escaping[i];
+      }
+      u32 word = 0;  // of the warp's next escape
+      if (any != 0) word = kHeaderWords + work.num_columns / 8 + tail[8 + warp];
+#pragma unroll
+      for (u32 i = 0; i < kUnits; ++i) {
+        uint2 exponents = make_uint2(codes[i] & 0x0f0f0f0fu, codes[i] >> 4 & 0x0f0f0f0fu);
+        if (escaping[i] != 0) {
+          if ((codes[i] & 0xf) == 0) {
+            // A slot that holds garbage must not lead out of the tile.
+            const u32 escape = min(word + lanes_below(escaping[i], lane), kTailWords - 1);
+            exponents = reinterpret_cast<const uint2*>(tail)[escape];
+          }
+          word += __popc(escaping[i]);
+        }
+        const u32 shift = shift_of(tail[8 * kHeaderWords + column_of(columns, i)]);
+        const u32 a = __byte_perm(mantissas[i].x, exponents.x, 0x5140);
+        const u32 b = __byte_perm(mantissas[i].x, exponents.x, 0x7362);
+        const u32 c = __byte_perm(mantissas[i].y, exponents.y, 0x5140);
+        const u32 d = __byte_perm(mantissas[i].y, exponents.y, 0x7362);
+        page[(warp * kUnits + i) * kWarpSize + lane] =
+            make_uint4(__funnelshift_r(a, a, 1) + shift, __funnelshift_r(b, b, 1) + shift,
+                       __funnelshift_r(c, c, 1) + shift, __funnelshift_r(d, d, 1) + shift);
+      }
+    } else {
+      // The rest of the tile over the bus, straight from the pool: this is rare.
+      const u32 entry = min(header.y >> 16, pool_entries - 1);
+      const u64 pool =
+          work.slot_address + slot_bytes - static_cast<u64>(pool_entries) * kPoolEntryBytes;
+      const uint4 rest =
+          __ldcv(reinterpret_cast<const uint4*>(pool + entry * kPoolEntryBytes) + thread);
+      for (u32 place = thread; place < kMainBytes / sizeof(uint4); place += kGroupThreads) {
+        page[place] = reinterpret_cast<const uint4*>(in)[place];
+      }
+      page[kMainBytes / sizeof(uint4) + thread] = rest;
+    }
+    sync_group(group);
+    if (thread == 0) fill(stage);
+    stage = next_stage;
+    if (stage == 0) parity ^= 1;
+  }
+  if (thread == 0) wait_fetched<0>();
+}
