@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kv_swap.cuda.kernel_families import PACKED
 from kv_swap.engine import SwapEngine
 from kv_swap.errors import DeviceError, PinnedMemoryError
 from kv_swap.factory import EngineKind, create_engine, numa_node
@@ -19,9 +20,6 @@ from kv_offload.worker.sharing import ALONE, Peers, arena_bytes, open_shared_mem
 
 if TYPE_CHECKING:
     import torch
-
-PACKS_FROM = (9, 0)
-"""Compute capability of the first GPUs on which the kernels pack."""
 
 USEFUL_SLOTS = 1000
 """Fewer hold about one long prompt. It sizes the advice to who gave less than one slot."""
@@ -53,11 +51,12 @@ def transfer_kind(config: OffloadConfig, device: torch.device) -> EngineKind:
 
 def check_packing(config: OffloadConfig, capability: tuple[int, int] | None) -> None:
     """Raise `UnsupportedError` if KV is to be packed by a GPU that does not; None for no GPU."""
-    if config.pack_kv and capability is not None and capability < PACKS_FROM:
+    needed = PACKED.min_capability
+    if config.pack_kv and capability is not None and capability < needed:
+        major, minor = capability
         raise UnsupportedError(
-            f"pack_kv is true, but this GPU has compute capability {capability[0]}."
-            f"{capability[1]}, and the kernels pack from {PACKS_FROM[0]}.{PACKS_FROM[1]} on: set "
-            "pack_kv to false"
+            f"pack_kv is true, but this GPU has compute capability {major}.{minor}, and kernels "
+            f"that pack need {needed[0]}.{needed[1]}: set pack_kv to false"
         )
 
 
@@ -76,9 +75,13 @@ def allocate(
     share, and `ALONE` is returned. `layers` are in the order in which the engine registered them,
     and must lie at the same places of a slot on all peers. Waits for the slowest peer. The transfer
     engine holds the KV tensors. Raises `CapacityError`, and `UnsupportedError` where the device
-    cannot run the copy kernels.
+    cannot run the copy kernels, or does not pack and should.
     """
     layout, device = caches.layout, caches.tensors[0].device
+    if device.type == "cuda":
+        import torch
+
+        check_packing(config, torch.cuda.get_device_capability(device))
     num_slots = _count_slots(config, num_ranks, peers, layout.slot_bytes)
     shared = None
     try:

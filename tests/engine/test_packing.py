@@ -88,9 +88,7 @@ def refuse_every_third_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotPacker, "pack", refuse)
 
 
-def test_what_does_not_fit_is_computed(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_is_computed(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends with the control: who took refused blocks for stored would be noticed."""
     plain = expected(model_folder)
     refuse_every_third_block(monkeypatch)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from kv_swap.engine import Completion, SwapJob
 from kv_swap.host.transfers import copy_runs
 from kv_swap.layout import KVLayout, TensorDescription
 
@@ -203,6 +206,30 @@ class Rank:
             found.append(torch.equal(kv[block], first[1]))
             assert found[-1] or (kv[block] == -1).all()
         return found
+
+
+def refuse_blocks(monkeypatch: pytest.MonkeyPatch, rank: Rank, *blocks: int) -> None:
+    """Have a rank's transfer engine say that these blocks do not fit packed slots."""
+    submitted: dict[int, np.ndarray] = {}
+    submit, poll = rank.transfer.submit, rank.transfer.poll
+
+    def remember(job: SwapJob) -> None:
+        submitted[job.job_id] = job.pairs
+        submit(job)
+
+    def refuse() -> list[Completion]:
+        return [
+            dataclasses.replace(
+                done,
+                refused_rows=tuple(
+                    row for row, (block, _) in enumerate(submitted[done.job_id]) if block in blocks
+                ),
+            )
+            for done in poll()
+        ]
+
+    monkeypatch.setattr(rank.transfer, "submit", remember)
+    monkeypatch.setattr(rank.transfer, "poll", refuse)
 
 
 class Gate:

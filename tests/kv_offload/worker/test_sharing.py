@@ -24,7 +24,7 @@ from kv_swap.memory.shared import SharedMemory
 from kv_offload.errors import CapacityError, UnsupportedError
 from kv_offload.messages import Outcome, StoreJob, WorkerCapacity
 from kv_offload.worker.sharing import Peers, arena_bytes
-from tests.support.rank import BLOCK_BYTES, BLOCKS, PAGE_WORDS, Rank, load, store
+from tests.support.rank import BLOCK_BYTES, BLOCKS, PAGE_WORDS, Rank, load, refuse_blocks, store
 
 OK, FAILED = Outcome.OK, Outcome.FAILED
 
@@ -176,6 +176,21 @@ def test_a_part_that_fails_fails_the_job(ranks: Ranks, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("kv_swap.host.transfers.copy_runs", fail_on_rank_1)
     assert ranks.store(0, (1, 4), (2, 5)) == [{0: OK}, {0: FAILED}]
+
+
+def test_a_rank_names_the_rows_of_its_part_that_do_not_fit(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rows of the whole job; each rank copies two of four."""
+    for rank in ranks.both:
+        refuse_blocks(monkeypatch, rank, 2, 4)
+    for job_id in (0, 1):  # ranks take turns
+        rows = []
+        for rank in ranks.both:
+            rank.step(store(job_id, (1, 4), (2, 5), (3, 6), (4, 7)))
+            rank.step()
+            rows.append(rank.report().failed_rows[job_id])
+        assert rows == [[(1,), (3,)], [(3,), (1,)]][job_id]
 
 
 def test_too_little_for_a_slot_is_refused_by_all() -> None:

@@ -15,7 +15,7 @@ from kv_swap.errors import JobError
 from kv_swap.host.engine import HostSwapEngine
 
 from kv_offload.messages import Outcome
-from tests.support.rank import NO_BLOCK, Gate, Rank, load, pairs, store
+from tests.support.rank import NO_BLOCK, Gate, Rank, load, pairs, refuse_blocks, store
 
 OK, FAILED = Outcome.OK, Outcome.FAILED
 
@@ -65,6 +65,23 @@ def test_a_store_that_is_refused_is_reported_as_such(
     assert told == {0: FAILED, 1: OK, 2: FAILED}
     with pytest.raises(JobError, match="slot 4, valid are 0 to 3 until more of 8 are page-locked"):
         rank.transfer.submit(SwapJob(9, Direction.LOAD, pairs((1, 4))))
+
+
+def test_blocks_that_do_not_fit_are_told_until_the_scheduler_knows(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_blocks(monkeypatch, rank, 3, 5)
+    rank.step(store(0, (1, 2), (3, 4), (5, 6)), store(1, (2, 3)))
+    rank.step()
+    told = rank.report()
+    assert (told.jobs, told.failed_rows) == ({0: OK, 1: OK}, {0: (1, 2)})
+    assert rank.half.ended().ranks[0] == told
+    rank.step(known=(1,))
+    assert rank.report().failed_rows == {0: (1, 2)}
+    rank.step(known=(0,))
+    assert rank.half.take_report() is None
+    assert rank.drain(store(2, (3, 1))) == {2: OK}
+    assert rank.report().failed_rows == {2: (0,)}
 
 
 def test_whatever_refuses_a_store_does_not_end_the_engine(
