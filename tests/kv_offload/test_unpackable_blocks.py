@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
@@ -75,7 +77,7 @@ def test_rows_that_ranks_refuse_add_up_and_are_heard_of_again_in_vain() -> None:
     report(engine, ok, 0, failed_rows={name: (4,)})
     assert held_tokens(engine, PROMPT) == 0
     report(engine, ok, 0, failed_rows={name: (4,)})
-    report(engine, ok, 1, failed_rows={name: (3, 4)})
+    report(engine, ok, 1, failed_rows={name: (3,)})
     report(engine, ok, 1, failed_rows={name: (0,)})
     assert held_tokens(engine, PROMPT) == 3 * BLOCK
     assert engine.offload.manager.slots_in_use == 3
@@ -89,6 +91,8 @@ def test_where_too_many_blocks_are_refused_stores_are_paused(
     """It is said once, what is there is served, and who resumes them has it tried anew."""
     monkeypatch.setattr(planner, "TRIED_BLOCKS", 8)
     engine = PlayedEngine(max_num_batched_tokens=64)
+    # The first engine of a process hands the plugin's log to vLLM's.
+    monkeypatch.setattr(logging.getLogger("kv_offload"), "propagate", True)
     engine.serve("a", PROMPT, 1)
     copies = engine.ranks[0].copies
     assert not engine.gauges["stores_paused"]
