@@ -91,7 +91,8 @@ class RankReport:
     failed_rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By job id of a store or move that has ended: which of its pairs failed, if not all went well.
 
-    Of a store that is `OK` these are the blocks that do not fit a packed slot."""
+    Of a store that is `OK` these are the blocks that do not fit packed slots. A move that was never
+    begun has failed without them."""
     cut_short: int | None = None
     """The `admissions` of the last step that an error of the engine cut short: nobody knows which
     blocks it computed."""

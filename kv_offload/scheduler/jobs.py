@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.slots import NO_SLOTS, Slots
 from kv_offload.engine import BlockPool
-from kv_offload.messages import LoadJob, MoveJob, Outcome, Pairs, StoreJob
+from kv_offload.messages import LoadJob, MoveJob, Outcome, Pairs, RankReport, StoreJob
 from kv_offload.scheduler.request import StoreCursor, TrackedRequest
 from kv_offload.scheduler.timing import LoadQueue
 
@@ -49,7 +49,7 @@ class Job:
     given_up: bool = False
     """Of a store: whether its blocks were released before all ranks had ended it."""
     failed_rows: set[int] = field(default_factory=set)
-    """Places of slots whose copy some rank has told to have failed, though the job may have not."""
+    """Places of the slots whose copy has failed on some rank."""
 
     @property
     def is_store(self) -> bool:
@@ -63,11 +63,9 @@ class Job:
 
     @property
     def failed(self) -> NDArray[np.bool_]:
-        """Say for each slot whether some rank has not copied it."""
+        """Say for each slot whether its copy has failed on some rank."""
         failed = np.zeros(len(self.slots), bool)
         failed[list(self.failed_rows)] = True
-        if self.outcome is not Outcome.OK and (self.is_store or not self.failed_rows):
-            failed[:] = True  # of a move: some rank never had it
         return failed
 
 
@@ -193,13 +191,19 @@ class Jobs:
 
     # -- ends ----------------------------------------------------------------------------------
 
-    def hear(self, rank: int, outcomes: Mapping[int, Outcome], heard: Heard) -> None:
-        """Take in what ended on a rank. To hear of a job again changes nothing."""
-        for job_id, outcome in outcomes.items():
+    def hear(self, rank: int, report: RankReport, heard: Heard) -> None:
+        """Take in what ended on a rank. To hear of a job again changes nothing.
+
+        A rank that names no slot of a job that failed has copied none of them.
+        """
+        for job_id, outcome in report.jobs.items():
             job = self._running.get(job_id)
             if job is None:
                 self._known.add(job_id)
                 continue
+            rows = report.failed_rows.get(job_id, ())
+            some = outcome is Outcome.OK or len(rows)
+            job.failed_rows.update(rows if some else range(len(job.slots)))
             if outcome is Outcome.LOST and job.outcome is not Outcome.LOST:
                 heard.lost.append(job)
             job.outcome = max(job.outcome, outcome)
@@ -208,13 +212,6 @@ class Jobs:
                 del self._running[job_id]
                 self._known.add(job_id)
                 heard.ended.append(job)
-
-    def hear_rows(self, failed_rows: Mapping[int, Sequence[int]]) -> None:
-        """Take in which slots of jobs failed on a rank, before `hear` takes in their ends."""
-        for job_id, rows in failed_rows.items():
-            job = self._running.get(job_id)
-            if job is not None:
-                job.failed_rows.update(rows)
 
     def take_known(self) -> tuple[int, ...]:
         """Return the jobs that ranks have told of and that are not in the table any more."""
@@ -236,10 +233,13 @@ class Jobs:
             self._unpin(job)
         else:
             self.stores_given_up -= 1
-        failed = job.failed
-        if failed.any():
+        went_well = job.outcome is Outcome.OK
+        if went_well and job.failed_rows:
+            failed = job.failed
             self._manager.complete_store(job.slots[failed], ok=False)
-        self._manager.complete_store(job.slots[~failed])
+            self._manager.complete_store(job.slots[~failed])
+        else:
+            self._manager.complete_store(job.slots, ok=went_well)
 
     def distrust_stores(self, ended: Iterable[Job] = ()) -> None:
         """Let nothing that is pinned by now become readable: some of it was computed wrongly.

@@ -247,8 +247,7 @@ class OffloadScheduler:
         """
         heard = Heard()
         for rank, told in report.ranks.items():
-            self._jobs.hear_rows(told.failed_rows)
-            self._jobs.hear(rank, told.jobs, heard)
+            self._jobs.hear(rank, told, heard)
             if told.cut_short is not None:
                 self.watch.forget()
                 self._step_is_lost |= told.cut_short > self._requests.admissions_at_reset

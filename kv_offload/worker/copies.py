@@ -57,8 +57,11 @@ class Stores:
     def ended(self, done: Completion) -> None:
         """Take in the end of a store's copies; blocks that do not fit their slots were refused."""
         first = self._first_row.pop(done.job_id)
+        if done.error is not None:
+            self._jobs.end(done.job_id, Outcome.FAILED)
+            return
         refused = tuple(first + row for row in done.refused_rows)
-        self._jobs.end(done.job_id, Outcome.FAILED if done.error else Outcome.OK, refused)
+        self._jobs.end(done.job_id, Outcome.OK, refused)
 
 
 class Loads:

@@ -139,6 +139,15 @@ REFUSED = {
 }
 
 
+def test_states_are_not_packed() -> None:
+    """Neither a list of them nor a tensor of bfloat16 numbers: what it holds is no KV."""
+    listed = {"layer": states(padding=64)[1]}
+    tensor = {"layer": torch.zeros(BLOCKS, TOKENS, 1 << 13, dtype=torch.bfloat16)}
+    for caches, page_bytes in ((listed, PAGE_BYTES + 64), (tensor, TOKENS << 14)):
+        layout = describe_kv_caches(caches, state_config(page_bytes), packs=True)
+        assert [region.packing for region in layout.regions] == [None]
+
+
 @pytest.mark.parametrize(("caches", "problem"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_copied_exactly(caches: dict[str, Any], problem: str) -> None:
     assert refusal(caches, config()).startswith(f"kv-offload: {problem}")
