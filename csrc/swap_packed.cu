@@ -1,13 +1,15 @@
 // Swap kernels that pack tiles of 16 KiB of bf16 without loss on their way, for sm_90 and newer.
 // kv_swap/packing/format.py has the format; kv_swap/packing/tiles.py writes the same bytes.
 //
-// A CTA has kGroups groups of 8 warps that share nothing but the list of pairs. The first thread of a
-// group keeps bulk copies of the next tiles under way, source -> shared memory, on a ring of stages;
-// all 256 threads transform the tile that has arrived, 4 groups of 8 values each.
+// A CTA has kGroups groups of 8 warps that share nothing but the list of pairs. All 256 threads of a
+// group transform one tile after another, 4 groups of 8 values each.
 //
 //   store  A group takes whole pairs, the tiles in their order: who gets the pool's entries depends
-//          on the values alone. It packs into one of kDrains buffers, and a bulk copy drains that.
-//   load   A group takes every n-th tile of all, unpacks it and writes the page itself.
+//          on the values alone. Its warps pack into buffers. A ninth warp, the courier, has bulk
+//          copies fill stages, writes the tail of a packed tile, and has bulk copies drain buffers:
+//          so no warp that packs waits for the bus, nor for the tail.
+//   load   A group takes every n-th tile of all, unpacks it and writes the page itself. Its first
+//          thread keeps bulk copies of the next tiles under way.
 //
 // Nothing else may write meanwhile what these copies read, nor read what they write:
 //   - pages of the pairs' blocks, and their slots with the pools: the owner of blocks and slots;
@@ -15,8 +17,8 @@
 //     after its end, and only then uses the entry again. A status is written by one thread;
 //   - the tables of tiles and columns: written before the first launch and never again, those of
 //     waves on the stream of the launches that read them.
-// In shared memory a stage is filled again after the barrier behind its last reader, or behind a bulk
-// copy out of it that has been waited for; a buffer is written again after its drain has read it.
+// In shared memory a stage is filled again once all warps have its values, or once a bulk copy out of
+// it has read it; a buffer is written again once its tail was written and its drain has read it.
 
 #include "bulk.cuh"
 #include "swap.cuh"
@@ -34,6 +36,7 @@ constexpr u32 kTailBytes = kPackedTileBytes - kMainBytes;  // header, bases and 
 constexpr u32 kTailWords = kTailBytes / 8;
 constexpr u32 kHeaderWords = 2;  // of 8 bytes; an escape is one, and so are 8 bases
 constexpr u32 kMaxColumns = KV_SWAP_MAX_COLUMNS;
+constexpr u32 kColumnsBytes = kTileBytes / 16;  // a byte for each group of 8 values
 constexpr u32 kMaxEscapes = kTailWords - kHeaderWords - 1;
 constexpr u32 kKindPacked = 1;
 constexpr u32 kKindRaw = 2;
@@ -43,21 +46,25 @@ static_assert(kTailWords <= 2 * kWarpSize, "a warp writes the tail, two words a 
 static_assert(kHeaderWords + kMaxColumns / 8 < kTailWords, "escapes have room behind the bases");
 
 constexpr u32 kGroups = 2;
-constexpr u32 kWarps = 8;  // of a group; a warp has an eighth of a tile, as the header counts escapes
+constexpr u32 kWarps = 8;  // that transform the tiles of a group; each has a strip of them
 constexpr u32 kGroupThreads = kWarps * kWarpSize;
-constexpr u32 kThreads = kGroups * kGroupThreads;
 constexpr u32 kUnits = kTileBytes / 16 / kGroupThreads;  // groups of 8 values of a thread
 static_assert(kUnits == 4, "a thread reads the columns of its values as one word");
 static_assert(kPoolEntryBytes == 16 * kGroupThreads, "a thread loads 16 bytes of a pool's entry");
 
+// A stage has a tile, and its columns behind it.
 struct StoreRing {
+  static constexpr u32 kThreads = kGroups * (kGroupThreads + kWarpSize);
   static constexpr u32 kStages = KV_SWAP_STORE_STAGES;
-  static constexpr u32 kDrains = KV_SWAP_DRAINS;
-  static constexpr u32 kGroupBytes = kStages * kTileBytes + kDrains * kPackedTileBytes;
+  static constexpr u32 kStageBytes = kTileBytes + kColumnsBytes;
+  static constexpr u32 kBuffers = KV_SWAP_STORE_BUFFERS;
+  static constexpr u32 kGroupBytes = kStages * kStageBytes + kBuffers * kPackedTileBytes;
 };
 struct LoadRing {
+  static constexpr u32 kThreads = kGroups * kGroupThreads;
   static constexpr u32 kStages = KV_SWAP_LOAD_STAGES;
-  static constexpr u32 kGroupBytes = kStages * kPackedTileBytes;
+  static constexpr u32 kStageBytes = kPackedTileBytes + kColumnsBytes;
+  static constexpr u32 kGroupBytes = kStages * kStageBytes;
 };
 
 // A row of the table: a tile of a region's page.
@@ -70,13 +77,9 @@ struct alignas(16) PackedTile {
 };
 static_assert(sizeof(PackedTile) == 32, "kv_swap/cuda/packed.py writes rows of 32 bytes");
 
-// What all threads of a group need of the tile in a stage. Written when it is filled.
-struct Work {
-  u64 page_address;
-  u64 slot_address;
-  u32 columns;
-  u32 num_columns;
-};
+__device__ __forceinline__ u64 columns_address(const u8* tables, const PackedTile& tile) {
+  return reinterpret_cast<u64>(tables) + static_cast<u64>(tile.columns) * kColumnsBytes;
+}
 
 __device__ __forceinline__ void sync_group(u32 group) {
   asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory");
@@ -130,6 +133,7 @@ class TileFeed {
 };
 
 // The pairs of a list, fetched over the bus once a CTA. A return of __syncthreads publishes them.
+template <u32 kThreads>
 __device__ __forceinline__ u32 read_pairs(const ListHeader* list, int2 (&pairs)[kMaxPairs]) {
   // The first of each thread in one round trip with their number; pairs past it are never used.
   const int2 first = read_pair(list, threadIdx.x);
@@ -139,11 +143,7 @@ __device__ __forceinline__ u32 read_pairs(const ListHeader* list, int2 (&pairs)[
   return num_pairs;
 }
 
-// The columns of a thread's 4 groups of values, a byte each.
-__device__ __forceinline__ u32 read_columns(const u32* tables, const Work& work, u32 thread) {
-  return __ldg(tables + work.columns * kGroupThreads + thread);
-}
-
+// Of the 4 groups of values of a thread, a byte each.
 __device__ __forceinline__ u32 column_of(u32 columns, u32 unit) {
   return columns >> 8 * unit & 0xff;
 }
@@ -163,7 +163,7 @@ struct Escapes {
   u32 counts[kWarps];  // may be more than have room
 };
 
-// Writes the tail of a tile, with the first warp of a group. Returns whether the tile fits; else its
+// Writes the tail of a tile, with one warp. Returns whether the tile fits; else its
 // header says that it is raw and has this entry of the pool.
 __device__ __forceinline__ bool write_tail(u8* tail, u32 lane, const Escapes& escapes,
                                            const u32* greatest, u32 num_columns, u32 pool_entry) {
@@ -216,201 +216,267 @@ __device__ __forceinline__ bool write_tail(u8* tail, u32 lane, const Escapes& es
   return fits;
 }
 
+// What a store's warps and its courier hand over with a buffer.
+struct Packed {
+  u32 greatest[kMaxColumns];  // magnitude of each column; zeros before a tile
+  Escapes escapes;
+};
+
+// Barriers of a group that stores; each is for the stage or buffer of its index.
+struct StoreBarriers {
+  u64 filled[StoreRing::kStages];   // the tile has arrived
+  u64 packed[StoreRing::kBuffers];  // by all warps; the courier has it
+  u64 free[StoreRing::kBuffers];    // the warps may have it again
+};
+
+// Packs tiles with the 8 warps of a group.
+__device__ __forceinline__ void pack_tiles(u32 group, u32 thread, u32 num_tiles, const u8* stages,
+                                           u8* buffers, StoreBarriers& barriers,
+                                           Packed (&handed)[StoreRing::kBuffers]) {
+  using Ring = StoreRing;
+  const u32 lane = thread % kWarpSize;
+  const u32 warp = thread / kWarpSize;
+  u32 stage = 0;
+  u32 stage_parity = 0;
+  u32 buffer = 0;
+  u32 buffer_parity = 1;  // a barrier that nobody has arrived at lets the first wait pass
+  for (u32 tile = 0; tile < num_tiles; ++tile) {
+    const u8* const in = stages + stage * Ring::kStageBytes;
+    u8* const out = buffers + buffer * kPackedTileBytes;
+    Packed& packed = handed[buffer];
+    wait_barrier(shared_address(&barriers.free[buffer]), buffer_parity);
+    wait_barrier(shared_address(&barriers.filled[stage]), stage_parity);
+
+    const u32 columns = reinterpret_cast<const u32*>(in + kTileBytes)[thread];
+    uint4 words[kUnits];
+    u32 magnitude[kUnits];
+#pragma unroll
+    for (u32 i = 0; i < kUnits; ++i) {
+      words[i] = reinterpret_cast<const uint4*>(in)[i * kGroupThreads + thread];
+      const u32 both = __vmaxu2(__vmaxu2(words[i].x & 0x7fff7fffu, words[i].y & 0x7fff7fffu),
+                                __vmaxu2(words[i].z & 0x7fff7fffu, words[i].w & 0x7fff7fffu));
+      magnitude[i] = max(both >> 16, both & 0xffff);
+    }
+    if (columns == (columns & 0xff) * 0x01010101u) {
+      atomicMax(packed.greatest + (columns & 0xff),
+                max(max(magnitude[0], magnitude[1]), max(magnitude[2], magnitude[3])));
+    } else {
+#pragma unroll
+      for (u32 i = 0; i < kUnits; ++i) {
+        atomicMax(packed.greatest + column_of(columns, i), magnitude[i]);
+      }
+    }
+    sync_group(group);
+
+    uint2 exponents[kUnits];
+    u32 escaping[kUnits];
+    u32 count = 0;
+#pragma unroll
+    for (u32 i = 0; i < kUnits; ++i) {
+      const u32 shift = shift_of(base_of(packed.greatest[column_of(columns, i)]));
+      const u32 a = __funnelshift_l(words[i].x - shift, words[i].x - shift, 1);
+      const u32 b = __funnelshift_l(words[i].y - shift, words[i].y - shift, 1);
+      const u32 c = __funnelshift_l(words[i].z - shift, words[i].z - shift, 1);
+      const u32 d = __funnelshift_l(words[i].w - shift, words[i].w - shift, 1);
+      exponents[i] = make_uint2(__byte_perm(a, b, 0x7531), __byte_perm(c, d, 0x7531));
+      const u32 place = i * kGroupThreads + thread;
+      reinterpret_cast<uint2*>(out)[place] =
+          make_uint2(__byte_perm(a, b, 0x6420), __byte_perm(c, d, 0x6420));
+      const bool escapes = ((exponents[i].x | exponents[i].y) & 0xf0f0f0f0u) != 0 ||
+                           (exponents[i].x & 0xff) == 0;
+      reinterpret_cast<u32*>(out + kMantissaBytes)[place] =
+          escapes ? 0 : exponents[i].x | exponents[i].y << 4;
+      escaping[i] = __ballot_sync(~0u, escapes);
+      count += __popc(escaping[i]);
+    }
+    if (count != 0) {
+      u32 first = 0;
+#pragma unroll
+      for (u32 i = 0; i < kUnits; ++i) {
+        const u32 place = first + lanes_below(escaping[i], lane);
+        if ((escaping[i] >> lane & 1) != 0 && place < kMaxEscapes) {
+          packed.escapes.exponents[warp][place] = exponents[i];
+        }
+        first += __popc(escaping[i]);
+      }
+    }
+    if (lane == 0) packed.escapes.counts[warp] = count;
+    fence_for_bulk_copies();
+    __syncwarp();
+    if (lane == 0) arrive(shared_address(&barriers.packed[buffer]));
+    if (++stage == Ring::kStages) {
+      stage = 0;
+      stage_parity ^= 1;
+    }
+    if (++buffer == Ring::kBuffers) {
+      buffer = 0;
+      buffer_parity ^= 1;
+    }
+  }
+}
+
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(StoreRing::kThreads, 1)
     swap_store(ListHeader* list, const PackedTile* tiles, u32 num_tiles, u32 /*segments_per_tile*/,
-               u64 arena, u64 slot_bytes, const u32* columns_tables, u32 pool_entries) {
+               u64 arena, u64 slot_bytes, const u8* columns_tables, u32 pool_entries) {
   using Ring = StoreRing;
-  static_assert(Ring::kStages >= 3, "the columns of the next tile are read while one is packed");
-  static_assert(Ring::kDrains >= 2, "a buffer to pack into, one to drain");
+  static_assert(Ring::kBuffers >= 3, "one to pack into, one to write the tail of, one to drain");
+  // What the courier needs of the tile in a stage. It writes this when it fills the stage.
+  struct Work {
+    u64 slot_offset_bytes;
+    u32 num_columns;
+  };
   extern __shared__ __align__(128) u8 shared_bytes[];  // kGroups * Ring::kGroupBytes
   __shared__ __align__(128) uint4 zeros[kPoolEntryBytes / sizeof(uint4)];
   __shared__ int2 pairs[kMaxPairs];
-  __shared__ u64 barriers[kGroups][Ring::kStages];
+  __shared__ StoreBarriers all_barriers[kGroups];
   __shared__ TileFeed::Places places[kGroups];
   __shared__ Work works[kGroups][Ring::kStages];
-  __shared__ u32 greatest[kGroups][2][kMaxColumns];  // magnitude of each column, of two tiles
-  __shared__ Escapes all_escapes[kGroups];
+  __shared__ Packed all_handed[kGroups][Ring::kBuffers];
 
-  const u32 group = threadIdx.x / kGroupThreads;
+  // The couriers are the last warps.
+  const u32 packing_threads = kGroups * kGroupThreads;
+  const bool packs = threadIdx.x < packing_threads;
+  const u32 group = packs ? threadIdx.x / kGroupThreads
+                          : (threadIdx.x - packing_threads) / kWarpSize;
   const u32 thread = threadIdx.x % kGroupThreads;
-  const u32 lane = thread % kWarpSize;
-  const u32 warp = thread / kWarpSize;
+  const u32 lane = threadIdx.x % kWarpSize;
   const u32 first_pair = blockIdx.x * kGroups + group;
   const u32 pair_step = gridDim.x * kGroups;
   u8* const stages = shared_bytes + group * Ring::kGroupBytes;
-  u8* const buffers = stages + Ring::kStages * kTileBytes;
-  const u32 first_barrier = shared_address(barriers[group]);
-  Escapes& escapes = all_escapes[group];
+  u8* const buffers = stages + Ring::kStages * Ring::kStageBytes;
+  StoreBarriers& barriers = all_barriers[group];
+  Packed(&handed)[Ring::kBuffers] = all_handed[group];
 
-  const u32 num_pairs = read_pairs(list, pairs);
-  for (u32 i = threadIdx.x; i < kPoolEntryBytes / sizeof(uint4); i += kThreads) {
+  const u32 num_pairs = read_pairs<Ring::kThreads>(list, pairs);
+  for (u32 i = threadIdx.x; i < kPoolEntryBytes / sizeof(uint4); i += Ring::kThreads) {
     zeros[i] = make_uint4(0, 0, 0, 0);
   }
-  if (thread < Ring::kStages) {
-    init_barrier(first_barrier + thread * sizeof(u64));
-    works[group][thread] = {};
+  if (!packs) {
+    for (u32 i = lane; i < Ring::kBuffers * kMaxColumns; i += kWarpSize) {
+      handed[i / kMaxColumns].greatest[i % kMaxColumns] = 0;
+    }
+    if (lane == 0) {
+      for (u64& barrier : barriers.filled) init_barrier(shared_address(&barrier), 1);
+      for (u64& barrier : barriers.packed) init_barrier(shared_address(&barrier), kWarps);
+      for (u64& barrier : barriers.free) init_barrier(shared_address(&barrier), 1);
+    }
   }
-  if (thread < kMaxColumns) greatest[group][0][thread] = 0;
   publish_barriers();
   fence_for_bulk_copies();
   __syncthreads();
 
-  // Of the first thread: the tile that is filled next.
+  if (packs) {
+    const u32 num_own = first_pair < num_pairs ? (num_pairs - 1 - first_pair) / pair_step + 1 : 0;
+    pack_tiles(group, thread, num_own * num_tiles, stages, buffers, barriers, handed);
+    return;
+  }
+
+  // The tile that is filled next; only the first lane has them.
   TileFeed feed(tiles, num_tiles, 0, 1, places[group]);
   u32 filled_pair = first_pair;
   u32 filled_tile = 0;
   const auto fill = [&](u32 stage) {
     if (filled_pair >= num_pairs) return;
-    const PackedTile tile = feed.take();
-    const int2 pair = pairs[filled_pair];
-    const u64 page = tile.page_address + static_cast<u64>(pair.x) * tile.block_stride_bytes;
-    const u64 slot = arena + static_cast<u64>(pair.y) * slot_bytes;
-    works[group][stage] = {page, slot + tile.slot_offset_bytes, tile.columns, tile.num_columns};
-    const u32 barrier = first_barrier + stage * sizeof(u64);
-    expect_bytes(barrier, kTileBytes);
-    bulk_to_shared(shared_address(stages + stage * kTileBytes), page, kTileBytes, barrier);
+    const PackedTile row = feed.take();
+    const u64 page = row.page_address + static_cast<u64>(pairs[filled_pair].x) *
+                                            row.block_stride_bytes;
+    const u32 barrier = shared_address(&barriers.filled[stage]);
+    const u32 in = shared_address(stages + stage * Ring::kStageBytes);
+    works[group][stage] = {row.slot_offset_bytes, row.num_columns};
+    expect_bytes(barrier, kTileBytes + kColumnsBytes);
+    bulk_to_shared(in, page, kTileBytes, barrier);
+    bulk_to_shared(in + kTileBytes, columns_address(columns_tables, row), kColumnsBytes, barrier);
     if (++filled_tile == num_tiles) {
       filled_tile = 0;
       filled_pair += pair_step;
     }
   };
-  if (thread == 0) {
+  if (lane == 0) {
     feed.begin();
     for (u32 stage = 0; stage < Ring::kStages; ++stage) fill(stage);
   }
-  sync_group(group);
+  __syncwarp();
 
   u32 stage = 0;
-  u32 parity = 0;
   u32 buffer = 0;
-  u32 turn = 0;  // which of the two tables of magnitudes
-  u32 next_columns = read_columns(columns_tables, works[group][0], thread);
+  u32 parity = 0;
+  u32 drained = Ring::kBuffers;  // the buffer drained last, if any
   for (u32 pair = first_pair; pair < num_pairs; pair += pair_step) {
+    const u64 slot = arena + static_cast<u64>(pairs[pair].y) * slot_bytes;
+    const u64 pool = slot + slot_bytes - static_cast<u64>(pool_entries) * kPoolEntryBytes;
     u32 num_raw = 0;
     for (u32 tile = 0; tile < num_tiles; ++tile) {
-      const u32 columns = next_columns;
-      const u32 next_stage = stage + 1 == Ring::kStages ? 0 : stage + 1;
-      next_columns = read_columns(columns_tables, works[group][next_stage], thread);
-      u32* const magnitudes = greatest[group][turn];
-      u8* const in = stages + stage * kTileBytes;
+      const u8* const in = stages + stage * Ring::kStageBytes;
       u8* const out = buffers + buffer * kPackedTileBytes;
-      wait_barrier(first_barrier + stage * sizeof(u64), parity);
-
-      uint4 words[kUnits];
-      u32 magnitude[kUnits];
-#pragma unroll
-      for (u32 i = 0; i < kUnits; ++i) {
-        words[i] = reinterpret_cast<const uint4*>(in)[(warp * kUnits + i) * kWarpSize + lane];
-        const u32 both = __vmaxu2(__vmaxu2(words[i].x & 0x7fff7fffu, words[i].y & 0x7fff7fffu),
-                                  __vmaxu2(words[i].z & 0x7fff7fffu, words[i].w & 0x7fff7fffu));
-        magnitude[i] = max(both >> 16, both & 0xffff);
-      }
-      if (columns == (columns & 0xff) * 0x01010101u) {
-        atomicMax(magnitudes + (columns & 0xff),
-                  max(max(magnitude[0], magnitude[1]), max(magnitude[2], magnitude[3])));
-      } else {
-#pragma unroll
-        for (u32 i = 0; i < kUnits; ++i) atomicMax(magnitudes + column_of(columns, i), magnitude[i]);
-      }
-      sync_group(group);
-      turn ^= 1;
-      if (thread < kMaxColumns) greatest[group][turn][thread] = 0;
-
-      uint2 exponents[kUnits];
-      u32 escaping[kUnits];
-      u32 count = 0;
-#pragma unroll
-      for (u32 i = 0; i < kUnits; ++i) {
-        const u32 shift = shift_of(base_of(magnitudes[column_of(columns, i)]));
-        const u32 a = __funnelshift_l(words[i].x - shift, words[i].x - shift, 1);
-        const u32 b = __funnelshift_l(words[i].y - shift, words[i].y - shift, 1);
-        const u32 c = __funnelshift_l(words[i].z - shift, words[i].z - shift, 1);
-        const u32 d = __funnelshift_l(words[i].w - shift, words[i].w - shift, 1);
-        exponents[i] = make_uint2(__byte_perm(a, b, 0x7531), __byte_perm(c, d, 0x7531));
-        const u32 place = (warp * kUnits + i) * kWarpSize + lane;
-        reinterpret_cast<uint2*>(out)[place] =
-            make_uint2(__byte_perm(a, b, 0x6420), __byte_perm(c, d, 0x6420));
-        const bool escapes_here = ((exponents[i].x | exponents[i].y) & 0xf0f0f0f0u) != 0 ||
-                                  (exponents[i].x & 0xff) == 0;
-        reinterpret_cast<u32*>(out + kMantissaBytes)[place] =
-            escapes_here ? 0 : exponents[i].x | exponents[i].y << 4;
-        escaping[i] = __ballot_sync(~0u, escapes_here);
-        count += __popc(escaping[i]);
-      }
-      if (count != 0) {
-        u32 first = 0;
-#pragma unroll
-        for (u32 i = 0; i < kUnits; ++i) {
-          const u32 place = first + lanes_below(escaping[i], lane);
-          if ((escaping[i] >> lane & 1) != 0 && place < kMaxEscapes) {
-            escapes.exponents[warp][place] = exponents[i];
-          }
-          first += __popc(escaping[i]);
-        }
-      }
-      if (lane == 0) escapes.counts[warp] = count;
+      Packed& packed = handed[buffer];
+      const u64 target = slot + works[group][stage].slot_offset_bytes;
+      const u32 num_columns = works[group][stage].num_columns;
+      wait_barrier(shared_address(&barriers.packed[buffer]), parity);
+      const bool fits = write_tail(out + kMainBytes, lane, packed.escapes, packed.greatest,
+                                   num_columns, num_raw);
       fence_for_bulk_copies();
-      sync_group(group);
-
-      // The other warps go on to the next tile, up to the barrier behind its magnitudes.
-      if (warp == 0) {
-        const Work work = works[group][stage];
-        const bool fits = write_tail(out + kMainBytes, lane, escapes, magnitudes, work.num_columns,
-                                     num_raw);
-        fence_for_bulk_copies();
-        __syncwarp();
-        if (lane == 0) {
-          const u64 pool = arena + static_cast<u64>(pairs[pair].y) * slot_bytes + slot_bytes -
-                           static_cast<u64>(pool_entries) * kPoolEntryBytes;
-          if (fits) {
-            bulk_from_shared(work.slot_address, shared_address(out), kPackedTileBytes);
-          } else {
-            bulk_from_shared(work.slot_address, shared_address(in), kMainBytes);
-            bulk_from_shared(work.slot_address + kMainBytes, shared_address(out + kMainBytes),
-                             kTailBytes);
-            if (num_raw < pool_entries) {
-              bulk_from_shared(pool + num_raw * kPoolEntryBytes, shared_address(in + kMainBytes),
-                               kPoolEntryBytes);
-            }
-          }
-          if (tile + 1 == num_tiles) {
-            const u32 used = num_raw + (fits ? 0 : 1);
-            for (u32 entry = used; entry < pool_entries; ++entry) {
-              bulk_from_shared(pool + entry * kPoolEntryBytes, shared_address(zeros),
-                               kPoolEntryBytes);
-            }
-            write_status(list, pair, used > pool_entries ? 1 : 0);
-          }
-          commit_drain();
-          if (fits) {
-            wait_drained<Ring::kDrains - 1>();
-          } else {
-            wait_drained<0>();  // the stage is drained itself
-          }
-          fill(stage);
-        }
-        if (!fits) ++num_raw;
+      __syncwarp();
+      for (u32 column = lane; column < kMaxColumns; column += kWarpSize) {
+        packed.greatest[column] = 0;
       }
-      stage = next_stage;
-      if (stage == 0) parity ^= 1;
-      if (++buffer == Ring::kDrains) buffer = 0;
+      if (lane == 0) {
+        if (fits) {
+          bulk_from_shared(target, shared_address(out), kPackedTileBytes);
+        } else {
+          bulk_from_shared(target, shared_address(in), kMainBytes);
+          bulk_from_shared(target + kMainBytes, shared_address(out + kMainBytes), kTailBytes);
+          if (num_raw < pool_entries) {
+            bulk_from_shared(pool + num_raw * kPoolEntryBytes, shared_address(in + kMainBytes),
+                             kPoolEntryBytes);
+          }
+        }
+        if (tile + 1 == num_tiles) {
+          const u32 used = num_raw + (fits ? 0 : 1);
+          for (u32 entry = used; entry < pool_entries; ++entry) {
+            bulk_from_shared(pool + entry * kPoolEntryBytes, shared_address(zeros),
+                             kPoolEntryBytes);
+          }
+          write_status(list, pair, used > pool_entries ? 1 : 0);
+        }
+        commit_drain();
+        if (!fits) wait_drained<0>();  // the stage is drained itself
+        fill(stage);
+        wait_drained<1>();
+      }
+      __syncwarp();
+      if (lane == 0 && drained < Ring::kBuffers) {
+        arrive(shared_address(&barriers.free[drained]));
+      }
+      drained = buffer;
+      if (!fits) ++num_raw;
+      if (++stage == Ring::kStages) stage = 0;
+      if (++buffer == Ring::kBuffers) {
+        buffer = 0;
+        parity ^= 1;
+      }
     }
   }
   // Shared memory must outlive the reads and what was fetched, the launch the writes.
-  if (thread == 0) {
+  if (lane == 0) {
     wait_fetched<0>();
     wait_written();
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
     swap_load(const ListHeader* list, const PackedTile* tiles, u32 num_tiles,
-              u32 /*segments_per_tile*/, u64 arena, u64 slot_bytes, const u32* columns_tables,
+              u32 /*segments_per_tile*/, u64 arena, u64 slot_bytes, const u8* columns_tables,
               u32 pool_entries) {
   using Ring = LoadRing;
-  static_assert(Ring::kStages >= 3, "the columns of the next tile are read while one is unpacked");
+  static_assert(Ring::kStages >= 2, "a barrier lies between filling a stage and reading its work");
+  // What all threads of a group need of the tile in a stage. Written when it is filled.
+  struct Work {
+    u64 page_address;
+    u64 slot_address;
+    u32 num_columns;
+  };
   extern __shared__ __align__(128) u8 shared_bytes[];  // kGroups * Ring::kGroupBytes
   __shared__ int2 pairs[kMaxPairs];
   __shared__ u64 barriers[kGroups][Ring::kStages];
@@ -426,29 +492,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   u8* const stages = shared_bytes + group * Ring::kGroupBytes;
   const u32 first_barrier = shared_address(barriers[group]);
 
-  const u32 num_pairs = read_pairs(list, pairs);
-  if (thread < Ring::kStages) {
-    init_barrier(first_barrier + thread * sizeof(u64));
-    works[group][thread] = {};
-  }
+  const u32 num_pairs = read_pairs<Ring::kThreads>(list, pairs);
+  if (thread < Ring::kStages) init_barrier(first_barrier + thread * sizeof(u64), 1);
   publish_barriers();
   __syncthreads();
 
-  // Of the first thread: the tile that is filled next.
+  // The tile that is filled next; only the first thread has them.
   TileFeed feed(tiles, num_tiles, first_tile, tile_step, places[group]);
   u32 filled_pair = first_tile / num_tiles;
   u32 filled_tile = first_tile % num_tiles;
   const auto fill = [&](u32 stage) {
     if (filled_pair >= num_pairs) return;
-    const PackedTile tile = feed.take();
+    const PackedTile row = feed.take();
     const int2 pair = pairs[filled_pair];
-    const u64 page = tile.page_address + static_cast<u64>(pair.x) * tile.block_stride_bytes;
+    const u64 page = row.page_address + static_cast<u64>(pair.x) * row.block_stride_bytes;
     const u64 slot = arena + static_cast<u64>(pair.y) * slot_bytes;
-    works[group][stage] = {page, slot, tile.columns, tile.num_columns};
+    works[group][stage] = {page, slot, row.num_columns};
     const u32 barrier = first_barrier + stage * sizeof(u64);
-    expect_bytes(barrier, kPackedTileBytes);
-    bulk_to_shared(shared_address(stages + stage * kPackedTileBytes),
-                   slot + tile.slot_offset_bytes, kPackedTileBytes, barrier);
+    const u32 in = shared_address(stages + stage * Ring::kStageBytes);
+    expect_bytes(barrier, kPackedTileBytes + kColumnsBytes);
+    bulk_to_shared(in, slot + row.slot_offset_bytes, kPackedTileBytes, barrier);
+    bulk_to_shared(in + kPackedTileBytes, columns_address(columns_tables, row), kColumnsBytes,
+                   barrier);
     filled_tile += tile_step;
     while (filled_tile >= num_tiles) {
       filled_tile -= num_tiles;
@@ -463,26 +528,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   u32 stage = 0;
   u32 parity = 0;
-  u32 next_columns = read_columns(columns_tables, works[group][0], thread);
   for (u32 tile = first_tile; tile < num_pairs * num_tiles; tile += tile_step) {
-    const u32 columns = next_columns;
-    const u32 next_stage = stage + 1 == Ring::kStages ? 0 : stage + 1;
-    next_columns = read_columns(columns_tables, works[group][next_stage], thread);
-    const Work work = works[group][stage];
-    const u8* const in = stages + stage * kPackedTileBytes;
+    const u8* const in = stages + stage * Ring::kStageBytes;
     const u8* const tail = in + kMainBytes;
-    uint4* const page = reinterpret_cast<uint4*>(work.page_address);
     wait_barrier(first_barrier + stage * sizeof(u64), parity);
+    // Written before the last barrier of the group.
+    const Work work = works[group][stage];
+    uint4* const page = reinterpret_cast<uint4*>(work.page_address);
 
     const uint2 header = *reinterpret_cast<const uint2*>(tail);
     if (header.x >> 24 != kKindRaw) {
+      const u32 columns = reinterpret_cast<const u32*>(in + kPackedTileBytes)[thread];
       uint2 mantissas[kUnits];
       u32 codes[kUnits];
       u32 escaping[kUnits];
       u32 any = 0;
 #pragma unroll
       for (u32 i = 0; i < kUnits; ++i) {
-        const u32 place = (warp * kUnits + i) * kWarpSize + lane;
+        const u32 place = i * kGroupThreads + thread;
         mantissas[i] = reinterpret_cast<const uint2*>(in)[place];
         codes[i] = reinterpret_cast<const u32*>(in + kMantissaBytes)[place];
       }
@@ -509,7 +572,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const u32 b = __byte_perm(mantissas[i].x, exponents.x, 0x7362);
         const u32 c = __byte_perm(mantissas[i].y, exponents.y, 0x5140);
         const u32 d = __byte_perm(mantissas[i].y, exponents.y, 0x7362);
-        page[(warp * kUnits + i) * kWarpSize + lane] =
+        page[i * kGroupThreads + thread] =
             make_uint4(__funnelshift_r(a, a, 1) + shift, __funnelshift_r(b, b, 1) + shift,
                        __funnelshift_r(c, c, 1) + shift, __funnelshift_r(d, d, 1) + shift);
       }
@@ -527,8 +590,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     sync_group(group);
     if (thread == 0) fill(stage);
-    stage = next_stage;
-    if (stage == 0) parity ^= 1;
+    if (++stage == Ring::kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
   }
   if (thread == 0) wait_fetched<0>();
 }
