@@ -5,9 +5,9 @@
 // group transform one tile after another, 4 groups of 8 values each.
 //
 //   store  A group takes whole pairs, the tiles in their order: who gets the pool's entries depends
-//          on the values alone. Its warps pack into buffers. A ninth warp, the courier, has bulk
-//          copies fill stages, writes the tail of a packed tile, and has bulk copies drain buffers:
-//          so no warp that packs waits for the bus, nor for the tail.
+//          on the values alone. Its warps pack into buffers. Two more warps see to the rest, so that
+//          none that packs waits for the bus: the filler has bulk copies fill stages; the drainer
+//          ends a packed tile with its header and escapes, and has bulk copies drain buffers.
 //   load   A group takes every n-th tile of all, unpacks it and writes the page itself. Its first
 //          thread keeps bulk copies of the next tiles under way.
 //
@@ -42,7 +42,6 @@ constexpr u32 kKindPacked = 1;
 constexpr u32 kKindRaw = 2;
 constexpr u32 kSignature = KV_SWAP_PACKED_MAGIC | KV_SWAP_PACKED_VERSION << 16;
 static_assert(kPackedTileBytes % 128 == 0, "tiles lie in slots as bulk copies want them");
-static_assert(kTailWords <= 2 * kWarpSize, "a warp writes the tail, two words a lane at most");
 static_assert(kHeaderWords + kMaxColumns / 8 < kTailWords, "escapes have room behind the bases");
 
 constexpr u32 kGroups = 2;
@@ -54,7 +53,7 @@ static_assert(kPoolEntryBytes == 16 * kGroupThreads, "a thread loads 16 bytes of
 
 // A stage has a tile, and its columns behind it.
 struct StoreRing {
-  static constexpr u32 kThreads = kGroups * (kGroupThreads + kWarpSize);
+  static constexpr u32 kThreads = kGroups * (kGroupThreads + 2 * kWarpSize);
   static constexpr u32 kStages = KV_SWAP_STORE_STAGES;
   static constexpr u32 kStageBytes = kTileBytes + kColumnsBytes;
   static constexpr u32 kBuffers = KV_SWAP_STORE_BUFFERS;
@@ -160,92 +159,51 @@ __device__ __forceinline__ u32 lanes_below(u32 mask, u32 lane) {
 // Escapes of a tile until they are put in order, each warp for itself.
 struct Escapes {
   uint2 exponents[kWarps][kMaxEscapes];
-  u32 counts[kWarps];  // may be more than have room
+  u32 counts[kWarps];  // may be more than have room; then the tile is raw
 };
 
-// Writes the tail of a tile, with one warp. Returns whether the tile fits; else its
-// header says that it is raw and has this entry of the pool.
-__device__ __forceinline__ bool write_tail(u8* tail, u32 lane, const Escapes& escapes,
-                                           const u32* greatest, u32 num_columns, u32 pool_entry) {
-  const u32 count = lane < kWarps ? escapes.counts[lane] : 0;
-  u32 before = count;  // of this warp's and those before it, then only those
-#pragma unroll
-  for (u32 distance = 1; distance < kWarps; distance *= 2) {
-    const u32 lower = __shfl_up_sync(~0u, before, distance);
-    if (lane >= distance) before += lower;
-  }
-  const u32 total = __shfl_sync(~0u, before, kWarps - 1);
-  before -= count;
-  const u32 first_escape = kHeaderWords + num_columns / 8;
-  const bool fits = total <= kTailWords - first_escape;
-  const u32 eighth = fits && lane < kWarps ? before << 8 * (lane % 4) : 0;
-  const u32 before_low = __reduce_or_sync(~0u, lane < 4 ? eighth : 0);
-  const u32 before_high = __reduce_or_sync(~0u, lane < 4 ? 0 : eighth);
-#pragma unroll
-  for (u32 first = 0; first < kTailWords; first += kWarpSize) {
-    const u32 word = first + lane;
-    const u32 escape = word - first_escape;
-    u32 owner = 0;
-    u32 owner_before = 0;
-#pragma unroll
-    for (u32 warp = 1; warp < kWarps; ++warp) {
-      const u32 other = __shfl_sync(~0u, before, warp);
-      if (escape >= other) {
-        owner = warp;
-        owner_before = other;
-      }
-    }
-    uint2 value = make_uint2(0, 0);
-    if (word == 0) {
-      value = fits ? make_uint2(kSignature | kKindPacked << 24, num_columns | total << 8)
-                   : make_uint2(kSignature | kKindRaw << 24, pool_entry << 16);
-    } else if (word == 1) {
-      value = make_uint2(before_low, before_high);
-    } else if (fits && word < first_escape) {
-      const u32* of_columns = greatest + (word - kHeaderWords) * 8;
-#pragma unroll
-      for (u32 i = 0; i < 4; ++i) {
-        value.x |= base_of(of_columns[i]) << 8 * i;
-        value.y |= base_of(of_columns[i + 4]) << 8 * i;
-      }
-    } else if (fits && escape < total) {
-      value = escapes.exponents[owner][escape - owner_before];
-    }
-    if (word < kTailWords) reinterpret_cast<uint2*>(tail)[word] = value;
-  }
-  return fits;
-}
-
-// What a store's warps and its courier hand over with a buffer.
+// What a store's warps hand over to the drainer with a buffer.
 struct Packed {
   u32 greatest[kMaxColumns];  // magnitude of each column; zeros before a tile
   Escapes escapes;
 };
 
-// Barriers of a group that stores; each is for the stage or buffer of its index.
-struct StoreBarriers {
-  u64 filled[StoreRing::kStages];   // the tile has arrived
-  u64 packed[StoreRing::kBuffers];  // by all warps; the courier has it
-  u64 free[StoreRing::kBuffers];    // the warps may have it again
+// What filler and drainer need of the tile in a stage. The filler writes it.
+struct StoreWork {
+  u64 slot_offset_bytes;
+  u32 num_columns;
+  u32 columns;
 };
+
+// What a group that stores shares. Each barrier is for the stage or buffer of its index.
+struct StoreGroup {
+  u64 filled[StoreRing::kStages];    // the tile has arrived
+  u64 consumed[StoreRing::kStages];  // the filler may fill it again
+  u64 packed[StoreRing::kBuffers];   // by all warps; the drainer has it
+  u64 free[StoreRing::kBuffers];     // the warps may have it again
+  StoreWork works[StoreRing::kStages];
+  Packed handed[StoreRing::kBuffers];
+};
+
+// A barrier that nobody has arrived at lets a wait for the phase before its first pass.
+constexpr u32 kBeforeFirst = 1;
 
 // Packs tiles with the 8 warps of a group.
 __device__ __forceinline__ void pack_tiles(u32 group, u32 thread, u32 num_tiles, const u8* stages,
-                                           u8* buffers, StoreBarriers& barriers,
-                                           Packed (&handed)[StoreRing::kBuffers]) {
+                                           u8* buffers, StoreGroup& shared) {
   using Ring = StoreRing;
   const u32 lane = thread % kWarpSize;
   const u32 warp = thread / kWarpSize;
   u32 stage = 0;
   u32 stage_parity = 0;
   u32 buffer = 0;
-  u32 buffer_parity = 1;  // a barrier that nobody has arrived at lets the first wait pass
+  u32 buffer_parity = kBeforeFirst;
   for (u32 tile = 0; tile < num_tiles; ++tile) {
     const u8* const in = stages + stage * Ring::kStageBytes;
     u8* const out = buffers + buffer * kPackedTileBytes;
-    Packed& packed = handed[buffer];
-    wait_barrier(shared_address(&barriers.free[buffer]), buffer_parity);
-    wait_barrier(shared_address(&barriers.filled[stage]), stage_parity);
+    Packed& packed = shared.handed[buffer];
+    wait_barrier(shared_address(&shared.free[buffer]), buffer_parity);
+    wait_barrier(shared_address(&shared.filled[stage]), stage_parity);
 
     const u32 columns = reinterpret_cast<const u32*>(in + kTileBytes)[thread];
     uint4 words[kUnits];
@@ -268,16 +226,24 @@ __device__ __forceinline__ void pack_tiles(u32 group, u32 thread, u32 num_tiles,
     }
     sync_group(group);
 
+    u32 shifts[kUnits];  // read before the first write to shared memory
+#pragma unroll
+    for (u32 i = 0; i < kUnits; ++i) {
+      shifts[i] = shift_of(base_of(packed.greatest[column_of(columns, i)]));
+    }
+    // Also of columns that the tile does not have: the drainer writes over them.
+    if (thread < kMaxColumns) {
+      out[kMainBytes + 8 * kHeaderWords + thread] = static_cast<u8>(base_of(packed.greatest[thread]));
+    }
     uint2 exponents[kUnits];
     u32 escaping[kUnits];
     u32 count = 0;
 #pragma unroll
     for (u32 i = 0; i < kUnits; ++i) {
-      const u32 shift = shift_of(base_of(packed.greatest[column_of(columns, i)]));
-      const u32 a = __funnelshift_l(words[i].x - shift, words[i].x - shift, 1);
-      const u32 b = __funnelshift_l(words[i].y - shift, words[i].y - shift, 1);
-      const u32 c = __funnelshift_l(words[i].z - shift, words[i].z - shift, 1);
-      const u32 d = __funnelshift_l(words[i].w - shift, words[i].w - shift, 1);
+      const u32 a = __funnelshift_l(words[i].x - shifts[i], words[i].x - shifts[i], 1);
+      const u32 b = __funnelshift_l(words[i].y - shifts[i], words[i].y - shifts[i], 1);
+      const u32 c = __funnelshift_l(words[i].z - shifts[i], words[i].z - shifts[i], 1);
+      const u32 d = __funnelshift_l(words[i].w - shifts[i], words[i].w - shifts[i], 1);
       exponents[i] = make_uint2(__byte_perm(a, b, 0x7531), __byte_perm(c, d, 0x7531));
       const u32 place = i * kGroupThreads + thread;
       reinterpret_cast<uint2*>(out)[place] =
@@ -303,7 +269,7 @@ __device__ __forceinline__ void pack_tiles(u32 group, u32 thread, u32 num_tiles,
     if (lane == 0) packed.escapes.counts[warp] = count;
     fence_for_bulk_copies();
     __syncwarp();
-    if (lane == 0) arrive(shared_address(&barriers.packed[buffer]));
+    if (lane == 0) arrive(shared_address(&shared.packed[buffer]));
     if (++stage == Ring::kStages) {
       stage = 0;
       stage_parity ^= 1;
@@ -315,90 +281,74 @@ __device__ __forceinline__ void pack_tiles(u32 group, u32 thread, u32 num_tiles,
   }
 }
 
-}  // namespace
-
-extern "C" __global__ void __launch_bounds__(StoreRing::kThreads, 1)
-    swap_store(ListHeader* list, const PackedTile* tiles, u32 num_tiles, u32 /*segments_per_tile*/,
-               u64 arena, u64 slot_bytes, const u8* columns_tables, u32 pool_entries) {
+// Has the tiles of a group's pairs fetched, with one thread.
+__device__ __forceinline__ void fill_stages(const int2* pairs, u32 num_pairs, u32 first_pair,
+                                            u32 pair_step, u32 num_tiles, TileFeed feed,
+                                            const u8* columns_tables, u8* stages,
+                                            StoreGroup& shared) {
   using Ring = StoreRing;
-  static_assert(Ring::kBuffers >= 3, "one to pack into, one to write the tail of, one to drain");
-  // What the courier needs of the tile in a stage. It writes this when it fills the stage.
-  struct Work {
-    u64 slot_offset_bytes;
-    u32 num_columns;
-  };
-  extern __shared__ __align__(128) u8 shared_bytes[];  // kGroups * Ring::kGroupBytes
-  __shared__ __align__(128) uint4 zeros[kPoolEntryBytes / sizeof(uint4)];
-  __shared__ int2 pairs[kMaxPairs];
-  __shared__ StoreBarriers all_barriers[kGroups];
-  __shared__ TileFeed::Places places[kGroups];
-  __shared__ Work works[kGroups][Ring::kStages];
-  __shared__ Packed all_handed[kGroups][Ring::kBuffers];
-
-  // The couriers are the last warps.
-  const u32 packing_threads = kGroups * kGroupThreads;
-  const bool packs = threadIdx.x < packing_threads;
-  const u32 group = packs ? threadIdx.x / kGroupThreads
-                          : (threadIdx.x - packing_threads) / kWarpSize;
-  const u32 thread = threadIdx.x % kGroupThreads;
-  const u32 lane = threadIdx.x % kWarpSize;
-  const u32 first_pair = blockIdx.x * kGroups + group;
-  const u32 pair_step = gridDim.x * kGroups;
-  u8* const stages = shared_bytes + group * Ring::kGroupBytes;
-  u8* const buffers = stages + Ring::kStages * Ring::kStageBytes;
-  StoreBarriers& barriers = all_barriers[group];
-  Packed(&handed)[Ring::kBuffers] = all_handed[group];
-
-  const u32 num_pairs = read_pairs<Ring::kThreads>(list, pairs);
-  for (u32 i = threadIdx.x; i < kPoolEntryBytes / sizeof(uint4); i += Ring::kThreads) {
-    zeros[i] = make_uint4(0, 0, 0, 0);
-  }
-  if (!packs) {
-    for (u32 i = lane; i < Ring::kBuffers * kMaxColumns; i += kWarpSize) {
-      handed[i / kMaxColumns].greatest[i % kMaxColumns] = 0;
-    }
-    if (lane == 0) {
-      for (u64& barrier : barriers.filled) init_barrier(shared_address(&barrier), 1);
-      for (u64& barrier : barriers.packed) init_barrier(shared_address(&barrier), kWarps);
-      for (u64& barrier : barriers.free) init_barrier(shared_address(&barrier), 1);
+  feed.begin();
+  u32 stage = 0;
+  u32 parity = kBeforeFirst;
+  for (u32 pair = first_pair; pair < num_pairs; pair += pair_step) {
+    const u64 block = pairs[pair].x;
+    for (u32 tile = 0; tile < num_tiles; ++tile) {
+      const PackedTile row = feed.take();
+      const u64 page = row.page_address + block * row.block_stride_bytes;
+      const u32 filled = shared_address(&shared.filled[stage]);
+      const u32 in = shared_address(stages + stage * Ring::kStageBytes);
+      StoreWork& work = shared.works[stage];
+      wait_barrier(shared_address(&shared.consumed[stage]), parity);
+      // The columns of the last tile in this stage are there still.
+      const bool other_columns = work.columns != row.columns;
+      work = {row.slot_offset_bytes, row.num_columns, row.columns};
+      expect_bytes(filled, other_columns ? kTileBytes + kColumnsBytes : kTileBytes);
+      bulk_to_shared(in, page, kTileBytes, filled);
+      if (other_columns) {
+        const u64 columns = columns_address(columns_tables, row);
+        bulk_to_shared(in + kTileBytes, columns, kColumnsBytes, filled);
+      }
+      if (++stage == Ring::kStages) {
+        stage = 0;
+        parity ^= 1;
+      }
     }
   }
-  publish_barriers();
-  fence_for_bulk_copies();
-  __syncthreads();
+  wait_fetched<0>();
+}
 
-  if (packs) {
-    const u32 num_own = first_pair < num_pairs ? (num_pairs - 1 - first_pair) / pair_step + 1 : 0;
-    pack_tiles(group, thread, num_own * num_tiles, stages, buffers, barriers, handed);
-    return;
-  }
-
-  // The tile that is filled next; only the first lane has them.
-  TileFeed feed(tiles, num_tiles, 0, 1, places[group]);
-  u32 filled_pair = first_pair;
-  u32 filled_tile = 0;
-  const auto fill = [&](u32 stage) {
-    if (filled_pair >= num_pairs) return;
-    const PackedTile row = feed.take();
-    const u64 page = row.page_address + static_cast<u64>(pairs[filled_pair].x) *
-                                            row.block_stride_bytes;
-    const u32 barrier = shared_address(&barriers.filled[stage]);
-    const u32 in = shared_address(stages + stage * Ring::kStageBytes);
-    works[group][stage] = {row.slot_offset_bytes, row.num_columns};
-    expect_bytes(barrier, kTileBytes + kColumnsBytes);
-    bulk_to_shared(in, page, kTileBytes, barrier);
-    bulk_to_shared(in + kTileBytes, columns_address(columns_tables, row), kColumnsBytes, barrier);
-    if (++filled_tile == num_tiles) {
-      filled_tile = 0;
-      filled_pair += pair_step;
-    }
-  };
-  if (lane == 0) {
-    feed.begin();
-    for (u32 stage = 0; stage < Ring::kStages; ++stage) fill(stage);
+// Writes header and escapes of a tile with one warp. `before` are the escapes of the strips before
+// that of this lane, which is lane / 4, and `count` are those of the strip.
+__device__ __forceinline__ void write_tail(u8* tail, u32 lane, const Escapes& escapes, u32 before,
+                                           u32 count, u32 total, u32 num_columns) {
+  uint2* const words = reinterpret_cast<uint2*>(tail);
+  const u32 first_escape = kHeaderWords + num_columns / 8;
+  for (u32 word = first_escape + lane; word < kTailWords; word += kWarpSize) {
+    words[word] = make_uint2(0, 0);
   }
   __syncwarp();
+  const u32 strip = lane / 4;
+  for (u32 place = lane % 4; place < count; place += 4) {
+    words[first_escape + before + place] = escapes.exponents[strip][place];
+  }
+  if (lane % 4 == 0) tail[8 + strip] = static_cast<u8>(before);
+  if (lane == 0) words[0] = make_uint2(kSignature | kKindPacked << 24, num_columns | total << 8);
+}
 
+__device__ __forceinline__ void write_raw_tail(u8* tail, u32 lane, u32 pool_entry) {
+  const uint2 header = make_uint2(kSignature | kKindRaw << 24, pool_entry << 16);
+  for (u32 word = lane; word < kTailWords; word += kWarpSize) {
+    reinterpret_cast<uint2*>(tail)[word] = word == 0 ? header : make_uint2(0, 0);
+  }
+}
+
+// Ends the tiles of a group's pairs, and has them written to their slots, with one warp.
+__device__ __forceinline__ void drain_buffers(ListHeader* list, const int2* pairs, u32 num_pairs,
+                                              u32 first_pair, u32 pair_step, u32 num_tiles,
+                                              u32 lane, u64 arena, u64 slot_bytes,
+                                              u32 pool_entries, const uint4* zeros,
+                                              const u8* stages, u8* buffers, StoreGroup& shared) {
+  using Ring = StoreRing;
   u32 stage = 0;
   u32 buffer = 0;
   u32 parity = 0;
@@ -410,17 +360,33 @@ extern "C" __global__ void __launch_bounds__(StoreRing::kThreads, 1)
     for (u32 tile = 0; tile < num_tiles; ++tile) {
       const u8* const in = stages + stage * Ring::kStageBytes;
       u8* const out = buffers + buffer * kPackedTileBytes;
-      Packed& packed = handed[buffer];
-      const u64 target = slot + works[group][stage].slot_offset_bytes;
-      const u32 num_columns = works[group][stage].num_columns;
-      wait_barrier(shared_address(&barriers.packed[buffer]), parity);
-      const bool fits = write_tail(out + kMainBytes, lane, packed.escapes, packed.greatest,
-                                   num_columns, num_raw);
-      fence_for_bulk_copies();
+      Packed& packed = shared.handed[buffer];
+      const u32 consumed = shared_address(&shared.consumed[stage]);
+      wait_barrier(shared_address(&shared.packed[buffer]), parity);
+      const u64 target = slot + shared.works[stage].slot_offset_bytes;
+      const u32 num_columns = shared.works[stage].num_columns;
+      const u32 count = packed.escapes.counts[lane / 4];
+      u32 before = count;  // of this strip and those before it, then only those
+#pragma unroll
+      for (u32 distance = 4; distance < kWarpSize; distance *= 2) {
+        const u32 lower = __shfl_up_sync(~0u, before, distance);
+        if (lane >= distance) before += lower;
+      }
+      const u32 total = __shfl_sync(~0u, before, kWarpSize - 1);
+      before -= count;
+      const bool fits = total <= kTailWords - kHeaderWords - num_columns / 8;
       __syncwarp();
+      if (fits) {
+        if (lane == 0) arrive(consumed);
+        write_tail(out + kMainBytes, lane, packed.escapes, before, count, total, num_columns);
+      } else {
+        write_raw_tail(out + kMainBytes, lane, num_raw);
+      }
       for (u32 column = lane; column < kMaxColumns; column += kWarpSize) {
         packed.greatest[column] = 0;
       }
+      fence_for_bulk_copies();
+      __syncwarp();
       if (lane == 0) {
         if (fits) {
           bulk_from_shared(target, shared_address(out), kPackedTileBytes);
@@ -441,14 +407,15 @@ extern "C" __global__ void __launch_bounds__(StoreRing::kThreads, 1)
           write_status(list, pair, used > pool_entries ? 1 : 0);
         }
         commit_drain();
-        if (!fits) wait_drained<0>();  // the stage is drained itself
-        fill(stage);
-        wait_drained<1>();
+        if (fits) {
+          wait_drained<1>();
+        } else {
+          wait_drained<0>();  // the stage is drained itself
+          arrive(consumed);
+        }
+        if (drained < Ring::kBuffers) arrive(shared_address(&shared.free[drained]));
       }
       __syncwarp();
-      if (lane == 0 && drained < Ring::kBuffers) {
-        arrive(shared_address(&barriers.free[drained]));
-      }
       drained = buffer;
       if (!fits) ++num_raw;
       if (++stage == Ring::kStages) stage = 0;
@@ -458,10 +425,68 @@ extern "C" __global__ void __launch_bounds__(StoreRing::kThreads, 1)
       }
     }
   }
-  // Shared memory must outlive the reads and what was fetched, the launch the writes.
-  if (lane == 0) {
-    wait_fetched<0>();
-    wait_written();
+  // Shared memory must outlive the reads, the launch the writes.
+  if (lane == 0) wait_written();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(StoreRing::kThreads, 1)
+    swap_store(ListHeader* list, const PackedTile* tiles, u32 num_tiles, u32 /*segments_per_tile*/,
+               u64 arena, u64 slot_bytes, const u8* columns_tables, u32 pool_entries) {
+  using Ring = StoreRing;
+  static_assert(Ring::kBuffers >= 3, "one to pack into, one to end, one to drain");
+  extern __shared__ __align__(128) u8 shared_bytes[];  // kGroups * Ring::kGroupBytes
+  __shared__ __align__(128) uint4 zeros[kPoolEntryBytes / sizeof(uint4)];
+  __shared__ int2 pairs[kMaxPairs];
+  __shared__ TileFeed::Places places[kGroups];
+  __shared__ StoreGroup groups[kGroups];
+
+  // First come the warps that pack, group after group, then the drainers, then the fillers.
+  constexpr u32 kPackingThreads = kGroups * kGroupThreads;
+  const bool packs = threadIdx.x < kPackingThreads;
+  const u32 other_warp = (threadIdx.x - kPackingThreads) / kWarpSize;
+  const u32 group = packs ? threadIdx.x / kGroupThreads : other_warp % kGroups;
+  const bool fills = !packs && other_warp >= kGroups;
+  const u32 lane = threadIdx.x % kWarpSize;
+  const u32 first_pair = blockIdx.x * kGroups + group;
+  const u32 pair_step = gridDim.x * kGroups;
+  u8* const stages = shared_bytes + group * Ring::kGroupBytes;
+  u8* const buffers = stages + Ring::kStages * Ring::kStageBytes;
+  StoreGroup& shared = groups[group];
+
+  const u32 num_pairs = read_pairs<Ring::kThreads>(list, pairs);
+  for (u32 i = threadIdx.x; i < kPoolEntryBytes / sizeof(uint4); i += Ring::kThreads) {
+    zeros[i] = make_uint4(0, 0, 0, 0);
+  }
+  if (fills) {
+    for (u32 i = lane; i < Ring::kBuffers * kMaxColumns; i += kWarpSize) {
+      shared.handed[i / kMaxColumns].greatest[i % kMaxColumns] = 0;
+    }
+    if (lane == 0) {
+      for (u64& barrier : shared.filled) init_barrier(shared_address(&barrier), 1);
+      for (u64& barrier : shared.consumed) init_barrier(shared_address(&barrier), 1);
+      for (u64& barrier : shared.packed) init_barrier(shared_address(&barrier), kWarps);
+      for (u64& barrier : shared.free) init_barrier(shared_address(&barrier), 1);
+      for (StoreWork& work : shared.works) work.columns = ~0u;
+    }
+  }
+  publish_barriers();
+  fence_for_bulk_copies();
+  __syncthreads();
+
+  if (packs) {
+    const u32 num_own = first_pair < num_pairs ? (num_pairs - 1 - first_pair) / pair_step + 1 : 0;
+    pack_tiles(group, threadIdx.x % kGroupThreads, num_own * num_tiles, stages, buffers, shared);
+  } else if (fills) {
+    const TileFeed feed(tiles, num_tiles, 0, 1, places[group]);
+    if (lane == 0) {
+      fill_stages(pairs, num_pairs, first_pair, pair_step, num_tiles, feed, columns_tables, stages,
+                  shared);
+    }
+  } else {
+    drain_buffers(list, pairs, num_pairs, first_pair, pair_step, num_tiles, lane, arena,
+                  slot_bytes, pool_entries, zeros, stages, buffers, shared);
   }
 }
 
@@ -476,6 +501,7 @@ extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
     u64 page_address;
     u64 slot_address;
     u32 num_columns;
+    u32 columns;
   };
   extern __shared__ __align__(128) u8 shared_bytes[];  // kGroups * Ring::kGroupBytes
   __shared__ int2 pairs[kMaxPairs];
@@ -493,7 +519,10 @@ extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
   const u32 first_barrier = shared_address(barriers[group]);
 
   const u32 num_pairs = read_pairs<Ring::kThreads>(list, pairs);
-  if (thread < Ring::kStages) init_barrier(first_barrier + thread * sizeof(u64), 1);
+  if (thread < Ring::kStages) {
+    init_barrier(first_barrier + thread * sizeof(u64), 1);
+    works[group][thread].columns = ~0u;
+  }
   publish_barriers();
   __syncthreads();
 
@@ -507,13 +536,18 @@ extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
     const int2 pair = pairs[filled_pair];
     const u64 page = row.page_address + static_cast<u64>(pair.x) * row.block_stride_bytes;
     const u64 slot = arena + static_cast<u64>(pair.y) * slot_bytes;
-    works[group][stage] = {page, slot, row.num_columns};
     const u32 barrier = first_barrier + stage * sizeof(u64);
     const u32 in = shared_address(stages + stage * Ring::kStageBytes);
-    expect_bytes(barrier, kPackedTileBytes + kColumnsBytes);
+    Work& work = works[group][stage];
+    // The columns of the last tile in this stage are there still.
+    const bool other_columns = work.columns != row.columns;
+    work = {page, slot, row.num_columns, row.columns};
+    expect_bytes(barrier, other_columns ? kPackedTileBytes + kColumnsBytes : kPackedTileBytes);
     bulk_to_shared(in, slot + row.slot_offset_bytes, kPackedTileBytes, barrier);
-    bulk_to_shared(in + kPackedTileBytes, columns_address(columns_tables, row), kColumnsBytes,
-                   barrier);
+    if (other_columns) {
+      const u64 columns = columns_address(columns_tables, row);
+      bulk_to_shared(in + kPackedTileBytes, columns, kColumnsBytes, barrier);
+    }
     filled_tile += tile_step;
     while (filled_tile >= num_tiles) {
       filled_tile -= num_tiles;

@@ -95,7 +95,7 @@ VECTOR = KernelFamily(
 """16-byte loads and stores."""
 
 _GROUPS = 2
-_PACKED_WARPS = {Direction.STORE: 9, Direction.LOAD: 8}
+_PACKED_WARPS = {Direction.STORE: 10, Direction.LOAD: 8}
 _PACKED_STAGES = {Direction.STORE: 3, Direction.LOAD: 5}
 _PACKED_BUFFERS = 3
 
