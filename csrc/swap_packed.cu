@@ -1,13 +1,14 @@
 // Swap kernels that pack tiles of 16 KiB of bf16 without loss on their way, for sm_90 and newer.
 // kv_swap/packing/format.py has the format; kv_swap/packing/tiles.py writes the same bytes.
 //
-// A CTA has kGroups groups of 8 warps that share nothing but the list of pairs. All 256 threads of a
-// group transform one tile after another, 4 groups of 8 values each.
+// A CTA has kGroups groups of 8 warps that share nothing but the list of pairs. All 256 threads of
+// a group transform one tile after another, 4 groups of 8 values each.
 //
 //   store  A group takes whole pairs, the tiles in their order: who gets the pool's entries depends
-//          on the values alone. Its warps pack into buffers. Two more warps see to the rest, so that
-//          none that packs waits for the bus: the filler has bulk copies fill stages; the drainer
-//          ends a packed tile with its header and escapes, and has bulk copies drain buffers.
+//          on the values alone. Its warps pack into buffers. Two more warps see to the rest, so
+//          that none that packs waits for the bus: the filler has bulk copies fill stages; the
+//          drainer ends a packed tile with its header and escapes, and has bulk copies drain
+//          buffers.
 //   load   A group takes every n-th tile of all, unpacks it and writes the page itself. Its first
 //          thread keeps bulk copies of the next tiles under way.
 //
@@ -17,39 +18,16 @@
 //     after its end, and only then uses the entry again. A status is written by one thread;
 //   - the tables of tiles and columns: written before the first launch and never again, those of
 //     waves on the stream of the launches that read them.
-// In shared memory a stage is filled again once all warps have its values, or once a bulk copy out of
-// it has read it; a buffer is written again once its tail was written and its drain has read it.
+// In shared memory a stage is filled again once all warps have its values, or once a bulk copy out
+// of it has read it; a buffer is written again once its tail was written and its drain has read it.
 
 #include "bulk.cuh"
+#include "packed.cuh"
 #include "swap.cuh"
 
 namespace {
 
 using namespace kv_swap;
-
-constexpr u32 kTileBytes = 16384;
-constexpr u32 kMantissaBytes = 8192;
-constexpr u32 kMainBytes = 12288;  // signs, mantissas and codes; of a raw tile what lies in its place
-constexpr u32 kPoolEntryBytes = kTileBytes - kMainBytes;
-constexpr u32 kPackedTileBytes = KV_SWAP_PACKED_TILE_BYTES;
-constexpr u32 kTailBytes = kPackedTileBytes - kMainBytes;  // header, bases and escapes
-constexpr u32 kTailWords = kTailBytes / 8;
-constexpr u32 kHeaderWords = 2;  // of 8 bytes; an escape is one, and so are 8 bases
-constexpr u32 kMaxColumns = KV_SWAP_MAX_COLUMNS;
-constexpr u32 kColumnsBytes = kTileBytes / 16;  // a byte for each group of 8 values
-constexpr u32 kMaxEscapes = kTailWords - kHeaderWords - 1;
-constexpr u32 kKindPacked = 1;
-constexpr u32 kKindRaw = 2;
-constexpr u32 kSignature = KV_SWAP_PACKED_MAGIC | KV_SWAP_PACKED_VERSION << 16;
-static_assert(kPackedTileBytes % 128 == 0, "tiles lie in slots as bulk copies want them");
-static_assert(kHeaderWords + kMaxColumns / 8 < kTailWords, "escapes have room behind the bases");
-
-constexpr u32 kGroups = 2;
-constexpr u32 kWarps = 8;  // that transform the tiles of a group; each has a strip of them
-constexpr u32 kGroupThreads = kWarps * kWarpSize;
-constexpr u32 kUnits = kTileBytes / 16 / kGroupThreads;  // groups of 8 values of a thread
-static_assert(kUnits == 4, "a thread reads the columns of its values as one word");
-static_assert(kPoolEntryBytes == 16 * kGroupThreads, "a thread loads 16 bytes of a pool's entry");
 
 // A stage has a tile, and its columns behind it.
 struct StoreRing {
@@ -65,96 +43,6 @@ struct LoadRing {
   static constexpr u32 kStageBytes = kPackedTileBytes + kColumnsBytes;
   static constexpr u32 kGroupBytes = kStages * kStageBytes;
 };
-
-// A row of the table: a tile of a region's page.
-struct alignas(16) PackedTile {
-  u64 page_address;  // in block 0
-  u64 block_stride_bytes;
-  u64 slot_offset_bytes;
-  u32 columns;  // index of the table of columns
-  u32 num_columns;
-};
-static_assert(sizeof(PackedTile) == 32, "kv_swap/cuda/packed.py writes rows of 32 bytes");
-
-__device__ __forceinline__ u64 columns_address(const u8* tables, const PackedTile& tile) {
-  return reinterpret_cast<u64>(tables) + static_cast<u64>(tile.columns) * kColumnsBytes;
-}
-
-__device__ __forceinline__ void sync_group(u32 group) {
-  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory");
-}
-
-// The rows of the tiles of one group, in their order, every step-th of the table again and again.
-//
-// One thread uses it. Rows are fetched kFetched - 1 tiles ahead: see SegmentCursor in swap_bulk.cu. A
-// place is written again only after its row was taken.
-class TileFeed {
- public:
-  static constexpr u32 kFetched = 8;
-  using Places = PackedTile[kFetched];  // in shared memory
-
-  __device__ TileFeed(const PackedTile* table, u32 num_tiles, u32 first, u32 step, Places& places)
-      : table_(table),
-        num_tiles_(num_tiles),
-        step_(step % num_tiles),
-        tile_(first % num_tiles),
-        places_(places) {}
-
-  __device__ void begin() {
-    for (u32 i = 0; i < kFetched - 1; ++i) fetch();
-  }
-
-  __device__ PackedTile take() {
-    wait_fetched<kFetched - 2>();
-    const PackedTile row = places_[taken_++ % kFetched];
-    fetch();
-    return row;
-  }
-
- private:
-  __device__ void fetch() {
-    const u8* source = reinterpret_cast<const u8*>(table_ + tile_);
-    const u32 place = shared_address(&places_[fetched_++ % kFetched]);
-    fetch_16_bytes(place, source);
-    fetch_16_bytes(place + 16, source + 16);
-    commit_fetch();
-    tile_ += step_;
-    if (tile_ >= num_tiles_) tile_ -= num_tiles_;
-  }
-
-  const PackedTile* table_;
-  u32 num_tiles_;
-  u32 step_;
-  u32 tile_;
-  u32 fetched_ = 0;
-  u32 taken_ = 0;
-  Places& places_;
-};
-
-// The pairs of a list, fetched over the bus once a CTA. A return of __syncthreads publishes them.
-template <u32 kThreads>
-__device__ __forceinline__ u32 read_pairs(const ListHeader* list, int2 (&pairs)[kMaxPairs]) {
-  // The first of each thread in one round trip with their number; pairs past it are never used.
-  const int2 first = read_pair(list, threadIdx.x);
-  const u32 num_pairs = read_num_pairs(list);
-  pairs[threadIdx.x] = first;
-  for (u32 i = threadIdx.x + kThreads; i < num_pairs; i += kThreads) pairs[i] = read_pair(list, i);
-  return num_pairs;
-}
-
-// Of the 4 groups of values of a thread, a byte each.
-__device__ __forceinline__ u32 column_of(u32 columns, u32 unit) {
-  return columns >> 8 * unit & 0xff;
-}
-
-// What is subtracted from both exponents of a word: code 1 is the base, code 0 one less.
-__device__ __forceinline__ u32 shift_of(u32 base) { return (base - 1) * 0x00800080u; }
-
-__device__ __forceinline__ u32 base_of(u32 greatest) { return max(greatest >> 7, 14u) - 14; }
-
-__device__ __forceinline__ u32 lanes_below(u32 mask, u32 lane) {
-  return __popc(mask & ((1u << lane) - 1));
-}
 
 // Escapes of a tile until they are put in order, each warp for itself.
 struct Escapes {
@@ -176,6 +64,10 @@ struct StoreWork {
 };
 
 // What a group that stores shares. Each barrier is for the stage or buffer of its index.
+//
+// One lane arrives for its warp, behind __syncwarp; every thread that goes on waits for itself.
+// compute-sanitizer's racecheck does not see what the other lanes of a warp did before that, and
+// reports it: tests/gpu/sanitize_run.py leaves the store out there.
 struct StoreGroup {
   u64 filled[StoreRing::kStages];    // the tile has arrived
   u64 consumed[StoreRing::kStages];  // the filler may fill it again
@@ -233,7 +125,8 @@ __device__ __forceinline__ void pack_tiles(u32 group, u32 thread, u32 num_tiles,
     }
     // Also of columns that the tile does not have: the drainer writes over them.
     if (thread < kMaxColumns) {
-      out[kMainBytes + 8 * kHeaderWords + thread] = static_cast<u8>(base_of(packed.greatest[thread]));
+      out[kMainBytes + 8 * kHeaderWords + thread] =
+          static_cast<u8>(base_of(packed.greatest[thread]));
     }
     uint2 exponents[kUnits];
     u32 escaping[kUnits];
@@ -248,8 +141,8 @@ __device__ __forceinline__ void pack_tiles(u32 group, u32 thread, u32 num_tiles,
       const u32 place = i * kGroupThreads + thread;
       reinterpret_cast<uint2*>(out)[place] =
           make_uint2(__byte_perm(a, b, 0x6420), __byte_perm(c, d, 0x6420));
-      const bool escapes = ((exponents[i].x | exponents[i].y) & 0xf0f0f0f0u) != 0 ||
-                           (exponents[i].x & 0xff) == 0;
+      const bool escapes =
+          ((exponents[i].x | exponents[i].y) & 0xf0f0f0f0u) != 0 || (exponents[i].x & 0xff) == 0;
       reinterpret_cast<u32*>(out + kMantissaBytes)[place] =
           escapes ? 0 : exponents[i].x | exponents[i].y << 4;
       escaping[i] = __ballot_sync(~0u, escapes);
@@ -345,9 +238,9 @@ __device__ __forceinline__ void write_raw_tail(u8* tail, u32 lane, u32 pool_entr
 // Ends the tiles of a group's pairs, and has them written to their slots, with one warp.
 __device__ __forceinline__ void drain_buffers(ListHeader* list, const int2* pairs, u32 num_pairs,
                                               u32 first_pair, u32 pair_step, u32 num_tiles,
-                                              u32 lane, u64 arena, u64 slot_bytes,
-                                              u32 pool_entries, const uint4* zeros,
-                                              const u8* stages, u8* buffers, StoreGroup& shared) {
+                                              u32 lane, u64 arena, u64 slot_bytes, u32 pool_entries,
+                                              const uint4* zeros, const u8* stages, u8* buffers,
+                                              StoreGroup& shared) {
   using Ring = StoreRing;
   u32 stage = 0;
   u32 buffer = 0;
@@ -485,8 +378,8 @@ extern "C" __global__ void __launch_bounds__(StoreRing::kThreads, 1)
                   shared);
     }
   } else {
-    drain_buffers(list, pairs, num_pairs, first_pair, pair_step, num_tiles, lane, arena,
-                  slot_bytes, pool_entries, zeros, stages, buffers, shared);
+    drain_buffers(list, pairs, num_pairs, first_pair, pair_step, num_tiles, lane, arena, slot_bytes,
+                  pool_entries, zeros, stages, buffers, shared);
   }
 }
 
