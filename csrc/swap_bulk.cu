@@ -152,7 +152,7 @@ __device__ __forceinline__ void swap_tiles(const ListHeader* list, const Segment
   const u32 lane = threadIdx.x;
   const u32 first_stage = shared_address(tiles);
   const u32 first_barrier = shared_address(barriers);
-  if (lane < kStages) init_barrier(first_barrier + lane * sizeof(u64));
+  if (lane < kStages) init_barrier(first_barrier + lane * sizeof(u64), 1);
   publish_barriers();
 
   SegmentCursor next_segments(segments, num_tiles, segments_per_tile, lane, places);

@@ -21,6 +21,7 @@ from kv_swap.engine import Direction, SwapJob
 from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import Packing
 from kv_swap.memory.arena import HostArena
+from kv_swap.packing.format import POOL_ENTRY_BYTES
 
 from bench.machine import cuda_torch, keep_rows
 from bench.swap.bed import (
@@ -60,7 +61,8 @@ class Row:
     alone, and `gbps` is what the copies reach meanwhile. `microseconds` is from submission to
     completion, or the latency that the name says. A packed engine's rates are of bytes in the KV
     cache; `raw_gbps` is what the engine reaches without packing, taking turns with it, and
-    `wire_ratio` the rate of bytes on the link to the roofline.
+    `wire_ratio` the rate of bytes on the link to the roofline: a store writes pools, a load reads
+    none that is empty.
     """
 
     name: str
@@ -103,9 +105,12 @@ def measure(
     assert gbps is not None
     assert roofline_gbps is not None
     layout = case.engine.layout
-    wire_bytes = layout.slot_bytes / layout.block_bytes
+    moved_bytes = layout.slot_bytes
+    if case.job.direction is Direction.LOAD:
+        moved_bytes -= layout.pool_entries * POOL_ENTRY_BYTES
     raw_gbps = case.gbps("raw")
-    wire_ratio = None if raw_gbps is None else gbps / roofline_gbps * wire_bytes
+    ratio = gbps / roofline_gbps
+    wire_ratio = None if raw_gbps is None else ratio * moved_bytes / layout.block_bytes
     row = Row(
         name,
         case.job.direction.value,
@@ -115,7 +120,7 @@ def measure(
         roofline_gbps,
         case.gbps("peer"),
         case.median("submit") * 1e6,
-        gbps / roofline_gbps,
+        ratio,
         case.median("engine") * 1e6,
         raw_gbps,
         wire_ratio,

@@ -301,12 +301,11 @@ def _memory(address: int, nbytes: int) -> np.ndarray:
 
 
 def _columns(table: int, described: int) -> TileColumns:
-    """Read columns as the threads of the kernel do: 4 of each, 32 groups of values apart."""
+    """Read columns as the threads of the kernel do: 4 of each, 256 groups of values apart."""
     found = np.empty(TILE_GROUPS, np.uint8)
     bytes_ = _words(table + (described & 0xFFFFFFFF) * TILE_GROUPS, TILE_GROUPS, np.uint8)
     for thread in range(TILE_GROUPS // 4):
-        first = thread // 32 * 128 + thread % 32
-        found[first : first + 128 : 32] = bytes_[4 * thread : 4 * thread + 4]
+        found[thread::256] = bytes_[4 * thread : 4 * thread + 4]
     columns = describe_columns(found.tobytes())
     assert columns.count == described >> 32
     return columns

@@ -45,11 +45,17 @@ def read_by_hand(packed: NDArray[np.uint8], columns: TileColumns) -> NDArray[np.
     assert count == columns.count
     assert data[12294:12296] == bytes(2)
     first_escape = 12304 + count
-    words = []
+    words = np.empty(TILE_BYTES // 2, np.uint16)
     used = 0
     before = []
-    for group in range(TILE_GROUPS):
-        if group % (TILE_GROUPS // 8) == 0:
+    strips = [
+        (strip, quarter * 256 + strip * 32 + lane)
+        for strip in range(8)
+        for quarter in range(4)
+        for lane in range(32)
+    ]
+    for strip, group in strips:
+        if len(before) == strip:
             before.append(used)
         codes = data[8192 + 4 * group : 8196 + 4 * group]
         relative = [code & 15 for code in codes] + [code >> 4 for code in codes]
@@ -64,11 +70,11 @@ def read_by_hand(packed: NDArray[np.uint8], columns: TileColumns) -> NDArray[np.
             low, high = data[at], data[at + 1]
             word = low | relative[2 * pair] << 8 | high << 16 | relative[2 * pair + 1] << 24
             word = (word >> 1 | (word & 1) << 31) + (base - 1) * 0x00800080
-            words += [word & 0xFFFF, word >> 16 & 0xFFFF]
+            words[at : at + 2] = word & 0xFFFF, word >> 16 & 0xFFFF
     assert used == escapes
     assert list(data[12296:12304]) == before
     assert not any(data[first_escape + 8 * used :])
-    return np.array(words, np.uint16)
+    return words
 
 
 def check_round_trip(tiles: NDArray[np.uint8], packing: Packing) -> NDArray[np.bool_]:

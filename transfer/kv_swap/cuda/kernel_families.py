@@ -16,6 +16,7 @@ from kv_swap.packing.format import (
     MAX_COLUMNS,
     PACKED_TILE_BYTES,
     TILE_BYTES,
+    TILE_GROUPS,
 )
 
 if TYPE_CHECKING:
@@ -94,23 +95,36 @@ VECTOR = KernelFamily(
 """16-byte loads and stores."""
 
 _GROUPS = 2
-_PACKED_STAGES = {Direction.STORE: 4, Direction.LOAD: 5}
-_PACKED_BYTES = {
-    Direction.STORE: _PACKED_STAGES[Direction.STORE] * TILE_BYTES + _DRAINS * PACKED_TILE_BYTES,
-    Direction.LOAD: _PACKED_STAGES[Direction.LOAD] * PACKED_TILE_BYTES,
-}
+_PACKED_WARPS = {Direction.STORE: 10, Direction.LOAD: 8}
+_PACKED_STAGES = {Direction.STORE: 3, Direction.LOAD: 5}
+_PACKED_BUFFERS = 3
+"""Two CTAs, each with two groups of 8 warps that pack or unpack; a group that packs has two warps
+more, to fill and to drain.
+
+Stores move 66 GB/s of KV and loads 65, where `BULK` moves 52 and 51: each fills the link as far as
+`BULK` does. With all in 8 warps a group stores moved 43. An 8192-cubed product is slowed by 1.093
+and 1.074 (`BULK`: 1.076 and 1.074), products as in decodes by 1.018 and 1.047 (1.009 and 1.037).
+Two stages move stores as fast, but 44 GB/s beside decodes instead of 55; from 3 on stages of loads
+change nothing. (H200, PCIe Gen5 x16, driver 580, 26 Nov 2026.)"""
+
+
+def _packed_shape(direction: Direction) -> LaunchShape:
+    store = direction is Direction.STORE
+    stage_bytes = (TILE_BYTES if store else PACKED_TILE_BYTES) + TILE_GROUPS
+    group_bytes = _PACKED_STAGES[direction] * stage_bytes
+    group_bytes += _PACKED_BUFFERS * PACKED_TILE_BYTES if store else 0
+    threads = _GROUPS * _PACKED_WARPS[direction] * _WARP
+    return LaunchShape(2, threads, TILE_BYTES, 1, _GROUPS * group_bytes)
+
 
 PACKED = KernelFamily(
     "packed",
     "swap_packed.cu",
     (9, 0),
-    {
-        way: LaunchShape(2, _GROUPS * 8 * _WARP, TILE_BYTES, 1, _GROUPS * _PACKED_BYTES[way])
-        for way in Direction
-    },
+    {way: _packed_shape(way) for way in Direction},
     (
         *(f"-DKV_SWAP_{way.name}_STAGES={_PACKED_STAGES[way]}" for way in Direction),
-        f"-DKV_SWAP_DRAINS={_DRAINS}",
+        f"-DKV_SWAP_STORE_BUFFERS={_PACKED_BUFFERS}",
         f"-DKV_SWAP_PACKED_TILE_BYTES={PACKED_TILE_BYTES}",
         f"-DKV_SWAP_MAX_COLUMNS={MAX_COLUMNS}",
         f"-DKV_SWAP_PACKED_MAGIC={MAGIC}",

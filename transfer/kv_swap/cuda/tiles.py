@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _SEGMENT_BYTES = 32
 """Of a row, also of one that describes a packed tile."""
 
-_COLUMNS_ORDER = np.arange(TILE_GROUPS).reshape(8, 4, 32).transpose(0, 2, 1).ravel()
+_COLUMNS_ORDER = np.arange(TILE_GROUPS).reshape(4, 256).T.ravel()
 """The 4 groups of values of each thread of the packing kernels, thread by thread."""
 
 

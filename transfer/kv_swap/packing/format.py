@@ -6,7 +6,7 @@ A tile is 8,192 bf16 values in 1,024 groups of 8. Packed it is
     8192   4096  4-bit codes of the exponents, 4 bytes a group: value j and value j + 4 in byte j
     12288    16  header: see `HEADER`
     12304     c  a base for each of c columns, c a multiple of 8; `columns.py` says what a column is
-    12304+c      escapes, 8 bytes each, in the order of their groups; zeros behind the last
+    12304+c      escapes, 8 bytes each, by strips; zeros behind the last
 
 Each pair of values is a 32-bit word. The packer subtracts the base of the group's column from both
 exponents and rotates the word left by one bit: `rotl(word - (base - 1) * 0x00800080, 1)`. That is a
@@ -15,7 +15,9 @@ mantissa. A base is the greatest exponent of its column less 14, and at least 0:
 base - 1 to base + 14 have the codes 0 to 15.
 
 A group with an exponent outside of these escapes: its codes are zero, and its 8 exponents are in
-the escapes. So the first code of any other group must not be zero.
+the escapes. So the first code of any other group must not be zero. A tile has 8 strips, which are
+packed side by side: strip s has the groups g with g % 256 // 32 == s. Escapes are in the order of
+the strips, and within a strip in the order of the groups.
 
 A tile with more escapes than fit is raw: its first 12 KiB lie in place, its header says which entry
 of the slot's pool has the other 4 KiB. Entries are given in the order of the tiles; unused entries
@@ -55,6 +57,8 @@ TILES_PER_POOL_ENTRY = 64
 SLOT_ALIGNMENT_BYTES = 128
 """Of packed pages, of the pool and of slots that have them."""
 
+STRIPS = 8
+
 MAX_COLUMNS = 64
 """More columns leave less room for escapes, and fewer make more of them: of K with outliers as
 above, in rows of 1,024 channels, 0.4 % of tiles had more escapes than fit beside 64 columns, 1.2 %
@@ -68,11 +72,11 @@ HEADER = np.dtype(
         ("columns", "u1"),
         ("escapes", "u1"),
         ("pool_entry", "<u2"),
-        ("escapes_before", "u1", (8,)),
+        ("escapes_before", "u1", (STRIPS,)),
     ]
 )
-"""`columns` is c above; `escapes_before` counts those before each eighth of the groups. A raw tile
-has zeros there and in all bytes behind the header, a packed one `pool_entry` zero."""
+"""`columns` is c above; `escapes_before` counts those before each strip. A raw tile has zeros there
+and in all bytes behind the header, a packed one `pool_entry` zero."""
 
 KIND_PACKED = 1
 KIND_RAW = 2

@@ -18,6 +18,7 @@ from kv_swap.packing.format import (
     MANTISSA_BYTES,
     PACKED_TILE_BYTES,
     POOL_ENTRY_BYTES,
+    STRIPS,
     TILE_BYTES,
     TILE_GROUPS,
     escape_capacity,
@@ -25,6 +26,9 @@ from kv_swap.packing.format import (
 
 _EXPONENT_ONES = np.uint32(0x0080_0080)
 """The least bit of both exponents of a word."""
+
+_BY_STRIPS = np.arange(TILE_GROUPS).reshape(4, STRIPS, 32).transpose(1, 0, 2).ravel()
+"""The groups in the order of their escapes."""
 
 _BASES = MAIN_BYTES + HEADER.itemsize
 
@@ -69,18 +73,19 @@ def _pack(
     counts = escaping.sum(axis=1)
     fits: NDArray[np.bool_] = counts <= escape_capacity(columns.count)
     escapes = packed[:, _BASES + columns.count :].reshape(len(packed), -1, ESCAPE_BYTES)
-    tile, group = np.nonzero(escaping & fits[:, None])
+    by_strips = escaping[:, _BY_STRIPS]
+    tile, place = np.nonzero(by_strips & fits[:, None])
     firsts = np.cumsum(np.where(fits, counts, 0)) - np.where(fits, counts, 0)
     by_group = exponents.reshape(len(tiles), TILE_GROUPS, GROUP_VALUES)
-    escapes[tile, np.arange(len(tile)) - firsts[tile]] = by_group[tile, group]
+    escapes[tile, np.arange(len(tile)) - firsts[tile]] = by_group[tile, _BY_STRIPS[place]]
     header = np.zeros(len(tiles), HEADER)
     header["magic"] = MAGIC
     header["version"] = FORMAT_VERSION
     header["kind"] = KIND_PACKED
     header["columns"] = columns.count
     header["escapes"] = counts
-    eighths = escaping.reshape(len(tiles), 8, -1).sum(axis=2)
-    header["escapes_before"] = np.cumsum(eighths, axis=1) - eighths
+    of_strips = by_strips.reshape(len(tiles), STRIPS, -1).sum(axis=2)
+    header["escapes_before"] = np.cumsum(of_strips, axis=1) - of_strips
     packed[:, MAIN_BYTES:_BASES] = header.view(np.uint8).reshape(len(tiles), -1)
     return fits
 
@@ -157,10 +162,11 @@ def _unpack(packed: NDArray[np.uint8], columns: TileColumns) -> NDArray[np.uint8
     codes = packed[:, MANTISSA_BYTES:MAIN_BYTES].reshape(num_tiles, TILE_GROUPS, 4)
     exponents = np.concatenate([codes & 0xF, codes >> 4], axis=2)
     escaping = exponents[:, :, 0] == 0
-    tile, group = np.nonzero(escaping)
-    rank = (np.cumsum(escaping, axis=1) - 1)[tile, group]
+    by_strips = escaping[:, _BY_STRIPS]
+    tile, place = np.nonzero(by_strips)
+    rank = (np.cumsum(by_strips, axis=1) - 1)[tile, place]
     escapes = packed[:, _BASES + columns.count :].reshape(num_tiles, -1, ESCAPE_BYTES)
-    exponents[tile, group] = escapes[tile, np.minimum(rank, escapes.shape[1] - 1)]
+    exponents[tile, _BY_STRIPS[place]] = escapes[tile, np.minimum(rank, escapes.shape[1] - 1)]
     halves = np.empty((num_tiles, MANTISSA_BYTES, 2), np.uint8)
     halves[:, :, 0] = packed[:, :MANTISSA_BYTES]
     halves[:, :, 1] = exponents.reshape(num_tiles, -1)
