@@ -49,10 +49,10 @@ def transfer_kind(config: OffloadConfig, device: torch.device) -> EngineKind:
     )
 
 
-def check_packing(config: OffloadConfig, capability: tuple[int, int] | None) -> None:
-    """Raise `UnsupportedError` if KV is to be packed by a GPU that does not; None for no GPU."""
+def check_packing(capability: tuple[int, int] | None) -> None:
+    """Raise `UnsupportedError` if a GPU of this compute capability, if it is known, cannot pack."""
     needed = PACKED.min_capability
-    if config.pack_kv and capability is not None and capability < needed:
+    if capability is not None and capability < needed:
         major, minor = capability
         raise UnsupportedError(
             f"pack_kv is true, but this GPU has compute capability {major}.{minor}, and kernels "
@@ -78,10 +78,10 @@ def allocate(
     cannot run the copy kernels, or does not pack and should.
     """
     layout, device = caches.layout, caches.tensors[0].device
-    if device.type == "cuda":
+    if config.pack_kv and device.type == "cuda":
         import torch
 
-        check_packing(config, torch.cuda.get_device_capability(device))
+        check_packing(torch.cuda.get_device_capability(device))
     num_slots = _count_slots(config, num_ranks, peers, layout.slot_bytes)
     shared = None
     try:

@@ -41,7 +41,6 @@ WAITING_SHARE = 4
 """Of the requests of a step one in so many waits at most. Steps of 256 decodes cost 239 us in the
 mean so with `lru`, and 342 without waiting; 312 and 493 with `auto` (November 2026, by turns)."""
 
-
 TRIED_BLOCKS = 512
 """After so many it shows whether the KV of a model fits packed slots."""
 

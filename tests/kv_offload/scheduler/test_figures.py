@@ -272,6 +272,21 @@ def test_the_smallest_rank_decides_on_the_slots() -> None:
     assert engine.offload.manager.num_slots == 30
 
 
+@pytest.mark.parametrize(("told", "expected"), [((48, 40), 48), ((48, 100), 64), ((64, 64), 64)])
+def test_slots_are_as_large_as_the_largest_that_ranks_tell(
+    told: tuple[int, int], expected: int
+) -> None:
+    """Less than a block where they are packed; a stage with larger blocks changes nothing."""
+    engine = PlayedEngine(slots=64, ranks=2)
+    engine.connector.set_xfer_handshake_metadata_pp_aware(
+        {(0, i): WorkerCapacity(i, 64, 64, slot_bytes=nbytes) for i, nbytes in enumerate(told)}
+    )
+    gauges = engine.offload.gauges()
+    assert (gauges["slot_bytes"], gauges["block_bytes"]) == (expected, blocks(1))
+    store(engine, PROMPT).serve("a", PROMPT)
+    assert engine.totals["hit_tokens"] == 20
+
+
 def test_one_rank_that_cannot_have_compute_wait_makes_all_loads_asynchronous() -> None:
     engine = store(PlayedEngine(ranks=2, synchronous_loads=True), PROMPT)
     engine.connector.set_xfer_handshake_metadata_pp_aware(

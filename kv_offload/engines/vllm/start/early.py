@@ -58,7 +58,8 @@ def check_settings(vllm_config: VllmConfig) -> None:
         support.check_supported(own, version, enclosing)
         device = torch.device(vllm_config.device_config.device_type)
         if transfer_kind(config, device) != "host":
-            check_packing(config, current_platform.get_device_capability())
+            if config.pack_kv:
+                check_packing(current_platform.get_device_capability())
             _check_cupy()
 
 
