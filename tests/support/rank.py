@@ -12,7 +12,7 @@ import pytest
 import torch
 from kv_swap.engine import Completion, SwapJob
 from kv_swap.host.transfers import copy_runs
-from kv_swap.layout import KVLayout, TensorDescription
+from kv_swap.layout import KVLayout, Packing, TensorDescription
 
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import KVCaches
@@ -53,6 +53,7 @@ class PlainRank:
         self.weight_loads = 0
         self.context: object | None = None
         self.forward: tuple[object, Hashable] | None = None
+        self.packings: dict[str, Packing] = {}
 
     def describe_kv_caches(self, kv_caches: Mapping[str, Any]) -> KVCaches:
         unknown = [name for name in kv_caches if not name.startswith("layer.")]
@@ -62,7 +63,7 @@ class PlainRank:
         layout = KVLayout.from_tensors(
             num_blocks,
             [TensorDescription.of(name, kv, num_blocks) for name, kv in kv_caches.items()],
-        )
+        ).packed(self.packings)
         regions = {
             name: frozenset(i for i, region in enumerate(layout.regions) if name in region.tensors)
             for name in kv_caches

@@ -19,6 +19,7 @@ pytest.importorskip("torch", reason="needs torch, which is not installed")
 import torch
 from kv_swap.errors import DeviceError, PinnedMemoryError
 from kv_swap.host.transfers import copy_runs
+from kv_swap.layout import Packing
 from kv_swap.memory.shared import SharedMemory
 
 from kv_offload.errors import CapacityError, UnsupportedError
@@ -156,6 +157,27 @@ def test_ranks_with_other_layers_share_nothing() -> None:
     mine, others = two_layers(reverse=False), two_layers(reverse=False)
     ranks = Ranks(mine, dict(reversed(others.items()))).start()
     assert {rank.half.sharing_ranks for rank in ranks.both} == {1}
+    ranks.stop()
+
+
+@pytest.mark.parametrize(("periods", "sharing"), [((8, 8), 2), ((8, 16), 1)])
+def test_ranks_share_packed_slots_if_they_pack_alike(
+    periods: tuple[int, int], sharing: int
+) -> None:
+    """Each loads what the other has packed."""
+    numbers = torch.randn((4, 512, 64), generator=torch.Generator().manual_seed(5))
+    made = [{"layer.0": numbers.to(torch.bfloat16)} for _ in periods]
+    ranks = Ranks(*made, cpu_bytes=8 << 16)
+    for rank, period in zip(ranks.both, periods, strict=True):
+        rank.engine.packings = {"layer.0": Packing(period)}
+    ranks.start()
+    assert {rank.half.sharing_ranks for rank in ranks.both} == {sharing}
+    if sharing > 1:
+        ranks.store(0, (1, 0), (2, 1))
+        for rank in ranks.both:
+            rank.layers["layer.0"].zero_()
+            rank.step(loads=[load(1, "request", (3, 0), (0, 1))])
+            assert torch.equal(rank.layers["layer.0"][[3, 0]], numbers[1:3].to(torch.bfloat16))
     ranks.stop()
 
 
