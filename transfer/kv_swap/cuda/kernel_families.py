@@ -104,8 +104,8 @@ more, to fill and to drain.
 Stores move 66 GB/s of KV and loads 65, where `BULK` moves 52 and 51: each fills the link as far as
 `BULK` does. With all in 8 warps a group stores moved 43. An 8192-cubed product is slowed by 1.093
 and 1.074 (`BULK`: 1.076 and 1.074), products as in decodes by 1.018 and 1.047 (1.009 and 1.037).
-Two stages move stores as fast, but 44 GB/s beside decodes instead of 55; from 3 on stages of loads
-change nothing. (H200, PCIe Gen5 x16, driver 580, 26 Nov 2026.)"""
+Beside these two stages of stores move 44 GB/s instead of 55, and three stages of loads 53 instead
+of 61; alone they are as fast. (H200, PCIe Gen5 x16, driver 580, 26 Nov 2026.)"""
 
 
 def _packed_shape(direction: Direction) -> LaunchShape:
