@@ -66,8 +66,8 @@ struct StoreWork {
 // What a group that stores shares. Each barrier is for the stage or buffer of its index.
 //
 // One lane arrives for its warp, behind __syncwarp; every thread that goes on waits for itself.
-// compute-sanitizer's racecheck does not see what the other lanes of a warp did before that, and
-// reports it: tests/gpu/sanitize_run.py leaves the store out there.
+// compute-sanitizer's racecheck reports hazards between what the other lanes of a warp did before
+// and what follows the wait: tests/gpu/sanitize_run.py leaves the store out there.
 struct StoreGroup {
   u64 filled[StoreRing::kStages];    // the tile has arrived
   u64 consumed[StoreRing::kStages];  // the filler may fill it again

@@ -152,8 +152,8 @@ def run_raw() -> Iterator[tuple[str, bool]]:
 def run_packed(*, stores: bool) -> Iterator[tuple[str, bool]]:
     """The family that packs, and the one for what is raw of its layout: there and back.
 
-    Without `stores` only back. Racecheck knows of a barrier in shared memory what the lane did that
-    arrived at it, but not what was before it in other lanes of the warp: see csrc/swap_packed.cu.
+    Without `stores` only back. Racecheck reports hazards where one lane of a warp arrives at a
+    barrier in shared memory for all, as in a store: see csrc/swap_packed.cu.
     """
     import torch
 
