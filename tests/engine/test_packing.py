@@ -10,15 +10,19 @@ import pytest
 from kv_swap.packing.format import MANTISSA_BYTES, PACKED_TILE_BYTES
 from kv_swap.packing.slots import SlotPacker
 
+from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.worker.copies import Stores
 from tests.engine.harness import (
     Engine,
     Tokens,
     all_differ,
+    engine,
     offloading,
     plain_answers,
     prompts_with_shared_prefix,
+    random_tokens,
 )
+from tests.engine.multiprocess_run import LATENT, cache_prefixes_of_latents
 
 BLOCK_TOKENS = 128
 """Pages of 16 KiB of keys and as many of values."""
@@ -72,6 +76,27 @@ def test_packed_blocks_serve_as_they_were(
         corrupt(ours)
         assert all_differ(answers(ours), plain)
         assert ours.blocks_loaded() > 0
+
+
+@pytest.mark.skipif(
+    vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
+)
+def test_packed_latents_and_what_is_left_of_their_pages(model_folder: Path) -> None:
+    """A page has a tile and 2 KiB more, which are not packed. Ends with the control."""
+    cache_prefixes_of_latents("deepseek_v2")
+    prompts = [random_tokens(count, seed=count) for count in (129, 193)]
+    settings = {**LATENT, "dtype": "bfloat16"}
+    with engine(model_folder, "deepseek_v2", **settings) as plain:
+        computed, cached = (plain.generate_each(prompts) for _ in range(2))
+    with offloading(model_folder, "deepseek_v2", PACKS, **settings) as ours:
+        regions = ours.rank.transfer.layout.regions
+        assert all(r.num_tiles == 1 and r.raw_part is not None for r in regions)
+        assert ours.generate_each(prompts) == computed
+        assert ours.reload(prompts, one_by_one=True) == cached
+        assert ours.totals["skipped_unpackable"] == 0
+        ours.forget()
+        corrupt(ours)
+        assert all_differ(ours.generate_each(prompts), cached)
 
 
 def refuse_every_third_block(monkeypatch: pytest.MonkeyPatch) -> None:
