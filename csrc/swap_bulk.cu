@@ -11,6 +11,7 @@
 // bytes in flight: what the link needs, and no more, since more backs up the memory system and slows
 // the compute beside it. kv_swap/cuda/kernel_families.py chooses the numbers.
 
+#include "bulk.cuh"
 #include "swap.cuh"
 
 namespace {
@@ -27,61 +28,6 @@ struct LoadRing {
   static constexpr int kDrains = KV_SWAP_DRAINS;
   static constexpr u32 kTileBytes = KV_SWAP_LOAD_TILE_BYTES;
 };
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ void init_barrier(u32 barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 num_bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-               "r"(num_bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "retry:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra retry;\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-__device__ __forceinline__ void bulk_to_shared(u32 destination, u64 source, u32 num_bytes,
-                                               u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(destination),
-      "l"(source), "r"(num_bytes), "r"(barrier)
-      : "memory");
-}
-
-__device__ __forceinline__ void bulk_from_shared(u64 destination, u32 source, u32 num_bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
-               "r"(source), "r"(num_bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void commit_drain() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-// Waits until all but the last kPending groups of this lane have left shared memory.
-template <int kPending>
-__device__ __forceinline__ void wait_drained() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-
-__device__ __forceinline__ void wait_written() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
 
 // The tiles of one CTA, in the order of the pairs: every gridDim.x-th of all tiles of all pairs.
 // Lane i holds pair 32 * batch + i; the next batch is on its way over the bus meanwhile.
@@ -128,12 +74,6 @@ class TileCursor {
   int2 ahead_;
 };
 
-__device__ __forceinline__ void fetch_16_bytes(u32 destination, const void* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(destination),
-               "l"(__cvta_generic_to_global(source))
-               : "memory");
-}
-
 // The segments of the tiles of one CTA, in the order of the tiles: lane i has segment i of each.
 //
 // Segments are fetched kFetched - 1 tiles ahead. Compute pushes the table out of the L2, and then
@@ -157,7 +97,7 @@ class SegmentCursor {
 
   // Segments beyond those of the tile have no bytes.
   __device__ Segment take() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kFetched - 2) : "memory");
+    wait_fetched<kFetched - 2>();
     Segment segment{};
     if (lane_ < segments_per_tile_) segment = places_[taken_ % kFetched][lane_];
     ++taken_;
@@ -165,7 +105,7 @@ class SegmentCursor {
     return segment;
   }
 
-  __device__ void finish() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+  __device__ void finish() { wait_fetched<0>(); }
 
  private:
   __device__ void fetch() {
@@ -175,7 +115,7 @@ class SegmentCursor {
       fetch_16_bytes(place, source);
       fetch_16_bytes(place + 16, reinterpret_cast<const unsigned char*>(source) + 16);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");  // a group a tile, on every lane
+    commit_fetch();  // a group a tile, on every lane
     ++fetched_;
     tile_ = (tile_ + gridDim.x) % num_tiles_;
   }
@@ -212,8 +152,8 @@ __device__ __forceinline__ void swap_tiles(const ListHeader* list, const Segment
   const u32 lane = threadIdx.x;
   const u32 first_stage = shared_address(tiles);
   const u32 first_barrier = shared_address(barriers);
-  if (lane < kStages) init_barrier(first_barrier + lane * sizeof(u64));
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  if (lane < kStages) init_barrier(first_barrier + lane * sizeof(u64), 1);
+  publish_barriers();
 
   SegmentCursor next_segments(segments, num_tiles, segments_per_tile, lane, places);
   TileCursor cursor(list, num_tiles, lane);

@@ -89,8 +89,10 @@ class RankReport:
     jobs: dict[int, Outcome] = field(default_factory=dict)
     """By job id, every job that has ended and is not `known`. Each is told until it is."""
     failed_rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By job id of a move that has ended: which of its pairs failed, if not all went well. A move
-    that was never begun has failed without them."""
+    """By job id of a store or move that has ended: which of its pairs failed, if not all went well.
+
+    Of a store that is `OK` these are the blocks that do not fit packed slots. A move that was never
+    begun has failed without them."""
     cut_short: int | None = None
     """The `admissions` of the last step that an error of the engine cut short: nobody knows which
     blocks it computed."""
@@ -135,3 +137,5 @@ class WorkerCapacity:
     synchronous_loads: bool = True
     """Whether the forward can be made to wait for a load on the device."""
     tier: TierCapacity | None = None
+    slot_bytes: int = 0
+    """What one slot of the arena takes."""

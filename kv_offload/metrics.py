@@ -18,6 +18,7 @@ SkipReason = Literal[
     "no_budget",
     "pool_busy",
     "copy_failed",
+    "unpackable",
     "not_wanted",
     "paused",
 ]
@@ -32,6 +33,7 @@ SKIP_REASONS: Mapping[SkipReason, str] = {
     "waited, or the engine came to rest and could not pin their blocks.",
     "pool_busy": "Slots not stored because every slot of host memory was being read or written.",
     "copy_failed": "Slots not stored because the copy failed; the log has the error.",
+    "unpackable": "Slots not stored because their block does not fit a packed slot (pack_kv).",
     "not_wanted": "Slots not stored because their request asked for that.",
     "paused": "Slots of requests that ended while stores were paused, and that were not stored.",
 }
@@ -75,9 +77,9 @@ METRICS = (
         stored_slots="Slots of host memory that became readable, because their store or their read "
         "from below ended well on every rank.",
         evictions="Slots whose content was replaced by another block's.",
-        stored_bytes="Bytes copied to host memory, over all ranks.",
+        stored_bytes="Bytes of blocks copied to host memory, over all ranks.",
         stored_seconds="Time from submitting stores to their end, over all ranks.",
-        loaded_bytes="Bytes copied from host memory, over all ranks.",
+        loaded_bytes="Bytes of blocks copied from host memory, over all ranks.",
         loaded_seconds="Time from when loads could start to their end, over all ranks.",
         synchronous_loads="Loads that the forward of their step waited for.",
         failed_loads="Requests whose load failed and that were recomputed.",
@@ -121,6 +123,7 @@ METRICS = (
         slots="Slots whose memory is ready on every rank, as of the engine's last step.",
         pool_slots="Slots that the pool has when all of its memory is ready.",
         slot_bytes="Bytes of one slot on one rank.",
+        block_bytes="Bytes of one block on one rank, more than slot_bytes where pack_kv packs it.",
         running_loads="Loads that some rank has not completed.",
         running_stores="Stores that some rank has not completed.",
         oldest_copy_seconds="Age of the oldest load or store that was sent to the ranks and that "
@@ -128,7 +131,8 @@ METRICS = (
         pinned_blocks="GPU blocks kept from reuse until their store has ended.",
         waiting_slots="Slots of ended requests that wait to be stored.",
         retained_slots="Slots kept from eviction because requests asked to retain them.",
-        stores_paused="1 while stores are paused by an operator, else 0.",
+        stores_paused="1 while stores are paused, by an operator or since too many blocks did not "
+        "fit packed slots, else 0.",
         load_bytes_per_second="Speed of loads that ran alone, of the slowest rank; 0 until it was "
         "measured.",
         tier_slots="Slots that the disk has.",

@@ -1,5 +1,8 @@
 """What the swap bench measures on: a transfer engine with a scattered job, and what it is held to.
 
+The KV is random, normally distributed bf16, which packs as a model's does; what is not packed does
+not depend on what it is.
+
 The roofline is one contiguous copy of as many bytes. The peer is vLLM's own `swap_blocks_batch`,
 where vLLM is installed, with descriptors made beforehand.
 """
@@ -17,7 +20,7 @@ import numpy as np
 from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.engine import Direction, SwapEngine, SwapJob
 from kv_swap.host.engine import HostSwapEngine
-from kv_swap.layout import KVLayout, TensorDescription
+from kv_swap.layout import KVLayout, Packing, TensorDescription
 from kv_swap.memory.arena import HostArena
 
 from bench.machine import cuda_torch, vllm_module
@@ -95,20 +98,35 @@ class Case:
 class CudaBed:
     """A CUDA engine over layers of one page size, and contiguous copies between the same sides."""
 
-    def __init__(self, page_bytes: int, num_blocks: int, layers: int = LAYERS) -> None:
+    def __init__(
+        self,
+        page_bytes: int,
+        num_blocks: int,
+        layers: int = LAYERS,
+        *,
+        packing: Packing | None = None,
+    ) -> None:
         from kv_swap.cuda.engine import CudaSwapEngine
 
         self.torch = cuda_torch()
         self.device = self.torch.device("cuda", 0)
         nbytes = num_blocks * layers * page_bytes
-        self.memory = self.torch.ones(nbytes, dtype=self.torch.uint8, device=self.device)
+        self.memory = self._random(nbytes)
         self.layout = describe(self.memory.data_ptr(), num_blocks, layers, page_bytes)
+        if packing is not None:
+            self.layout = self.layout.packed({f"layer.{i}": packing for i in range(layers)})
         registrar = CudaRegistrar(self.device)
         self.arena = HostArena(num_blocks, self.layout.slot_bytes, register=registrar)
         self.host = self.torch.ones(nbytes, dtype=self.torch.uint8, pin_memory=True)
         self.engine = CudaSwapEngine(self.layout, self.arena, self.device, [self.memory])
         self.streams = {way: self.torch.cuda.Stream() for way in Direction}
         self.torch.cuda.synchronize()
+
+    def _random(self, nbytes: int) -> Any:
+        """Return normally distributed bf16, as bytes, on the device."""
+        torch = self.torch
+        values = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=self.device).normal_()
+        return values.view(torch.uint8)
 
     def copy(self, direction: Direction, part: slice) -> Any:
         """Queue one contiguous copy; return its stream."""
@@ -119,9 +137,17 @@ class CudaBed:
                 self.host[part].copy_(self.memory[part], non_blocking=True)
         return self.streams[direction]
 
+    def store_everything(self) -> None:
+        """Fill every slot, so that a packed one can be loaded."""
+        everything = np.repeat(np.arange(self.layout.num_blocks, dtype=np.int32), 2).reshape(-1, 2)
+        self.engine.submit(SwapJob(0, Direction.STORE, everything))
+        assert self.engine.wait(60)
+        (done,) = self.engine.poll()
+        assert (done.error, done.refused_rows) == (None, ())
+
     def case(self, job: SwapJob) -> Case:
         """Return the job with the roofline, and the peer where there is one."""
-        nbytes = len(job.pairs) * self.layout.slot_bytes
+        nbytes = len(job.pairs) * self.layout.block_bytes
         case = Case(self.engine, job, nbytes, {})
         case.others["roofline"] = lambda: self.copy(job.direction, slice(nbytes)).synchronize()
         if vllm_module() is not None:
@@ -159,7 +185,7 @@ class EngineCopies:
 
     def __init__(self, bed: CudaBed, job: SwapJob) -> None:
         self._bed, self._job = bed, job
-        self.nbytes = len(job.pairs) * bed.layout.slot_bytes
+        self.nbytes = len(job.pairs) * bed.layout.block_bytes
 
     def start(self) -> None:
         """Queue one more."""
@@ -175,7 +201,7 @@ class BigCopies:
 
     def __init__(self, bed: CudaBed, job: SwapJob) -> None:
         self._bed, self._direction = bed, job.direction
-        self.nbytes = len(job.pairs) * bed.layout.slot_bytes
+        self.nbytes = len(job.pairs) * bed.layout.block_bytes
         self._events: deque[Any] = deque()
 
     def start(self) -> None:

@@ -16,9 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kv_swap.cuda.kernel_families import PACKED
 from kv_swap.engine import Direction, SwapJob
 from kv_swap.host.engine import HostSwapEngine
+from kv_swap.layout import Packing
 from kv_swap.memory.arena import HostArena
+from kv_swap.packing.format import POOL_ENTRY_BYTES
 
 from bench.machine import cuda_torch, keep_rows
 from bench.swap.bed import (
@@ -38,6 +41,10 @@ ROUNDS = 15
 PAGES = [4 * KIB, 16 * KIB, 64 * KIB, 512 * KIB, 2 * MIB]
 SMALL_COPIES = 200
 
+PACKED_PAGES = [16 * KIB, 64 * KIB, 256 * KIB, 2 * MIB]
+NHD = Packing(128)
+"""Rows of 8 heads of 128 channels."""
+
 both_ways = pytest.mark.parametrize("direction", list(Direction), ids=lambda way: way.value)
 
 
@@ -52,7 +59,10 @@ class Row:
 
     `ratio` is that to the roofline; of a slowdown, the time of the work beside copies over its time
     alone, and `gbps` is what the copies reach meanwhile. `microseconds` is from submission to
-    completion, or the latency that the name says.
+    completion, or the latency that the name says. A packed engine's rates are of bytes in the KV
+    cache; `raw_gbps` is what the engine reaches without packing, taking turns with it, and
+    `wire_ratio` the rate of bytes on the link to the roofline: a store writes pools, a load reads
+    none that is empty.
     """
 
     name: str
@@ -65,6 +75,8 @@ class Row:
     submit_us: float | None = None
     ratio: float | None = None
     microseconds: float | None = None
+    raw_gbps: float | None = None
+    wire_ratio: float | None = None
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +104,13 @@ def measure(
     gbps, roofline_gbps = case.gbps("engine"), case.gbps("roofline")
     assert gbps is not None
     assert roofline_gbps is not None
+    layout = case.engine.layout
+    moved_bytes = layout.slot_bytes
+    if case.job.direction is Direction.LOAD:
+        moved_bytes -= layout.pool_entries * POOL_ENTRY_BYTES
+    raw_gbps = case.gbps("raw")
+    ratio = gbps / roofline_gbps
+    wire_ratio = None if raw_gbps is None else ratio * moved_bytes / layout.block_bytes
     row = Row(
         name,
         case.job.direction.value,
@@ -101,13 +120,21 @@ def measure(
         roofline_gbps,
         case.gbps("peer"),
         case.median("submit") * 1e6,
-        gbps / roofline_gbps,
+        ratio,
         case.median("engine") * 1e6,
+        raw_gbps,
+        wire_ratio,
     )
     benchmark.extra_info.update(asdict(row))
     if benchmark.enabled:
         results.append(row)
     case.engine.close()
+
+
+def skip_unless_it_packs() -> None:
+    capability = cuda_torch().cuda.get_device_capability()
+    if capability < PACKED.min_capability:
+        pytest.skip(f"compute capability {capability} cannot pack")
 
 
 def blocks_of(total_bytes: int, page_bytes: int) -> int:
@@ -145,6 +172,23 @@ def test_one_way(benchmark: Any, results: list[Row], direction: Direction, page_
     count = blocks_of((256 if benchmark.enabled else 64) * MIB, page_bytes)
     bed = CudaBed(page_bytes, 2 * count)
     measure(bed.case(scattered(direction, 2 * count, count)), benchmark, results, page_bytes)
+
+
+@on_gpu
+@pytest.mark.parametrize("page_bytes", PACKED_PAGES)
+@both_ways
+def test_packed(benchmark: Any, results: list[Row], direction: Direction, page_bytes: int) -> None:
+    """256 MiB as above, packed on the way; the engine that does not pack takes turns."""
+    skip_unless_it_packs()
+    count = blocks_of((256 if benchmark.enabled else 64) * MIB, page_bytes)
+    job = scattered(direction, 2 * count, count)
+    raw, packed = CudaBed(page_bytes, 2 * count), CudaBed(page_bytes, 2 * count, packing=NHD)
+    packed.store_everything()
+    case = packed.case(job)
+    case.others.pop("peer", None)
+    case.others["raw"] = raw.case(job).run
+    measure(case, benchmark, results, page_bytes, "packed engine", "packed")
+    raw.engine.close()
 
 
 @on_gpu
@@ -222,6 +266,11 @@ def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Dire
         "engine": EngineCopies(bed, job),
         "one big copy": BigCopies(bed, job),
     }
+    packed = None
+    if bed.torch.cuda.get_device_capability() >= PACKED.min_capability:
+        packed = CudaBed(64 * KIB, 2 * count, packing=NHD)
+        packed.store_everything()
+        ways["packed engine"] = EngineCopies(packed, job)
     for workload in make_workloads(bed.torch):
         for path, copies in ways.items():
             ratio, seconds = beside(bed.torch, workload, copies, 0.0051, 7)
@@ -229,6 +278,8 @@ def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Dire
             results.append(Row(name, direction.value, 64 * KIB, path, gbps, ratio=ratio))
     benchmark.pedantic(bed.case(job).run, rounds=1)
     bed.engine.close()
+    if packed is not None:
+        packed.engine.close()
 
 
 @on_gpu

@@ -10,6 +10,7 @@
 
 namespace kv_swap {
 
+using u8 = unsigned char;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
@@ -17,7 +18,8 @@ constexpr u32 kWarpSize = 32;
 constexpr int kMaxPairs = KV_SWAP_MAX_PAIRS;
 static_assert(kMaxPairs % kWarpSize == 0, "a warp reads 32 pairs at a time, up to the list's end");
 
-// Precedes the (block, slot) pairs of a list, in host memory.
+// Precedes the (block, slot) pairs of a list, in host memory. Behind the last that fits lies a status
+// byte for each pair; only a store that packs writes them, and the host reads them once it has ended.
 struct alignas(16) ListHeader {
   int num_pairs;
   int unused[3];
@@ -46,6 +48,12 @@ __device__ __forceinline__ int read_num_pairs(const ListHeader* list) {
 
 __device__ __forceinline__ int2 read_pair(const ListHeader* list, u32 index) {
   return __ldcv(reinterpret_cast<const int2*>(list + 1) + index);
+}
+
+// Refused is 1: the block does not fit its packed slot.
+__device__ __forceinline__ void write_status(ListHeader* list, u32 index, u8 status) {
+  u8* bytes = reinterpret_cast<u8*>(reinterpret_cast<int2*>(list + 1) + kMaxPairs);
+  __stwt(bytes + index, status);
 }
 
 }  // namespace kv_swap

@@ -79,6 +79,14 @@ class OffloadConfig:
             "(dma), or whichever fits."
         ),
     ] = "auto"
+    pack_kv: Annotated[
+        bool,
+        _says(
+            "Whether bfloat16 KV is packed without loss while it is copied, so that host memory "
+            "holds more of it.",
+            "true or false",
+        ),
+    ] = False
     max_pinned_share: Annotated[
         float,
         _says(

@@ -13,15 +13,16 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.slots import NO_SLOTS, Slots
 from kv_offload.engine import BlockPool
-from kv_offload.messages import LoadJob, MoveJob, Outcome, Pairs, StoreJob
+from kv_offload.messages import LoadJob, MoveJob, Outcome, Pairs, RankReport, StoreJob
 from kv_offload.scheduler.request import StoreCursor, TrackedRequest
 from kv_offload.scheduler.timing import LoadQueue
 
@@ -47,6 +48,8 @@ class Job:
     """The worst of the ranks that have ended it."""
     given_up: bool = False
     """Of a store: whether its blocks were released before all ranks had ended it."""
+    failed_rows: set[int] = field(default_factory=set)
+    """Places of the slots whose copy has failed on some rank."""
 
     @property
     def is_store(self) -> bool:
@@ -58,6 +61,13 @@ class Job:
         """Whether it is a store that pins its blocks."""
         return self.is_store and not self.given_up
 
+    @property
+    def failed(self) -> NDArray[np.bool_]:
+        """Say for each slot whether its copy has failed on some rank."""
+        failed = np.zeros(len(self.slots), bool)
+        failed[list(self.failed_rows)] = True
+        return failed
+
 
 @dataclass(slots=True, eq=False)
 class Move(Job):
@@ -67,8 +77,6 @@ class Move(Job):
     keys: list[bytes] = field(default_factory=list)
     """What each slot holds, or is to hold."""
     tier_slots: Slots = field(default_factory=lambda: NO_SLOTS)
-    failed_rows: set[int] = field(default_factory=set)
-    """Places of the slots whose copy has failed on some rank."""
 
     @property
     def is_store(self) -> bool:
@@ -183,13 +191,19 @@ class Jobs:
 
     # -- ends ----------------------------------------------------------------------------------
 
-    def hear(self, rank: int, outcomes: Mapping[int, Outcome], heard: Heard) -> None:
-        """Take in what ended on a rank. To hear of a job again changes nothing."""
-        for job_id, outcome in outcomes.items():
+    def hear(self, rank: int, report: RankReport, heard: Heard) -> None:
+        """Take in what ended on a rank. To hear of a job again changes nothing.
+
+        A rank that names no slot of a job that failed has copied none of them.
+        """
+        for job_id, outcome in report.jobs.items():
             job = self._running.get(job_id)
             if job is None:
                 self._known.add(job_id)
                 continue
+            rows = report.failed_rows.get(job_id, ())
+            some = outcome is Outcome.OK or len(rows)
+            job.failed_rows.update(rows if some else range(len(job.slots)))
             if outcome is Outcome.LOST and job.outcome is not Outcome.LOST:
                 heard.lost.append(job)
             job.outcome = max(job.outcome, outcome)
@@ -199,20 +213,6 @@ class Jobs:
                 self._known.add(job_id)
                 heard.ended.append(job)
 
-    def hear_rows(
-        self, outcomes: Mapping[int, Outcome], failed_rows: Mapping[int, Sequence[int]]
-    ) -> None:
-        """Take in which slots of moves failed on a rank, before `hear` takes in their ends.
-
-        A rank that names no slot of a move that failed has never begun it: all its slots failed.
-        """
-        for job_id, outcome in outcomes.items():
-            move = self._running.get(job_id)
-            if isinstance(move, Move):
-                rows = failed_rows.get(job_id, ())
-                begun = outcome is Outcome.OK or len(rows)
-                move.failed_rows.update(rows if begun else range(len(move.slots)))
-
     def take_known(self) -> tuple[int, ...]:
         """Return the jobs that ranks have told of and that are not in the table any more."""
         known, self._known = tuple(self._known), set()
@@ -221,7 +221,7 @@ class Jobs:
     def release(self, job: Job) -> None:
         """Let go of what a job held that every rank has ended.
 
-        The slots of a store become readable if it went well everywhere.
+        Those slots of a store become readable that went well everywhere.
         """
         if job.request is not None:
             self.running_loads -= 1
@@ -233,7 +233,13 @@ class Jobs:
             self._unpin(job)
         else:
             self.stores_given_up -= 1
-        self._manager.complete_store(job.slots, ok=job.outcome is Outcome.OK)
+        went_well = job.outcome is Outcome.OK
+        if went_well and job.failed_rows:
+            failed = job.failed
+            self._manager.complete_store(job.slots[failed], ok=False)
+            self._manager.complete_store(job.slots[~failed])
+        else:
+            self._manager.complete_store(job.slots, ok=went_well)
 
     def distrust_stores(self, ended: Iterable[Job] = ()) -> None:
         """Let nothing that is pinned by now become readable: some of it was computed wrongly.

@@ -49,10 +49,12 @@ class OffloadScheduler:
     """Lives on the engine's one scheduling thread. Hooks call its methods, and none of its parts.
 
     Built when the block sizes and the number of slots are final: `num_slots` is what the smallest
-    rank holds. No slot is used before `take_capacities` has heard of all ranks. `loads_overlap`
-    says that a load runs while the steps under way compute. With `describe` routers are told what
-    becomes readable and what is forgotten (`take_announcements`). A `recorder` hears of requests
-    that end; it is closed with the scheduler's half. `report_span` is told of look-ups and loads.
+    rank holds. No slot is used before `take_capacities` has heard of all ranks. `slot_bytes` is
+    what a slot takes on one rank, and `block_bytes` what its block takes on the GPU, if that is
+    more: speeds of loads and stores are in bytes of blocks. `loads_overlap` says that a load runs
+    while the steps under way compute. With `describe` routers are told what becomes readable and
+    what is forgotten (`take_announcements`). A `recorder` hears of requests that end; it is closed
+    with the scheduler's half. `report_span` is told of look-ups and loads.
 
     A job lives from its plan until every rank has ended it. Ranks may be asked at any time, and may
     tell of a job twice. What the engine has to do then waits until it is taken: `take_lost`,
@@ -69,6 +71,7 @@ class OffloadScheduler:
         num_ranks: int,
         make_key: KeyMaker,
         *,
+        block_bytes: int | None = None,
         loads_overlap: bool = False,
         describe: Describe | None = None,
         recorder: TraceRecorder | None = None,
@@ -78,6 +81,7 @@ class OffloadScheduler:
         self.loads_overlap = loads_overlap
         self._num_ranks = num_ranks
         self._slot_bytes = slot_bytes
+        self._block_bytes = block_bytes = block_bytes or slot_bytes
         self.manager = manager = CacheManager(make_policy(config.eviction_policy, num_slots))
         self._jobs = jobs = Jobs(manager, pool, num_ranks)
         self._statistics = statistics = Statistics(manager, self.gauges)
@@ -92,8 +96,8 @@ class OffloadScheduler:
         self._lookups = Lookups(prefixes, manager)
         self._other_sizes = OtherSizes(config, prefixes, num_slots, self._statistics)
         mode = config.load_or_recompute
-        self._choice = LoadChoice(mode, slot_bytes, self.watch, jobs.queue)
-        self._mode = LoadMode(slot_bytes, self.watch, overlaps=loads_overlap)
+        self._choice = LoadChoice(mode, block_bytes, self.watch, jobs.queue)
+        self._mode = LoadMode(block_bytes, self.watch, overlaps=loads_overlap)
         self._admissions = Admissions(
             requests,
             prefixes,
@@ -116,7 +120,7 @@ class OffloadScheduler:
             jobs,
             statistics,
             retention,
-            slot_bytes,
+            block_bytes,
             self._announcer,
         )
         self._contents = Contents(self._forget_all)
@@ -243,7 +247,7 @@ class OffloadScheduler:
         """
         heard = Heard()
         for rank, told in report.ranks.items():
-            self._jobs.hear(rank, told.jobs, heard)
+            self._jobs.hear(rank, told, heard)
             if told.cut_short is not None:
                 self.watch.forget()
                 self._step_is_lost |= told.cut_short > self._requests.admissions_at_reset
@@ -271,7 +275,9 @@ class OffloadScheduler:
             if not ok:
                 self._failed.add(job.request.request_id)
                 self._statistics.count("failed_loads", 1)
-        if job.is_store and not ok:
+        if job.is_store and ok:
+            self._stores.stored(len(job.slots), len(job.failed_rows))
+        elif job.is_store:
             self._statistics.skipped("copy_failed", len(job.slots))
         self._jobs.release(job)
         if self._spans is not None:
@@ -507,6 +513,7 @@ class OffloadScheduler:
             "slots_in_use": self.manager.slots_in_use,
             "pool_slots": self.manager.num_slots,
             "slot_bytes": self._slot_bytes,
+            "block_bytes": self._block_bytes,
             "running_loads": self._jobs.running_loads,
             "running_stores": self._jobs.running_stores,
             "oldest_copy_seconds": 0.0 if sent is None else time.monotonic() - sent,

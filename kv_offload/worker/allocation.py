@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kv_swap.cuda.kernel_families import PACKED
 from kv_swap.engine import SwapEngine
 from kv_swap.errors import DeviceError, PinnedMemoryError
 from kv_swap.factory import EngineKind, create_engine, numa_node
@@ -27,7 +28,8 @@ USEFUL_SLOTS = 1000
 def transfer_kind(config: OffloadConfig, device: torch.device) -> EngineKind:
     """Return the kind of transfer engine for a KV cache on `device`.
 
-    Raises `UnsupportedError` for other devices, `ConfigError` if the configuration wants another.
+    Raises `UnsupportedError` for other devices, `ConfigError` if the configuration wants another,
+    or one that does not pack.
     """
     kinds: dict[str, tuple[EngineKind, ...]] = {"cpu": ("host",), "cuda": ("cuda", "dma")}
     if device.type not in kinds:
@@ -35,11 +37,27 @@ def transfer_kind(config: OffloadConfig, device: torch.device) -> EngineKind:
     fitting = kinds[device.type]
     for kind in fitting:
         if config.transfer_engine in ("auto", kind):
+            if config.pack_kv and kind == "dma":
+                raise ConfigError(
+                    "pack_kv is true, but transfer_engine is 'dma', and only kernels pack: set "
+                    "transfer_engine to 'auto', or pack_kv to false"
+                )
             return kind
     raise ConfigError(
         f"transfer_engine is {config.transfer_engine!r}, but the KV cache of this engine is on "
         f"{device}: use 'auto' or {' or '.join(map(repr, fitting))}"
     )
+
+
+def check_packing(capability: tuple[int, int] | None) -> None:
+    """Raise `UnsupportedError` if a GPU of this compute capability, if it is known, cannot pack."""
+    needed = PACKED.min_capability
+    if capability is not None and capability < needed:
+        major, minor = capability
+        raise UnsupportedError(
+            f"pack_kv is true, but this GPU has compute capability {major}.{minor}, and kernels "
+            f"that pack need {needed[0]}.{needed[1]}: set pack_kv to false"
+        )
 
 
 def allocate(
@@ -57,14 +75,18 @@ def allocate(
     share, and `ALONE` is returned. `layers` are in the order in which the engine registered them,
     and must lie at the same places of a slot on all peers. Waits for the slowest peer. The transfer
     engine holds the KV tensors. Raises `CapacityError`, and `UnsupportedError` where the device
-    cannot run the copy kernels.
+    cannot run the copy kernels, or does not pack and should.
     """
     layout, device = caches.layout, caches.tensors[0].device
+    if config.pack_kv and device.type == "cuda":
+        import torch
+
+        check_packing(torch.cuda.get_device_capability(device))
     num_slots = _count_slots(config, num_ranks, peers, layout.slot_bytes)
     shared = None
     try:
         if peers.count > 1:
-            places = [(region.slot_offset_bytes, region.page_bytes) for region in layout.regions]
+            places = [(r.slot_offset_bytes, r.page_bytes, r.packing) for r in layout.regions]
             nbytes, node = num_slots * layout.slot_bytes, numa_node(kind, device)
             shared = open_shared_memory(peers, nbytes, (tuple(layers), places), node)
             if shared is None:

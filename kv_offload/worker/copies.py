@@ -26,6 +26,8 @@ class Stores:
         self.peers = peers
         self._jobs = jobs
         self._queued: deque[StoreJob] = deque()
+        # By job, where this rank's pairs begin among all of them.
+        self._first_row: dict[int, int] = {}
 
     def queue(self, jobs: Iterable[StoreJob]) -> None:
         """Keep jobs for the start of the next step."""
@@ -40,18 +42,26 @@ class Stores:
         """Start what is queued; on the device the copies wait for all compute until now."""
         while self._queued:
             job = self._queued.popleft()
-            pairs = self.peers.own_part(job)
+            part = self.peers.own_part(job)
+            pairs = job.pairs[part]
             if not len(pairs):
                 self._jobs.end(job.job_id, Outcome.OK)
                 continue
+            self._first_row[job.job_id] = part.start
             error = self._jobs.start(SwapJob(job.job_id, Direction.STORE, pairs))
             if error is not None:
                 self._jobs.log.error("%s", error)
+                del self._first_row[job.job_id]
                 self._jobs.end(job.job_id, Outcome.FAILED)
 
     def ended(self, done: Completion) -> None:
-        """Take in the end of a store's copies."""
-        self._jobs.end(done.job_id, Outcome.FAILED if done.error else Outcome.OK)
+        """Take in the end of a store's copies; blocks that do not fit their slots were refused."""
+        first = self._first_row.pop(done.job_id)
+        if done.error is not None:
+            self._jobs.end(done.job_id, Outcome.FAILED)
+            return
+        refused = tuple(first + row for row in done.refused_rows)
+        self._jobs.end(done.job_id, Outcome.OK, refused)
 
 
 class Loads:

@@ -256,8 +256,8 @@ class ForwardLoads:
         self._jobs.end(job.job_id, Outcome.LOST)
 
     def _nbytes(self, jobs: Sequence[LoadJob]) -> int:
-        slot_bytes = self._jobs.require_transfer().layout.slot_bytes
-        return sum(len(job.pairs) for job in jobs) * slot_bytes
+        block_bytes = self._jobs.require_transfer().layout.block_bytes
+        return sum(len(job.pairs) for job in jobs) * block_bytes
 
 
 def _all_pairs(jobs: Sequence[LoadJob]) -> Pairs:

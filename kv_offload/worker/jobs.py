@@ -35,7 +35,7 @@ class RankJobs:
         self.ended: dict[int, Outcome] = {}
         """By job id, how the jobs ended that the scheduler does not know to have ended."""
         self.failed_rows: dict[int, tuple[int, ...]] = {}
-        """Of moves among them: which of their pairs failed, if any did."""
+        """Of stores and moves among them: which of their pairs failed, if any did."""
         self.speeds = CopySpeeds()
         self.stats = OffloadStats()
         self.log = log
@@ -55,7 +55,7 @@ class RankJobs:
         self._next_job_id = plan.next_job_id
 
     def end(self, job_id: int, outcome: Outcome, failed_rows: tuple[int, ...] = ()) -> None:
-        """Take in that nothing copies for a job any more; of a move also which pairs failed."""
+        """Take in that nothing copies for a job any more; of some also which pairs failed."""
         self.ended[job_id] = outcome
         if failed_rows:
             self.failed_rows[job_id] = failed_rows

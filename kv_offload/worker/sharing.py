@@ -24,7 +24,7 @@ from typing import Any
 from kv_swap.errors import PinnedMemoryError
 from kv_swap.memory.shared import SharedMemory
 
-from kv_offload.messages import Pairs, StoreJob
+from kv_offload.messages import StoreJob
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +41,13 @@ class Peers:
     gather: Callable[[Any], list[Any]]
     """Return what each of them gives, in order. All must call it, and each waits for the others."""
 
-    def own_part(self, job: StoreJob) -> Pairs:
-        """Return the pairs that this rank copies; every pair is one rank's, and parts are even.
+    def own_part(self, job: StoreJob) -> slice:
+        """Return the rows of the pairs that this rank copies; each is one rank's, parts are even.
 
         Ranks take turns by job: most jobs of a decode have one pair.
         """
         turn = (self.index + job.job_id) % self.count
-        start, end = (len(job.pairs) * part // self.count for part in (turn, turn + 1))
-        return job.pairs[start:end]
+        return slice(*(len(job.pairs) * part // self.count for part in (turn, turn + 1)))
 
 
 ALONE = Peers(0, 1, lambda value: [value])

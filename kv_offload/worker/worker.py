@@ -102,12 +102,13 @@ class OffloadWorker:
             page_bytes = [region.page_bytes for region in layout.regions]
             self._forward_loads.waves = LayerWaves(caches.regions_of_layer, page_bytes)
         logger.info(
-            "kv-offload: rank %d holds %d slots, %d of them ready, of %d bytes (%.2f GiB%s) over "
+            "kv-offload: rank %d holds %d slots, %d of them ready, of %d bytes%s (%.2f GiB%s) over "
             "%d regions, started in %.1f s; stores wait for %s",
             self.rank,
             self.num_slots,
             transfer.ready_slots,
             layout.slot_bytes,
+            f" for blocks of {layout.block_bytes}" if layout.num_tiles else "",
             self.num_slots * layout.slot_bytes / (1 << 30),
             f", kept once for {self.sharing_ranks} ranks" if self.sharing_ranks > 1 else "",
             len(layout.regions),
@@ -167,7 +168,8 @@ class OffloadWorker:
         """Return what this rank holds and how much of it is ready."""
         synchronous = self.transfer is not None and self.transfer.can_load_before_compute
         ready, tier = self._jobs.ready_slots, self._moves.capacity()
-        return WorkerCapacity(self.rank, self.num_slots, ready, synchronous, tier)
+        slot_bytes = 0 if self.transfer is None else self.transfer.layout.slot_bytes
+        return WorkerCapacity(self.rank, self.num_slots, ready, synchronous, tier, slot_bytes)
 
     # -- a step --------------------------------------------------------------------------------
 

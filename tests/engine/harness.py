@@ -230,7 +230,7 @@ class Engine:
 
     @property
     def block_bytes(self) -> int:
-        return int(self.rank.transfer.layout.slot_bytes)
+        return int(self.rank.transfer.layout.block_bytes)
 
     def blocks_loaded(self) -> int:
         return int(self.totals["loaded_bytes"]) // self.block_bytes

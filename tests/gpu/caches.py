@@ -20,7 +20,7 @@ from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import MAX_PAIRS
 from kv_swap.engine import Completion, Direction, SwapEngine
-from kv_swap.layout import KVLayout, TensorDescription
+from kv_swap.layout import KVLayout, Packing, TensorDescription
 from kv_swap.memory.arena import HostArena
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
@@ -70,11 +70,17 @@ class Cache:
         ]
 
     def blocks(self) -> Any:
-        """All blocks as they lie in slots: uint8 of `(num_blocks, slot_bytes)` on the host."""
+        """All blocks, region after region: uint8 of `(num_blocks, block_bytes)` on the host."""
         return torch.cat(self.pages(self.storage), 1).cpu()
 
 
-def make_cache(num_blocks: int, pages: Pages, device: str = "cuda:0") -> Cache:
+Packings = list[Packing | None] | None
+"""How each region is packed, if it is."""
+
+
+def make_cache(
+    num_blocks: int, pages: Pages, device: str = "cuda:0", packings: Packings = None
+) -> Cache:
     sizes = [num_blocks * stride for _, stride in pages]
     storage = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     tensors = [tensor.view(num_blocks, -1) for tensor in storage.split(sizes)]
@@ -84,7 +90,8 @@ def make_cache(num_blocks: int, pages: Pages, device: str = "cuda:0") -> Cache:
     ]
     layout = KVLayout.from_tensors(num_blocks, descriptions)
     assert len(layout.regions) == len(pages)
-    return Cache(storage, tensors, layout)
+    wanted = {f"layer.{i}": p for i, p in enumerate(packings or []) if p is not None}
+    return Cache(storage, tensors, layout.packed(wanted))
 
 
 def make_arena(cache: Cache, num_slots: int) -> HostArena:
@@ -98,9 +105,10 @@ def make_engine(
     num_slots: int,
     output_copy_stream: Any = None,
     device: str = "cuda:0",
+    packings: Packings = None,
 ) -> tuple[CudaSwapEngine, Cache, Any]:
     """An engine, its cache, and its slots as a tensor `(num_slots, slot_bytes)` on the host."""
-    cache = make_cache(num_blocks, pages, device)
+    cache = make_cache(num_blocks, pages, device, packings)
     arena = make_arena(cache, num_slots)
     engine = CudaSwapEngine(
         cache.layout, arena, cache.storage.device, [cache.storage], output_copy_stream

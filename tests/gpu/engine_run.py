@@ -131,7 +131,10 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         **arguments,
     }
     synchronous_loads = settings.pop("synchronous_loads", False)
-    plugin = {"transfer_engine": settings.pop("transfer_engine", "auto")}
+    plugin = {
+        "transfer_engine": settings.pop("transfer_engine", "auto"),
+        "pack_kv": settings.pop("pack_kv", False),
+    }
     if settings.pop("draft_head", False):
         settings["speculative_config"] = draft_head(Path(models))
     result: dict[str, Any] = {}
@@ -150,6 +153,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     ) as ours:
         groups = ours.scheduler.kv_cache_config.kv_cache_groups
         result["layers"] = sum(len(group.layer_names) for group in groups)
+        result["packed_tiles"] = ours.rank.transfer.layout.num_tiles
         lanes = ours.rank.transfer._state.lanes.values()
         result["output_copy_stream"] = any(
             lane.stream._output_copy_stream is not None for lane in lanes

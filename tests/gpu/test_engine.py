@@ -32,6 +32,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "chunked": ("qwen3", {"max_num_batched_tokens": 256, "max_num_seqs": 8}),
     "windows": ("gemma3", {}),
     "mla": ("deepseek_v2", {"block_size": 64}),
+    "packed": ("qwen3", {"pack_kv": True, "block_size": 128}),
+    "packed, graphs": ("qwen3", {"pack_kv": True, "block_size": 128, "enforce_eager": False}),
+    "before_compute, packed": (
+        "qwen3",
+        {"pack_kv": True, "block_size": 128, "synchronous_loads": True},
+    ),
+    "packed, windows": ("gemma3", {"pack_kv": True, "block_size": 128}),
+    "packed, mla": ("deepseek_v2", {"pack_kv": True, "block_size": 64}),
     "fp8": ("qwen3", {"kv_cache_dtype": "fp8"}),
     "fp8 scale per token and head": ("qwen3", {"kv_cache_dtype": "fp8_per_token_head"}),
     "int8 scale per token and head": ("qwen3", {"kv_cache_dtype": "int8_per_token_head"}),
@@ -77,11 +85,12 @@ def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
     assert result["answers"] == result["expected"]
     corrupted, reloaded = result["corrupted"], result["answers"][1]
     assert sum(a != b for a, b in zip(corrupted, reloaded, strict=True)) == len(reloaded)
+    assert bool(result["packed_tiles"]) == ("pack_kv" in arguments)
     assert bool(result["synchronous_loads"]) == case.startswith("before_compute")
     # A replayed graph cannot be made to wait within, which is found with the first load; and where
     # layers can, the first is learned from, at most.
     waits = case.startswith("before_compute")
-    if case in ("before_compute", "before_compute, eager"):
+    if case in ("before_compute", "before_compute, eager", "before_compute, packed"):
         assert result["loads_in_waves"] >= max(1, result["loads"] - result["whole_loads"] - 1)
     else:
         assert result["loads_in_waves"] <= int(waits) < result["loads"]

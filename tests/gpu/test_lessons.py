@@ -63,6 +63,7 @@ class Runner:
                 None,  # type: ignore[arg-type]
                 make_kv_cache_config([CacheGroup(0, 4)], BLOCKS),
                 gives_idle_blocks=False,
+                packs=False,
             ),
             0,
             1,
@@ -201,7 +202,8 @@ def test_the_destination_of_a_failed_load_holds_no_nan(
 
 
 def tables(kernel: SwapKernel) -> list[tuple[int, bytes]]:
-    held = [launcher._table for launcher in kernel._launchers.values()]
+    launchers = kernel._launchers.values()
+    held = [table for launcher in launchers for table in (launcher._table, launcher._columns)]
     return [(table.ptr, read_device(table.ptr, table.size)) for table in held]
 
 
@@ -213,7 +215,7 @@ def test_tables_are_valid_after_sleep_and_wake_up() -> None:
     allocator = cumem.CuMemAllocator.get_instance()
     with allocator.use_memory_pool(tag="kv_cache"):
         engine, cache, slots = make_engine(64, [(4 * KIB, 8 * KIB), (48, 64)], 64)
-        kernel = engine._state.lanes[Direction.LOAD].path._kernel
+        (kernel,) = engine._state.lanes[Direction.LOAD].path._kernels
         before = tables(kernel)
         # The control: what a table that torch allocates here would look like afterwards.
         content = np.frombuffer(before[0][1], np.uint8).copy()

@@ -90,7 +90,7 @@ TIER_FAULTS = ("submit", "error", "mismatch")
 COPIES = ("submit", "before_compute", "load_now", "copy")
 HAPPENED: Counter[str] = Counter()
 """How often each fault and each action has happened, over all examples of a run."""
-NEEDED = ("answered", "blocks loaded", "failed load", "told routers")
+NEEDED = ("answered", "blocks loaded", "failed load", "told routers", "unpackable")
 """What a variant proves nothing without; on a slow machine it goes on for as long."""
 MOST_EXTRA_SEEDS = 20
 
@@ -523,6 +523,11 @@ class Interleavings(RuleBasedStateMachine):
             which %= len(copies.submitted)
             HAPPENED[f"failed {copies.submitted[which].direction.value}"] += fail
             copies.run(which, fail=fail)
+
+    @rule(rank=st.integers(0, 1), blocks=st.sets(st.integers(1, 40), max_size=4))
+    def refuse_stores(self, rank: int, blocks: set[int]) -> None:
+        """Have these blocks not fit packed slots from now on."""
+        self.engine.ranks[rank % self.ranks].copies.unpackable = blocks
 
     @rule(fail=st.sampled_from((False, False, True)))
     def copy_all(self, fail: bool) -> None:

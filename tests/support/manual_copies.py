@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ class ManualSwapEngine(SwapEngine):
     `faults` counts how often something is to fail from now on: `submit` refuses a job,
     `before_compute` fails a load that compute waits for, `load_now` the copy that makes up for it,
     `copy` any other copy.
-    Copies that fail leave garbage behind.
+    Copies that fail leave garbage behind, and so do stores of `unpackable` blocks.
     """
 
     def __init__(
@@ -41,6 +41,8 @@ class ManualSwapEngine(SwapEngine):
         """Whether a job is copied the moment it is submitted."""
         self.faults: Counter[str] = Counter()
         self.happened: Counter[str] = Counter()
+        self.unpackable: Container[int] = ()
+        """Blocks that do not fit packed slots, so that their stores are refused."""
         self._failure: CopyError | None = None
         self.bytes_per_second: float | None = None
         """How fast copies are, their start included; None if each takes a millisecond."""
@@ -86,21 +88,29 @@ class ManualSwapEngine(SwapEngine):
         self.happened[site] += fails
         return fails
 
-    def _copy(self, job: SwapJob, fail: bool) -> None:
-        for block, slot in job.pairs.tolist():
+    def _copy(self, job: SwapJob, fail: bool) -> tuple[int, ...]:
+        """Copy; return the rows of a store that are refused."""
+        loads = job.direction is Direction.LOAD
+        refused = []
+        for row, (block, slot) in enumerate(job.pairs.tolist()):
+            if not loads and block in self.unpackable:
+                refused.append(row)
             for page, place in self._pages(block, slot):
-                source, target = (place, page) if job.direction is Direction.LOAD else (page, place)
-                target[:] = GARBAGE if fail else source
+                source, target = (place, page) if loads else (page, place)
+                target[:] = GARBAGE if fail or row in refused else source
+        self.happened["unpackable"] += len(refused)
+        return tuple(refused)
 
     def run(self, index: int = 0, *, fail: bool = False) -> None:
         """Copy one job now. One that fails leaves garbage behind."""
         job = self.submitted.pop(index)
         fail = fail or (not job.before_compute and self._fails("copy"))
-        self._copy(job, fail)
-        nbytes = len(job.pairs) * self.layout.slot_bytes
+        refused = self._copy(job, fail)
+        nbytes = len(job.pairs) * self.layout.block_bytes
         error = CopyError("injected fault") if fail else None
         seconds = 0.001 if self.bytes_per_second is None else nbytes / self.bytes_per_second
-        self._done.append(Completion(job.job_id, job.direction, nbytes, seconds, error))
+        refused = () if fail else refused
+        self._done.append(Completion(job.job_id, job.direction, nbytes, seconds, error, refused))
 
     def run_all(self) -> None:
         while self.submitted:

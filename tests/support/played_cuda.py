@@ -20,8 +20,17 @@ import numpy as np
 import pytest
 import torch
 from kv_swap.cuda import zero
-from kv_swap.cuda.swap import LIST_HEADER_BYTES
+from kv_swap.cuda.swap import LIST_HEADER_BYTES, STATUS_OFFSET_BYTES
 from kv_swap.layout import Region
+from kv_swap.packing.columns import TileColumns, describe_columns
+from kv_swap.packing.format import (
+    KIND_RAW,
+    PACKED_TILE_BYTES,
+    POOL_ENTRY_BYTES,
+    TILE_BYTES,
+    TILE_GROUPS,
+)
+from kv_swap.packing.tiles import make_raw, pack_tiles, read_headers, read_raw, unpack_tiles
 
 COMPUTE = 0
 """The handle of the stream that is current, of compute."""
@@ -29,8 +38,11 @@ COMPUTE = 0
 Operation = Callable[[], bool]
 """Does its work and returns True, or returns False while it has to wait."""
 
-_WORDS = (*[ctypes.c_uint64] * 2, *[ctypes.c_uint32] * 2, *[ctypes.c_uint64] * 2)
-"""What each kernel takes."""
+_WORDS = (
+    *([ctypes.c_uint64] * 2 + [ctypes.c_uint32] * 2 + [ctypes.c_uint64] * 3),
+    ctypes.c_uint32,
+)
+"""What kernels take; those that do not pack leave the last two alone."""
 
 
 class Event:
@@ -89,7 +101,7 @@ class PlayedCuda:
         self.capture_mode = 0
         self.capturing = False
         self.broken_captures = 0
-        self._kernels: list[str] = []
+        self._kernels: list[Callable[..., None]] = []
         runtime = SimpleNamespace(
             cudaDevAttrCanUseHostPointerForRegisteredMem=91,
             memcpyDefault=4,
@@ -106,7 +118,9 @@ class PlayedCuda:
             streamWaitEvent=self._wait_event,
         )
         self.cupy: Any = SimpleNamespace(
-            RawModule=lambda **_: SimpleNamespace(get_function=self._function),
+            RawModule=lambda code, options: SimpleNamespace(
+                get_function=lambda name: self._function(name, packs="PackedTile" in code)
+            ),
             cuda=SimpleNamespace(
                 runtime=runtime,
                 driver=SimpleNamespace(launchKernel=self._launch),
@@ -219,19 +233,19 @@ class PlayedCuda:
         self._queue(COMPUTE, zeroing)
         self.call("zeroing")  # which is refused after a part of it was queued
 
-    def _function(self, name: str) -> Any:
-        self._kernels.append(name)
+    def _function(self, name: str, *, packs: bool) -> Any:
+        packing = {"swap_store": _pack, "swap_load": _unpack}
+        self._kernels.append(packing[name] if packs else partial(_swap, name))
         kernel = SimpleNamespace(ptr=len(self._kernels) - 1)
         return SimpleNamespace(kernel=kernel, compile=lambda: None)
 
     def _launch(self, function: int, *shape_and_more: int) -> None:
         self.call("launchKernel")
         stream, parameters, _ = shape_and_more[-3:]
-        name = self._kernels[function]
         pointers = (ctypes.c_void_p * len(_WORDS)).from_address(parameters)
         # CUDA copies the arguments within the call.
         values = [w.from_address(p or 0).value for w, p in zip(_WORDS, pointers, strict=True)]
-        self._queue(stream, partial(_swap, name, *values))
+        self._queue(stream, partial(self._kernels[function], *values))
 
 
 def _pages_of(region: Region, num_blocks: int, device: torch.device) -> torch.Tensor:
@@ -254,14 +268,95 @@ def _words(address: int, count: int, dtype: type) -> np.ndarray:
     return np.frombuffer(ctypes.string_at(address, count * np.dtype(dtype).itemsize), dtype)
 
 
+def _listed(address: int) -> list[list[int]]:
+    count = int(_words(address, 1, np.int32)[0])
+    listed: list[list[int]] = (
+        _words(address + LIST_HEADER_BYTES, 2 * count, np.int32).reshape(-1, 2).tolist()
+    )
+    return listed
+
+
 def _swap(
-    name: str, pairs: int, table: int, tiles: int, per_tile: int, arena: int, slot_bytes: int
+    name: str,
+    pairs: int,
+    table: int,
+    tiles: int,
+    per_tile: int,
+    arena: int,
+    slot_bytes: int,
+    columns: int,
+    pool_entries: int,
 ) -> None:
-    count = int(_words(pairs, 1, np.int32)[0])
-    listed = _words(pairs + LIST_HEADER_BYTES, 2 * count, np.int32).reshape(-1, 2).tolist()
     segments = _words(table, 4 * tiles * per_tile, np.uint64).reshape(-1, 4).tolist()
-    for block, slot in listed:
+    for block, slot in _listed(pairs):
         for address, stride, offset, lengths in segments:
             page, place = address + block * stride, arena + slot * slot_bytes + offset
             target, source = (place, page) if name == "swap_store" else (page, place)
             ctypes.memmove(target, source, lengths & 0xFFFFFFFF)
+
+
+def _memory(address: int, nbytes: int) -> np.ndarray:
+    """Memory as a writable view."""
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+
+
+def _columns(table: int, described: int) -> TileColumns:
+    """Read columns as the threads of the kernel do: 4 of each, 256 groups of values apart."""
+    found = np.empty(TILE_GROUPS, np.uint8)
+    bytes_ = _words(table + (described & 0xFFFFFFFF) * TILE_GROUPS, TILE_GROUPS, np.uint8)
+    for thread in range(TILE_GROUPS // 4):
+        found[thread::256] = bytes_[4 * thread : 4 * thread + 4]
+    columns = describe_columns(found.tobytes())
+    assert columns.count == described >> 32
+    return columns
+
+
+def _pack(
+    pairs: int,
+    table: int,
+    tiles: int,
+    _: int,
+    arena: int,
+    slot_bytes: int,
+    columns: int,
+    pool_entries: int,
+) -> None:
+    rows = _words(table, 4 * tiles, np.uint64).reshape(-1, 4).tolist()
+    for index, (block, slot) in enumerate(_listed(pairs)):
+        whole = _memory(arena + slot * slot_bytes, slot_bytes)
+        pool = whole[slot_bytes - pool_entries * POOL_ENTRY_BYTES :].reshape(-1, POOL_ENTRY_BYTES)
+        pool[:] = 0
+        used = 0
+        for address, stride, offset, described in rows:
+            tile = _memory(address + block * stride, TILE_BYTES)
+            packed, (fits,) = pack_tiles(tile[None], _columns(columns, described))
+            place = whole[offset : offset + PACKED_TILE_BYTES]
+            if fits:
+                place[:] = packed[0]
+            elif (used := used + 1) <= pool_entries:
+                make_raw(tile, place, pool[used - 1], used - 1)
+        _memory(pairs + STATUS_OFFSET_BYTES + index, 1)[:] = used > pool_entries
+
+
+def _unpack(
+    pairs: int,
+    table: int,
+    tiles: int,
+    _: int,
+    arena: int,
+    slot_bytes: int,
+    columns: int,
+    pool_entries: int,
+) -> None:
+    rows = _words(table, 4 * tiles, np.uint64).reshape(-1, 4).tolist()
+    for block, slot in _listed(pairs):
+        whole = _memory(arena + slot * slot_bytes, slot_bytes)
+        pool = whole[slot_bytes - pool_entries * POOL_ENTRY_BYTES :].reshape(-1, POOL_ENTRY_BYTES)
+        for address, stride, offset, described in rows:
+            packed = whole[offset : offset + PACKED_TILE_BYTES]
+            (header,) = read_headers(packed[None])
+            if header["kind"] == KIND_RAW:
+                tile = read_raw(packed, pool[int(header["pool_entry"])])
+            else:
+                (tile,) = unpack_tiles(packed[None], _columns(columns, described))
+            _memory(address + block * stride, TILE_BYTES)[:] = tile

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from kv_swap.engine import Completion, SwapJob
 from kv_swap.host.transfers import copy_runs
-from kv_swap.layout import KVLayout, TensorDescription
+from kv_swap.layout import KVLayout, Packing, TensorDescription
 
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import KVCaches
@@ -50,6 +53,7 @@ class PlainRank:
         self.weight_loads = 0
         self.context: object | None = None
         self.forward: tuple[object, Hashable] | None = None
+        self.packings: dict[str, Packing] = {}
 
     def describe_kv_caches(self, kv_caches: Mapping[str, Any]) -> KVCaches:
         unknown = [name for name in kv_caches if not name.startswith("layer.")]
@@ -59,7 +63,7 @@ class PlainRank:
         layout = KVLayout.from_tensors(
             num_blocks,
             [TensorDescription.of(name, kv, num_blocks) for name, kv in kv_caches.items()],
-        )
+        ).packed(self.packings)
         regions = {
             name: frozenset(i for i, region in enumerate(layout.regions) if name in region.tensors)
             for name in kv_caches
@@ -203,6 +207,30 @@ class Rank:
             found.append(torch.equal(kv[block], first[1]))
             assert found[-1] or (kv[block] == -1).all()
         return found
+
+
+def refuse_blocks(monkeypatch: pytest.MonkeyPatch, rank: Rank, *blocks: int) -> None:
+    """Have a rank's transfer engine say that these blocks do not fit packed slots."""
+    submitted: dict[int, np.ndarray] = {}
+    submit, poll = rank.transfer.submit, rank.transfer.poll
+
+    def remember(job: SwapJob) -> None:
+        submitted[job.job_id] = job.pairs
+        submit(job)
+
+    def refuse() -> list[Completion]:
+        return [
+            dataclasses.replace(
+                done,
+                refused_rows=tuple(
+                    row for row, (block, _) in enumerate(submitted[done.job_id]) if block in blocks
+                ),
+            )
+            for done in poll()
+        ]
+
+    monkeypatch.setattr(rank.transfer, "submit", remember)
+    monkeypatch.setattr(rank.transfer, "poll", refuse)
 
 
 class Gate:

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_swap.errors import LayoutError
-from kv_swap.layout import KVLayout, Region, TensorDescription
+from kv_swap.layout import KVLayout, Packing, Region, TensorDescription, packed_slot_bytes
 
 from tests.support.kv_memory import Storage, check_exact, dense_strides
+from tests.support.packed_kv import packed_cache
 
 AXES = "LBHNC"
 """Layers, blocks, heads, tokens, content."""
@@ -254,3 +255,76 @@ def test_shared_bytes_against_brute_force() -> None:
             else:
                 layout = KVLayout.from_tensors(num_blocks, tensors)
                 assert layout.slot_bytes == (len(owners[0].keys() | owners[1].keys()) // num_blocks)
+
+
+KIB = 1 << 10
+
+
+def packed_sizes(layout: KVLayout) -> list[tuple[int, int, int]]:
+    return [(r.num_tiles, r.slot_offset_bytes, r.slot_page_bytes) for r in layout.regions]
+
+
+def test_packed_pages_come_first_and_the_pool_last() -> None:
+    pages = [512, 16 * KIB, 40 * KIB, 8 * KIB, 32 * KIB]
+    layout, _ = packed_cache(2, pages, [None, Packing(16), Packing(8), Packing(8), Packing(16)])
+    assert packed_sizes(layout) == [
+        (0, 71552, 512),
+        (1, 0, 12672),
+        (2, 12672, 25344 + 8 * KIB),
+        (0, 72064, 8 * KIB),  # less than a tile
+        (2, 46208, 25344),
+    ]
+    assert layout.regions[3].packing is None
+    assert layout.num_tiles == 5
+    assert layout.block_bytes == sum(pages)
+    assert layout.pool_offset_bytes == 80256
+    assert layout.pool_entries == 1
+    assert layout.slot_bytes == 80256 + 4 * KIB
+    assert layout.slot_bytes == packed_slot_bytes([16 * KIB, 40 * KIB, 32 * KIB], 8 * KIB + 512)
+
+
+def test_a_slot_of_many_tiles_takes_less_than_78_percent() -> None:
+    for page, num_pages in ((16 * KIB, 128), (64 * KIB, 32), (128 * KIB, 64), (2048 * KIB, 1)):
+        layout, _ = packed_cache(2, [page] * num_pages, [Packing(16)] * num_pages)
+        assert layout.slot_bytes <= 0.78 * layout.block_bytes
+        assert layout.slot_bytes % 128 == layout.pool_offset_bytes % 128 == 0
+        assert all(region.slot_offset_bytes % 128 == 0 for region in layout.regions)
+
+
+def test_what_is_not_packed_is_copied_as_it_is() -> None:
+    layout, _ = packed_cache(2, [512, 16 * KIB, 40 * KIB], [None, Packing(16), Packing(8)])
+    small, whole, rest = (region.raw_part for region in layout.regions)
+    assert small == layout.regions[0]
+    assert whole is None
+    assert rest is not None
+    region = layout.regions[2]
+    assert (rest.address, rest.page_bytes) == (region.address + 32 * KIB, 8 * KIB)
+    assert rest.block_stride_bytes == region.block_stride_bytes
+    assert rest.slot_offset_bytes == region.slot_offset_bytes + 25344
+    assert rest.num_tiles == 0
+
+
+def test_without_a_page_to_pack_the_layout_is_the_same() -> None:
+    layout, _ = packed_cache(2, [8 * KIB, 16 * KIB], [None, None])
+    assert layout.packed({"0": Packing(16)}) is layout
+    assert layout.packed({}) is layout
+    assert layout.slot_bytes == layout.block_bytes == 24 * KIB
+    assert packed_slot_bytes([], 24 * KIB) == 24 * KIB
+
+
+def test_tensors_that_share_a_region_are_packed_only_if_they_agree() -> None:
+    storage = Storage(4 * 32 * KIB)
+    tensors = [storage.describe(name, 4, (4, 32 * KIB), (32 * KIB, 1)) for name in ("one", "other")]
+    layout = KVLayout.from_tensors(4, tensors)
+    assert len(layout.regions) == 1
+    agreed = layout.packed({"one": Packing(16), "other": Packing(16)})
+    assert agreed.regions[0].packing == Packing(16)
+    assert layout.packed({"one": Packing(16)}) is layout
+    assert layout.packed({"one": Packing(16), "other": Packing(8)}) is layout
+
+
+def test_a_slot_that_would_grow_is_not_packed() -> None:
+    one, _ = packed_cache(2, [16 * KIB], [Packing(16)])
+    assert one.num_tiles == 0
+    two, _ = packed_cache(2, [32 * KIB], [Packing(16)])
+    assert two.slot_bytes < two.block_bytes

@@ -20,8 +20,8 @@ EXAMPLE = Path(__file__).parents[2] / "transfer" / "example.py"
 
 NAMES = """
 Completion CopyError DeviceError Direction EngineKind JobError KVLayout LayoutError MemoryRoom
-PinnedMemoryError Region SharedMemory SwapEngine SwapJob TensorDescription TierError TransferError
-create_engine numa_node
+Packing PinnedMemoryError Region SharedMemory SwapEngine SwapJob TensorDescription TierError
+TransferError create_engine numa_node
 """
 
 

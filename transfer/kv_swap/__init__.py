@@ -17,7 +17,7 @@ from kv_swap.errors import (
     TransferError,
 )
 from kv_swap.factory import EngineKind, create_engine, numa_node
-from kv_swap.layout import KVLayout, Region, TensorDescription
+from kv_swap.layout import KVLayout, Packing, Region, TensorDescription
 from kv_swap.memory.registration import MemoryRoom
 from kv_swap.memory.shared import SharedMemory
 
@@ -31,6 +31,7 @@ __all__ = [
     "KVLayout",
     "LayoutError",
     "MemoryRoom",
+    "Packing",
     "PinnedMemoryError",
     "Region",
     "SharedMemory",

@@ -48,7 +48,9 @@ class Completion:
     """A job that has ended. `seconds` runs from when its copies could start to the end of the last.
 
     On the host a load in waves counts only what its copies took: compute runs between them.
-    With `error` set the destination (slots of a store, blocks of a load) holds garbage.
+    `nbytes` are those of its blocks in the KV cache, packed or not. `refused_rows` are the rows of
+    a store's pairs whose block does not fit a packed slot: these slots hold garbage, the others do
+    not. With `error` set the destination (slots of a store, blocks of a load) holds garbage.
     """
 
     job_id: int
@@ -56,6 +58,7 @@ class Completion:
     nbytes: int
     seconds: float
     error: TransferError | None = None
+    refused_rows: tuple[int, ...] = ()
 
 
 class SwapEngine(ABC):

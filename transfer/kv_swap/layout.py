@@ -1,7 +1,8 @@
 """Where the bytes of a KV block lie: regions (address, page, stride) and the slot that holds them.
 
 A block is all bytes that share one block id, over all regions. A slot is those bytes, contiguous,
-in the order of the regions. Nothing here touches memory or a device.
+in the order of the regions. Where regions are packed, theirs come first and take less, and a pool
+comes last (`packing/format.py`). Nothing here touches memory or a device.
 
 Each tensor is cut into pieces, the runs of bytes that belong to its block 0. Pieces that touch or
 overlap within one block stride become one region, so cache groups that share their bytes are copied
@@ -13,11 +14,15 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kv_swap.errors import LayoutError
+from kv_swap.packing.columns import Packing as Packing
+from kv_swap.packing.format import PACKED_TILE_BYTES, TILE_BYTES, align, pool_entries
+from kv_swap.packing.format import packed_page_bytes as packed_page_bytes
+from kv_swap.packing.format import packed_slot_bytes as packed_slot_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -66,26 +71,98 @@ class TensorDescription:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A run of pages of `tensors`: block `b` has one at `address + b * block_stride_bytes`."""
+    """A run of pages of `tensors`: block `b` has one at `address + b * block_stride_bytes`.
+
+    With `packing` the whole tiles of a page are packed in the slot, and what is left of the page
+    lies raw behind them.
+    """
 
     address: int
     page_bytes: int
     block_stride_bytes: int
     slot_offset_bytes: int
     tensors: frozenset[str] = field(default=frozenset(), compare=False)
+    packing: Packing | None = None
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of a page that are packed; 0 in a raw region."""
+        return 0 if self.packing is None else self.page_bytes // TILE_BYTES
+
+    @property
+    def slot_page_bytes(self) -> int:
+        """Bytes of a page in a slot."""
+        return self.page_bytes if self.packing is None else packed_page_bytes(self.page_bytes)
+
+    @property
+    def raw_part(self) -> Region | None:
+        """What is copied as it is: the region, the rest behind its tiles, or `None` without one."""
+        if self.packing is None:
+            return self
+        tiles_bytes = self.num_tiles * TILE_BYTES
+        if tiles_bytes == self.page_bytes:
+            return None
+        return replace(
+            self,
+            address=self.address + tiles_bytes,
+            page_bytes=self.page_bytes - tiles_bytes,
+            slot_offset_bytes=self.slot_offset_bytes + self.num_tiles * PACKED_TILE_BYTES,
+            packing=None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """All regions of a KV cache; `slot_bytes` is the sum of their pages."""
+    """All regions of a KV cache, and the slots that hold their pages."""
 
     num_blocks: int
     regions: tuple[Region, ...]
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of one block over all regions."""
+    def block_bytes(self) -> int:
+        """Bytes of one block over all regions, as the KV cache holds it."""
         return sum(region.page_bytes for region in self.regions)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot: those of a block, unless a region is packed."""
+        if not self.num_tiles:
+            return self.block_bytes
+        packed = (r.page_bytes for r in self.regions if r.packing is not None)
+        return packed_slot_bytes(packed, sum(r.page_bytes for r in self.regions if not r.packing))
+
+    @property
+    def num_tiles(self) -> int:
+        """Packed tiles of a slot; 0 if no region is packed."""
+        return sum(region.num_tiles for region in self.regions)
+
+    @property
+    def pool_offset_bytes(self) -> int:
+        """Where in a slot the pool begins, for tiles that do not fit their place."""
+        return align(max(r.slot_offset_bytes + r.slot_page_bytes for r in self.regions))
+
+    @property
+    def pool_entries(self) -> int:
+        """Tiles of a slot that may be raw; a block with more of them does not fit."""
+        return pool_entries(self.num_tiles)
+
+    def packed(self, packings: Mapping[str, Packing]) -> KVLayout:
+        """Return the layout whose regions of bf16 are packed: by tensor, how its pages' rows lie.
+
+        A region is packed if `packings` has the same for all its tensors, and a page has a tile or
+        more. Its packed pages come first in a slot. The layout stays the same without such a
+        region, and where slots would not be smaller: a pool takes more than one tile saves.
+        """
+        regions = [replace(r, packing=_packing(r, packings)) for r in self.regions]
+        offset = 0
+        for wanted in (True, False):
+            for index, region in enumerate(regions):
+                if (region.packing is not None) is wanted:
+                    regions[index] = replace(region, slot_offset_bytes=offset)
+                    nbytes = region.slot_page_bytes
+                    offset += align(nbytes) if wanted else nbytes
+        layout = KVLayout(self.num_blocks, tuple(regions))
+        return layout if layout.slot_bytes < self.slot_bytes else self
 
     @classmethod
     def from_tensors(cls, num_blocks: int, tensors: Iterable[TensorDescription]) -> KVLayout:
@@ -110,6 +187,11 @@ class KVLayout:
             regions.append(Region(piece.address, piece.nbytes, piece.stride, offset, piece.names))
             offset += piece.nbytes
         return cls(num_blocks, tuple(regions))
+
+
+def _packing(region: Region, packings: Mapping[str, Packing]) -> Packing | None:
+    found = {packings.get(name) for name in region.tensors}
+    return found.pop() if len(found) == 1 and region.page_bytes >= TILE_BYTES else None
 
 
 @dataclass(frozen=True, slots=True)

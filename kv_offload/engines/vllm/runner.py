@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from kv_offload.engines.vllm.halves import callers
 from kv_offload.engines.vllm.model.layout import (
     describe_kv_caches,
     describe_pages,
+    describe_unpacked,
     kv_tensors,
     layer_regions,
 )
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
+logger = logging.getLogger(__name__)
+
+
 def find_runner() -> Any | None:
     """Return the model runner on the call stack, which vLLM hands no connector; the nearest."""
     return next((caller for caller in callers() if hasattr(caller, "execute_model")), None)
@@ -30,20 +35,33 @@ class VLLMRank:
     """Implements `kv_offload.engine.RankEngine`."""
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, gives_idle_blocks: bool
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        gives_idle_blocks: bool,
+        packs: bool,
     ) -> None:
         self.gives_idle_blocks = gives_idle_blocks
+        self._packs = packs
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
 
     def describe_kv_caches(self, kv_caches: Mapping[str, Any]) -> KVCaches:
-        """Return the layout, the tensors, and which regions each layer reads."""
-        layout = describe_kv_caches(kv_caches, self._kv_cache_config)
+        """Return the layout, the tensors, and which regions each layer reads.
+
+        Warns where everything is to be packed and nothing can be.
+        """
+        layout = describe_kv_caches(kv_caches, self._kv_cache_config, packs=self._packs)
+        if self._packs and not any(region.packing for region in layout.regions):
+            logger.warning("kv-offload: %s", describe_unpacked(kv_caches, layout))
         return KVCaches(layout, kv_tensors(kv_caches), layer_regions(kv_caches, layout))
 
     def describe_pages(self, kv_caches: Mapping[str, Any]) -> str:
         """Return a digest of where in a slot each value of a block is; see `model.layout`."""
-        return describe_pages(self._vllm_config, self._kv_cache_config, kv_caches)
+        return describe_pages(
+            self._vllm_config, self._kv_cache_config, kv_caches, packs=self._packs
+        )
 
     def find_output_copy_stream(self) -> Any | None:
         """Return the stream on which the model runner copies sampled tokens to the host, if any.

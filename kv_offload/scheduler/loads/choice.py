@@ -28,19 +28,19 @@ LOAD_EVERY = 32
 class LoadChoice:
     """Says whether to load a hit. Without evidence, and where it is close, the answer is to load.
 
-    `slot_bytes` are those of a slot on one rank. Asked again, it answers by what is then known;
+    `block_bytes` are those of a block on one rank. Asked again, it answers by what is then known;
     only `loaded` and `declined` are remembered.
     """
 
     def __init__(
         self,
         mode: Literal["measured", "always_load"],
-        slot_bytes: int,
+        block_bytes: int,
         watch: StepWatch,
         queue: LoadQueue,
     ) -> None:
         self._measured = mode == "measured"
-        self._slot_bytes = slot_bytes
+        self._block_bytes = block_bytes
         self._load_rate = watch.load_rate
         self._prefill_rate = watch.prefill_rate
         self._step_seconds = watch.step_seconds
@@ -88,12 +88,12 @@ class LoadChoice:
 
     def queued_seconds(self) -> float:
         """Return for how long the loads under way will yet take the link; 0 without any."""
-        per_slot = self._load_rate.seconds(self._slot_bytes)
+        per_slot = self._load_rate.seconds(self._block_bytes)
         return self._queue.seconds_ahead(per_slot, time.monotonic())
 
     def load_seconds(self, slots: int) -> float:
         """Return how long a load of so many slots takes, without those before it."""
-        return self._load_rate.seconds(slots * self._slot_bytes)
+        return self._load_rate.seconds(slots * self._block_bytes)
 
     def compute_seconds(self, tokens: int) -> float | None:
         """Return after how long `tokens` of a new prompt are computed; None without evidence."""

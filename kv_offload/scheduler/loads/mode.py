@@ -58,15 +58,15 @@ ASSUMED_DECODE_SECONDS = 0.005
 class LoadMode:
     """Decides by the time that loads take.
 
-    `slot_bytes` are those of a slot on one rank. `overlaps` says that a load runs while the steps
+    `block_bytes` are those of a block on one rank. `overlaps` says that a load runs while the steps
     under way compute.
     """
 
-    def __init__(self, slot_bytes: int, watch: StepWatch, *, overlaps: bool = False) -> None:
+    def __init__(self, block_bytes: int, watch: StepWatch, *, overlaps: bool = False) -> None:
         self.allowed = True
         """False where some rank cannot have compute wait for a load on its device."""
         self._overlaps = overlaps
-        self._slot_bytes = slot_bytes
+        self._block_bytes = block_bytes
         self._watch = watch
         self.next_step()
 
@@ -123,4 +123,4 @@ class LoadMode:
         self._in_waves = self._in_waves and tokens_left > 0
 
     def _load_seconds(self, num_slots: int) -> float:
-        return self._watch.load_rate.seconds(num_slots * self._slot_bytes)
+        return self._watch.load_rate.seconds(num_slots * self._block_bytes)

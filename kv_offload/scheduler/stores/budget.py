@@ -44,19 +44,19 @@ may follow each other for ever."""
 class StoreBudget:
     """Says how many more slots may be planned to be stored in this step.
 
-    `slot_bytes` are those of a slot on one rank. Stores pin at most `max_pinned_share` of the GPU
+    `block_bytes` are those of a block on one rank. Stores pin at most `max_pinned_share` of the GPU
     blocks that would be free without them, and keep some free if any of `requests` is admitted.
     `clock` gives seconds.
     """
 
     def __init__(
         self,
-        slot_bytes: int,
+        block_bytes: int,
         max_pinned_share: float,
         requests: RequestTable,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._slot_bytes = slot_bytes
+        self._block_bytes = block_bytes
         self._max_pinned_share = max_pinned_share
         self._requests = requests
         self._clock = clock
@@ -120,7 +120,7 @@ class StoreBudget:
         While nothing is in flight it is at least 1: the engine goes on.
         """
         speed = min(self._bytes_per_second.values(), default=ASSUMED_BYTES_PER_SECOND)
-        slots_per_second = speed / self._slot_bytes
+        slots_per_second = speed / self._block_bytes
         horizon_seconds = max(HORIZON_STEPS * self._step_seconds, MIN_HORIZON_SECONDS)
         left = slots_per_second * horizon_seconds - slots_in_flight
         if self._load_seconds:

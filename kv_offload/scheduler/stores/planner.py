@@ -41,6 +41,12 @@ WAITING_SHARE = 4
 """Of the requests of a step one in so many waits at most. Steps of 256 decodes cost 239 us in the
 mean so with `lru`, and 342 without waiting; 312 and 493 with `auto` (November 2026, by turns)."""
 
+TRIED_BLOCKS = 512
+"""After so many it shows whether the KV of a model fits packed slots."""
+
+MAX_UNPACKABLE_SHARE = 0.01
+"""Of the blocks stored since the start. With more of them prefixes end too early to be of use."""
+
 
 class StorePlanner:
     """Stores blocks of requests that are scheduled in this step or have ended.
@@ -66,7 +72,7 @@ class StorePlanner:
         jobs: Jobs,
         statistics: Statistics,
         retention: Retention,
-        slot_bytes: int,
+        block_bytes: int,
         announcer: Announcer | None = None,
     ) -> None:
         self._requests = requests
@@ -76,7 +82,7 @@ class StorePlanner:
         self._jobs = jobs
         self._statistics = statistics
         self._announcer = announcer
-        self.budget = StoreBudget(slot_bytes, config.max_pinned_share, requests)
+        self.budget = StoreBudget(block_bytes, config.max_pinned_share, requests)
         prompt_only = config.store_blocks == "prompt"
         self._candidates = StoreCandidates(prefixes, prompt_only=prompt_only)
         self._choice = StoreChoice(
@@ -88,6 +94,7 @@ class StorePlanner:
         )
         self.leftovers = Leftovers(self._candidates, statistics)
         self._grown_blocks = 0
+        self._stored_blocks = self._unpackable_blocks = 0
         self._waiting: set[str] = set()
         """Decodes that have got a block and were not looked at since."""
 
@@ -201,8 +208,31 @@ class StorePlanner:
     def pause(self, *, paused: bool) -> None:
         """Store nothing from now on, or store again what requests that still run have computed."""
         self._candidates.paused = paused
+        self._stored_blocks = self._unpackable_blocks = 0
         if paused:
             self.leftovers.drop()
+
+    def stored(self, blocks: int, unpackable: int) -> None:
+        """Take in the end of a store, some blocks of which did not fit a packed slot on some rank.
+
+        Pauses stores where these are too many.
+        """
+        self._stored_blocks += blocks
+        self._unpackable_blocks += unpackable
+        self._statistics.skipped("unpackable", unpackable)
+        if self.paused or self._stored_blocks < TRIED_BLOCKS:
+            return
+        share = self._unpackable_blocks / self._stored_blocks
+        if share > MAX_UNPACKABLE_SHARE:
+            logger.warning(
+                "kv-offload: %d of %d blocks do not fit packed slots, %.1f%% where %.0f%% may be: "
+                "stores are paused. Set pack_kv: false for this model",
+                self._unpackable_blocks,
+                self._stored_blocks,
+                100 * share,
+                100 * MAX_UNPACKABLE_SHARE,
+            )
+            self.pause(paused=True)
 
     def _slots_left(self, soon_free_blocks: int = 0) -> int:
         """Return how many more slots may be chosen, if `soon_free_blocks` become free in a moment.

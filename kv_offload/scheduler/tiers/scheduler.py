@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from kv_offload.engine import Request, StepOutput
 from kv_offload.messages import (
     OffloadMetadata,
@@ -112,12 +110,6 @@ class TieredScheduler(OffloadScheduler):
 
     # -- reports -------------------------------------------------------------------------------
 
-    def take_report(self, report: OffloadWorkerMetadata) -> None:
-        """Take in what ranks tell, of moves too."""
-        for told in report.ranks.values():
-            self._jobs.hear_rows(told.jobs, told.failed_rows)
-        super().take_report(report)
-
     def _end_job(self, job: Job) -> None:
         if isinstance(job, Move):
             self._end_move(job)
@@ -126,8 +118,7 @@ class TieredScheduler(OffloadScheduler):
         self._demotions.offer(job.slots)
 
     def _end_move(self, move: Move) -> None:
-        failed = np.zeros(len(move.slots), bool)
-        failed[list(move.failed_rows)] = True
+        failed = move.failed
         if move.outcome is not Outcome.OK:
             self._tier.failed()
         elif not move.failed_rows:

@@ -47,10 +47,11 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
 def _run(arguments: argparse.Namespace) -> int:
     configuration, traced = memory.read_configuration(arguments.file, arguments.replicas)
     kind = "auto" if traced is None else traced.config.transfer_engine
+    packs = traced is not None and traced.config.pack_kv
     torch = installation.read_torch()
     rates = [report.not_checked("copy rate", "--no-measure was given")]
     if not arguments.no_measure:
-        rates = [*devices.check_rates(nvml.read_machine(), torch, kind)]
+        rates = [*devices.check_rates(nvml.read_machine(), torch, kind, packs=packs)]
     machine = nvml.read_machine()  # once more: a link that has just copied is not idle
     sections: report.Sections = {
         "Versions": [*installation.check_versions(torch, machine)],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from kv_swap import Direction, EngineKind, KVLayout, SwapJob, TensorDescription, create_engine
+from kv_swap.layout import Packing
 
 if TYPE_CHECKING:
     import torch
@@ -33,15 +34,18 @@ class Rates:
     path: CopyPath
 
 
-def measure(device: torch.device, kind: EngineChoice) -> Rates:
+def measure(device: torch.device, kind: EngineChoice, *, packs: bool = False) -> Rates:
     """Store and load blocks of a tensor on a GPU, alone on the link as far as this process goes.
 
+    With `packs` these are bfloat16 numbers, packed; the bytes that count are those of the tensor.
     Raises what torch and `kv_swap` raise: without memory, without CuPy, on a failed copy.
     """
     import torch
 
-    kv = torch.zeros((BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device=device)
+    kv = torch.randn((BLOCKS, BLOCK_BYTES // 2), device=device).to(torch.bfloat16)
     layout = KVLayout.from_tensors(BLOCKS, [TensorDescription.of("kv", kv, BLOCKS)])
+    if packs:
+        layout = layout.packed({"kv": Packing(period=BLOCK_BYTES // 16)})
     with create_engine(kind, layout, BLOCKS, keep_alive=[kv]) as engine:
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while engine.ready_slots < BLOCKS:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from kv_swap.cuda.kernel_families import PACKED
 from kv_swap.memory.numa import device_node
+from kv_swap.packing.format import packed_slot_bytes
 
-from kv_offload.tools.doctor.copies import EngineChoice, Rates, measure
+from kv_offload.config.sizes import format_size
+from kv_offload.tools.doctor.copies import BLOCK_BYTES, EngineChoice, Rates, measure
 from kv_offload.tools.doctor.installation import Torch
 from kv_offload.tools.doctor.nvml import Gpu, Machine
 from kv_offload.tools.doctor.report import Check, judged, not_checked
 
 LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """GB/s of one lane of PCI Express each way, by generation, less the encoding of bits."""
+
+GIB = 1 << 30
 
 ENOUGH = 0.6
 """Part of a link that copies should reach. An H200 on PCIe 5.0 x16 reaches 0.76
@@ -63,8 +68,36 @@ def check_asked_for(machine: Machine, torch: Torch | None, kind: EngineChoice) -
         yield judged(name, found, needed, remedy, fits=bool(machine.gpus))
 
 
-def check_rates(machine: Machine, installed: Torch | None, kind: EngineChoice) -> Iterator[Check]:
-    """Copy blocks to and from every GPU that torch sees, and yield a line for each."""
+def check_packing(capabilities: Iterable[tuple[int, int]]) -> Iterator[Check]:
+    """Yield for each GPU, of such a compute capability, whether it packs, and what that brings."""
+    slot_bytes = packed_slot_bytes([BLOCK_BYTES], 0)
+    blocks, slots = (GIB // nbytes for nbytes in (BLOCK_BYTES, slot_bytes))
+    brings = (
+        f"{slots} blocks of {format_size(BLOCK_BYTES)} in 1 GiB instead of {blocks}, "
+        f"{BLOCK_BYTES / slot_bytes:.2f} times as many"
+    )
+    needed = f"compute capability {_dotted(PACKED.min_capability)}"
+    for index, capability in enumerate(capabilities):
+        yield judged(
+            f"packing on cuda:{index}",
+            f"compute capability {_dotted(capability)}; pack_kv brings {brings}",
+            needed,
+            "Set pack_kv: false, or use a newer GPU.",
+            fits=capability >= PACKED.min_capability,
+        )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def check_rates(
+    machine: Machine, installed: Torch | None, kind: EngineChoice, *, packs: bool = False
+) -> Iterator[Check]:
+    """Copy blocks to and from every GPU that torch sees, and yield a line for each.
+
+    With `packs` they are packed, and each GPU has a line more.
+    """
     name = "copy rate"
     if installed is None or installed.cuda is None:
         reason = "built without CUDA" if installed else "not installed in this Python"
@@ -90,12 +123,14 @@ def check_rates(machine: Machine, installed: Torch | None, kind: EngineChoice) -
         yield Check(name, "problem", found, "a GPU that programs may use", remedy)
     elif count == 0:
         yield not_checked(name, "torch sees no GPU")
+    if packs:
+        yield from check_packing(map(torch.cuda.get_device_capability, range(count)))
     for index in range(count):
         name = f"copy rate of cuda:{index}"
         try:
             device = torch.device("cuda", index)
             uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            rates = measure(device, "auto" if kind == "host" else kind)
+            rates = measure(device, "auto" if kind == "host" else kind, packs=packs)
         except Exception as error:  # noqa: BLE001 - out of memory, no CuPy, a driver's error
             yield not_checked(name, str(error).partition("\n")[0])
             continue

@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from kv_swap.packing.format import TILE_BYTES
+
 from kv_offload.config.file import show
 from kv_offload.config.host_memory import read_host_memory
 from kv_offload.config.sizes import format_size, parse_size
@@ -67,6 +69,8 @@ def _run(arguments: argparse.Namespace) -> int:
     ]
     if cpu_bytes is not None:
         rows.append((f"in {format_size(cpu_bytes)}", _fitting(size, cpu_bytes)))
+    if size.may_pack:
+        rows.append(("with pack_kv", _packed(size, cpu_bytes or GIB)))
     if size.prompt_bytes:
         rows.insert(2, ("bytes per prompt", _prompt(size)))
     indent = max(len(name) for name, _ in rows) + 2
@@ -75,6 +79,20 @@ def _run(arguments: argparse.Namespace) -> int:
     if notes := [*_notes(size)]:
         print("\n" + textwrap.fill(" ".join(notes), COLUMNS))
     return 0
+
+
+def _packed(size: SlotSize, cpu_bytes: int) -> str:
+    if size.page_bytes < TILE_BYTES:
+        tokens = -(-TILE_BYTES * size.block_tokens // size.page_bytes // 16) * 16
+        return (
+            f"the same: a page of keys has {size.page_bytes:,} bytes, and needs {TILE_BYTES:,}. "
+            f"With --block-size {tokens} it has them"
+        )
+    ratio = size.slot_bytes / size.packed_slot_bytes
+    return (
+        f"{size.packed_slot_bytes:,} bytes per slot, {ratio:.2f} times as many slots; in "
+        f"{format_size(cpu_bytes)} {_fitting(size, cpu_bytes, packed=True)}"
+    )
 
 
 def _prompt(size: SlotSize) -> str:
@@ -122,8 +140,8 @@ def _formula(size: SlotSize) -> str:
     return f"{text} + scales" if has_scales(size.cache_dtype) else text
 
 
-def _fitting(size: SlotSize, cpu_bytes: int) -> str:
-    blocks = size.blocks_in(cpu_bytes)
+def _fitting(size: SlotSize, cpu_bytes: int, *, packed: bool = False) -> str:
+    blocks = size.blocks_in(cpu_bytes, packed=packed)
     fitting = f"{blocks * size.block_tokens:,} tokens, {blocks:,} blocks"
     if size.keeps_ends_only:
         return f"{fitting} of windows"

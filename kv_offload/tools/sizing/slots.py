@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kv_swap.packing.format import packed_slot_bytes
+
 from kv_offload.errors import ConfigError
 from kv_offload.tools.sizing.model import Model
 
@@ -54,6 +56,25 @@ class SlotSize:
         return self.group_layers * self.layer_bytes * self.block_tokens
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of one layer's keys in a block, or of its latents; the values take as many."""
+        layer_bytes = self.layer_bytes - self.model.index_bytes
+        return layer_bytes * self.block_tokens // (1 if self.model.latent else 2)
+
+    @property
+    def may_pack(self) -> bool:
+        """Whether `pack_kv` packs pages that are large enough. The model computes in bfloat16."""
+        return self.cache_dtype in ("auto", "bfloat16") and not self.state_bytes
+
+    @property
+    def packed_slot_bytes(self) -> int:
+        """Bytes of a slot with `pack_kv`, if its pages may be packed and are large enough."""
+        pages = self.group_layers * (1 if self.model.latent else 2)
+        return packed_slot_bytes(
+            [self.page_bytes] * pages, self.slot_bytes - self.page_bytes * pages
+        )
+
+    @property
     def arenas(self) -> int:
         """How many ranks have host memory of their own: those with equal bytes share theirs."""
         return 1 if self.model.latent else self.tensor_parallel_size
@@ -92,9 +113,10 @@ class SlotSize:
         windows = self.groups.get("window", 0) * window_blocks
         return (windows + self.groups.get("state", 0)) * self.slot_bytes * self.arenas
 
-    def blocks_in(self, cpu_bytes: int) -> int:
+    def blocks_in(self, cpu_bytes: int, *, packed: bool = False) -> int:
         """Return how many blocks of `block_tokens` fit into `cpu_bytes` of all ranks together."""
-        return cpu_bytes // self.arenas // self.slot_bytes // self.block_slots
+        slot_bytes = self.packed_slot_bytes if packed else self.slot_bytes
+        return cpu_bytes // self.arenas // slot_bytes // self.block_slots
 
 
 def slot_size(

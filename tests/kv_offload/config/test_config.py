@@ -437,7 +437,7 @@ def test_describe_is_one_line_with_every_key_as_it_was_written(write):
     assert traced.config.store_after_uses == 31
     assert traced.describe() == (
         "cpu_bytes=12.5% (8 GiB), eviction_policy=auto, store_blocks=all, store_after_uses=0x1f, "
-        "transfer_engine=auto, max_pinned_share=1, max_retained_share=0.25, "
+        "transfer_engine=auto, pack_kv=false, max_pinned_share=1, max_retained_share=0.25, "
         "max_retained_share_per_salt=0.25, load_or_recompute=measured, keep_on_sleep=no, "
         "on_load_failure=recompute, disk_path=null, disk_bytes=null, disk_write_rate=1GiB, "
         "disk_restart=true, disk_keep_on_reset=false, store=null, store_master=null, "

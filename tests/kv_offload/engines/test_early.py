@@ -145,6 +145,27 @@ def test_a_gpu_without_cupy(installed: bool, monkeypatch: pytest.MonkeyPatch) ->
         early.check_settings(config)
 
 
+@pytest.mark.parametrize(("capability", "packs"), [((8, 0), True), ((8, 0), False), ((9, 0), True)])
+def test_a_gpu_that_cannot_pack(
+    capability: tuple[int, int], packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    config = make_vllm_config({"pack_kv": packs})
+    config.device_config.device_type = "cuda"
+    monkeypatch.setattr(early, "_check_cupy", lambda: None)
+    monkeypatch.setattr(
+        type(current_platform), "get_device_capability", lambda *_, **__: capability
+    )
+    refused = packs and capability < (9, 0)
+    advice = r"capability 8\.0, .* set pack_kv to false"
+    with pytest.raises(UnsupportedError, match=advice) if refused else nullcontext():
+        early.check_settings(config)
+    config.kv_transfer_config.kv_connector_extra_config["transfer_engine"] = "dma"
+    with pytest.raises(ConfigError, match="only kernels pack") if packs else nullcontext():
+        early.check_settings(config)
+
+
 @pytest.mark.parametrize("connector", [CONNECTOR, "NixlConnector"])
 def test_only_a_key_of_ours_that_is_given_twice_is_refused(
     connector: str, monkeypatch: pytest.MonkeyPatch

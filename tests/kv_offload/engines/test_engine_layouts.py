@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
 from kv_offload.engines.vllm.model.layout import (
     describe_kv_caches,
     describe_pages,
+    describe_unpacked,
     kv_tensors,
 )
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
@@ -156,12 +157,18 @@ class LatentBackend:
         return 0
 
 
-def round_trip(built: Built, moves: Sequence[tuple[int, int]] = ((1, 5), (3, 2))) -> None:
+def round_trip(
+    built: Built, moves: Sequence[tuple[int, int]] = ((1, 5), (3, 2)), *, packs: bool = False
+) -> None:
     """Store blocks, poison the cache, load them into other blocks; nothing else may change."""
-    layout = describe_kv_caches(built.caches, built.config)
-    assert layout.slot_bytes == bytes_per_block(built.config)
+    layout = describe_kv_caches(built.caches, built.config, packs=packs)
+    assert layout.block_bytes == bytes_per_block(built.config)
     generator = torch.Generator().manual_seed(7)
     for storage in built.storages():
+        if packs:
+            values = torch.randn(storage.numel() // 2, generator=generator)
+            storage.copy_(values.to(torch.bfloat16).view(torch.uint8))
+            continue
         storage.copy_(torch.randint(0, 256, storage.shape, generator=generator, dtype=torch.uint8))
     stored = {source: built.contents(source) for source, _ in moves}
     engine = create_engine(
@@ -176,7 +183,7 @@ def round_trip(built: Built, moves: Sequence[tuple[int, int]] = ((1, 5), (3, 2))
         pairs = np.array([(target, slot) for slot, (_, target) in enumerate(moves)], np.int32)
         engine.submit(SwapJob(1, Direction.LOAD, pairs))
         assert engine.wait(120)
-        assert [done.error for done in engine.poll()] == [None, None]
+        assert [(done.error, done.refused_rows) for done in engine.poll()] == [(None, ())] * 2
     finally:
         engine.close()
     for source, target in moves:
@@ -274,18 +281,107 @@ def test_a_layout_that_puts_two_blocks_on_the_same_bytes_is_refused() -> None:
         describe_kv_caches({**built.caches, name: overlapping}, built.config)
 
 
+# -- what is packed ----------------------------------------------------------------------------
+
+
+def packed_bytes(built: Built) -> tuple[int, int]:
+    """Return the bytes of a block's regions that are packed, and of those that are not."""
+    regions = describe_kv_caches(built.caches, built.config, packs=True).regions
+    packed = sum(region.page_bytes for region in regions if region.packing is not None)
+    return packed, sum(region.page_bytes for region in regions) - packed
+
+
+def channels_of_columns(built: Built, heads: int, tokens: int) -> dict[int, set[int]]:
+    """Return for each column of a block's first packed region the channels that it has.
+
+    A channel is a head's, of keys or of values; tokens do not count.
+    """
+    layout = describe_kv_caches(built.caches, built.config, packs=True)
+    found: dict[int, set[int]] = {}
+    region = next(region for region in layout.regions if region.packing is not None)
+    period, run = region.packing.period, region.packing.run
+    for number, name in enumerate(sorted(region.tensors)):
+        cache = built.caches[name]
+        page = cache[:1]
+        channel = torch.zeros_like(page, dtype=torch.int64)
+        token_dim = -2 if NEWER else -3
+        for dim in range(1, page.dim()):
+            if dim - page.dim() != token_dim:
+                shape = [-1 if at == dim else 1 for at in range(page.dim())]
+                channel = channel * page.shape[dim] + torch.arange(page.shape[dim]).view(shape)
+        assert page.shape[token_dim] == tokens
+        offsets = torch.zeros_like(page, dtype=torch.int64)
+        for dim in range(1, page.dim()):
+            shape = [-1 if at == dim else 1 for at in range(page.dim())]
+            offsets = offsets + torch.arange(page.shape[dim]).view(shape) * page.stride(dim)
+        groups = (offsets + (cache.data_ptr() - region.address) // 2).flatten() // 8
+        inside = (groups >= 0) & (groups < region.page_bytes // 16)
+        columns = (groups // run * period + groups % period)[inside].tolist()
+        for column, one in zip(columns, channel.flatten()[inside].tolist(), strict=True):
+            found.setdefault(column, set()).add((number << 32) + one)
+    return found
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(2, 128), (16, 16), (4, 64)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_of_eight_channels_are_packed_together(layout: str, heads: int, tokens: int) -> None:
+    """Over all tokens, and with no others: also where there are as many heads as tokens."""
+    spec = attention_spec(tokens, num_kv_heads=heads)
+    built = build([group("full", 2, spec)], layout)
+    if layout == "LHBNC" and heads > 2:
+        assert packed_bytes(built)[0] == 0, "the pages of a head are too small"
+        return
+    channels = channels_of_columns(built, heads, tokens)
+    assert {len(found) for found in channels.values()} == {8}
+    assert len(set().union(*channels.values())) == 8 * len(channels)
+
+
+@pytest.mark.parametrize(
+    ("kind", "packs"),
+    [("dense", True), ("windows", True), ("latent", True), ("states", False)],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_blocks_come_back_as_they_were(kind: str, layout: str, packs: bool) -> None:
+    if layout in NOT_ALL.get(kind, ()):
+        pytest.skip("this kind has no such layout")
+    built = build(groups_of(kind, 128), layout)
+    packed, raw = packed_bytes(built)
+    assert (packed > 0, raw > 0) == (packs, not packs)
+    round_trip(built, packs=True)
+
+
+def test_nothing_of_another_type_or_of_small_pages_is_packed() -> None:
+    for spec in (
+        attention_spec(128, dtype=torch.float16),
+        attention_spec(128, dtype=torch.float32),
+        attention_spec(16),
+        attention_spec(32, **SCALED["int8_per_token_head"]),
+    ):
+        built = build([group("full", 2, spec)], LAYOUTS[0])
+        layout = describe_kv_caches(built.caches, built.config, packs=True)
+        assert layout == describe_kv_caches(built.caches, built.config)
+        said = describe_unpacked(built.caches, layout)
+        assert "pages of 16 KiB or more" in said
+
+
 # -- what a slot is to another process ---------------------------------------------------------
 
 
 def pages(
-    kind: str, layout: str, kernel_tokens: int | None = None, **backends: type[AttentionBackend]
+    kind: str,
+    layout: str,
+    kernel_tokens: int | None = None,
+    *,
+    packs: bool = False,
+    tokens: int = 64,
+    **backends: type[AttentionBackend],
 ) -> str:
-    built, config = build(groups_of(kind, 64), layout, kernel_tokens), make_vllm_config({})
+    built, config = build(groups_of(kind, tokens), layout, kernel_tokens), make_vllm_config({})
     config.compilation_config.static_forward_context = {
         name.replace("_", "."): SimpleNamespace(get_attn_backend=lambda backend=backend: backend)
         for name, backend in backends.items()
     }
-    return describe_pages(config, built.config, built.caches)
+    return describe_pages(config, built.config, built.caches, packs=packs)
 
 
 def test_slots_in_which_values_lie_elsewhere_are_told_apart() -> None:
@@ -298,6 +394,20 @@ def test_slots_in_which_values_lie_elsewhere_are_told_apart() -> None:
         pages("dense", LAYOUTS[0], full_1=TritonAttentionBackend),
     ]
     assert len(set(made)) == len(made)
+
+
+def test_packed_slots_are_told_apart_from_others_and_by_their_format(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def told(packs: bool, kind: str = "dense") -> str:
+        return pages(kind, LAYOUTS[0], packs=packs, tokens=128)
+
+    plain, packed = told(False), told(True)
+    assert plain != packed == told(True)
+    assert told(True, "states") == told(False, "states"), "nothing of it is packed"
+    monkeypatch.setattr("kv_offload.engines.vllm.model.layout.FORMAT_VERSION", 99)
+    assert told(False) == plain
+    assert told(True) not in (plain, packed)
 
 
 @pytest.mark.parametrize("kind", ["dense", "windows", "latent", "states", "two pages"])

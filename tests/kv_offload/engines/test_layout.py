@@ -103,6 +103,15 @@ def test_the_states_of_a_layer_share_padded_pages(kind: type) -> None:
     assert kv_tensors({"layer": kind(views)}) == views
 
 
+def test_states_are_not_packed() -> None:
+    """Neither a list of them nor a tensor of bfloat16 numbers: what it holds is no KV."""
+    listed = {"layer": states(padding=64)[1]}
+    tensor = {"layer": torch.zeros(BLOCKS, TOKENS, 1 << 13, dtype=torch.bfloat16)}
+    for caches, page_bytes in ((listed, PAGE_BYTES + 64), (tensor, TOKENS << 14)):
+        layout = describe_kv_caches(caches, state_config(page_bytes), packs=True)
+        assert [region.packing for region in layout.regions] == [None]
+
+
 # -- what is refused ---------------------------------------------------------------------------
 
 

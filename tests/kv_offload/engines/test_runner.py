@@ -23,7 +23,7 @@ from kv_offload.engines.vllm.runner import VLLMRank, before_each_step
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-RANK = VLLMRank(None, None, gives_idle_blocks=False)  # type: ignore[arg-type]
+RANK = VLLMRank(None, None, gives_idle_blocks=False, packs=False)  # type: ignore[arg-type]
 
 
 class Caller:

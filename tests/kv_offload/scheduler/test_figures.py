@@ -197,7 +197,7 @@ def test_gauges_are_reported_now_and_then_while_requests_run_and_at_their_end(
 ) -> None:
     engine = PlayedEngine(slots=7)
     told = engine.offload.take_stats().data
-    pool = {"slots": 7, "pool_slots": 7, "slot_bytes": blocks(1)}
+    pool = {"slots": 7, "pool_slots": 7, "slot_bytes": blocks(1), "block_bytes": blocks(1)}
     assert {name: value for name, value in told.items() if value} == pool
     assert told.keys() == {name for name, kind in KINDS.items() if kind == "gauge"} - OF_DISKS
     assert engine.offload.take_stats() is None
@@ -262,8 +262,8 @@ def test_the_smallest_rank_decides_on_the_slots() -> None:
     assert engine.offload.manager.num_slots == 64
     engine.connector.set_xfer_handshake_metadata_pp_aware(
         {
-            (0, 0): WorkerCapacity(0, 40, 40),
-            (0, 1): WorkerCapacity(1, 30, 30),
+            (0, 0): WorkerCapacity(0, 40, 40, slot_bytes=blocks(1)),
+            (0, 1): WorkerCapacity(1, 30, 30, slot_bytes=blocks(1)),
             (0, 2): SimpleNamespace(),
         }
     )
@@ -272,10 +272,28 @@ def test_the_smallest_rank_decides_on_the_slots() -> None:
     assert engine.offload.manager.num_slots == 30
 
 
+@pytest.mark.parametrize(("told", "expected"), [((48, 40), 48), ((48, 100), 64), ((64, 64), 64)])
+def test_slots_are_as_large_as_the_largest_that_ranks_tell(
+    told: tuple[int, int], expected: int
+) -> None:
+    """Less than a block where they are packed; a stage with larger blocks changes nothing."""
+    engine = PlayedEngine(slots=64, ranks=2)
+    engine.connector.set_xfer_handshake_metadata_pp_aware(
+        {(0, i): WorkerCapacity(i, 64, 64, slot_bytes=nbytes) for i, nbytes in enumerate(told)}
+    )
+    gauges = engine.offload.gauges()
+    assert (gauges["slot_bytes"], gauges["block_bytes"]) == (expected, blocks(1))
+    store(engine, PROMPT).serve("a", PROMPT)
+    assert engine.totals["hit_tokens"] == 20
+
+
 def test_one_rank_that_cannot_have_compute_wait_makes_all_loads_asynchronous() -> None:
     engine = store(PlayedEngine(ranks=2, synchronous_loads=True), PROMPT)
     engine.connector.set_xfer_handshake_metadata_pp_aware(
-        {(0, 0): WorkerCapacity(0, 64, 64, True), (0, 1): WorkerCapacity(1, 64, 64, False)}
+        {
+            (0, rank): WorkerCapacity(rank, 64, 64, rank == 0, slot_bytes=blocks(1))
+            for rank in (0, 1)
+        }
     )
     engine.add("a", PROMPT)
     (load,) = engine.schedule().kv_connector_metadata.loads

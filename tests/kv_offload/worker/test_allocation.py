@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from kv_offload.config import OffloadConfig
 from kv_offload.config.host_memory import headroom_bytes, read_host_memory
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.messages import WorkerCapacity
-from kv_offload.worker.allocation import transfer_kind
+from kv_offload.worker.allocation import check_packing, transfer_kind
 from tests.support.rank import BLOCK_BYTES, Rank
 
 
@@ -29,7 +30,7 @@ def test_a_rank_holds_its_share_of_host_memory(
     assert rank.half.capacity() == WorkerCapacity(0, 0, 0, synchronous_loads=False), "not yet"
     rank.start()
     assert rank.transfer.num_slots == 5
-    assert rank.half.capacity() == WorkerCapacity(0, 5, 5, synchronous)
+    assert rank.half.capacity() == WorkerCapacity(0, 5, 5, synchronous, slot_bytes=BLOCK_BYTES)
     rank.half.shutdown()
 
 
@@ -89,6 +90,18 @@ def test_a_transfer_engine_for_another_device_is_refused(asked: str) -> None:
 def test_a_cuda_device_has_an_engine_without_kernels_where_asked(asked: Any, kind: str) -> None:
     config = OffloadConfig(cpu_bytes=1, transfer_engine=asked)
     assert transfer_kind(config, torch.device("cuda")) == kind
+
+
+def test_what_does_not_pack_is_refused_with_the_remedy() -> None:
+    """Loads and stores of the copy engine, and GPUs before Hopper."""
+    packs = OffloadConfig(cpu_bytes=1, pack_kv=True)
+    with pytest.raises(ConfigError, match="is 'dma', and only kernels pack: set transfer_engine"):
+        transfer_kind(dataclasses.replace(packs, transfer_engine="dma"), torch.device("cuda"))
+    assert transfer_kind(packs, torch.device("cuda")) == "cuda"
+    with pytest.raises(UnsupportedError, match=r"has compute capability 8\.9, .* need 9\.0: set"):
+        check_packing((8, 9))
+    for capability in ((9, 0), (10, 3), None):
+        check_packing(capability)
 
 
 def test_another_kind_of_device_or_cache_is_refused() -> None:

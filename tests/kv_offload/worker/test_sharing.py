@@ -19,12 +19,13 @@ pytest.importorskip("torch", reason="needs torch, which is not installed")
 import torch
 from kv_swap.errors import DeviceError, PinnedMemoryError
 from kv_swap.host.transfers import copy_runs
+from kv_swap.layout import Packing
 from kv_swap.memory.shared import SharedMemory
 
 from kv_offload.errors import CapacityError, UnsupportedError
 from kv_offload.messages import Outcome, StoreJob, WorkerCapacity
 from kv_offload.worker.sharing import Peers, arena_bytes
-from tests.support.rank import BLOCK_BYTES, BLOCKS, PAGE_WORDS, Rank, load, store
+from tests.support.rank import BLOCK_BYTES, BLOCKS, PAGE_WORDS, Rank, load, refuse_blocks, store
 
 OK, FAILED = Outcome.OK, Outcome.FAILED
 
@@ -102,7 +103,8 @@ def test_every_pair_is_one_ranks_and_parts_are_even(count: int, num_pairs: int) 
     meeting = Meeting(count)
     copied = np.zeros(count, int)
     for job_id in range(count):
-        parts = [meeting.peers(rank).own_part(StoreJob(job_id, pairs)) for rank in range(count)]
+        job = StoreJob(job_id, pairs)
+        parts = [pairs[meeting.peers(rank).own_part(job)] for rank in range(count)]
         assert sorted(np.concatenate(parts).tolist()) == pairs.tolist()
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
         copied += [len(part) for part in parts]
@@ -114,7 +116,7 @@ def test_every_pair_is_one_ranks_and_parts_are_even(count: int, num_pairs: int) 
 
 def test_the_ranks_hold_all_of_cpu_bytes_once(ranks: Ranks) -> None:
     for index, rank in enumerate(ranks.both):
-        assert rank.half.capacity() == WorkerCapacity(index, num_slots=8, ready_slots=8)
+        assert rank.half.capacity() == WorkerCapacity(index, 8, 8, slot_bytes=BLOCK_BYTES)
     ranks.arena(0)[3] = 77
     assert ranks.arena(1)[3] == 77
 
@@ -158,6 +160,27 @@ def test_ranks_with_other_layers_share_nothing() -> None:
     ranks.stop()
 
 
+@pytest.mark.parametrize(("periods", "sharing"), [((8, 8), 2), ((8, 16), 1)])
+def test_ranks_share_packed_slots_if_they_pack_alike(
+    periods: tuple[int, int], sharing: int
+) -> None:
+    """Each loads what the other has packed."""
+    numbers = torch.randn((4, 512, 64), generator=torch.Generator().manual_seed(5))
+    made = [{"layer.0": numbers.to(torch.bfloat16)} for _ in periods]
+    ranks = Ranks(*made, cpu_bytes=8 << 16)
+    for rank, period in zip(ranks.both, periods, strict=True):
+        rank.engine.packings = {"layer.0": Packing(period)}
+    ranks.start()
+    assert {rank.half.sharing_ranks for rank in ranks.both} == {sharing}
+    if sharing > 1:
+        ranks.store(0, (1, 0), (2, 1))
+        for rank in ranks.both:
+            rank.layers["layer.0"].zero_()
+            rank.step(loads=[load(1, "request", (3, 0), (0, 1))])
+            assert torch.equal(rank.layers["layer.0"][[3, 0]], numbers[1:3].to(torch.bfloat16))
+    ranks.stop()
+
+
 def test_a_rank_without_a_part_reports_too_and_ranks_take_turns(ranks: Ranks) -> None:
     for job_id in range(4):
         assert ranks.store(job_id, (1, job_id)) == [{job_id: OK}, {job_id: OK}]
@@ -175,6 +198,21 @@ def test_a_part_that_fails_fails_the_job(ranks: Ranks, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("kv_swap.host.transfers.copy_runs", fail_on_rank_1)
     assert ranks.store(0, (1, 4), (2, 5)) == [{0: OK}, {0: FAILED}]
+
+
+def test_a_rank_names_the_rows_of_its_part_that_do_not_fit(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rows of the whole job; each rank copies two of four."""
+    for rank in ranks.both:
+        refuse_blocks(monkeypatch, rank, 2, 4)
+    for job_id in (0, 1):  # ranks take turns
+        rows = []
+        for rank in ranks.both:
+            rank.step(store(job_id, (1, 4), (2, 5), (3, 6), (4, 7)))
+            rank.step()
+            rows.append(rank.report().failed_rows[job_id])
+        assert rows == [[(1,), (3,)], [(3,), (1,)]][job_id]
 
 
 def test_too_little_for_a_slot_is_refused_by_all() -> None:

@@ -13,9 +13,10 @@ import torch
 from kv_swap.engine import Direction, SwapJob
 from kv_swap.errors import JobError
 from kv_swap.host.engine import HostSwapEngine
+from kv_swap.layout import Packing
 
 from kv_offload.messages import Outcome
-from tests.support.rank import NO_BLOCK, Gate, Rank, load, pairs, store
+from tests.support.rank import NO_BLOCK, Gate, Rank, load, pairs, refuse_blocks, store
 
 OK, FAILED = Outcome.OK, Outcome.FAILED
 
@@ -65,6 +66,45 @@ def test_a_store_that_is_refused_is_reported_as_such(
     assert told == {0: FAILED, 1: OK, 2: FAILED}
     with pytest.raises(JobError, match="slot 4, valid are 0 to 3 until more of 8 are page-locked"):
         rank.transfer.submit(SwapJob(9, Direction.LOAD, pairs((1, 4))))
+
+
+def test_blocks_that_do_not_fit_are_told_until_the_scheduler_knows(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_blocks(monkeypatch, rank, 3, 5)
+    rank.step(store(0, (1, 2), (3, 4), (5, 6)), store(1, (2, 3)))
+    rank.step()
+    told = rank.report()
+    assert (told.jobs, told.failed_rows) == ({0: OK, 1: OK}, {0: (1, 2)})
+    assert rank.half.ended().ranks[0] == told
+    rank.step(known=(1,))
+    assert rank.report().failed_rows == {0: (1, 2)}
+    rank.step(known=(0,))
+    assert rank.half.take_report() is None
+    assert rank.drain(store(2, (3, 1))) == {2: OK}
+    assert rank.report().failed_rows == {2: (0,)}
+
+
+def test_random_bits_do_not_fit_and_what_is_stored_beside_them_comes_back() -> None:
+    """With pages that are packed: bfloat16 numbers, of 64 KiB."""
+    kv = torch.randn((4, 512, 64), generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    kv[2].view(torch.int16).random_(-(1 << 15), 1 << 15)
+    kv[3, :64].view(torch.int16).random_(-(1 << 15), 1 << 15)  # a tile of four has room
+    first = kv.view(torch.int16).clone()
+    rank = Rank(cpu_bytes=4 << 16)
+    rank.engine.packings = {"layer.0": Packing(8)}
+    rank.layers = {"layer.0": kv}
+    rank.start()
+    assert rank.half.capacity().slot_bytes < 1 << 16
+    rank.step(store(0, (1, 0), (2, 1), (3, 2)))
+    rank.step()
+    told = rank.report()
+    assert (told.jobs, told.failed_rows) == ({0: OK}, {0: (1,)})
+    assert rank.stats()["stored_bytes"] == 3 << 16
+    kv.zero_()
+    rank.step(loads=[load(1, "a", (1, 0), (0, 2))])
+    assert torch.equal(kv.view(torch.int16)[[1, 0]], first[[1, 3]])
+    rank.half.shutdown()
 
 
 def test_whatever_refuses_a_store_does_not_end_the_engine(

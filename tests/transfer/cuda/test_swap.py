@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_swap.cuda import swap
-from kv_swap.cuda.kernel_families import FAMILIES, VECTOR, KernelFamily, LaunchShape
+from kv_swap.cuda.kernel_families import FAMILIES, PACKED, VECTOR, KernelFamily, LaunchShape
 from kv_swap.cuda.swap import MAX_PAIRS, KernelPath
 from kv_swap.cuda.tiles import cut_tiles
 from kv_swap.engine import Direction
@@ -90,9 +90,8 @@ MIB = 1 << 20
 
 def make_path(slot_bytes: int) -> KernelPath:
     """A path with four waves of as many bytes each."""
-    nothing: Any = None
     table: Any = SimpleNamespace(wave_bytes=[slot_bytes // 4] * 4)
-    return KernelPath(Direction.LOAD, nothing, slot_bytes, Registrar(), table)
+    return KernelPath(Direction.LOAD, [], slot_bytes, Registrar(), [table])
 
 
 def make_pairs(count: int) -> np.ndarray:
@@ -105,8 +104,9 @@ def make_pairs(count: int) -> np.ndarray:
 def test_slices_are_bounded_in_pairs_and_bytes(slot_bytes: int, pairs: int) -> None:
     path = make_path(slot_bytes)
     slices = [part for _, part in path.slices(make_pairs(pairs + 1), in_waves=False)]
-    assert [len(part) for part in slices] == [pairs, 1]
-    np.testing.assert_array_equal(np.concatenate(slices), make_pairs(pairs + 1))
+    assert [(first, len(part)) for first, part in slices] == [(0, pairs), (pairs, 1)]
+    parts = [part for _, part in slices]
+    np.testing.assert_array_equal(np.concatenate(parts), make_pairs(pairs + 1))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_the_first_waves_are_joined_where_slots_are_small(
     slices = make_path(slot_bytes).slices(make_pairs(5), in_waves=True)
     ranges = [range(first), *(range(i, i + 1) for i in range(first, 4))]
     expected = [(waves, count) for waves in ranges for count in counts]
-    assert [(waves, len(part)) for waves, part in slices] == expected
+    assert [(waves, len(part)) for waves, (_, part) in slices] == expected
 
 
 # -- sources -----------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_options_change_with_the_headers(tmp_path: Path, monkeypatch: pytest.Mon
     assert options[0] == options[2] != options[1]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [*FAMILIES, PACKED], ids=lambda family: family.name)
 @pytest.mark.parametrize("architecture", [75, 80, 86, 89, 90, 100, 120])
 def test_kernels_compile(architecture: int, family: KernelFamily) -> None:
     """NVRTC needs no device: what a user's GPU compiles is compiled here for each generation."""

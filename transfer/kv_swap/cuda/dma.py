@@ -110,5 +110,5 @@ class DmaPath(CopyPath):
         yield None, part
 
     def queue(self, part: Slice, stream: Stream) -> None:
-        """Queue the copies of a slice on `stream`."""
+        """Queue the copies of a slice on `stream`; nothing is refused."""
         self._copier.copy(part[1], stream)

@@ -25,11 +25,15 @@ from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
+from kv_swap.packing.slots import SlotPacker
 
 if TYPE_CHECKING:
     import torch
 
 _POLL_SECONDS = 0.0001
+
+_UNPACKED_BYTES = 64 << 20
+"""Memory that a load at once takes to unpack blocks, but for at least one block."""
 
 
 class CudaSwapEngine(SwapEngine):
@@ -42,7 +46,8 @@ class CudaSwapEngine(SwapEngine):
 
     The constructor compiles the kernels, allocates all it needs and synchronises: before any CUDA
     graph is captured. Raises `LayoutError` if a slot of the arena does not fit the layout,
-    `PinnedMemoryError` if it is not registered, `DeviceError` if the kernels cannot be prepared.
+    `PinnedMemoryError` if it is not registered, `DeviceError` if the kernels cannot be prepared, or
+    the layout is packed and nothing here can pack.
     """
 
     def __init__(
@@ -90,7 +95,7 @@ class CudaSwapEngine(SwapEngine):
             raise JobError(f"job {job.job_id} was submitted while a CUDA graph is captured")
         self._undelivered += 1
         lane = self._state.lanes["before_compute" if job.before_compute else job.direction]
-        lane.submit(job, len(job.pairs) * self.layout.slot_bytes)
+        lane.submit(job, len(job.pairs) * self.layout.block_bytes)
         if job.before_compute:
             lane.fail_unqueued()
 
@@ -100,7 +105,7 @@ class CudaSwapEngine(SwapEngine):
             self._state.lanes["before_compute"].await_all()
 
     def load_now(self, pairs: NDArray[np.int32]) -> None:
-        """See `SwapEngine`: by one `cudaMemcpyAsync` for every page."""
+        """See `SwapEngine`: by one `cudaMemcpyAsync` a page, which the host has unpacked."""
         job = SwapJob(-1, Direction.LOAD, pairs)
         self.check_pairs(job)
         lane = self._state.lanes.get("before_compute")
@@ -114,22 +119,52 @@ class CudaSwapEngine(SwapEngine):
         try:
             # What the failed job has queued must not write after the forward has gone on.
             lane.stream.stream.synchronize()
-            self._copier.copy(cut_copies(self.layout, arena, Direction.LOAD, pairs), compute)
+            if self.layout.num_tiles:
+                self._load_unpacked(arena, pairs, compute)
+            else:
+                self._copier.copy(cut_copies(self.layout, arena, Direction.LOAD, pairs), compute)
             compute.synchronize()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise CopyError(
                 f"{self._copier.call} failed with {error}: a load of {len(pairs)} blocks at once"
             ) from error
+
+    def _load_unpacked(self, arena: HostArena, pairs: NDArray[np.int32], stream: Any) -> None:
+        """Copy blocks from memory in which they were unpacked, a few at a time; blocks the host.
+
+        Raises `RuntimeError` from CUDA, `ValueError` for a slot that holds no packed KV.
+        """
+        packer = SlotPacker(self.layout)
+        regions = self.layout.regions
+        step = max(1, _UNPACKED_BYTES // self.layout.block_bytes)
+        for first in range(0, len(pairs), step):
+            blocks, slots = pairs[first : first + step].T
+            pages = {
+                index: np.empty((len(blocks), region.page_bytes), np.uint8)
+                for index, region in enumerate(regions)
+            }
+            packer.unpack(arena.view()[slots], pages)
+            copies = (
+                (
+                    regions[index].address + block * regions[index].block_stride_bytes,
+                    page[row].ctypes.data,
+                    page.shape[1],
+                )
+                for index, page in pages.items()
+                for row, block in enumerate(blocks.tolist())
+            )
+            self._copier.copy(copies, stream)
+            stream.synchronize()  # they read `pages`
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
         """Queue the writing of the waves' table. Raises `JobError`, or `CopyError` from CUDA."""
         self.check_waves(waves)
         lane = self._state.lanes.get("before_compute")
-        table = self._state.wave_table
-        if lane is None or table is None or self._capturing():
+        if lane is None or self._capturing():
             raise JobError("waves are set outside of a capture, on an engine that has kernels")
         try:
-            table.write(waves, lane.stream.stream)
+            for table in self._state.wave_tables:
+                table.write(waves, lane.stream.stream)
         except RuntimeError as error:
             raise CopyError(f"writing the table of {len(waves)} waves failed: {error}") from error
         self._num_waves = len(waves)
@@ -173,7 +208,7 @@ class CudaSwapEngine(SwapEngine):
             self._zeroer.zero(blocks)
         except RuntimeError as error:
             raise CopyError(
-                f"zeroing {len(blocks)} blocks of {self.layout.slot_bytes} bytes failed: {error}"
+                f"zeroing {len(blocks)} blocks of {self.layout.block_bytes} bytes failed: {error}"
             ) from error
         finally:  # part of it may be queued, and must not come after a load
             self.fence_loads()

@@ -12,8 +12,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 WaveRange = range
 """Waves that follow one another and are copied together."""
+
+Refusals = Callable[[], Sequence[int]]
+"""Reads which rows of a job's pairs a slice refused; called once, when it has ended."""
 
 Slice = tuple[WaveRange | None, Any]
 """Part of a job: its waves, `None` for whole slots, and its pairs or copies, as its path wants."""
@@ -53,10 +56,12 @@ class CopyPath(ABC):
         """
 
     @abstractmethod
-    def queue(self, part: Slice, stream: Stream) -> None:
+    def queue(self, part: Slice, stream: Stream) -> Refusals | None:
         """Queue a slice on `stream`. Neither blocks nor allocates on the device.
 
-        Raises `RuntimeError` from CUDA; part of the slice may then be queued.
+        Returns what reads its refusals, if it may refuse any. What that reads stays as it is until
+        `max_in_flight` more slices are queued. Raises `RuntimeError` from CUDA; part of the slice
+        may then be queued.
         """
 
     def warm_up(self, stream: Stream) -> None:  # noqa: B027 - not every path needs it
@@ -76,6 +81,7 @@ class _Running:
     in_flight: int = 0
     seconds: float = 0.0
     error: CopyError | None = None
+    refused_rows: list[int] = field(default_factory=list)
 
     @property
     def to_queue(self) -> bool:
@@ -95,7 +101,7 @@ class Lane:
         self.stream = stream
         self._direction = direction
         self._jobs: deque[_Running] = deque()
-        self._slices: deque[tuple[Event, _Running]] = deque()
+        self._slices: deque[tuple[Event, _Running, Refusals | None]] = deque()
         # Of the job submitted last, if it comes in waves: the event behind the last slice of every
         # range of waves, by its first wave. Those of waves that have ended may be in other use:
         # waiting for them does no harm.
@@ -192,16 +198,25 @@ class Lane:
                 running.seconds = time.perf_counter() - running.submitted
             elif running.started is not None:
                 self.stream.recycle(running.started)
-            job_id, nbytes = running.job_id, running.nbytes
-            done = Completion(job_id, self._direction, nbytes, running.seconds, running.error)
-            completions.append(done)
+            completions.append(
+                Completion(
+                    running.job_id,
+                    self._direction,
+                    running.nbytes,
+                    running.seconds,
+                    running.error,
+                    tuple(running.refused_rows),
+                )
+            )
         return completions
 
     def _collect(self) -> None:
         """Take off the slices that have ended; they end in order."""
         while self._slices and self._slices[0][0].query():
-            event, running = self._slices.popleft()
+            event, running, refusals = self._slices.popleft()
             running.in_flight -= 1
+            if refusals is not None:
+                running.refused_rows.extend(refusals())
             if running.ended and running.started is not None:
                 running.seconds = running.started.elapsed_time(event) / 1000
             self.stream.recycle(event)
@@ -226,8 +241,9 @@ class Lane:
             # Nothing would tell when the slice has ended, so it must not be queued.
             self._fail(running, "making an event", error)
             return
+        refusals = None
         try:
-            self.path.queue(part, self.stream.stream)
+            refusals = self.path.queue(part, self.stream.stream)
         except RuntimeError as error:
             self._fail(running, self.path.call, error)
         running.following = next(running.rest, None)
@@ -239,7 +255,7 @@ class Lane:
             return
         if waves is not None:
             self._waves[waves.start] = event
-        self._slices.append((event, running))
+        self._slices.append((event, running, refusals))
         running.in_flight += 1
 
     def _fail(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.dma import DmaPath
-from kv_swap.cuda.kernel_families import choose_family
+from kv_swap.cuda.kernel_families import choose_family, families_of
 from kv_swap.cuda.lane import CopyPath, Lane
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import KernelPath, SwapKernel
@@ -30,7 +30,7 @@ class State:
     """What copies in flight need. Loads are advanced first: somebody waits for them."""
 
     lanes: dict[Direction | Literal["before_compute"], Lane]
-    wave_table: WaveTable | None
+    wave_tables: Sequence[WaveTable]
     arena: HostArena | None
     keep_alive: Sequence[object]
     process: int = field(default_factory=os.getpid)
@@ -50,20 +50,21 @@ def make_state(
 ) -> State:
     """Compile the kernels and allocate what copies need. Synchronises. Raises `DeviceError`."""
     registrar = CudaRegistrar(device)
-    state = State({}, None, arena, tuple(keep_alive))
-    family = None if copy_engine_only else choose_family(device)
-    kernel = None if family is None else SwapKernel(layout, arena, device, family)
+    state = State({}, (), arena, tuple(keep_alive))
+    families = families_of(layout, None if copy_engine_only else choose_family(device))
+    kernels = [SwapKernel(layout, arena, device, family) for family in families]
+    block_bytes = layout.block_bytes
     for direction, awaited in ((Direction.LOAD, None), (Direction.STORE, output_copy_stream)):
         path: CopyPath
-        if kernel is None:
+        if not kernels:
             path = DmaPath(direction, layout, arena, device)
         else:
-            path = KernelPath(direction, kernel, arena.slot_bytes, registrar)
+            path = KernelPath(direction, kernels, block_bytes, registrar)
         state.lanes[direction] = _make_lane(direction, path, device, awaited)
-    if kernel is not None:
-        shape = kernel.family.shapes[Direction.LOAD]
-        state.wave_table = WaveTable(layout, shape, device, registrar)
-        path = KernelPath(Direction.LOAD, kernel, arena.slot_bytes, registrar, state.wave_table)
+    if kernels:
+        tables = [WaveTable(layout, family, device, registrar) for family in families]
+        path = KernelPath(Direction.LOAD, kernels, block_bytes, registrar, tables)
+        state.wave_tables = tables
         state.lanes["before_compute"] = _make_lane(Direction.LOAD, path, device, None)
     return state
 
@@ -97,6 +98,6 @@ def release(state: State) -> None:
         _LEAKED.append(state)
         return
     state.lanes.clear()
-    state.wave_table = None
+    state.wave_tables = ()
     state.arena = None
     state.keep_alive = ()

@@ -1,6 +1,7 @@
 """The swap kernels of csrc: compiled at run time, bound to a layout and an arena, and launched.
 
-A slice of a job is one launch, its pairs a list in page-locked memory.
+A slice of a job is one launch, its pairs a list in page-locked memory. Where regions are packed it
+is two: one moves the packed tiles, the other what is raw, if there is any.
 
 Needs no CUDA toolkit: CuPy compiles with NVRTC for the device at hand and keeps the result on disk.
 """
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +20,8 @@ from numpy.typing import NDArray
 
 from kv_swap.cuda.device import device_index, import_cupy
 from kv_swap.cuda.kernel_families import KernelFamily, LaunchShape
-from kv_swap.cuda.lane import CopyPath, Slice, WaveRange
-from kv_swap.cuda.tiles import Tiles, WaveTable, cut_tiles
+from kv_swap.cuda.lane import CopyPath, Refusals, Slice, WaveRange
+from kv_swap.cuda.tiles import Tiles, WaveTable, columns_table, cut_waves
 from kv_swap.engine import Direction
 from kv_swap.errors import DeviceError
 from kv_swap.layout import KVLayout
@@ -35,8 +37,11 @@ MAX_PAIRS = 2048
 
 LIST_HEADER_BYTES = 16
 
-LIST_BYTES = LIST_HEADER_BYTES + 8 * MAX_PAIRS
-"""Bytes of a list of pairs."""
+STATUS_OFFSET_BYTES = LIST_HEADER_BYTES + 8 * MAX_PAIRS
+"""Where the statuses of a list begin: a byte for each pair, which a packing store writes."""
+
+LIST_BYTES = STATUS_OFFSET_BYTES + MAX_PAIRS
+"""Bytes of a list of pairs, with their statuses."""
 
 SLICE_BYTES = 256 << 20
 """Bytes of a launch, 5 ms on PCIe Gen5 x16: what needs the SMs of a store waits no longer. At every
@@ -90,7 +95,7 @@ def compile_options(family: KernelFamily) -> tuple[str, ...]:
 
 
 class _Arguments(ctypes.Structure):
-    """What both functions of every family take, in this order."""
+    """What both functions of a family take, in this order; the last two only if they pack."""
 
     _fields_ = (
         ("list_address", ctypes.c_uint64),
@@ -99,35 +104,49 @@ class _Arguments(ctypes.Structure):
         ("segments_per_tile", ctypes.c_uint32),
         ("arena", ctypes.c_uint64),
         ("slot_bytes", ctypes.c_uint64),
+        ("columns_address", ctypes.c_uint64),
+        ("pool_entries", ctypes.c_uint32),
     )
 
 
 class _Launcher:
     """One function, the table of whole slots on the device, and the arguments laid out for CUDA.
 
-    The table is allocated by CUDA itself, past the pools of torch and CuPy: a caller that discards
-    its pool's memory to sleep leaves the table intact.
+    Tables are allocated by CUDA itself, past the pools of torch and CuPy: a caller that discards
+    its pool's memory to sleep leaves them intact.
     """
 
     def __init__(
-        self, cuda: Any, function: Any, layout: KVLayout, arena: HostArena, shape: LaunchShape
+        self,
+        cuda: Any,
+        function: Any,
+        table: NDArray[np.uint64],
+        columns: NDArray[np.uint8],
+        shape: LaunchShape,
+        arguments: _Arguments,
     ) -> None:
         self._launch = cuda.driver.launchKernel
         if shape.shared_bytes:
             function.max_dynamic_shared_size_bytes = shape.shared_bytes
         function.compile()
         self._function = function.kernel
-        table, _ = cut_tiles([layout.regions], shape)
-        self._table = cuda.Memory(table.nbytes)
-        to_device = cuda.runtime.memcpyHostToDevice
-        cuda.runtime.memcpy(self._table.ptr, table.ctypes.data, table.nbytes, to_device)
+        self._table = self._on_device(cuda, table)
+        self._columns = self._on_device(cuda, columns)
         self.whole = Tiles(self._table.ptr, *table.shape[:2])
-        self.arguments = _Arguments(arena=arena.address, slot_bytes=arena.slot_bytes)
+        self.arguments = arguments
+        arguments.columns_address = self._columns.ptr
         first = ctypes.addressof(self.arguments)
         offsets = [getattr(_Arguments, name).offset for name, _ in _Arguments._fields_]
         self._pointers = (ctypes.c_void_p * len(offsets))(*(first + o for o in offsets))
         self._parameters = ctypes.addressof(self._pointers)
         self._fixed = (shape.ctas, 1, 1, shape.threads, 1, 1, shape.shared_bytes)
+
+    @staticmethod
+    def _on_device(cuda: Any, table: NDArray[Any]) -> Any:
+        memory = cuda.Memory(table.nbytes)
+        to_device = cuda.runtime.memcpyHostToDevice
+        cuda.runtime.memcpy(memory.ptr, table.ctypes.data, table.nbytes, to_device)
+        return memory
 
     def __call__(self, stream: int) -> None:
         """Launch with the arguments as they are now, which CUDA copies; the device is current."""
@@ -156,9 +175,19 @@ class SwapKernel:
         try:
             with cuda.Device(self._index):
                 module = cupy.RawModule(code=path.read_text(), options=compile_options(family))
+                columns = columns_table(layout) if family.packs else np.zeros(1, np.uint8)
                 for direction, shape in family.shapes.items():
                     function = module.get_function(f"swap_{direction.value}")
-                    self._launchers[direction] = _Launcher(cuda, function, layout, arena, shape)
+                    everything = [range(len(layout.regions))]
+                    table, _ = cut_waves(layout, everything, family, direction)
+                    arguments = _Arguments(
+                        arena=arena.address,
+                        slot_bytes=arena.slot_bytes,
+                        pool_entries=layout.pool_entries,
+                    )
+                    self._launchers[direction] = _Launcher(
+                        cuda, function, table, columns, shape, arguments
+                    )
                 # A copy from pageable memory may return before it has reached the device.
                 cuda.runtime.deviceSynchronize()
         except (cuda.compiler.CompileException, RuntimeError, OSError) as error:
@@ -194,41 +223,46 @@ class SwapKernel:
 
 
 class KernelPath(CopyPath):
-    """Launches a swap kernel for every slice; in waves where it was given a table for them.
+    """Launches swap kernels for every slice; in waves where it was given tables for them.
 
-    Until a slice has ended, its kernel reads its list in the ring, and the table of segments.
+    `kernels` move a layout's blocks of `block_bytes` together, each with its own of `wave_tables`.
+    Until a slice has ended, its kernels read its list in the ring and the tables of tiles, and one
+    that packs writes the statuses behind the list. Nothing else writes there meanwhile; the
+    statuses are read before the entry of the ring is used again.
     """
 
     def __init__(
         self,
         direction: Direction,
-        kernel: SwapKernel,
-        slot_bytes: int,
+        kernels: Sequence[SwapKernel],
+        block_bytes: int,
         registrar: PinnedRegistrar,
-        wave_table: WaveTable | None = None,
+        wave_tables: Sequence[WaveTable] = (),
     ) -> None:
         self.call = f"launching swap_{direction.value}"
         self.max_in_flight = self.slices_per_call = RING_ENTRIES
         self._direction = direction
-        self._kernel = kernel
-        self._slot_bytes = slot_bytes
+        self._kernels = kernels
+        self._block_bytes = block_bytes
+        packs = any(kernel.family.packs for kernel in kernels)
+        self._refuses = packs and direction is Direction.STORE
         ring = HostArena(RING_ENTRIES, LIST_BYTES, register=registrar)
         self._ring = ring.view()
         self._ring_address = ring.address
         self._next_entry = 0
-        self._wave_table = wave_table
+        self._wave_tables = wave_tables
 
     def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
-        """Yield views of at most MAX_PAIRS pairs and `SLICE_BYTES`, at least one pair.
+        """Yield the first row, and a view of at most MAX_PAIRS pairs and `SLICE_BYTES`, or of one.
 
         The first waves are joined where more launches would cost more than they hide.
         """
         if not in_waves:
-            yield from self._cut(None, pairs, self._slot_bytes)
+            yield from self._cut(None, pairs, self._block_bytes)
             return
-        assert self._wave_table is not None, "a path without a table was asked for waves"
-        wave_bytes = self._wave_table.wave_bytes
-        launches = 1 + self._slot_bytes // PIECE_BYTES
+        assert self._wave_tables, "a path without tables was asked for waves"
+        wave_bytes = self._wave_tables[0].wave_bytes
+        launches = 1 + self._block_bytes // PIECE_BYTES
         joined = max(1, len(wave_bytes) + 1 - launches)
         for waves in (range(joined), *(range(i, i + 1) for i in range(joined, len(wave_bytes)))):
             yield from self._cut(waves, pairs, sum(wave_bytes[wave] for wave in waves))
@@ -237,20 +271,29 @@ class KernelPath(CopyPath):
     def _cut(waves: WaveRange | None, pairs: NDArray[np.int32], pair_bytes: int) -> Iterator[Slice]:
         step = min(MAX_PAIRS, max(1, SLICE_BYTES // pair_bytes))
         for first in range(0, len(pairs), step):
-            yield waves, pairs[first : first + step]
+            yield waves, (first, pairs[first : first + step])
 
-    def queue(self, part: Slice, stream: Stream) -> None:
-        """Write the list and launch. Raises `RuntimeError`; nothing is queued then."""
-        waves, pairs = part
-        table = self._wave_table
-        tiles = None if waves is None or table is None else table.tiles(waves)
+    def queue(self, part: Slice, stream: Stream) -> Refusals | None:
+        """Write the list and launch. Raises `RuntimeError`; one of two launches may be queued."""
+        waves, (first, pairs) = part
         entry = self._next_entry
+        self._next_entry = (entry + 1) % len(self._ring)
         # Free: slices end in order, and the one that used it last is `RING_ENTRIES` slices back.
         write_list(self._ring[entry], pairs)
-        self._kernel.launch(self._direction, self._ring_address + entry * LIST_BYTES, stream, tiles)
-        self._next_entry = (entry + 1) % len(self._ring)
+        address = self._ring_address + entry * LIST_BYTES
+        for index, kernel in enumerate(self._kernels):
+            tiles = None if waves is None else self._wave_tables[index].tiles(waves)
+            if tiles is None or tiles.num_tiles:
+                kernel.launch(self._direction, address, stream, tiles)
+        return partial(self._read_refused, entry, first, len(pairs)) if self._refuses else None
+
+    def _read_refused(self, entry: int, first: int, count: int) -> list[int]:
+        statuses = self._ring[entry, STATUS_OFFSET_BYTES : STATUS_OFFSET_BYTES + count]
+        rows: list[int] = (first + np.flatnonzero(statuses)).tolist()
+        return rows
 
     def warm_up(self, stream: Stream) -> None:
         """Launch an empty list; synchronise before anything is queued."""
         write_list(self._ring[0], np.empty((0, 2), np.int32))
-        self._kernel.launch(self._direction, self._ring_address, stream)
+        for kernel in self._kernels:
+            kernel.launch(self._direction, self._ring_address, stream)

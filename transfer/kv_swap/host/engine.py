@@ -22,9 +22,11 @@ from numpy.typing import NDArray
 
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.errors import CopyError, JobError, LayoutError, TransferError
-from kv_swap.host.transfers import Transfer, WorkerState, cut_runs, run, stop, work
+from kv_swap.host.packed import copy_packed
+from kv_swap.host.transfers import Transfer, WorkerState, copy_slices, cut_runs, run, stop, work
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
+from kv_swap.packing.slots import SlotPacker
 
 
 @dataclass(slots=True)
@@ -51,7 +53,9 @@ class HostSwapEngine(SwapEngine):
         super().__init__(layout, arena.num_slots)
         self._arena_address = arena.address
         self._state = WorkerState(arena, tuple(keep_alive))
-        self._waves: list[KVLayout] = []
+        self._packer = SlotPacker(layout) if layout.num_tiles else None
+        self._regions = range(len(layout.regions))
+        self._waves: list[Sequence[int]] = []
         self._arrival: _Arrival | None = None
         # Why the load before compute that was submitted last failed.
         self._failure: TransferError | None = None
@@ -70,8 +74,8 @@ class HostSwapEngine(SwapEngine):
         self._undelivered += 1
         if job.before_compute:
             self._copy_waves(self._num_waves)
-            layouts = self._waves if job.in_waves else [self.layout]
-            waves = deque(self._transfer(job, layout) for layout in layouts)
+            waves_regions = self._waves if job.in_waves else [self._regions]
+            waves = deque(self._transfer(job, regions) for regions in waves_regions)
             self._arrival = _Arrival(waves, sum(wave.nbytes for wave in waves))
             self._failure = None
             self._copy_waves(0)
@@ -79,20 +83,21 @@ class HostSwapEngine(SwapEngine):
         state = self._state
         queue = state.loads if job.direction is Direction.LOAD else state.stores
         with state.condition:
-            queue.append(self._transfer(job, self.layout))
+            queue.append(self._transfer(job, self._regions))
             state.condition.notify_all()
 
-    def _transfer(self, job: SwapJob, layout: KVLayout) -> Transfer:
-        """Return the copies of the regions of `layout`, which are all or a wave."""
-        slot_bytes = self.layout.slot_bytes
+    def _transfer(self, job: SwapJob, regions: Sequence[int]) -> Transfer:
+        """Return the copies of some regions, by their indices: of all, or of a wave."""
+        layout = self.layout
         pairs = job.pairs.astype(np.int64)
-        return Transfer(
-            job.job_id,
-            job.direction,
-            len(job.pairs) * layout.slot_bytes,
-            time.perf_counter(),
-            cut_runs(layout, slot_bytes, self._arena_address, job.direction, pairs),
-        )
+        slots = layout.slot_bytes, self._arena_address
+        chosen = [layout.regions[index] for index in regions]
+        if self._packer is None:
+            slices = copy_slices(cut_runs(chosen, *slots, job.direction, pairs))
+        else:
+            slices = copy_packed(self._packer, regions, *slots, job.direction, pairs)
+        nbytes = len(pairs) * sum(region.page_bytes for region in chosen)
+        return Transfer(job.job_id, job.direction, nbytes, time.perf_counter(), slices)
 
     def fence_loads(self) -> None:
         """Do nothing: compute has returned when it is queued."""
@@ -101,10 +106,7 @@ class HostSwapEngine(SwapEngine):
         """See `SwapEngine`."""
         self.check_waves(waves)
         self._num_waves = len(waves)
-        self._waves = [
-            KVLayout(self.layout.num_blocks, tuple(self.layout.regions[i] for i in sorted(wave)))
-            for wave in waves
-        ]
+        self._waves = [sorted(wave) for wave in waves]
 
     def await_loads(self) -> None:
         """Copy the waves that are left; all else was copied by `submit`."""
@@ -125,7 +127,7 @@ class HostSwapEngine(SwapEngine):
             # Its waves are not copied any more; its job has ended.
             given_up = CopyError("a load in waves was given up for a load at once")
             self._end(arrival, Completion(arrival.waves[0].job_id, Direction.LOAD, 0, 0, given_up))
-        error = run(self._transfer(job, self.layout)).error
+        error = run(self._transfer(job, self._regions)).error
         if error is not None:
             raise error
 

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kv_swap.engine import Completion, Direction
 from kv_swap.errors import CopyError
-from kv_swap.layout import KVLayout
+from kv_swap.layout import Region
 from kv_swap.memory.arena import HostArena
 
 Run = tuple[int, int, int]
@@ -41,13 +41,17 @@ _read_memory.argtypes = (ctypes.c_int, *_vector, *_vector, ctypes.c_ulong)
 
 @dataclass(slots=True)
 class Transfer:
-    """A job on its way: what is left of it, and how it fares."""
+    """A job on its way: what is left of it, and how it fares.
+
+    Each item of `slices` has a slice copied, and tells which rows of the job's pairs it refused.
+    """
 
     job_id: int
     direction: Direction
     nbytes: int
     submitted: float
-    runs: Iterator[Run]
+    slices: Iterator[Sequence[int]]
+    refused_rows: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -110,7 +114,8 @@ def _advance(transfer: Transfer) -> Completion | None:
     """Copy one slice; return how the job ended, if it did."""
     error = None
     try:
-        if not _copy_slice(transfer):
+        for refused_rows in transfer.slices:
+            transfer.refused_rows.extend(refused_rows)
             return None
     except Exception as cause:  # noqa: BLE001 - whatever fails one job must not end the thread
         error = CopyError(
@@ -118,25 +123,29 @@ def _advance(transfer: Transfer) -> Completion | None:
             f"{transfer.job_id} of {transfer.nbytes} bytes"
         )
     seconds = time.perf_counter() - transfer.submitted
-    return Completion(transfer.job_id, transfer.direction, transfer.nbytes, seconds, error)
+    refused_rows = tuple(transfer.refused_rows)
+    return Completion(
+        transfer.job_id, transfer.direction, transfer.nbytes, seconds, error, refused_rows
+    )
 
 
-def _copy_slice(transfer: Transfer) -> bool:
-    """Copy runs until a slice is full; True once the job has no run left."""
+def copy_slices(runs: Iterable[Run]) -> Iterator[Sequence[int]]:
+    """Copy the runs of raw regions, a slice at a time; nothing is refused."""
     batch: list[Run] = []
     batch_bytes = 0
-    for run in transfer.runs:
+    for run in runs:
         batch.append(run)
         batch_bytes += run[2]
         if batch_bytes >= SLICE_BYTES:
-            break
+            copy_runs(batch)
+            yield ()
+            batch, batch_bytes = [], 0
     if batch:
         copy_runs(batch)
-    return batch_bytes < SLICE_BYTES
 
 
 def cut_runs(
-    layout: KVLayout,
+    regions: Iterable[Region],
     slot_bytes: int,
     arena_address: int,
     direction: Direction,
@@ -144,12 +153,12 @@ def cut_runs(
 ) -> Iterator[Run]:
     """Yield (destination, source, bytes); pages adjacent on both sides are one run.
 
-    `layout` may have some of the regions only; an arena slot has `slot_bytes`.
+    An arena slot has `slot_bytes`.
     A run is cut at half a slice, so that a slice never grows beyond one and a half.
     """
     pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
     limit = SLICE_BYTES // 2
-    for region in layout.regions:
+    for region in regions:
         page_bytes = region.page_bytes
         blocks = region.address + pairs[:, 0] * region.block_stride_bytes
         slots = arena_address + region.slot_offset_bytes + pairs[:, 1] * slot_bytes

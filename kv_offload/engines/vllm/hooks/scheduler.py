@@ -43,6 +43,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     _only_rank: bool
     """Whether the engine has one rank, which may live in this process."""
     _num_slots: int
+    _slot_bytes: int
     _make_scheduler: SchedulerMaker
     _events: EventMaker
     _pool_is_logged = False
@@ -61,9 +62,11 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         if self._is_member:
             capacities = ask_ranks(rank_capacity)
         if capacities:
-            num_slots = min(rank.num_slots for rank in capacities)
-            if num_slots < self._num_slots:
-                self._num_slots = num_slots
+            # The smallest rank's. Of packed slots only ranks know how large they are.
+            num_slots = min(self._num_slots, *(rank.num_slots for rank in capacities))
+            slot_bytes = min(self._slot_bytes, max(rank.slot_bytes for rank in capacities))
+            if (num_slots, slot_bytes) != (self._num_slots, self._slot_bytes):
+                self._num_slots, self._slot_bytes = num_slots, slot_bytes
                 self.bind_gpu_block_pool(self._pool)
             self.offload_scheduler.take_capacities(capacities)
             if not self._pool_is_logged:
@@ -73,7 +76,9 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Build the scheduler's half: the block sizes are final now."""
         self._pool = gpu_block_pool
-        self.offload_scheduler = self._make_scheduler(gpu_block_pool, self._num_slots)
+        self.offload_scheduler = self._make_scheduler(
+            gpu_block_pool, self._num_slots, self._slot_bytes
+        )
 
     @survives(lambda self, request, _: (0, False))
     def get_num_new_matched_tokens(

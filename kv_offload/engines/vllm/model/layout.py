@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kv_swap.errors import LayoutError
-from kv_swap.layout import KVLayout, TensorDescription
+from kv_swap.layout import KVLayout, Packing, TensorDescription
+from kv_swap.packing.format import FORMAT_VERSION, GROUP_VALUES, TILE_BYTES
 
+from kv_offload.config.sizes import format_size
+from kv_offload.engines.vllm.model.groups import STATE_SPEC
 from kv_offload.engines.vllm.model.identity import digest
-from kv_offload.engines.vllm.versions import layer_specs
+from kv_offload.engines.vllm.versions import layer_specs, vllm_version
 from kv_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -42,8 +45,12 @@ def layer_regions(kv_caches: Mapping[str, Any], layout: KVLayout) -> dict[str, f
     return {name: frozenset(regions) for name, regions in found.items()}
 
 
-def describe_kv_caches(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig) -> KVLayout:
+def describe_kv_caches(
+    kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig, *, packs: bool = False
+) -> KVLayout:
     """Return the layout of the registered tensors: one per layer, or a list of a layer's states.
+
+    With `packs` slots hold packed what can be packed.
 
     Raises `UnsupportedError`, with the layer and its shape, if it could not be copied exactly.
     """
@@ -57,7 +64,8 @@ def describe_kv_caches(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheCon
                 tensors.append(_describe(name, cache, num_blocks, page_bytes))
             elif not any(cache is kv_caches[other] for other in specs if other in kv_caches):
                 raise _unknown(name, cache)  # else it is a layer that reads the cache of another
-        return KVLayout.from_tensors(num_blocks, tensors)
+        layout = KVLayout.from_tensors(num_blocks, tensors)
+        return layout.packed(_packings(kv_caches, kv_cache_config)) if packs else layout
     except LayoutError as error:
         raise UnsupportedError(f"{error}; run this model without kv-offload") from error
 
@@ -120,16 +128,70 @@ def block_dim(name: str, shape: tuple[int, ...], num_blocks: int) -> int:
     )
 
 
+def _packings(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig) -> dict[str, Packing]:
+    """Return where the channels of a page lie, for each layer with bfloat16 KV of attention."""
+    import torch
+
+    specs, num_blocks = layer_specs(kv_cache_config), kv_cache_config.num_blocks
+    return {
+        name: packing
+        for name, cache in kv_caches.items()
+        if name in specs
+        and type(specs[name]).__name__ != STATE_SPEC
+        and cache.dtype == torch.bfloat16
+        and (packing := _packing(name, cache, num_blocks, specs[name].block_size)) is not None
+    }
+
+
+def _packing(name: str, cache: torch.Tensor, num_blocks: int, block_tokens: int) -> Packing | None:
+    """Return how the channels of one layer repeat in its page; None if no token begins a group.
+
+    Values of a channel, of one head of K or V, are alike over the tokens, so they are packed
+    together. The tokens' dimension is known by its size. The heads' may have the same: from vLLM
+    0.32 it comes before, until then behind. A wrong answer takes room, and is exact.
+    """
+    block = block_dim(name, tuple(cache.shape), num_blocks)
+    tokens = block_tokens * num_blocks // cache.shape[block]
+    strides = [
+        stride
+        for dim, (size, stride) in enumerate(zip(cache.shape, cache.stride(), strict=True))
+        if dim != block and size == tokens and stride % GROUP_VALUES == 0
+    ]
+    if not strides:
+        return None
+    period = strides[-1 if vllm_version() >= (0, 32) else 0] // GROUP_VALUES
+    return Packing(period, period * tokens)
+
+
+def describe_unpacked(kv_caches: Mapping[str, Any], layout: KVLayout) -> str:
+    """Say why nothing is packed, with the remedy."""
+    kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in kv_tensors(kv_caches)})
+    largest = max(region.page_bytes for region in layout.regions)
+    return (
+        f"pack_kv is true, but nothing is packed: that needs bfloat16 KV of attention with pages "
+        f"of {format_size(TILE_BYTES)} or more, and this cache has {' and '.join(kinds)} in pages "
+        f"of {format_size(largest)} at most. Set --block-size higher for larger pages, or pack_kv "
+        "to false"
+    )
+
+
 def describe_pages(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Any]
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, Any],
+    *,
+    packs: bool = False,
 ) -> str:
     """Return a digest of where in a slot each value of a block is, on the rank that registered it.
 
-    That depends on the attention backend that vLLM chose there, not on the number of blocks.
+    That depends on the attention backend that vLLM chose there, not on the number of blocks, and on
+    what of a slot is packed.
     """
-    layout = describe_kv_caches(kv_caches, kv_cache_config)
+    layout = describe_kv_caches(kv_caches, kv_cache_config, packs=packs)
     layers = vllm_config.compilation_config.static_forward_context
     found: list[Any] = [[(sorted(r.tensors), r.page_bytes) for r in layout.regions]]
+    if packed := [(index, r.packing) for index, r in enumerate(layout.regions) if r.packing]:
+        found.append((FORMAT_VERSION, repr(packed)))
     for name, cache in kv_caches.items():
         backend = getattr(layers.get(name), "get_attn_backend", None)
         found.append((name, backend and backend().__qualname__))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kv_swap.layout import packed_page_bytes
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kv_offload.config import trace_config
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
     from kv_offload.engine import BlockPool
 
-    SchedulerMaker = Callable[[BlockPool, int], OffloadScheduler]
+    SchedulerMaker = Callable[[BlockPool, int, int], OffloadScheduler]
+    """Takes the blocks, and the number and size of slots on a rank."""
 
 
 class Engine:
@@ -59,10 +61,11 @@ class Engine:
         self.store = store.find_store(config, vllm_config, kv_cache_config)
 
 
-def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
-    """Patch vLLM for the scheduler's half; return its slots, and what builds it from its blocks.
+def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
+    """Patch vLLM for the scheduler's half; return its slots, their size, and what builds it.
 
-    Ranks that cannot share memory, and pipeline stages with larger blocks, hold fewer slots.
+    Ranks that cannot share memory, and pipeline stages with larger blocks, hold fewer slots. Where
+    KV is packed only ranks know how much of it: until they tell, slots are as many as could be.
     """
     config, enclosing = engine.traced.config, engine.enclosing
     log.log_warnings(engine.traced, engine.vllm_config, enclosing)
@@ -74,18 +77,17 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
     # Inside a MultiConnector, and where fresh blocks are zeroed, loads start just before a forward.
     starts_late = bool(enclosing) or engine.kv_cache_config.needs_kv_cache_zeroing
     world_size = engine.vllm_config.parallel_config.world_size
-    slot_bytes = bytes_per_block(engine.kv_cache_config)
-
-    kind: Callable[..., OffloadScheduler] = OffloadScheduler
-    if engine.disk is not None:
-        kind = disk.with_disk(config, engine.disk, slot_bytes, world_size, engine.sharing_ranks)
-    if engine.store is not None:
-        kind = store.with_store(config, engine.store, world_size, engine.sharing_ranks)
+    block_bytes = bytes_per_block(engine.kv_cache_config)
 
     # One, though the scheduler's half is built again if ranks hold fewer slots.
     recorder = trace.find_recorder(config, engine.vllm_config)
 
-    def make(pool: BlockPool, num_slots: int) -> OffloadScheduler:
+    def make(pool: BlockPool, num_slots: int, slot_bytes: int) -> OffloadScheduler:
+        kind: Callable[..., OffloadScheduler] = OffloadScheduler
+        if engine.disk is not None:
+            kind = disk.with_disk(config, engine.disk, slot_bytes, world_size, engine.sharing_ranks)
+        if engine.store is not None:
+            kind = store.with_store(config, engine.store, world_size, engine.sharing_ranks)
         return kind(
             config,
             engine.cache_groups,
@@ -94,6 +96,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
             slot_bytes,
             world_size,
             make_block_hash_with_group_id,
+            block_bytes=block_bytes,
             loads_overlap=engine.gives_idle_blocks and not starts_late,
             describe=describe_blocks if events_are_on(engine.vllm_config) else None,
             recorder=recorder,
@@ -101,7 +104,8 @@ def prepare_scheduler(engine: Engine) -> tuple[int, SchedulerMaker]:
         )
 
     rank_bytes = arena_bytes(config.cpu_bytes, world_size, engine.sharing_ranks)
-    return max(1, rank_bytes // slot_bytes), make
+    least_bytes = packed_page_bytes(block_bytes) if config.pack_kv else block_bytes
+    return max(1, rank_bytes // least_bytes), block_bytes, make
 
 
 def build_worker(engine: Engine) -> OffloadWorker:
@@ -117,6 +121,7 @@ def build_worker(engine: Engine) -> OffloadWorker:
             engine.vllm_config,
             engine.kv_cache_config,
             gives_idle_blocks=engine.gives_idle_blocks,
+            packs=engine.traced.config.pack_kv,
         ),
         parallel.rank,
         parallel.world_size,

@@ -20,7 +20,7 @@ from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.start import members, ranks, support
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import ConfigError, UnsupportedError
-from kv_offload.worker.allocation import transfer_kind
+from kv_offload.worker.allocation import check_packing, transfer_kind
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,6 +47,8 @@ def check_settings(vllm_config: VllmConfig) -> None:
     elsewhere = parallel.use_ray or parallel.data_parallel_backend == "ray"
     if elsewhere or parallel.data_parallel_size_local == 0:
         return
+    from vllm.platforms import current_platform
+
     for transfer, *enclosing in members.own_parts(vllm_config.kv_transfer_config):
         version = vllm_version()
         replicas = ranks.count_local_replicas(vllm_config).count
@@ -56,6 +58,8 @@ def check_settings(vllm_config: VllmConfig) -> None:
         support.check_supported(own, version, enclosing)
         device = torch.device(vllm_config.device_config.device_type)
         if transfer_kind(config, device) != "host":
+            if config.pack_kv:
+                check_packing(current_platform.get_device_capability())
             _check_cupy()
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -7,11 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 
+from kv_offload.tools.doctor import copies
 from kv_offload.tools.doctor.copies import Rates, measure
 from kv_offload.tools.doctor.devices import (
     check_asked_for,
     check_links,
     check_nodes,
+    check_packing,
     check_rates,
     judge_rates,
     may_have_gpu,
@@ -154,10 +157,26 @@ def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch: pytest.MonkeyPa
     assert (state, found[:24]) == ("problem", "torch cannot be imported")
 
 
-def test_the_host_copies_both_ways() -> None:
+@pytest.mark.parametrize("packs", [False, True])
+def test_the_host_copies_both_ways(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch", reason="needs torch, which is not installed")
-    rates = measure(torch.device("cpu"), "auto")
+    monkeypatch.setattr(copies, "BLOCKS", 4)
+    rates = measure(torch.device("cpu"), "auto", packs=packs)
     assert min(rates.store, rates.load) > 0
+
+
+def test_what_packing_brings_and_which_gpus_do_it() -> None:
+    old, new = check_packing([(8, 9), (9, 0)])
+    assert (old.state, new.state) == ("problem", "ok")
+    assert (old.name, new.name) == ("packing on cuda:0", "packing on cuda:1")
+    assert "pack_kv: false" in old.remedy
+    slots, times = re.search(  # type: ignore[union-attr]
+        r"compute capability 9\.0; pack_kv brings (\d+) blocks of 2 MiB in 1 GiB instead of 512, "
+        r"(1\.\d\d) times as many",
+        new.found,
+    ).groups()
+    assert int(slots) / 512 == pytest.approx(float(times), abs=0.01)
+    assert 1.25 < float(times) < 1.33
 
 
 # -- nodes -------------------------------------------------------------------------------------

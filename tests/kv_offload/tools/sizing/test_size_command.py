@@ -39,6 +39,11 @@ def run(folder: Path, name: str, *options: str) -> int:
         ("Mistral-7B-v0.1", "", "in 1 GiB          8,192 tokens, 512 blocks of windows"),
         ("Granite-4.0-H-Small", "", "77,856,768 more for states, as 4,752 tokens take"),
         ("Granite-4.0-H-Small", "", "A block has 528"),
+        ("Llama-3.1-8B", "", " bytes per slot, 1.29 times as many slots; in 1 GiB 10,"),
+        ("Llama-3.1-8B", "--cpu-bytes 64GiB", "slots; in 64 GiB 67"),
+        ("Llama-3.1-8B", "-tp 4", "the same: a page of keys has 8,192 bytes, and needs 16,384."),
+        ("Llama-3.1-8B", "-tp 4", "With --block-size 32 it"),
+        ("DeepSeek-V3", "", " bytes per slot, 1.25 times as many slots"),
         ("Qwen3-Next-80B-A3B", "-tp 4", "blocks of 272 tokens"),
     ],
 )
@@ -49,6 +54,20 @@ def test_what_else_decides(
     output = capsys.readouterr().out
     assert shown in output
     assert max(map(len, output.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("Llama-3.1-8B", f"--kv-cache-dtype {name}") for name in ("float16", "fp8", "float32")),
+        ("Granite-4.0-H-Small", ""),
+    ],
+)
+def test_what_cannot_be_packed_has_no_packed_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, options: str
+) -> None:
+    assert run(tmp_path, name, *options.split()) == 0
+    assert "pack_kv" not in capsys.readouterr().out
 
 
 def test_what_was_not_read_is_said(

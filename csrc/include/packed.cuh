@@ -1,0 +1,130 @@
+// What packing and unpacking share: the format of a tile, the table of tiles, and how both read it.
+//
+// kv_swap/packing/format.py has the format, and names the constants that come from there;
+// kv_swap/cuda/tiles.py writes the tables.
+#pragma once
+
+#include "bulk.cuh"
+#include "swap.cuh"
+
+#ifndef KV_SWAP_PACKED_TILE_BYTES
+#error "kv_swap/cuda/kernel_families.py defines KV_SWAP_PACKED_TILE_BYTES and the like"
+#endif
+
+namespace kv_swap {
+
+constexpr u32 kTileBytes = 16384;
+constexpr u32 kMantissaBytes = 8192;
+constexpr u32 kMainBytes = 12288;  // with the codes; of a raw tile what lies in its place
+constexpr u32 kPoolEntryBytes = kTileBytes - kMainBytes;
+constexpr u32 kPackedTileBytes = KV_SWAP_PACKED_TILE_BYTES;
+constexpr u32 kTailBytes = kPackedTileBytes - kMainBytes;  // header, bases and escapes
+constexpr u32 kTailWords = kTailBytes / 8;
+constexpr u32 kHeaderWords = 2;  // of 8 bytes; an escape is one, and so are 8 bases
+constexpr u32 kMaxColumns = KV_SWAP_MAX_COLUMNS;
+constexpr u32 kColumnsBytes = kTileBytes / 16;  // a byte for each group of 8 values
+constexpr u32 kMaxEscapes = kTailWords - kHeaderWords - 1;
+constexpr u32 kKindPacked = 1;
+constexpr u32 kKindRaw = 2;
+constexpr u32 kSignature = KV_SWAP_PACKED_MAGIC | KV_SWAP_PACKED_VERSION << 16;
+static_assert(kPackedTileBytes % 128 == 0, "tiles lie in slots as bulk copies want them");
+static_assert(kHeaderWords + kMaxColumns / 8 < kTailWords, "escapes have room behind the bases");
+
+constexpr u32 kGroups = 2;
+constexpr u32 kWarps = 8;  // that transform the tiles of a group; each has a strip of them
+constexpr u32 kGroupThreads = kWarps * kWarpSize;
+constexpr u32 kUnits = kTileBytes / 16 / kGroupThreads;  // groups of 8 values of a thread
+static_assert(kUnits == 4, "a thread reads the columns of its values as one word");
+static_assert(kPoolEntryBytes == 16 * kGroupThreads, "a thread loads 16 bytes of a pool's entry");
+
+// A row of the table: a tile of a region's page.
+struct alignas(16) PackedTile {
+  u64 page_address;  // in block 0
+  u64 block_stride_bytes;
+  u64 slot_offset_bytes;
+  u32 columns;  // index of the table of columns
+  u32 num_columns;
+};
+static_assert(sizeof(PackedTile) == 32, "kv_swap/cuda/tiles.py writes rows of 32 bytes");
+
+__device__ __forceinline__ u64 columns_address(const u8* tables, const PackedTile& tile) {
+  return reinterpret_cast<u64>(tables) + static_cast<u64>(tile.columns) * kColumnsBytes;
+}
+
+__device__ __forceinline__ void sync_group(u32 group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory");
+}
+
+// The rows of the tiles of one group, in their order, every step-th of the table again and again.
+//
+// One thread uses it. Rows are fetched kFetched - 1 tiles ahead: see SegmentCursor in swap_bulk.cu.
+// A place is written again only after its row was taken.
+class TileFeed {
+ public:
+  static constexpr u32 kFetched = 8;
+  using Places = PackedTile[kFetched];  // in shared memory
+
+  __device__ TileFeed(const PackedTile* table, u32 num_tiles, u32 first, u32 step, Places& places)
+      : table_(table),
+        num_tiles_(num_tiles),
+        step_(step % num_tiles),
+        tile_(first % num_tiles),
+        places_(places) {}
+
+  __device__ void begin() {
+    for (u32 i = 0; i < kFetched - 1; ++i) fetch();
+  }
+
+  __device__ PackedTile take() {
+    wait_fetched<kFetched - 2>();
+    const PackedTile row = places_[taken_++ % kFetched];
+    fetch();
+    return row;
+  }
+
+ private:
+  __device__ void fetch() {
+    const u8* source = reinterpret_cast<const u8*>(table_ + tile_);
+    const u32 place = shared_address(&places_[fetched_++ % kFetched]);
+    fetch_16_bytes(place, source);
+    fetch_16_bytes(place + 16, source + 16);
+    commit_fetch();
+    tile_ += step_;
+    if (tile_ >= num_tiles_) tile_ -= num_tiles_;
+  }
+
+  const PackedTile* table_;
+  u32 num_tiles_;
+  u32 step_;
+  u32 tile_;
+  u32 fetched_ = 0;
+  u32 taken_ = 0;
+  Places& places_;
+};
+
+// The pairs of a list, fetched over the bus once a CTA. A return of __syncthreads publishes them.
+template <u32 kThreads>
+__device__ __forceinline__ u32 read_pairs(const ListHeader* list, int2 (&pairs)[kMaxPairs]) {
+  // The first of each thread in one round trip with their number; pairs past it are never used.
+  const int2 first = read_pair(list, threadIdx.x);
+  const u32 num_pairs = read_num_pairs(list);
+  pairs[threadIdx.x] = first;
+  for (u32 i = threadIdx.x + kThreads; i < num_pairs; i += kThreads) pairs[i] = read_pair(list, i);
+  return num_pairs;
+}
+
+// Of the 4 groups of values of a thread, a byte each.
+__device__ __forceinline__ u32 column_of(u32 columns, u32 unit) {
+  return columns >> 8 * unit & 0xff;
+}
+
+// What is subtracted from both exponents of a word: code 1 is the base, code 0 one less.
+__device__ __forceinline__ u32 shift_of(u32 base) { return (base - 1) * 0x00800080u; }
+
+__device__ __forceinline__ u32 base_of(u32 greatest) { return max(greatest >> 7, 14u) - 14; }
+
+__device__ __forceinline__ u32 lanes_below(u32 mask, u32 lane) {
+  return __popc(mask & ((1u << lane) - 1));
+}
+
+}  // namespace kv_swap

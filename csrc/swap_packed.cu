@@ -1,0 +1,526 @@
+// Swap kernels that pack tiles of 16 KiB of bf16 without loss on their way, for sm_90 and newer.
+// kv_swap/packing/format.py has the format; kv_swap/packing/tiles.py writes the same bytes.
+//
+// A CTA has kGroups groups of 8 warps that share nothing but the list of pairs. All 256 threads of
+// a group transform one tile after another, 4 groups of 8 values each.
+//
+//   store  A group takes whole pairs, the tiles in their order: who gets the pool's entries depends
+//          on the values alone. Its warps pack into buffers. Two more warps see to the rest, so
+//          that none that packs waits for the bus: the filler has bulk copies fill stages; the
+//          drainer ends a packed tile with its header and escapes, and has bulk copies drain
+//          buffers.
+//   load   A group takes every n-th tile of all, unpacks it and writes the page itself. Its first
+//          thread keeps bulk copies of the next tiles under way.
+//
+// Nothing else may write meanwhile what these copies read, nor read what they write:
+//   - pages of the pairs' blocks, and their slots with the pools: the owner of blocks and slots;
+//   - the list in its entry of the ring: the host writes pairs before the launch and reads statuses
+//     after its end, and only then uses the entry again. A status is written by one thread;
+//   - the tables of tiles and columns: written before the first launch and never again, those of
+//     waves on the stream of the launches that read them.
+// In shared memory a stage is filled again once all warps have its values, or once a bulk copy out
+// of it has read it; a buffer is written again once its tail was written and its drain has read it.
+
+#include "bulk.cuh"
+#include "packed.cuh"
+#include "swap.cuh"
+
+namespace {
+
+using namespace kv_swap;
+
+// A stage has a tile, and its columns behind it.
+struct StoreRing {
+  static constexpr u32 kThreads = kGroups * (kGroupThreads + 2 * kWarpSize);
+  static constexpr u32 kStages = KV_SWAP_STORE_STAGES;
+  static constexpr u32 kStageBytes = kTileBytes + kColumnsBytes;
+  static constexpr u32 kBuffers = KV_SWAP_STORE_BUFFERS;
+  static constexpr u32 kGroupBytes = kStages * kStageBytes + kBuffers * kPackedTileBytes;
+};
+struct LoadRing {
+  static constexpr u32 kThreads = kGroups * kGroupThreads;
+  static constexpr u32 kStages = KV_SWAP_LOAD_STAGES;
+  static constexpr u32 kStageBytes = kPackedTileBytes + kColumnsBytes;
+  static constexpr u32 kGroupBytes = kStages * kStageBytes;
+};
+
+// Escapes of a tile until they are put in order, each warp for itself.
+struct Escapes {
+  uint2 exponents[kWarps][kMaxEscapes];
+  u32 counts[kWarps];  // may be more than have room; then the tile is raw
+};
+
+// What a store's warps hand over to the drainer with a buffer.
+struct Packed {
+  u32 greatest[kMaxColumns];  // magnitude of each column; zeros before a tile
+  Escapes escapes;
+};
+
+// What filler and drainer need of the tile in a stage. The filler writes it.
+struct StoreWork {
+  u64 slot_offset_bytes;
+  u32 num_columns;
+  u32 columns;
+};
+
+// What a group that stores shares. Each barrier is for the stage or buffer of its index.
+//
+// One lane arrives for its warp, behind __syncwarp; every thread that goes on waits for itself.
+// compute-sanitizer's racecheck reports hazards between what the other lanes of a warp did before
+// and what follows the wait: tests/gpu/sanitize_run.py leaves the store out there.
+struct StoreGroup {
+  u64 filled[StoreRing::kStages];    // the tile has arrived
+  u64 consumed[StoreRing::kStages];  // the filler may fill it again
+  u64 packed[StoreRing::kBuffers];   // by all warps; the drainer has it
+  u64 free[StoreRing::kBuffers];     // the warps may have it again
+  StoreWork works[StoreRing::kStages];
+  Packed handed[StoreRing::kBuffers];
+};
+
+// A barrier that nobody has arrived at lets a wait for the phase before its first pass.
+constexpr u32 kBeforeFirst = 1;
+
+// Packs tiles with the 8 warps of a group.
+__device__ __forceinline__ void pack_tiles(u32 group, u32 thread, u32 num_tiles, const u8* stages,
+                                           u8* buffers, StoreGroup& shared) {
+  using Ring = StoreRing;
+  const u32 lane = thread % kWarpSize;
+  const u32 warp = thread / kWarpSize;
+  u32 stage = 0;
+  u32 stage_parity = 0;
+  u32 buffer = 0;
+  u32 buffer_parity = kBeforeFirst;
+  for (u32 tile = 0; tile < num_tiles; ++tile) {
+    const u8* const in = stages + stage * Ring::kStageBytes;
+    u8* const out = buffers + buffer * kPackedTileBytes;
+    Packed& packed = shared.handed[buffer];
+    wait_barrier(shared_address(&shared.free[buffer]), buffer_parity);
+    wait_barrier(shared_address(&shared.filled[stage]), stage_parity);
+
+    const u32 columns = reinterpret_cast<const u32*>(in + kTileBytes)[thread];
+    uint4 words[kUnits];
+    u32 magnitude[kUnits];
+#pragma unroll
+    for (u32 i = 0; i < kUnits; ++i) {
+      words[i] = reinterpret_cast<const uint4*>(in)[i * kGroupThreads + thread];
+      const u32 both = __vmaxu2(__vmaxu2(words[i].x & 0x7fff7fffu, words[i].y & 0x7fff7fffu),
+                                __vmaxu2(words[i].z & 0x7fff7fffu, words[i].w & 0x7fff7fffu));
+      magnitude[i] = max(both >> 16, both & 0xffff);
+    }
+    if (columns == (columns & 0xff) * 0x01010101u) {
+      atomicMax(packed.greatest + (columns & 0xff),
+                max(max(magnitude[0], magnitude[1]), max(magnitude[2], magnitude[3])));
+    } else {
+#pragma unroll
+      for (u32 i = 0; i < kUnits; ++i) {
+        atomicMax(packed.greatest + column_of(columns, i), magnitude[i]);
+      }
+    }
+    sync_group(group);
+
+    u32 shifts[kUnits];  // read before the first write to shared memory
+#pragma unroll
+    for (u32 i = 0; i < kUnits; ++i) {
+      shifts[i] = shift_of(base_of(packed.greatest[column_of(columns, i)]));
+    }
+    // Also of columns that the tile does not have: the drainer writes over them.
+    if (thread < kMaxColumns) {
+      out[kMainBytes + 8 * kHeaderWords + thread] =
+          static_cast<u8>(base_of(packed.greatest[thread]));
+    }
+    uint2 exponents[kUnits];
+    u32 escaping[kUnits];
+    u32 count = 0;
+#pragma unroll
+    for (u32 i = 0; i < kUnits; ++i) {
+      const u32 a = __funnelshift_l(words[i].x - shifts[i], words[i].x - shifts[i], 1);
+      const u32 b = __funnelshift_l(words[i].y - shifts[i], words[i].y - shifts[i], 1);
+      const u32 c = __funnelshift_l(words[i].z - shifts[i], words[i].z - shifts[i], 1);
+      const u32 d = __funnelshift_l(words[i].w - shifts[i], words[i].w - shifts[i], 1);
+      exponents[i] = make_uint2(__byte_perm(a, b, 0x7531), __byte_perm(c, d, 0x7531));
+      const u32 place = i * kGroupThreads + thread;
+      reinterpret_cast<uint2*>(out)[place] =
+          make_uint2(__byte_perm(a, b, 0x6420), __byte_perm(c, d, 0x6420));
+      const bool escapes =
+          ((exponents[i].x | exponents[i].y) & 0xf0f0f0f0u) != 0 || (exponents[i].x & 0xff) == 0;
+      reinterpret_cast<u32*>(out + kMantissaBytes)[place] =
+          escapes ? 0 : exponents[i].x | exponents[i].y << 4;
+      escaping[i] = __ballot_sync(~0u, escapes);
+      count += __popc(escaping[i]);
+    }
+    if (count != 0) {
+      u32 first = 0;
+#pragma unroll
+      for (u32 i = 0; i < kUnits; ++i) {
+        const u32 place = first + lanes_below(escaping[i], lane);
+        if ((escaping[i] >> lane & 1) != 0 && place < kMaxEscapes) {
+          packed.escapes.exponents[warp][place] = exponents[i];
+        }
+        first += __popc(escaping[i]);
+      }
+    }
+    if (lane == 0) packed.escapes.counts[warp] = count;
+    fence_for_bulk_copies();
+    __syncwarp();
+    if (lane == 0) arrive(shared_address(&shared.packed[buffer]));
+    if (++stage == Ring::kStages) {
+      stage = 0;
+      stage_parity ^= 1;
+    }
+    if (++buffer == Ring::kBuffers) {
+      buffer = 0;
+      buffer_parity ^= 1;
+    }
+  }
+}
+
+// Has the tiles of a group's pairs fetched, with one thread.
+__device__ __forceinline__ void fill_stages(const int2* pairs, u32 num_pairs, u32 first_pair,
+                                            u32 pair_step, u32 num_tiles, TileFeed feed,
+                                            const u8* columns_tables, u8* stages,
+                                            StoreGroup& shared) {
+  using Ring = StoreRing;
+  feed.begin();
+  u32 stage = 0;
+  u32 parity = kBeforeFirst;
+  for (u32 pair = first_pair; pair < num_pairs; pair += pair_step) {
+    const u64 block = pairs[pair].x;
+    for (u32 tile = 0; tile < num_tiles; ++tile) {
+      const PackedTile row = feed.take();
+      const u64 page = row.page_address + block * row.block_stride_bytes;
+      const u32 filled = shared_address(&shared.filled[stage]);
+      const u32 in = shared_address(stages + stage * Ring::kStageBytes);
+      StoreWork& work = shared.works[stage];
+      wait_barrier(shared_address(&shared.consumed[stage]), parity);
+      // The columns of the last tile in this stage are there still.
+      const bool other_columns = work.columns != row.columns;
+      work = {row.slot_offset_bytes, row.num_columns, row.columns};
+      expect_bytes(filled, other_columns ? kTileBytes + kColumnsBytes : kTileBytes);
+      bulk_to_shared(in, page, kTileBytes, filled);
+      if (other_columns) {
+        const u64 columns = columns_address(columns_tables, row);
+        bulk_to_shared(in + kTileBytes, columns, kColumnsBytes, filled);
+      }
+      if (++stage == Ring::kStages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+  }
+  wait_fetched<0>();
+}
+
+// Writes header and escapes of a tile with one warp. `before` are the escapes of the strips before
+// that of this lane, which is lane / 4, and `count` are those of the strip.
+__device__ __forceinline__ void write_tail(u8* tail, u32 lane, const Escapes& escapes, u32 before,
+                                           u32 count, u32 total, u32 num_columns) {
+  uint2* const words = reinterpret_cast<uint2*>(tail);
+  const u32 first_escape = kHeaderWords + num_columns / 8;
+  for (u32 word = first_escape + lane; word < kTailWords; word += kWarpSize) {
+    words[word] = make_uint2(0, 0);
+  }
+  __syncwarp();
+  const u32 strip = lane / 4;
+  for (u32 place = lane % 4; place < count; place += 4) {
+    words[first_escape + before + place] = escapes.exponents[strip][place];
+  }
+  if (lane % 4 == 0) tail[8 + strip] = static_cast<u8>(before);
+  if (lane == 0) words[0] = make_uint2(kSignature | kKindPacked << 24, num_columns | total << 8);
+}
+
+__device__ __forceinline__ void write_raw_tail(u8* tail, u32 lane, u32 pool_entry) {
+  const uint2 header = make_uint2(kSignature | kKindRaw << 24, pool_entry << 16);
+  for (u32 word = lane; word < kTailWords; word += kWarpSize) {
+    reinterpret_cast<uint2*>(tail)[word] = word == 0 ? header : make_uint2(0, 0);
+  }
+}
+
+// Ends the tiles of a group's pairs, and has them written to their slots, with one warp.
+__device__ __forceinline__ void drain_buffers(ListHeader* list, const int2* pairs, u32 num_pairs,
+                                              u32 first_pair, u32 pair_step, u32 num_tiles,
+                                              u32 lane, u64 arena, u64 slot_bytes, u32 pool_entries,
+                                              const uint4* zeros, const u8* stages, u8* buffers,
+                                              StoreGroup& shared) {
+  using Ring = StoreRing;
+  u32 stage = 0;
+  u32 buffer = 0;
+  u32 parity = 0;
+  u32 drained = Ring::kBuffers;  // the buffer drained last, if any
+  for (u32 pair = first_pair; pair < num_pairs; pair += pair_step) {
+    const u64 slot = arena + static_cast<u64>(pairs[pair].y) * slot_bytes;
+    const u64 pool = slot + slot_bytes - static_cast<u64>(pool_entries) * kPoolEntryBytes;
+    u32 num_raw = 0;
+    for (u32 tile = 0; tile < num_tiles; ++tile) {
+      const u8* const in = stages + stage * Ring::kStageBytes;
+      u8* const out = buffers + buffer * kPackedTileBytes;
+      Packed& packed = shared.handed[buffer];
+      const u32 consumed = shared_address(&shared.consumed[stage]);
+      wait_barrier(shared_address(&shared.packed[buffer]), parity);
+      const u64 target = slot + shared.works[stage].slot_offset_bytes;
+      const u32 num_columns = shared.works[stage].num_columns;
+      const u32 count = packed.escapes.counts[lane / 4];
+      u32 before = count;  // of this strip and those before it, then only those
+#pragma unroll
+      for (u32 distance = 4; distance < kWarpSize; distance *= 2) {
+        const u32 lower = __shfl_up_sync(~0u, before, distance);
+        if (lane >= distance) before += lower;
+      }
+      const u32 total = __shfl_sync(~0u, before, kWarpSize - 1);
+      before -= count;
+      const bool fits = total <= kTailWords - kHeaderWords - num_columns / 8;
+      __syncwarp();
+      if (fits) {
+        if (lane == 0) arrive(consumed);
+        write_tail(out + kMainBytes, lane, packed.escapes, before, count, total, num_columns);
+      } else {
+        write_raw_tail(out + kMainBytes, lane, num_raw);
+      }
+      for (u32 column = lane; column < kMaxColumns; column += kWarpSize) {
+        packed.greatest[column] = 0;
+      }
+      fence_for_bulk_copies();
+      __syncwarp();
+      if (lane == 0) {
+        if (fits) {
+          bulk_from_shared(target, shared_address(out), kPackedTileBytes);
+        } else {
+          bulk_from_shared(target, shared_address(in), kMainBytes);
+          bulk_from_shared(target + kMainBytes, shared_address(out + kMainBytes), kTailBytes);
+          if (num_raw < pool_entries) {
+            bulk_from_shared(pool + num_raw * kPoolEntryBytes, shared_address(in + kMainBytes),
+                             kPoolEntryBytes);
+          }
+        }
+        if (tile + 1 == num_tiles) {
+          const u32 used = num_raw + (fits ? 0 : 1);
+          for (u32 entry = used; entry < pool_entries; ++entry) {
+            bulk_from_shared(pool + entry * kPoolEntryBytes, shared_address(zeros),
+                             kPoolEntryBytes);
+          }
+          write_status(list, pair, used > pool_entries ? 1 : 0);
+        }
+        commit_drain();
+        if (fits) {
+          wait_drained<1>();
+        } else {
+          wait_drained<0>();  // the stage is drained itself
+          arrive(consumed);
+        }
+        if (drained < Ring::kBuffers) arrive(shared_address(&shared.free[drained]));
+      }
+      __syncwarp();
+      drained = buffer;
+      if (!fits) ++num_raw;
+      if (++stage == Ring::kStages) stage = 0;
+      if (++buffer == Ring::kBuffers) {
+        buffer = 0;
+        parity ^= 1;
+      }
+    }
+  }
+  // Shared memory must outlive the reads, the launch the writes.
+  if (lane == 0) wait_written();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(StoreRing::kThreads, 1)
+    swap_store(ListHeader* list, const PackedTile* tiles, u32 num_tiles, u32 /*segments_per_tile*/,
+               u64 arena, u64 slot_bytes, const u8* columns_tables, u32 pool_entries) {
+  using Ring = StoreRing;
+  static_assert(Ring::kBuffers >= 3, "one to pack into, one to end, one to drain");
+  extern __shared__ __align__(128) u8 shared_bytes[];  // kGroups * Ring::kGroupBytes
+  __shared__ __align__(128) uint4 zeros[kPoolEntryBytes / sizeof(uint4)];
+  __shared__ int2 pairs[kMaxPairs];
+  __shared__ TileFeed::Places places[kGroups];
+  __shared__ StoreGroup groups[kGroups];
+
+  // First come the warps that pack, group after group, then the drainers, then the fillers.
+  constexpr u32 kPackingThreads = kGroups * kGroupThreads;
+  const bool packs = threadIdx.x < kPackingThreads;
+  const u32 other_warp = (threadIdx.x - kPackingThreads) / kWarpSize;
+  const u32 group = packs ? threadIdx.x / kGroupThreads : other_warp % kGroups;
+  const bool fills = !packs && other_warp >= kGroups;
+  const u32 lane = threadIdx.x % kWarpSize;
+  const u32 first_pair = blockIdx.x * kGroups + group;
+  const u32 pair_step = gridDim.x * kGroups;
+  u8* const stages = shared_bytes + group * Ring::kGroupBytes;
+  u8* const buffers = stages + Ring::kStages * Ring::kStageBytes;
+  StoreGroup& shared = groups[group];
+
+  const u32 num_pairs = read_pairs<Ring::kThreads>(list, pairs);
+  for (u32 i = threadIdx.x; i < kPoolEntryBytes / sizeof(uint4); i += Ring::kThreads) {
+    zeros[i] = make_uint4(0, 0, 0, 0);
+  }
+  if (fills) {
+    for (u32 i = lane; i < Ring::kBuffers * kMaxColumns; i += kWarpSize) {
+      shared.handed[i / kMaxColumns].greatest[i % kMaxColumns] = 0;
+    }
+    if (lane == 0) {
+      for (u64& barrier : shared.filled) init_barrier(shared_address(&barrier), 1);
+      for (u64& barrier : shared.consumed) init_barrier(shared_address(&barrier), 1);
+      for (u64& barrier : shared.packed) init_barrier(shared_address(&barrier), kWarps);
+      for (u64& barrier : shared.free) init_barrier(shared_address(&barrier), 1);
+      for (StoreWork& work : shared.works) work.columns = ~0u;
+    }
+  }
+  publish_barriers();
+  fence_for_bulk_copies();
+  __syncthreads();
+
+  if (packs) {
+    const u32 num_own = first_pair < num_pairs ? (num_pairs - 1 - first_pair) / pair_step + 1 : 0;
+    pack_tiles(group, threadIdx.x % kGroupThreads, num_own * num_tiles, stages, buffers, shared);
+  } else if (fills) {
+    const TileFeed feed(tiles, num_tiles, 0, 1, places[group]);
+    if (lane == 0) {
+      fill_stages(pairs, num_pairs, first_pair, pair_step, num_tiles, feed, columns_tables, stages,
+                  shared);
+    }
+  } else {
+    drain_buffers(list, pairs, num_pairs, first_pair, pair_step, num_tiles, lane, arena, slot_bytes,
+                  pool_entries, zeros, stages, buffers, shared);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
+    swap_load(const ListHeader* list, const PackedTile* tiles, u32 num_tiles,
+              u32 /*segments_per_tile*/, u64 arena, u64 slot_bytes, const u8* columns_tables,
+              u32 pool_entries) {
+  using Ring = LoadRing;
+  static_assert(Ring::kStages >= 2, "a barrier lies between filling a stage and reading its work");
+  // What all threads of a group need of the tile in a stage. Written when it is filled.
+  struct Work {
+    u64 page_address;
+    u64 slot_address;
+    u32 num_columns;
+    u32 columns;
+  };
+  extern __shared__ __align__(128) u8 shared_bytes[];  // kGroups * Ring::kGroupBytes
+  __shared__ int2 pairs[kMaxPairs];
+  __shared__ u64 barriers[kGroups][Ring::kStages];
+  __shared__ TileFeed::Places places[kGroups];
+  __shared__ Work works[kGroups][Ring::kStages];
+
+  const u32 group = threadIdx.x / kGroupThreads;
+  const u32 thread = threadIdx.x % kGroupThreads;
+  const u32 lane = thread % kWarpSize;
+  const u32 warp = thread / kWarpSize;
+  const u32 first_tile = blockIdx.x * kGroups + group;
+  const u32 tile_step = gridDim.x * kGroups;
+  u8* const stages = shared_bytes + group * Ring::kGroupBytes;
+  const u32 first_barrier = shared_address(barriers[group]);
+
+  const u32 num_pairs = read_pairs<Ring::kThreads>(list, pairs);
+  if (thread < Ring::kStages) {
+    init_barrier(first_barrier + thread * sizeof(u64), 1);
+    works[group][thread].columns = ~0u;
+  }
+  publish_barriers();
+  __syncthreads();
+
+  // The tile that is filled next; only the first thread has them.
+  TileFeed feed(tiles, num_tiles, first_tile, tile_step, places[group]);
+  u32 filled_pair = first_tile / num_tiles;
+  u32 filled_tile = first_tile % num_tiles;
+  const auto fill = [&](u32 stage) {
+    if (filled_pair >= num_pairs) return;
+    const PackedTile row = feed.take();
+    const int2 pair = pairs[filled_pair];
+    const u64 page = row.page_address + static_cast<u64>(pair.x) * row.block_stride_bytes;
+    const u64 slot = arena + static_cast<u64>(pair.y) * slot_bytes;
+    const u32 barrier = first_barrier + stage * sizeof(u64);
+    const u32 in = shared_address(stages + stage * Ring::kStageBytes);
+    Work& work = works[group][stage];
+    // The columns of the last tile in this stage are there still.
+    const bool other_columns = work.columns != row.columns;
+    work = {page, slot, row.num_columns, row.columns};
+    expect_bytes(barrier, other_columns ? kPackedTileBytes + kColumnsBytes : kPackedTileBytes);
+    bulk_to_shared(in, slot + row.slot_offset_bytes, kPackedTileBytes, barrier);
+    if (other_columns) {
+      const u64 columns = columns_address(columns_tables, row);
+      bulk_to_shared(in + kPackedTileBytes, columns, kColumnsBytes, barrier);
+    }
+    filled_tile += tile_step;
+    while (filled_tile >= num_tiles) {
+      filled_tile -= num_tiles;
+      ++filled_pair;
+    }
+  };
+  if (thread == 0) {
+    feed.begin();
+    for (u32 stage = 0; stage < Ring::kStages; ++stage) fill(stage);
+  }
+  sync_group(group);
+
+  u32 stage = 0;
+  u32 parity = 0;
+  for (u32 tile = first_tile; tile < num_pairs * num_tiles; tile += tile_step) {
+    const u8* const in = stages + stage * Ring::kStageBytes;
+    const u8* const tail = in + kMainBytes;
+    wait_barrier(first_barrier + stage * sizeof(u64), parity);
+    // Written before the last barrier of the group.
+    const Work work = works[group][stage];
+    uint4* const page = reinterpret_cast<uint4*>(work.page_address);
+
+    const uint2 header = *reinterpret_cast<const uint2*>(tail);
+    if (header.x >> 24 != kKindRaw) {
+      const u32 columns = reinterpret_cast<const u32*>(in + kPackedTileBytes)[thread];
+      uint2 mantissas[kUnits];
+      u32 codes[kUnits];
+      u32 escaping[kUnits];
+      u32 any = 0;
+#pragma unroll
+      for (u32 i = 0; i < kUnits; ++i) {
+        const u32 place = i * kGroupThreads + thread;
+        mantissas[i] = reinterpret_cast<const uint2*>(in)[place];
+        codes[i] = reinterpret_cast<const u32*>(in + kMantissaBytes)[place];
+      }
+#pragma unroll
+      for (u32 i = 0; i < kUnits; ++i) {
+        escaping[i] = __ballot_sync(~0u, (codes[i] & 0xf) == 0);
+        any |= escaping[i];
+      }
+      u32 word = 0;  // of the warp's next escape
+      if (any != 0) word = kHeaderWords + work.num_columns / 8 + tail[8 + warp];
+#pragma unroll
+      for (u32 i = 0; i < kUnits; ++i) {
+        uint2 exponents = make_uint2(codes[i] & 0x0f0f0f0fu, codes[i] >> 4 & 0x0f0f0f0fu);
+        if (escaping[i] != 0) {
+          if ((codes[i] & 0xf) == 0) {
+            // A slot that holds garbage must not lead out of the tile.
+            const u32 escape = min(word + lanes_below(escaping[i], lane), kTailWords - 1);
+            exponents = reinterpret_cast<const uint2*>(tail)[escape];
+          }
+          word += __popc(escaping[i]);
+        }
+        const u32 shift = shift_of(tail[8 * kHeaderWords + column_of(columns, i)]);
+        const u32 a = __byte_perm(mantissas[i].x, exponents.x, 0x5140);
+        const u32 b = __byte_perm(mantissas[i].x, exponents.x, 0x7362);
+        const u32 c = __byte_perm(mantissas[i].y, exponents.y, 0x5140);
+        const u32 d = __byte_perm(mantissas[i].y, exponents.y, 0x7362);
+        page[i * kGroupThreads + thread] =
+            make_uint4(__funnelshift_r(a, a, 1) + shift, __funnelshift_r(b, b, 1) + shift,
+                       __funnelshift_r(c, c, 1) + shift, __funnelshift_r(d, d, 1) + shift);
+      }
+    } else {
+      // The rest of the tile over the bus, straight from the pool: this is rare.
+      const u32 entry = min(header.y >> 16, pool_entries - 1);
+      const u64 pool =
+          work.slot_address + slot_bytes - static_cast<u64>(pool_entries) * kPoolEntryBytes;
+      const uint4 rest =
+          __ldcv(reinterpret_cast<const uint4*>(pool + entry * kPoolEntryBytes) + thread);
+      for (u32 place = thread; place < kMainBytes / sizeof(uint4); place += kGroupThreads) {
+        page[place] = reinterpret_cast<const uint4*>(in)[place];
+      }
+      page[kMainBytes / sizeof(uint4) + thread] = rest;
+    }
+    sync_group(group);
+    if (thread == 0) fill(stage);
+    if (++stage == Ring::kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  if (thread == 0) wait_fetched<0>();
+}

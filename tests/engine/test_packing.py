@@ -1,0 +1,172 @@
+"""KV that is packed on its way: a real model computes with what comes back, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kv_swap.packing.format import MANTISSA_BYTES, PACKED_TILE_BYTES
+from kv_swap.packing.slots import SlotPacker
+
+from kv_offload.engines.vllm.versions import vllm_version
+from kv_offload.worker.copies import Stores
+from tests.engine.harness import (
+    Engine,
+    Tokens,
+    all_differ,
+    engine,
+    offloading,
+    plain_answers,
+    prompts_with_shared_prefix,
+    random_tokens,
+)
+from tests.engine.multiprocess_run import LATENT, cache_prefixes_of_latents
+
+BLOCK_TOKENS = 128
+"""Pages of 16 KiB of keys and as many of values."""
+
+PROMPTS = prompts_with_shared_prefix(600, (60, 140, 210))
+PACKS = {"pack_kv": True}
+SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "block_size": BLOCK_TOKENS}
+
+
+def packing(models: Path, kind: str = "qwen3", **more: Any) -> Any:
+    """Start an engine that packs."""
+    plugin = {**PACKS, **more.pop("plugin", {})}
+    return offloading(models, kind, plugin, **SETTINGS, **more)
+
+
+def expected(models: Path, kind: str = "qwen3") -> list[Tokens]:
+    return plain_answers(models, PROMPTS, kind, one_by_one=True, **SETTINGS)
+
+
+def answers(running: Engine) -> list[Tokens]:
+    return running.generate_each(PROMPTS)
+
+
+def corrupt(running: Engine) -> None:
+    """Change sign and mantissa of each packed value, and nothing else of a tile."""
+    layout = running.rank.transfer.layout
+    for region in layout.regions:
+        for tile in range(region.num_tiles):
+            start = region.slot_offset_bytes + tile * PACKED_TILE_BYTES
+            running.slots[:, start : start + MANTISSA_BYTES] ^= 0xFF
+
+
+@pytest.mark.parametrize("synchronous_loads", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_packed_blocks_serve_as_they_were(
+    model_folder: Path, kind: str, synchronous_loads: bool
+) -> None:
+    """Ends with the control: other bits in host memory are noticed."""
+    plain = expected(model_folder, kind)
+    with packing(model_folder, kind, synchronous_loads=synchronous_loads) as ours:
+        layout = ours.rank.transfer.layout
+        assert all(region.packing is not None for region in layout.regions)
+        assert layout.slot_bytes < 0.85 * layout.block_bytes
+        assert ours.offload.gauges()["slot_bytes"] == layout.slot_bytes
+        assert ours.offload.gauges()["block_bytes"] == layout.block_bytes
+        assert ours.offload.manager.num_slots == ours.rank.num_slots
+        assert answers(ours) == plain
+        assert ours.reload(PROMPTS, one_by_one=True) == plain
+        assert ours.totals["skipped_unpackable"] == 0
+        ours.forget()
+        corrupt(ours)
+        assert all_differ(answers(ours), plain)
+        assert ours.blocks_loaded() > 0
+
+
+@pytest.mark.skipif(
+    vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
+)
+def test_packed_latents_and_what_is_left_of_their_pages(model_folder: Path) -> None:
+    """A page has a tile and 2 KiB more, which are not packed. Ends with the control."""
+    cache_prefixes_of_latents("deepseek_v2")
+    prompts = [random_tokens(count, seed=count) for count in (129, 193)]
+    settings = {**LATENT, "dtype": "bfloat16"}
+    with engine(model_folder, "deepseek_v2", **settings) as plain:
+        computed, cached = (plain.generate_each(prompts) for _ in range(2))
+    with offloading(model_folder, "deepseek_v2", PACKS, **settings) as ours:
+        regions = ours.rank.transfer.layout.regions
+        assert all(r.num_tiles == 1 and r.raw_part is not None for r in regions)
+        assert ours.generate_each(prompts) == computed
+        assert ours.reload(prompts, one_by_one=True) == cached
+        assert ours.totals["skipped_unpackable"] == 0
+        ours.forget()
+        corrupt(ours)
+        assert all_differ(ours.generate_each(prompts), cached)
+
+
+def refuse_every_third_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack, packed = SlotPacker.pack, 0
+
+    def refuse(self: SlotPacker, pages: Any, slots: np.ndarray) -> np.ndarray:
+        nonlocal packed
+        refused = pack(self, pages, slots)
+        refused[(packed + np.arange(len(refused))) % 3 == 2] = True
+        packed += len(refused)
+        slots[refused, :MANTISSA_BYTES] ^= 0xFF
+        return refused
+
+    monkeypatch.setattr(SlotPacker, "pack", refuse)
+
+
+def test_what_does_not_fit_is_computed(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends with the control: who took refused blocks for stored would be noticed."""
+    plain = expected(model_folder)
+    refuse_every_third_block(monkeypatch)
+    with packing(model_folder) as ours:
+        assert answers(ours) == plain
+        refused = ours.totals["skipped_unpackable"]
+        assert refused > 1
+        assert ours.totals["stored_slots"] > refused
+        assert ours.reload(PROMPTS, one_by_one=True) == plain
+    ended = Stores.ended
+
+    def forgetful(self: Stores, done: Any) -> None:
+        object.__setattr__(done, "refused_rows", ())
+        ended(self, done)
+
+    monkeypatch.setattr(Stores, "ended", forgetful)
+    with packing(model_folder) as careless:
+        assert answers(careless) == plain
+        assert careless.reload(PROMPTS, one_by_one=True) != plain
+
+
+def test_a_disk_keeps_packed_slots_over_a_restart(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that does not pack finds nothing there."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    plain = expected(model_folder)
+    disk = {"disk_path": str(tmp_path), "disk_bytes": "64MiB"}
+    with packing(model_folder, plugin=disk) as first:
+        assert answers(first) == plain
+        first.settle()
+        written = first.offload.gauges()["tier_slots_in_use"]
+        assert written > 0
+    with packing(model_folder, plugin=disk) as second:
+        assert second.offload.gauges()["tier_slots_in_use"] == written
+        assert answers(second) == plain
+        assert second.totals["promoted_slots"] > 0
+        assert second.totals["tier_mismatches"] == 0
+        assert second.blocks_loaded() > 0
+    with offloading(model_folder, plugin=disk, **SETTINGS) as raw:
+        assert raw.offload.gauges()["tier_slots_in_use"] == 0
+        assert answers(raw) == plain
+
+
+def test_what_nothing_can_be_packed_of_is_said_and_served(
+    model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = prompts_with_shared_prefix()
+    plain = plain_answers(model_folder, prompts)
+    with offloading(model_folder, plugin=PACKS) as ours:
+        assert "nothing is packed" in caplog.text
+        assert "this cache has float32 in pages of" in caplog.text
+        layout = ours.rank.transfer.layout
+        assert layout.slot_bytes == layout.block_bytes
+        assert ours.generate(prompts) == plain
+        assert ours.reload(prompts) == plain

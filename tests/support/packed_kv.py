@@ -1,0 +1,71 @@
+"""KV for tests of packing: like a model's, hostile, and layouts that pack it."""
+
+from __future__ import annotations
+
+import numpy as np
+from kv_swap.layout import KVLayout, Packing
+from kv_swap.packing.format import TILE_BYTES
+from numpy.typing import NDArray
+
+from tests.support.kv_memory import Storage
+
+TILE_VALUES = TILE_BYTES // 2
+
+
+def normal_tiles(count: int, seed: int = 0, scale: float = 1.0) -> NDArray[np.uint8]:
+    """Normally distributed bf16 values, uint8 of `(count, TILE_BYTES)`: almost none escapes."""
+    values = np.random.default_rng(seed).normal(0, scale, (count, TILE_VALUES)).astype(np.float32)
+    return to_bf16(values)
+
+
+def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Cut float32 of `(n, m)` down to bf16, as uint8 of `(n, 2 * m)`."""
+    return np.ascontiguousarray((values.view(np.uint32) >> 16).astype(np.uint16)).view(np.uint8)
+
+
+def random_tiles(count: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Random bits: nearly every group escapes."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (count, TILE_BYTES), np.uint8)
+
+
+def tiles_with_escapes(counts: list[int], seed: int = 0) -> NDArray[np.uint8]:
+    """Tiles of which just so many groups escape, in random places, whatever the columns are."""
+    rng = np.random.default_rng(seed)
+    words = np.full((len(counts), TILE_VALUES), 0x3F80, np.uint16)
+    words ^= rng.integers(0, 128, words.shape, np.uint16)
+    words ^= rng.integers(0, 2, words.shape, np.uint16) << 15
+    for tile, count in enumerate(counts):
+        groups = rng.choice(TILE_VALUES // 8, count, replace=False)
+        words[tile, groups * 8 + rng.integers(0, 8, count)] = 1
+    return words.view(np.uint8)
+
+
+def hostile_tiles() -> NDArray[np.uint8]:
+    """Tiles of one kind of value each, and of all kinds."""
+    special = [0, 0x8000, 0x7FFF, 0xFFFF, 0x7F80, 0xFF80, 1, 0x8001, 0x007F, 0x3F80, 0x0780, 0x0700]
+    rng = np.random.default_rng(7)
+    words = np.empty((len(special) + 2, TILE_VALUES), np.uint16)
+    words[: len(special)] = np.array(special, np.uint16)[:, None]
+    words[-2] = rng.choice(np.array(special, np.uint16), TILE_VALUES)
+    words[-1] = np.where(rng.random(TILE_VALUES) < 0.999, 0x3F80, 0x7FC1)
+    return words.view(np.uint8)
+
+
+def packed_cache(
+    num_blocks: int,
+    page_bytes: list[int],
+    packings: list[Packing | None],
+    *,
+    padding_bytes: int = 0,
+) -> tuple[KVLayout, Storage]:
+    """A layer for each page size, packed where a packing is given; padding parts the layers."""
+    sizes = [num_blocks * page + padding_bytes for page in page_bytes]
+    storage = Storage(sum(sizes))
+    tensors = []
+    for layer, page in enumerate(page_bytes):
+        shape, strides = (num_blocks, page), (page, 1)
+        offset = sum(sizes[:layer])
+        tensors.append(storage.describe(str(layer), num_blocks, shape, strides, offset=offset))
+    wanted = {str(i): packing for i, packing in enumerate(packings) if packing is not None}
+    return KVLayout.from_tensors(num_blocks, tensors).packed(wanted), storage

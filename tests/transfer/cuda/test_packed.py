@@ -1,0 +1,223 @@
+"""Packed layouts on a played device: which kernels run, over which tables, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+
+from kv_swap.cuda import state, swap  # noqa: E402
+from kv_swap.cuda.device import CudaRegistrar  # noqa: E402
+from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda.kernel_families import BULK, PACKED, VECTOR, families_of  # noqa: E402
+from kv_swap.engine import Completion, Direction, SwapJob  # noqa: E402
+from kv_swap.errors import CopyError, DeviceError  # noqa: E402
+from kv_swap.layout import Packing  # noqa: E402
+from kv_swap.memory.arena import HostArena  # noqa: E402
+from kv_swap.packing.format import TILE_BYTES  # noqa: E402
+from kv_swap.packing.slots import SlotPacker  # noqa: E402
+from numpy.typing import NDArray  # noqa: E402
+
+from tests.support.packed_kv import normal_tiles, packed_cache, random_tiles  # noqa: E402
+from tests.support.played_cuda import PlayedCuda  # noqa: E402
+
+KIB = 1 << 10
+LOAD, STORE = Direction.LOAD, Direction.STORE
+DEVICE = torch.device("cuda", 0)
+BLOCKS, SLOTS = 14, 8
+PAGES = [32 * KIB + 48, 8 * KIB, 64 * KIB, 512, 32 * KIB]
+PACKINGS = [Packing(24), Packing(16), Packing(8, 256), None, Packing(128)]
+
+
+class Bed:
+    """An engine whose blocks are all another, and fit."""
+
+    def __init__(
+        self,
+        pages: list[int] = PAGES,
+        packings: list[Packing | None] = PACKINGS,
+        *,
+        copy_engine_only: bool = False,
+    ) -> None:
+        self.layout, self.storage = packed_cache(BLOCKS, pages, packings, padding_bytes=64)
+        data = normal_tiles(-(-len(self.storage.data) // TILE_BYTES)).reshape(-1)
+        self.storage.data[:] = data[: len(self.storage.data)]
+        arena = HostArena(SLOTS, self.layout.slot_bytes, register=CudaRegistrar(DEVICE))
+        self.slots = arena.view()
+        self.engine = CudaSwapEngine(
+            self.layout, arena, DEVICE, [self.storage], copy_engine_only=copy_engine_only
+        )
+
+    def pages(self, data: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+        """The pages of all blocks in memory like the storage's: views `(BLOCKS, page_bytes)`."""
+        found = []
+        for region in self.layout.regions:
+            first = region.address - self.storage.address
+            whole = data[first : first + BLOCKS * region.page_bytes]
+            found.append(whole.reshape(BLOCKS, region.page_bytes))
+        return found
+
+    def packed(self, blocks: list[int]) -> NDArray[np.uint8]:
+        slots = np.zeros((len(blocks), self.layout.slot_bytes), np.uint8)
+        pages = {i: page[blocks] for i, page in enumerate(self.pages(self.storage.data))}
+        SlotPacker(self.layout).pack(pages, slots)
+        return slots
+
+    def spoil(self, block: int, num_tiles: int = 2) -> None:
+        """Make tiles of a block random: more than one is more than the pool holds."""
+        assert self.layout.pool_entries == 1
+        page = self.pages(self.storage.data)[2][block]
+        page[: num_tiles * TILE_BYTES] = random_tiles(num_tiles, block).reshape(-1)
+
+    def submit(self, direction: Direction, pairs: list[tuple[int, int]], **how: bool) -> None:
+        self.engine.submit(SwapJob(1, direction, np.array(pairs, np.int32), **how))
+
+    def check(self, before: NDArray[np.uint8], moved: list[tuple[int, int]]) -> None:
+        expected = before.copy()
+        for page, was in zip(self.pages(expected), self.pages(before), strict=True):
+            for block, whose in moved:
+                page[block] = was[whose]
+        np.testing.assert_array_equal(self.storage.data, expected)
+
+
+def one(completions: list[Completion]) -> Completion:
+    (done,) = completions
+    return done
+
+
+def test_slots_are_packed_and_blocks_come_back(cuda: PlayedCuda) -> None:
+    bed = Bed()
+    cuda.calls.clear()
+    bed.submit(STORE, [(3, 5), (0, 2)])
+    assert [name for name, _ in cuda.calls].count("launchKernel") == 2  # packed, and raw
+    cuda.run()
+    done = one(bed.engine.poll())
+    assert (done.error, done.refused_rows) == (None, ())
+    assert done.nbytes == 2 * bed.layout.block_bytes
+    np.testing.assert_array_equal(bed.slots[[5, 2]], bed.packed([3, 0]))
+    before = bed.storage.data.copy()
+    bed.submit(LOAD, [(9, 2), (10, 5)])
+    bed.submit(LOAD, [(11, 5)], before_compute=True)
+    cuda.run()
+    assert [done.error for done in bed.engine.poll()] == [None, None]
+    bed.check(before, [(9, 0), (10, 3), (11, 3)])
+
+
+def test_where_all_is_packed_one_kernel_runs(cuda: PlayedCuda) -> None:
+    bed = Bed([32 * KIB] * 2, [Packing(16)] * 2)
+    cuda.calls.clear()
+    bed.submit(STORE, [(3, 5)])
+    assert [name for name, _ in cuda.calls].count("launchKernel") == 1
+    cuda.run()
+    np.testing.assert_array_equal(bed.slots[5], bed.packed([3])[0])
+
+
+def test_rows_that_are_refused_are_named_whatever_the_slices(
+    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an entry of the ring serves one slice after another."""
+    monkeypatch.setattr(swap, "RING_ENTRIES", 2)
+    bed = Bed()
+    monkeypatch.setattr(swap, "SLICE_BYTES", 3 * bed.layout.block_bytes)
+    for block in (1, 5, 6):
+        bed.spoil(block)
+    bed.spoil(2, num_tiles=1)
+    for first, refused in ((0, (1, 5, 6)), (7, ()), (0, (1, 5, 6))):
+        bed.submit(STORE, [(first + i, i) for i in range(7)])
+        found: list[Completion] = []
+        while not found:
+            cuda.run()
+            found = bed.engine.poll()
+        assert (one(found).error, one(found).refused_rows) == (None, refused)
+    np.testing.assert_array_equal(bed.slots[[0, 2, 3, 4]], bed.packed([0, 2, 3, 4]))
+
+
+def test_waves_move_what_is_packed_and_what_is_not(
+    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed = Bed()
+    bed.submit(STORE, [(3, 5), (0, 2)])
+    cuda.run()
+    one(bed.engine.poll())
+    monkeypatch.setattr(swap, "PIECE_BYTES", 16)
+    bed.engine.set_waves([[4], [3, 1], [2, 0]])
+    before = bed.storage.data.copy()
+    cuda.calls.clear()
+    bed.submit(LOAD, [(9, 2), (10, 5)], before_compute=True, in_waves=True)
+    # Only what a wave has: packed tiles, raw pages, and both.
+    assert [name for name, _ in cuda.calls].count("launchKernel") == 4
+    cuda.run()
+    bed.engine.await_wave(2)
+    done = one(bed.engine.poll())
+    assert (done.error, done.nbytes) == (None, 2 * bed.layout.block_bytes)
+    bed.check(before, [(9, 0), (10, 3)])
+
+
+def test_a_load_at_once_unpacks_on_the_host(
+    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed = Bed()
+    monkeypatch.setattr("kv_swap.cuda.engine._UNPACKED_BYTES", bed.layout.block_bytes)
+    bed.submit(STORE, [(3, 5), (0, 2)])
+    cuda.run()
+    before = bed.storage.data.copy()
+    cuda.calls.clear()
+    bed.engine.load_now(np.array([[9, 2], [10, 5]], np.int32))
+    assert "launchKernel" not in [name for name, _ in cuda.calls]
+    bed.check(before, [(9, 0), (10, 3)])
+    with pytest.raises(CopyError, match="holds no packed KV"):
+        bed.engine.load_now(np.array([[9, 1]], np.int32))
+
+
+def test_a_launch_that_fails_behind_another_leaves_its_list_alone(
+    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first kernel of the slice runs, and must find its pairs."""
+    bed = Bed()
+    launch, launches = swap.SwapKernel.launch, []
+
+    def fail_second(*arguments: Any) -> None:
+        launches.append(arguments)
+        if len(launches) == 2:
+            raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
+        launch(*arguments)
+
+    monkeypatch.setattr(swap.SwapKernel, "launch", fail_second)
+    bed.submit(STORE, [(3, 5)])
+    bed.submit(STORE, [(0, 2)])
+    cuda.run()
+    failed, done = bed.engine.poll()
+    assert isinstance(failed.error, CopyError)
+    assert done.error is None
+    packed = bed.layout.regions[0]
+    end = packed.slot_offset_bytes + 2 * 12672
+    np.testing.assert_array_equal(bed.slots[5, :end], bed.packed([3])[0, :end])
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_packing_is_refused_where_nothing_can_pack(
+    cuda: PlayedCuda, old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "choose_family", lambda device: VECTOR)
+    what = "older ones" if old else "no kernels"
+    with pytest.raises(DeviceError, match=rf"capability 9\.0 and newer.*{what}: do not pack"):
+        Bed(copy_engine_only=not old)
+
+
+def test_the_families_of_a_layout(cuda: PlayedCuda) -> None:
+    mixed, raw, whole = (
+        packed_cache(2, pages, packings)[0]
+        for pages, packings in (
+            (PAGES, PACKINGS),
+            (PAGES, [None] * 5),
+            ([32 * KIB], [Packing(16)]),
+        )
+    )
+    assert families_of(mixed, BULK) == [PACKED, BULK]
+    assert families_of(whole, BULK) == [PACKED]
+    assert families_of(raw, BULK) == [BULK]
+    assert families_of(raw, VECTOR) == [VECTOR]
+    assert families_of(raw, None) == []

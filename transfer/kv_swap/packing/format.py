@@ -1,0 +1,115 @@
+"""The packed format: a tile of 16 KiB takes 12.4 KiB in a slot, whatever its bits are.
+
+A tile is 8,192 bf16 values in 1,024 groups of 8. Packed it is
+
+    0      8192  sign and mantissa of each value, one byte each
+    8192   4096  4-bit codes of the exponents, 4 bytes a group: value j and value j + 4 in byte j
+    12288    16  header: see `HEADER`
+    12304     c  a base for each of c columns, c a multiple of 8; `columns.py` says what a column is
+    12304+c      escapes, 8 bytes each, by strips; zeros behind the last
+
+Each pair of values is a 32-bit word. The packer subtracts the base of the group's column from both
+exponents and rotates the word left by one bit: `rotl(word - (base - 1) * 0x00800080, 1)`. That is a
+bijection, so any bits survive. The word's odd bytes are then exponents and its even bytes sign and
+mantissa. A base is the greatest exponent of its column less 14, and at least 0: exponents from
+base - 1 to base + 14 have the codes 0 to 15.
+
+A group with an exponent outside of these escapes: its codes are zero, and its 8 exponents are in
+the escapes. So the first code of any other group must not be zero. A tile has 8 strips, which are
+packed side by side: strip s has the groups g with g % 256 // 32 == s. Escapes are in the order of
+the strips, and within a strip in the order of the groups.
+
+A tile with more escapes than fit is raw: its first 12 KiB lie in place, its header says which entry
+of the slot's pool has the other 4 KiB. Entries are given in the order of the tiles; unused entries
+are zero. A block with more raw tiles than entries does not fit, and its slot holds garbage.
+
+Every byte is determined by the values: equal KV has equal slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+FORMAT_VERSION = 1
+"""Changes with any byte of a packed slot; a slot of another version cannot be read."""
+
+MAGIC = 0x564B
+"""`KV` in memory."""
+
+GROUP_VALUES = 8
+TILE_GROUPS = 1024
+TILE_BYTES = 2 * GROUP_VALUES * TILE_GROUPS
+MANTISSA_BYTES = GROUP_VALUES * TILE_GROUPS
+CODE_BYTES = MANTISSA_BYTES // 2
+MAIN_BYTES = MANTISSA_BYTES + CODE_BYTES
+PACKED_TILE_BYTES = 12672
+"""A multiple of 128: tiles of 12,480 bytes moved 5 % slower (H200, 24 Nov 2026).
+
+That leaves 38 escapes beside the most columns, and 45 beside the fewest. A tile of SmolLM2's KV has
+at most 14; with 3 % of K's channels 128 times as great at most 69, and at most 2 tiles of 180 have
+too many (bench/results/cpu/packing.json). With 16 escapes less that was 6 tiles."""
+
+POOL_ENTRY_BYTES = TILE_BYTES - MAIN_BYTES
+TILES_PER_POOL_ENTRY = 64
+
+SLOT_ALIGNMENT_BYTES = 128
+"""Of packed pages, of the pool and of slots that have them."""
+
+STRIPS = 8
+
+MAX_COLUMNS = 64
+"""More columns leave less room for escapes, and fewer make more of them: of K with outliers as
+above, in rows of 1,024 channels, 0.4 % of tiles had more escapes than fit beside 64 columns, 1.2 %
+beside 128 and 4 % beside 32, in tiles of 12,544 bytes."""
+
+HEADER = np.dtype(
+    [
+        ("magic", "<u2"),
+        ("version", "u1"),
+        ("kind", "u1"),
+        ("columns", "u1"),
+        ("escapes", "u1"),
+        ("pool_entry", "<u2"),
+        ("escapes_before", "u1", (STRIPS,)),
+    ]
+)
+"""`columns` is c above; `escapes_before` counts those before each strip. A raw tile has zeros there
+and in all bytes behind the header, a packed one `pool_entry` zero."""
+
+KIND_PACKED = 1
+KIND_RAW = 2
+
+ESCAPE_BYTES = GROUP_VALUES
+
+
+def escape_capacity(columns: int) -> int:
+    """Return how many groups of a tile may escape that has bases for `columns`."""
+    return (PACKED_TILE_BYTES - MAIN_BYTES - HEADER.itemsize - columns) // ESCAPE_BYTES
+
+
+def align(nbytes: int) -> int:
+    """Round up to `SLOT_ALIGNMENT_BYTES`."""
+    return -(-nbytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+
+
+def packed_page_bytes(page_bytes: int) -> int:
+    """Return what a packed page takes: whole tiles are packed, what is left of it is not."""
+    num_tiles, rest_bytes = divmod(page_bytes, TILE_BYTES)
+    return num_tiles * PACKED_TILE_BYTES + rest_bytes
+
+
+def pool_entries(num_tiles: int) -> int:
+    """Return the entries of the pool of a slot of so many tiles."""
+    return -(-num_tiles // TILES_PER_POOL_ENTRY)
+
+
+def packed_slot_bytes(packed_pages: Iterable[int], raw_bytes: int) -> int:
+    """Return the bytes of a slot: of packed pages of these sizes, of raw pages, and of the pool."""
+    pages = list(packed_pages)
+    num_tiles = sum(page_bytes // TILE_BYTES for page_bytes in pages)
+    if num_tiles == 0:
+        return sum(pages) + raw_bytes
+    tiles_bytes = sum(align(packed_page_bytes(page_bytes)) for page_bytes in pages)
+    return align(tiles_bytes + raw_bytes) + pool_entries(num_tiles) * POOL_ENTRY_BYTES
