@@ -6,11 +6,13 @@ side: most of each is processes that start.
 
 from __future__ import annotations
 
+import importlib.util
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,12 @@ from kv_swap.memory.arena import HostArena
 from kv_swap.memory.shared import SharedMemory
 
 from tests.gpu.caches import KIB, LOAD, STORE, finish, make_cache, randomize, torch
+from tests.support.mooncake import PATIENT, Master, environment, require_mooncake
 from tests.support.processes import run_module
 
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
-from tests.engine import killed_rank_run, multiprocess_run, pressure_run, replica_run
+from tests.engine import killed_rank_run, multiprocess_run, nixl_run, pressure_run, replica_run
 
 pytestmark = [
     # One process: pytest-xdist would have several start all engines of the fixture.
@@ -139,7 +142,7 @@ def runs(
     selected = [
         (item.callspec.params["case"], item.callspec.params["runner"])
         for item in request.session.items
-        if item.path == request.path and hasattr(item, "callspec")
+        if item.path == request.path and "runs" in item.fixturenames
     ]
     with ThreadPoolExecutor(len(RUNS)) as threads:
         yield {
@@ -163,6 +166,42 @@ def test_blocks_come_back(runs: dict[tuple[str, str], Future[Any]], case: str, r
     result = runs[case, runner].result()
     print({name: value for name, value in result.items() if name not in BULKY})
     CASES[case].check(result)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_replicas_share_a_store(tmp_path: Path, runner: str) -> None:
+    """Each loads what the other one, on another GPU, has computed."""
+    require_mooncake()
+    with Master(lease_seconds=10) as master:
+        arguments = {**ARGUMENTS, "store": master.address}
+        result = run_module(
+            *(
+                "tests.engine.replica_run",
+                tmp_path,
+                "qwen3",
+                {**ARGUMENTS, "store": master.address},
+            ),
+            timeout_seconds=RUN_SECONDS,
+            **{**environment(), **PATIENT, **ENVIRONMENT, "PYTHONHASHSEED": "0"},
+            VLLM_USE_V2_MODEL_RUNNER=RUNNERS[runner],
+        )
+    print({name: result[name] for name in ("demoted", "promoted", "totals")})
+    replica_run.check_shared(result)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs Nixl: pip install nixl")
+def test_nixl_sends_what_one_gpu_has_computed(tmp_path: Path, runner: str) -> None:
+    """To an engine on the other GPU; each keeps it in its host memory."""
+    arguments = {key: value for key, value in ARGUMENTS.items() if key != "logprobs"}
+    result = run_module(
+        *("tests.engine.nixl_run", tmp_path, "qwen3", arguments),
+        timeout_seconds=RUN_SECONDS,
+        VLLM_USE_V2_MODEL_RUNNER=RUNNERS[runner],
+        **ENVIRONMENT,
+    )
+    print(result)
+    nixl_run.check(result)
 
 
 def test_what_one_gpu_stored_another_loads() -> None:
