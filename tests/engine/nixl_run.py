@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.inputs import Tokens, random_tokens
+from tests.support.inputs import random_tokens
 from tests.support.mooncake import free_port
 from tests.support.processes import print_result
 
@@ -23,22 +23,24 @@ PROMPT_TOKENS = (129, 193, 257)
 
 
 def check(result: dict[str, Any]) -> None:
-    """Check who served what, and that it was right."""
-    expected = result["expected"]
-    whole = [tokens - 1 for tokens in PROMPT_TOKENS]
-    for phase in ("sent", "received", "again from host memory", "sent from host memory"):
-        tokens, cached = result[phase]["tokens"], result[phase]["cached"]
+    """Check that every answer was right, and that it came from where it should.
+
+    Of what was received vLLM tells how much the engine that sent it had not computed.
+    """
+    expected, cached = result["expected"], result["cached"]
+    none, whole = [0] * len(PROMPT_TOKENS), [tokens - 1 for tokens in PROMPT_TOKENS]
+    for phase, answers in result["answers"].items():
+        pairs = list(zip(answers, expected, strict=True))
         if phase.startswith("sent"):
-            assert [answer[0] for answer in expected] == [answer[0] for answer in tokens], phase
+            assert all(len(answer) == 1 for answer in answers), "one token to send the prompt"
+        elif phase.endswith("corrupted"):
+            assert all(wrong != right for wrong, right in pairs), "wrong KV must change tokens"
         else:
-            assert tokens == expected, phase
-        if phase == "sent":
-            assert cached == [0] * len(PROMPT_TOKENS)
-        else:
-            assert all(c >= w for c, w in zip(cached, whole, strict=True)), (phase, cached)
-    assert result["received from host memory"]["tokens"] == expected
-    pairs = zip(result["corrupted"]["tokens"], expected, strict=True)
-    assert all(wrong != right for wrong, right in pairs), "wrong KV must change tokens"
+            assert answers == expected, phase
+        by_need = none if phase in ("sent", "received") else whole
+        assert all(c >= n for c, n in zip(cached[phase], by_need, strict=True)), (phase, cached)
+    assert cached["sent"] == none
+    assert all(told["do_remote_prefill"] for told in result["told"])
     assert result["all back"] == [True, True]
 
 
@@ -62,46 +64,48 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         config = around(*(members if first else members[::-1]), role="kv_both")
         return LLM(**settings, kv_transfer_config={**config, "kv_buffer_device": device})
 
-    def ask(llm: LLM, tokens: int, params: list[Any] | None = None) -> tuple[dict[str, Any], Any]:
-        """Answer the prompts one by one; return the answers, and what the next engine needs."""
-        found: dict[str, Any] = {"tokens": [], "cached": []}
-        told = []
-        for prompt, more in zip(prompts, params or [None] * len(prompts), strict=True):
-            sampling = greedy(tokens, extra_args={"kv_transfer_params": more} if more else None)
-            (output,) = llm.generate([as_prompt(prompt)], sampling, use_tqdm=False)
-            found["tokens"].append(list(output.outputs[0].token_ids))
-            found["cached"].append(output.num_cached_tokens)
-            told.append(output.kv_transfer_params)
-        return found, told
+    def ask(llm: LLM, phase: str, tokens: int, params: list[Any] | None = None) -> list[Any]:
+        """Answer the prompts one by one; return what an engine needs that is to receive them."""
+        outputs = [
+            llm.generate(
+                [{"prompt_token_ids": prompt}],
+                greedy(tokens, extra_args={"kv_transfer_params": more} if more else None),
+                use_tqdm=False,
+            )[0]
+            for prompt, more in zip(prompts, params or [None] * len(prompts), strict=True)
+        ]
+        result["answers"][phase] = [list(output.outputs[0].token_ids) for output in outputs]
+        result["cached"][phase] = [output.num_cached_tokens for output in outputs]
+        return [output.kv_transfer_params for output in outputs]
 
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"answers": {}, "cached": {}}
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     plain = LLM(**settings)
-    result["expected"] = ask(plain, 8)[0]["tokens"]
+    ask(plain, "sent", 8)
+    result["expected"] = result["answers"].pop("sent")
     plain.llm_engine.engine_core.shutdown()
     computes, answers = start(0, first=True), start(1, first=False)
     to_send = [{"do_remote_decode": True}] * len(prompts)
-    result["sent"], told = ask(computes, 1, to_send)
-    result["received"], _ = ask(answers, 8, told)
+    result["told"] = ask(computes, "sent", 1, to_send)
+    ask(answers, "received", 8, result["told"])
     assert answers.reset_prefix_cache()
-    result["again from host memory"], _ = ask(answers, 8)
-    # The engine that computes has sent its blocks away, and has them in host memory.
-    assert computes.reset_prefix_cache()
-    result["sent from host memory"], told = ask(computes, 1, to_send)
-    assert answers.reset_prefix_cache(reset_connector=True)
-    result["received from host memory"], _ = ask(answers, 8, told)
+    ask(answers, "received before", 8)
     assert answers.reset_prefix_cache()
     answers.collective_rpc(rank_faults.mix_up)
-    result["corrupted"], _ = ask(answers, 8)
+    ask(answers, "received before, corrupted", 8)
+    # The engine that computes has them in host memory, too.
+    for corrupted in ("", ", corrupted"):
+        if corrupted:
+            computes.collective_rpc(rank_faults.mix_up)
+        for llm in (computes, answers):
+            assert llm.reset_prefix_cache(reset_connector=llm is answers)
+        told = ask(computes, f"sent from host memory{corrupted}", 1, to_send)
+        ask(answers, f"received from host memory{corrupted}", 8, told)
     engines = (computes, answers)
     result["all back"] = [llm.reset_prefix_cache(reset_connector=True) for llm in engines]
     for llm in engines:
         llm.llm_engine.engine_core.shutdown()
     print_result(result)
-
-
-def as_prompt(tokens: Tokens) -> Any:
-    return {"prompt_token_ids": tokens}
 
 
 if __name__ == "__main__":

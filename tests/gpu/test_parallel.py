@@ -62,11 +62,14 @@ EXACT = {
     "kv_cache_memory_bytes": 256 << 20,
     "gpu_memory_utilization": 0.1,
     "max_num_batched_tokens": 1024,
-    "requests": 428,
+    "requests": 120,
 }
 BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
-KILLED = {**ARGUMENTS, **TP}
-KILLED.pop("logprobs")
+KILLED = {
+    **{key: value for key, value in ARGUMENTS.items() if key != "logprobs"},
+    **TP,
+    "num_gpu_blocks_override": 130,  # of 64 tokens: too few for all that is asked
+}
 
 
 @dataclass(frozen=True)
@@ -113,23 +116,26 @@ CASES = {
 }
 RUNNERS = {"v1": "0", "v2": "1"}
 RUNS = [
-    ("tensor parallel", "v1"),
-    ("tensor parallel", "v2"),
-    ("latent attention", "v1"),
-    ("latent attention", "v2"),
-    ("pipeline parallel", "v1"),
-    ("pipeline parallel", "v2"),
-    ("pipeline with uneven stages", "v1"),
-    ("data parallel", "v2"),
-    ("data parallel in step", "v1"),
     ("tensor parallel under pressure", "v1"),
     ("tensor parallel under pressure", "v2"),
     ("pipeline parallel under pressure", "v1"),
     ("pipeline parallel under pressure", "v2"),
+    ("pipeline parallel", "v1"),
+    ("pipeline parallel", "v2"),
     ("a rank is killed", "v2"),
     ("a rank is killed that shares memory", "v1"),
+    ("pipeline with uneven stages", "v1"),
+    ("tensor parallel", "v1"),
+    ("tensor parallel", "v2"),
+    ("latent attention", "v1"),
+    ("latent attention", "v2"),
+    ("data parallel", "v2"),
+    ("data parallel in step", "v1"),
 ]
-RUN_SECONDS = 170
+"""The longest come first."""
+AT_ONCE = 9
+"""More on two GPUs wait for each other: one rank's sum for another's turn on its GPU."""
+RUN_SECONDS = 240
 BULKY = ("expected", "computed", "stored", "reloaded", "loaded", "corrupted", "rolled", "swapped")
 """What is not shown of a result."""
 
@@ -144,7 +150,7 @@ def runs(
         for item in request.session.items
         if item.path == request.path and "runs" in item.fixturenames
     ]
-    with ThreadPoolExecutor(len(RUNS)) as threads:
+    with ThreadPoolExecutor(AT_ONCE) as threads:
         yield {
             (name, runner): threads.submit(
                 run_module,
@@ -175,12 +181,7 @@ def test_replicas_share_a_store(tmp_path: Path, runner: str) -> None:
     with Master(lease_seconds=10) as master:
         arguments = {**ARGUMENTS, "store": master.address}
         result = run_module(
-            *(
-                "tests.engine.replica_run",
-                tmp_path,
-                "qwen3",
-                {**ARGUMENTS, "store": master.address},
-            ),
+            *("tests.engine.replica_run", tmp_path, "qwen3", arguments),
             timeout_seconds=RUN_SECONDS,
             **{**environment(), **PATIENT, **ENVIRONMENT, "PYTHONHASHSEED": "0"},
             VLLM_USE_V2_MODEL_RUNNER=RUNNERS[runner],
