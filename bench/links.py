@@ -124,8 +124,9 @@ def _copy(gpu: int, pipe: Connection) -> None:
 
 
 def _pages_by_node(address: int) -> dict[str, int]:
-    """Return how many pages of the mapping at an address lie on which NUMA node."""
-    for line in Path("/proc/self/numa_maps").read_text().splitlines():
+    """Return how many pages of the mapping at an address lie on which NUMA node, if Linux says."""
+    maps = Path("/proc/self/numa_maps")
+    for line in maps.read_text().splitlines() if maps.exists() else ():
         start, *words = line.split()
         if int(start, 16) == address:
             return {k: int(v) for k, _, v in (w.partition("=") for w in words) if k[:1] == "N"}

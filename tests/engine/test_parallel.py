@@ -67,7 +67,13 @@ def test_replicas_share_a_store(model_folder: Path) -> None:
     replica_run.check_shared(result)
 
 
-@pytest.mark.parametrize("split", [{"tensor_parallel_size": 2}, PIPELINE], ids=["TP", "PP"])
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param({"tensor_parallel_size": 2}, id="TP"),
+        pytest.param(PIPELINE, id="PP", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_whose_copies_fail_or_take_very_long(model_folder: Path, split: Any) -> None:
     """All of them or one: no wrong token, and every block comes back."""
     arguments = {**split, "requests": 60}
@@ -75,7 +81,13 @@ def test_ranks_whose_copies_fail_or_take_very_long(model_folder: Path, split: An
     pressure_run.check(run)
 
 
-@pytest.mark.parametrize("sharing", [False, pytest.param(True, marks=NEEDS_LATENT_ATTENTION)])
+@pytest.mark.parametrize(
+    "sharing",
+    [
+        pytest.param(False, marks=pytest.mark.slow),
+        pytest.param(True, marks=NEEDS_LATENT_ATTENTION),
+    ],
+)
 def test_a_rank_that_is_killed_while_it_copies(model_folder: Path, sharing: bool) -> None:
     """The engine ends with an error; nothing stays behind, of memory that ranks share either."""
     kind, more = ("deepseek_v2", LATENT) if sharing else ("qwen3", {})
