@@ -49,7 +49,7 @@ class ServingEngine:
         self.gauges: dict[str, float] = {}
         self.clock = ConnectorClock()
         self._time_new_connectors()
-        _model_config(self.shape).save_pretrained(settings.model)
+        model_config(self.shape).save_pretrained(settings.model)
         self.memory_before = memory_in_use()
         cache_bytes = settings.cache_blocks * self.shape.block_bytes(self.item_bytes)
         started = time.perf_counter()
@@ -210,7 +210,8 @@ class ServingEngine:
         )
 
 
-def _model_config(shape: Shape) -> Any:
+def model_config(shape: Shape) -> Any:
+    """Return a Llama of that shape, for transformers."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
