@@ -27,6 +27,8 @@ ROUNDS = 12
 WAYS = ("blocks", "one piece")
 DIRECTIONS = ("load", "store")
 ANSWER_SECONDS = 120
+DRIVER = Path("/dev/nvidiactl")
+"""There where a driver of NVIDIA's is."""
 
 Rates = dict[str, dict[str, dict[str, list[float]]]]
 
@@ -45,7 +47,7 @@ def host_of(gpus: int) -> dict[str, Any]:
             for path in sorted(nodes)
         },
     }
-    if not Path("/dev/nvidiactl").exists():
+    if not DRIVER.exists():
         return {**facts, "gpus": [], "rates": {}}
     processes, pipes = [], []
     spawn = multiprocessing.get_context("spawn")

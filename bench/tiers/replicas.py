@@ -30,7 +30,6 @@ from bench.serving.settings import OURS, EngineSettings
 from bench.serving.shapes import SHAPES, Shape
 from bench.serving.stats import spread
 from bench.tiers.__main__ import RATE, with_mooncake
-from tests.support.totals import totals_by_replica
 
 REPLICAS = 2
 REPEATS = 3
@@ -51,6 +50,7 @@ async def measure(shape: Shape, model: str, options: dict[str, Any]) -> dict[str
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from bench.serving.engine import model_config
+    from tests.support.totals import totals_by_replica
 
     settings = EngineSettings(shape, OURS, model, options)
     model_config(shape).save_pretrained(model)
