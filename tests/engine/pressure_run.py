@@ -19,7 +19,6 @@ from typing import Any
 from tests.support.inputs import busy_requests
 from tests.support.processes import print_result
 
-RANKS = 2
 SETTINGS: dict[str, Any] = {"num_gpu_blocks_override": 260, "max_num_seqs": 16}
 FAULTS = ("refused", "failed")
 DISTURBED: dict[str, tuple[list[int], str | None]] = {
