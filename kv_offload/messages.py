@@ -89,7 +89,8 @@ class RankReport:
     jobs: dict[int, Outcome] = field(default_factory=dict)
     """By job id, every job that has ended and is not `known`. Each is told until it is."""
     failed_rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By job id of a move that has ended: which of its pairs failed, if not all went well."""
+    """By job id of a move that has ended: which of its pairs failed, if not all went well. A move
+    that was never begun has failed without them."""
     cut_short: int | None = None
     """The `admissions` of the last step that an error of the engine cut short: nobody knows which
     blocks it computed."""

@@ -5,6 +5,8 @@ usage: python -m bench.serving [--shape small|gqa8|mqa] [--out FOLDER]
                                [--sections ttft,throughput,latency,pairs,conversations,start]
                                [--options JSON] [--tensor-parallel RANKS]
 
+This project gets `{"eviction_policy": "lru"}`, or the options that are named.
+
 Every connector gets an engine in a process of its own: the same shape with random weights, the same
 prompts, the same GPU cache, as much host memory. docs/benchmarks/serving.md explains every figure.
 
@@ -39,6 +41,10 @@ from bench.serving.runs import SECTIONS, Bench
 from bench.serving.settings import CONNECTORS, LIMIT, OURS
 from bench.serving.shapes import SHAPES
 
+KEEP_LAST = {"eviction_policy": "lru"}
+"""What fits into host memory is to hit, as with vLLM's connectors. `auto` would keep the repeated
+prompts of one section from the new ones of the next."""
+
 
 def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
     """Return a parser of a list with commas, each of whose words is one of `allowed`."""
@@ -65,7 +71,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         "--connectors", type=names(tuple(CONNECTORS)), default=["off", "kv-offload"]
     )
     parser.add_argument("--sections", type=names(SECTIONS), default=list(SECTIONS[:-1]))
-    parser.add_argument("--options", type=json.loads, default={}, help="for this project, as JSON")
+    parser.add_argument("--options", type=json.loads, default=KEEP_LAST, help="for this project")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of every engine")
     parser.add_argument(
         "--out",

@@ -5,7 +5,8 @@ usage: python -m bench.tiers [--shape small|gqa8|mqa] [--disk FOLDER] [--disk-by
 
 An engine without a tier comes first and last, then one with each tier that is asked for: with
 files in FOLDER, and with a store whose memory, BYTES, is another process's on this machine. What a
-tier has is always read, also where computing would be sooner, and all is written to it.
+tier has is always read, also where computing would be sooner, and all is written to it: with `gqa8`
+some 33 GB, so give each tier 40 GiB.
 
 The first table says how long the first token takes by the place that has the prompt, the second how
 long it is from token to token of decodes while blocks are moved. Everything is written to

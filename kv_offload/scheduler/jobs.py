@@ -68,7 +68,7 @@ class Move(Job):
     """What each slot holds, or is to hold."""
     tier_slots: Slots = field(default_factory=lambda: NO_SLOTS)
     failed_rows: set[int] = field(default_factory=set)
-    """Slots whose copy some rank has told to have failed, by their places."""
+    """Places of the slots whose copy has failed on some rank."""
 
     @property
     def is_store(self) -> bool:
@@ -199,12 +199,19 @@ class Jobs:
                 self._known.add(job_id)
                 heard.ended.append(job)
 
-    def hear_rows(self, failed_rows: Mapping[int, Sequence[int]]) -> None:
-        """Take in which slots of moves failed on a rank, before `hear` takes in their ends."""
-        for job_id, rows in failed_rows.items():
+    def hear_rows(
+        self, outcomes: Mapping[int, Outcome], failed_rows: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Take in which slots of moves failed on a rank, before `hear` takes in their ends.
+
+        A rank that names no slot of a move that failed has never begun it: all its slots failed.
+        """
+        for job_id, outcome in outcomes.items():
             move = self._running.get(job_id)
             if isinstance(move, Move):
-                move.failed_rows.update(rows)
+                rows = failed_rows.get(job_id, ())
+                begun = outcome is Outcome.OK or len(rows)
+                move.failed_rows.update(rows if begun else range(len(move.slots)))
 
     def take_known(self) -> tuple[int, ...]:
         """Return the jobs that ranks have told of and that are not in the table any more."""

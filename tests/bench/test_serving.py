@@ -158,7 +158,7 @@ ANSWERS = {"serving": "How long until the first token", "conversations": "How lo
 
 @pytest.mark.parametrize(
     "path",
-    sorted(p for word in ANSWERS for p in (ROOT / "bench/results/h200").glob(f"{word}-*.json")),
+    sorted(p for word in ANSWERS for p in (ROOT / "bench/results").glob(f"*/{word}-*.json")),
     ids=lambda path: path.stem,
 )
 def test_kept_results_can_be_shown_and_prove_their_loads(path: Path) -> None:

@@ -72,6 +72,12 @@ def forks(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
+def fixed_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have keys mean the same in every process: vLLM 0.28 draws its seed without this."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+@pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
     """Control over the host engine's copies: hold them, fail them."""
     control = Copies()

@@ -36,6 +36,20 @@ def prompts_with_shared_prefix(
     return [prefix + random_tokens(tail, 1000 * seed + i + 1) for i, tail in enumerate(tails)]
 
 
+def full_blocks(prompts: Sequence[Tokens]) -> int:
+    """Return how many different blocks prompts have between them that requests may load.
+
+    The last token of a prompt is always computed, so a block that ends with it is not among them.
+    """
+    return len(
+        {
+            tuple(prompt[:end])
+            for prompt in prompts
+            for end in range(BLOCK_TOKENS, len(prompt), BLOCK_TOKENS)
+        }
+    )
+
+
 def patiently(max_steps: int) -> Iterator[int]:
     """Yield the numbers of at least `max_steps` steps, and of more within `PATIENCE_SECONDS`.
 
@@ -119,6 +133,13 @@ class Engine:
         self.totals.clear()
         for tensor in self.kv_tensors:
             tensor.fill_(50.0)
+
+    def forget_host_memory(self) -> None:
+        """Leave the tier below host memory as the only place with anything of the prompts."""
+        self.settle()
+        self.forget()
+        self.offload.manager.reset()
+        self.slots[:] = 0x55
 
     def add(
         self,

@@ -18,8 +18,8 @@ from kv_offload.errors import ConfigError
 from kv_offload.scheduler.tiers import promotions
 from tests.engine.harness import (
     BLOCK_TOKENS,
-    Engine,
     all_differ,
+    full_blocks,
     offloading,
     plain_answers,
     prompts_with_shared_prefix,
@@ -27,33 +27,14 @@ from tests.engine.harness import (
 )
 from tests.support.processes import run_until_killed
 
+pytestmark = pytest.mark.usefixtures("fixed_hashes")
+
 PROMPTS = prompts_with_shared_prefix()
-FULL_BLOCKS = len(
-    {
-        tuple(prompt[:end])
-        for prompt in PROMPTS
-        for end in range(BLOCK_TOKENS, len(prompt), BLOCK_TOKENS)
-    }
-)
-"""That the prompts have between them, but for their ends."""
-
-
-@pytest.fixture(autouse=True)
-def _fixed_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have keys mean the same in every process: vLLM 0.28 draws its seed without this."""
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
+FULL_BLOCKS = full_blocks(PROMPTS)
 
 
 def disk(folder: Path, **more: Any) -> dict[str, Any]:
     return {"disk_path": str(folder), "disk_bytes": "64MiB", **more}
-
-
-def forget_host_memory(running: Engine) -> None:
-    """Leave the disk as the only place with anything of the prompts."""
-    running.settle()
-    running.forget()
-    running.offload.manager.reset()
-    running.slots[:] = 0x55
 
 
 def kill_when_written(models: str, folder: str) -> None:
@@ -89,7 +70,7 @@ def test_the_disk_serves_what_host_memory_forgot(
     expected = plain_answers(model_folder, PROMPTS, kind)
     with offloading(model_folder, kind, disk(tmp_path, **plugin)) as ours:
         assert ours.generate(PROMPTS) == expected
-        forget_host_memory(ours)
+        ours.forget_host_memory()
         assert ours.generate(PROMPTS) == expected
         assert ours.totals["promoted_slots"] > 0
         assert ours.blocks_loaded() > 0
@@ -101,7 +82,7 @@ def test_flipped_bits_are_misses(model_folder: Path, tmp_path: Path) -> None:
     expected = plain_answers(model_folder, PROMPTS)
     with offloading(model_folder, plugin=disk(tmp_path)) as ours:
         ours.generate(PROMPTS)
-        forget_host_memory(ours)
+        ours.forget_host_memory()
         (file,) = tmp_path.glob("rank-*.kv")
         stored = bytearray(file.read_bytes())
         for place in range(FIRST_REGION_BYTES, len(stored), 997):
@@ -136,7 +117,7 @@ def test_a_disk_that_takes_its_time_is_not_waited_for(
 
     with offloading(model_folder, plugin=disk(tmp_path)) as ours:
         assert ours.generate(PROMPTS) == expected
-        forget_host_memory(ours)
+        ours.forget_host_memory()
         monkeypatch.setattr(os, "preadv", read_slowly)
         assert ours.generate(PROMPTS) == expected
         assert ours.totals["late_promotions"] > 0

@@ -15,8 +15,8 @@ import pytest
 from kv_offload.scheduler.tiers import promotions, shared_tier, tier
 from tests.engine.harness import (
     BLOCK_TOKENS,
-    Engine,
     all_differ,
+    full_blocks,
     offloading,
     plain_answers,
     prompts_with_shared_prefix,
@@ -25,27 +25,16 @@ from tests.support.inputs import Tokens, random_tokens
 from tests.support.mooncake import PATIENT, Master, Peer, environment, require_mooncake
 from tests.support.processes import kill_group, print_result, run_module, start_module
 
+pytestmark = pytest.mark.usefixtures("fixed_hashes")
+
 PROMPTS = prompts_with_shared_prefix()
-FULL_BLOCKS = len(
-    {
-        tuple(prompt[:end])
-        for prompt in PROMPTS
-        for end in range(BLOCK_TOKENS, len(prompt), BLOCK_TOKENS)
-    }
-)
-"""That the prompts have between them, but for their ends."""
+FULL_BLOCKS = full_blocks(PROMPTS)
 MANY = [random_tokens(1920, seed=100 + number) for number in range(10)]
 """More than `SEGMENT` holds: 36 KiB a block with its header."""
 SEGMENT = "16MiB"
 LEASE_SECONDS = 10.0
 PATIENCE_SECONDS = 20.0
 """A request that does not wait for the store's answer on a busy machine proves nothing here."""
-
-
-@pytest.fixture(autouse=True)
-def _fixed_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have keys mean the same in every process: vLLM 0.28 draws its seed without this."""
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
 
 
 @pytest.fixture
@@ -65,14 +54,6 @@ def store(master: str, nbytes: str | int = SEGMENT, **more: Any) -> dict[str, An
 def expected(model_folder: Path) -> list[Tokens]:
     """What an engine without the plugin answers to the prompts."""
     return plain_answers(model_folder, [*PROMPTS, *MANY])[: len(PROMPTS)]
-
-
-def forget_host_memory(running: Engine) -> None:
-    """Leave the store as the only place with anything of the prompts."""
-    running.settle()
-    running.forget()
-    running.offload.manager.reset()
-    running.slots[:] = 0x55
 
 
 def wait_until(condition: Any, seconds: float = 30) -> None:
@@ -127,7 +108,7 @@ def test_what_one_engine_has_computed_another_one_loads(
         assert ours.generate(MANY) == of_many
         ours.settle()
         lost = ours.totals["lost_tier_slots"]
-        forget_host_memory(ours)
+        ours.forget_host_memory()
         assert ours.generate(MANY) == of_many
         # Refused while it was full, or evicted since.
         assert lost + ours.totals["lost_tier_slots"] > 0
@@ -151,27 +132,27 @@ def test_a_master_and_a_peer_that_fail_cost_computing_and_are_used_again_later(
         offloading(model_folder, plugin=store(master.address, 0)) as ours,
     ):
         assert ours.generate(PROMPTS) == expected
-        forget_host_memory(ours)
+        ours.forget_host_memory()
         master.kill()
         assert ours.generate(PROMPTS) == expected
         assert ours.totals["promoted_slots"] == 0
-        forget_host_memory(ours)
+        ours.forget_host_memory()
         master.start()
 
         def is_served() -> bool:
             assert ours.generate(PROMPTS) == expected
-            forget_host_memory(ours)
+            ours.forget_host_memory()
             assert ours.generate(PROMPTS) == expected
             return ours.totals["promoted_slots"] > 0
 
         wait_until(is_served, 60)
-        forget_host_memory(ours)
+        ours.forget_host_memory()
         master.hold()
         assert ours.generate(PROMPTS) == expected
         assert ours.totals["promoted_slots"] == 0
         master.go_on()
         wait_until(is_served, 60)
-        forget_host_memory(ours)
+        ours.forget_host_memory()
         peer.hold()
         monkeypatch.setattr(shared_tier, "PATIENCE_SECONDS", PATIENCE_SECONDS)
         assert ours.generate(PROMPTS) == expected

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import BLOCK_TOKENS
+from tests.engine.harness import full_blocks
 from tests.gpu.engine_run import PROMPTS
 from tests.support.mooncake import PATIENT, Master, environment, require_mooncake
 from tests.support.processes import kill_group, run_module, run_until_killed, start_module
@@ -17,14 +17,7 @@ from tests.support.processes import kill_group, run_module, run_until_killed, st
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
 RUN = "tests.gpu.tier_run"
-BLOCKS = len(
-    {
-        tuple(prompt[:end])
-        for prompt in PROMPTS
-        for end in range(BLOCK_TOKENS, len(prompt) + 1, BLOCK_TOKENS)
-    }
-)
-"""That the prompts have between them, but for their ends."""
+BLOCKS = full_blocks(PROMPTS)
 ALWAYS = {"load_or_recompute": "always_load"}  # a small model computes sooner
 
 

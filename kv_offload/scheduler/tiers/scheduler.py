@@ -115,7 +115,7 @@ class TieredScheduler(OffloadScheduler):
     def take_report(self, report: OffloadWorkerMetadata) -> None:
         """Take in what ranks tell, of moves too."""
         for told in report.ranks.values():
-            self._jobs.hear_rows(told.failed_rows)
+            self._jobs.hear_rows(told.jobs, told.failed_rows)
         super().take_report(report)
 
     def _end_job(self, job: Job) -> None:
@@ -129,8 +129,6 @@ class TieredScheduler(OffloadScheduler):
         failed = np.zeros(len(move.slots), bool)
         failed[list(move.failed_rows)] = True
         if move.outcome is not Outcome.OK:
-            if not move.failed_rows:
-                failed[:] = True  # some rank never had it
             self._tier.failed()
         elif not move.failed_rows:
             self._tier.went_well()

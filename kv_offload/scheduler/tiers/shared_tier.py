@@ -125,10 +125,9 @@ class SharedTier(Tier):
         self._directory: Directory | None = None
         self._known = RecentKeys()
         self._generation = SHARED_GENERATION
-        # What was asked last. Answers come in the order of the questions.
-        self._last: Answer | None = None
-        # The answer that came too late; nothing is asked before it has come.
-        self._late: Answer | None = None
+        # Answers come in the order of the questions, so the last is open as long as any is.
+        self._last_answer: Answer | None = None
+        self._is_late = False
 
     @property
     def is_open(self) -> bool:
@@ -147,8 +146,8 @@ class SharedTier(Tier):
 
     @property
     def usable(self) -> bool:
-        """Whether something may be read, written or asked now."""
-        return super().usable and (self._late is None or self._late.is_done)
+        """Whether something may be read, written or asked now: not while an answer is late."""
+        return super().usable and not (self._is_late and self.is_asked)
 
     @property
     def generation(self) -> bytes:
@@ -165,18 +164,18 @@ class SharedTier(Tier):
         unknown = [key for key, known in zip(keys, self._known.has(keys), strict=True) if not known]
         if not unknown:
             return None
-        self._last = self._directory.ask(self.names(unknown))
-        return StoreQuestion(self, unknown, self._last)
+        self._last_answer, self._is_late = self._directory.ask(self.names(unknown)), False
+        return StoreQuestion(self, unknown, self._last_answer)
 
     @property
     def is_asked(self) -> bool:
         """See `Tier`."""
-        return self._last is not None and not self._last.is_done
+        return self._last_answer is not None and not self._last_answer.is_done
 
     def take_answer(self, keys: Sequence[bytes], answer: Answer) -> None:
         """Take in an answer, or that it takes too long."""
         if not answer.is_done:
-            self._late = answer
+            self._is_late = True
         elif answer.found is None:
             self.failed()
         else:

@@ -374,6 +374,22 @@ def test_a_slot_that_one_rank_cannot_read_is_not_served(tmp_path: Path) -> None:
     engine.connector.shutdown()
 
 
+@pytest.mark.parametrize("refuses", [0, 1])
+def test_what_one_rank_never_read_is_not_served_whatever_another_tells(
+    tmp_path: Path, refuses: int
+) -> None:
+    """One rank refuses the read, the other fails a part of it: nothing of it is on both."""
+    engine = DiskEngine(tmp_path, ranks=2)
+    tiers = [rank.tier for rank in engine.ranks if rank.tier is not None]
+    tiers[refuses].faults["submit"] = 1
+    tiers[1 - refuses].faults["mismatch"] = 1
+    ask(engine, "a")
+    engine.run()  # compares what is readable with its key
+    assert engine.totals["promoted_slots"] == 0
+    assert engine.totals["lost_tier_slots"] == FULL_BLOCKS
+    engine.connector.shutdown()
+
+
 def test_what_came_later_is_not_hidden_by_what_was_offered(engine: DiskEngine) -> None:
     """Host memory has a part, which was offered while the rest was read."""
     ask(engine, "part", prompt=PROMPT[:9])
