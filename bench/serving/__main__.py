@@ -3,7 +3,7 @@
 usage: python -m bench.serving [--shape small|gqa8|mqa] [--out FOLDER]
                                [--connectors off,kv-offload,vllm,vllm-simple]
                                [--sections ttft,throughput,latency,pairs,conversations,start]
-                               [--options JSON]
+                               [--options JSON] [--tensor-parallel RANKS]
 
 This project gets `{"eviction_policy": "lru"}`, or the options that are named.
 
@@ -72,7 +72,12 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--sections", type=names(SECTIONS), default=list(SECTIONS[:-1]))
     parser.add_argument("--options", type=json.loads, default=KEEP_LAST, help="for this project")
-    parser.add_argument("--out", type=Path, help="folder for the result, serving-SHAPE.json")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of every engine")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for the result, serving-SHAPE.json or serving-SHAPE-tp2.json",
+    )
     return parser.parse_args(words)
 
 

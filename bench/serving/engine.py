@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -37,6 +38,9 @@ class ServingEngine:
     def __init__(self, settings: EngineSettings) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self.settings, self.shape = settings, settings.shape
+        if self.shape.tensor_parallel > 1:
+            # A forked rank could not use CUDA, which this process has looked for.
+            os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
         self.first_tokens = settings.offloading.first_tokens if settings.offloading else 1
         self.on_gpu = torch.cuda.is_available()
         self.item_bytes = 2 if self.on_gpu else 4
@@ -44,8 +48,8 @@ class ServingEngine:
         """What this project's connector has counted."""
         self.gauges: dict[str, float] = {}
         self.clock = ConnectorClock()
-        self._watch_new_connectors()
-        _model_config(self.shape).save_pretrained(settings.model)
+        self._time_new_connectors()
+        model_config(self.shape).save_pretrained(settings.model)
         self.memory_before = memory_in_use()
         cache_bytes = settings.cache_blocks * self.shape.block_bytes(self.item_bytes)
         started = time.perf_counter()
@@ -57,7 +61,8 @@ class ServingEngine:
             block_size=self.shape.block_tokens,
             num_gpu_blocks_override=settings.cache_blocks,
             # Two engines may share the device, so neither may measure what is free.
-            kv_cache_memory_bytes=cache_bytes,
+            kv_cache_memory_bytes=cache_bytes // self.shape.tensor_parallel,
+            tensor_parallel_size=self.shape.tensor_parallel,
             gpu_memory_utilization=0.4,
             max_model_len=self.shape.max_model_len,
             max_num_batched_tokens=settings.step_tokens,
@@ -70,39 +75,45 @@ class ServingEngine:
         self.start_seconds = time.perf_counter() - started
         self._filler_seed = 1_000_000
         if settings.is_ours:
+            self._count_stats()
             self._wait_for_pool()
 
-    def _watch_new_connectors(self) -> None:
-        """Have every connector that vLLM builds in this process timed; count what ours reports."""
-        from kv_offload.engines.vllm.connector import KVOffloadConnector
-
+    def _time_new_connectors(self) -> None:
+        """Have every connector that vLLM builds in this process timed."""
         original = KVConnectorFactory.create_connector
 
         def create_connector(*arguments: Any, **named: Any) -> Any:
             connector = original(*arguments, **named)
             self.clock.put_on(connector)
-            if isinstance(connector, KVOffloadConnector):
-                ours: Any = connector
-                take_stats = connector.get_kv_connector_stats
-                ours.get_kv_connector_stats = lambda: self._count(take_stats())
             return connector
 
         KVConnectorFactory.create_connector = staticmethod(create_connector)
 
-    def _count(self, stats: Any) -> Any:
+    def _count_stats(self) -> None:
+        """Count what this project's connector reports in a step: all ranks and the scheduler."""
+        scheduler: Any = self.llm.llm_engine.engine_core.engine_core.scheduler
+        make_stats = scheduler.make_stats
+
+        def count(drafts: Any = None, connector: Any = None, *others: Any, **more: Any) -> Any:
+            self._count(connector)
+            return make_stats(drafts, connector, *others, **more)
+
+        scheduler.make_stats = count
+
+    def _count(self, stats: Any) -> None:
         for name, value in stats.data.items() if stats is not None else ():
             if KINDS[name] == "counter":
                 self.counted[name] += value
             elif KINDS[name] == "gauge":
                 self.gauges[name] = value
-        return stats
 
     @property
     def pool_bytes(self) -> int | None:
         """Bytes of this project's host memory; None with another connector."""
         if not self.settings.is_ours:
             return None
-        return int(self.gauges["pool_slots"] * self.gauges["slot_bytes"])
+        ranks = self.shape.tensor_parallel
+        return ranks * int(self.gauges["pool_slots"] * self.gauges["slot_bytes"])
 
     def _wait_for_pool(self) -> None:
         """Wait until all of the pool may be used: what is measured is not its growing."""
@@ -166,8 +177,10 @@ class ServingEngine:
             self._check(deadline, "the prefix cache cannot be reset")
 
     def settle(self) -> None:
-        """Wait for all kernels and copies on the device."""
-        if self.on_gpu:
+        """Wait for all kernels and copies on the device; of several ranks for all jobs."""
+        if self.shape.tensor_parallel > 1:
+            self.rest()
+        elif self.on_gpu:
             torch.cuda.synchronize()
 
     # -- step by step --------------------------------------------------------------------------
@@ -197,7 +210,8 @@ class ServingEngine:
         )
 
 
-def _model_config(shape: Shape) -> Any:
+def model_config(shape: Shape) -> Any:
+    """Return a Llama of that shape, for transformers."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -214,16 +228,25 @@ def _model_config(shape: Shape) -> Any:
 
 
 def memory_in_use() -> dict[str, int]:
-    """Return what this process holds and what the machine has left, in bytes."""
-    held = Path("/proc/self/status").read_text()
+    """Return what this process and those that it started hold, and what the machine has left.
+
+    In bytes.
+    """
     machine = Path("/proc/meminfo").read_text()
-    found = {}
-    for text, names in (
+    held = [Path(f"/proc/{pid}/status").read_text() for pid in _family(os.getpid())]
+    found: Counter[str] = Counter()
+    for texts, names in (
         (held, ("VmLck", "VmPin", "RssAnon", "RssShmem")),
-        (machine, ("MemAvailable",)),
+        ([machine], ("MemAvailable",)),
     ):
-        for name in names:
+        for text, name in itertools.product(texts, names):
             match = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
             if match:
-                found[name] = int(match[1]) << 10
-    return found
+                found[name] += int(match[1]) << 10
+    return dict(found)
+
+
+def _family(pid: int) -> list[int]:
+    """Return a process, and those that it has started, and so on."""
+    children = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [pid, *(one for child in itertools.chain(*children) for one in _family(int(child)))]

@@ -9,9 +9,11 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.links import table as links_table
 from bench.machine import write_result
 from bench.serving.settings import LIMIT, OURS
 from bench.serving.shapes import SHAPES
@@ -33,6 +35,8 @@ def tables(document: Document) -> str:
     for section, table in TABLES:
         found = {name: result[section] for name, result in results.items() if section in result}
         parts.append(table(document, found) if found else "")
+    if rates := (document.get("host") or {}).get("rates"):
+        parts.append(f"**What does each GPU's link carry? GB/s, by GPUs**\n\n{links_table(rates)}")
     if pairs := document["pairs"]:
         parts.append(
             f"**What does storing cost?** Throughput at 0 % hits, {OURS} / off, {pairs['pairs']} "
@@ -52,7 +56,9 @@ def tables(document: Document) -> str:
 
 def save(document: Document, folder: Path) -> Path:
     """Write the result as JSON; return its path."""
-    path = folder / f"serving-{document['shape']['name']}.json"
+    ranks = document["shape"]["tensor_parallel"]
+    of_ranks = f"-tp{ranks}" if ranks > 1 else ""
+    path = folder / f"serving-{document['shape']['name']}{of_ranks}.json"
     write_result(path, document)
     return path
 
@@ -80,12 +86,15 @@ def _proofs(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def floor_seconds(document: Document, tokens: int) -> float | None:
-    """Return the least time for a repeated prompt: its bytes over the link and a decode step."""
+    """Return the least time for a repeated prompt: its bytes over the links and a decode step."""
     link = document["results"].get("off", {}).get("link")
     if not link or not link["bytes_per_second"]:
         return None
-    _, nbytes = SHAPES[document["shape"]["name"]].loadable_bytes(tokens, 2)
-    return float(nbytes / link["bytes_per_second"] + link["decode_step"])
+    # Files of one rank from before there could be more do not say so.
+    ranks = document["shape"].get("tensor_parallel", 1)
+    shape = replace(SHAPES[document["shape"]["name"]], tensor_parallel=ranks)
+    _, nbytes = shape.loadable_bytes(tokens, 2)
+    return float(nbytes / ranks / link["bytes_per_second"] + link["decode_step"])
 
 
 # -- tables ------------------------------------------------------------------------------------

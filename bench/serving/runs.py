@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from bench.links import host_of
 from bench.machine import machine
 from bench.serving.process import EngineError, EngineProcess, progress
 from bench.serving.report import save
@@ -46,8 +47,11 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, model: str) -> None:
         self._arguments = arguments
+        ranks = arguments.tensor_parallel
+        self._shape = replace(SHAPES[arguments.shape], tensor_parallel=ranks)
+        self._host = host_of(ranks) if ranks > 1 else None
         self._settings = {
-            connector: EngineSettings(SHAPES[arguments.shape], connector, model, arguments.options)
+            connector: EngineSettings(self._shape, connector, model, arguments.options)
             for connector in [*arguments.connectors, LIMIT]
         }
         self._visits = self._plan()
@@ -82,7 +86,8 @@ class Bench:
             "machine": machine(),
             "sections": arguments.sections,
             "options": arguments.options,
-            "shape": {"name": arguments.shape, **asdict(SHAPES[arguments.shape])},
+            "shape": {"name": arguments.shape, **asdict(self._shape)},
+            "host": self._host,
             "results": self.results,
             "pairs": self.pairs,
             "missing": self.missing,
@@ -152,7 +157,7 @@ class Bench:
             for process in both:
                 self._start(process)
                 process.ask("turn", seed=0)
-            for seed in range(1, 1 + SHAPES[self._arguments.shape].pairs):
+            for seed in range(1, 1 + self._shape.pairs):
                 order = both if seed % 2 else both[::-1]
                 rates = {process.connector: process.ask("turn", seed=seed) for process in order}
                 ratios.append(rates[OURS] / rates["off"])

@@ -40,6 +40,8 @@ class Shape:
     steps_between: int
     """Prompts that others send meanwhile, one every so many steps."""
     conversations: Conversations
+    tensor_parallel: int = 1
+    """Ranks that divide the heads between them, each on a device of its own."""
 
     @property
     def blocks_ever_used(self) -> int:
@@ -61,8 +63,9 @@ class Shape:
         return max(longest, decoded) + self.block_tokens
 
     def block_bytes(self, item_bytes: int) -> int:
-        """Bytes of a block over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_size * self.block_tokens * item_bytes
+        """Bytes of a block over all layers and ranks, each of which has one KV head at least."""
+        kv_heads = max(self.kv_heads, self.tensor_parallel)
+        return 2 * self.layers * kv_heads * self.head_size * self.block_tokens * item_bytes
 
     def loadable_bytes(self, tokens: int, item_bytes: int) -> tuple[int, int]:
         """Least and most bytes of a prompt that a cache must serve: its full blocks.

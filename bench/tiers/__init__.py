@@ -4,4 +4,5 @@ bench_tiers.py   rates of a disk beside plain direct I/O, and what a job takes o
 bench_store.py   rates of a store, and what asking it takes
 __main__.py      `python -m bench.tiers`: first tokens and decodes of real engines
 section.py       what one of these engines is asked for
+replicas.py      `python -m bench.tiers.replicas`: what replicas gain from a store that they share
 """

@@ -144,8 +144,7 @@ def main(words: list[str] | None = None) -> int:
             if (reason := missing()) is not None:
                 progress(f"no store is measured: {reason}")
                 return 1
-            ends.enter_context(_as_their_environment())
-            master = ends.enter_context(Master(lease_seconds=30)).address
+            master = ends.enter_context(with_mooncake())
             ends.enter_context(Peer(master, count=1, segment_bytes=arguments.store_bytes))
         problems = measure(arguments, master, document)
     print(tables(document))
@@ -156,12 +155,13 @@ def main(words: list[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _as_their_environment() -> Iterator[None]:
-    """Have processes that are started find what Mooncake needs."""
+def with_mooncake() -> Iterator[str]:
+    """Run a master, whose address comes; processes that are started find what Mooncake needs."""
     before = dict(os.environ)
     os.environ.update(environment(), PYTHONHASHSEED="0")  # keys mean the same to all engines
     try:
-        yield
+        with Master(lease_seconds=30) as master:
+            yield master.address
     finally:
         os.environ.clear()
         os.environ.update(before)

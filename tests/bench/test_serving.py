@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from bench.serving import __main__ as serving
 from bench.serving import runs
 from bench.serving.process import EngineError
-from bench.serving.report import tables, unproven
+from bench.serving.report import save, tables, unproven
 from bench.serving.settings import CONNECTORS, EngineSettings
 from bench.serving.shapes import SHAPES
 from bench.serving.stats import percentiles, ratio_interval, spread
@@ -60,6 +61,12 @@ def test_a_cache_serves_whole_blocks_and_may_leave_the_last_to_be_computed() -> 
     blocks = [(least >> 21, most >> 21) for least, most in found]
     assert blocks == [(0, 0), (0, 1), (1, 1), (511, 512)]
     assert shape.batch_prompts * shape.batch_tokens // 16 << 21 <= shape.host_bytes
+
+
+def test_ranks_divide_the_heads_and_each_has_one_at_least() -> None:
+    gqa8, mqa = SHAPES["gqa8"], SHAPES["mqa"]
+    assert replace(gqa8, tensor_parallel=2).block_bytes(2) == gqa8.block_bytes(2)
+    assert replace(mqa, tensor_parallel=2).block_bytes(2) == 2 * mqa.block_bytes(2)
 
 
 def test_every_connector_is_asked_for_the_same_host_memory() -> None:
@@ -124,6 +131,16 @@ def test_the_table_has_the_floor_and_what_failed_and_times_without_a_gpu_tell_no
     assert warning not in text
     del measured["machine"]["gpu"]
     assert warning in tables(measured)
+
+
+def test_ranks_share_the_floor_and_have_a_file_of_their_own(tmp_path: Path) -> None:
+    measured = document(100)
+    measured["shape"]["tensor_parallel"] = 2
+    assert "| 1,024 | 200.0 | 143.0 | 9.0 | 67.5 |" in tables(measured)
+    assert save(measured, tmp_path).name == "serving-gqa8-tp2.json"
+    alone = {"alone": [50e9, 48e9], "at once": [50e9, 24e9]}
+    measured["host"] = {"rates": {"load": {"blocks": alone}}}
+    assert "| load, blocks | 50.0 / 48.0 | 50.0 / 24.0 | 1.00 / 0.50 |" in tables(measured)
 
 
 def test_bytes_that_did_not_come_back_are_named() -> None:
@@ -272,6 +289,19 @@ def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) ->
     assert ours["latency"]["storing"]["connector_per_step"]["mean"] > 0
     assert ours["memory"]["pool_bytes"] == SMALL.host_bytes
     assert "| 100 % hits | as 0 % hits |" in run.stdout
+
+
+@on_an_engine
+def test_two_ranks_load_what_they_must(tmp_path: Path) -> None:
+    words = ["--tensor-parallel", "2", "--sections", "ttft", "--connectors", "kv-offload"]
+    assert serving.main([*words, "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "serving-small-tp2.json").read_text())
+    assert found["host"]["memory_by_node"]
+    ours = found["results"]["kv-offload"]
+    on_gpu = "gpu" in found["machine"]
+    for length in SMALL.prompt_tokens:
+        assert_loaded(ours["ttft"][str(length)], length, SMALL.repeats, on_gpu)
+    assert ours["memory"]["pool_bytes"] == SMALL.host_bytes
 
 
 @on_an_engine

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench.tiers import __main__ as tiers
+from bench.tiers import replicas
 from bench.tiers.__main__ import options, parse, tables, unproven
 
 MILLISECONDS = {"median": 0.0125, "min": 0.01, "max": 0.02}
@@ -44,6 +45,16 @@ def test_what_the_tables_show() -> None:
     shown = tables(document(4096))
     assert "| disk | 1,024 | 12.5 (10.0 to 20.0) | 12.5" in shown
     assert "| disk | 5.0 / 7.1 | - | - | - |" in shown
+
+
+def test_replicas_must_read_all_of_what_the_other_has_computed() -> None:
+    found = {**dict.fromkeys(replicas.PLACES, MILLISECONDS), "blocks_read": 9, "blocks_needed": 9}
+    measured = {"results": {"shared store": {"1024": found}}}
+    assert replicas.unproven(measured) == []
+    assert "| shared store | 1,024 | 12.5 (10.0 to 20.0) | 12.5" in replicas.table(measured)
+    found["blocks_read"] = 8
+    (problem,) = replicas.unproven(measured)
+    assert "shared store, 1024 tokens: 8 of 9 blocks" in problem
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from tests.engine.multiprocess_run import (
 from tests.support.inputs import Tokens
 from tests.support.mooncake import require_mooncake
 from tests.support.processes import print_result
+from tests.support.totals import totals_by_replica
 
 REPLICAS = 2
 TOLD = ("lookup_tokens", "hit_tokens", "lost_tier_slots", "late_lookups", "late_promotions")
@@ -182,13 +183,13 @@ async def run(
             result["stored"] = await call(rank_calls.digests, "stored")
             blocks = [len(ranks[0]["blocks"]) for ranks in result["stored"]]
             for _ in patiently(0):
-                if (demoted := totals("demoted_slots")) == blocks:
+                if (demoted := totals_by_replica("demoted_slots", REPLICAS)) == blocks:
                     break
                 await asyncio.sleep(0.05)
             result["demoted"] = demoted
             await swap()
-            result["promoted"] = totals("promoted_slots")
-            result["totals"] = {name: totals(name) for name in TOLD}
+            result["promoted"] = totals_by_replica("promoted_slots", REPLICAS)
+            result["totals"] = {name: totals_by_replica(name, REPLICAS) for name in TOLD}
             assert await llm.reset_prefix_cache() is not False
             await call(rank_calls.roll, [0], "loaded", replicas=1)
             result["rolled"] = await ask_each(prompts[::-1])
@@ -207,17 +208,6 @@ async def run(
         return result
     finally:
         llm.shutdown()
-
-
-def totals(name: str) -> list[int]:
-    """Return a counter of the plugin, by replica, as the front end would show it."""
-    from vllm.v1.metrics.reader import get_metrics_snapshot
-
-    found = [0] * REPLICAS
-    for metric in get_metrics_snapshot():
-        if metric.name == f"vllm:host_kv_cache_{name}":
-            found[int(metric.labels["engine"])] = int(metric.value)
-    return found
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine import nixl_run
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Engine,
@@ -18,6 +20,7 @@ from tests.engine.harness import (
     random_tokens,
 )
 from tests.engine.multiprocess_run import check, run_engine
+from tests.support.processes import run_module
 from tests.support.remote_connector import RemoteConnector, multi_config
 
 PROMPTS = prompts_with_shared_prefix(seed=5)
@@ -87,3 +90,9 @@ def test_ranks_in_processes_of_their_own(model_folder: Path, forks: bool) -> Non
     """Capacities, reports and stats cross processes; the smallest rank's slots count."""
     arguments = {"tensor_parallel_size": 2, "sleep": True, "beside": True}
     check(run_engine(model_folder, "qwen3", arguments, forks=forks), ranks=2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs Nixl: pip install nixl")
+def test_nixl_sends_what_one_engine_has_computed(model_folder: Path) -> None:
+    """With vLLM's own NixlConnector beside ours, on both sides."""
+    nixl_run.check(run_module("tests.engine.nixl_run", model_folder, "qwen3", {}, forks=True))

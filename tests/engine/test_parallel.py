@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kv_offload.engines.vllm.versions import vllm_version
-from tests.engine import replica_run
+from tests.engine import killed_rank_run, pressure_run, replica_run
 from tests.engine.multiprocess_run import LATENT, check, run_engine
 from tests.support.mooncake import PATIENT, Master, environment, require_mooncake
 from tests.support.processes import run_module
+
+NEEDS_LATENT_ATTENTION = pytest.mark.skipif(
+    vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
+)
+PIPELINE = {
+    "pipeline_parallel_size": 2,
+    # A later stage of vLLM's CPU engine has no buffer for its input unless a warm-up made it.
+    "enforce_eager": False,
+    "compilation_config": {"mode": 1, "backend": "eager"},
+}
 
 
 @pytest.mark.slow  # `test_multi_connector.py` has two ranks in `make test`
@@ -27,20 +38,12 @@ def test_round_trip_reset_and_sleep(model_folder: Path, forks: bool, ranks: int)
 )
 def test_stages_of_a_pipeline(model_folder: Path, forks: bool, kind: str, partition: str) -> None:
     """With `3,1` the stages' blocks have different sizes, and so have their slots."""
-    arguments = {
-        "pipeline_parallel_size": 2,
-        # A later stage of vLLM's CPU engine has no buffer for its input unless a warm-up made it.
-        "enforce_eager": False,
-        "compilation_config": {"mode": 1, "backend": "eager"},
-        "sleep": True,
-    }
+    arguments = {**PIPELINE, "sleep": True}
     stages = {"VLLM_PP_LAYER_PARTITION": partition}
     check(run_engine(model_folder, kind, arguments, forks=forks, **stages), ranks=2)
 
 
-@pytest.mark.skipif(
-    vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
-)
+@NEEDS_LATENT_ATTENTION
 def test_ranks_with_latent_attention_keep_their_bytes_once(model_folder: Path, forks: bool) -> None:
     arguments = {"tensor_parallel_size": 2, "sleep": True, **LATENT}
     check(run_engine(model_folder, "deepseek_v2", arguments, forks=forks), ranks=2, sharing=2)
@@ -62,3 +65,32 @@ def test_replicas_share_a_store(model_folder: Path) -> None:
             **{**environment(), **PATIENT, "PYTHONHASHSEED": "0"},
         )
     replica_run.check_shared(result)
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param({"tensor_parallel_size": 2}, id="TP"),
+        pytest.param(PIPELINE, id="PP", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_whose_copies_fail_or_take_very_long(model_folder: Path, split: Any) -> None:
+    """All of them or one: no wrong token, and every block comes back."""
+    arguments = {**split, "requests": 60}
+    run = run_module("tests.engine.pressure_run", model_folder, "qwen3", arguments, forks=True)
+    pressure_run.check(run)
+
+
+@pytest.mark.parametrize(
+    "sharing",
+    [
+        pytest.param(False, marks=pytest.mark.slow),
+        pytest.param(True, marks=NEEDS_LATENT_ATTENTION),
+    ],
+)
+def test_a_rank_that_is_killed_while_it_copies(model_folder: Path, sharing: bool) -> None:
+    """The engine ends with an error; nothing stays behind, of memory that ranks share either."""
+    kind, more = ("deepseek_v2", LATENT) if sharing else ("qwen3", {})
+    arguments = {"tensor_parallel_size": 2, **more}
+    run = run_module("tests.engine.killed_rank_run", model_folder, kind, arguments, forks=True)
+    killed_rank_run.check(run, sharing=sharing)

@@ -25,10 +25,10 @@ from kv_swap.errors import JobError
 from kv_offload.engines.vllm.connector import KVOffloadConnector
 from kv_offload.scheduler.loads.mode import LoadMode
 from kv_offload.worker import forward_loads
-from tests.engine.harness import Engine, Tokens, engine, random_tokens
+from tests.engine.harness import Engine, engine
+from tests.support.inputs import Tokens, busy_requests
 from tests.support.processes import print_result
 
-PREFIXES = [random_tokens(150 + 61 * seed % 700, seed) for seed in range(24)]
 AT_ONCE = 24
 EVERY = 10
 
@@ -41,17 +41,6 @@ SETTINGS = {
     "max_num_batched_tokens": 1024,
     "max_num_seqs": 16,
 }
-
-
-def requests(count: int, seed: int = 7) -> dict[str, tuple[Tokens, int]]:
-    """Return prompts by request, and how many tokens are asked of each."""
-    chance = random.Random(seed)
-    asked = {}
-    for index in range(count):
-        prefix = PREFIXES[min(chance.randrange(24), chance.randrange(24))]
-        tail = random_tokens(chance.randrange(70), 1000 + index)
-        asked[f"r{index}"] = ([*prefix, *tail], chance.randrange(4, 25))
-    return asked
 
 
 def serve(
@@ -157,7 +146,7 @@ def main(models: str, arguments: dict[str, Any]) -> None:
     count = arguments.pop("requests")
     settings = {**SETTINGS, "blocks": 260, **arguments}
     forward_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
-    asked = requests(count)
+    asked = busy_requests(count)
     with engine(Path(models), "llama_wide", None, **settings) as plain:
         expected = serve(plain, asked)
     result: dict[str, Any] = {}

@@ -20,7 +20,8 @@ import numpy as np
 
 from kv_offload.engines.vllm.patches import mends
 from tests.engine.harness import Engine, engine
-from tests.gpu.fault_run import SETTINGS, requests, serve
+from tests.gpu.fault_run import SETTINGS, serve
+from tests.support.inputs import busy_requests
 from tests.support.processes import print_result
 
 PRIORITIES = 6
@@ -34,7 +35,7 @@ def main(models: str, arguments: dict[str, Any]) -> None:
         "long_prefill_token_threshold": 128,
         **arguments,
     }
-    asked = [requests(count, seed) for seed in seeds]
+    asked = [busy_requests(count, seed) for seed in seeds]
     with engine(Path(models), "llama_wide", None, **{**settings, "blocks": 2000}) as plain:
         expected = [serve(plain, one) for one in asked]
         assert not plain.preemptions

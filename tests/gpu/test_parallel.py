@@ -1,15 +1,18 @@
-"""Engines on two GPUs: tensor-parallel ranks, with memory of their own or one memory, and replicas.
+"""Engines on two GPUs: ranks with other heads, other layers or the same bytes, and replicas.
 
-What is checked is in `tests/engine/multiprocess_run.py` and `replica_run.py`, as on the CPU. The
-runs go side by side: most of each is processes that start.
+What is checked is in the modules of `tests/engine` that are run, as on the CPU. The runs go side by
+side: most of each is processes that start.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +24,12 @@ from kv_swap.memory.arena import HostArena
 from kv_swap.memory.shared import SharedMemory
 
 from tests.gpu.caches import KIB, LOAD, STORE, finish, make_cache, randomize, torch
+from tests.support.mooncake import PATIENT, Master, environment, require_mooncake
 from tests.support.processes import run_module
 
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
-from tests.engine import multiprocess_run, replica_run
+from tests.engine import killed_rank_run, multiprocess_run, nixl_run, pressure_run, replica_run
 
 pytestmark = [
     # One process: pytest-xdist would have several start all engines of the fixture.
@@ -50,29 +54,77 @@ ARGUMENTS = {
     # Several engines start at once, and vLLM asks for this share of a GPU to be free.
     "gpu_memory_utilization": 0.3,
 }
-TENSOR = {**ARGUMENTS, "tensor_parallel_size": 2, "sleep": False}
+TP, PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+EXACT = {
+    # With this backend, and heads of 128, tokens do not depend on what else is in a batch.
+    "attention_config": {"backend": "FLASH_ATTN"},
+    "dtype": "bfloat16",
+    "kv_cache_memory_bytes": 256 << 20,
+    "gpu_memory_utilization": 0.1,
+    "max_num_batched_tokens": 1024,
+    "requests": 120,
+}
+BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+KILLED = {
+    **{key: value for key, value in ARGUMENTS.items() if key != "logprobs"},
+    **TP,
+    "num_gpu_blocks_override": 130,  # of 64 tokens: too few for all that is asked
+}
 
-Case = tuple[str, str, dict[str, Any], Callable[[Any], None]]
-RANKS = "tests.engine.multiprocess_run"
-CASES: dict[str, Case] = {
-    "tensor parallel": (RANKS, "qwen3", TENSOR, partial(multiprocess_run.check, ranks=2)),
-    "latent attention": (
-        RANKS,
-        "deepseek_v2",
-        TENSOR,
-        partial(multiprocess_run.check, ranks=2, sharing=2),
-    ),
-    "data parallel": ("tests.engine.replica_run", "qwen3", ARGUMENTS, replica_run.check),
+
+@dataclass(frozen=True)
+class Case:
+    """A module that is run, what it is given, and the check of what it hands back."""
+
+    module: str
+    kind: str
+    arguments: dict[str, Any]
+    check: Callable[[Any], None]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def round_trip(kind: str, split: dict[str, Any], sharing: int = 1, **environment: str) -> Case:
+    check = partial(multiprocess_run.check, ranks=2, sharing=sharing)
+    arguments = {**ARGUMENTS, **split, "sleep": False}
+    return Case("tests.engine.multiprocess_run", kind, arguments, check, environment)
+
+
+def pressure(split: dict[str, Any]) -> Case:
+    arguments = {**EXACT, **split}
+    module = "tests.engine.pressure_run"
+    return Case(module, "llama_wide", arguments, pressure_run.check, BATCH_INVARIANT)
+
+
+def killed(kind: str, *, sharing: bool) -> Case:
+    check = partial(killed_rank_run.check, sharing=sharing)
+    return Case("tests.engine.killed_rank_run", kind, KILLED, check)
+
+
+REPLICAS = "tests.engine.replica_run"
+CASES = {
+    "tensor parallel": round_trip("qwen3", TP),
+    "latent attention": round_trip("deepseek_v2", TP, sharing=2),
+    "pipeline parallel": round_trip("qwen3", PP),
+    "pipeline with uneven stages": round_trip("gemma3", PP, VLLM_PP_LAYER_PARTITION="3,1"),
+    "data parallel": Case(REPLICAS, "qwen3", ARGUMENTS, replica_run.check),
     # Of models with experts all replicas step together, with dummy batches.
-    "data parallel in step": (
-        "tests.engine.replica_run",
-        "deepseek_v2",
-        ARGUMENTS,
-        replica_run.check,
-    ),
+    "data parallel in step": Case(REPLICAS, "deepseek_v2", ARGUMENTS, replica_run.check),
+    "tensor parallel under pressure": pressure(TP),
+    "pipeline parallel under pressure": pressure(PP),
+    "a rank is killed": killed("qwen3", sharing=False),
+    "a rank is killed that shares memory": killed("deepseek_v2", sharing=True),
 }
 RUNNERS = {"v1": "0", "v2": "1"}
 RUNS = [
+    ("tensor parallel under pressure", "v1"),
+    ("tensor parallel under pressure", "v2"),
+    ("pipeline parallel under pressure", "v1"),
+    ("pipeline parallel under pressure", "v2"),
+    ("pipeline parallel", "v1"),
+    ("pipeline parallel", "v2"),
+    ("a rank is killed", "v2"),
+    ("a rank is killed that shares memory", "v1"),
+    ("pipeline with uneven stages", "v1"),
     ("tensor parallel", "v1"),
     ("tensor parallel", "v2"),
     ("latent attention", "v1"),
@@ -80,7 +132,12 @@ RUNS = [
     ("data parallel", "v2"),
     ("data parallel in step", "v1"),
 ]
-RUN_SECONDS = 170
+"""The longest come first."""
+AT_ONCE = 9
+"""More on two GPUs wait for each other: one rank's sum for another's turn on its GPU."""
+RUN_SECONDS = 240
+BULKY = ("expected", "computed", "stored", "reloaded", "loaded", "corrupted", "rolled", "swapped")
+"""What is not shown of a result."""
 
 
 @pytest.fixture(scope="module")
@@ -91,28 +148,61 @@ def runs(
     selected = [
         (item.callspec.params["case"], item.callspec.params["runner"])
         for item in request.session.items
-        if item.path == request.path and hasattr(item, "callspec")
+        if item.path == request.path and "runs" in item.fixturenames
     ]
-    with ThreadPoolExecutor(len(RUNS)) as threads:
+    with ThreadPoolExecutor(AT_ONCE) as threads:
         yield {
-            (case, runner): threads.submit(
+            (name, runner): threads.submit(
                 run_module,
-                CASES[case][0],
+                CASES[name].module,
                 tmp_path_factory.mktemp("models"),
-                *CASES[case][1:3],
+                CASES[name].kind,
+                CASES[name].arguments,
                 timeout_seconds=RUN_SECONDS,
                 VLLM_USE_V2_MODEL_RUNNER=RUNNERS[runner],
                 **ENVIRONMENT,
+                **CASES[name].environment,
             )
-            for case, runner in selected
+            for name, runner in selected
         }
 
 
 @pytest.mark.parametrize(("case", "runner"), RUNS)
 def test_blocks_come_back(runs: dict[tuple[str, str], Future[Any]], case: str, runner: str) -> None:
     result = runs[case, runner].result()
-    print({name: value for name, value in result.items() if name in ("ranks", "metrics")})
-    CASES[case][3](result)
+    print({name: value for name, value in result.items() if name not in BULKY})
+    CASES[case].check(result)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_replicas_share_a_store(tmp_path: Path, runner: str) -> None:
+    """Each loads what the other one, on another GPU, has computed."""
+    require_mooncake()
+    with Master(lease_seconds=10) as master:
+        arguments = {**ARGUMENTS, "store": master.address}
+        result = run_module(
+            *("tests.engine.replica_run", tmp_path, "qwen3", arguments),
+            timeout_seconds=RUN_SECONDS,
+            **{**environment(), **PATIENT, **ENVIRONMENT, "PYTHONHASHSEED": "0"},
+            VLLM_USE_V2_MODEL_RUNNER=RUNNERS[runner],
+        )
+    print({name: result[name] for name in ("demoted", "promoted", "totals")})
+    replica_run.check_shared(result)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs Nixl: pip install nixl")
+def test_nixl_sends_what_one_gpu_has_computed(tmp_path: Path, runner: str) -> None:
+    """To an engine on the other GPU; each keeps it in its host memory."""
+    arguments = {key: value for key, value in ARGUMENTS.items() if key != "logprobs"}
+    result = run_module(
+        *("tests.engine.nixl_run", tmp_path, "qwen3", arguments),
+        timeout_seconds=RUN_SECONDS,
+        VLLM_USE_V2_MODEL_RUNNER=RUNNERS[runner],
+        **ENVIRONMENT,
+    )
+    print(result)
+    nixl_run.check(result)
 
 
 def test_what_one_gpu_stored_another_loads() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -15,6 +16,24 @@ Tokens = list[int]
 def random_tokens(count: int, seed: int) -> Tokens:
     """Return tokens that no other seed shares a prefix with."""
     return [int(t) for t in np.random.default_rng(seed).integers(3, VOCABULARY, count)]
+
+
+_PREFIXES = [random_tokens(150 + 61 * seed % 700, seed) for seed in range(24)]
+
+
+def busy_requests(count: int, seed: int = 7) -> dict[str, tuple[Tokens, int]]:
+    """Return prompts by request, and how many tokens are asked of each.
+
+    They have 24 beginnings, of 150 to 850 tokens and some more common than others, and ends of
+    their own.
+    """
+    chance = random.Random(seed)
+    asked = {}
+    for index in range(count):
+        prefix = _PREFIXES[min(chance.randrange(24), chance.randrange(24))]
+        tail = random_tokens(chance.randrange(70), 1000 + index)
+        asked[f"r{index}"] = ([*prefix, *tail], chance.randrange(4, 25))
+    return asked
 
 
 def transfer_config(plugin: dict[str, Any]) -> dict[str, Any]:

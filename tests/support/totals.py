@@ -1,4 +1,4 @@
-"""Adds up what the connector counts in this process.
+"""Adds up what the connector counts, in this process or in those of replicas.
 
 vLLM's own metrics lack some of it: the `LLM` class of 0.26 records only steps that end in a token,
 and loads end in steps that do not.
@@ -30,3 +30,14 @@ def counted_stats() -> Iterator[Counter[str]]:
 
     with mock.patch.object(KVOffloadConnector, "get_kv_connector_stats", take):
         yield totals
+
+
+def totals_by_replica(name: str, replicas: int) -> list[int]:
+    """Return a counter of the plugin, by replica, as this front end would show it."""
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    found = [0] * replicas
+    for metric in get_metrics_snapshot():
+        if metric.name == f"vllm:host_kv_cache_{name}":
+            found[int(metric.labels["engine"])] = int(metric.value)
+    return found

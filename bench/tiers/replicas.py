@@ -1,0 +1,192 @@
+"""What two replicas of one engine gain from a store that they share: first tokens, by place.
+
+usage: python -m bench.tiers.replicas [--shape small|gqa8|mqa] [--store-bytes BYTES] [--out FOLDER]
+
+One replica is asked for new prompts, and again once its GPU's cache is empty. Then the other one is
+asked for the same prompts: without a store it computes them. With one, which both have given BYTES
+of memory, it loads what the first has computed. Each replica has a GPU where the host has any.
+
+Everything is written to replicas-SHAPE.json. The exit status is 1 if a prompt did not come from the
+store as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.machine import machine, write_result
+from bench.serving.process import progress
+from bench.serving.report import markdown_table, shown_spread
+from bench.serving.settings import OURS, EngineSettings
+from bench.serving.shapes import SHAPES, Shape
+from bench.serving.stats import spread
+from bench.tiers.__main__ import RATE, with_mooncake
+
+REPLICAS = 2
+REPEATS = 3
+"""Prompts of each length."""
+WRITTEN_SECONDS = 60
+OWN, SHARED = "own memory", "shared store"
+PLACES = ("computed", "own host memory", "asked of the other replica")
+
+Document = dict[str, Any]
+
+
+async def measure(shape: Shape, model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Start both replicas, ask them, and return seconds to the first token by length and place."""
+    import torch
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from bench.serving.engine import model_config
+    from tests.support.totals import totals_by_replica
+
+    settings = EngineSettings(shape, OURS, model, options)
+    model_config(shape).save_pretrained(model)
+    on_gpu = torch.cuda.is_available()
+    item_bytes = 2 if on_gpu else 4
+    llm = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=model,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16" if on_gpu else "float32",
+            block_size=shape.block_tokens,
+            num_gpu_blocks_override=shape.gpu_blocks,
+            kv_cache_memory_bytes=shape.gpu_blocks * shape.block_bytes(item_bytes),
+            gpu_memory_utilization=0.4,
+            max_model_len=shape.max_model_len,
+            enforce_eager=True,  # prompts are computed, and hits loaded, without CUDA graphs
+            data_parallel_size=REPLICAS,
+            kv_transfer_config=KVTransferConfig(**(settings.transfer_config or {})),
+        )
+    )
+    asked = 0
+
+    async def ask(replica: int, tokens: list[int]) -> float:
+        nonlocal asked
+        asked += 1
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        request = llm.generate(
+            {"prompt_token_ids": tokens}, sampling, f"r{asked}", data_parallel_rank=replica
+        )
+        async for _ in request:
+            pass
+        return time.perf_counter() - began
+
+    async def forget() -> None:
+        """Leave host memory, and the store, as the only places that have a prompt."""
+        assert await llm.reset_prefix_cache() is not False
+
+    def moved(name: str, replica: int) -> int:
+        return totals_by_replica(name, REPLICAS)[replica]
+
+    async def settle() -> None:
+        """Have reports come, which steps bring."""
+        for replica in range(REPLICAS):
+            await ask(replica, [3, 4, 5])
+
+    results: dict[str, Any] = {}
+    random = np.random.default_rng(shape.hidden)
+    try:
+        for replica in range(REPLICAS):  # what is compiled or loaded at first use
+            for length in shape.prompt_tokens:
+                await ask(replica, random.integers(10, 31000, length).tolist())
+        for length in shape.prompt_tokens:
+            took: dict[str, list[float]] = {place: [] for place in PLACES}
+            least = shape.loadable_bytes(length, item_bytes)[0] // shape.block_bytes(item_bytes)
+            read = 0
+            for _ in range(REPEATS):
+                prompt = random.integers(10, 31000, length).tolist()
+                written, had = moved("demoted_slots", 0), moved("promoted_slots", 1)
+                took[PLACES[0]].append(await ask(0, prompt))
+                await forget()
+                took[PLACES[1]].append(await ask(0, prompt))
+                until = time.monotonic() + WRITTEN_SECONDS
+                while "store" in options and moved("demoted_slots", 0) < written + least:
+                    assert time.monotonic() < until, "the store does not take the prompt"
+                    await settle()
+                took[PLACES[2]].append(await ask(1, prompt))
+                await settle()
+                read += moved("promoted_slots", 1) - had
+                await forget()
+            results[str(length)] = {
+                **{place: spread(times) for place, times in took.items()},
+                "blocks_read": read,
+                "blocks_needed": REPEATS * least if "store" in options else 0,
+            }
+    finally:
+        llm.shutdown()
+    return results
+
+
+def unproven(document: Document) -> list[str]:
+    """Name the prompts that did not come from the store as a whole."""
+    return [
+        f"NOT PROVEN: {name}, {tokens} tokens: {found['blocks_read']} of "
+        f"{found['blocks_needed']} blocks were read"
+        for name, result in document["results"].items()
+        for tokens, found in result.items()
+        if found["blocks_read"] < found["blocks_needed"]
+    ]
+
+
+def table(document: Document) -> str:
+    """Return the times as Markdown."""
+    rows = [
+        [name, f"{int(tokens):,}", *(shown_spread(found[place], 1e3, 1) for place in PLACES)]
+        for name, result in document["results"].items()
+        for tokens, found in result.items()
+    ]
+    question = "How long until the first token, with two replicas? ms, median (range)"
+    return markdown_table(question, ["replicas with", "tokens", *PLACES], rows)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure, print the table, and return the exit status."""
+    from kv_offload.engines.vllm.plugin import register
+
+    register()  # as vLLM does, where the package is installed and not only a checkout
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--store-bytes", default="1GiB", help="that each replica gives")
+    parser.add_argument("--out", type=Path, help="folder for the result")
+    arguments = parser.parse_args(words)
+    shape = SHAPES[arguments.shape]
+    document: Document = {
+        "machine": machine(),
+        "shape": {"name": arguments.shape, **asdict(shape)},
+        "results": {},
+    }
+    always: dict[str, Any] = {"load_or_recompute": "always_load", "eviction_policy": "lru"}
+    with tempfile.TemporaryDirectory() as model, with_mooncake() as master:
+        store = {"store": "mooncake", "store_master": master, "store_write_rate": RATE}
+        store["store_bytes"] = arguments.store_bytes
+        for name, options in ((OWN, always), (SHARED, {**always, **store})):
+            progress(f"{name}: starting two replicas")
+            document["results"][name] = asyncio.run(measure(shape, model, options))
+            if arguments.out:
+                write_result(arguments.out / f"replicas-{arguments.shape}.json", document)
+    print(table(document))
+    problems = unproven(document)
+    for problem in problems:
+        progress(problem)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Run in a process of its own: an engine of two ranks, of which one is killed while it copies.
+
+usage: python -m tests.engine.killed_rank_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
+
+Hands back what `check` checks: how the engine ended, and what it left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.support.inputs import busy_requests
+from tests.support.processes import print_result
+
+RANKS = 2
+END_SECONDS = 60.0
+"""So long after the death of a rank the error must be there, and then all processes gone."""
+CPU_BYTES = 64 << 20
+
+
+def check(result: dict[str, Any], *, sharing: bool) -> None:
+    """Check that the engine ended with an error, and that nothing of ours outlives it."""
+    assert result["error"] == "EngineDeadError", result
+    assert 0 <= result["seconds"] < END_SECONDS, result
+    assert result["processes"] > RANKS, "the engine core, and its ranks"
+    assert result["left"] == [], result
+    assert bool(result["shared"]) == sharing, result
+    for name, while_alive, afterwards in result["memory"]:
+        assert while_alive > 0, f"{name} would have been seen"
+        assert afterwards == 0, f"{name} is still there"
+    assert result["dev_shm"] == [], result
+
+
+def holders(name: str) -> int:
+    """Return how many processes have shared memory mapped, or a socket that offers it."""
+    found = 0
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            found += name in maps.read_text()
+        except OSError:
+            continue
+    return found + Path("/proc/net/unix").read_text().count(name)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that they have started."""
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and is more than a name that its parent has not asked for."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def command_of(pid: int) -> str:
+    """Return the command line of a process."""
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def note_death(pid: int, at: list[float]) -> None:
+    """Note when a process has ended."""
+    while runs(pid):
+        time.sleep(0.02)
+    at[0] = time.monotonic()
+
+
+def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
+    from vllm import LLM
+
+    from tests.engine import rank_faults
+    from tests.engine.harness import engine_settings, greedy, transfer_config
+    from tests.engine.multiprocess_run import cache_prefixes_of_latents
+
+    cache_prefixes_of_latents(kind)
+    settings = engine_settings(
+        Path(models), kind, **{"num_gpu_blocks_override": 260, "max_num_seqs": 16, **arguments}
+    )
+    asked = busy_requests(120)
+    before = set(os.listdir("/dev/shm"))
+    llm = LLM(**settings, kv_transfer_config=transfer_config({"cpu_bytes": CPU_BYTES}))
+    places = llm.collective_rpc(rank_faults.places)
+    # The tracker of Python's multiprocessing ends with this process.
+    started = [p for p in descendants(os.getpid()) if "resource_tracker" not in command_of(p)]
+    assert {place["pid"] for place in places} <= set(started)
+    shared = sorted({name for place in places for name in place["shared"]})
+    alive = [holders(name) for name in shared]
+    llm.collective_rpc(rank_faults.disturb, args=([RANKS - 1], "die"))
+    killed = next(place["pid"] for place in places if place["rank"] == RANKS - 1)
+    death = [float("inf")]
+    threading.Thread(target=note_death, args=(killed, death), daemon=True).start()
+    error = "none"
+    try:
+        for _ in range(3):  # what one round has stored the next one loads
+            llm.generate(
+                [{"prompt_token_ids": prompt} for prompt, _ in asked.values()],
+                [greedy(max_tokens) for _, max_tokens in asked.values()],
+                use_tqdm=False,
+            )
+    except Exception as raised:  # noqa: BLE001 - which one it was is what is told
+        error = type(raised).__name__
+    seconds = time.monotonic() - death[0]
+    llm.llm_engine.engine_core.shutdown()
+    until = time.monotonic() + END_SECONDS
+    while (left := [pid for pid in started if runs(pid)]) and time.monotonic() < until:
+        time.sleep(0.1)
+    print_result(
+        {
+            "error": error,
+            "seconds": seconds,
+            "processes": len(started),
+            "left": [command_of(pid) for pid in left],
+            "shared": shared,
+            "memory": [(name, n, holders(name)) for name, n in zip(shared, alive, strict=True)],
+            # vLLM's own queues between processes have other names.
+            "dev_shm": [n for n in set(os.listdir("/dev/shm")) - before if "kv" in n.lower()],
+        }
+    )
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `rank_faults`
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

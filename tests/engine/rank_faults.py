@@ -1,0 +1,150 @@
+"""What tests have some ranks do badly, by `LLM.collective_rpc`: copies fail, or take very long.
+
+On any device, between steps. What a copy brought that is said to have failed is overwritten, so
+that an answer is wrong if anybody reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import re
+import signal
+import time
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+import torch
+from kv_swap.engine import Completion, Direction, SwapJob
+from kv_swap.errors import CopyError, JobError
+
+from kv_offload.scheduler.loads.mode import LoadMode
+from tests.engine.rank_calls import as_bytes, kv_storages, our_half
+
+EVERY = 4
+"""One in so many copies of each kind fails."""
+TIMES_SLOWER = 100
+GARBAGE = 0x7F
+
+# The engine core imports this module before it makes a call of it: by what small loads take, it
+# would hardly ever choose an asynchronous one.
+_chance = random.Random(3)
+LoadMode.is_synchronous = (  # type: ignore[method-assign]
+    lambda self, *_slots, **_busy: self.allowed and _chance.random() < 0.5
+)
+
+
+def disturb(_worker: Any, ranks: list[int], how: str | None) -> None:
+    """From now on have these ranks do badly as `how` says, and all others well.
+
+    `fail`, `slow`, or `die`: by SIGKILL, just after a load started with a store on its way.
+    """
+    half = our_half()
+    if not hasattr(half, "disturbed"):
+        half.disturbed = DisturbedCopies(half)
+    half.disturbed.how = how if half.rank in ranks else None
+    half.disturbed.happened.clear()
+
+
+def happened(_worker: Any) -> dict[str, Any]:
+    """Return what this rank has copied, and done badly, since the last call of `disturb`."""
+    half = our_half()
+    assert half.transfer.wait(120)
+    return dict(half.disturbed.happened)
+
+
+def mix_up(_worker: Any) -> None:
+    """Put every slot's bytes where those of another one were."""
+    half = our_half()
+    assert half.transfer.wait(120)
+    if not half.rank % half.sharing_ranks:
+        slots = half.transfer.slots()
+        slots[:] = torch.from_numpy(slots).roll(7, 0).numpy()
+
+
+def places(_worker: Any) -> dict[str, Any]:
+    """Return which process this rank is, and the names of the shared memory that it has mapped."""
+    maps = Path("/proc/self/maps").read_text()
+    shared = sorted(set(re.findall(r"kv-swap-[0-9a-f]+", maps)))
+    return {"rank": our_half().rank, "pid": os.getpid(), "shared": shared}
+
+
+class DisturbedCopies:
+    """Stands between a rank and its transfer engine."""
+
+    def __init__(self, half: Any) -> None:
+        self.how: str | None = None
+        self.happened: Counter[str] = Counter()
+        self._half = half
+        self._transfer = half.transfer
+        self._seconds: dict[Direction, list[float]] = {way: [] for way in Direction}
+        self._running: dict[int, SwapJob] = {}
+        self._late: deque[tuple[float, SwapJob]] = deque()
+        self._submit, self._poll, self._wait = (
+            getattr(self._transfer, name) for name in ("submit", "poll", "wait")
+        )
+        for name in ("submit", "poll", "wait"):
+            setattr(self._transfer, name, getattr(self, name))
+
+    def submit(self, job: SwapJob) -> None:
+        kind = "synchronous load" if job.before_compute else job.direction.value
+        self.happened[kind] += 1
+        fails = self.how == "fail" and self.happened[kind] % EVERY == 0
+        if fails and (job.before_compute or self.happened[kind] % (2 * EVERY) == 0):
+            # Of a synchronous load nobody may hear only when the forward has read its blocks.
+            self.happened[f"{kind} refused"] += 1
+            raise JobError("injected fault: refused")
+        if fails:
+            self._running[job.job_id] = job
+        if self.how == "slow":
+            known = self._seconds[job.direction]
+            delay = (TIMES_SLOWER - 1) * (sum(known) / len(known) if known else 0.0)
+            self.happened[f"{kind} slow"] += delay > 0
+            if not job.before_compute:
+                self._late.append((time.monotonic() + delay, job))
+                return
+            time.sleep(delay)
+        stores = self._transfer.in_flight
+        self._submit(job)
+        if self.how == "die" and job.direction is Direction.LOAD and stores:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def poll(self) -> list[Completion]:
+        self._start_late(time.monotonic())
+        return [self._end(done) for done in self._poll()]
+
+    def wait(self, timeout_seconds: float) -> bool:
+        self._start_late(float("inf"))
+        return bool(self._wait(timeout_seconds))
+
+    def _start_late(self, now: float) -> None:
+        while self._late and self._late[0][0] <= now:
+            self._submit(self._late.popleft()[1])
+
+    def _end(self, done: Completion) -> Completion:
+        job = self._running.pop(done.job_id, None)
+        if job is None:
+            if self.how is None and done.error is None:
+                self._seconds[done.direction].append(done.seconds)
+            return done
+        self.happened[f"{job.direction.value} failed"] += 1
+        if job.direction is Direction.LOAD:
+            overwrite_blocks(self._half, job.pairs[:, 0].tolist())
+        else:
+            self._transfer.slots()[job.pairs[:, 1]] = GARBAGE
+        return dataclasses.replace(done, error=CopyError("injected fault: failed"))
+
+
+def overwrite_blocks(half: Any, blocks: list[int]) -> None:
+    """Overwrite blocks in all layers, on the stream that compute uses."""
+    storages = [
+        (storage.data_ptr(), as_bytes(storage, tensor.device))
+        for storage, tensor in kv_storages(half)
+    ]
+    for region in half.transfer.layout.regions:
+        for block in blocks:
+            address = region.address + block * region.block_stride_bytes
+            start, memory = next((s, m) for s, m in storages if 0 <= address - s < len(m))
+            memory[address - start :][: region.page_bytes].fill_(GARBAGE)
