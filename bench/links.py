@@ -13,11 +13,12 @@ import json
 import multiprocessing
 import os
 import statistics
-import subprocess
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from bench.machine import output_of
 
 PAGE_BYTES = 32 << 10
 """A page of a rank of two, of a model with 8 KV heads of 128 in blocks of 16 tokens."""
@@ -41,7 +42,7 @@ def host_of(gpus: int) -> dict[str, Any]:
     """
     nodes = Path("/sys/devices/system/node").glob("node[0-9]*/meminfo")
     facts: dict[str, Any] = {
-        "topology": _output("nvidia-smi", "topo", "-m"),
+        "topology": output_of("nvidia-smi", "topo", "-m"),
         "memory_by_node": {
             path.parent.name: path.read_text().split("MemTotal:")[1].split("\n")[0].strip()
             for path in sorted(nodes)
@@ -133,14 +134,6 @@ def _pages_by_node(address: int) -> dict[str, int]:
         if int(start, 16) == address:
             return {k: int(v) for k, _, v in (w.partition("=") for w in words) if k[:1] == "N"}
     return {}
-
-
-def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def table(rates: Rates) -> str:

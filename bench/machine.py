@@ -32,7 +32,8 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "vllm": getattr(vllm_module(), "__version__", None),
-        "commit": os.environ.get(COMMIT_VARIABLE) or _output("git", "rev-parse", "--short", "HEAD"),
+        "commit": os.environ.get(COMMIT_VARIABLE)
+        or output_of("git", "rev-parse", "--short", "HEAD"),
     }
     torch = cuda_torch()
     if torch is not None:
@@ -40,7 +41,7 @@ def machine() -> dict[str, Any]:
 
         query = "--query-gpu=driver_version,pcie.link.gen.current,pcie.link.width.current"
         facts["gpu"] = torch.cuda.get_device_name(0)
-        facts["driver"] = _output("nvidia-smi", query, "--format=csv,noheader", "--id=0")
+        facts["driver"] = output_of("nvidia-smi", query, "--format=csv,noheader", "--id=0")
         facts["torch"] = torch.__version__
         facts["cupy"] = cupy.__version__
         facts["cuda_driver"] = cupy.cuda.runtime.driverGetVersion()
@@ -89,7 +90,8 @@ def _cpu_name() -> str:
     return next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown")
 
 
-def _output(*command: str) -> str | None:
+def output_of(*command: str) -> str | None:
+    """Return what a command prints; None if it cannot run or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
