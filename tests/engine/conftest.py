@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from vllm.platforms.cpu import CpuPlatform
 
 from tests.engine.copies import Copies
 from tests.engine.harness import engine
@@ -75,6 +76,13 @@ def forks(request: pytest.FixtureRequest) -> bool:
 def fixed_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have keys mean the same in every process: vLLM 0.28 draws its seed without this."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+@pytest.fixture
+def restored_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo at the end what `cache_prefixes_of_latents` does to vLLM in this process."""
+    name = "check_and_update_config"
+    monkeypatch.setattr(CpuPlatform, name, getattr(CpuPlatform, name))
 
 
 @pytest.fixture

@@ -81,6 +81,7 @@ def test_packed_blocks_serve_as_they_were(
 @pytest.mark.skipif(
     vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
 )
+@pytest.mark.usefixtures("restored_platform")
 def test_packed_latents_and_what_is_left_of_their_pages(model_folder: Path) -> None:
     """A page has a tile and 2 KiB more, which are not packed. Ends with the control."""
     cache_prefixes_of_latents("deepseek_v2")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.platforms.cpu import CpuPlatform
 
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.tools.sizing.model import read_model
@@ -41,15 +40,10 @@ STATES = {
         pytest.param("qwen3_next", 2, STATES, marks=since_0_32),
     ],
 )
+@pytest.mark.usefixtures("restored_platform")
 def test_heads_windows_chunks_latents_and_states(
-    model_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    groups: int,
-    arguments: dict[str, Any],
+    model_folder: Path, kind: str, groups: int, arguments: dict[str, Any]
 ) -> None:
-    name = "check_and_update_config"
-    monkeypatch.setattr(CpuPlatform, name, getattr(CpuPlatform, name))  # restored at the end
     cache_prefixes_of_latents(kind)
     assert check(model_folder, kind, **{"block_size": BLOCK_TOKENS, **arguments}) == groups
 
