@@ -63,11 +63,17 @@ def wait_until(condition: Any, seconds: float = 30) -> None:
         time.sleep(0.05)
 
 
+def be_patient(patch: pytest.MonkeyPatch) -> None:
+    """Have requests of this process wait for the store, however busy the machine is."""
+    patch.setattr(shared_tier, "PATIENCE_SECONDS", PATIENCE_SECONDS)
+    patch.setattr(promotions, "MIN_WAIT_SECONDS", PATIENCE_SECONDS)
+    patch.setattr(promotions, "MAX_WAIT_SECONDS", PATIENCE_SECONDS)
+
+
 def answer_and_tell(models: str, address: str) -> None:
     """Answer the prompts with what the store has; then with other bytes in host memory."""
     require_mooncake()
-    shared_tier.PATIENCE_SECONDS = PATIENCE_SECONDS
-    promotions.MIN_WAIT_SECONDS = promotions.MAX_WAIT_SECONDS = PATIENCE_SECONDS
+    be_patient(pytest.MonkeyPatch())
     with offloading(Path(models), plugin=store(address, 0)) as running:
         answers = running.generate(PROMPTS)
         cached, totals = running.cached_tokens, dict(running.totals)
@@ -88,12 +94,13 @@ def compute_and_stay(models: str, address: str, ready: str) -> None:
 
 
 def test_what_one_engine_has_computed_another_one_loads(
-    model_folder: Path, master: Master, expected: list[Tokens]
+    model_folder: Path, master: Master, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ends with the control: other bytes in host memory than were read must be noticed.
 
     Then the first engine writes more than the store holds, and asks for all of it.
     """
+    be_patient(monkeypatch)
     of_many = plain_answers(model_folder, [*PROMPTS, *MANY])[len(PROMPTS) :]
     with offloading(model_folder, plugin=store(master.address), blocks=1000) as ours:
         assert ours.generate(PROMPTS) == expected
