@@ -55,6 +55,7 @@ def test_a_store_ends_when_its_last_rank_has_told_of_it(
     assert held_tokens(engine, PROMPT) == (20 if failing is None else 0)
     assert engine.offload.manager.slots_in_use == (5 if failing is None else 0)
     engine.rest()
+    assert engine.totals["skipped_copy_failed"] == (0 if failing is None else 5)
 
 
 def test_ranks_are_told_of_each_job_that_they_need_not_report_any_more() -> None:
@@ -148,6 +149,7 @@ def test_no_store_becomes_readable_that_had_not_ended_when_a_loss_was_heard_of(
         "after": ({load: outcome}, {stored: OK}),
     }[order]:
         report(engine, told)
+        engine.offload.take_lost()  # the engine asks once for each report
     lost = outcome is LOST and order != "before"
     assert held_tokens(engine, OTHER) == (0 if lost else 20)
     assert held_tokens(engine, PROMPT) == 20
