@@ -136,11 +136,9 @@ def test_what_does_not_fit_is_computed(model_folder: Path, monkeypatch: pytest.M
         assert careless.reload(PROMPTS, one_by_one=True) != plain
 
 
-def test_a_disk_keeps_packed_slots_over_a_restart(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("fixed_hashes")
+def test_a_disk_keeps_packed_slots_over_a_restart(model_folder: Path, tmp_path: Path) -> None:
     """An engine that does not pack finds nothing there."""
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
     plain = expected(model_folder)
     disk = {"disk_path": str(tmp_path), "disk_bytes": "64MiB"}
     with packing(model_folder, plugin=disk) as first:
