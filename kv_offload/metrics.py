@@ -138,8 +138,8 @@ METRICS = (
         tier_slots="Slots that the disk has.",
         tier_slots_in_use="Slots of the disk that hold KV or are being written.",
         has_store="1 with a store that engines share, 0 without.",
-        tier_usable="1 while the tier is read and written, 0 while it is left alone "
-        "after an error or while a copy hangs, and without one.",
+        tier_usable="1 while the tier may be read, 0 for a while after a read failed, while a copy "
+        "hangs, and without one.",
         promoting_slots="Slots that are being read from the tier.",
         demoting_slots="Slots that are being written to the tier.",
         oldest_move_seconds="Age of the oldest read or write of the tier that some rank has not "

@@ -622,12 +622,13 @@ class Interleavings(RuleBasedStateMachine):
                 assert token in engine.model.sampled[request_id, position], request_id
 
     def wake_tier(self) -> None:
-        """Run until nothing is left to write: a tier left alone would be used again any moment."""
+        """Run until nothing is left to write: a tier that pauses would be used again any moment."""
         tier = getattr(self.engine.offload, "_tier", None)
         for _ in range(20):
-            if tier is None or not tier.is_open or tier.usable:
+            if tier is None or not tier.is_open or (tier.may_read and tier.may_write):
                 return
-            tier._paused_until = 0.0
+            for pause in (tier._reads, tier._writes):
+                pause._until = 0.0
             self.engine.run()
 
     def teardown(self) -> None:

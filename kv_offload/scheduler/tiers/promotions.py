@@ -122,7 +122,7 @@ class Promotions:
             same = (start_tokens, num_tokens) == (wait.start_tokens, wait.num_tokens)
             if same and now - wait.looked < OFFER_SECONDS:
                 return False
-        if not self._tier.usable or start_tokens % self._prefixes.alignment_tokens:
+        if not self._tier.may_read or start_tokens % self._prefixes.alignment_tokens:
             return False
         if wait is None:
             self._waits[tracked] = wait = Wait(start_tokens, num_tokens, now)

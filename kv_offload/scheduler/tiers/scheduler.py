@@ -11,7 +11,6 @@ from kv_offload.engine import Request, StepOutput
 from kv_offload.messages import (
     OffloadMetadata,
     OffloadWorkerMetadata,
-    Outcome,
     StoreJob,
     TierCapacity,
     WorkerCapacity,
@@ -100,7 +99,7 @@ class TieredScheduler(OffloadScheduler):
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = time.monotonic()
-        if self._tier.usable:
+        if self._tier.may_write:
             self._demotions.plan_step(idle=self._idle_since is not None)
         return super().plan_step(output)
 
@@ -119,10 +118,7 @@ class TieredScheduler(OffloadScheduler):
 
     def _end_move(self, move: Move) -> None:
         failed = move.failed
-        if move.outcome is not Outcome.OK:
-            self._tier.failed()
-        elif not move.failed_rows:
-            self._tier.went_well()
+        self._tier.copied(move)
         part = self._promotions if move.promotes else self._demotions
         part.ended(move, failed)
         name = "promoted" if move.promotes else "demoted"
@@ -144,7 +140,7 @@ class TieredScheduler(OffloadScheduler):
             return True
         since = self._idle_since
         patient = since is None or time.monotonic() - since < IDLE_SECONDS
-        return self._tier.usable and (
+        return self._tier.may_write and (
             (self._demotions.has_more and patient) or self._jobs.oldest_move_sent is not None
         )
 
@@ -176,7 +172,7 @@ class TieredScheduler(OffloadScheduler):
         return {
             **super().gauges(),
             **tier.gauges(),
-            "tier_usable": float(tier.usable),
+            "tier_usable": float(tier.may_read),
             "promoting_slots": self._promotions.running_slots,
             "demoting_slots": self._demotions.running_slots,
             "oldest_move_seconds": 0.0 if sent is None else time.monotonic() - sent,

@@ -145,9 +145,9 @@ class SharedTier(Tier):
             self._directory.close(timeout_seconds)
 
     @property
-    def usable(self) -> bool:
-        """Whether something may be read, written or asked now: not while an answer is late."""
-        return super().usable and not (self._is_late and self.is_asked)
+    def _is_ready(self) -> bool:
+        """See `Tier`: not while an answer is late."""
+        return super()._is_ready and not (self._is_late and self.is_asked)
 
     @property
     def generation(self) -> bytes:
@@ -177,7 +177,7 @@ class SharedTier(Tier):
         if not answer.is_done:
             self._is_late = True
         elif answer.found is None:
-            self.failed()
+            self.read_failed()
         else:
             self._known.add(key for key, there in zip(keys, answer.found, strict=True) if there)
 

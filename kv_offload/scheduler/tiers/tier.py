@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.slots import Slots
-from kv_offload.messages import TierCapacity
+from kv_offload.messages import Outcome, TierCapacity
 from kv_offload.scheduler.jobs import Move
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ STUCK_SECONDS = 10.0
 
 FIRST_PAUSE_SECONDS = 5.0
 LONGEST_PAUSE_SECONDS = 300.0
-"""For how long a tier is left alone after an error; twice as long after each that follows."""
+"""Of a pause after an error; twice as long after each that follows."""
 
 
 class Question(ABC):
@@ -35,11 +35,36 @@ class Question(ABC):
         """Whether it may still be answered. Afterwards `Tier.readable` knows of the answer."""
 
 
+class Pause:
+    """For how long a tier is not read, or not written, after an error. Begins as none."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._until = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it may be tried now."""
+        return time.monotonic() >= self._until
+
+    def begin(self) -> float:
+        """Begin a pause, twice as long as the one before, and return its seconds."""
+        twice = max(FIRST_PAUSE_SECONDS, 2 * self._seconds)
+        self._seconds = min(twice, LONGEST_PAUSE_SECONDS)
+        self._until = time.monotonic() + self._seconds
+        return self._seconds
+
+    def went_well(self) -> None:
+        """Have the next pause be a short one."""
+        self._seconds = 0.0
+
+
 class Tier(ABC):
     """The keys of a tier, called `what` in the log. Not used until `open` has heard of all ranks.
 
-    After an error, or while a copy hangs, it is left alone: nothing is read or written, until it is
-    tried again. What it holds stays known meanwhile.
+    After a read or a question that failed nothing is read for a while, after a write that failed
+    nothing is written: a store that is full still serves what it has. While a copy hangs there is
+    neither. What it holds stays known meanwhile.
 
     Keys to write are announced with `begin_write`, keys to read with `begin_read`. Both give each
     its *place*, the number by which the ranks find it beside its name.
@@ -50,8 +75,8 @@ class Tier(ABC):
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self._pause_seconds = 0.0
-        self._paused_until = 0.0
+        self._reads = Pause()
+        self._writes = Pause()
         self._is_stuck = False
 
     @property
@@ -127,9 +152,19 @@ class Tier(ABC):
     # -- whether it is used --------------------------------------------------------------------
 
     @property
-    def usable(self) -> bool:
-        """Whether something may be read or written now."""
-        return self.is_open and not self._is_stuck and time.monotonic() >= self._paused_until
+    def _is_ready(self) -> bool:
+        """Whether it is open, and answers."""
+        return self.is_open and not self._is_stuck
+
+    @property
+    def may_read(self) -> bool:
+        """Whether it may be read, or asked, now."""
+        return self._is_ready and self._reads.is_over
+
+    @property
+    def may_write(self) -> bool:
+        """Whether it may be written now."""
+        return self._is_ready and self._writes.is_over
 
     def next_step(self, oldest_sent: float | None) -> None:
         """See whether a copy hangs; the oldest under way was sent at `oldest_sent`."""
@@ -144,21 +179,30 @@ class Tier(ABC):
             )
         self._is_stuck = stuck
 
-    def went_well(self) -> None:
-        """Hear that a copy went well."""
-        self._pause_seconds = 0.0
+    def copied(self, move: Move) -> None:
+        """Hear how a copy ended; of one that failed the ranks' logs say why."""
+        if move.outcome is Outcome.OK:
+            (self._reads if move.promotes else self._writes).went_well()
+        elif move.promotes:
+            self.read_failed()
+        else:
+            self.write_failed()
 
-    def failed(self) -> None:
-        """Hear that a copy failed; the ranks' logs say how. Leave the tier alone for a while."""
-        now = time.monotonic()
-        if now < self._paused_until:
-            return  # of several copies that were under way
-        twice = max(FIRST_PAUSE_SECONDS, 2 * self._pause_seconds)
-        self._pause_seconds = min(twice, LONGEST_PAUSE_SECONDS)
-        self._paused_until = now + self._pause_seconds
-        logger.warning(
-            "kv-offload: the %s failed. It is left alone for %.0f s; prompts are computed "
-            "meanwhile",
-            self.what,
-            self._pause_seconds,
-        )
+    def read_failed(self) -> None:
+        """Read nothing for a while, because a read or a question failed."""
+        if self._reads.is_over:  # else it is one of several that were under way
+            logger.warning(
+                "kv-offload: the %s could not be read. It is not read for %.0f s; prompts are "
+                "computed meanwhile",
+                self.what,
+                self._reads.begin(),
+            )
+
+    def write_failed(self) -> None:
+        """Write nothing for a while."""
+        if self._writes.is_over:
+            logger.warning(
+                "kv-offload: the %s could not be written. It is not written for %.0f s",
+                self.what,
+                self._writes.begin(),
+            )

@@ -118,7 +118,7 @@ def _add_tier(table: Table, figures: Figures) -> None:
     values = figures.values
     if alone := values["tiers_left_alone"]:
         one = len(figures.engines) == 1
-        what = "left alone" if one else f"left alone by {_number(alone)} of the engines"
+        what = "not read" if one else f"not read by {_number(alone)} of the engines"
         table.add_row(f"  {what}, after an error or while a copy hangs", style="bold red")
     if values["tier_slots"]:
         _add_use(table, figures, values["tier_slots_in_use"], values["tier_slots"])

@@ -158,14 +158,17 @@ def test_a_late_answer_is_not_waited_for_and_nothing_is_asked_before_it(
     assert second.offload.gauges()["tier_usable"] == 1
 
 
-def test_a_store_that_cannot_be_asked_is_left_alone(make: Any, now: list[float]) -> None:
+def test_a_store_that_cannot_be_asked_is_not_read_for_a_while(make: Any, now: list[float]) -> None:
     first, second = make(), make()
     first.answer("a")
     second.directory.fails = True
     second.answer("b")
     assert second.totals["hit_tokens"] == 0
     assert second.offload.gauges()["tier_usable"] == 0
-    assert second.totals["demoted_slots"] == 0
+    second.forget()
+    second.answer("d")
+    assert second.totals["promoted_slots"] == 0
+    assert len(second.directory.asked) == 1
     second.forget()
     second.directory.fails = False
     now[0] += tier.FIRST_PAUSE_SECONDS

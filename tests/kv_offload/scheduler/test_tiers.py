@@ -172,7 +172,7 @@ def test_what_is_not_what_its_name_says_is_computed_and_forgotten(engine: DiskEn
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
 
 
-def test_the_disk_is_left_alone_after_an_error_and_tried_again(
+def test_the_disk_is_not_read_for_a_while_after_an_error_and_tried_again(
     now: list[float], engine: DiskEngine
 ) -> None:
     engine.disk.faults["error"] = 1
@@ -183,7 +183,7 @@ def test_the_disk_is_left_alone_after_an_error_and_tried_again(
     engine.forget()
     ask(engine, "b", prompt=OTHER)
     engine.run()
-    assert not engine.disk.submitted
+    assert TierDirection.PROMOTE not in [job.direction for job in engine.disk.submitted]
     assert engine.totals["promoted_slots"] == FULL_BLOCKS - 1
     engine.forget()
     now[0] += tier.FIRST_PAUSE_SECONDS
@@ -192,22 +192,65 @@ def test_the_disk_is_left_alone_after_an_error_and_tried_again(
     assert engine.totals["promoted_slots"] >= 2 * FULL_BLOCKS - 1
 
 
-def test_each_further_error_has_it_left_alone_for_longer(
+def test_the_disk_is_not_written_for_a_while_after_an_error_and_read_meanwhile(
     now: list[float], engine: DiskEngine
 ) -> None:
+    other = [9] * 9
+    engine.disk.faults["error"] = 1
+    ask(engine, "a", prompt=other)
+    engine.run()
+    assert engine.totals["tier_errors"] == engine.totals["lost_tier_slots"] == 1
+    engine.totals.clear()
+    engine.forget()
+    ask(engine, "b")
+    ask(engine, "c", prompt=[8] * 9)
+    engine.run()
+    assert engine.totals["promoted_slots"] == FULL_BLOCKS
+    assert engine.totals["demoted_slots"] == 0
+    now[0] += tier.FIRST_PAUSE_SECONDS
+    ask(engine, "d", prompt=[7] * 9)
+    engine.run()
+    assert engine.totals["demoted_slots"] > 0
+
+
+def test_each_further_error_has_a_longer_pause(now: list[float]) -> None:
+    pause = tier.Pause()
+    assert pause.is_over
     pauses = []
     for _ in range(8):
-        engine.offload._tier.failed()
+        pause.begin()
         begin = now[0]
-        while not engine.offload._tier.usable:
+        while not pause.is_over:
             now[0] += 1
         pauses.append(now[0] - begin)
     assert pauses[:3] == [5, 10, 20]
     assert max(pauses) == tier.LONGEST_PAUSE_SECONDS
-    engine.offload._tier.went_well()
-    engine.offload._tier.failed()
-    now[0] += 5
-    assert engine.offload._tier.usable
+    pause.went_well()
+    assert pause.begin() == tier.FIRST_PAUSE_SECONDS
+
+
+def test_writes_that_go_well_leave_the_pauses_of_reads_as_they_are(
+    now: list[float], engine: DiskEngine
+) -> None:
+    engine.offload._tier.read_failed()
+    ask(engine, "a", prompt=[9] * 9)
+    engine.run()
+    assert engine.totals["demoted_slots"] > 0
+    now[0] += tier.FIRST_PAUSE_SECONDS
+    engine.offload._tier.read_failed()
+    now[0] += tier.FIRST_PAUSE_SECONDS
+    assert not engine.offload._tier.may_read
+
+
+def test_errors_that_were_under_way_together_are_one_pause(
+    now: list[float], engine: DiskEngine
+) -> None:
+    below = engine.offload._tier
+    for fail, may in ((below.read_failed, "may_read"), (below.write_failed, "may_write")):
+        fail()
+        fail()
+        now[0] += tier.FIRST_PAUSE_SECONDS
+        assert getattr(below, may)
 
 
 def test_a_copy_that_hangs_keeps_the_disk_from_being_used_until_it_ends(

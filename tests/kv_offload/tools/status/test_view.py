@@ -91,12 +91,12 @@ def test_a_disk_has_lines_of_its_own() -> None:
 
 
 def test_a_disk_that_is_left_alone_is_named_also_beside_one_that_is_used() -> None:
-    alone = "left alone, after an error or while a copy hangs"
+    alone = "not read, after an error or while a copy hangs"
     assert alone not in drawn(with_disk())
     assert alone in drawn(with_disk(tier_usable=0))
     other = with_disk(tier_usable=0).replace('engine="0"', 'engine="1"')
-    assert "left alone by 1 of the engines, after" in drawn(with_disk() + other)
-    assert "left alone" not in drawn(with_disk() + HITS.replace('engine="0"', 'engine="1"'))
+    assert "not read by 1 of the engines, after" in drawn(with_disk() + other)
+    assert "not read" not in drawn(with_disk() + HITS.replace('engine="0"', 'engine="1"'))
 
 
 def test_several_engines_stand_below_their_sum() -> None:
