@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.inputs import busy_requests
+from tests.support.latents import cache_prefixes_of_latents
 from tests.support.processes import print_result
 
 RANKS = 2
@@ -83,9 +84,8 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
 
     from tests.engine import rank_faults
     from tests.engine.harness import engine_settings, greedy, transfer_config
-    from tests.engine.multiprocess_run import cache_prefixes_of_latents
 
-    cache_prefixes_of_latents(kind)
+    cache_prefixes_of_latents()
     settings = engine_settings(
         Path(models), kind, **{"num_gpu_blocks_override": 260, "max_num_seqs": 16, **arguments}
     )
