@@ -96,7 +96,9 @@ def _answer(pipe: Connection) -> Any:
 
 def _copy(gpu: int, pipe: Connection) -> None:
     """Copy as asked, on one GPU; the first answer says which that is."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)  # before CUDA is looked for
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # Before CUDA is looked for.
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
     from kv_swap.cuda.device import CudaRegistrar
     from kv_swap.engine import Direction
 

@@ -370,8 +370,8 @@ def test_engines_start_and_hold_conversations_by_turns_which_come_back_from_host
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(runs, "STARTS", 1)
-    monkeypatch.setattr(runs, "ROUNDS", 1)
     words = ["--sections", "start,conversations", "--connectors", "off,kv-offload"]
+    words += ["--rounds", "1"]
     assert serving.main([*words, "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "serving-small.json").read_text())["results"]
     began = re.findall(r"\] (\S+): starting an engine", capfd.readouterr().err)
