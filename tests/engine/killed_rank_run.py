@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -125,8 +126,10 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
             "left": [command_of(pid) for pid in left],
             "shared": shared,
             "memory": [(name, n, holders(name)) for name, n in zip(shared, alive, strict=True)],
-            # vLLM's own queues between processes have other names.
-            "dev_shm": [n for n in set(os.listdir("/dev/shm")) - before if "kv" in n.lower()],
+            # Queues of vLLM's between processes have other names, and NCCL's any letters.
+            "dev_shm": [
+                n for n in set(os.listdir("/dev/shm")) - before if re.search("kv[-_]", n.lower())
+            ],
         }
     )
 
