@@ -24,11 +24,11 @@ from tests.engine.multiprocess_run import (
     PROMPT_TOKENS,
     as_answers,
     assert_same,
-    cache_prefixes_of_latents,
     plain_answers,
     rolled_blocks,
 )
 from tests.support.inputs import Tokens
+from tests.support.latents import cache_prefixes_of_latents
 from tests.support.mooncake import require_mooncake
 from tests.support.processes import print_result
 from tests.support.totals import totals_by_replica
@@ -99,7 +99,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         # However busy the machine is. The engines' processes, which are forked, have it from here.
         shared_tier.PATIENCE_SECONDS = 60.0
         promotions.MIN_WAIT_SECONDS = promotions.MAX_WAIT_SECONDS = 60.0
-    cache_prefixes_of_latents(kind)
+    cache_prefixes_of_latents()
     settings = engine_settings(
         Path(models), kind, max_model_len=1024, disable_log_stats=store is None, **arguments
     )
