@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kv_swap.packing import samples
 from kv_swap.packing.format import MANTISSA_BYTES, PACKED_TILE_BYTES
 from kv_swap.packing.slots import SlotPacker
 
@@ -58,9 +59,10 @@ def corrupt(running: Engine) -> None:
 @pytest.mark.parametrize("synchronous_loads", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 def test_packed_blocks_serve_as_they_were(
-    model_folder: Path, kind: str, synchronous_loads: bool
+    model_folder: Path, kind: str, synchronous_loads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ends with the control: other bits in host memory are noticed."""
+    monkeypatch.setattr(samples, "SAMPLED_TILES", 1)
     plain = expected(model_folder, kind)
     with packing(model_folder, kind, synchronous_loads=synchronous_loads) as ours:
         layout = ours.rank.transfer.layout
@@ -71,7 +73,8 @@ def test_packed_blocks_serve_as_they_were(
         assert ours.offload.manager.num_slots == ours.rank.num_slots
         assert answers(ours) == plain
         assert ours.reload(PROMPTS, one_by_one=True) == plain
-        assert ours.totals["skipped_unpackable"] == 0
+        assert ours.totals["skipped_unpackable"] == ours.totals["sampled_raw_tiles"] == 0
+        assert ours.totals["sampled_tiles"] == ours.blocks_stored() * layout.num_tiles
         ours.forget()
         corrupt(ours)
         assert all_differ(answers(ours), plain)
