@@ -79,6 +79,12 @@ METRICS = (
         evictions="Slots whose content was replaced by another block's.",
         stored_bytes="Bytes of blocks copied to host memory, over all ranks.",
         stored_seconds="Time from submitting stores to their end, over all ranks.",
+        sampled_tiles="Tiles of packed slots looked at after their store, one in 251, over all "
+        "ranks (pack_kv). Slots that were refused are left out.",
+        sampled_escapes="Escapes in sampled_tiles, each 8 numbers with exponents far from those of "
+        "their channels; 38 to 45 of them fit a tile.",
+        sampled_raw_tiles="Raw tiles among sampled_tiles: with more escapes than fit. These are "
+        "not in sampled_escapes.",
         loaded_bytes="Bytes of blocks copied from host memory, over all ranks.",
         loaded_seconds="Time from when loads could start to their end, over all ranks.",
         synchronous_loads="Loads that the forward of their step waited for.",

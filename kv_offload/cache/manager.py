@@ -139,6 +139,13 @@ class CacheManager:
         readable = self._running.not_written(slots).tolist()
         return [key if ok else None for key, ok in zip(keys, readable, strict=True)]
 
+    def keys_of(self, slots: Slots) -> list[Key]:
+        """Return the key of each slot, readable or not, which was given out; None if it has none.
+
+        A reset takes the keys of slots that a store still writes.
+        """
+        return self._index.keys_of(slots)
+
     def prepare_copy(self, slots: Slots) -> None:
         """Hold distinct slots with readable keys until `complete_load`. This is not an access."""
         self._policy.keep(self._running.start_loads(slots))

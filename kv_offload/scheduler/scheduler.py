@@ -276,7 +276,10 @@ class OffloadScheduler:
                 self._failed.add(job.request.request_id)
                 self._statistics.count("failed_loads", 1)
         if job.is_store and ok:
-            self._stores.stored(len(job.slots), len(job.failed_rows))
+            refused: Sequence[Any] = ()
+            if job.failed_rows:
+                refused = self.manager.keys_of(job.slots[job.failed])
+            self._stores.stored(len(job.slots), refused)
         elif job.is_store:
             self._statistics.skipped("copy_failed", len(job.slots))
         self._jobs.release(job)
@@ -447,7 +450,7 @@ class OffloadScheduler:
         self._retention.drop()
         self.manager.reset()
         self._other_sizes.reset()
-        self._stores.leftovers.drop()
+        self._stores.forget()
         return held
 
     def reset(self) -> None:

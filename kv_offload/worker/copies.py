@@ -12,22 +12,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+import numpy as np
 from kv_swap.engine import Completion, Direction, SwapJob
+from kv_swap.packing.samples import TileSampler
+from numpy.typing import NDArray
 
-from kv_offload.messages import LoadJob, Outcome, StoreJob
+from kv_offload.messages import LoadJob, Outcome, Pairs, StoreJob
 from kv_offload.worker.jobs import RankJobs
 from kv_offload.worker.sharing import Peers
 
 
 class Stores:
-    """Those that wait for the start of a step. `peers` share this rank's host memory."""
+    """Those that wait for the start of a step, and those that run.
+
+    `peers` share this rank's host memory; `sampler` looks at what was packed, where it is.
+    """
 
     def __init__(self, jobs: RankJobs, peers: Peers) -> None:
         self.peers = peers
         self._jobs = jobs
+        self.sampler: TileSampler | None = None
         self._queued: deque[StoreJob] = deque()
-        # By job, where this rank's pairs begin among all of them.
-        self._first_row: dict[int, int] = {}
+        # By job, this rank's pairs, and where they begin among all of them.
+        self._running: dict[int, tuple[int, Pairs]] = {}
 
     def queue(self, jobs: Iterable[StoreJob]) -> None:
         """Keep jobs for the start of the next step."""
@@ -47,21 +54,32 @@ class Stores:
             if not len(pairs):
                 self._jobs.end(job.job_id, Outcome.OK)
                 continue
-            self._first_row[job.job_id] = part.start
+            self._running[job.job_id] = part.start, pairs
             error = self._jobs.start(SwapJob(job.job_id, Direction.STORE, pairs))
             if error is not None:
                 self._jobs.log.error("%s", error)
-                del self._first_row[job.job_id]
+                del self._running[job.job_id]
                 self._jobs.end(job.job_id, Outcome.FAILED)
 
     def ended(self, done: Completion) -> None:
         """Take in the end of a store's copies; blocks that do not fit their slots were refused."""
-        first = self._first_row.pop(done.job_id)
+        first, pairs = self._running.pop(done.job_id)
         if done.error is not None:
             self._jobs.end(done.job_id, Outcome.FAILED)
             return
         refused = tuple(first + row for row in done.refused_rows)
         self._jobs.end(done.job_id, Outcome.OK, refused)
+        if self.sampler is not None:
+            # Nobody writes these slots before this is told. Those of refused blocks are garbage.
+            slots = np.delete(pairs[:, 1], done.refused_rows) if refused else pairs[:, 1]
+            self._count(self.sampler, slots)
+
+    def _count(self, sampler: TileSampler, slots: NDArray[np.int32]) -> None:
+        """Count what some tiles of slots say that were just packed."""
+        found = sampler.sample(self._jobs.require_transfer().slots(), slots)
+        self._jobs.stats.count("sampled_tiles", found.tiles)
+        self._jobs.stats.count("sampled_escapes", found.escapes)
+        self._jobs.stats.count("sampled_raw_tiles", found.raw_tiles)
 
 
 class Loads:

@@ -10,6 +10,7 @@ from typing import Any
 
 from kv_swap.engine import Direction, SwapEngine
 from kv_swap.errors import CopyError
+from kv_swap.packing.samples import TileSampler
 
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import RankEngine
@@ -92,6 +93,7 @@ class OffloadWorker:
             config, num_ranks, peers, kind, caches, tuple(kv_caches), stream
         )
         self._jobs.transfer = transfer
+        self._stores.sampler = TileSampler(layout) if layout.num_tiles else None
         self.num_slots = transfer.num_slots
         if self._tier is not None:
             pages = self._rank_engine.describe_pages(kv_caches)

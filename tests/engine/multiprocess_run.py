@@ -24,6 +24,13 @@ from tests.support.latents import cache_prefixes_of_latents
 from tests.support.processes import print_result, run_module
 
 PROMPT_TOKENS = (129, 193, 257)
+PIPELINE = {
+    "pipeline_parallel_size": 2,
+    # A later stage of vLLM's CPU engine has no buffer for its input unless a warm-up made it.
+    "enforce_eager": False,
+    "compilation_config": {"mode": 1, "backend": "eager"},
+}
+
 LOGPROB_TOLERANCE = 1e-3
 """Nats. The shapes are the same, so mostly the bits are; other blocks are off by whole nats."""
 
@@ -38,8 +45,8 @@ def run_engine(
 ) -> dict[str, Any]:
     """Run `main` in a process of its own; return what it found.
 
-    `arguments` are `LLM`'s, and `sleep`, `logprobs` and `beside`: whether ours is the first of two
-    members of a MultiConnector.
+    `arguments` are `LLM`'s, and `plugin`, `prompt_tokens`, `sleep`, `logprobs` and `beside`:
+    whether ours is the first of two members of a MultiConnector.
     """
     result: dict[str, Any] = run_module(
         "tests.engine.multiprocess_run", models, kind, arguments, forks=forks, **environment
@@ -47,7 +54,7 @@ def run_engine(
     return result
 
 
-def check(result: dict[str, Any], ranks: int, sharing: int = 1) -> None:
+def check(result: dict[str, Any], ranks: int, sharing: int = 1, *, packs: bool = False) -> None:
     """Check a run of `ranks` ranks, of which each `sharing` keep the same bytes once."""
     computed, cached = result["expected"]
     assert_same(result["computed"], computed)
@@ -58,6 +65,7 @@ def check(result: dict[str, Any], ranks: int, sharing: int = 1) -> None:
     for rank in told:
         assert rank["sharing"] == sharing
         assert rank["replica"] == list(range(ranks)), "all ranks can agree before they start"
+        assert (rank["slot_bytes"] < 0.9 * rank["block_bytes"]) is packs
         assert rank["slots"] == result["cpu_bytes"] * sharing // ranks // rank["slot_bytes"]
     for before, after, wrong in zip(stored, loaded, rolled, strict=True):
         assert len(after["blocks"]) >= 8
@@ -70,18 +78,20 @@ def check(result: dict[str, Any], ranks: int, sharing: int = 1) -> None:
         assert all(peer["blocks"] == peers[0]["blocks"] for peer in peers)
         copied = [peer["copied"] for peer in peers]
         assert sum(copied) == len(peers[0]["blocks"]), "each block is copied to the host once"
-        assert min(copied) >= len(peers[0]["blocks"]) // sharing - len(PROMPT_TOKENS)
+        assert min(copied) >= len(peers[0]["blocks"]) // sharing - len(result["prompt_tokens"])
     for a, b in itertools.pairwise(first):
         blocks = zip(stored[a]["blocks"].items(), stored[b]["blocks"].items(), strict=True)
         assert all(mine != other for mine, other in blocks), "digests tell ranks apart"
-    block_bytes = sum(rank["slot_bytes"] for rank in told)
+    block_bytes = sum(rank["block_bytes"] for rank in told)
     blocks = len(loaded[0]["blocks"])
     if (metrics := result["metrics"]) is not None:
         assert metrics["vllm:host_kv_cache_slots"] == min(rank["slots"] for rank in told)
         assert metrics["vllm:host_kv_cache_loaded_bytes"] == blocks * block_bytes
         assert metrics["vllm:host_kv_cache_stored_bytes"] >= blocks * block_bytes // sharing
-        assert metrics["vllm:host_kv_cache_hit_tokens"] == sum(PROMPT_TOKENS) - len(PROMPT_TOKENS)
+        hits = sum(tokens - 1 for tokens in result["prompt_tokens"])
+        assert metrics["vllm:host_kv_cache_hit_tokens"] == hits
         assert metrics.get("vllm:host_kv_cache_failed_loads", 0) == 0
+        assert (metrics.get("vllm:host_kv_cache_sampled_tiles", 0) > 0) is packs
     corrupted = zip(result["corrupted"]["tokens"], computed["tokens"], strict=True)
     assert all(wrong != right for wrong, right in corrupted)
     if "after_sleep" in result:
@@ -116,11 +126,11 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     beside: bool | None = arguments.pop("beside", None)
     logprobs, sleeps = arguments.pop("logprobs", None), arguments.pop("sleep", False)
     cpu_bytes = 8 << 20
+    plugin = {"cpu_bytes": cpu_bytes, **arguments.pop("plugin", {})}
+    prompt_tokens = arguments.pop("prompt_tokens", PROMPT_TOKENS)
     cache_prefixes_of_latents()
-    settings = engine_settings(
-        Path(models), kind, max_model_len=1024, disable_log_stats=False, **arguments
-    )
-    prompts = [random_tokens(count, seed=count) for count in PROMPT_TOKENS]
+    settings = engine_settings(Path(models), kind, disable_log_stats=False, **arguments)
+    prompts = [random_tokens(count, seed=count) for count in prompt_tokens]
 
     sampling = greedy(8, logprobs=logprobs)
 
@@ -128,10 +138,14 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         return ask(llm, prompts, sampling)
 
     (expected,) = plain_answers(settings, [prompts], sampling)
-    result: dict[str, Any] = {"expected": expected, "cpu_bytes": cpu_bytes}
-    config = transfer_config({"cpu_bytes": cpu_bytes})
+    result: dict[str, Any] = {
+        "expected": expected,
+        "cpu_bytes": cpu_bytes,
+        "prompt_tokens": prompt_tokens,
+    }
+    config = transfer_config(plugin)
     if beside is not None:
-        config = multi_config({"cpu_bytes": cpu_bytes}, first=beside)
+        config = multi_config(plugin, first=beside)
     llm = LLM(**settings, kv_transfer_config=config)
     result["ranks"] = llm.collective_rpc(rank_calls.watch)
     result["computed"] = answers(llm)

@@ -58,6 +58,7 @@ def watch(_worker: Any) -> dict[str, Any]:
         "rank": half.rank,
         "slots": half.num_slots,
         "slot_bytes": half.transfer.layout.slot_bytes,
+        "block_bytes": half.transfer.layout.block_bytes,
         "sharing": half.sharing_ranks,
         "replica": gather_over_ranks(half.rank),
     }

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kv_swap.packing import samples
 from kv_swap.packing.format import MANTISSA_BYTES, PACKED_TILE_BYTES
 from kv_swap.packing.slots import SlotPacker
 
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.worker.copies import Stores
+from tests.engine import multiprocess_run, restart_run
 from tests.engine.harness import (
     Engine,
     Tokens,
@@ -22,10 +24,20 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
     random_tokens,
 )
+from tests.engine.multiprocess_run import PIPELINE
 from tests.support.latents import LATENT, cache_prefixes_of_latents
+from tests.support.processes import run_module
 
 BLOCK_TOKENS = 128
 """Pages of 16 KiB of keys and as many of values."""
+
+RANKS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "block_size": 256,
+    "prompt_tokens": (513, 769, 1025),
+    "plugin": {"pack_kv": True},
+}
+"""For ranks in processes of their own. Of two that share the heads each has such pages."""
 
 PROMPTS = prompts_with_shared_prefix(600, (60, 140, 210))
 PACKS = {"pack_kv": True}
@@ -58,9 +70,10 @@ def corrupt(running: Engine) -> None:
 @pytest.mark.parametrize("synchronous_loads", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 def test_packed_blocks_serve_as_they_were(
-    model_folder: Path, kind: str, synchronous_loads: bool
+    model_folder: Path, kind: str, synchronous_loads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ends with the control: other bits in host memory are noticed."""
+    monkeypatch.setattr(samples, "SAMPLED_TILES", 1)
     plain = expected(model_folder, kind)
     with packing(model_folder, kind, synchronous_loads=synchronous_loads) as ours:
         layout = ours.rank.transfer.layout
@@ -71,7 +84,8 @@ def test_packed_blocks_serve_as_they_were(
         assert ours.offload.manager.num_slots == ours.rank.num_slots
         assert answers(ours) == plain
         assert ours.reload(PROMPTS, one_by_one=True) == plain
-        assert ours.totals["skipped_unpackable"] == 0
+        assert ours.totals["skipped_unpackable"] == ours.totals["sampled_raw_tiles"] == 0
+        assert ours.totals["sampled_tiles"] == ours.blocks_stored() * layout.num_tiles
         ours.forget()
         corrupt(ours)
         assert all_differ(answers(ours), plain)
@@ -152,9 +166,36 @@ def test_a_disk_keeps_packed_slots_over_a_restart(model_folder: Path, tmp_path: 
         assert second.totals["promoted_slots"] > 0
         assert second.totals["tier_mismatches"] == 0
         assert second.blocks_loaded() > 0
+        second.forget()
+        corrupt(second)
+        assert all_differ(answers(second), plain)
     with offloading(model_folder, plugin=disk, **SETTINGS) as raw:
         assert raw.offload.gauges()["tier_slots_in_use"] == 0
         assert answers(raw) == plain
+
+
+@pytest.mark.parametrize(
+    "split",
+    [pytest.param({"tensor_parallel_size": 2}, id="TP"), pytest.param(PIPELINE, id="PP")],
+)
+def test_ranks_in_processes_of_their_own(model_folder: Path, split: dict[str, Any]) -> None:
+    """Ends with the control: blocks that change places in host memory are noticed."""
+    run = multiprocess_run.run_engine(model_folder, "qwen3", {**RANKS, **split}, forks=True)
+    multiprocess_run.check(run, ranks=2, packs=True)
+
+
+def test_ranks_find_packed_slots_on_their_disks_after_a_restart(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """Ends with the control: blocks that change places in host memory are noticed."""
+    disk = {"disk_path": str(tmp_path), "disk_bytes": "64MiB", "load_or_recompute": "always_load"}
+    arguments = {**RANKS, "plugin": {**RANKS["plugin"], **disk}, "tensor_parallel_size": 2}
+    run = run_module(
+        *("tests.engine.restart_run", model_folder, "qwen3", arguments),
+        forks=True,
+        PYTHONHASHSEED="0",
+    )
+    restart_run.check(run, ranks=2)
 
 
 def test_what_nothing_can_be_packed_of_is_said_and_served(

@@ -9,7 +9,7 @@ import pytest
 
 from kv_offload.engines.vllm.versions import vllm_version
 from tests.engine import killed_rank_run, pressure_run, replica_run
-from tests.engine.multiprocess_run import check, run_engine
+from tests.engine.multiprocess_run import PIPELINE, check, run_engine
 from tests.support.latents import LATENT
 from tests.support.mooncake import PATIENT, Master, environment, require_mooncake
 from tests.support.processes import run_module
@@ -17,12 +17,6 @@ from tests.support.processes import run_module
 NEEDS_LATENT_ATTENTION = pytest.mark.skipif(
     vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
 )
-PIPELINE = {
-    "pipeline_parallel_size": 2,
-    # A later stage of vLLM's CPU engine has no buffer for its input unless a warm-up made it.
-    "enforce_eager": False,
-    "compilation_config": {"mode": 1, "backend": "eager"},
-}
 
 
 @pytest.mark.slow  # `test_multi_connector.py` has two ranks in `make test`

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from kv_swap.packing.format import MAX_COLUMNS, escape_capacity
+from kv_swap.packing.samples import SAMPLED_TILES
+
 from kv_offload.metrics import METRICS, SKIP_REASONS, OffloadStats
 
 
@@ -38,6 +41,13 @@ def test_every_help_says_more_than_its_name() -> None:
     for metric in METRICS:
         words = set(re.findall(r"[a-z]+", metric.documentation.lower()))
         assert len(words - set(metric.name.split("_"))) >= 4, metric
+
+
+def test_the_help_of_samples_says_how_many_there_are_and_what_fits() -> None:
+    help_of = {metric.name: metric.documentation for metric in METRICS}
+    assert f"one in {SAMPLED_TILES}," in help_of["sampled_tiles"]
+    least, most = escape_capacity(MAX_COLUMNS), escape_capacity(8)
+    assert f"{least} to {most} of them fit" in help_of["sampled_escapes"]
 
 
 DOCS = Path(__file__).parents[2] / "docs/use"

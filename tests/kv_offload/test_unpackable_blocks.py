@@ -55,16 +55,48 @@ def test_a_block_that_some_rank_refuses_is_served_by_none(
 
 
 @both_ways
-def test_a_block_that_was_refused_is_stored_once_it_fits(async_scheduling: bool) -> None:
-    engine = PlayedEngine(async_scheduling=async_scheduling)
-    engine.ranks[0].copies.unpackable = range(40)
-    engine.serve("a", PROMPT)
+@pytest.mark.parametrize("budget", [64, 4], ids=["at once", "block by block"])
+def test_a_block_that_was_refused_is_tried_again_once_host_memory_is_emptied(
+    async_scheduling: bool, budget: int
+) -> None:
+    """What follows in its prompt is stored; `budget` is how many tokens a step computes."""
+    engine = PlayedEngine(async_scheduling=async_scheduling, max_num_batched_tokens=budget)
+    copies = engine.ranks[0].copies
+    copies.unpackable = range(40)
+    engine.serve("a", PROMPT[:9], 1)
+    assert engine.totals["skipped_unpackable"] == 2
     assert engine.offload.manager.slots_in_use == 0
-    engine.ranks[0].copies.unpackable = ()
+    copies.unpackable = ()
     serve_again(engine)
-    assert engine.totals["hit_tokens"] == 0
+    stored = engine.offload.manager.slots_in_use
+    assert stored >= 3
+    serve_again(engine)
+    assert engine.totals["hit_tokens"] == engine.totals["skipped_unpackable"] == 0
+    assert engine.offload.manager.slots_in_use == stored
+    engine.offload.reset()
+    serve_again(engine)
     serve_again(engine)
     assert engine.totals["hit_tokens"] == 20
+
+
+def test_one_block_that_many_prompts_begin_with_does_not_pause_stores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is tried once; with every prompt it would soon be more than one block in a hundred."""
+    monkeypatch.setattr(planner, "TRIED_BLOCKS", 16)
+    monkeypatch.setattr(planner, "MAX_UNPACKABLE_SHARE", 0.1)
+    engine = PlayedEngine(max_num_batched_tokens=64)
+    engine.add("first", PROMPT, 1)
+    (job,) = engine.schedule().kv_connector_metadata.stores
+    engine.ranks[0].copies.unpackable = job.pairs[:1, 0].tolist()
+    engine.run()
+    for number in range(8):
+        bits = [int(bit) for bit in f"{number:03b}"]
+        engine.serve(f"{number}", [*PROMPT[:8], *bits, *PROMPT[:10]], 1)
+    assert engine.totals["skipped_unpackable"] == 1
+    assert not engine.offload.gauges()["stores_paused"]
+    assert engine.totals["stored_slots"] > 16
+    engine.rest()
 
 
 def test_rows_that_ranks_refuse_add_up_and_are_heard_of_again_in_vain() -> None:
@@ -106,10 +138,10 @@ def test_where_too_many_blocks_are_refused_stores_are_paused(
     serve_again(engine)
     assert engine.totals["hit_tokens"] == 20
     engine.offload.pause_stores(paused=False)
-    for request_id in ("d", "e"):
+    for request_id, prompt in (("d", OTHER), ("e", OTHER[::-1])):
         forget(engine)
         assert not engine.offload.gauges()["stores_paused"]
-        engine.serve(request_id, OTHER, 1)
+        engine.serve(request_id, prompt, 1)
         assert engine.totals["skipped_unpackable"] == 5
     assert caplog.text.count("stores are paused") == 2
     engine.rest()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -38,11 +38,29 @@ COMPUTE = 0
 Operation = Callable[[], bool]
 """Does its work and returns True, or returns False while it has to wait."""
 
+
+class _Arguments(NamedTuple):
+    """What kernels take; those that do not pack leave the last two alone."""
+
+    list: int
+    table: int
+    tiles: int
+    segments_per_tile: int
+    arena: int
+    slot_bytes: int
+    columns: int
+    pool_entries: int
+
+    def slot(self, index: int) -> int:
+        """Return the address of a slot."""
+        return self.arena + index * self.slot_bytes
+
+
 _WORDS = (
     *([ctypes.c_uint64] * 2 + [ctypes.c_uint32] * 2 + [ctypes.c_uint64] * 3),
     ctypes.c_uint32,
 )
-"""What kernels take; those that do not pack leave the last two alone."""
+"""The types of `_Arguments`."""
 
 
 class Event:
@@ -101,7 +119,7 @@ class PlayedCuda:
         self.capture_mode = 0
         self.capturing = False
         self.broken_captures = 0
-        self._kernels: list[Callable[..., None]] = []
+        self._kernels: list[Callable[[_Arguments], None]] = []
         runtime = SimpleNamespace(
             cudaDevAttrCanUseHostPointerForRegisteredMem=91,
             memcpyDefault=4,
@@ -245,7 +263,7 @@ class PlayedCuda:
         pointers = (ctypes.c_void_p * len(_WORDS)).from_address(parameters)
         # CUDA copies the arguments within the call.
         values = [w.from_address(p or 0).value for w, p in zip(_WORDS, pointers, strict=True)]
-        self._queue(stream, partial(self._kernels[function], *values))
+        self._queue(stream, partial(self._kernels[function], _Arguments(*values)))
 
 
 def _pages_of(region: Region, num_blocks: int, device: torch.device) -> torch.Tensor:
@@ -276,21 +294,12 @@ def _listed(address: int) -> list[list[int]]:
     return listed
 
 
-def _swap(
-    name: str,
-    pairs: int,
-    table: int,
-    tiles: int,
-    per_tile: int,
-    arena: int,
-    slot_bytes: int,
-    columns: int,
-    pool_entries: int,
-) -> None:
-    segments = _words(table, 4 * tiles * per_tile, np.uint64).reshape(-1, 4).tolist()
-    for block, slot in _listed(pairs):
+def _swap(name: str, given: _Arguments) -> None:
+    rows = given.tiles * given.segments_per_tile
+    segments = _words(given.table, 4 * rows, np.uint64).reshape(-1, 4).tolist()
+    for block, slot in _listed(given.list):
         for address, stride, offset, lengths in segments:
-            page, place = address + block * stride, arena + slot * slot_bytes + offset
+            page, place = address + block * stride, given.slot(slot) + offset
             target, source = (place, page) if name == "swap_store" else (page, place)
             ctypes.memmove(target, source, lengths & 0xFFFFFFFF)
 
@@ -311,52 +320,39 @@ def _columns(table: int, described: int) -> TileColumns:
     return columns
 
 
-def _pack(
-    pairs: int,
-    table: int,
-    tiles: int,
-    _: int,
-    arena: int,
-    slot_bytes: int,
-    columns: int,
-    pool_entries: int,
-) -> None:
-    rows = _words(table, 4 * tiles, np.uint64).reshape(-1, 4).tolist()
-    for index, (block, slot) in enumerate(_listed(pairs)):
-        whole = _memory(arena + slot * slot_bytes, slot_bytes)
-        pool = whole[slot_bytes - pool_entries * POOL_ENTRY_BYTES :].reshape(-1, POOL_ENTRY_BYTES)
+def _packed(given: _Arguments) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield the blocks of a list, each with its slot and the slot's pool."""
+    for block, slot in _listed(given.list):
+        whole = _memory(given.slot(slot), given.slot_bytes)
+        pool = whole[given.slot_bytes - given.pool_entries * POOL_ENTRY_BYTES :]
+        yield block, whole, pool.reshape(-1, POOL_ENTRY_BYTES)
+
+
+def _pack(given: _Arguments) -> None:
+    rows = _words(given.table, 4 * given.tiles, np.uint64).reshape(-1, 4).tolist()
+    for index, (block, whole, pool) in enumerate(_packed(given)):
         pool[:] = 0
         used = 0
         for address, stride, offset, described in rows:
             tile = _memory(address + block * stride, TILE_BYTES)
-            packed, (fits,) = pack_tiles(tile[None], _columns(columns, described))
+            packed, (fits,) = pack_tiles(tile[None], _columns(given.columns, described))
             place = whole[offset : offset + PACKED_TILE_BYTES]
             if fits:
                 place[:] = packed[0]
-            elif (used := used + 1) <= pool_entries:
+            elif (used := used + 1) <= given.pool_entries:
                 make_raw(tile, place, pool[used - 1], used - 1)
-        _memory(pairs + STATUS_OFFSET_BYTES + index, 1)[:] = used > pool_entries
+        status = given.list + STATUS_OFFSET_BYTES + index
+        _memory(status, 1)[:] = used > given.pool_entries
 
 
-def _unpack(
-    pairs: int,
-    table: int,
-    tiles: int,
-    _: int,
-    arena: int,
-    slot_bytes: int,
-    columns: int,
-    pool_entries: int,
-) -> None:
-    rows = _words(table, 4 * tiles, np.uint64).reshape(-1, 4).tolist()
-    for block, slot in _listed(pairs):
-        whole = _memory(arena + slot * slot_bytes, slot_bytes)
-        pool = whole[slot_bytes - pool_entries * POOL_ENTRY_BYTES :].reshape(-1, POOL_ENTRY_BYTES)
+def _unpack(given: _Arguments) -> None:
+    rows = _words(given.table, 4 * given.tiles, np.uint64).reshape(-1, 4).tolist()
+    for block, whole, pool in _packed(given):
         for address, stride, offset, described in rows:
             packed = whole[offset : offset + PACKED_TILE_BYTES]
             (header,) = read_headers(packed[None])
             if header["kind"] == KIND_RAW:
                 tile = read_raw(packed, pool[int(header["pool_entry"])])
             else:
-                (tile,) = unpack_tiles(packed[None], _columns(columns, described))
+                (tile,) = unpack_tiles(packed[None], _columns(given.columns, described))
             _memory(address + block * stride, TILE_BYTES)[:] = tile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kv_offload.cache.prefix import PrefixMap, SlotKey
@@ -15,6 +15,9 @@ from kv_offload.scheduler.stores.candidates import Span
 
 TRACKED_PREFIXES = 1 << 20
 """Keys whose uses are counted for `store_after_uses`; the least recently used are forgotten."""
+
+REMEMBERED_REFUSALS = 1 << 16
+"""Keys of refused blocks; the oldest are forgotten. With more of them stores are mostly paused."""
 
 
 @dataclass(slots=True)
@@ -38,6 +41,9 @@ class StoreChoice:
     A block is valid while the pool knows it under exactly the key that it is expected to have:
     requests have their hashes before the KV exists, and remembered ids go stale when a window moves
     on or a request is preempted.
+
+    A block that did not fit a packed slot is not chosen again: it would not fit, and every request
+    with its prefix would try it.
     """
 
     _prefixes: PrefixMap
@@ -47,6 +53,7 @@ class StoreChoice:
     tells_runs: bool
     """Whether somebody reads the runs of what is chosen."""
     _uses: OrderedDict[SlotKey, int] = field(default_factory=OrderedDict)
+    _refused: OrderedDict[SlotKey, None] = field(default_factory=OrderedDict)
 
     def choose(
         self,
@@ -70,7 +77,8 @@ class StoreChoice:
             cursor, position, first, last = span
             if single and last - first == 1 and slots[at] < 0 < chosen.slots_left:
                 key, block = keys[at], cursor.block_ids[position][first]
-                if key not in new and pool_blocks[block].block_hash == key + behind_key[position]:
+                valid = pool_blocks[block].block_hash == key + behind_key[position]
+                if valid and key not in new and key not in self._refused:
                     chosen.slots_left -= 1
                     new[key] = None
                     chosen.blocks.append(block)
@@ -99,6 +107,8 @@ class StoreChoice:
         cursor, position, first, last = span
         group = self._prefixes.groups[position]
         unknown: Sequence[int] = [index for index, slot in enumerate(slots) if slot < 0]
+        if self._refused:
+            unknown = [index for index in unknown if keys[index] not in self._refused]
         passed = len(keys)
         gone: list[int] = []
         used_too_little = 0
@@ -149,6 +159,16 @@ class StoreChoice:
             self._statistics.skipped("moved_on", moved_on)
         chosen.along += [slot for slot in slots[:passed] if slot >= 0]
         return passed
+
+    def refuse(self, keys: Iterable[SlotKey]) -> None:
+        """Choose these keys no more: their blocks do not fit packed slots."""
+        self._refused.update(dict.fromkeys(keys))
+        while len(self._refused) > REMEMBERED_REFUSALS:
+            self._refused.popitem(last=False)
+
+    def forget_refused(self) -> None:
+        """Have every block tried again."""
+        self._refused.clear()
 
     def _count_use(self, key: SlotKey) -> int:
         """Add one use of a key, that it was computed or reused; return how many it has."""

@@ -209,17 +209,28 @@ class StorePlanner:
         """Store nothing from now on, or store again what requests that still run have computed."""
         self._candidates.paused = paused
         self._stored_blocks = self._unpackable_blocks = 0
+        self._choice.forget_refused()
         if paused:
             self.leftovers.drop()
 
-    def stored(self, blocks: int, unpackable: int) -> None:
+    def forget(self) -> None:
+        """Hear that host memory is emptied: drop what waits, and what is known of refused blocks.
+
+        The same prefix may have another KV from now on.
+        """
+        self.leftovers.drop()
+        self._choice.forget_refused()
+
+    def stored(self, blocks: int, refused: Sequence[SlotKey | None]) -> None:
         """Take in the end of a store, some blocks of which did not fit a packed slot on some rank.
 
-        Pauses stores where these are too many.
+        `refused` are their keys, as far as host memory knows them. Pauses stores where these are
+        too many.
         """
         self._stored_blocks += blocks
-        self._unpackable_blocks += unpackable
-        self._statistics.skipped("unpackable", unpackable)
+        self._unpackable_blocks += len(refused)
+        self._choice.refuse(key for key in refused if key is not None)
+        self._statistics.skipped("unpackable", len(refused))
         if self.paused or self._stored_blocks < TRIED_BLOCKS:
             return
         share = self._unpackable_blocks / self._stored_blocks

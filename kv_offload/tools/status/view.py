@@ -87,9 +87,11 @@ def _table(figures: Figures) -> Table:
         heading("Disk" if values["tier_slots"] else "Shared store")
         _add_tier(table, figures)
     heading("Not stored, in slots")
+    if paused := values["stores_paused"]:
+        table.add_row("  nothing is stored: engines that paused stores", _number(paused))
     for name in (f"skipped_{reason}" for reason, count in figures.skipped.items() if count):
         row(_HELP[name].removeprefix(_SKIPPED).rstrip("."), name)
-    if not any(figures.skipped.values()):
+    if not paused and not any(figures.skipped.values()):
         table.add_row("  nothing")
     heading("Waiting now")
     waiting = {name: value for name, value in figures.some(*WAITS).items() if value}

@@ -14,6 +14,10 @@ from kv_swap.engine import Direction, SwapJob
 from kv_swap.errors import JobError
 from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import Packing
+from kv_swap.packing import samples
+from kv_swap.packing.columns import tile_columns
+from kv_swap.packing.format import TILE_BYTES
+from kv_swap.packing.tiles import count_escapes
 
 from kv_offload.messages import Outcome
 from tests.support.rank import NO_BLOCK, Gate, Rank, load, pairs, refuse_blocks, store
@@ -85,12 +89,20 @@ def test_blocks_that_do_not_fit_are_told_until_the_scheduler_knows(
     assert rank.report().failed_rows == {2: (0,)}
 
 
-def test_random_bits_do_not_fit_and_what_is_stored_beside_them_comes_back() -> None:
-    """With pages that are packed: bfloat16 numbers, of 64 KiB."""
+def test_random_bits_do_not_fit_and_what_is_stored_beside_them_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With pages that are packed: bfloat16 numbers, of 64 KiB. Escapes of refused slots count not.
+
+    Here every tile is looked at.
+    """
+    monkeypatch.setattr(samples, "SAMPLED_TILES", 1)
     kv = torch.randn((4, 512, 64), generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     kv[2].view(torch.int16).random_(-(1 << 15), 1 << 15)
     kv[3, :64].view(torch.int16).random_(-(1 << 15), 1 << 15)  # a tile of four has room
     first = kv.view(torch.int16).clone()
+    kept = first[[1, 3]].view(torch.uint8).numpy().reshape(-1, TILE_BYTES)
+    escapes = count_escapes(kept, tile_columns(Packing(8), 0))
     rank = Rank(cpu_bytes=4 << 16)
     rank.engine.packings = {"layer.0": Packing(8)}
     rank.layers = {"layer.0": kv}
@@ -100,7 +112,10 @@ def test_random_bits_do_not_fit_and_what_is_stored_beside_them_comes_back() -> N
     rank.step()
     told = rank.report()
     assert (told.jobs, told.failed_rows) == ({0: OK}, {0: (1,)})
-    assert rank.stats()["stored_bytes"] == 3 << 16
+    stats = rank.stats()
+    assert stats["stored_bytes"] == 3 << 16
+    assert (stats["sampled_tiles"], stats["sampled_raw_tiles"]) == (2 * 4, 1)
+    assert stats["sampled_escapes"] == escapes.sum() - escapes.max() > 0, "without the raw tile"
     kv.zero_()
     rank.step(loads=[load(1, "a", (1, 0), (0, 2))])
     assert torch.equal(kv.view(torch.int16)[[1, 0]], first[[1, 3]])

@@ -1,8 +1,8 @@
 """bf16 KV packed without loss: the format of a packed slot, and a NumPy packer and unpacker of it.
 
 `format` has sizes and the header, `columns` says which values share a base, `tiles` packs tiles and
-`slots` whole slots. The kernels of `csrc/swap_packed.cu` write the same bytes. What lies here knows
-no device; it is what the host engine copies with.
+`slots` whole slots; `samples` counts escapes in packed slots. The kernels of `csrc/swap_packed.cu`
+write the same bytes. What lies here knows no device; it is what the host engine copies with.
 """
 
 from kv_swap.packing.format import FORMAT_VERSION

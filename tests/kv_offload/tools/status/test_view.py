@@ -57,6 +57,7 @@ def test_an_error_is_named_with_what_it_means_and_comes_first_behind_a_note() ->
     [
         ("skipped_pool_busy_total", 7.0, r"every slot of host memory was being read or written +7"),
         ("slots", 512.0, r"ready; the rest is being page-locked.* 512 slots +25\.0 %"),
+        ("stores_paused", 1.0, r"Not stored, in slots\s+nothing is stored: .* +1\s+Waiting now"),
         ("waiting_slots", 5.0, r"slots of ended requests that wait to be stored +5"),
         ("oldest_copy_seconds", 75.25, r"Waiting now\s+age of the oldest load or store +75.2 s"),
     ],

@@ -1,0 +1,102 @@
+"""Run by `run_module` in a process of its own: ranks with a disk end, and start again.
+
+usage: python -m tests.engine.restart_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
+
+`arguments` are `LLM`'s, `plugin` and `prompt_tokens`. Hands back what `check` checks. Core and
+ranks have processes of their own; only the disk tells the second engine what the first has had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.engine.multiprocess_run import ask, assert_same, plain_answers
+from tests.support.inputs import Tokens, random_tokens, transfer_config
+from tests.support.processes import print_result
+
+PATIENCE_SECONDS = 120
+
+
+def check(result: dict[str, Any], ranks: int) -> None:
+    """Check that every rank loaded packed blocks from its disk; ends with the control."""
+    computed, cached = result["expected"]
+    assert_same(result["computed"], computed)
+    assert_same(result["restarted"], cached)
+    assert [rank["rank"] for rank in result["ranks"]] == list(range(ranks))
+    for rank in result["ranks"]:
+        assert rank["slot_bytes"] < 0.9 * rank["block_bytes"]
+    assert len({len(rank["blocks"]) for rank in result["loaded"]}) == 1
+    blocks = len(result["loaded"][0]["blocks"])
+    assert blocks >= 8
+    assert result["figures"]["promoted_slots"] == result["written"] >= blocks
+    assert result["figures"]["tier_mismatches"] == 0
+    corrupted = zip(result["corrupted"]["tokens"], computed["tokens"], strict=True)
+    assert all(wrong != right for wrong, right in corrupted)
+
+
+def figures(llm: Any) -> dict[str, float]:
+    """Return what the plugin's metrics say by now, without their prefix."""
+    prefix = "vllm:host_kv_cache_"
+    return {
+        metric.name.removeprefix(prefix): metric.value
+        for metric in llm.get_metrics()
+        if metric.name.startswith(prefix) and hasattr(metric, "value")
+    }
+
+
+def wait_until_written(llm: Any, sampling: Any, blocks: int) -> int:
+    """Have the engine step until its disk has so many blocks; return how many it has."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < until:
+        ask(llm, [random_tokens(3, seed=0)], sampling)
+        told = figures(llm)
+        if told.get("tier_slots_in_use", 0) >= blocks and not told.get("demoting_slots"):
+            time.sleep(1)  # its index notes twice a second what is there
+            return int(told["tier_slots_in_use"])
+        time.sleep(0.1)
+    raise AssertionError(f"not written in {PATIENCE_SECONDS} s: {figures(llm)}")
+
+
+def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
+    from vllm import LLM
+
+    from kv_offload.scheduler.tiers import promotions
+    from tests.engine import rank_calls
+    from tests.engine.harness import engine_settings, greedy
+
+    # However busy the machine is. The engines' processes, which are forked, have it from here.
+    promotions.MIN_WAIT_SECONDS = promotions.MAX_WAIT_SECONDS = 60.0
+    plugin, prompt_tokens = arguments.pop("plugin"), arguments.pop("prompt_tokens")
+    settings = engine_settings(Path(models), kind, disable_log_stats=False, **arguments)
+    prompts: list[Tokens] = [random_tokens(count, seed=count) for count in prompt_tokens]
+    blocks = sum((count - 1) // settings["block_size"] for count in prompt_tokens)
+    sampling = greedy(8)
+    (expected,) = plain_answers(settings, [prompts], sampling)
+    settings["kv_transfer_config"] = transfer_config(plugin)
+    result: dict[str, Any] = {"expected": expected}
+    llm = LLM(**settings)
+    result["computed"] = ask(llm, prompts, sampling)
+    result["written"] = wait_until_written(llm, sampling, blocks)
+    llm.llm_engine.engine_core.shutdown()
+    llm = LLM(**settings)
+    result["ranks"] = llm.collective_rpc(rank_calls.watch)
+    result["restarted"] = ask(llm, prompts, sampling)
+    result["loaded"] = llm.collective_rpc(rank_calls.digests, args=("loaded",))
+    result["figures"] = figures(llm)
+    llm.reset_prefix_cache()
+    ranks = [rank["rank"] for rank in result["ranks"]]
+    llm.collective_rpc(rank_calls.roll, args=(ranks, "loaded"))
+    result["corrupted"] = ask(llm, prompts, sampling)
+    llm.llm_engine.engine_core.shutdown()
+    print_result(result)
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `rank_calls`
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
