@@ -191,14 +191,19 @@ def test_a_call_that_hangs_does_not_hold_up_a_close_and_keeps_the_arena(master: 
     tier, bed = bed.tier, None  # type: ignore[assignment]
     gc.collect()
     assert owner() is not None
-    assert tier.wait(30)
+    paused, looks = 0.0, 40
+    now = time.perf_counter()
+    while looks:
+        if tier.wait(0.05):
+            looks -= 1
+            time.sleep(0.05)
+        before, now = now, time.perf_counter()
+        paused += now - before if now - before > 0.5 else 0
+        assert before - began < 15
+    # Mooncake's own close would hold all Python threads, for 4 s at least.
+    assert paused < 3
     completions = tier.poll()
     assert sorted(done.job_id for done in completions) == list(range(8))
-    # Mooncake would hold all Python threads until the master answers.
-    assert time.perf_counter() - began < 15
-    began = time.perf_counter()
-    time.sleep(0.5)
-    assert time.perf_counter() - began < 1
     master.go_on()
     for thread in tier_threads():
         thread.join(30)
