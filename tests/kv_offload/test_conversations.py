@@ -39,12 +39,25 @@ USERS = Conversations(
 )
 
 
+def clock_of(patch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    patch.setattr(time, "monotonic", clock)
+    patch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    return clock
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(time, "monotonic", clock)
-    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    return clock
+    return clock_of(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def limit() -> Talk:
+    """What `USERS` hear from an engine that loads nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        limit, counted = hold(clock_of(patch), USERS, "limit")
+    assert not counted["loaded_bytes"]
+    return limit
 
 
 def converse(engine: SimulatedEngine, users: Conversations, seed: int) -> Talk:
@@ -104,11 +117,9 @@ def test_users_ask_the_same_whatever_they_wait_for() -> None:
 
 
 def test_hits_are_computed_when_local_hits_would_be(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, limit: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the forward hides makes the difference: without it, hits miss their step."""
-    limit, counted = hold(clock, USERS, "limit")
-    assert not counted["loaded_bytes"]
     ours, counted = hold(clock, USERS, "ours")
     assert counted["synchronous_loads"] > USERS.count
     assert ours.seconds < 1.02 * limit.seconds
@@ -140,10 +151,9 @@ def test_nobody_waits_for_a_load_that_little_is_computed_after(
 
 
 def test_open_conversations_without_room_wait_whatever_loads_take(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, limit: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Why a bench with a small GPU cache does not reach an engine with room for all."""
-    limit, _ = hold(clock, USERS, "limit")
     monkeypatch.setattr(simulated_engine, "LINK_BYTES_PER_SECOND", 1e15)
     ours, counted = hold(clock, USERS, "ours")
     assert counted["loaded_bytes"]
