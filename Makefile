@@ -32,7 +32,7 @@ demo:
 
 # On the first engine, with short soaks.
 test:
-	@SOAK_SECONDS=$${SOAK_SECONDS:-15} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-20} \
+	@SOAK_SECONDS=$${SOAK_SECONDS:-10} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-12} \
 	  $(pytest) -m "not slow" --durations=10 $(TESTS)
 
 # The first engine runs everything; the others what depends on vLLM's version and is not slow, with
