@@ -22,11 +22,6 @@ from tests.support.simulated_engine import Clock, SimulatedEngine
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-KINDS = ("limit", "ours", "apart")
-"""An engine with a GPU cache for all conversations and no host memory. One of ours, whose cache is
-large enough for those that are open at a time, if `room` is 1; and such a one that loads
-asynchronously alone."""
-
 BLOCK_TOKENS = 8
 USERS = Conversations(
     count=40,
@@ -73,7 +68,12 @@ def converse(engine: SimulatedEngine, users: Conversations, seed: int) -> Talk:
 def hold(
     clock: Clock, users: Conversations, kind: str, room: float = 1.0
 ) -> tuple[Talk, Counter[str]]:
-    """Return conversations with an engine that knows its rates, and what it counted."""
+    """Return conversations with an engine that knows its rates, and what it counted.
+
+    `limit` is an engine with a GPU cache for all conversations and no host memory. `ours` has a
+    cache that is large enough for those that are open at a time, if `room` is 1. `apart` is such a
+    one that loads asynchronously alone.
+    """
     in_cache = 2 * users.count if kind == "limit" else room * users.at_once
     engine = SimulatedEngine(
         clock,
@@ -128,10 +128,9 @@ def test_hits_are_computed_when_local_hits_would_be(
     assert np.percentile(ours.between_tokens, 99) < 1.02 * np.percentile(limit.between_tokens, 99)
     monkeypatch.setattr(mode, "WAVES_SHARE", 0.0)
     monkeypatch.setattr(mode, "BUSY_SHARE", 0.0)
-    for kind in KINDS[1:]:
-        late, counted = hold(clock, USERS, kind)
-        assert counted["loaded_bytes"]
-        assert np.median(late.waits) > 1.4 * np.median(limit.waits)
+    late, counted = hold(clock, USERS, "ours")
+    assert counted["loaded_bytes"]
+    assert np.median(late.waits) > 1.4 * np.median(limit.waits)
 
 
 def test_nobody_waits_for_a_load_that_little_is_computed_after(
@@ -150,6 +149,7 @@ def test_nobody_waits_for_a_load_that_little_is_computed_after(
     assert np.percentile(all_synchronous.between_tokens, 95) > 2 * limit
 
 
+@pytest.mark.slow
 def test_open_conversations_without_room_wait_whatever_loads_take(
     clock: Clock, limit: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ from tests.transfer.tiers.conftest import tier_threads
 
 NAMES = named(8)
 SEGMENT_BYTES = 64 << 20
+IN_ENGINE = pytest.mark.slow
+"""`tests/engine/test_store.py` has this fault, and what an engine makes of it, in `make test`."""
 
 
 @pytest.fixture
@@ -82,6 +84,7 @@ def test_a_tier_that_moves_nothing_gives_its_memory(master: Master) -> None:
         until_right(bed, NAMES)
 
 
+@IN_ENGINE
 def test_a_master_is_killed_and_started_again(master: Master) -> None:
     with StoreBed(master.address, SEGMENT_BYTES) as bed:
         assert bed.put(NAMES).failed == ()
@@ -107,6 +110,7 @@ def test_a_master_is_killed_and_started_again(master: Master) -> None:
         until_right(bed, NAMES)
 
 
+@IN_ENGINE
 def test_a_master_that_does_not_answer(master: Master) -> None:
     with StoreBed(master.address, SEGMENT_BYTES) as bed:
         assert bed.put(NAMES).failed == ()
@@ -120,6 +124,7 @@ def test_a_master_that_does_not_answer(master: Master) -> None:
         until_right(bed, NAMES)
 
 
+@IN_ENGINE
 def test_a_peer_is_killed(master: Master) -> None:
     with Peer(master.address) as peer, StoreBed(master.address) as bed:
         assert bed.get(NAMES).failed == ()
@@ -160,6 +165,7 @@ def test_a_store_without_memory_is_an_error(master: Master) -> None:
         assert "the store is full" in str(done.error)
 
 
+@IN_ENGINE
 def test_a_stalled_peer_fails_its_rows(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "1")
     with Peer(master.address) as peer, StoreBed(master.address) as bed:
