@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +29,7 @@ ROUNDS = 12
 WAYS = ("blocks", "one piece")
 DIRECTIONS = ("load", "store")
 ANSWER_SECONDS = 120
+END_SECONDS = 10
 DRIVER = Path("/dev/nvidiactl")
 """There where a driver of NVIDIA's is."""
 
@@ -38,7 +40,7 @@ def host_of(gpus: int) -> dict[str, Any]:
     """Return how GPUs, memory and processors of this host are linked, and the rates of its links.
 
     Rates are bytes per second by direction, way, and `alone` or `at once`, with one for each GPU.
-    Empty without GPUs.
+    Empty without GPUs, and where a GPU's process fails: then `error` says so.
     """
     nodes = Path("/sys/devices/system/node").glob("node[0-9]*/meminfo")
     facts: dict[str, Any] = {
@@ -48,8 +50,9 @@ def host_of(gpus: int) -> dict[str, Any]:
             for path in sorted(nodes)
         },
     }
+    facts |= {"gpus": [], "rates": {}}
     if not DRIVER.exists():
-        return {**facts, "gpus": [], "rates": {}}
+        return facts
     processes, pipes = [], []
     spawn = multiprocessing.get_context("spawn")
     for gpu in range(gpus):
@@ -59,12 +62,15 @@ def host_of(gpus: int) -> dict[str, Any]:
         theirs.close()
         pipes.append(ours)
     try:
-        return {**facts, "gpus": [_answer(pipe) for pipe in pipes], "rates": _rates(pipes)}
-    finally:
-        for pipe, process in zip(pipes, processes, strict=True):
-            pipe.close()
-            process.join(ANSWER_SECONDS)
-            process.kill()
+        facts["gpus"] = [_answer(pipe) for pipe in pipes]
+        facts["rates"] = _rates(pipes)
+    except (EOFError, OSError) as error:  # of a process that has ended, or does not answer
+        facts["error"] = f"links: {type(error).__name__}: {error}"
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.close()
+        process.join(END_SECONDS)
+        process.kill()
+    return facts
 
 
 def _rates(pipes: list[Connection]) -> Rates:
@@ -90,7 +96,9 @@ def _answer(pipe: Connection) -> Any:
 
 def _copy(gpu: int, pipe: Connection) -> None:
     """Copy as asked, on one GPU; the first answer says which that is."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)  # before CUDA is looked for
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # Before CUDA is looked for.
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
     from kv_swap.cuda.device import CudaRegistrar
     from kv_swap.engine import Direction
 
@@ -127,13 +135,18 @@ def _copy(gpu: int, pipe: Connection) -> None:
 
 
 def _pages_by_node(address: int) -> dict[str, int]:
-    """Return how many pages of the mapping at an address lie on which NUMA node, if Linux says."""
+    """Return how many pages of the mapping at an address lie on which NUMA node, if Linux says.
+
+    Linux may show a mapping and those beside it as one.
+    """
     maps = Path("/proc/self/numa_maps")
+    found: dict[str, int] = {}
     for line in maps.read_text().splitlines() if maps.exists() else ():
         start, *words = line.split()
-        if int(start, 16) == address:
-            return {k: int(v) for k, _, v in (w.partition("=") for w in words) if k[:1] == "N"}
-    return {}
+        if int(start, 16) > address:
+            break
+        found = {k: int(v) for k, _, v in (w.partition("=") for w in words) if k[:1] == "N"}
+    return found
 
 
 def table(rates: Rates) -> str:
@@ -156,6 +169,7 @@ def main(words: list[str] | None = None) -> None:
     found = host_of(parser.parse_args(words).gpus)
     print(table(found["rates"]))
     print(json.dumps(found, indent=1))
+    sys.exit(found.get("error"))
 
 
 if __name__ == "__main__":

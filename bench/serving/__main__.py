@@ -1,9 +1,9 @@
 """A real engine without offloading, with this project, and with vLLM's own connectors.
 
-usage: python -m bench.serving [--shape small|gqa8|mqa] [--out FOLDER]
+usage: python -m bench.serving [--shape small|small-mla|gqa8|mqa|mla] [--out FOLDER]
                                [--connectors off,kv-offload,vllm,vllm-simple]
                                [--sections ttft,throughput,latency,pairs,conversations,start]
-                               [--options JSON] [--tensor-parallel RANKS]
+                               [--options JSON] [--tensor-parallel RANKS] [--rounds ROUNDS]
 
 This project gets `{"eviction_policy": "lru"}`, or the options that are named.
 
@@ -17,6 +17,7 @@ prompts, the same GPU cache, as much host memory. docs/benchmarks/serving.md exp
     pairs       throughput at 0 % hits of `off` and `kv-offload`, by turns, with its 95 % interval
     conversations  users who come back with longer prompts, 16 at a time: time to first token, and
                 from token to token; with an engine whose GPU cache holds everything, by turns
+                of as many ROUNDS
     start       engines started five times more, by turns, now that all is compiled; only if named
 
 Every answer of an engine is written at once. A run that is stopped, by a time limit or by Ctrl-C,
@@ -37,7 +38,7 @@ from pathlib import Path
 
 from bench.serving.process import progress
 from bench.serving.report import save, tables, unproven
-from bench.serving.runs import SECTIONS, Bench
+from bench.serving.runs import ROUNDS, SECTIONS, Bench
 from bench.serving.settings import CONNECTORS, LIMIT, OURS
 from bench.serving.shapes import SHAPES
 
@@ -73,6 +74,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sections", type=names(SECTIONS), default=list(SECTIONS[:-1]))
     parser.add_argument("--options", type=json.loads, default=KEEP_LAST, help="for this project")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of every engine")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of conversations")
     parser.add_argument(
         "--out",
         type=Path,

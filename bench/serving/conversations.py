@@ -60,7 +60,7 @@ def _loadable(engine: ServingEngine, talk: Talk) -> tuple[int, int]:
     loaded once, but for the last words of each, which nobody asks for again: half of it at least.
     """
     shape = engine.shape
-    token_bytes = shape.block_bytes(engine.item_bytes) // shape.block_tokens
+    token_bytes = shape.token_bytes(engine.item_bytes)
     spoken = sum(map(len, talk.spoken)) - shape.gpu_blocks * shape.block_tokens
     asked = sum(turn.prompt_tokens for turn in talk.turns)
     return max(token_bytes, spoken * token_bytes // 2), asked * token_bytes

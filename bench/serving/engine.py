@@ -20,6 +20,7 @@ from bench.hook_clock import ConnectorClock
 from bench.serving.settings import EngineSettings
 from bench.serving.shapes import Shape
 from kv_offload.metrics import KINDS
+from tests.support.latents import LATENT, cache_prefixes_of_latents
 
 Prompt = dict[str, list[int]]
 CAPTURED_BATCHES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
@@ -71,12 +72,20 @@ class ServingEngine:
             compilation_config=(
                 {"cudagraph_capture_sizes": CAPTURED_BATCHES} if self.on_gpu else None
             ),
+            **self._of_latents(),
         )
         self.start_seconds = time.perf_counter() - started
         self._filler_seed = 1_000_000
         if settings.is_ours:
             self._count_stats()
             self._wait_for_pool()
+
+    def _of_latents(self) -> dict[str, Any]:
+        """Return what vLLM's CPU engine must be told to run latent attention."""
+        if self.shape.latent is None or self.on_gpu:
+            return {}
+        cache_prefixes_of_latents()
+        return {name: LATENT[name] for name in LATENT if name != "block_size"}
 
     def _time_new_connectors(self) -> None:
         """Have every connector that vLLM builds in this process timed."""
@@ -112,8 +121,8 @@ class ServingEngine:
         """Bytes of this project's host memory; None with another connector."""
         if not self.settings.is_ours:
             return None
-        ranks = self.shape.tensor_parallel
-        return ranks * int(self.gauges["pool_slots"] * self.gauges["slot_bytes"])
+        kept = self.shape.tensor_parallel // self.shape.sharing_ranks
+        return kept * int(self.gauges["pool_slots"] * self.gauges["slot_bytes"])
 
     def _wait_for_pool(self) -> None:
         """Wait until all of the pool may be used: what is measured is not its growing."""
@@ -211,32 +220,48 @@ class ServingEngine:
 
 
 def model_config(shape: Shape) -> Any:
-    """Return a Llama of that shape, for transformers."""
-    from transformers import LlamaConfig
+    """Return a Llama of that shape, for transformers; with latent attention a DeepSeek-V2."""
+    from transformers import DeepseekV2Config, LlamaConfig
 
-    return LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_size,
-        vocab_size=32000,
-        max_position_embeddings=65536,
+    sizes: dict[str, Any] = {
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "vocab_size": 32000,
+        "max_position_embeddings": 65536,
+    }
+    if shape.latent is None:
+        return LlamaConfig(architectures=["LlamaForCausalLM"], head_dim=shape.head_size, **sizes)
+    return DeepseekV2Config(
+        architectures=["DeepseekV2ForCausalLM"],
+        kv_lora_rank=shape.latent.lora_rank,
+        q_lora_rank=None,
+        qk_nope_head_dim=shape.head_size,
+        qk_rope_head_dim=shape.latent.rope_size,
+        v_head_dim=shape.head_size,
+        head_dim=shape.latent.rope_size,
+        # No layer has experts.
+        first_k_dense_replace=shape.layers,
+        **sizes,
     )
 
 
 def memory_in_use() -> dict[str, int]:
     """Return what this process and those that it started hold, and what the machine has left.
 
-    In bytes.
+    In bytes. What several of them share is once in `Pss_Shmem`, which not every Linux tells, and in
+    `RssShmem` once for each.
     """
     machine = Path("/proc/meminfo").read_text()
-    held = [Path(f"/proc/{pid}/status").read_text() for pid in _family(os.getpid())]
+    family = _family(os.getpid())
+    held = [Path(f"/proc/{pid}/status").read_text() for pid in family]
+    parts = [path for pid in family if (path := Path(f"/proc/{pid}/smaps_rollup")).exists()]
     found: Counter[str] = Counter()
     for texts, names in (
         (held, ("VmLck", "VmPin", "RssAnon", "RssShmem")),
+        ([path.read_text() for path in parts], ("Pss_Shmem",)),
         ([machine], ("MemAvailable",)),
     ):
         for text, name in itertools.product(texts, names):

@@ -16,7 +16,7 @@ from typing import Any
 from bench.links import table as links_table
 from bench.machine import write_result
 from bench.serving.settings import LIMIT, OURS
-from bench.serving.shapes import SHAPES
+from bench.serving.shapes import SHAPES, Shape
 
 Document = dict[str, Any]
 Found = dict[str, Any]
@@ -35,15 +35,17 @@ def tables(document: Document) -> str:
     for section, table in TABLES:
         found = {name: result[section] for name, result in results.items() if section in result}
         parts.append(table(document, found) if found else "")
-    if rates := (document.get("host") or {}).get("rates"):
+    host = document.get("host") or {}
+    if rates := host.get("rates"):
         parts.append(f"**What does each GPU's link carry? GB/s, by GPUs**\n\n{links_table(rates)}")
+        parts.append(_links_of_hits(document, rates["load"]))
     if pairs := document["pairs"]:
         parts.append(
             f"**What does storing cost?** Throughput at 0 % hits, {OURS} / off, {pairs['pairs']} "
             f"pairs by turns: {pairs['ratio']:.4f}, 95 % interval {pairs['low']:.4f} to "
             f"{pairs['high']:.4f}"
         )
-    notes = [f"- failed: {result['error']}" for result in results.values() if "error" in result]
+    notes = [f"- failed: {one['error']}" for one in (*results.values(), host) if "error" in one]
     peers = [name for name in results if name not in ("off", OURS, LIMIT)]
     peers = [name for name in peers if "error" not in results[name]]
     if peers:
@@ -90,11 +92,16 @@ def floor_seconds(document: Document, tokens: int) -> float | None:
     link = document["results"].get("off", {}).get("link")
     if not link or not link["bytes_per_second"]:
         return None
+    shape = _shape(document)
+    _, nbytes = shape.loadable_bytes(tokens, 2)
+    own = nbytes / shape.tensor_parallel
+    return float(own / link["bytes_per_second"] + link["decode_step"])
+
+
+def _shape(document: Document) -> Shape:
     # Files of one rank from before there could be more do not say so.
     ranks = document["shape"].get("tensor_parallel", 1)
-    shape = replace(SHAPES[document["shape"]["name"]], tensor_parallel=ranks)
-    _, nbytes = shape.loadable_bytes(tokens, 2)
-    return float(nbytes / ranks / link["bytes_per_second"] + link["decode_step"])
+    return replace(SHAPES[document["shape"]["name"]], tensor_parallel=ranks)
 
 
 # -- tables ------------------------------------------------------------------------------------
@@ -113,7 +120,21 @@ def _heading(document: Document) -> str:
     facts = ", ".join(f"{name} {machine[name]}" for name in names if machine.get(name))
     if "gpu" not in machine:
         facts += "\n\nWithout a GPU: the times show that the bench works, and nothing else."
-    return f"# {document['shape']['name']}\n\n{facts}"
+    return f"# {document['shape']['name']}\n\n{_kv(document)}\n\n{facts}"
+
+
+def _kv(document: Document) -> str:
+    """Say how many bytes a token's KV has, on which rank."""
+    shape = _shape(document)
+    nbytes, ranks = (
+        shape.token_bytes(2 if "gpu" in document["machine"] else 4),
+        shape.tensor_parallel,
+    )
+    own = f"{nbytes // ranks:,}"
+    if shape.sharing_ranks > 1:
+        return f"{own} bytes of KV per token, the same on all {ranks} ranks"
+    of_ranks = f", {own} on each of {ranks} ranks" if ranks > 1 else ""
+    return f"{nbytes:,} bytes of KV per token{of_ranks}"
 
 
 def shown_spread(values: dict[str, float], scale: float, digits: int) -> str:
@@ -148,6 +169,20 @@ def _throughput(document: Document, found: Found) -> str:
     load = f"{shape['batch_prompts']} prompts of {shape['batch_tokens']:,}"
     question = f"How many tokens a second of {load} tokens at once? thousands, median (range)"
     return markdown_table(question, ["", *found], rows)
+
+
+def _links_of_hits(document: Document, loads: dict[str, dict[str, list[float]]]) -> str:
+    """Compare what a link carries at 100 % hits with what it gives alone, copied either way."""
+    shape, rows = _shape(document), []
+    own = shape.token_bytes(2) / shape.tensor_parallel
+    for name, result in document["results"].items():
+        if measured := result.get("throughput", {}).get("100"):
+            carried = measured["tokens_per_second"]["median"] * own
+            shares = [[f"{carried / rate:.2f}" for rate in way["alone"]] for way in loads.values()]
+            rows.append([name, f"{carried / 1e9:.1f}", *map(" / ".join, shares)])
+    question = "What does each link carry at 100 % hits? GB/s, and of loads alone, by GPUs"
+    head = ["", "GB/s", *(f"of {way}, alone" for way in loads)]
+    return markdown_table(question, head, rows) if rows else ""
 
 
 def _latency(document: Document, found: Found) -> str:
@@ -212,7 +247,8 @@ def _memory(document: Document, found: Found) -> str:
     for name, memory in found.items():
         pool_bytes = memory["pool_bytes"]
         cells = [name, f"{pool_bytes / MIB:,.0f}" if pool_bytes else "-"]
-        cells += [growth(memory, "RssAnon"), growth(memory, "RssShmem")]
+        shared = "Pss_Shmem" if "Pss_Shmem" in memory["now"] else "RssShmem"
+        cells += [growth(memory, "RssAnon"), growth(memory, shared)]
         rows.append([*cells, growth(memory, "MemAvailable", -1)])
     question = (
         f"How much host memory is used, where {document['shape']['host_gib'] * 1024:,.0f} MiB were "

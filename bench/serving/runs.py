@@ -19,7 +19,7 @@ OF_ONE_ENGINE = SECTIONS[:3]
 """Sections that one engine is asked for, one after the other; functions of `sections.py`."""
 STARTS = 5
 ROUNDS = 2
-"""How often each engine holds conversations, each time started anew, by turns."""
+"""How often each engine holds conversations, each time started anew, by turns; unless named."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Bench:
         for connector in connectors if sections else ():
             link = ("link",) if connector == "off" and "ttft" in chosen else ()
             visits.append(Visit(self._settings[connector], (*link, *sections, "memory")))
-        for turn in range(ROUNDS if "conversations" in chosen else 0):
+        for turn in range(self._arguments.rounds if "conversations" in chosen else 0):
             for settings in self._settings.values():
                 as_a_server = replace(settings, step_tokens=SERVER_STEP_TOKENS)
                 visits.append(Visit(as_a_server, ("conversations",), turn))

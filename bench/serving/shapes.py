@@ -10,6 +10,19 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Latent attention: a token leaves one vector in a layer, for all heads and on every rank."""
+
+    lora_rank: int = 512
+    rope_size: int = 64
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of the vector."""
+        return self.lora_rank + self.rope_size
+
+
+@dataclass(frozen=True)
 class Shape:
     """A model's shape, the caches, and the load that is put on them."""
 
@@ -40,6 +53,9 @@ class Shape:
     steps_between: int
     """Prompts that others send meanwhile, one every so many steps."""
     conversations: Conversations
+    latent: Latent | None = None
+    """Of a model with latent attention: then `kv_heads` does not count, and heads are of
+    `head_size` but for the rotated part."""
     tensor_parallel: int = 1
     """Ranks that divide the heads between them, each on a device of its own."""
 
@@ -62,10 +78,25 @@ class Shape:
         longest = max(*self.prompt_tokens, self.batch_tokens, self.conversations.most_tokens)
         return max(longest, decoded) + self.block_tokens
 
+    @property
+    def sharing_ranks(self) -> int:
+        """Ranks that hold the same bytes, which host memory of the plugin has once."""
+        return self.tensor_parallel if self.latent else 1
+
+    def token_bytes(self, item_bytes: int) -> int:
+        """Bytes of a token's KV over all layers and ranks, as they are loaded.
+
+        Each rank has one KV head at least; of a latent vector each has all.
+        """
+        if self.latent:
+            numbers = self.tensor_parallel * self.latent.numbers
+        else:
+            numbers = 2 * max(self.kv_heads, self.tensor_parallel) * self.head_size
+        return self.layers * numbers * item_bytes
+
     def block_bytes(self, item_bytes: int) -> int:
-        """Bytes of a block over all layers and ranks, each of which has one KV head at least."""
-        kv_heads = max(self.kv_heads, self.tensor_parallel)
-        return 2 * self.layers * kv_heads * self.head_size * self.block_tokens * item_bytes
+        """Bytes of a block over all layers and ranks."""
+        return self.block_tokens * self.token_bytes(item_bytes)
 
     def loadable_bytes(self, tokens: int, item_bytes: int) -> tuple[int, int]:
         """Least and most bytes of a prompt that a cache must serve: its full blocks.
@@ -110,42 +141,69 @@ _GQA8 = Shape(
         answer_tokens=(64, 64),
     ),
 )
+_SMALL = Shape(
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_size=32,
+    hidden=128,
+    intermediate=256,
+    block_tokens=32,
+    gpu_blocks=600,
+    host_gib=0.25,
+    prompt_tokens=(256, 1024),
+    repeats=3,
+    batch_prompts=4,
+    batch_tokens=512,
+    pair_prompts=2,
+    pairs=3,
+    decodes=4,
+    decode_prompt_tokens=64,
+    decode_steps=24,
+    other_prompts=6,
+    other_tokens=256,
+    steps_between=4,
+    conversations=Conversations(
+        count=32,
+        turns=3,
+        at_once=4,
+        system_tokens=64,
+        history_tokens=(256, 1024),
+        new_tokens=96,
+        answer_tokens=(8, 8),
+    ),
+)
 SHAPES = {
-    "small": Shape(
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_size=32,
-        hidden=128,
-        intermediate=256,
-        block_tokens=32,
-        gpu_blocks=600,
-        host_gib=0.25,
-        prompt_tokens=(256, 1024),
-        repeats=3,
-        batch_prompts=4,
-        batch_tokens=512,
-        pair_prompts=2,
-        pairs=3,
-        decodes=4,
-        decode_prompt_tokens=64,
-        decode_steps=24,
-        other_prompts=6,
-        other_tokens=256,
-        steps_between=4,
-        conversations=Conversations(
-            count=32,
-            turns=3,
-            at_once=4,
-            system_tokens=64,
-            history_tokens=(256, 1024),
-            new_tokens=96,
-            answer_tokens=(8, 8),
-        ),
+    "small": _SMALL,
+    # Blocks of 16 tokens and vectors of 576 numbers are what vLLM's CPU engine has.
+    "small-mla": replace(
+        _SMALL,
+        heads=8,
+        head_size=128,
+        kv_heads=8,
+        latent=Latent(),
+        block_tokens=16,
+        gpu_blocks=2 * _SMALL.gpu_blocks,
+        host_gib=0.5,
     ),
     "gqa8": _GQA8,
     # A model of 2 billion parameters: steps are short, so the host's work weighs more.
     "mqa": replace(
         _GQA8, heads=16, kv_heads=1, hidden=2048, intermediate=8192, host_gib=8, pair_prompts=48
+    ),
+    # DeepSeek-V2-Lite with one MLP in place of its experts, as large as those that a token takes.
+    "mla": replace(
+        _GQA8,
+        layers=27,
+        heads=16,
+        kv_heads=16,
+        latent=Latent(),
+        hidden=2048,
+        intermediate=10944,
+        block_tokens=64,
+        gpu_blocks=1500,
+        # With two ranks vLLM's own connector keeps each rank's copy of the 48 prompts: 23 GiB.
+        host_gib=25,
+        pair_prompts=24,
     ),
 }

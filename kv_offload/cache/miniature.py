@@ -8,8 +8,11 @@ the sample or never.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,18 +39,48 @@ def sample_blocks(hashes: Sequence[bytes], rarity_bits: int, step: int = 1) -> l
     the sample, so that a long prompt has nearly as many as it should. Takes a time that grows with
     the logarithm of the prompt until runs have 2**rarity_bits blocks.
     """
-    rarity = 1 << rarity_bits
-    blocks, first, places = len(hashes) // step, 0, []
-    while first < blocks:
-        length = min(max(1, first // RUN_SHARE), rarity)
-        # What lies before a run chooses its place; a run of one block chooses for itself.
-        chooser = hashes[(first if length > 1 else first + 1) * step - 1]
+    blocks, places = len(hashes) // step, []
+    others = (1 << rarity_bits) - 1
+    for first, length, chooser in _runs(rarity_bits):
+        if first >= blocks:
+            break
         # The low bits choose a dict of `KeyMap`.
-        place = first + ((hash(chooser) >> 16) & (rarity - 1))
-        if place < first + length and place < blocks:
-            places.append(place)
-        first += length
+        at = (hash(hashes[chooser * step - 1]) >> 16) & others
+        if at < length and first + at < blocks:
+            places.append(first + at)
     return places
+
+
+def _runs(rarity_bits: int) -> Iterator[tuple[int, int, int]]:
+    """Yield runs: first block, length, and how many blocks lie before the end of its chooser."""
+    growing = _growing_runs(rarity_bits)
+    yield from growing
+    rarity = 1 << rarity_bits
+    last, length, _ = growing[-1]
+    for first in itertools.count(last + length, rarity):
+        yield first, rarity, first + (rarity == 1)
+
+
+@functools.cache
+def _growing_runs(rarity_bits: int) -> list[tuple[int, int, int]]:
+    """Return the runs up to the first that is as long as runs become.
+
+    What lies before a run chooses its place; a run of one block chooses for itself.
+    """
+    runs, first, length = [], 0, 0
+    while length < 1 << rarity_bits:
+        length = min(max(1, first // RUN_SHARE), 1 << rarity_bits)
+        runs.append((first, length, first + (length == 1)))
+        first += length
+    return runs
+
+
+class SampledRequest(NamedTuple):
+    """The sampled keys of a request, in prefix order, of which those from `first` are looked up."""
+
+    keys: Sequence[Key]
+    first: int = 0
+    prompt_tokens: int = 0
 
 
 class Miniature:
@@ -63,27 +96,47 @@ class Miniature:
         self._uses: OrderedDict[Key, int] = OrderedDict()
         self._most_uses = USES_PER_SLOT * slots
 
-    def serve(self, keys: Sequence[Key], first: int = 0, *, prompt_tokens: int = 0) -> int:
-        """Serve a request with these keys, in prefix order; return how many from `first` on hit.
+    def serve(self, requests: Sequence[SampledRequest]) -> list[int]:
+        """Serve requests; return how many keys of each hit, from its first that is looked up on.
 
-        A hit ends at the first key that has no slot. Keys before `first` are used, too.
+        A hit ends at the first key that has no slot. Keys before the first are used, too. Serving
+        several at once is much faster; they are taken for served in turn, but what they load is
+        used before anything is stored.
         """
         manager = self._manager
-        slots = manager.slot_numbers(keys)
-        end = next((at for at in range(first, len(keys)) if slots[at] < 0), len(keys))
-        if end > first:
-            manager.complete_load(manager.prepare_load(keys[first:end]))
-        others = [*range(first), *range(end, len(keys))]
-        new = [keys[at] for at in others if slots[at] < 0]
-        along = [slots[at] for at in others if slots[at] >= 0]
-        if self._store_after_uses > 1:
-            new = [key for key in new if self._count_use(key) >= self._store_after_uses]
+        numbers = iter(manager.slot_numbers([key for one in requests for key in one.keys]))
+        hits: list[int] = []
+        loaded: list[Key] = []
+        new: dict[Key, None] = {}
+        runs: list[Run] = []
+        along: list[int] = []
+        for keys, first, prompt_tokens in requests:
+            slots = [*itertools.islice(numbers, len(keys))]
+            end = first
+            while end < len(keys) and (slots[end] >= 0 or keys[end] in new):
+                end += 1
+            hits.append(end - first)
+            loaded += [keys[at] for at in range(first, end) if slots[at] >= 0]
+            before = len(new)
+            for at in (*range(first), *range(end, len(keys))):
+                if slots[at] >= 0:
+                    along.append(slots[at])
+                elif self._is_used_enough(keys[at]):
+                    new[keys[at]] = None
+            if len(new) > before:
+                behind = keys[end - 1] if end else None
+                runs.append(Run(len(new) - before, prompt_tokens, behind=behind))
+        if loaded:
+            manager.complete_load(manager.prepare_load(loaded))
         if new or along:
             known = np.array(along, np.int32) if along else NO_SLOTS
-            run = Run(len(new), prompt_tokens, behind=keys[end - 1] if end else None)
-            stored, _ = manager.offer(new, [run], known)
+            stored, _ = manager.offer([*new], runs, known)
             manager.complete_store(stored)
-        return end - first
+        return hits
+
+    def _is_used_enough(self, key: Key) -> bool:
+        """Count a use of a key without a slot; say whether it is to be stored now."""
+        return self._store_after_uses == 1 or self._count_use(key) >= self._store_after_uses
 
     def _count_use(self, key: Key) -> int:
         uses = self._uses.pop(key, 0) + 1

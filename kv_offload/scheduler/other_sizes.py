@@ -10,11 +10,11 @@ not know, such as blocks that could not be stored in time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kv_offload.cache.miniature import Miniature, sample_blocks
-from kv_offload.cache.prefix import PrefixMap, SlotKey
+from kv_offload.cache.miniature import Miniature, SampledRequest, sample_blocks
+from kv_offload.cache.prefix import PrefixMap
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import Request
 from kv_offload.metrics import OTHER_SIZES
@@ -27,26 +27,31 @@ On the conversation trace of Mooncake estimates were within 0.9 points of a repl
 four times as many slots brought 0.8 and took longer (November 2026)."""
 
 
-PART_KEYS = 16
-"""Sampled keys that one step serves in one miniature, unless many wait. It bounds what a prompt
-adds to a step."""
+PART_KEYS, MAX_NOTED_REQUESTS = 16, 64
+"""Sampled keys, and requests, of which one is enough for a turn of each miniature. A turn takes the
+same for one key as for a dozen; more would make its step longer."""
 
 SHARE_OF_WAITING = 8
-"""One of so many that wait is served besides, so that a queue does not grow without end."""
+"""One of so many turns that wait is served besides, so that a queue does not grow without end."""
 
 
-class _Turn(NamedTuple):
-    """Sampled keys of a request that one miniature serves, and what counts once it has."""
+class _Part(NamedTuple):
+    """Sampled keys of a request."""
 
-    size: str
-    keys: Sequence[SlotKey]
-    prompt_tokens: int
-    passed: int
-    """How many of them lie before what was looked up."""
+    sample: SampledRequest
     hitting: set[str]
     """Of the request: the miniatures that had all keys before these."""
-    looked_up_tokens: int
-    found_tokens: int
+
+
+@dataclass(slots=True)
+class _Notes:
+    """What all miniatures serve, each in a turn, and what counts once the last one has."""
+
+    parts: list[_Part] = field(default_factory=list)
+    keys: int = 0
+    requests: int = 0
+    looked_up_tokens: int = 0
+    found_tokens: int = 0
 
 
 class OtherSizes:
@@ -82,7 +87,8 @@ class OtherSizes:
         # That of the size as it is goes first: until the others have followed they are taken for
         # smaller, not for larger than they are.
         self._sizes = sorted(self._miniatures, key=lambda name: name != "same")
-        self._waiting: deque[_Turn] = deque()
+        self._notes = _Notes()
+        self._turns: deque[tuple[str, _Notes]] = deque()
         self._has_noted = False
         """Whether a request began or ended in this step, which takes long enough without a turn."""
         self._sampled = dict.fromkeys(OTHER_SIZES, 0)
@@ -111,36 +117,51 @@ class OtherSizes:
     def _note(
         self, request: Request, begin: int, end: int, first: int, looked_up: int, found: int
     ) -> None:
-        """Have the sample of blocks `begin` to `end` served; hits from block `first` on count.
-
-        Tokens that were looked up and found count with the last turn: an estimate compares what all
-        sizes had of the same requests.
-        """
+        """Have the sample of blocks `begin` to `end` served; hits from block `first` on count."""
         self._has_noted = True
         hashes, step = request.block_hashes, self._step
         places = sample_blocks(hashes, self._rarity_bits, step)
         places = [place for place in places if begin <= place < end][:MINIATURE_SLOTS]
         hitting = {*self._miniatures}
-        last = max(0, len(places) - 1) // PART_KEYS * PART_KEYS
-        for at in range(0, last + 1, PART_KEYS):
+        for at in range(0, len(places), PART_KEYS):
             part = places[at : at + PART_KEYS]
             keys = [hashes[(place + 1) * step - 1] for place in part]
             passed = sum(place < first for place in part)
-            for size in self._sizes if keys else self._sizes[-1:]:
-                ends = at == last and size == self._sizes[-1]
-                tokens = (looked_up, found) if ends else (0, 0)
-                turn = _Turn(size, keys, request.num_prompt_tokens, passed, hitting, *tokens)
-                self._waiting.append(turn)
+            if self._notes.keys >= PART_KEYS:
+                self._give_turns()
+            sample = SampledRequest(keys, passed, request.num_prompt_tokens)
+            self._notes.parts.append(_Part(sample, hitting))
+            self._notes.keys += len(keys)
+        # With the last of its keys: an estimate compares what all sizes had of the same requests.
+        notes = self._notes
+        notes.requests += 1
+        notes.looked_up_tokens += looked_up
+        notes.found_tokens += found
+        if notes.keys >= PART_KEYS or notes.requests >= MAX_NOTED_REQUESTS:
+            self._give_turns()
+
+    def _give_turns(self) -> None:
+        """Have each miniature serve what was noted."""
+        self._turns += [(size, self._notes) for size in self._sizes]
+        self._notes = _Notes()
 
     def work(self, *, idle: bool) -> None:
         """Serve a part of what was noted, or all of it if the engine is idle, and count."""
-        waiting = self._waiting
-        turns = len(waiting) // SHARE_OF_WAITING
-        if waiting and not self._has_noted:
-            turns += 1
+        if idle and self._notes.requests:
+            self._give_turns()
+        served = len(self._turns) // SHARE_OF_WAITING
+        if self._turns and not self._has_noted:
+            served += 1
         self._has_noted = False
-        for _ in range(len(waiting) if idle else turns):
-            self._serve(waiting.popleft())
+        if idle:
+            served = len(self._turns)
+        for _ in range(served):
+            self._serve(*self._turns.popleft())
+        if served:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Count what the estimates have grown by."""
         found = 0 if self.with_tier else self._found - self._sampled.get("same", 0)
         for name, sampled in self._sampled.items():
             # What falls for a while is made up for later: a counter only grows.
@@ -149,20 +170,20 @@ class OtherSizes:
                 self._statistics.count(f"hit_tokens_at_{name}", estimate - self._told[name])
                 self._told[name] = estimate
 
-    def _serve(self, turn: _Turn) -> None:
-        self._looked_up += turn.looked_up_tokens
-        self._found += turn.found_tokens
-        if not turn.keys:
-            return
-        miniature = self._miniatures[turn.size]
-        hits = miniature.serve(turn.keys, turn.passed, prompt_tokens=turn.prompt_tokens)
-        if turn.size in turn.hitting:
-            self._sampled[turn.size] += (hits * self._block_tokens) << self._rarity_bits
-            if turn.passed + hits < len(turn.keys):
-                turn.hitting.remove(turn.size)
+    def _serve(self, size: str, notes: _Notes) -> None:
+        hits = self._miniatures[size].serve([part.sample for part in notes.parts])
+        for (sample, hitting), hit in zip(notes.parts, hits, strict=True):
+            if size in hitting:
+                self._sampled[size] += (hit * self._block_tokens) << self._rarity_bits
+                if sample.first + hit < len(sample.keys):
+                    hitting.remove(size)
+        if size == self._sizes[-1]:
+            self._looked_up += notes.looked_up_tokens
+            self._found += notes.found_tokens
 
     def reset(self) -> None:
         """Hear that host memory was emptied."""
-        self._waiting.clear()
+        self._turns.clear()
+        self._notes = _Notes()
         for miniature in self._miniatures.values():
             miniature.reset()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from bench import links
 
@@ -45,3 +48,12 @@ def test_a_host_without_gpus_has_memory_and_no_rates(monkeypatch: Any, tmp_path:
     found = links.host_of(2)
     assert (found["gpus"], found["rates"]) == ([], {})
     assert all(text.endswith("kB") for text in found["memory_by_node"].values())
+
+
+@pytest.mark.skipif(links.DRIVER.exists(), reason="needs a host without a GPU")
+def test_a_gpu_that_fails_leaves_the_rest_of_a_bench_to_be_measured(monkeypatch: Any) -> None:
+    monkeypatch.setattr(links, "DRIVER", Path("/"))
+    found = links.host_of(1)
+    assert found["rates"] == {}
+    assert found["error"].startswith("links: EOFError")
+    assert found["memory_by_node"]

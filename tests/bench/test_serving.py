@@ -21,7 +21,7 @@ from bench.serving import runs
 from bench.serving.process import EngineError
 from bench.serving.report import save, tables, unproven
 from bench.serving.settings import CONNECTORS, EngineSettings
-from bench.serving.shapes import SHAPES
+from bench.serving.shapes import SHAPES, Shape
 from bench.serving.stats import percentiles, ratio_interval, spread
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +67,19 @@ def test_ranks_divide_the_heads_and_each_has_one_at_least() -> None:
     gqa8, mqa = SHAPES["gqa8"], SHAPES["mqa"]
     assert replace(gqa8, tensor_parallel=2).block_bytes(2) == gqa8.block_bytes(2)
     assert replace(mqa, tensor_parallel=2).block_bytes(2) == 2 * mqa.block_bytes(2)
+
+
+def test_a_latent_vector_is_once_in_a_layer_and_whole_on_every_rank() -> None:
+    mla = SHAPES["mla"]
+    two = replace(mla, tensor_parallel=2)
+    # 27 layers x (512 + 64) x 2 bytes, whatever the heads are
+    assert mla.token_bytes(2) == 31_104
+    assert mla.block_bytes(2) == 64 * 31_104
+    assert two.block_bytes(2) == 2 * mla.block_bytes(2), "both ranks load all of it"
+    assert (mla.sharing_ranks, two.sharing_ranks) == (1, 2)
+    assert replace(SHAPES["gqa8"], tensor_parallel=2).sharing_ranks == 1
+    # A connector that keeps the ranks' copies apart has room for both.
+    assert mla.batch_prompts * mla.batch_tokens * two.token_bytes(2) <= mla.host_bytes
 
 
 def test_every_connector_is_asked_for_the_same_host_memory() -> None:
@@ -141,6 +154,35 @@ def test_ranks_share_the_floor_and_have_a_file_of_their_own(tmp_path: Path) -> N
     alone = {"alone": [50e9, 48e9], "at once": [50e9, 24e9]}
     measured["host"] = {"rates": {"load": {"blocks": alone}}}
     assert "| load, blocks | 50.0 / 48.0 | 50.0 / 24.0 | 1.00 / 0.50 |" in tables(measured)
+
+
+def test_the_bytes_of_a_token_are_said_and_on_which_rank() -> None:
+    measured = document(100)
+    assert "131,072 bytes of KV per token\n" in tables(measured)
+    measured["shape"]["tensor_parallel"] = 2
+    assert "131,072 bytes of KV per token, 65,536 on each of 2 ranks" in tables(measured)
+    measured["shape"]["name"] = "mla"
+    assert "31,104 bytes of KV per token, the same on all 2 ranks" in tables(measured)
+
+
+@pytest.mark.parametrize(("name", "carried"), [("gqa8", "32.8"), ("mla", "15.6")])
+def test_what_hits_take_is_compared_with_each_link_alone(name: str, carried: str) -> None:
+    measured = document(100)
+    measured["shape"] |= {"name": name, "tensor_parallel": 2, "batch_prompts": 48}
+    measured["shape"]["batch_tokens"] = 8192
+    rates = {"tokens_per_second": spread([500_000.0])}
+    measured["results"]["kv-offload"]["throughput"] = {"0": rates, "100": rates | {"loads": []}}
+    alone = {"alone": [float(carried) * 1e9, float(carried) * 2e9], "at once": [1e9, 1e9]}
+    measured["host"] = {"rates": {"load": {"blocks": alone, "one piece": alone}}}
+    text = tables(measured)
+    assert "|  | GB/s | of blocks, alone | of one piece, alone |" in text
+    assert f"| kv-offload | {carried} | 1.00 / 0.50 | 1.00 / 0.50 |" in text
+
+
+def test_a_gpu_whose_link_could_not_be_measured_is_named() -> None:
+    measured = document(100)
+    measured["host"] = {"rates": {}, "error": "links: EOFError: "}
+    assert "- failed: links: EOFError" in tables(measured)
 
 
 def test_bytes_that_did_not_come_back_are_named() -> None:
@@ -292,16 +334,35 @@ def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) ->
 
 
 @on_an_engine
-def test_two_ranks_load_what_they_must(tmp_path: Path) -> None:
-    words = ["--tensor-parallel", "2", "--sections", "ttft", "--connectors", "kv-offload"]
-    assert serving.main([*words, "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "serving-small-tp2.json").read_text())
+@pytest.mark.parametrize("name", ["small", "small-mla"])
+def test_two_ranks_load_what_they_must(tmp_path: Path, name: str) -> None:
+    if name == "small-mla" and not _runs_latents():
+        pytest.skip("this vLLM's CPU engine cannot run latent attention")
+    words = ["--shape", name, "--tensor-parallel", "2", "--sections", "ttft"]
+    words += ["--connectors", "kv-offload", "--out", str(tmp_path)]
+    assert serving.main(words) == 0
+    found = json.loads((tmp_path / f"serving-{name}-tp2.json").read_text())
     assert found["host"]["memory_by_node"]
     ours = found["results"]["kv-offload"]
     on_gpu = "gpu" in found["machine"]
-    for length in SMALL.prompt_tokens:
-        assert_loaded(ours["ttft"][str(length)], length, SMALL.repeats, on_gpu)
-    assert ours["memory"]["pool_bytes"] == SMALL.host_bytes
+    shape = replace(SHAPES[name], tensor_parallel=2)
+    for length in shape.prompt_tokens:
+        assert_loaded(ours["ttft"][str(length)], length, shape.repeats, on_gpu, shape)
+    # Whole slots: of equal bytes as many as if there were one rank.
+    item_bytes = 2 if on_gpu else 4
+    slot_bytes = shape.block_bytes(item_bytes) // shape.sharing_ranks
+    assert ours["memory"]["pool_bytes"] == shape.host_bytes // slot_bytes * slot_bytes
+    # Each block is copied to host memory once, and from there to every rank.
+    counted = ours["counted"]["ttft"]
+    assert counted["stored_bytes"] == counted["stored_slots"] * slot_bytes
+
+
+def _runs_latents() -> bool:
+    from vllm.platforms import current_platform
+
+    from kv_offload.engines.vllm.versions import vllm_version
+
+    return not current_platform.is_cpu() or vllm_version() >= (0, 32)
 
 
 @on_an_engine
@@ -309,8 +370,8 @@ def test_engines_start_and_hold_conversations_by_turns_which_come_back_from_host
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(runs, "STARTS", 1)
-    monkeypatch.setattr(runs, "ROUNDS", 1)
     words = ["--sections", "start,conversations", "--connectors", "off,kv-offload"]
+    words += ["--rounds", "1"]
     assert serving.main([*words, "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "serving-small.json").read_text())["results"]
     began = re.findall(r"\] (\S+): starting an engine", capfd.readouterr().err)
@@ -326,8 +387,10 @@ def test_engines_start_and_hold_conversations_by_turns_which_come_back_from_host
     assert 0 < ours["loads"][0]["least_bytes"] <= ours["loads"][0]["loaded_bytes"]
 
 
-def assert_loaded(measured: dict[str, Any], length: int, repeats: int, on_gpu: bool) -> None:
-    least, most = SMALL.loadable_bytes(length, 2 if on_gpu else 4)
+def assert_loaded(
+    measured: dict[str, Any], length: int, repeats: int, on_gpu: bool, shape: Shape = SMALL
+) -> None:
+    least, most = shape.loadable_bytes(length, 2 if on_gpu else 4)
     assert len(measured["loads"]) == repeats
     for load in measured["loads"]:
         assert (load["least_bytes"], load["most_bytes"]) == (least, most)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.inputs import busy_requests
+from tests.support.latents import cache_prefixes_of_latents
 from tests.support.processes import print_result
 
 RANKS = 2
@@ -83,9 +85,8 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
 
     from tests.engine import rank_faults
     from tests.engine.harness import engine_settings, greedy, transfer_config
-    from tests.engine.multiprocess_run import cache_prefixes_of_latents
 
-    cache_prefixes_of_latents(kind)
+    cache_prefixes_of_latents()
     settings = engine_settings(
         Path(models), kind, **{"num_gpu_blocks_override": 260, "max_num_seqs": 16, **arguments}
     )
@@ -125,8 +126,10 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
             "left": [command_of(pid) for pid in left],
             "shared": shared,
             "memory": [(name, n, holders(name)) for name, n in zip(shared, alive, strict=True)],
-            # vLLM's own queues between processes have other names.
-            "dev_shm": [n for n in set(os.listdir("/dev/shm")) - before if "kv" in n.lower()],
+            # Queues of vLLM's between processes have other names, and NCCL's any letters.
+            "dev_shm": [
+                n for n in set(os.listdir("/dev/shm")) - before if re.search("kv[-_]", n.lower())
+            ],
         }
     )
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.inputs import Tokens
+from tests.support.latents import cache_prefixes_of_latents
 from tests.support.processes import print_result, run_module
 
 PROMPT_TOKENS = (129, 193, 257)
@@ -115,7 +116,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     beside: bool | None = arguments.pop("beside", None)
     logprobs, sleeps = arguments.pop("logprobs", None), arguments.pop("sleep", False)
     cpu_bytes = 8 << 20
-    cache_prefixes_of_latents(kind)
+    cache_prefixes_of_latents()
     settings = engine_settings(
         Path(models), kind, max_model_len=1024, disable_log_stats=False, **arguments
     )
@@ -197,37 +198,6 @@ def plain_answers(
     answers = [[ask(llm, asked, sampling) for _ in range(2)] for asked in prompts]
     llm.llm_engine.engine_core.shutdown()
     return answers
-
-
-LATENT = {
-    "block_size": 16,
-    "enable_chunked_prefill": False,
-    "attention_config": {"backend": "CPU_MLA"},
-}
-"""What vLLM's CPU engine needs for latent attention, from 0.32.
-
-On a CPU with AMX it would choose another backend, which refuses weights of 32 bits."""
-
-
-def cache_prefixes_of_latents(kind: str) -> None:
-    """Let vLLM's CPU engine cache prefixes of a model with latent attention.
-
-    It turns that off, for it cannot compute several tokens behind a prefix. One it can, and no
-    prompt here leaves more.
-    """
-    from vllm.platforms import current_platform
-
-    if kind != "deepseek_v2" or not current_platform.is_cpu():
-        return
-    from vllm.platforms.cpu import CpuPlatform
-
-    original = CpuPlatform.check_and_update_config.__func__
-
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        original(cls, vllm_config)
-        vllm_config.cache_config.enable_prefix_caching = True
-
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ from tests.engine.multiprocess_run import (
     PROMPT_TOKENS,
     as_answers,
     assert_same,
-    cache_prefixes_of_latents,
     plain_answers,
     rolled_blocks,
 )
 from tests.support.inputs import Tokens
+from tests.support.latents import cache_prefixes_of_latents
 from tests.support.mooncake import require_mooncake
 from tests.support.patience import be_patient
 from tests.support.processes import print_result
@@ -99,7 +99,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         store = {"store": "mooncake", "store_master": master, "store_bytes": "16MiB"}
         store["load_or_recompute"] = "always_load"  # a small model computes sooner
         be_patient(pytest.MonkeyPatch())
-    cache_prefixes_of_latents(kind)
+    cache_prefixes_of_latents()
     settings = engine_settings(
         Path(models), kind, max_model_len=1024, disable_log_stats=store is None, **arguments
     )

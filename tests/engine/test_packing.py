@@ -22,7 +22,7 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
     random_tokens,
 )
-from tests.engine.multiprocess_run import LATENT, cache_prefixes_of_latents
+from tests.support.latents import LATENT, cache_prefixes_of_latents
 
 BLOCK_TOKENS = 128
 """Pages of 16 KiB of keys and as many of values."""
@@ -84,7 +84,7 @@ def test_packed_blocks_serve_as_they_were(
 @pytest.mark.usefixtures("restored_platform")
 def test_packed_latents_and_what_is_left_of_their_pages(model_folder: Path) -> None:
     """A page has a tile and 2 KiB more, which are not packed. Ends with the control."""
-    cache_prefixes_of_latents("deepseek_v2")
+    cache_prefixes_of_latents()
     prompts = [random_tokens(count, seed=count) for count in (129, 193)]
     settings = {**LATENT, "dtype": "bfloat16"}
     with engine(model_folder, "deepseek_v2", **settings) as plain:

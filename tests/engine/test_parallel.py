@@ -9,7 +9,8 @@ import pytest
 
 from kv_offload.engines.vllm.versions import vllm_version
 from tests.engine import killed_rank_run, pressure_run, replica_run
-from tests.engine.multiprocess_run import LATENT, check, run_engine
+from tests.engine.multiprocess_run import check, run_engine
+from tests.support.latents import LATENT
 from tests.support.mooncake import PATIENT, Master, environment, require_mooncake
 from tests.support.processes import run_module
 

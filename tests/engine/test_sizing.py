@@ -12,8 +12,8 @@ from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.tools.sizing.model import read_model
 from kv_offload.tools.sizing.slots import SlotSize, slot_size
 from tests.engine.harness import BLOCK_TOKENS, engine, random_tokens
-from tests.engine.multiprocess_run import LATENT, cache_prefixes_of_latents
 from tests.support.configurations import RETENTION
+from tests.support.latents import LATENT, cache_prefixes_of_latents
 
 BLOCKS = 8
 
@@ -44,7 +44,7 @@ STATES = {
 def test_heads_windows_chunks_latents_and_states(
     model_folder: Path, kind: str, groups: int, arguments: dict[str, Any]
 ) -> None:
-    cache_prefixes_of_latents(kind)
+    cache_prefixes_of_latents()
     assert check(model_folder, kind, **{"block_size": BLOCK_TOKENS, **arguments}) == groups
 
 

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "chunked": ("qwen3", {"max_num_batched_tokens": 256, "max_num_seqs": 8}),
     "windows": ("gemma3", {}),
     "mla": ("deepseek_v2", {"block_size": 64}),
+    "mla, graphs": ("deepseek_v2", {"block_size": 64, "enforce_eager": False}),
     "packed": ("qwen3", {"pack_kv": True, "block_size": 128}),
     "packed, graphs": ("qwen3", {"pack_kv": True, "block_size": 128, "enforce_eager": False}),
     "before_compute, packed": (

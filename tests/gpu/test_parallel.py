@@ -62,7 +62,7 @@ EXACT = {
     "kv_cache_memory_bytes": 256 << 20,
     "gpu_memory_utilization": 0.1,
     "max_num_batched_tokens": 1024,
-    "requests": 120,
+    "requests": 60,
 }
 BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 KILLED = {

@@ -31,12 +31,12 @@ from kv_offload.cache.policies.prefixes import FIRST
 from kv_offload.cache.policies.ranking import Ranking
 from kv_offload.cache.slots import NO_SLOTS, Key, Runs, Slots
 
-QUIET_ACCESSES = 256
-"""Accesses after which what was noted is taken in by a step that has none."""
-
 NOTED_ACCESSES, NOTED_OF_CAPACITY, MAX_NOTED_ACCESSES = 512, 64, 4096
 """Accesses after which what was noted is taken in by the next access: one for so many slots, within
 these bounds. Of 4,096 it takes a step up to a millisecond."""
+
+QUIET_SHARE = 2
+"""A step without an access takes in what was noted from one of so many of these on."""
 
 MIN_EPOCH = 64
 """Accesses of an epoch at least: to rank the buckets takes a fraction of a millisecond."""
@@ -99,8 +99,8 @@ class AutoPolicy(EvictionPolicy):
         self._advance()
         sizes, tokens, must, _ = zip(*runs, strict=True)
         classes, before = LENGTH_EDGES.searchsorted(tokens, side="right"), np.array(behind)
-        counts = np.array(sizes)
         if len(runs) < len(keys):
+            counts = np.array(sizes)
             classes = classes.repeat(counts)
             before = np.full(len(keys), _FOLLOWS)
             before[np.cumsum(counts) - counts] = behind
@@ -118,10 +118,10 @@ class AutoPolicy(EvictionPolicy):
             return np.ones(len(keys), bool)
         worth = self._worth_a_slot(classes, free)
         if any(must):
-            worth |= np.array(must).repeat(counts)
+            worth |= np.array(must).repeat(sizes)
         if not worth.all():
             if len(runs) < len(keys):
-                _cut_runs(worth, counts)
+                _cut_runs(worth, np.array(sizes))
             declined = ~worth
             self._gone.append((hashes[declined], buckets[declined]))
             hashes, buckets, before = hashes[worth], buckets[worth], before[worth]
@@ -263,7 +263,7 @@ class AutoPolicy(EvictionPolicy):
             self._take_in()
 
     def catch_up(self) -> None:
-        if self._noted == self._noted_before and self._noted >= QUIET_ACCESSES:
+        if self._noted == self._noted_before and self._noted >= self._max_noted // QUIET_SHARE:
             self._take_in()
         self._noted_before = self._noted
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TypeAlias
 
 from kv_offload.cache.prefix import PrefixMap, SlotKey
@@ -62,18 +62,22 @@ class StoreCandidates:
         if len(next_slot) > 1:
             known = self._prefixes.align(known)
         for position, group, tokens, slot_hashes in self._groups:
-            at, last = next_slot[position], known // tokens
+            at = next_slot[position]
+            # As far as slots are full, have blocks and names, and may be examined.
+            last = min(
+                known // tokens,
+                len(block_ids[position]),
+                len(hashes) // slot_hashes,
+                at + self.examinable,
+            )
             if at < last:
-                last = _last_slot(last, slot_hashes, hashes, block_ids[position])
-                last = min(last, at + self.examinable)
-                if at < last:
-                    self.examinable -= last - at
-                    if last - at == 1 and not group.group_id:
-                        self._keys.append(hashes[last * slot_hashes - 1])
-                    else:
-                        self._keys += self._prefixes.slot_keys(hashes, group, at, last)
-                    self._spans.append((cursor, position, at, last))
-                    next_slot[position] = at = last
+                self.examinable -= last - at
+                if last - at == 1 and not group.group_id:
+                    self._keys.append(hashes[last * slot_hashes - 1])
+                else:
+                    self._keys += self._prefixes.slot_keys(hashes, group, at, last)
+                self._spans.append((cursor, position, at, last))
+                next_slot[position] = at = last
             if end_tokens >= (at + 1) * tokens:
                 self._unfinished.add(request.request_id)
 
@@ -132,7 +136,7 @@ class StoreCandidates:
         hashes = cursor.request.block_hashes
         named = self._prefixes.align(self._wanted(cursor, end_tokens))
         return [
-            _last_slot(named // tokens, slot_hashes, hashes, ids)
+            min(named // tokens, len(ids), len(hashes) // slot_hashes)
             for (_, _, tokens, slot_hashes), ids in zip(self._groups, cursor.block_ids, strict=True)
         ]
 
@@ -142,8 +146,3 @@ class StoreCandidates:
             return 0
         prompt_only = self._prompt_only
         return min(end_tokens, cursor.request.num_prompt_tokens) if prompt_only else end_tokens
-
-
-def _last_slot(full: int, slot_hashes: int, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
-    """Return how many of the first `full` slots have blocks and names."""
-    return min(full, len(ids), len(hashes) // slot_hashes)

@@ -13,7 +13,7 @@ from kv_offload.cache.policies import make_policy
 from kv_offload.cache.policies.auto import (
     MIN_EPOCH,
     NOTED_ACCESSES,
-    QUIET_ACCESSES,
+    QUIET_SHARE,
     AutoPolicy,
 )
 from kv_offload.cache.policies.density import AGES, CLASSES, LENGTHS, HitDensity
@@ -126,13 +126,14 @@ def test_what_waits_is_taken_in_by_a_step_without_an_access() -> None:
     policy = AutoPolicy(8192)
     manager = CacheManager(policy)
     manager.complete_store(manager.prepare_store([b"%d" % at for at in range(8192)]))
-    for new in (["first"], range(QUIET_ACCESSES)):  # the first eviction takes in what is stored
+    enough = NOTED_ACCESSES // QUIET_SHARE
+    for new in (["first"], range(enough)):  # the first eviction takes in what is stored
         keys = [b"new %a" % key for key in new]
         manager.complete_store(manager.offer(keys, [Run(len(keys), 100)])[0])
     manager.catch_up()
     assert len(policy._history) == 0, "its step has work enough"
     manager.catch_up()
-    assert len(policy._history) > QUIET_ACCESSES * 0.9
+    assert len(policy._history) > enough * 0.9
     manager.check_integrity()
 
 

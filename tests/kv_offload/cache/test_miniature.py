@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kv_offload.cache.miniature import USES_PER_SLOT, Miniature, sample_blocks
+from kv_offload.cache.miniature import USES_PER_SLOT, Miniature, SampledRequest, sample_blocks
 from kv_offload.cache.policies import POLICIES
 from kv_offload.simulation.replay import Replay
 from kv_offload.simulation.trace import TraceRequest
@@ -60,23 +60,47 @@ def test_hits_are_those_of_a_replay(policy: str, uses: int) -> None:
         document = source.randrange(12) * 100
         ids = range(document, document + source.randrange(1, 20))
         tokens = 16 * len(ids)
-        found = miniature.serve([*ids], prompt_tokens=tokens)
+        (found,) = miniature.serve([SampledRequest([*ids], prompt_tokens=tokens)])
         assert found == replayed.serve(TraceRequest(at, tokens, 1, tuple(ids)))
     assert replayed.result.hits > 100
 
 
+def hits(miniature: Miniature, *prompts: list[bytes], first: int = 0) -> list[int]:
+    return miniature.serve([SampledRequest(keys, first) for keys in prompts])
+
+
 def test_what_lies_before_a_look_up_is_used_and_does_not_count() -> None:
     miniature = Miniature("lru", 4)
-    assert miniature.serve([b"a", b"b", b"c"]) == 0
-    assert miniature.serve([b"a", b"b", b"c", b"d"], 1) == 2
-    assert miniature.serve([b"x", b"y"]) == 0  # in place of b and c, which were used first
-    assert miniature.serve([b"a", b"b", b"c"]) == 1
+    assert hits(miniature, [b"a", b"b", b"c"]) == [0]
+    assert hits(miniature, [b"a", b"b", b"c", b"d"], first=1) == [2]
+    assert hits(miniature, [b"x", b"y"]) == [0]  # in place of b and c, which were used first
+    assert hits(miniature, [b"a", b"b", b"c"]) == [1]
     miniature.reset()
-    assert miniature.serve([b"a"]) == 0
+    assert hits(miniature, [b"a"]) == [0]
+
+
+def test_requests_that_are_served_together_find_what_those_before_them_bring() -> None:
+    miniature = Miniature("lru", 8)
+    assert hits(miniature, [b"a", b"b"], [b"a", b"c"], [b"a", b"c", b"d"], [b"d"]) == [0, 1, 2, 1]
+    assert hits(miniature, [b"b"], [b"x", b"d"], [b"x", b"d"]) == [1, 0, 2]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_together_requests_have_about_the_hits_that_they_have_one_by_one(policy: str) -> None:
+    source = random.Random(5)
+    requests = []
+    for _ in range(3000):
+        document = source.randrange(120) * 100
+        ids = [b"%d" % at for at in range(document, document + source.randrange(1, 20))]
+        requests.append(SampledRequest(ids, prompt_tokens=16 * len(ids)))
+    together, single = Miniature(policy, 600), Miniature(policy, 600)
+    found = sum(sum(together.serve(requests[at : at + 3])) for at in range(0, len(requests), 3))
+    expected = sum(sum(single.serve([request])) for request in requests)
+    assert found == pytest.approx(expected, rel=0.03)
 
 
 def test_uses_of_few_keys_are_remembered() -> None:
     miniature = Miniature("lru", 1, store_after_uses=2)
-    assert miniature.serve([b"first"]) == 0
-    miniature.serve([b"%d" % key for key in range(USES_PER_SLOT)])
-    assert [miniature.serve([b"first"]) for _ in range(3)] == [0, 0, 1]
+    assert hits(miniature, [b"first"]) == [0]
+    hits(miniature, [b"%d" % key for key in range(USES_PER_SLOT)])
+    assert [hits(miniature, [b"first"]) for _ in range(3)] == [[0], [0], [1]]

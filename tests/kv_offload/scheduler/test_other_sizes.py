@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kv_offload.cache.manager import CacheManager
-from kv_offload.cache.miniature import Miniature
+from kv_offload.cache.miniature import Miniature, SampledRequest
 from kv_offload.cache.policies import POLICIES, make_policy
 from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.metrics import OTHER_SIZES
@@ -49,7 +49,8 @@ def test_estimates_are_within_two_points_of_replays(
     estimate = OtherSizes(config, prefixes, slots, statistics)
     all_tokens = 0
     for keys in conversations(700, random.Random(1)):
-        found = {size: replay.serve(keys) * BLOCK_TOKENS for size, replay in replays.items()}
+        one = [SampledRequest(keys)]
+        found = {size: sum(replay.serve(one)) * BLOCK_TOKENS for size, replay in replays.items()}
         hits = {size: hits[size] + found[size] for size in hits}
         tokens = len(keys) * BLOCK_TOKENS
         all_tokens += tokens
@@ -97,10 +98,30 @@ def test_a_step_serves_one_size_and_none_where_a_request_begins(
             counts.append(len(served) - before)
         return counts
 
+    enough = other_sizes.PART_KEYS
+    assert steps(enough - 1, begins=True) == [0] * (enough - 1)
+    assert steps(5, begins=False) == [0] * 5, "too little for a turn"
     assert steps(1, begins=True) == [0]
     assert steps(5, begins=False) == [1, 1, 1, 1, 0]
     assert len({id(miniature) for miniature in served}) == len(OTHER_SIZES)
-    assert sum(steps(100, begins=True)) > 100 * len(OTHER_SIZES) - 40
+    assert sum(steps(enough * 100, begins=True)) > 100 * len(OTHER_SIZES) - 40
+
+
+def test_what_was_looked_up_counts_after_so_many_requests_also_without_a_sample() -> None:
+    statistics = Statistics(CacheManager(make_policy("lru", 1)), dict)
+    config: Any = SimpleNamespace(eviction_policy="lru", store_blocks="all", store_after_uses=1)
+    prefixes = PrefixMap([CacheGroup(0, BLOCK_TOKENS)], BLOCK_TOKENS, lambda h, _: h + b"group")
+    estimate = OtherSizes(config, prefixes, 64, statistics)
+    request: Any = SimpleNamespace(
+        block_hashes=[], num_tokens=BLOCK_TOKENS - 1, num_prompt_tokens=BLOCK_TOKENS - 1
+    )
+    for _ in range(other_sizes.MAX_NOTED_REQUESTS):
+        assert estimate._looked_up == 0
+        estimate.admitted(request, 0, 0)
+        estimate.work(idle=False)
+    for _ in OTHER_SIZES:
+        estimate.work(idle=False)
+    assert estimate._looked_up == other_sizes.MAX_NOTED_REQUESTS * (BLOCK_TOKENS - 1)
 
 
 def test_an_engine_of_that_size_has_as_many_hits() -> None:
