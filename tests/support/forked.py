@@ -36,6 +36,8 @@ def become(words: list[str], environment: dict[str, str], outputs: list[str]) ->
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
+    paths = environment["PYTHONPATH"].split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path not in sys.path]
     sys.argv[:] = words
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     sys.exit()

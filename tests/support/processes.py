@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +153,34 @@ def print_result(result: object) -> None:
     print("RESULT " + json.dumps(result), flush=True)
 
 
-def run_until_killed(module: str, *words: object, **environment: str) -> None:
-    """Run a module of the tests, which kills itself with SIGKILL when it has done its part."""
-    process = _python(module, *map(str, words), env=_environment(environment))
-    assert process.wait(LIMIT_SECONDS) == -signal.SIGKILL
+@contextlib.contextmanager
+def staying(
+    module: str, *words: object, folder: Path, forks: bool = False, **environment: str
+) -> Iterator[tuple[Process, str]]:
+    """Start a module that calls `stay` with its last word; kill it with SIGKILL at the end.
+
+    Yields the process, once it has done its part, and what it said. Its files lie in `folder`.
+    """
+    out, err, ready = (folder / name for name in ("out", "err", "ready"))
+    out.touch(), err.touch()
+    words = (*words, ready)
+    process = start_module(
+        module, *map(str, words), stdout=out, stderr=err, forks=forks, **environment
+    )
+    try:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not ready.exists():
+            assert process.poll() is None, f"{module} has ended\n{err.read_text()[-6000:]}"
+            assert time.monotonic() < deadline, err.read_text()[-6000:]
+            time.sleep(0.05)
+        yield process, ready.read_text()
+    finally:
+        kill_group(process)
+
+
+def stay(ready: str, said: object = "") -> None:
+    """Have `staying` go on, and wait to be killed."""
+    told = Path(ready).with_name("told")
+    told.write_text(str(said))
+    told.rename(ready)
+    signal.pause()

@@ -44,12 +44,11 @@ def serving(
     *,
     words: Sequence[str] = (),
     environment: Mapping[str, str] = FOR_TRIALS,
-    forks: bool = True,
     **plugin: Any,
 ) -> Iterator[str]:
     """Start a server whose files lie in `folder`; yield its base URL.
 
-    `words` are further arguments. With `forks` vLLM is imported already.
+    `words` are further arguments.
     """
     log = folder / "server.log"
     log.touch()
@@ -65,7 +64,7 @@ def serving(
             *words,
             stdout=log,
             stderr=log,
-            forks=forks,
+            forks=True,
             VLLM_ENABLE_V1_MULTIPROCESSING="1",
             VLLM_LOGGING_LEVEL="INFO",
             **environment,

@@ -194,11 +194,9 @@ class AutoPolicy(EvictionPolicy):
     def replace(self, keys: Sequence[Key]) -> Slots:
         popped = self._ranking.pop(len(keys), self._held, self._parked)
         missing = len(keys) - sum(len(slots) for _, slots in popped)
-        for heads_stay in (True, False):
-            if missing:
-                self._rank_anew(heads_stay=heads_stay)
-                popped += self._ranking.pop(missing, self._held, self._parked)
-                missing = len(keys) - sum(len(slots) for _, slots in popped)
+        if missing:
+            self._rank_anew()
+            popped += self._ranking.pop(missing, self._held, self._parked)
         for bucket, slots in popped:
             self._gone.append((self._hash_of[slots], np.full(len(slots), bucket)))
         # Sorted, so that keys that follow each other mostly get slots that do.
@@ -269,9 +267,9 @@ class AutoPolicy(EvictionPolicy):
             self._take_in()
         self._noted_before = self._noted
 
-    def _rank_anew(self, *, heads_stay: bool = True) -> None:
+    def _rank_anew(self) -> None:
         self._take_in()
-        self._ranking.rank(heads_stay=heads_stay)
+        self._ranking.rank()
 
     def _take_in(self) -> None:
         if self._gone:

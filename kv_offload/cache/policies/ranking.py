@@ -96,12 +96,8 @@ class Ranking:
                 if len(live := self._take(bucket)):
                     self._add(bucket, live)
 
-    def rank(self, *, heads_stay: bool = True) -> None:
-        """Order the buckets by what their slots are worth now, the older first of equals.
-
-        Unless `heads_stay` slots leave before those behind them, too, until the next call.
-        """
-        self._heads_stay = heads_stay
+    def rank(self) -> None:
+        """Order the buckets by what their slots are worth now, the older first of equals."""
         for bucket, _, slots in reversed(self._waiting()):
             self._entries.setdefault(bucket, deque()).appendleft(slots)
             self._num_entries += len(slots)
@@ -144,10 +140,9 @@ class Ranking:
                 bucket, density, slots = self._opened
             slots, later = slots[:QUEUED_SLOTS], slots[QUEUED_SLOTS:]
             self._opened = (bucket, density, later) if len(later) else None
-            if self._heads_stay:
-                slots, blocked = self.prefixes.split(slots)
-                if len(blocked):
-                    self._add(bucket, blocked)
+            slots, blocked = self.prefixes.split(slots)
+            if len(blocked):
+                self._add(bucket, blocked)
             if len(slots):
                 self._enqueue(bucket, density, slots)
 

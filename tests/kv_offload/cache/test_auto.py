@@ -19,7 +19,7 @@ from kv_offload.cache.policies.auto import (
 from kv_offload.cache.policies.density import AGES, CLASSES, LENGTHS, HitDensity
 from kv_offload.cache.policies.history import History, hash_keys
 from kv_offload.cache.policies.prefixes import FIRST, PrefixOrder
-from kv_offload.cache.slots import Run
+from kv_offload.cache.slots import NO_SLOTS, Run, Slots
 from kv_offload.simulation.replay import replay
 from kv_offload.simulation.trace import TraceRequest
 
@@ -281,9 +281,41 @@ def test_a_head_whose_tail_is_read_leaves_if_nothing_else_can() -> None:
     slots, _ = manager.offer([b"head", b"tail"], [Run(2, 100)])
     manager.complete_store(slots)
     held = manager.prepare_load([b"tail"])
+    head = manager.prepare_load([b"head"])
+    assert len(manager.prepare_store([b"new"])) == 0
+    manager.complete_load(head)
+    manager.check_integrity()
     assert manager.prepare_store([b"new"]).tolist() == [0]
     manager.complete_load(held)
     manager.check_integrity()
+
+
+def test_as_many_slots_are_given_as_nobody_holds_whatever_stands_behind_what() -> None:
+    """Prompts of one tree, in a cache for a few blocks; loads and stores end at any time."""
+    rng = random.Random(0)
+    tree = [b"root"]
+    behind: dict[bytes, bytes | None] = {b"root": None}
+    manager = CacheManager(AutoPolicy(8))
+    loads: list[Slots] = []
+    given = 0
+    for _ in range(1500):
+        if rng.random() < 0.5:
+            tree.append(b"%d" % len(behind))
+            behind[tree[-1]] = rng.choice(tree[-9:-1])
+        key = rng.choice(tree[-8:])
+        if manager.readable([key]).all():
+            loads.append(manager.prepare_load([key]))
+        else:
+            free = manager.num_slots - len({*np.concatenate([NO_SLOTS, *loads]).tolist()})
+            run = Run(1, 100, must=True, behind=behind[key])
+            slots, _ = manager.offer([key], [run])
+            assert len(slots) == min(1, free)
+            given += len(slots)
+            manager.complete_store(slots)
+        while len(loads) > rng.randrange(9):
+            manager.complete_load(loads.pop(rng.randrange(len(loads))))
+        manager.check_integrity()
+    assert given > 200
 
 
 def orders(bucket_of: list[int]) -> PrefixOrder:

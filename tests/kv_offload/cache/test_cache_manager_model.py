@@ -212,5 +212,5 @@ class CacheManagerMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("policy_name", POLICIES)
 def test_any_interleaving(policy_name: str) -> None:
     case = type("Machine", (CacheManagerMachine,), {"policy_name": policy_name}).TestCase()
-    case.settings = settings(deadline=None, max_examples=200, stateful_step_count=50)
+    case.settings = settings(deadline=None, max_examples=100, stateful_step_count=50)
     case.runTest()

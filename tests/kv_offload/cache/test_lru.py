@@ -104,7 +104,7 @@ def test_any_interleaving(monkeypatch: pytest.MonkeyPatch, slack: int, window: i
     monkeypatch.setattr(lru, "SLACK_ENTRIES", slack)
     monkeypatch.setattr(lru, "WINDOW_ENTRIES", window)
     case = LRUMachine.TestCase()
-    case.settings = settings(deadline=None, max_examples=100, stateful_step_count=50)
+    case.settings = settings(deadline=None, max_examples=50, stateful_step_count=50)
     case.runTest()
 
 

@@ -19,6 +19,8 @@ from tests.transfer.tiers.conftest import tier_threads
 
 NAMES = named(8)
 SEGMENT_BYTES = 64 << 20
+IN_ENGINE = pytest.mark.slow
+"""`tests/engine/test_store.py` has this fault, and what an engine makes of it, in `make test`."""
 
 
 @pytest.fixture
@@ -82,6 +84,7 @@ def test_a_tier_that_moves_nothing_gives_its_memory(master: Master) -> None:
         until_right(bed, NAMES)
 
 
+@IN_ENGINE
 def test_a_master_is_killed_and_started_again(master: Master) -> None:
     with StoreBed(master.address, SEGMENT_BYTES) as bed:
         assert bed.put(NAMES).failed == ()
@@ -107,6 +110,7 @@ def test_a_master_is_killed_and_started_again(master: Master) -> None:
         until_right(bed, NAMES)
 
 
+@IN_ENGINE
 def test_a_master_that_does_not_answer(master: Master) -> None:
     with StoreBed(master.address, SEGMENT_BYTES) as bed:
         assert bed.put(NAMES).failed == ()
@@ -120,6 +124,7 @@ def test_a_master_that_does_not_answer(master: Master) -> None:
         until_right(bed, NAMES)
 
 
+@IN_ENGINE
 def test_a_peer_is_killed(master: Master) -> None:
     with Peer(master.address) as peer, StoreBed(master.address) as bed:
         assert bed.get(NAMES).failed == ()
@@ -160,6 +165,7 @@ def test_a_store_without_memory_is_an_error(master: Master) -> None:
         assert "the store is full" in str(done.error)
 
 
+@IN_ENGINE
 def test_a_stalled_peer_fails_its_rows(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "1")
     with Peer(master.address) as peer, StoreBed(master.address) as bed:
@@ -191,14 +197,19 @@ def test_a_call_that_hangs_does_not_hold_up_a_close_and_keeps_the_arena(master: 
     tier, bed = bed.tier, None  # type: ignore[assignment]
     gc.collect()
     assert owner() is not None
-    assert tier.wait(30)
+    paused, looks = 0.0, 40
+    now = time.perf_counter()
+    while looks:
+        if tier.wait(0.05):
+            looks -= 1
+            time.sleep(0.05)
+        before, now = now, time.perf_counter()
+        paused += now - before if now - before > 0.5 else 0
+        assert before - began < 15
+    # Mooncake's own close would hold all Python threads, for 4 s at least.
+    assert paused < 3
     completions = tier.poll()
     assert sorted(done.job_id for done in completions) == list(range(8))
-    # Mooncake would hold all Python threads until the master answers.
-    assert time.perf_counter() - began < 15
-    began = time.perf_counter()
-    time.sleep(0.5)
-    assert time.perf_counter() - began < 1
     master.go_on()
     for thread in tier_threads():
         thread.join(30)

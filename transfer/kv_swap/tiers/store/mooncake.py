@@ -174,8 +174,8 @@ class MooncakeClient(StoreClient):
     def _end(self, session: Session) -> None:
         """Close a session once nobody calls it, in one thread; return once it is closed.
 
-        Mooncake's `close` holds all Python threads until the master has answered, up to eleven
-        seconds. So a master that does not answer is waited for before.
+        Mooncake's `close` holds all Python threads: a second or two with a master that answers, 4
+        to 20 s with one that is gone or does not. So such a master is waited for before.
         """
         with self._changed:
             self._changed.wait_for(lambda: session.calls == 0)
