@@ -91,8 +91,8 @@ def test_together_requests_have_about_the_hits_that_they_have_one_by_one(policy:
     requests = []
     for _ in range(3000):
         document = source.randrange(120) * 100
-        ids = [b"%d" % at for at in range(document, document + source.randrange(1, 20))]
-        requests.append(SampledRequest(ids, prompt_tokens=16 * len(ids)))
+        ids = range(document, document + source.randrange(1, 20))
+        requests.append(SampledRequest([*ids], prompt_tokens=16 * len(ids)))
     together, single = Miniature(policy, 600), Miniature(policy, 600)
     found = sum(sum(together.serve(requests[at : at + 3])) for at in range(0, len(requests), 3))
     expected = sum(sum(single.serve([request])) for request in requests)
