@@ -66,10 +66,11 @@ def host_of(gpus: int) -> dict[str, Any]:
         facts["rates"] = _rates(pipes)
     except (EOFError, OSError) as error:  # of a process that has ended, or does not answer
         facts["error"] = f"links: {type(error).__name__}: {error}"
-    for pipe, process in zip(pipes, processes, strict=True):
-        pipe.close()
-        process.join(END_SECONDS)
-        process.kill()
+    finally:
+        for pipe, process in zip(pipes, processes, strict=True):
+            pipe.close()
+            process.join(END_SECONDS)
+            process.kill()
     return facts
 
 

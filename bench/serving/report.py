@@ -126,10 +126,8 @@ def _heading(document: Document) -> str:
 def _kv(document: Document) -> str:
     """Say how many bytes a token's KV has, on which rank."""
     shape = _shape(document)
-    nbytes, ranks = (
-        shape.token_bytes(2 if "gpu" in document["machine"] else 4),
-        shape.tensor_parallel,
-    )
+    ranks = shape.tensor_parallel
+    nbytes = shape.token_bytes(2 if "gpu" in document["machine"] else 4)
     own = f"{nbytes // ranks:,}"
     if shape.sharing_ranks > 1:
         return f"{own} bytes of KV per token, the same on all {ranks} ranks"

@@ -69,7 +69,7 @@ class StoreChoice:
         """
         chosen = Chosen(slots_left)
         new, pool_blocks = chosen.new, self._pool.blocks
-        behind_key, key_before = self._prefixes.behind_slot_key, self._prefixes.key_before
+        behind_key = self._prefixes.behind_slot_key
         # A span of one slot is what decodes have; most of these are chosen without further ado.
         single, tells_runs = self._store_after_uses == 1, self.tells_runs
         at = 0
@@ -83,9 +83,7 @@ class StoreChoice:
                     new[key] = None
                     chosen.blocks.append(block)
                     if tells_runs:
-                        request, must = cursor.request, cursor.wishes.keep is not None
-                        behind = key_before(request.block_hashes, position, first)
-                        chosen.runs.append(Run(1, request.num_prompt_tokens, must, behind))
+                        chosen.runs.append(self._run_of(cursor, position, 1, first))
                     at += 1
                     continue
             end = at + last - first
