@@ -1,11 +1,12 @@
 """A real engine without offloading, with this project, and with vLLM's own connectors.
 
 usage: python -m bench.serving [--shape small|small-mla|gqa8|mqa|mla] [--out FOLDER]
-                               [--connectors off,kv-offload,vllm,vllm-simple]
+                               [--connectors off,kv-offload,kv-offload-packed,vllm,vllm-simple]
                                [--sections ttft,throughput,latency,pairs,conversations,start]
                                [--options JSON] [--tensor-parallel RANKS] [--rounds ROUNDS]
 
-This project gets `{"eviction_policy": "lru"}`, or the options that are named.
+This project gets `{"eviction_policy": "lru"}`, or the options that are named; `kv-offload-packed`
+gets `"pack_kv": true` besides.
 
 Every connector gets an engine in a process of its own: the same shape with random weights, the same
 prompts, the same GPU cache, as much host memory. docs/benchmarks/serving.md explains every figure.
@@ -39,7 +40,7 @@ from pathlib import Path
 from bench.serving.process import progress
 from bench.serving.report import save, tables, unproven
 from bench.serving.runs import ROUNDS, SECTIONS, Bench
-from bench.serving.settings import CONNECTORS, LIMIT, OURS
+from bench.serving.settings import CONNECTORS, LIMIT, OURS, PACKED
 from bench.serving.shapes import SHAPES
 
 KEEP_LAST = {"eviction_policy": "lru"}
@@ -100,7 +101,7 @@ def main(words: Sequence[str] | None = None) -> int:
     problems += unproven(document)
     problems += [
         bench.results[name]["error"]
-        for name in ("off", OURS, LIMIT)
+        for name in ("off", OURS, PACKED, LIMIT)
         if "error" in bench.results.get(name, {})
     ]
     for problem in problems:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bench.serving.shapes import Shape
 
 OURS = "kv-offload"
+PACKED = "kv-offload-packed"
 LIMIT = "limit"
 """No offloading, and a GPU cache for everything that conversations ever use again."""
 SERVER_STEP_TOKENS = 8192
@@ -25,11 +26,15 @@ class Connector:
     """Where it is, if vLLM does not know."""
     first_tokens: int = 1
     """How many tokens to ask for where prompts are to be stored."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What it is always configured with, besides."""
 
 
+_PLUGIN = Connector("KVOffloadConnector", "cpu_bytes", "kv_offload.engines.vllm.connector")
 CONNECTORS = {
     "off": None,
-    OURS: Connector("KVOffloadConnector", "cpu_bytes", "kv_offload.engines.vllm.connector"),
+    OURS: _PLUGIN,
+    PACKED: replace(_PLUGIN, options={"pack_kv": True}),
     "vllm": Connector("OffloadingConnector"),
     # Stores what a request has computed when its next token is scheduled, so of a request with one
     # token nothing but what earlier steps computed.
@@ -53,7 +58,7 @@ class EngineSettings:
     @property
     def is_ours(self) -> bool:
         """Whether loads are counted, and must be proven."""
-        return self.connector == OURS
+        return self.connector in (OURS, PACKED)
 
     @property
     def offloading(self) -> Connector | None:
@@ -75,6 +80,10 @@ class EngineSettings:
         return {
             "kv_connector": offloading.name,
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {offloading.size_option: self.shape.host_bytes, **options},
+            "kv_connector_extra_config": {
+                offloading.size_option: self.shape.host_bytes,
+                **options,
+                **offloading.options,
+            },
             **({"kv_connector_module_path": offloading.module} if offloading.module else {}),
         }

@@ -89,7 +89,9 @@ def test_every_connector_is_asked_for_the_same_host_memory() -> None:
         assert config is not None
         extra = config["kv_connector_extra_config"]
         asked[name] = extra.get("cpu_bytes", extra.get("cpu_bytes_to_use"))
-        assert ("eviction_policy" in extra) == (name == "kv-offload")
+        ours = name in ("kv-offload", "kv-offload-packed")
+        assert ("eviction_policy" in extra) == ours
+        assert extra.get("pack_kv", False) == (name == "kv-offload-packed")
     assert asked == dict.fromkeys(asked, 256 << 20)
     assert EngineSettings(SMALL, "off").transfer_config is None
 
