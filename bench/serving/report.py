@@ -9,7 +9,6 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,7 @@ def floor_seconds(document: Document, tokens: int) -> float | None:
 def _shape(document: Document) -> Shape:
     # Files of one rank from before there could be more do not say so.
     ranks = document["shape"].get("tensor_parallel", 1)
-    return replace(SHAPES[document["shape"]["name"]], tensor_parallel=ranks)
+    return SHAPES[document["shape"]["name"]].on_ranks(ranks)
 
 
 # -- tables ------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, model: str) -> None:
         self._arguments = arguments
         ranks = arguments.tensor_parallel
-        self._shape = replace(SHAPES[arguments.shape], tensor_parallel=ranks)
+        self._shape = SHAPES[arguments.shape].on_ranks(ranks)
         self._host = host_of(ranks) if ranks > 1 else None
         self._settings = {
             connector: EngineSettings(self._shape, connector, model, arguments.options)

@@ -35,6 +35,7 @@ class Shape:
     block_tokens: int
     gpu_blocks: int
     host_gib: float
+    """That every connector is asked to use."""
     prompt_tokens: tuple[int, ...]
     """Lengths of the prompts whose time to first token is taken."""
     repeats: int
@@ -57,7 +58,17 @@ class Shape:
     """Of a model with latent attention: then `kv_heads` does not count, and heads are of
     `head_size` but for the rotated part."""
     tensor_parallel: int = 1
-    """Ranks that divide the heads between them, each on a device of its own."""
+    """Ranks that divide the heads between them, each on a device of its own; see `on_ranks`."""
+
+    def on_ranks(self, ranks: int) -> Shape:
+        """Return the shape with so many ranks, of one that has a single one.
+
+        With more ranks than KV heads a head is on several of them, and every connector keeps each
+        of these copies. So there is host memory for all of them: as much again as one rank has. A
+        latent shape, whose copies only some connectors keep, has that much from the start.
+        """
+        copies = 1 if self.latent else max(1, ranks / self.kv_heads)
+        return replace(self, tensor_parallel=ranks, host_gib=self.host_gib * copies)
 
     @property
     def blocks_ever_used(self) -> int:
@@ -68,7 +79,7 @@ class Shape:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that every connector is asked to use."""
+        """The same in bytes."""
         return int(self.host_gib * GIB)
 
     @property

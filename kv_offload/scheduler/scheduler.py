@@ -450,7 +450,7 @@ class OffloadScheduler:
         self._retention.drop()
         self.manager.reset()
         self._other_sizes.reset()
-        self._stores.forget()
+        self._stores.forget(weights_changed=weights_changed)
         return held
 
     def reset(self) -> None:

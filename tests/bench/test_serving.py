@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +64,35 @@ def test_a_cache_serves_whole_blocks_and_may_leave_the_last_to_be_computed() -> 
 
 def test_ranks_divide_the_heads_and_each_has_one_at_least() -> None:
     gqa8, mqa = SHAPES["gqa8"], SHAPES["mqa"]
-    assert replace(gqa8, tensor_parallel=2).block_bytes(2) == gqa8.block_bytes(2)
-    assert replace(mqa, tensor_parallel=2).block_bytes(2) == 2 * mqa.block_bytes(2)
+    assert gqa8.on_ranks(2).block_bytes(2) == gqa8.block_bytes(2)
+    assert mqa.on_ranks(2).block_bytes(2) == 2 * mqa.block_bytes(2)
 
 
 def test_a_latent_vector_is_once_in_a_layer_and_whole_on_every_rank() -> None:
     mla = SHAPES["mla"]
-    two = replace(mla, tensor_parallel=2)
+    two = mla.on_ranks(2)
     # 27 layers x (512 + 64) x 2 bytes, whatever the heads are
     assert mla.token_bytes(2) == 31_104
     assert mla.block_bytes(2) == 64 * 31_104
     assert two.block_bytes(2) == 2 * mla.block_bytes(2), "both ranks load all of it"
     assert (mla.sharing_ranks, two.sharing_ranks) == (1, 2)
-    assert replace(SHAPES["gqa8"], tensor_parallel=2).sharing_ranks == 1
-    # A connector that keeps the ranks' copies apart has room for both.
-    assert mla.batch_prompts * mla.batch_tokens * two.token_bytes(2) <= mla.host_bytes
+    assert SHAPES["gqa8"].on_ranks(2).sharing_ranks == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["gqa8", "mqa", "mla"])
+def test_a_connector_that_keeps_the_copies_of_all_ranks_has_room_for_the_prompts(
+    name: str, ranks: int
+) -> None:
+    shape = SHAPES[name].on_ranks(ranks)
+    assert shape.batch_prompts * shape.batch_tokens * shape.token_bytes(2) <= shape.host_bytes
+
+
+def test_more_ranks_have_more_host_memory_only_where_they_keep_more() -> None:
+    asked = {name: [SHAPES[name].on_ranks(n).host_gib for n in (1, 2)] for name in SHAPES}
+    assert asked["mqa"] == [8, 16], "each rank has the one KV head"
+    del asked["mqa"]
+    assert all(one == two for one, two in asked.values())
 
 
 def test_every_connector_is_asked_for_the_same_host_memory() -> None:
@@ -347,7 +360,7 @@ def test_two_ranks_load_what_they_must(tmp_path: Path, name: str) -> None:
     assert found["host"]["memory_by_node"]
     ours = found["results"]["kv-offload"]
     on_gpu = "gpu" in found["machine"]
-    shape = replace(SHAPES[name], tensor_parallel=2)
+    shape = SHAPES[name].on_ranks(2)
     for length in shape.prompt_tokens:
         assert_loaded(ours["ttft"][str(length)], length, shape.repeats, on_gpu, shape)
     # Whole slots: of equal bytes as many as if there were one rank.

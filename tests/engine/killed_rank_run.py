@@ -7,10 +7,8 @@ Hands back what `check` checks: how the engine ended, and what it left behind.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 
 from tests.support.inputs import busy_requests
 from tests.support.latents import cache_prefixes_of_latents
-from tests.support.processes import print_result
+from tests.support.processes import be_run, print_result
 
 RANKS = 2
 END_SECONDS = 60.0
@@ -135,6 +133,4 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `rank_faults`
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    be_run(main)

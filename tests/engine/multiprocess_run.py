@@ -10,9 +10,6 @@ prompt in its own cache: on a GPU the rounding depends on what else is in the ba
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import sys
 from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ import numpy as np
 
 from tests.support.inputs import Tokens
 from tests.support.latents import cache_prefixes_of_latents
-from tests.support.processes import print_result, run_module
+from tests.support.processes import be_run, print_result, run_module
 
 PROMPT_TOKENS = (129, 193, 257)
 PIPELINE = {
@@ -215,6 +212,4 @@ def plain_answers(
 
 
 if __name__ == "__main__":
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `rank_calls`
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    be_run(main)

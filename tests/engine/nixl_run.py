@@ -9,15 +9,13 @@ engine has one of its own. Hands back what `check` checks.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from tests.support.inputs import random_tokens
 from tests.support.mooncake import free_port
-from tests.support.processes import print_result
+from tests.support.processes import be_run, print_result
 
 PROMPT_TOKENS = (129, 193, 257)
 
@@ -109,6 +107,4 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `rank_faults`
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    be_run(main)

@@ -10,14 +10,11 @@ Every answer is compared with that of an engine without the plugin. On a GPU tha
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from tests.support.inputs import busy_requests
-from tests.support.processes import print_result
+from tests.support.processes import be_run, print_result
 
 SETTINGS: dict[str, Any] = {"num_gpu_blocks_override": 260, "max_num_seqs": 16}
 FAULTS = ("refused", "failed")
@@ -96,6 +93,4 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `rank_faults`
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    be_run(main)

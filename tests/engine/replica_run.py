@@ -10,9 +10,6 @@ address of a master, among the arguments, they share a store, and `check_shared`
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,7 @@ from tests.support.inputs import Tokens
 from tests.support.latents import cache_prefixes_of_latents
 from tests.support.mooncake import require_mooncake
 from tests.support.patience import be_patient
-from tests.support.processes import print_result
+from tests.support.processes import be_run, print_result
 from tests.support.totals import totals_by_replica
 
 REPLICAS = 2
@@ -211,6 +208,4 @@ async def run(
 
 
 if __name__ == "__main__":
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `rank_calls`
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    be_run(main)

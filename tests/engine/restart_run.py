@@ -8,16 +8,13 @@ ranks have processes of their own; only the disk tells the second engine what th
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from tests.engine.multiprocess_run import ask, assert_same, plain_answers
 from tests.support.inputs import Tokens, random_tokens, transfer_config
-from tests.support.processes import print_result
+from tests.support.processes import be_run, print_result
 
 PATIENCE_SECONDS = 120
 
@@ -97,6 +94,4 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `rank_calls`
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    be_run(main)

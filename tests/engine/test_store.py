@@ -33,13 +33,12 @@ FULL_BLOCKS = full_blocks(PROMPTS)
 MANY = [random_tokens(1920, seed=100 + number) for number in range(10)]
 """More than `SEGMENT` holds: 36 KiB a block with its header."""
 SEGMENT = "16MiB"
-LEASE_SECONDS = 10.0
 
 
 @pytest.fixture
 def master() -> Iterator[Master]:
     require_mooncake()
-    with Master(lease_seconds=LEASE_SECONDS) as running:
+    with Master() as running:
         yield running
 
 

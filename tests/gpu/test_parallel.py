@@ -178,7 +178,7 @@ def test_blocks_come_back(runs: dict[tuple[str, str], Future[Any]], case: str, r
 def test_replicas_share_a_store(tmp_path: Path, runner: str) -> None:
     """Each loads what the other one, on another GPU, has computed."""
     require_mooncake()
-    with Master(lease_seconds=10) as master:
+    with Master() as master:
         arguments = {**ARGUMENTS, "store": master.address}
         result = run_module(
             *("tests.engine.replica_run", tmp_path, "qwen3", arguments),

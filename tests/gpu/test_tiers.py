@@ -58,7 +58,7 @@ def test_a_store_serves_what_another_engine_has_computed(
 ) -> None:
     require_mooncake()
     more = environment() | PATIENT | variables
-    with Master(lease_seconds=10) as master:
+    with Master() as master:
         plugin = {"store": "mooncake", "store_master": master.address, **ALWAYS}
         words = (RUN, "write", tmp_path, json.dumps(plugin | {"store_bytes": "256MiB"}))
         with staying(*words, folder=tmp_path, **more) as (_, said):

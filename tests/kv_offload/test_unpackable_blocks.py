@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
+from kv_offload.engines.vllm.actions import PAUSE_STORES, RESUME_STORES
 from kv_offload.messages import Outcome
-from kv_offload.scheduler.stores import planner
+from kv_offload.scheduler.stores import refusals
 from tests.support.beside_steps import held_tokens, report
 from tests.support.played_cases import BLOCK, OTHER, PROMPT, both_ways, forget
 from tests.support.played_engine import PlayedEngine
@@ -83,8 +84,8 @@ def test_one_block_that_many_prompts_begin_with_does_not_pause_stores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is tried once; with every prompt it would soon be more than one block in a hundred."""
-    monkeypatch.setattr(planner, "TRIED_BLOCKS", 16)
-    monkeypatch.setattr(planner, "MAX_UNPACKABLE_SHARE", 0.1)
+    monkeypatch.setattr(refusals, "TRIED_BLOCKS", 16)
+    monkeypatch.setattr(refusals, "MAX_SHARE", 0.1)
     engine = PlayedEngine(max_num_batched_tokens=64)
     engine.add("first", PROMPT, 1)
     (job,) = engine.schedule().kv_connector_metadata.stores
@@ -121,7 +122,7 @@ def test_where_too_many_blocks_are_refused_stores_are_paused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is said once, what is there is served, and who resumes them has it tried anew."""
-    monkeypatch.setattr(planner, "TRIED_BLOCKS", 8)
+    monkeypatch.setattr(refusals, "TRIED_BLOCKS", 8)
     engine = PlayedEngine(max_num_batched_tokens=64)
     # The first engine of a process hands the plugin's log to vLLM's.
     monkeypatch.setattr(logging.getLogger("kv_offload"), "propagate", True)
@@ -130,7 +131,7 @@ def test_where_too_many_blocks_are_refused_stores_are_paused(
     assert not engine.gauges["stores_paused"]
     copies.unpackable = range(40)
     engine.serve("b", OTHER, 1)
-    assert caplog.text.count("5 of 10 blocks do not fit packed slots, 50.0% where 1% may be") == 1
+    assert caplog.text.count("50.0% of the blocks that were lately tried do not fit") == 1
     assert engine.gauges["stores_paused"]
     engine.serve("c", OTHER[1:], 1)
     assert engine.totals["skipped_unpackable"] == copies.happened["unpackable"] == 5
@@ -149,11 +150,155 @@ def test_where_too_many_blocks_are_refused_stores_are_paused(
 
 @pytest.mark.parametrize("refused", [1, 2])
 def test_few_refused_blocks_pause_nothing(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
-    monkeypatch.setattr(planner, "MAX_UNPACKABLE_SHARE", 0.2)
-    monkeypatch.setattr(planner, "TRIED_BLOCKS", 5)
+    monkeypatch.setattr(refusals, "MAX_SHARE", 0.2)
+    monkeypatch.setattr(refusals, "TRIED_BLOCKS", 5)
     engine = PlayedEngine(max_num_batched_tokens=64)
     engine.add("a", PROMPT, 1)
     (job,) = engine.schedule().kv_connector_metadata.stores
     engine.ranks[0].copies.unpackable = job.pairs[:refused, 0].tolist()
     engine.rest()
     assert engine.offload.gauges()["stores_paused"] == (refused > 1)
+
+
+def make_refusing(monkeypatch: pytest.MonkeyPatch, *, async_scheduling: bool) -> PlayedEngine:
+    """Return an engine that paused stores, since none of its blocks fitted; from now on all do."""
+    monkeypatch.setattr(refusals, "TRIED_BLOCKS", 5)
+    engine = PlayedEngine(async_scheduling=async_scheduling, max_num_batched_tokens=64)
+    copies = engine.ranks[0].copies
+    copies.unpackable = range(40)
+    engine.serve("refused", PROMPT, 1)
+    assert engine.gauges["stores_paused"]
+    copies.unpackable = ()
+    return engine
+
+
+def give_weights(engine: PlayedEngine) -> None:
+    """Have the model given weights as a trainer does, and the prefix cache reset."""
+    engine.core.collective_rpc("update_weights")
+    assert engine.reset()
+
+
+@both_ways
+def test_new_weights_end_a_pause_because_of_refused_blocks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, async_scheduling: bool
+) -> None:
+    """It is told at once, and what the new weights compute is stored and served."""
+    engine = make_refusing(monkeypatch, async_scheduling=async_scheduling)
+    monkeypatch.setattr(logging.getLogger("kv_offload"), "propagate", True)
+    with caplog.at_level(logging.INFO, "kv_offload"):
+        give_weights(engine)
+    assert caplog.text.count("stores run again") == 1
+    assert not engine.gauges["stores_paused"]
+    engine.serve("new", PROMPT, 1)
+    assert engine.reset()
+    engine.totals.clear()
+    engine.serve("again", PROMPT)
+    assert engine.totals["hit_tokens"] == 20
+    engine.rest()
+
+
+@both_ways
+def test_new_weights_do_not_inherit_what_was_counted(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    monkeypatch.setattr(refusals, "TRIED_BLOCKS", 8)
+    engine = PlayedEngine(async_scheduling=async_scheduling, max_num_batched_tokens=64)
+    engine.ranks[0].copies.unpackable = range(40)
+    engine.serve("old", PROMPT, 1)
+    assert engine.totals["skipped_unpackable"] == 5
+    engine.ranks[0].copies.unpackable = ()
+    give_weights(engine)
+    engine.serve("new", PROMPT, 1)
+    engine.serve("newer", OTHER, 1)
+    assert engine.totals["stored_slots"] == 10
+    assert not engine.gauges["stores_paused"]
+    engine.rest()
+
+
+@both_ways
+def test_a_pause_between_new_weights_and_the_reset_ends_with_the_reset(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    """Until the reset the engine's own cache serves blocks of the old weights."""
+    engine = make_refusing(monkeypatch, async_scheduling=async_scheduling)
+    engine.change_weights = lambda: None  # type: ignore[method-assign]
+    engine.core.collective_rpc("update_weights")
+    assert not engine.offload.gauges()["stores_paused"]
+    engine.ranks[0].copies.unpackable = range(40)
+    engine.serve("old cache", PROMPT, 1)
+    assert engine.offload.gauges()["stores_paused"]
+    engine.ranks[0].copies.unpackable = ()
+    assert engine.reset()
+    engine.serve("new", PROMPT, 1)
+    engine.serve("newer", OTHER, 1)
+    assert not engine.gauges["stores_paused"]
+    assert engine.offload.manager.slots_in_use == 10
+    engine.rest()
+
+
+@both_ways
+def test_a_reset_that_changes_no_weights_leaves_a_pause_because_of_refused_blocks(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    engine = make_refusing(monkeypatch, async_scheduling=async_scheduling)
+    assert engine.reset(reset_connector=True)
+    engine.serve("again", PROMPT, 1)
+    assert engine.gauges["stores_paused"]
+    assert engine.offload.manager.slots_in_use == 0
+    engine.rest()
+
+
+@both_ways
+@pytest.mark.parametrize("when", ["of itself", "over one because of refused blocks"])
+def test_new_weights_do_not_end_a_pause_of_an_operator(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool, when: str
+) -> None:
+    if when == "of itself":
+        engine = PlayedEngine(async_scheduling=async_scheduling, max_num_batched_tokens=64)
+    else:
+        engine = make_refusing(monkeypatch, async_scheduling=async_scheduling)
+    engine.core.collective_rpc(PAUSE_STORES)
+    give_weights(engine)
+    engine.serve("new", PROMPT, 1)
+    assert engine.offload.gauges()["stores_paused"]
+    assert engine.offload.manager.slots_in_use == 0
+    engine.core.collective_rpc(RESUME_STORES)
+    engine.serve("resumed", OTHER, 1)
+    assert not engine.offload.gauges()["stores_paused"]
+    assert engine.offload.manager.slots_in_use == 5
+    engine.rest()
+
+
+@both_ways
+def test_many_good_blocks_do_not_put_a_pause_off(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    """The share is of the recent blocks: here of some twenty, though two hundred were stored."""
+    monkeypatch.setattr(refusals, "TRIED_BLOCKS", 10)
+    monkeypatch.setattr(refusals, "RECENT_BLOCKS", 20)
+    monkeypatch.setattr(refusals, "MAX_SHARE", 0.2)
+    engine = PlayedEngine(async_scheduling=async_scheduling, max_num_batched_tokens=64)
+    prompts = [[*(int(bit) for bit in f"{number:08b}"), *PROMPT[:12]] for number in range(42)]
+    for number, prompt in enumerate(prompts[:40]):
+        engine.serve(f"{number}", prompt, 1)
+    assert engine.totals["stored_slots"] > 100
+    engine.ranks[0].copies.unpackable = range(40)
+    engine.serve("41", prompts[40], 1)
+    engine.serve("42", prompts[41], 1)
+    assert engine.gauges["stores_paused"]
+    assert engine.totals["skipped_unpackable"] < 10
+    engine.rest()
+
+
+def test_a_refused_block_counts_less_and_less() -> None:
+    """Few refused blocks at all times never become too many; a share above the limit does soon."""
+    few, many = refusals.Refusals(), refusals.Refusals()
+    for _ in range(10_000):
+        few.count(1000, 9)
+        many.count(1000, 9)
+        assert not few.are_too_many
+    tried = 0
+    while not many.are_too_many:
+        many.count(1000, 20)
+        tried += 1000
+    assert tried <= refusals.RECENT_BLOCKS

@@ -139,11 +139,12 @@ class Program:
 class Master(Program):
     """A `mooncake_master` on loopback. `address` is HOST:PORT.
 
-    It forgets a client that has been silent for five seconds, and evicts from 9/10 on. A read that
-    takes longer than `lease_seconds` brings nothing: on a busy machine that may be half a second.
+    It forgets a client that has been silent for five seconds, and evicts from 9/10 on. What was
+    read or asked for is not evicted for `lease_seconds`. A read that takes longer brings nothing:
+    on a busy machine that may be half a second.
     """
 
-    def __init__(self, *, starts: bool = True, lease_seconds: float = 0.5) -> None:
+    def __init__(self, *, starts: bool = True, lease_seconds: float = 10) -> None:
         super().__init__()
         self._lease_ms = round(lease_seconds * 1000)
         self._port = free_port()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,18 @@ def kill_group(process: Process) -> None:
 def print_result(result: object) -> None:
     """Give `run_module` what was found; once a process."""
     print("RESULT " + json.dumps(result), flush=True)
+
+
+def be_run(main: Callable[[str, str, Any], None]) -> None:
+    """Call `main` with this process's three words, the last as JSON: models, kind, arguments.
+
+    For a module that `run_module` runs. Its engines have a core in a process of its own, and call
+    functions of the tests there, which vLLM has to pickle.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    models, kind, arguments = sys.argv[1:]
+    main(models, kind, json.loads(arguments))
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kv_offload.cache.prefix import PrefixMap, SlotKey
@@ -15,9 +15,6 @@ from kv_offload.scheduler.stores.candidates import Span
 
 TRACKED_PREFIXES = 1 << 20
 """Keys whose uses are counted for `store_after_uses`; the least recently used are forgotten."""
-
-REMEMBERED_REFUSALS = 1 << 16
-"""Keys of refused blocks; the oldest are forgotten. With more of them stores are mostly paused."""
 
 
 @dataclass(slots=True)
@@ -50,10 +47,10 @@ class StoreChoice:
     _pool: BlockPool
     _statistics: Statistics
     _store_after_uses: int
+    _refused: Collection[SlotKey]
     tells_runs: bool
     """Whether somebody reads the runs of what is chosen."""
     _uses: OrderedDict[SlotKey, int] = field(default_factory=OrderedDict)
-    _refused: OrderedDict[SlotKey, None] = field(default_factory=OrderedDict)
 
     def choose(
         self,
@@ -157,16 +154,6 @@ class StoreChoice:
             self._statistics.skipped("moved_on", moved_on)
         chosen.along += [slot for slot in slots[:passed] if slot >= 0]
         return passed
-
-    def refuse(self, keys: Iterable[SlotKey]) -> None:
-        """Choose these keys no more: their blocks do not fit packed slots."""
-        self._refused.update(dict.fromkeys(keys))
-        while len(self._refused) > REMEMBERED_REFUSALS:
-            self._refused.popitem(last=False)
-
-    def forget_refused(self) -> None:
-        """Have every block tried again."""
-        self._refused.clear()
 
     def _count_use(self, key: SlotKey) -> int:
         """Add one use of a key, that it was computed or reused; return how many it has."""

@@ -21,9 +21,10 @@ from kv_offload.scheduler.jobs import Jobs
 from kv_offload.scheduler.request import RequestTable, StoreCursor, TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.budget import StoreBudget
-from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
+from kv_offload.scheduler.stores.candidates import PausedBy, Span, StoreCandidates
 from kv_offload.scheduler.stores.choice import Chosen, StoreChoice
 from kv_offload.scheduler.stores.leftovers import Leftovers
+from kv_offload.scheduler.stores.refusals import MAX_SHARE, Refusals
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +41,6 @@ MANY_RUNNING = 32
 WAITING_SHARE = 4
 """Of the requests of a step one in so many waits at most. Steps of 256 decodes cost 239 us in the
 mean so with `lru`, and 342 without waiting; 312 and 493 with `auto` (November 2026, by turns)."""
-
-TRIED_BLOCKS = 512
-"""After so many it shows whether the KV of a model fits packed slots."""
-
-MAX_UNPACKABLE_SHARE = 0.01
-"""Of the blocks stored since the start. With more of them prefixes end too early to be of use."""
 
 
 class StorePlanner:
@@ -85,16 +80,17 @@ class StorePlanner:
         self.budget = StoreBudget(block_bytes, config.max_pinned_share, requests)
         prompt_only = config.store_blocks == "prompt"
         self._candidates = StoreCandidates(prefixes, prompt_only=prompt_only)
+        self._refusals = Refusals()
         self._choice = StoreChoice(
             prefixes,
             pool,
             statistics,
             config.store_after_uses,
+            self._refusals.keys,
             tells_runs=manager.reads_runs,
         )
         self.leftovers = Leftovers(self._candidates, statistics)
         self._grown_blocks = 0
-        self._stored_blocks = self._unpackable_blocks = 0
         self._waiting: set[str] = set()
         """Decodes that have got a block and were not looked at since."""
 
@@ -203,23 +199,35 @@ class StorePlanner:
     @property
     def paused(self) -> bool:
         """Whether nothing new is stored; what is under way ends."""
-        return self._candidates.paused
+        return self._candidates.paused_by is not None
 
     def pause(self, *, paused: bool) -> None:
-        """Store nothing from now on, or store again what requests that still run have computed."""
-        self._candidates.paused = paused
-        self._stored_blocks = self._unpackable_blocks = 0
-        self._choice.forget_refused()
-        if paused:
+        """Store nothing until an operator resumes stores; or store again, whoever paused them.
+
+        What requests that still run have computed meanwhile is then stored.
+        """
+        self._pause(PausedBy.OPERATOR if paused else None)
+
+    def _pause(self, by: PausedBy | None) -> None:
+        self._candidates.paused_by = by
+        self._refusals.begin_anew()
+        if by is not None:
             self.leftovers.drop()
 
-    def forget(self) -> None:
+    def forget(self, *, weights_changed: bool) -> None:
         """Hear that host memory is emptied: drop what waits, and what is known of refused blocks.
 
-        The same prefix may have another KV from now on.
+        The same prefix may have another KV from now on. Other weights may pack well, so a pause
+        because of refused blocks ends with the old ones. One of an operator goes on.
         """
         self.leftovers.drop()
-        self._choice.forget_refused()
+        self._refusals.forget_keys()
+        if not weights_changed:
+            return
+        self._refusals.begin_anew()
+        if self._candidates.paused_by is PausedBy.REFUSALS:
+            self._candidates.paused_by = None
+            logger.info("kv-offload: stores run again: new weights may fit packed slots")
 
     def stored(self, blocks: int, refused: Sequence[SlotKey | None]) -> None:
         """Take in the end of a store, some blocks of which did not fit a packed slot on some rank.
@@ -227,23 +235,18 @@ class StorePlanner:
         `refused` are their keys, as far as host memory knows them. Pauses stores where these are
         too many.
         """
-        self._stored_blocks += blocks
-        self._unpackable_blocks += len(refused)
-        self._choice.refuse(key for key in refused if key is not None)
+        refusals = self._refusals
+        refusals.count(blocks, len(refused))
+        refusals.remember(key for key in refused if key is not None)
         self._statistics.skipped("unpackable", len(refused))
-        if self.paused or self._stored_blocks < TRIED_BLOCKS:
-            return
-        share = self._unpackable_blocks / self._stored_blocks
-        if share > MAX_UNPACKABLE_SHARE:
+        if refusals.are_too_many and not self.paused:
             logger.warning(
-                "kv-offload: %d of %d blocks do not fit packed slots, %.1f%% where %.0f%% may be: "
-                "stores are paused. Set pack_kv: false for this model",
-                self._unpackable_blocks,
-                self._stored_blocks,
-                100 * share,
-                100 * MAX_UNPACKABLE_SHARE,
+                "kv-offload: %.1f%% of the blocks that were lately tried do not fit packed slots, "
+                "where %.0f%% may be: stores are paused. Set pack_kv: false for this model",
+                100 * refusals.share,
+                100 * MAX_SHARE,
             )
-            self.pause(paused=True)
+            self._pause(PausedBy.REFUSALS)
 
     def _slots_left(self, soon_free_blocks: int = 0) -> int:
         """Return how many more slots may be chosen, if `soon_free_blocks` become free in a moment.

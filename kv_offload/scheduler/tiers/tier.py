@@ -199,10 +199,13 @@ class Tier(ABC):
             )
 
     def write_failed(self) -> None:
-        """Write nothing for a while."""
-        if self._writes.is_over:
+        """Write nothing for a while. If nothing is read either, that has been told already."""
+        if not self._writes.is_over:
+            return
+        seconds = self._writes.begin()
+        if self._reads.is_over:
             logger.warning(
                 "kv-offload: the %s could not be written. It is not written for %.0f s",
                 self.what,
-                self._writes.begin(),
+                seconds,
             )

@@ -253,6 +253,23 @@ def test_errors_that_were_under_way_together_are_one_pause(
         assert getattr(below, may)
 
 
+def test_that_nothing_is_written_is_not_told_while_nothing_is_read(
+    now: list[float], engine: DiskEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is one outage then. Once the disk may be read again, a write that fails says something."""
+    below = engine.offload._tier
+    below.read_failed()
+    below.write_failed()
+    assert (below.may_read, below.may_write) == (False, False)
+    assert caplog.text.count("the disk could not be read. It is not read for 5 s") == 1
+    assert "could not be written" not in caplog.text
+    now[0] += tier.FIRST_PAUSE_SECONDS
+    below.write_failed()
+    assert caplog.text.count("the disk could not be written. It is not written for 10 s") == 1
+    below.read_failed()  # requests notice that, so it is told in any case
+    assert caplog.text.count("the disk could not be read. It is not read for 10 s") == 1
+
+
 def test_a_copy_that_hangs_keeps_the_disk_from_being_used_until_it_ends(
     now: list[float], engine: DiskEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from kv_swap.tiers.store import mooncake
 
-from tests.support.mooncake import Master, Peer, require_mooncake
+from tests.support.mooncake import PATIENT, Master, Peer, require_mooncake
 from tests.support.tier_bed import DEMOTE, PROMOTE, StoreBed, job, named
 from tests.transfer.tiers.conftest import tier_threads
 
@@ -27,6 +27,14 @@ IN_ENGINE = pytest.mark.slow
 def master() -> Iterator[Master]:
     require_mooncake()
     with Master() as master:
+        yield master
+
+
+@pytest.fixture
+def hasty() -> Iterator[Master]:
+    """A master that soon evicts what was read."""
+    require_mooncake()
+    with Master(lease_seconds=0.5) as master:
         yield master
 
 
@@ -142,9 +150,23 @@ def test_a_peer_is_killed(master: Master) -> None:
             until_right(bed, NAMES)
 
 
-def test_a_full_store_refuses_rows(master: Master) -> None:
+def test_a_read_that_takes_longer_than_its_lease_is_a_miss(hasty: Master) -> None:
+    """The bytes may be those of another object by then. It is no error: the next read may work."""
+    with Peer(hasty.address) as peer, StoreBed(hasty.address) as bed:
+        until_right(bed, NAMES)
+        peer.hold()
+        bed.tier.submit(job(1, PROMOTE, [(0, 0)], [NAMES[0]]))
+        assert not bed.tier.wait(1)
+        peer.go_on()
+        assert bed.tier.wait(60)
+        (done,) = bed.tier.poll()
+        assert (done.failed, done.mismatches, done.error) == ((0,), 0, None)
+        until_right(bed, NAMES)
+
+
+def test_a_full_store_refuses_rows(hasty: Master) -> None:
     names = named(24)
-    with StoreBed(master.address, 16 << 20, 24, 1 << 20) as bed:
+    with StoreBed(hasty.address, 16 << 20, 24, 1 << 20) as bed:
         until_right(bed, {0: names[0]})
         done = bed.put(names)
         assert 0 < len(done.failed) < 24
@@ -241,6 +263,8 @@ def test_a_connection_that_was_given_up_is_made_anew(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While another thread uses it: here every call gives it up."""
+    for name, value in PATIENT.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(mooncake, "_UNSETTLED_SECONDS", 0)
     with Peer(master.address), StoreBed(master.address) as bed:
         for slot in range(4):
