@@ -39,7 +39,7 @@ class SlotIndex:
         self.usable_slots = num_slots
         """Only slots below this are given out. Never below `given_out`."""
         self.num_orphans = 0
-        self._slot_of = KeyMap()
+        self._slot_of = KeyMap(self.num_slots)
         self._key_of: list[Key] = []  # by slot; None if free or an orphan
         self._free: list[int] = []
 
@@ -153,7 +153,7 @@ class SlotIndex:
     def clear(self, busy: NDArray[np.bool_]) -> None:
         """Forget all keys; the slots in `busy`, shape `(given_out,)`, become orphans."""
         self.num_orphans = int(busy.sum())
-        self._slot_of = KeyMap()
+        self._slot_of = KeyMap(self.num_slots)
         self._key_of = [None] * self.given_out
         # The last of these is given out first. So a prefix gets slots that follow each other.
         self._free = np.flatnonzero(~busy)[::-1].tolist()
