@@ -79,6 +79,8 @@ class StoreCursor:
     """By cache group, from the first block on."""
     next_slot: list[int]
     """By cache group, the first slot whose store has been neither planned nor skipped."""
+    tail_at: list[int]
+    """By cache group, the slot in host memory that what was stored last was given; -1 before."""
     admission: int
     """The number of the admission that gave the blocks: it shares blocks of earlier ones alone."""
     wishes: Wishes = NO_WISHES
@@ -196,7 +198,12 @@ class RequestTable:
         ids = [list(group) for group in block_ids]
         tracked.phase = Phase.READY
         tracked.cursor = StoreCursor(
-            tracked.request, ids, [0] * len(ids), self.admissions, tracked.wishes
+            tracked.request,
+            ids,
+            [0] * len(ids),
+            [-1] * len(ids),
+            self.admissions,
+            tracked.wishes,
         )
         tracked.offer = tracked.waits_for = tracked.loaded = None
 

@@ -97,7 +97,7 @@ class AutoPolicy(EvictionPolicy):
         if not len(keys):
             return np.ones(0, bool)
         self._advance()
-        sizes, tokens, must, _ = zip(*runs, strict=True)
+        sizes, tokens, must, *_ = zip(*runs, strict=True)
         classes, before = LENGTH_EDGES.searchsorted(tokens, side="right"), np.array(behind)
         if len(runs) < len(keys):
             counts = np.array(sizes)

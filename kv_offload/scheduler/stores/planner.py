@@ -277,12 +277,14 @@ class StorePlanner:
     def _store(self, chosen: Chosen, spans: Sequence[Span], keys: Sequence[SlotKey]) -> None:
         along = np.array(chosen.along, np.int32) if chosen.along else NO_SLOTS
         new, blocks = list(chosen.new), chosen.blocks
-        stored, worth = self._manager.offer(new, chosen.runs, along)
+        stored, worth = self._manager.offer(new, self._choice.runs_of(chosen), along)
         taken = len(stored)
         if not worth.all():
             chosen_ones = worth.tolist()
             new, blocks = [*compress(new, chosen_ones)], [*compress(blocks, chosen_ones)]
             self._statistics.skipped("not_worth_it", len(worth) - len(blocks))
+        elif taken == len(new):
+            _note_tails(chosen, stored.tolist())
         self._statistics.skipped("pool_busy", len(blocks) - taken)
         if taken:
             self.budget.count_planned(taken)
@@ -311,6 +313,14 @@ class StorePlanner:
                 late,
                 MAX_STORE_SECONDS,
             )
+
+
+def _note_tails(chosen: Chosen, stored: Sequence[int]) -> None:
+    """Tell cursors in which slots their runs end: what they store next is mostly behind these."""
+    end = -1
+    for cursor, position, first, last in chosen.runs:
+        end += last - first
+        cursor.tail_at[position] = stored[end]
 
 
 def _to_look_at(

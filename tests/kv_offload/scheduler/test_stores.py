@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 
 from kv_offload.cache.prefix import CacheGroup
+from kv_offload.cache.slots import Key, Run, Slots
 from kv_offload.scheduler.stores import planner
 from tests.support.beside_steps import held_tokens
 from tests.support.played_cases import (
@@ -142,6 +145,29 @@ def test_decodes_that_go_on_do_not_wait_for_each_other_for_ever(
         left.append(sum(request.num_computed_tokens // BLOCK for request in requests) - planned)
     assert planned > 7 * len(SHORT)
     assert max(left) - min(left) <= len(SHORT) // 4
+    engine.rest()
+
+
+def test_a_request_knows_in_which_slot_the_block_before_its_next_one_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = PlayedEngine(plugin={"eviction_policy": "auto"}, max_num_batched_tokens=2 * BLOCK)
+    manager, told = engine.offload.manager, list[Run]()
+    offer = manager.offer
+
+    def listen(keys: Sequence[Key], runs: Sequence[Run], along: Slots) -> Any:
+        told.extend(runs)
+        return offer(keys, runs, along)
+
+    monkeypatch.setattr(manager, "offer", listen)
+    engine.add("a", PROMPT, max_tokens=3 * BLOCK)
+    engine.run()
+    first, *others = told
+    assert (first.behind, first.behind_at) == (None, -1)
+    assert len(others) > 3
+    slots = [run.behind_at for run in others]
+    assert slots == manager.slot_numbers([run.behind for run in others])
+    assert min(slots) >= 0
     engine.rest()
 
 
