@@ -155,20 +155,19 @@ class StorePlanner:
             tracked = self._requests.get(request_id)
             if tracked is None or tracked.cursor is None:
                 continue
-            end = computed[index] + scheduled[request_id]
+            cursor, grown = tracked.cursor, 0
             if request_id in resumed:
-                self._begin(tracked, tracked.cursor, new_ids or (), end)
+                self._begin(tracked, cursor, new_ids or (), computed[index] + scheduled[request_id])
                 continue
-            grown = 0
             if new_ids is not None:
-                for ids, more in zip(tracked.cursor.block_ids, new_ids, strict=True):
-                    ids += more
+                for position, more in enumerate(new_ids):
+                    cursor.block_ids[position] += more
                     grown += len(more)
                 grown_blocks += grown
             if waits and grown == 1 and request_id not in unfinished:
                 waiting.add(request_id)
             else:
-                self._candidates.examine(tracked.cursor, end)
+                self._candidates.examine(cursor, computed[index] + scheduled[request_id])
         if waiting and not waits:
             # Some run in other steps, where steps have turns, and some have ended.
             left = waiting - scheduled.keys()
@@ -271,7 +270,7 @@ class StorePlanner:
             self._candidates.put_back(span, passed)
         if chosen.new or chosen.along:
             self._store(chosen, spans, keys)
-        if any(cursor.wishes.keep is not None for cursor, *_ in spans):
+        if any(cursor.wishes.keep is not None for cursor, _, _, _ in spans):
             self._retain(spans, keys)
 
     def _store(self, chosen: Chosen, spans: Sequence[Span], keys: Sequence[SlotKey]) -> None:
