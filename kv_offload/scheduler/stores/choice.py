@@ -103,7 +103,10 @@ class StoreChoice:
         """Choose from one span; return how many of its slots were passed."""
         cursor, position, first, last = span
         group = self._prefixes.groups[position]
-        unknown: Sequence[int] = [index for index, slot in enumerate(slots) if slot < 0]
+        num_unknown = slots.count(-1)
+        unknown: Sequence[int] = range(slots.index(-1) if num_unknown else len(slots), len(slots))
+        if num_unknown < len(unknown):  # mostly nothing is known behind what is not
+            unknown = [index for index in unknown if slots[index] < 0]
         if self._refused:
             unknown = [index for index in unknown if keys[index] not in self._refused]
         passed = len(keys)
@@ -122,7 +125,7 @@ class StoreChoice:
                 all_valid
                 and len(new) == len(unknown)
                 and self._store_after_uses == 1
-                and chosen.new.keys().isdisjoint(new)
+                and (not chosen.new or chosen.new.keys().isdisjoint(new))
             ):
                 # What is mostly met: of the rest of a prompt nothing is known, and all is valid.
                 taken = max(0, min(len(new), chosen.slots_left))
@@ -154,7 +157,8 @@ class StoreChoice:
             prompt_tokens = cursor.request.num_prompt_tokens
             moved_on = self._prefixes.count_named(group, gone, prompt_tokens)
             self._statistics.skipped("moved_on", moved_on)
-        chosen.along += [slot for slot in slots[:passed] if slot >= 0]
+        if num_unknown < len(slots):
+            chosen.along += [slot for slot in slots[:passed] if slot >= 0]
         return passed
 
     def refuse(self, keys: Iterable[SlotKey]) -> None:
