@@ -80,7 +80,8 @@ class StoreCursor:
     next_slot: list[int]
     """By cache group, the first slot whose store has been neither planned nor skipped."""
     tail_at: list[int]
-    """By cache group, the slot in host memory that what was stored last was given; -1 before."""
+    """By cache group, the slot in host memory that was given to the last block that was to be
+    stored; -1 where it got none."""
     admission: int
     """The number of the admission that gave the blocks: it shares blocks of earlier ones alone."""
     wishes: Wishes = NO_WISHES

@@ -9,11 +9,12 @@ from itertools import compress
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.cache.retention import Retention
-from kv_offload.cache.slots import NO_SLOTS
+from kv_offload.cache.slots import NO_SLOTS, Slots
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import BlockPool, RunningRequests, StepOutput
 from kv_offload.scheduler.events.announcer import Announcer
@@ -278,12 +279,12 @@ class StorePlanner:
         new, blocks = list(chosen.new), chosen.blocks
         stored, worth = self._manager.offer(new, self._choice.runs_of(chosen), along)
         taken = len(stored)
+        if chosen.runs:
+            _note_tails(chosen, stored, worth)
         if not worth.all():
             chosen_ones = worth.tolist()
             new, blocks = [*compress(new, chosen_ones)], [*compress(blocks, chosen_ones)]
             self._statistics.skipped("not_worth_it", len(worth) - len(blocks))
-        elif taken == len(new):
-            _note_tails(chosen, stored.tolist())
         self._statistics.skipped("pool_busy", len(blocks) - taken)
         if taken:
             self.budget.count_planned(taken)
@@ -314,12 +315,16 @@ class StorePlanner:
             )
 
 
-def _note_tails(chosen: Chosen, stored: Sequence[int]) -> None:
+def _note_tails(chosen: Chosen, stored: Slots, worth: NDArray[np.bool_]) -> None:
     """Tell cursors in which slots their runs end: what they store next is mostly behind these."""
+    slots = stored.tolist()
+    if len(slots) < len(worth):  # the others were declined, or no more slots were free
+        given = iter(slots)
+        slots = [next(given, -1) if ok else -1 for ok in worth.tolist()]
     end = -1
     for cursor, position, first, last in chosen.runs:
         end += last - first
-        cursor.tail_at[position] = stored[end]
+        cursor.tail_at[position] = slots[end]
 
 
 def _to_look_at(
