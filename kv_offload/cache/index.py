@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.key_map import KeyMap
-from kv_offload.cache.slots import NO_SLOTS, Key, Slots
+from kv_offload.cache.slots import NO_SLOTS, Key, Runs, Slots
 
 RUN_SLOTS = 16
 """How many keys one look-up finds if their slots follow each other. Otherwise each key takes one.
@@ -39,7 +39,7 @@ class SlotIndex:
         self.usable_slots = num_slots
         """Only slots below this are given out. Never below `given_out`."""
         self.num_orphans = 0
-        self._slot_of = KeyMap()
+        self._slot_of = KeyMap(self.num_slots)
         self._key_of: list[Key] = []  # by slot; None if free or an orphan
         self._free: list[int] = []
 
@@ -67,6 +67,19 @@ class SlotIndex:
             first += count
             # Behind a key that is not known hardly any is.
             count = count * RUN_GROWTH if slots[0] < 0 and slots[-1] < 0 else RUN_SLOTS
+        return found
+
+    def slots_behind(self, runs: Runs) -> list[int]:
+        """Return the slot of the key that each run is behind; -1 where it has none.
+
+        No key has two slots. So `behind_at` is right if that slot has this key now.
+        """
+        key_of, slot_of, found = self._key_of, self._slot_of, []
+        for _, _, _, key, at in runs:
+            if key is None:
+                found.append(-1)
+            else:
+                found.append(at if at >= 0 and key_of[at] is key else slot_of.get(key))
         return found
 
     def find(self, keys: Sequence[Key]) -> Slots:
@@ -153,7 +166,7 @@ class SlotIndex:
     def clear(self, busy: NDArray[np.bool_]) -> None:
         """Forget all keys; the slots in `busy`, shape `(given_out,)`, become orphans."""
         self.num_orphans = int(busy.sum())
-        self._slot_of = KeyMap()
+        self._slot_of = KeyMap(self.num_slots)
         self._key_of = [None] * self.given_out
         # The last of these is given out first. So a prefix gets slots that follow each other.
         self._free = np.flatnonzero(~busy)[::-1].tolist()

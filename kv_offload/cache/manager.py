@@ -214,7 +214,7 @@ class CacheManager:
         policy = self._policy
         behind: Sequence[int] = ()
         if policy.reads_runs:
-            behind = self._index.slot_numbers([run.behind for run in runs])
+            behind = self._index.slots_behind(runs)
         worth = policy.admit(keys, runs, free, behind)
         if not worth.all():
             keys = [*compress(keys, worth.tolist())]

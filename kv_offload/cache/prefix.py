@@ -98,6 +98,7 @@ class PrefixMap:
         """By group: how many of a request's hashes one block spans."""
         self.alignment_tokens = math.lcm(*(group.block_tokens for group in self.groups))
         """Hits end at multiples of this, where every group has a whole block."""
+        self._reads_all = tuple(group.reads_all for group in self.groups)
         self._search_order = sorted(self.groups, key=lambda group: not group.reads_all)
         self.serves_whole_requests = all(
             group.reads_all and not group.sees_next_token for group in self.groups
@@ -135,11 +136,11 @@ class PrefixMap:
 
     def key_before(self, hashes: Sequence[bytes], position: int, slot: int) -> SlotKey | None:
         """Return the key before a slot that is of no use without it; None if there is none."""
-        group = self.groups[position]
-        if not slot or not group.reads_all:
+        if not slot or not self._reads_all[position]:
             return None
         before = hashes[slot * self.block_hashes[position] - 1]
-        return before + self._suffix[group.group_id] if group.group_id else before
+        group_id = self.groups[position].group_id
+        return before + self._suffix[group_id] if group_id else before
 
     def hash_of(self, group: CacheGroup, key: SlotKey) -> bytes:
         """Return the engine's hash of the block that a slot key of this group names."""

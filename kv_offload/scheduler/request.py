@@ -79,6 +79,9 @@ class StoreCursor:
     """By cache group, from the first block on."""
     next_slot: list[int]
     """By cache group, the first slot whose store has been neither planned nor skipped."""
+    tail_at: list[int]
+    """By cache group, the slot in host memory that was given to the last block that was to be
+    stored; -1 where it got none."""
     admission: int
     """The number of the admission that gave the blocks: it shares blocks of earlier ones alone."""
     wishes: Wishes = NO_WISHES
@@ -196,7 +199,12 @@ class RequestTable:
         ids = [list(group) for group in block_ids]
         tracked.phase = Phase.READY
         tracked.cursor = StoreCursor(
-            tracked.request, ids, [0] * len(ids), self.admissions, tracked.wishes
+            tracked.request,
+            ids,
+            [0] * len(ids),
+            [-1] * len(ids),
+            self.admissions,
+            tracked.wishes,
         )
         tracked.offer = tracked.waits_for = tracked.loaded = None
 

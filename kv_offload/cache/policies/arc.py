@@ -38,7 +38,7 @@ class ARCPolicy(EvictionPolicy):
         self._key_of: list[Key] = []  # by slot; what is not resident does not matter
         # Ghosts have no slots. They have places, which are numbered as slots are.
         self._b1, self._b2 = RecencyList(), RecencyList()
-        self._place_of = KeyMap()
+        self._place_of = KeyMap(self.capacity)
         self._ghost_at: list[Key] = []  # by place
         self._free_places: list[int] = []
         self._target = 0.0  # p

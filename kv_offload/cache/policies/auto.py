@@ -97,7 +97,7 @@ class AutoPolicy(EvictionPolicy):
         if not len(keys):
             return np.ones(0, bool)
         self._advance()
-        sizes, tokens, must, _ = zip(*runs, strict=True)
+        sizes, tokens, must, *_ = zip(*runs, strict=True)
         classes, before = LENGTH_EDGES.searchsorted(tokens, side="right"), np.array(behind)
         if len(runs) < len(keys):
             counts = np.array(sizes)
@@ -178,7 +178,9 @@ class AutoPolicy(EvictionPolicy):
         """Return the slot before each of `slots`, which the last call of `admit` told of."""
         follows = before == _FOLLOWS
         if follows.any():
-            before = np.where(follows, np.append(self._last_added, slots[:-1]), before)
+            previous = np.empty_like(slots)
+            previous[0], previous[1:] = self._last_added, slots[:-1]
+            before = np.where(follows, previous, before)
         self._last_added = slots[-1]
         return before
 

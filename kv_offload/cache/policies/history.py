@@ -73,11 +73,12 @@ class History:
         """Return the bucket of each key, 0 where none is known, and forget these keys."""
         if self._is_empty:
             return np.zeros(len(hashes), np.int64)
-        places = hashes >> self._shift
-        entries = self._table[places]
-        found = np.where(entries["hash"] == hashes, entries["bucket"], 0)
-        if found.any():
-            self._buckets[places[found > 0]] = 0
+        places = (hashes >> self._shift).view(np.int64)
+        same = self._hashes[places] == hashes
+        if not same.any():  # as mostly of what requests have just computed
+            return np.zeros(len(hashes), np.int64)
+        found = np.where(same, self._buckets[places], 0)
+        self._buckets[places[same]] = 0
         return found
 
     def put(self, hashes: Hashes, buckets: Buckets) -> Buckets:

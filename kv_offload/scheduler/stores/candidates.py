@@ -66,11 +66,11 @@ class StoreCandidates:
         request, block_ids, next_slot = cursor.request, cursor.block_ids, cursor.next_slot
         hashes = request.block_hashes
         end_tokens = self._wanted(cursor, end_tokens)
-        # Beyond num_tokens there are drafts and placeholders, which have no hashes. With several
-        # groups they would move the boundary up to which blocks are expected to be named.
-        known = min(end_tokens, request.num_tokens)
+        known = end_tokens
         if len(next_slot) > 1:
-            known = self._prefixes.align(known)
+            # Beyond num_tokens there are drafts and placeholders, which have no hashes. They would
+            # move the boundary up to which blocks are expected to be named.
+            known = self._prefixes.align(min(end_tokens, request.num_tokens))
         for position, group, tokens, slot_hashes in self._groups:
             at = next_slot[position]
             # As far as slots are full, have blocks and names, and may be examined.

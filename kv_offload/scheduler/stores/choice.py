@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.cache.slots import Run
 from kv_offload.engine import BlockPool
-from kv_offload.scheduler.request import StoreCursor
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.candidates import Span
 
@@ -24,8 +23,9 @@ class Chosen:
     slots_left: int
     new: dict[SlotKey, None] = field(default_factory=dict)
     blocks: list[int] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
-    """Of the new keys, in order: those of one span each. Empty if nobody reads them."""
+    runs: list[Span] = field(default_factory=list)
+    """Where the new keys are from, in order: the first slot of each, and as many slots as it has of
+    them. Empty if nobody reads them."""
     along: list[int] = field(default_factory=list)
     cut: list[tuple[Span, int]] = field(default_factory=list)
     """Spans for which too few slots were left, each with how many of its slots were passed."""
@@ -80,7 +80,7 @@ class StoreChoice:
                     new[key] = None
                     chosen.blocks.append(block)
                     if tells_runs:
-                        chosen.runs.append(self._run_of(cursor, position, 1, first))
+                        chosen.runs.append(span)
                     at += 1
                     continue
             end = at + last - first
@@ -88,8 +88,7 @@ class StoreChoice:
             passed = self._choose(chosen, span, keys[at:end], slots[at:end])
             if tells_runs and len(new) > before:
                 start = first + slots.index(-1, at) - at
-                run = self._run_of(cursor, position, len(new) - before, start)
-                chosen.runs.append(run)
+                chosen.runs.append((cursor, position, start, start + len(new) - before))
             if passed < end - at:
                 chosen.cut.append((span, passed))
             at = end
@@ -101,7 +100,10 @@ class StoreChoice:
         """Choose from one span; return how many of its slots were passed."""
         cursor, position, first, last = span
         group = self._prefixes.groups[position]
-        unknown: Sequence[int] = [index for index, slot in enumerate(slots) if slot < 0]
+        num_unknown = slots.count(-1)
+        unknown: Sequence[int] = range(slots.index(-1) if num_unknown else len(slots), len(slots))
+        if num_unknown < len(unknown):  # mostly nothing is known behind what is not
+            unknown = [index for index in unknown if slots[index] < 0]
         if self._refused:
             unknown = [index for index in unknown if keys[index] not in self._refused]
         passed = len(keys)
@@ -120,7 +122,7 @@ class StoreChoice:
                 all_valid
                 and len(new) == len(unknown)
                 and self._store_after_uses == 1
-                and chosen.new.keys().isdisjoint(new)
+                and (not chosen.new or chosen.new.keys().isdisjoint(new))
             ):
                 # What is mostly met: of the rest of a prompt nothing is known, and all is valid.
                 taken = max(0, min(len(new), chosen.slots_left))
@@ -152,7 +154,8 @@ class StoreChoice:
             prompt_tokens = cursor.request.num_prompt_tokens
             moved_on = self._prefixes.count_named(group, gone, prompt_tokens)
             self._statistics.skipped("moved_on", moved_on)
-        chosen.along += [slot for slot in slots[:passed] if slot >= 0]
+        if num_unknown < len(slots):
+            chosen.along += [slot for slot in slots[:passed] if slot >= 0]
         return passed
 
     def _count_use(self, key: SlotKey) -> int:
@@ -162,8 +165,16 @@ class StoreChoice:
             self._uses.popitem(last=False)
         return uses
 
-    def _run_of(self, cursor: StoreCursor, position: int, keys: int, first: int) -> Run:
-        """Say of which request some keys are; what it wishes to retain must be stored."""
-        request = cursor.request
-        behind = self._prefixes.key_before(request.block_hashes, position, first)
-        return Run(keys, request.num_prompt_tokens, cursor.wishes.keep is not None, behind)
+    def runs_of(self, chosen: Chosen) -> list[Run]:
+        """Say of which requests new keys are; what these wish to retain must be stored."""
+        key_before = self._prefixes.key_before
+        return [
+            Run(
+                last - first,
+                cursor.request.num_prompt_tokens,
+                cursor.wishes.keep is not None,
+                key_before(cursor.request.block_hashes, position, first),
+                cursor.tail_at[position],
+            )
+            for cursor, position, first, last in chosen.runs
+        ]

@@ -9,11 +9,12 @@ from itertools import compress
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.cache.retention import Retention
-from kv_offload.cache.slots import NO_SLOTS
+from kv_offload.cache.slots import NO_SLOTS, Slots
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import BlockPool, RunningRequests, StepOutput
 from kv_offload.scheduler.events.announcer import Announcer
@@ -151,20 +152,19 @@ class StorePlanner:
             tracked = self._requests.get(request_id)
             if tracked is None or tracked.cursor is None:
                 continue
-            end = computed[index] + scheduled[request_id]
+            cursor, grown = tracked.cursor, 0
             if request_id in resumed:
-                self._begin(tracked, tracked.cursor, new_ids or (), end)
+                self._begin(tracked, cursor, new_ids or (), computed[index] + scheduled[request_id])
                 continue
-            grown = 0
             if new_ids is not None:
-                for ids, more in zip(tracked.cursor.block_ids, new_ids, strict=True):
-                    ids += more
+                for position, more in enumerate(new_ids):
+                    cursor.block_ids[position] += more
                     grown += len(more)
                 grown_blocks += grown
             if waits and grown == 1 and request_id not in unfinished:
                 waiting.add(request_id)
             else:
-                self._candidates.examine(tracked.cursor, end)
+                self._candidates.examine(cursor, computed[index] + scheduled[request_id])
         if waiting and not waits:
             # Some run in other steps, where steps have turns, and some have ended.
             left = waiting - scheduled.keys()
@@ -274,14 +274,16 @@ class StorePlanner:
             self._candidates.put_back(span, passed)
         if chosen.new or chosen.along:
             self._store(chosen, spans, keys)
-        if any(cursor.wishes.keep is not None for cursor, *_ in spans):
+        if any(cursor.wishes.keep is not None for cursor, _, _, _ in spans):
             self._retain(spans, keys)
 
     def _store(self, chosen: Chosen, spans: Sequence[Span], keys: Sequence[SlotKey]) -> None:
         along = np.array(chosen.along, np.int32) if chosen.along else NO_SLOTS
         new, blocks = list(chosen.new), chosen.blocks
-        stored, worth = self._manager.offer(new, chosen.runs, along)
+        stored, worth = self._manager.offer(new, self._choice.runs_of(chosen), along)
         taken = len(stored)
+        if chosen.runs:
+            _note_tails(chosen, stored, worth)
         if not worth.all():
             chosen_ones = worth.tolist()
             new, blocks = [*compress(new, chosen_ones)], [*compress(blocks, chosen_ones)]
@@ -314,6 +316,18 @@ class StorePlanner:
                 late,
                 MAX_STORE_SECONDS,
             )
+
+
+def _note_tails(chosen: Chosen, stored: Slots, worth: NDArray[np.bool_]) -> None:
+    """Tell cursors in which slots their runs end: what they store next is mostly behind these."""
+    slots = stored.tolist()
+    if len(slots) < len(worth):  # the others were declined, or no more slots were free
+        given = iter(slots)
+        slots = [next(given, -1) if ok else -1 for ok in worth.tolist()]
+    end = -1
+    for cursor, position, first, last in chosen.runs:
+        end += last - first
+        cursor.tail_at[position] = slots[end]
 
 
 def _to_look_at(
