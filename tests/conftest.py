@@ -34,6 +34,16 @@ else:
     hypothesis.settings.load_profile("everywhere")
 
 
+MOST_WORKERS = 4
+"""One worker takes a third of the time for the tests that fork engines, so more wait for it."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return how many tests run at a time with `-n auto`, as `make test` has it."""
+    return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+
+
 @pytest.fixture(autouse=True)
 def log_of_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the packages log reaches `caplog`, once, though the plugin may hand it to vLLM's log."""

@@ -19,10 +19,9 @@ ENGINE_SECONDS = 1800
 others want the same core."""
 
 
-def starts_processes(item: pytest.Item) -> bool:
-    """Whether a test of this folder has processes forked that have imported vLLM."""
-    names = {"forks", "master", "server"} & set(getattr(item, "fixturenames", ()))
-    return bool(names) and HERE in item.path.parents
+def forks_processes(item: pytest.Item) -> bool:
+    """Whether a test has processes forked that have imported vLLM. One worker runs all of these."""
+    return any(mark.args == ("forks",) for mark in item.iter_markers("xdist_group"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Tests that fork come last: by then the process that they fork has imported vLLM.
     """
-    items.sort(key=starts_processes)
+    items.sort(key=forks_processes)
     for item in items:
         if HERE in item.path.parents:
             item.add_marker("engine")
@@ -40,8 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Have another process import vLLM while the first tests run."""
-    if any(map(starts_processes, session.items)):
+    """Have another process import vLLM while the first tests run.
+
+    A worker of pytest-xdist does not know yet whether it gets tests that need it.
+    """
+    if not hasattr(session.config, "workerinput") and any(map(forks_processes, session.items)):
         processes.forking()
 
 
@@ -75,7 +77,10 @@ def frozen_imports(model_folder: Path) -> Iterator[None]:
 
 
 @pytest.fixture(
-    params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["forked", "spawned"]
+    params=[
+        pytest.param(True, id="forked", marks=pytest.mark.xdist_group("forks")),
+        pytest.param(False, id="spawned", marks=pytest.mark.slow),
+    ]
 )
 def forks(request: pytest.FixtureRequest) -> bool:
     """How an engine starts its processes: spawned ones import vLLM for themselves."""
