@@ -19,9 +19,10 @@ ENGINE_SECONDS = 1800
 others want the same core."""
 
 
-def forks_processes(item: pytest.Item) -> bool:
-    """Whether a test has processes forked that have imported vLLM. One worker runs all of these."""
-    return any(mark.args == ("forks",) for mark in item.iter_markers("xdist_group"))
+def starts_processes(item: pytest.Item) -> bool:
+    """Whether a test of this folder has processes forked that have imported vLLM."""
+    names = {"forks", "master", "server"} & set(getattr(item, "fixturenames", ()))
+    return bool(names) and HERE in item.path.parents
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Tests that fork come last: by then the process that they fork has imported vLLM.
     """
-    items.sort(key=forks_processes)
+    items.sort(key=starts_processes)
     for item in items:
         if HERE in item.path.parents:
             item.add_marker("engine")
@@ -41,9 +42,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Have another process import vLLM while the first tests run.
 
-    A worker of pytest-xdist does not know yet whether it gets tests that need it.
+    A worker of pytest-xdist may get no test that needs it; the first such test waits for it there.
     """
-    if not hasattr(session.config, "workerinput") and any(map(forks_processes, session.items)):
+    is_worker = hasattr(session.config, "workerinput")
+    if not is_worker and any(map(starts_processes, session.items)):
         processes.forking()
 
 
@@ -77,10 +79,7 @@ def frozen_imports(model_folder: Path) -> Iterator[None]:
 
 
 @pytest.fixture(
-    params=[
-        pytest.param(True, id="forked", marks=pytest.mark.xdist_group("forks")),
-        pytest.param(False, id="spawned", marks=pytest.mark.slow),
-    ]
+    params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["forked", "spawned"]
 )
 def forks(request: pytest.FixtureRequest) -> bool:
     """How an engine starts its processes: spawned ones import vLLM for themselves."""

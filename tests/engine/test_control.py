@@ -17,8 +17,6 @@ from tests.support.installed import write_entry_points
 from tests.support.processes import ROOT
 from tests.support.server import ask, get, metric, serving, text, wait_for
 
-pytestmark = pytest.mark.xdist_group("forks")
-
 KEY = "a key of this test"
 CONTROL = "/v1/kv-offload"
 BLOCKS = 9

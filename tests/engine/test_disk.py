@@ -46,7 +46,6 @@ def write_and_stay(models: str, folder: str, ready: str) -> None:
         stay(ready)
 
 
-@pytest.mark.xdist_group("forks")
 def test_what_was_on_disk_serves_after_kill_9(model_folder: Path, tmp_path: Path) -> None:
     expected = plain_answers(model_folder, PROMPTS)
     place = tmp_path / "disk"

@@ -92,7 +92,6 @@ def test_ranks_in_processes_of_their_own(model_folder: Path, forks: bool) -> Non
     check(run_engine(model_folder, "qwen3", arguments, forks=forks), ranks=2)
 
 
-@pytest.mark.xdist_group("forks")
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs Nixl: pip install nixl")
 def test_nixl_sends_what_one_engine_has_computed(model_folder: Path) -> None:
     """With vLLM's own NixlConnector beside ours, on both sides."""

@@ -174,7 +174,6 @@ def test_a_disk_keeps_packed_slots_over_a_restart(model_folder: Path, tmp_path: 
         assert answers(raw) == plain
 
 
-@pytest.mark.xdist_group("forks")
 @pytest.mark.parametrize(
     "split",
     [pytest.param({"tensor_parallel_size": 2}, id="TP"), pytest.param(PIPELINE, id="PP")],
@@ -185,7 +184,6 @@ def test_ranks_in_processes_of_their_own(model_folder: Path, split: dict[str, An
     multiprocess_run.check(run, ranks=2, packs=True)
 
 
-@pytest.mark.xdist_group("forks")
 def test_ranks_find_packed_slots_on_their_disks_after_a_restart(
     model_folder: Path, tmp_path: Path
 ) -> None:

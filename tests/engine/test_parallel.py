@@ -50,7 +50,6 @@ def test_replicas_of_data_parallelism(model_folder: Path, forks: bool) -> None:
     replica_run.check(run_module("tests.engine.replica_run", model_folder, *case, forks=forks))
 
 
-@pytest.mark.xdist_group("forks")
 def test_replicas_share_a_store(model_folder: Path) -> None:
     """Each loads what the other one has computed."""
     require_mooncake()
@@ -64,7 +63,6 @@ def test_replicas_share_a_store(model_folder: Path) -> None:
 
 
 @pytest.mark.slow  # `tests/kv_offload/test_failures.py` has ranks that fail in `make test`
-@pytest.mark.xdist_group("forks")
 @pytest.mark.parametrize(
     "split",
     [pytest.param({"tensor_parallel_size": 2}, id="TP"), pytest.param(PIPELINE, id="PP")],
@@ -76,7 +74,6 @@ def test_ranks_whose_copies_fail_or_take_very_long(model_folder: Path, split: An
     pressure_run.check(run)
 
 
-@pytest.mark.xdist_group("forks")
 @pytest.mark.parametrize(
     "sharing",
     [

@@ -22,8 +22,6 @@ from tests.support.server import (
     wait_for,
 )
 
-pytestmark = pytest.mark.xdist_group("forks")
-
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:

@@ -26,7 +26,7 @@ from tests.support.mooncake import PATIENT, Master, Peer, environment, require_m
 from tests.support.patience import be_patient, wait_for_answers
 from tests.support.processes import print_result, run_module, stay, staying
 
-pytestmark = [pytest.mark.usefixtures("fixed_hashes"), pytest.mark.xdist_group("forks")]
+pytestmark = pytest.mark.usefixtures("fixed_hashes")
 
 PROMPTS = prompts_with_shared_prefix()
 FULL_BLOCKS = full_blocks(PROMPTS)
