@@ -1,5 +1,5 @@
 # make demo    the plugin on a real engine: prompts computed once, then loaded from host memory
-# make test    the tests that need no GPU, on vLLM's CPU engine, 7.5 minutes on two cores; slowest last
+# make test    the tests that need no GPU, on vLLM's CPU engine, 6.5 to 9 minutes on two busy cores; slowest last
 # make test-all  also the slow ones, long soaks, another version of vLLM, and the benches once
 # make breaks  takes protections out of the product one by one: the tests must notice each
 # make gpu-test  every test that needs a GPU, on a host that has CUDA, CuPy and vLLM
@@ -13,6 +13,7 @@
 #
 #     make demo PYTHON=python3.12 ARGUMENTS=--verbose
 #     make test TESTS="tests/kv_offload -x"
+#     make test TESTS="tests/kv_offload -n 0 -s"   one test at a time, in one process
 #     make test-all ENGINES=0.32.0 TESTS=tests/engine
 
 PYTHON ?= python3
@@ -26,6 +27,9 @@ ARGUMENTS ?=
 environment := $(PYTHON) bench/environment.py
 in_venv := $(environment) run --dev --
 pytest := $(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest
+# As many tests at a time as there are cores, four at most. A process that has none left takes half of
+# those that wait for another one.
+at_a_time := -n auto --dist worksteal
 
 demo:
 	@$(environment) demo -- $(ARGUMENTS)
@@ -33,17 +37,17 @@ demo:
 # On the first engine, with short soaks.
 test:
 	@SOAK_SECONDS=$${SOAK_SECONDS:-10} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-12} \
-	  $(pytest) -m "not slow" --durations=10 $(TESTS)
+	  $(pytest) $(at_a_time) -m "not slow" --durations=10 $(TESTS)
 
 # The first engine runs everything; the others what depends on vLLM's version and is not slow, with
 # short soaks. ENGINES=0.28.0 runs everything on that one.
 # The benches run once, unmeasured: that they still work is all that this shows.
 test-all:
 	@SOAK_SECONDS=$${SOAK_SECONDS:-90} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-60} \
-	  $(pytest) --durations=10 $(TESTS)
+	  $(pytest) $(at_a_time) --durations=10 $(TESTS)
 	@set -e; for engine in $(wordlist 2,9,$(ENGINES)); do \
 	  SOAK_SECONDS=30 INTERLEAVINGS_SECONDS=20 $(environment) run --dev --engine $$engine -- \
-	    -m pytest --durations=10 $(TESTS) -m "engine and not slow"; \
+	    -m pytest $(at_a_time) --durations=10 $(TESTS) -m "engine and not slow"; \
 	done
 	@$(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest bench/*/bench_*.py
 

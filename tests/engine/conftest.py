@@ -40,8 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Have another process import vLLM while the first tests run."""
-    if any(map(starts_processes, session.items)):
+    """Have another process import vLLM while the first tests run.
+
+    A worker of pytest-xdist may get no test that needs it; the first such test waits for it there.
+    """
+    is_worker = hasattr(session.config, "workerinput")
+    if not is_worker and any(map(starts_processes, session.items)):
         processes.forking()
 
 

@@ -51,9 +51,9 @@ def test_replicas_of_data_parallelism(model_folder: Path, forks: bool) -> None:
 
 
 def test_replicas_share_a_store(model_folder: Path) -> None:
-    """Each loads what the other one has computed."""
+    """Each loads what the other one has computed, also where the machine stands still meanwhile."""
     require_mooncake()
-    with Master() as master:
+    with Master(lease_seconds=60, client_seconds=60) as master:
         result = run_module(
             *("tests.engine.replica_run", model_folder, "qwen3", {"store": master.address}),
             forks=True,

@@ -139,14 +139,17 @@ class Program:
 class Master(Program):
     """A `mooncake_master` on loopback. `address` is HOST:PORT.
 
-    It forgets a client that has been silent for five seconds, and evicts from 9/10 on. What was
-    read or asked for is not evicted for `lease_seconds`. A read that takes longer brings nothing:
-    on a busy machine that may be half a second.
+    It forgets a client that has been silent for `client_seconds`, with all that this one has put,
+    and evicts from 9/10 on. What was read or asked for is not evicted for `lease_seconds`. A read
+    that takes longer brings nothing: on a busy machine that may be half a second.
     """
 
-    def __init__(self, *, starts: bool = True, lease_seconds: float = 10) -> None:
+    def __init__(
+        self, *, starts: bool = True, lease_seconds: float = 10, client_seconds: int = 5
+    ) -> None:
         super().__init__()
         self._lease_ms = round(lease_seconds * 1000)
+        self._client_seconds = client_seconds
         self._port = free_port()
         self.address = f"127.0.0.1:{self._port}"
         if starts:
@@ -161,7 +164,7 @@ class Master(Program):
                 f"--metrics_port={free_port()}",
                 "--rpc_address=127.0.0.1",
                 "--metrics_host=127.0.0.1",
-                "--client_ttl=5",
+                f"--client_ttl={self._client_seconds}",
                 f"--default_kv_lease_ttl={self._lease_ms}",
             ],
             env=environment(),

@@ -118,12 +118,12 @@ SERVED: dict[str, dict[str, Any]] = {
         )
     },
     **{f"vLLM {v}": {"version": v, **NO_CASCADE} for v in ((0, 26), (0, 28), (0, 31), (0, 33))},
-    **{f"cache of {dtype}": {"cache_config.cache_dtype": dtype} for dtype in CACHE_DTYPES},
+    **{f"cache of {dtype}": {"cache_config.cache_dtype": dtype} for dtype in sorted(CACHE_DTYPES)},
     "kv_producer": {ROLE: "kv_producer"},
     "latent attention": {"layers": {"layer.0": spec_like(MLAAttentionSpec)}},
     "states at every block": {"layers": {"layer.0": state_spec("all")}},
     "drafts from the text": {"drafts": 2},
-    **{f"drafts of {method}": speculative(method) for method in DRAFT_HEADS},
+    **{f"drafts of {method}": speculative(method) for method in sorted(DRAFT_HEADS)},
     "one MTP module": mtp(1, 3),
     "one token of several MTP modules": mtp(3, 1),
     "ranks of every kind": {
