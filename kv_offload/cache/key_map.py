@@ -19,7 +19,7 @@ class KeyMap:
     __slots__ = ("_mask", "_shards")
 
     def __init__(self, most_keys: int) -> None:
-        """Be for so many keys at a time."""
+        """Make as many dicts as `most_keys` need; with more keys they only grow."""
         shards = 1 << (max(0, most_keys - 1) // SHARD_KEYS).bit_length()
         self._mask = shards - 1
         self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(shards))
