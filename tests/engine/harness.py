@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
+import operator
 import time
 import weakref
 from collections import Counter
@@ -20,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_sh
 
 from kv_offload.engines.vllm.halves import connectors_in
 from tests.support.inputs import Tokens, random_tokens, transfer_config
-from tests.support.small_models import write_draft_head, write_model
+from tests.support.small_models import MODELS, write_draft_head, write_model
 from tests.support.totals import counted_stats
 
 BLOCK_TOKENS = 32
@@ -48,6 +50,12 @@ def full_blocks(prompts: Sequence[Tokens]) -> int:
             for end in range(BLOCK_TOKENS, len(prompt), BLOCK_TOKENS)
         }
     )
+
+
+def block_bytes_of(kind: str) -> int:
+    """Return the bytes of a block of a small model with full attention alone, in float32."""
+    shape = operator.itemgetter("num_hidden_layers", "num_key_value_heads", "head_dim")
+    return math.prod(shape(MODELS[kind])) * 2 * 4 * BLOCK_TOKENS
 
 
 def patiently(max_steps: int) -> Iterator[int]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import operator
 import re
 import subprocess
 import sys
@@ -19,10 +17,16 @@ from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from tests.engine.harness import BLOCK_TOKENS, PATIENCE_SECONDS, Engine, engine, plain_answers
+from tests.engine.harness import (
+    BLOCK_TOKENS,
+    PATIENCE_SECONDS,
+    Engine,
+    block_bytes_of,
+    engine,
+    plain_answers,
+)
 from tests.support.inputs import random_tokens
 from tests.support.router import Router
-from tests.support.small_models import MODELS
 
 PAGE = Path(__file__).parents[2] / "docs/use/events.md"
 SLOTS = 20
@@ -109,10 +113,8 @@ def counted_by(script: subprocess.Popen[str], blocks: int) -> bool:
 
 @contextlib.contextmanager
 def published(models: Path, subscriber: Subscriber) -> Iterator[Engine]:
-    shape = operator.itemgetter("num_hidden_layers", "num_key_value_heads", "head_dim")
-    slot_bytes = math.prod(shape(MODELS["qwen3"])) * 2 * 4 * BLOCK_TOKENS
     events = KVEventsConfig(True, "zmq", subscriber.endpoint)
-    plugin = {"cpu_bytes": f"{SLOTS * slot_bytes}B"}
+    plugin = {"cpu_bytes": f"{SLOTS * block_bytes_of('qwen3')}B"}
     with (
         subscriber.connected() as wait,
         engine(models, "qwen3", plugin, kv_events_config=events) as running,
