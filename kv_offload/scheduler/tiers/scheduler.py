@@ -105,7 +105,8 @@ class TieredScheduler(OffloadScheduler):
 
     def _make_plan(self, stores: tuple[StoreJob, ...]) -> OffloadMetadata:
         moves = self._jobs.send_moves()
-        return dataclasses.replace(super()._make_plan(stores), moves=moves)
+        plan = super()._make_plan(stores)
+        return dataclasses.replace(plan, moves=moves) if moves else plan
 
     # -- reports -------------------------------------------------------------------------------
 
