@@ -418,6 +418,24 @@ def test_a_full_disk_is_counted_and_what_came_meanwhile_is_written_later(
         assert contents(again) == list(zip(keys(*range(2, 40)), range(2, 40), strict=True))
 
 
+def test_of_changes_that_cannot_all_be_written_none_is(path: Path, quick: None) -> None:
+    """Not the removals either, which come first. Once it is possible all of them are."""
+    with opened(path) as running:
+        running.put(keys(1, 2), slots(1, 2))
+        wait_for(lambda: len(read_index(path).keys) == 2)
+        with contextlib.closing(sqlite3.connect(path)) as other:
+            other.execute(
+                "CREATE TRIGGER full BEFORE INSERT ON slots WHEN NEW.slot = 4 "
+                "BEGIN SELECT RAISE(ABORT, 'no room'); END"
+            )
+            running.remove(slots(1))
+            running.put(keys(3, 4), slots(3, 4))
+            wait_for(lambda: running.errors > 1)
+            assert other.execute("SELECT slot FROM slots ORDER BY slot").fetchall() == [(1,), (2,)]
+            other.execute("DROP TRIGGER full")
+        wait_for(lambda: read_index(path).keys == keys(2, 3, 4))
+
+
 def test_an_index_that_vanishes_while_it_is_opened_cannot_be_read(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
