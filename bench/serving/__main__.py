@@ -40,7 +40,7 @@ from pathlib import Path
 from bench.serving.process import progress
 from bench.serving.report import save, tables, unproven
 from bench.serving.runs import ROUNDS, SECTIONS, Bench
-from bench.serving.settings import CONNECTORS, LIMIT, OURS, PACKED
+from bench.serving.settings import CONNECTORS, NO_PEERS
 from bench.serving.shapes import SHAPES
 
 KEEP_LAST = {"eviction_policy": "lru"}
@@ -100,9 +100,7 @@ def main(words: Sequence[str] | None = None) -> int:
         progress(f"wrote {save(document, arguments.out)}")
     problems += unproven(document)
     problems += [
-        bench.results[name]["error"]
-        for name in ("off", OURS, PACKED, LIMIT)
-        if "error" in bench.results.get(name, {})
+        bench.results[name]["error"] for name in NO_PEERS if "error" in bench.results.get(name, {})
     ]
     for problem in problems:
         progress(problem)

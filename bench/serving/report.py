@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.links import table as links_table
 from bench.machine import write_result
-from bench.serving.settings import LIMIT, OURS, PACKED
+from bench.serving.settings import NO_PEERS, OURS, PLUGINS
 from bench.serving.shapes import SHAPES, Shape
 
 Document = dict[str, Any]
@@ -45,7 +45,7 @@ def tables(document: Document) -> str:
             f"{pairs['high']:.4f}"
         )
     notes = [f"- failed: {one['error']}" for one in (*results.values(), host) if "error" in one]
-    peers = [name for name in results if name not in ("off", OURS, PACKED, LIMIT)]
+    peers = [name for name in results if name not in NO_PEERS]
     peers = [name for name in peers if "error" not in results[name]]
     if peers:
         notes.append(f"- not proven: that {' and '.join(peers)} loaded what it should have")
@@ -67,7 +67,7 @@ def save(document: Document, folder: Path) -> Path:
 def unproven(document: Document) -> list[str]:
     """Name every figure of this project whose loaded bytes are not those that were to be loaded."""
     problems = []
-    for name in (OURS, PACKED):
+    for name in PLUGINS:
         for figure, load in _proofs(document["results"].get(name, {})):
             if not load["least_bytes"] <= load["loaded_bytes"] <= load["most_bytes"]:
                 problems.append(

@@ -9,8 +9,12 @@ from bench.serving.shapes import Shape
 
 OURS = "kv-offload"
 PACKED = "kv-offload-packed"
+PLUGINS = (OURS, PACKED)
+"""This project, whose loads are counted and must be proven."""
 LIMIT = "limit"
 """No offloading, and a GPU cache for everything that conversations ever use again."""
+NO_PEERS = ("off", *PLUGINS, LIMIT)
+"""Engines that must not fail: without offloading, or with this project."""
 SERVER_STEP_TOKENS = 8192
 """What `vllm serve` computes in a step at most, by default on a GPU with 70 GiB or more. An engine
 in one process computes twice as many."""
@@ -58,7 +62,7 @@ class EngineSettings:
     @property
     def is_ours(self) -> bool:
         """Whether loads are counted, and must be proven."""
-        return self.connector in (OURS, PACKED)
+        return self.connector in PLUGINS
 
     @property
     def offloading(self) -> Connector | None:

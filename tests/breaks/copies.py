@@ -33,8 +33,17 @@ class Outcome:
     @property
     def first_failure(self) -> str:
         """The first test that failed, and how, as pytest sums it up."""
-        lines = re.findall(r"^(?:FAILED|ERROR) (tests/.*)$", self.output, re.MULTILINE)
+        lines = self._failures
         return lines[0] if lines else "".join(self.output.splitlines()[-1:])
+
+    @property
+    def names_a_test(self) -> bool:
+        """Whether pytest names a test that failed."""
+        return bool(self._failures)
+
+    @property
+    def _failures(self) -> list[str]:
+        return re.findall(r"^(?:FAILED|ERROR) (tests/.*)$", self.output, re.MULTILINE)
 
 
 class Copy:
