@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_sh
 
 from kv_offload.engines.vllm.halves import connectors_in
 from tests.support.inputs import Tokens, random_tokens, transfer_config
+from tests.support.shutdown import shut_down
 from tests.support.small_models import MODELS, write_draft_head, write_model
 from tests.support.totals import counted_stats
 
@@ -350,7 +351,7 @@ def engine(
         try:
             yield running
         finally:
-            running.llm.llm_engine.engine_core.shutdown()
+            shut_down(running.llm)
             del running.llm
             gc.collect()
 

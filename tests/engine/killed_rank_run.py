@@ -17,6 +17,7 @@ from typing import Any
 from tests.support.inputs import busy_requests
 from tests.support.latents import cache_prefixes_of_latents
 from tests.support.processes import be_run, print_result
+from tests.support.shutdown import shut_down
 
 RANKS = 2
 END_SECONDS = 60.0
@@ -84,6 +85,8 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     from tests.engine import rank_faults
     from tests.engine.harness import engine_settings, greedy, transfer_config
 
+    # Ranks that wait for the killed one are ended as soon as where users run.
+    os.environ.pop("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", None)
     cache_prefixes_of_latents()
     settings = engine_settings(
         Path(models), kind, **{"num_gpu_blocks_override": 260, "max_num_seqs": 16, **arguments}
@@ -112,7 +115,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     except Exception as raised:  # noqa: BLE001 - which one it was is what is told
         error = type(raised).__name__
     seconds = time.monotonic() - death[0]
-    llm.llm_engine.engine_core.shutdown()
+    shut_down(llm)
     until = time.monotonic() + END_SECONDS
     while (left := [pid for pid in started if runs(pid)]) and time.monotonic() < until:
         time.sleep(0.1)

@@ -19,6 +19,7 @@ import numpy as np
 from tests.support.inputs import Tokens
 from tests.support.latents import cache_prefixes_of_latents
 from tests.support.processes import be_run, print_result, run_module
+from tests.support.shutdown import shut_down
 
 PROMPT_TOKENS = (129, 193, 257)
 PIPELINE = {
@@ -171,7 +172,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         llm.wake_up()
         result["after_sleep"] = answers(llm)
     result["reset_with_connector"] = llm.reset_prefix_cache(reset_connector=True)
-    llm.llm_engine.engine_core.shutdown()
+    shut_down(llm)
     print_result(result)
 
 
@@ -207,7 +208,7 @@ def plain_answers(
 
     llm = LLM(**settings)
     answers = [[ask(llm, asked, sampling) for _ in range(2)] for asked in prompts]
-    llm.llm_engine.engine_core.shutdown()
+    shut_down(llm)
     return answers
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from tests.support.inputs import random_tokens
 from tests.support.mooncake import free_port
 from tests.support.processes import be_run, print_result
+from tests.support.shutdown import shut_down
 
 PROMPT_TOKENS = (129, 193, 257)
 
@@ -81,7 +82,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     plain = LLM(**settings)
     ask(plain, "sent", 8)
     result["expected"] = result["answers"].pop("sent")
-    plain.llm_engine.engine_core.shutdown()
+    shut_down(plain)
     computes, answers = start(0, first=True), start(1, first=False)
     to_send = [{"do_remote_decode": True}] * len(prompts)
     result["told"] = ask(computes, "sent", 1, to_send)
@@ -102,7 +103,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     engines = (computes, answers)
     result["all back"] = [llm.reset_prefix_cache(reset_connector=True) for llm in engines]
     for llm in engines:
-        llm.llm_engine.engine_core.shutdown()
+        shut_down(llm)
     print_result(result)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.support.inputs import busy_requests
 from tests.support.processes import be_run, print_result
+from tests.support.shutdown import shut_down
 
 SETTINGS: dict[str, Any] = {"num_gpu_blocks_override": 260, "max_num_seqs": 16}
 FAULTS = ("refused", "failed")
@@ -67,7 +68,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
 
     plain = LLM(**settings)
     expected = answers(plain)
-    plain.llm_engine.engine_core.shutdown()
+    shut_down(plain)
     del plain
     llm = LLM(**settings, kv_transfer_config=transfer_config({"cpu_bytes": "256MiB"}))
     scheduler = llm.llm_engine.vllm_config.scheduler_config
@@ -88,7 +89,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     llm.collective_rpc(rank_faults.mix_up)
     result["control"] = {"wrong": wrong()}
     result[LAST]["all back"] = llm.reset_prefix_cache(reset_connector=True)
-    llm.llm_engine.engine_core.shutdown()
+    shut_down(llm)
     print_result(result)
 
 

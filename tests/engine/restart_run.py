@@ -15,6 +15,7 @@ from typing import Any
 from tests.engine.multiprocess_run import ask, assert_same, plain_answers
 from tests.support.inputs import Tokens, random_tokens, transfer_config
 from tests.support.processes import be_run, print_result
+from tests.support.shutdown import shut_down
 
 PATIENCE_SECONDS = 120
 
@@ -79,7 +80,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     llm = LLM(**settings)
     result["computed"] = ask(llm, prompts, sampling)
     result["written"] = wait_until_written(llm, sampling, blocks)
-    llm.llm_engine.engine_core.shutdown()
+    shut_down(llm)
     llm = LLM(**settings)
     result["ranks"] = llm.collective_rpc(rank_calls.watch)
     result["restarted"] = ask(llm, prompts, sampling)
@@ -89,7 +90,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     ranks = [rank["rank"] for rank in result["ranks"]]
     llm.collective_rpc(rank_calls.roll, args=(ranks, "loaded"))
     result["corrupted"] = ask(llm, prompts, sampling)
-    llm.llm_engine.engine_core.shutdown()
+    shut_down(llm)
     print_result(result)
 
 

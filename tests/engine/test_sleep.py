@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.processes import print_result, run_module
+from tests.support.shutdown import shut_down
 
 
 def test_host_memory_outlives_a_sleep_of_level_1_and_nothing_else(
@@ -82,7 +83,7 @@ def main(models: str, arguments: dict[str, Any]) -> None:
     result["reload"] = after(reload)
     result["sleep 1 again"] = after(lambda: sleep(1))
     result["sleep 2"] = after(lambda: sleep(2))
-    llm.llm_engine.engine_core.shutdown()
+    shut_down(llm)
     print_result(result)
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.shutdown import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 500.0
 """Below the limit of a test, whose end would say less."""
@@ -49,6 +51,7 @@ def _environment(more: dict[str, str]) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths).rstrip(os.pathsep),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(PATIENCE_SECONDS),
         **more,
     }
 
