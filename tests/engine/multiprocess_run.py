@@ -124,7 +124,9 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     beside: bool | None = arguments.pop("beside", None)
     logprobs, sleeps = arguments.pop("logprobs", None), arguments.pop("sleep", False)
     cpu_bytes = 8 << 20
-    plugin = {"cpu_bytes": cpu_bytes, **arguments.pop("plugin", {})}
+    # After a load that a machine which stood still made slow, hits would be computed.
+    plugin = {"cpu_bytes": cpu_bytes, "load_or_recompute": "always_load"}
+    plugin.update(arguments.pop("plugin", {}))
     prompt_tokens = arguments.pop("prompt_tokens", PROMPT_TOKENS)
     cache_prefixes_of_latents()
     settings = engine_settings(Path(models), kind, disable_log_stats=False, **arguments)

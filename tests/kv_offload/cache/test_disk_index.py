@@ -521,13 +521,13 @@ def test_a_call_takes_some_microseconds_of_the_calling_thread(path: Path, quick:
     assert statistics.median(took) < 100e-6, "of both"
 
 
-def test_a_large_index_is_there_in_less_than_two_seconds(path: Path) -> None:
+def test_a_large_index_takes_less_than_two_seconds_of_a_core(path: Path) -> None:
     count = 250_000
     with opened(path, num_slots=count) as first:
         numbers = np.random.default_rng(7).permutation(count).astype(np.int32)
         first.put([b"%032d" % number for number in numbers], numbers)
-    start = time.perf_counter()
+    start = time.process_time()
     with opened(path, num_slots=count) as again:
-        took = time.perf_counter() - start
+        took = time.process_time() - start
         assert again.slots.tolist() == numbers.tolist()
     assert took < 2.0, "0.5 s on two cores"
