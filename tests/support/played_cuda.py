@@ -114,6 +114,9 @@ class PlayedCuda:
         self.calls: list[tuple[str, int]] = []
         """Calls that were made, each with the device that was current."""
         self.device = 0
+        self.capability = (9, 0)
+        self.shared_bytes = 227 << 10
+        """Shared memory that a CTA may have."""
         self.registrations: list[tuple[str | int, ...]] = []
         """Calls that page-lock memory or undo it: name, device, capture mode, arguments."""
         self.capture_mode = 0
@@ -125,7 +128,8 @@ class PlayedCuda:
             memcpyDefault=4,
             memcpyHostToDevice=1,
             getDevice=lambda: self.device,
-            deviceGetAttribute=lambda attribute, index: int((attribute, index) != (91, 3)),
+            cudaDevAttrMaxSharedMemoryPerBlockOptin=97,
+            deviceGetAttribute=self._attribute,
             deviceGetPCIBusId=lambda index: f"0000:0{index}:00.0",
             deviceSynchronize=lambda: None,
             hostRegister=lambda *arguments: self._register("hostRegister", *arguments),
@@ -156,7 +160,7 @@ class PlayedCuda:
         patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(self))
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.compute)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        patch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+        patch.setattr(torch.cuda, "get_device_capability", lambda index: self.capability)
         zeroing = zero.BlockZeroer.zero
         patch.setattr(zero, "pages_of", _pages_of)
         patch.setattr(zero, "send", lambda blocks, device: torch.tensor(blocks))
@@ -255,7 +259,10 @@ class PlayedCuda:
         packing = {"swap_store": _pack, "swap_load": _unpack}
         self._kernels.append(packing[name] if packs else partial(_swap, name))
         kernel = SimpleNamespace(ptr=len(self._kernels) - 1)
-        return SimpleNamespace(kernel=kernel, compile=lambda: None)
+        return _Function(kernel, self.shared_bytes)
+
+    def _attribute(self, attribute: int, index: int) -> int:
+        return self.shared_bytes if attribute == 97 else int((attribute, index) != (91, 3))
 
     def _launch(self, function: int, *shape_and_more: int) -> None:
         self.call("launchKernel")
@@ -272,6 +279,21 @@ def _pages_of(region: Region, num_blocks: int, device: torch.device) -> torch.Te
     return words.as_strided(
         (num_blocks, region.page_bytes // 8), (region.block_stride_bytes // 8, 1)
     )
+
+
+class _Function:
+    """A function of a module; CUDA refuses it more shared memory than the device has for a CTA."""
+
+    def __init__(self, kernel: Any, limit_bytes: int) -> None:
+        self.kernel = kernel
+        self._limit_bytes = limit_bytes
+
+    def compile(self) -> None: ...
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "max_dynamic_shared_size_bytes" and value > self._limit_bytes:
+            raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+        super().__setattr__(name, value)
 
 
 class _Memory:

@@ -21,6 +21,13 @@ import torch
 from kv_swap.cuda import state, swap
 from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
+from kv_swap.cuda.kernel_families import (
+    BULK,
+    BULK_SMALL,
+    VECTOR,
+    KernelFamily,
+    choose_family,
+)
 from kv_swap.cuda.state import State
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
@@ -361,6 +368,28 @@ def test_compute_cannot_wait_for_the_copy_engine(cuda: PlayedCuda) -> None:
     with pytest.raises(JobError, match="compute cannot wait for copies of the copy engine"):
         engine.submit(LOAD, (3, 5), before_compute=True)
     assert engine.copies.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_bytes", "family"),
+    [
+        ((7, 5), 64 << 10, VECTOR),
+        ((8, 9), 99 << 10, VECTOR),
+        ((9, 0), 227 << 10, BULK),
+        ((12, 0), 99 << 10, BULK_SMALL),
+    ],
+)
+def test_a_device_has_kernels_that_its_shared_memory_holds(
+    cuda: PlayedCuda, capability: tuple[int, int], shared_bytes: int, family: KernelFamily
+) -> None:
+    """As RTX 40 and 50 cards have 99 KiB of it for a CTA, and data centre GPUs more."""
+    cuda.capability, cuda.shared_bytes = capability, shared_bytes
+    assert choose_family(DEVICE) is family
+    engine = Engine()
+    engine.submit(LOAD, (3, 5))
+    cuda.run()
+    assert errors(engine.copies.poll()) == [None]
+    assert engine.block(3) == [7] * LAYERS
 
 
 def test_an_arena_that_it_cannot_use_is_refused(cuda: PlayedCuda) -> None:
