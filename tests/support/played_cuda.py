@@ -71,6 +71,7 @@ class Event:
         self.cuda_event = len(cuda.recorded)
         cuda.recorded.append(0)
         cuda.completed.append(0)
+        cuda.completed_at.append(0.0)
 
     def record(self, stream: Stream) -> None:
         self._cuda.event_record(self.cuda_event, stream.cuda_stream)
@@ -84,7 +85,8 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         assert self.query()
         assert end.query()
-        return 1.0
+        completed_at = self._cuda.completed_at
+        return 1.0 + completed_at[end.cuda_event] - completed_at[self.cuda_event]
 
 
 class Stream:
@@ -108,6 +110,9 @@ class PlayedCuda:
         """What is queued, by the handle of the stream."""
         self.recorded: list[int] = []
         self.completed: list[int] = []
+        self.completed_at: list[float] = []
+        self.now = 0.0
+        """Milliseconds, as a test lets them pass. What is between two events takes one more."""
         self.compute = Stream(self)
         self.failing: set[str] = set()
         """Calls that raise: `launchKernel`, `streamWaitEvent` and so on."""
@@ -234,6 +239,7 @@ class PlayedCuda:
 
     def _complete(self, event: int, recording: int) -> None:
         self.completed[event] = max(self.completed[event], recording)
+        self.completed_at[event] = self.now
 
     def _wait_event(self, stream: int, event: int) -> None:
         self.call("streamWaitEvent")

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
-from kv_swap.cuda import state, swap
+from kv_swap.cuda import dma, state, swap
 from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.kernel_families import (
@@ -156,6 +156,27 @@ def test_lists_of_slices_in_flight_are_left_alone(
         cuda.step_copies()
     found = [engine.slot(i) if direction is STORE else engine.block(i) for i in range(8)]
     assert found == [[1 if direction is STORE else 7] * LAYERS] * 8
+
+
+@both_paths
+def test_a_load_that_does_not_wait_for_compute_is_timed_from_the_end_of_those_before_it(
+    cuda: PlayedCuda, copy_engine_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else loads that stand behind others would make the link look slow."""
+    monkeypatch.setattr(dma, "SLICE_COPIES", 1)
+    monkeypatch.setattr(swap, "RING_ENTRIES", 1)
+    monkeypatch.setattr(swap, "MAX_PAIRS", 1)
+    engine = Engine(copy_engine_only=copy_engine_only)
+    for first in (0, 3):
+        pairs = ((block, block) for block in range(first, first + 3))
+        engine.submit(LOAD, *pairs, behind_compute=False)
+    ended: list[Completion] = []
+    while len(ended) < 2:
+        cuda.run()
+        ended += engine.copies.poll()
+        cuda.now += 1  # until the slices that were queued just now have run
+    assert ended[1].seconds == pytest.approx(ended[0].seconds, abs=0.0011)
+    assert ended[1].seconds < 0.7 * cuda.now / 1000
 
 
 # -- fences and zeroing ------------------------------------------------------------------------
