@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_swap.cuda.kernel_families import PACKED
+from kv_swap.cuda.kernel_families import can_pack
 from kv_swap.engine import Direction, SwapJob
 from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import Packing
@@ -133,7 +133,7 @@ def measure(
 
 def skip_unless_it_packs() -> None:
     capability = cuda_torch().cuda.get_device_capability()
-    if capability < PACKED.min_capability:
+    if not can_pack(capability):
         pytest.skip(f"compute capability {capability} cannot pack")
 
 
@@ -267,7 +267,7 @@ def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Dire
         "one big copy": BigCopies(bed, job),
     }
     packed = None
-    if bed.torch.cuda.get_device_capability() >= PACKED.min_capability:
+    if can_pack(bed.torch.cuda.get_device_capability()):
         packed = CudaBed(64 * KIB, 2 * count, packing=NHD)
         packed.store_everything()
         ways["packed engine"] = EngineCopies(packed, job)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kv_swap.cuda.kernel_families import PACKED
+from kv_swap.cuda.kernel_families import PACKED, can_pack
 from kv_swap.engine import SwapEngine
 from kv_swap.errors import DeviceError, PinnedMemoryError
 from kv_swap.factory import EngineKind, create_engine, numa_node
@@ -51,12 +51,12 @@ def transfer_kind(config: OffloadConfig, device: torch.device) -> EngineKind:
 
 def check_packing(capability: tuple[int, int] | None) -> None:
     """Raise `UnsupportedError` if a GPU of this compute capability, if it is known, cannot pack."""
-    needed = PACKED.min_capability
-    if capability is not None and capability < needed:
-        major, minor = capability
+    if capability is not None and not can_pack(capability):
+        (major, minor), needed = capability, PACKED.min_capability
         raise UnsupportedError(
             f"pack_kv is true, but this GPU has compute capability {major}.{minor}, and kernels "
-            f"that pack need {needed[0]}.{needed[1]}: set pack_kv to false"
+            f"that pack need {needed[0]}.{needed[1]} or newer, but not 12, which has too little "
+            f"shared memory: set pack_kv to false"
         )
 
 

@@ -23,7 +23,14 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kv_swap.cuda.kernel_families import BULK, FAMILIES, PACKED, KernelFamily  # noqa: E402
+from kv_swap.cuda.kernel_families import (  # noqa: E402
+    BULK,
+    FAMILIES,
+    PACKED,
+    KernelFamily,
+    can_pack,
+    can_run,
+)
 from kv_swap.cuda.swap import (  # noqa: E402
     LIST_BYTES,
     STATUS_OFFSET_BYTES,
@@ -121,8 +128,6 @@ def make_pairs(rng: np.random.Generator) -> NDArray[np.int32]:
 
 def run_raw() -> Iterator[tuple[str, bool]]:
     """Each family on random bytes."""
-    import torch
-
     from tests.support.kv_memory import expect_copied
 
     rng = np.random.default_rng(0)
@@ -131,8 +136,8 @@ def run_raw() -> Iterator[tuple[str, bool]]:
     # What the memory holds before each kernel, and where it lies.
     storage: Any = SimpleNamespace(address=bed.memory.data.ptr, data=content)
     for family in FAMILIES:
-        if torch.cuda.get_device_capability(bed.device) < family.min_capability:
-            print(f"{family.name}: this device is too old for it")
+        if not can_run(family, bed.device):
+            print(f"{family.name}: this device does not run it")
             continue
         for direction in Direction:
             bed.slots[:] = rng.integers(0, 256, bed.slots.shape)
@@ -159,7 +164,7 @@ def run_packed(*, stores: bool) -> Iterator[tuple[str, bool]]:
 
     from tests.support.packed_kv import hostile_tiles, normal_tiles, random_tiles
 
-    if torch.cuda.get_device_capability() < PACKED.min_capability:
+    if not can_pack(torch.cuda.get_device_capability()):
         print(f"{PACKED.name}: this device is too old for it")
         return
     nbytes = sum(stride for _, stride in PACKED_PAGES) * BLOCKS

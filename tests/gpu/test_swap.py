@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kv_swap.cuda import kernel_families
 from kv_swap.cuda.device import CudaRegistrar
-from kv_swap.cuda.kernel_families import KernelFamily, choose_family
+from kv_swap.cuda.kernel_families import KernelFamily, can_run, choose_family
 from kv_swap.cuda.swap import LIST_BYTES, MAX_PAIRS, SwapKernel, write_list
 from kv_swap.engine import Direction
 from kv_swap.memory.arena import HostArena
@@ -26,9 +26,7 @@ from tests.gpu.caches import (
 )
 
 FAMILIES = [
-    family
-    for family in kernel_families.FAMILIES
-    if torch.cuda.get_device_capability() >= family.min_capability
+    family for family in kernel_families.FAMILIES if can_run(family, torch.device("cuda", 0))
 ]
 
 

@@ -71,6 +71,7 @@ class Event:
         self.cuda_event = len(cuda.recorded)
         cuda.recorded.append(0)
         cuda.completed.append(0)
+        cuda.completed_at.append(0.0)
 
     def record(self, stream: Stream) -> None:
         self._cuda.event_record(self.cuda_event, stream.cuda_stream)
@@ -84,7 +85,8 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         assert self.query()
         assert end.query()
-        return 1.0
+        completed_at = self._cuda.completed_at
+        return 1.0 + completed_at[end.cuda_event] - completed_at[self.cuda_event]
 
 
 class Stream:
@@ -108,12 +110,18 @@ class PlayedCuda:
         """What is queued, by the handle of the stream."""
         self.recorded: list[int] = []
         self.completed: list[int] = []
+        self.completed_at: list[float] = []
+        self.now = 0.0
+        """Milliseconds, as a test lets them pass. What is between two events takes one more."""
         self.compute = Stream(self)
         self.failing: set[str] = set()
         """Calls that raise: `launchKernel`, `streamWaitEvent` and so on."""
         self.calls: list[tuple[str, int]] = []
         """Calls that were made, each with the device that was current."""
         self.device = 0
+        self.capability = (9, 0)
+        self.shared_bytes = 227 << 10
+        """Shared memory that a CTA may have."""
         self.registrations: list[tuple[str | int, ...]] = []
         """Calls that page-lock memory or undo it: name, device, capture mode, arguments."""
         self.capture_mode = 0
@@ -125,7 +133,8 @@ class PlayedCuda:
             memcpyDefault=4,
             memcpyHostToDevice=1,
             getDevice=lambda: self.device,
-            deviceGetAttribute=lambda attribute, index: int((attribute, index) != (91, 3)),
+            cudaDevAttrMaxSharedMemoryPerBlockOptin=97,
+            deviceGetAttribute=self._attribute,
             deviceGetPCIBusId=lambda index: f"0000:0{index}:00.0",
             deviceSynchronize=lambda: None,
             hostRegister=lambda *arguments: self._register("hostRegister", *arguments),
@@ -156,7 +165,7 @@ class PlayedCuda:
         patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(self))
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.compute)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        patch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+        patch.setattr(torch.cuda, "get_device_capability", lambda index: self.capability)
         zeroing = zero.BlockZeroer.zero
         patch.setattr(zero, "pages_of", _pages_of)
         patch.setattr(zero, "send", lambda blocks, device: torch.tensor(blocks))
@@ -230,6 +239,7 @@ class PlayedCuda:
 
     def _complete(self, event: int, recording: int) -> None:
         self.completed[event] = max(self.completed[event], recording)
+        self.completed_at[event] = self.now
 
     def _wait_event(self, stream: int, event: int) -> None:
         self.call("streamWaitEvent")
@@ -255,7 +265,10 @@ class PlayedCuda:
         packing = {"swap_store": _pack, "swap_load": _unpack}
         self._kernels.append(packing[name] if packs else partial(_swap, name))
         kernel = SimpleNamespace(ptr=len(self._kernels) - 1)
-        return SimpleNamespace(kernel=kernel, compile=lambda: None)
+        return _Function(kernel, self.shared_bytes)
+
+    def _attribute(self, attribute: int, index: int) -> int:
+        return self.shared_bytes if attribute == 97 else int((attribute, index) != (91, 3))
 
     def _launch(self, function: int, *shape_and_more: int) -> None:
         self.call("launchKernel")
@@ -272,6 +285,21 @@ def _pages_of(region: Region, num_blocks: int, device: torch.device) -> torch.Te
     return words.as_strided(
         (num_blocks, region.page_bytes // 8), (region.block_stride_bytes // 8, 1)
     )
+
+
+class _Function:
+    """A function of a module; CUDA refuses it more shared memory than the device has for a CTA."""
+
+    def __init__(self, kernel: Any, limit_bytes: int) -> None:
+        self.kernel = kernel
+        self._limit_bytes = limit_bytes
+
+    def compile(self) -> None: ...
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "max_dynamic_shared_size_bytes" and value > self._limit_bytes:
+            raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+        super().__setattr__(name, value)
 
 
 class _Memory:

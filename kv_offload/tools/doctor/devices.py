@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kv_swap.cuda.kernel_families import PACKED
+from kv_swap.cuda.kernel_families import PACKED, can_pack
 from kv_swap.memory.numa import device_node
 from kv_swap.packing.format import packed_slot_bytes
 
@@ -76,14 +76,14 @@ def check_packing(capabilities: Iterable[tuple[int, int]]) -> Iterator[Check]:
         f"{slots} blocks of {format_size(BLOCK_BYTES)} in 1 GiB instead of {blocks}, "
         f"{BLOCK_BYTES / slot_bytes:.2f} times as many"
     )
-    needed = f"compute capability {_dotted(PACKED.min_capability)}"
+    needed = f"compute capability {_dotted(PACKED.min_capability)} or newer, but not 12"
     for index, capability in enumerate(capabilities):
         yield judged(
             f"packing on cuda:{index}",
             f"compute capability {_dotted(capability)}; pack_kv brings {brings}",
             needed,
-            "Set pack_kv: false, or use a newer GPU.",
-            fits=capability >= PACKED.min_capability,
+            "Set pack_kv: false, or use another GPU.",
+            fits=can_pack(capability),
         )
 
 

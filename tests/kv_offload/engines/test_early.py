@@ -145,7 +145,10 @@ def test_a_gpu_without_cupy(installed: bool, monkeypatch: pytest.MonkeyPatch) ->
         early.check_settings(config)
 
 
-@pytest.mark.parametrize(("capability", "packs"), [((8, 0), True), ((8, 0), False), ((9, 0), True)])
+@pytest.mark.parametrize(
+    ("capability", "packs"),
+    [((8, 0), True), ((8, 0), False), ((9, 0), True), ((12, 0), True), ((12, 0), False)],
+)
 def test_a_gpu_that_cannot_pack(
     capability: tuple[int, int], packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,8 +160,8 @@ def test_a_gpu_that_cannot_pack(
     monkeypatch.setattr(
         type(current_platform), "get_device_capability", lambda *_, **__: capability
     )
-    refused = packs and capability < (9, 0)
-    advice = r"capability 8\.0, .* set pack_kv to false"
+    refused = packs and capability != (9, 0)
+    advice = rf"capability {capability[0]}\.0, .* set pack_kv to false"
     with pytest.raises(UnsupportedError, match=advice) if refused else nullcontext():
         early.check_settings(config)
     config.kv_transfer_config.kv_connector_extra_config["transfer_engine"] = "dma"

@@ -93,13 +93,15 @@ def test_a_cuda_device_has_an_engine_without_kernels_where_asked(asked: Any, kin
 
 
 def test_what_does_not_pack_is_refused_with_the_remedy() -> None:
-    """Loads and stores of the copy engine, and GPUs before Hopper."""
+    """Loads and stores of the copy engine, and GPUs before Hopper or with less shared memory."""
     packs = OffloadConfig(cpu_bytes=1, pack_kv=True)
     with pytest.raises(ConfigError, match="is 'dma', and only kernels pack: set transfer_engine"):
         transfer_kind(dataclasses.replace(packs, transfer_engine="dma"), torch.device("cuda"))
     assert transfer_kind(packs, torch.device("cuda")) == "cuda"
-    with pytest.raises(UnsupportedError, match=r"has compute capability 8\.9, .* need 9\.0: set"):
-        check_packing((8, 9))
+    for capability in ((8, 9), (12, 0), (12, 1)):
+        has = rf"has compute capability {capability[0]}\.{capability[1]}, .* need 9\.0 or newer"
+        with pytest.raises(UnsupportedError, match=f"{has}, but not 12, .* set pack_kv to false"):
+            check_packing(capability)
     for capability in ((9, 0), (10, 3), None):
         check_packing(capability)
 

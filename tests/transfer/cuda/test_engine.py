@@ -18,9 +18,16 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
-from kv_swap.cuda import state, swap
+from kv_swap.cuda import dma, state, swap
 from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
+from kv_swap.cuda.kernel_families import (
+    BULK,
+    BULK_SMALL,
+    VECTOR,
+    KernelFamily,
+    choose_family,
+)
 from kv_swap.cuda.state import State
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
@@ -149,6 +156,27 @@ def test_lists_of_slices_in_flight_are_left_alone(
         cuda.step_copies()
     found = [engine.slot(i) if direction is STORE else engine.block(i) for i in range(8)]
     assert found == [[1 if direction is STORE else 7] * LAYERS] * 8
+
+
+@both_paths
+def test_a_load_that_does_not_wait_for_compute_is_timed_from_the_end_of_those_before_it(
+    cuda: PlayedCuda, copy_engine_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else loads that stand behind others would make the link look slow."""
+    monkeypatch.setattr(dma, "SLICE_COPIES", 1)
+    monkeypatch.setattr(swap, "RING_ENTRIES", 1)
+    monkeypatch.setattr(swap, "MAX_PAIRS", 1)
+    engine = Engine(copy_engine_only=copy_engine_only)
+    for first in (0, 3):
+        pairs = ((block, block) for block in range(first, first + 3))
+        engine.submit(LOAD, *pairs, behind_compute=False)
+    ended: list[Completion] = []
+    while len(ended) < 2:
+        cuda.run()
+        ended += engine.copies.poll()
+        cuda.now += 1  # until the slices that were queued just now have run
+    assert ended[1].seconds == pytest.approx(ended[0].seconds, abs=0.0011)
+    assert ended[1].seconds < 0.7 * cuda.now / 1000
 
 
 # -- fences and zeroing ------------------------------------------------------------------------
@@ -361,6 +389,28 @@ def test_compute_cannot_wait_for_the_copy_engine(cuda: PlayedCuda) -> None:
     with pytest.raises(JobError, match="compute cannot wait for copies of the copy engine"):
         engine.submit(LOAD, (3, 5), before_compute=True)
     assert engine.copies.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_bytes", "family"),
+    [
+        ((7, 5), 64 << 10, VECTOR),
+        ((8, 9), 99 << 10, VECTOR),
+        ((9, 0), 227 << 10, BULK),
+        ((12, 0), 99 << 10, BULK_SMALL),
+    ],
+)
+def test_a_device_has_kernels_that_its_shared_memory_holds(
+    cuda: PlayedCuda, capability: tuple[int, int], shared_bytes: int, family: KernelFamily
+) -> None:
+    """As RTX 40 and 50 cards have 99 KiB of it for a CTA, and data centre GPUs more."""
+    cuda.capability, cuda.shared_bytes = capability, shared_bytes
+    assert choose_family(DEVICE) is family
+    engine = Engine()
+    engine.submit(LOAD, (3, 5))
+    cuda.run()
+    assert errors(engine.copies.poll()) == [None]
+    assert engine.block(3) == [7] * LAYERS
 
 
 def test_an_arena_that_it_cannot_use_is_refused(cuda: PlayedCuda) -> None:

@@ -12,7 +12,14 @@ torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 from kv_swap.cuda import state, swap  # noqa: E402
 from kv_swap.cuda.device import CudaRegistrar  # noqa: E402
 from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
-from kv_swap.cuda.kernel_families import BULK, PACKED, VECTOR, families_of  # noqa: E402
+from kv_swap.cuda.kernel_families import (  # noqa: E402
+    BULK,
+    BULK_SMALL,
+    PACKED,
+    VECTOR,
+    KernelFamily,
+    families_of,
+)
 from kv_swap.engine import Completion, Direction, SwapJob  # noqa: E402
 from kv_swap.errors import CopyError, DeviceError  # noqa: E402
 from kv_swap.layout import Packing  # noqa: E402
@@ -197,14 +204,15 @@ def test_a_launch_that_fails_behind_another_leaves_its_list_alone(
     np.testing.assert_array_equal(bed.slots[5, :end], bed.packed([3])[0, :end])
 
 
-@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("family", [None, VECTOR, BULK_SMALL])
 def test_packing_is_refused_where_nothing_can_pack(
-    cuda: PlayedCuda, old: bool, monkeypatch: pytest.MonkeyPatch
+    cuda: PlayedCuda, family: KernelFamily | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "choose_family", lambda device: VECTOR)
-    what = "older ones" if old else "no kernels"
-    with pytest.raises(DeviceError, match=rf"capability 9\.0 and newer.*{what}: do not pack"):
-        Bed(copy_engine_only=not old)
+    monkeypatch.setattr(state, "choose_family", lambda device: family)
+    what = "others" if family else "no kernels"
+    needed = r"capability 9\.0 and newer with \d+ bytes of shared memory"
+    with pytest.raises(DeviceError, match=f"{needed}.*{what}: do not pack"):
+        Bed(copy_engine_only=family is None)
 
 
 def test_the_families_of_a_layout(cuda: PlayedCuda) -> None:

@@ -45,6 +45,13 @@ def device_index(device: torch.device) -> int:
     return index
 
 
+def shared_memory_bytes(device: torch.device) -> int:
+    """Return the shared memory that a CTA may have on a CUDA device. Raises `DeviceError`."""
+    runtime = import_cupy().cuda.runtime
+    attribute = runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin
+    return int(runtime.deviceGetAttribute(attribute, device_index(device)))
+
+
 class CudaRegistrar:
     """Registers host memory so that kernels of `device` reach it through its host address.
 

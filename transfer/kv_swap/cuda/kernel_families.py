@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kv_swap.cuda.device import device_index
+from kv_swap.cuda.device import device_index, shared_memory_bytes
 from kv_swap.engine import Direction
 from kv_swap.errors import DeviceError
 from kv_swap.layout import KVLayout
@@ -41,8 +41,9 @@ class LaunchShape:
 class KernelFamily:
     """One source of csrc with the functions `swap_store` and `swap_load`, and how to launch them.
 
-    Devices from `min_capability` on run it. `options` are for the compiler. One that `packs` moves
-    the packed tiles of a layout, any other what is raw of it.
+    Devices from `min_capability` on run it that have `shared_bytes` of shared memory for a CTA,
+    static and dynamic. `options` are for the compiler. One that `packs` moves the packed tiles of a
+    layout, any other what is raw of it.
     """
 
     name: str
@@ -51,11 +52,12 @@ class KernelFamily:
     shapes: Mapping[Direction, LaunchShape]
     options: tuple[str, ...] = ()
     packs: bool = False
+    shared_bytes: int = 48 << 10
 
 
 _WARP = 32
 _DRAINS = 2
-_STAGES = {Direction.STORE: 4, Direction.LOAD: 8}
+_STORE_STAGES, _LOAD_STAGES = 4, 8
 _TILE_BYTES = {Direction.STORE: 14 << 10, Direction.LOAD: 16 << 10}
 """Two CTAs of one warp each drive a ring of stages, and drain at most `_DRAINS` stages at once.
 
@@ -66,21 +68,30 @@ Loads move 51.0 GB/s alone, and 49.0 beside products as in decodes; with one dra
 stores 5 stages move 30 GB/s, 8 move 38 and 13 move 42. 8 slow a reduction by 1.091, and more slow
 it by more than the copy engine does. (H200, PCIe Gen5 x16, driver 580, 21 Nov 2026.)"""
 
-BULK = KernelFamily(
-    "bulk",
-    "swap_bulk.cu",
-    (9, 0),
-    {
-        way: LaunchShape(2, _WARP, _TILE_BYTES[way], _WARP, _STAGES[way] * _TILE_BYTES[way])
+_BULK_STATIC_BYTES = 12416
+"""Of eight stages; what NVRTC says of `swap_bulk.cu` for sm_90 to sm_120."""
+
+
+def _bulk(name: str, load_stages: int) -> KernelFamily:
+    stages = {Direction.STORE: _STORE_STAGES, Direction.LOAD: load_stages}
+    shapes = {
+        way: LaunchShape(2, _WARP, _TILE_BYTES[way], _WARP, stages[way] * _TILE_BYTES[way])
         for way in Direction
-    },
-    (
-        *(f"-DKV_SWAP_{way.name}_STAGES={_STAGES[way]}" for way in Direction),
+    }
+    options = (
+        *(f"-DKV_SWAP_{way.name}_STAGES={stages[way]}" for way in Direction),
         *(f"-DKV_SWAP_{way.name}_TILE_BYTES={_TILE_BYTES[way]}" for way in Direction),
         f"-DKV_SWAP_DRAINS={_DRAINS}",
-    ),
-)
+    )
+    shared_bytes = max(shape.shared_bytes for shape in shapes.values()) + _BULK_STATIC_BYTES
+    return KernelFamily(name, "swap_bulk.cu", (9, 0), shapes, options, shared_bytes=shared_bytes)
+
+
+BULK = _bulk("bulk", _LOAD_STAGES)
 """Bulk copies through shared memory."""
+
+BULK_SMALL = _bulk("bulk_small", 5)
+"""The same with fewer stages for loads: GPUs of compute capability 12 have 99 KiB for a CTA."""
 
 _VECTOR = LaunchShape(ctas=4, threads=1024, tile_bytes=4096, segments_per_tile=1)
 """4 CTAs of 1,024 threads filled a PCIe Gen5 x16 link from 4 KiB pages on (H200, 21 Nov 2026). 16
@@ -117,6 +128,9 @@ def _packed_shape(direction: Direction) -> LaunchShape:
     return LaunchShape(2, threads, TILE_BYTES, 1, _GROUPS * group_bytes)
 
 
+_PACKED_STATIC_BYTES = 40320
+"""What NVRTC says of `swap_packed.cu` for sm_90 to sm_120."""
+
 PACKED = KernelFamily(
     "packed",
     "swap_packed.cu",
@@ -131,19 +145,32 @@ PACKED = KernelFamily(
         f"-DKV_SWAP_PACKED_VERSION={FORMAT_VERSION}",
     ),
     packs=True,
+    shared_bytes=max(_packed_shape(way).shared_bytes for way in Direction) + _PACKED_STATIC_BYTES,
 )
 """Bulk copies through shared memory, packed and unpacked there; beside `BULK` for what is raw."""
 
-FAMILIES = (BULK, VECTOR)
+FAMILIES = (BULK, BULK_SMALL, VECTOR)
 """Those that copy raw bytes, the fastest first."""
+
+
+def can_run(family: KernelFamily, device: torch.device) -> bool:
+    """Return whether `device` runs a family. Raises `DeviceError`."""
+    import torch
+
+    capability = torch.cuda.get_device_capability(device_index(device))
+    return (
+        capability >= family.min_capability and shared_memory_bytes(device) >= family.shared_bytes
+    )
 
 
 def choose_family(device: torch.device) -> KernelFamily | None:
     """Return the fastest family that `device` runs; `None` if it runs none."""
-    import torch
+    return next((family for family in FAMILIES if can_run(family, device)), None)
 
-    capability = torch.cuda.get_device_capability(device_index(device))
-    return next((family for family in FAMILIES if capability >= family.min_capability), None)
+
+def can_pack(capability: tuple[int, int]) -> bool:
+    """Return whether GPUs of a compute capability pack: 12.x has too little shared memory."""
+    return capability >= PACKED.min_capability and capability[0] != 12
 
 
 def families_of(layout: KVLayout, raw: KernelFamily | None) -> list[KernelFamily]:
@@ -158,8 +185,8 @@ def families_of(layout: KVLayout, raw: KernelFamily | None) -> list[KernelFamily
         major, minor = PACKED.min_capability
         raise DeviceError(
             f"the layout is packed, which needs the kernels of compute capability {major}.{minor} "
-            f"and newer, but this engine has {'no kernels' if raw is None else 'older ones'}: do "
-            f"not pack KV here"
+            f"and newer with {PACKED.shared_bytes} bytes of shared memory for a block of threads, "
+            f"but this engine has {'no kernels' if raw is None else 'others'}: do not pack KV here"
         )
     all_packed = all(region.raw_part is None for region in layout.regions)
     return [PACKED] if all_packed else [PACKED, raw]

@@ -121,7 +121,7 @@ class Lane:
         started = failure = None
         try:
             # First: what the device does about it goes on while the slice is made.
-            started = self.stream.wait_stream() if job.behind_compute else self.stream.record()
+            started = self.stream.wait_stream() if job.behind_compute else None
         except RuntimeError as error:
             failure = error
         rest = self.path.slices(job.pairs.copy(), in_waves=job.in_waves)
@@ -129,8 +129,7 @@ class Lane:
         self._awaited = None
         running = _Running(job.job_id, nbytes, rest, time.perf_counter(), next(rest), started)
         if failure is not None:
-            call = "waiting for the compute stream" if job.behind_compute else "recording an event"
-            self._fail(running, call, failure)
+            self._fail(running, "waiting for the compute stream", failure)
         self._jobs.append(running)
         self._queue()
 
@@ -237,6 +236,9 @@ class Lane:
         waves, _ = part
         try:
             event = self.stream.take()
+            if running.started is None:
+                # It does not wait for compute: it starts when all slices before it have ended.
+                running.started = self.stream.record()
         except RuntimeError as error:
             # Nothing would tell when the slice has ended, so it must not be queued.
             self._fail(running, "making an event", error)

@@ -166,8 +166,8 @@ def test_the_host_copies_both_ways(packs: bool, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_packing_brings_and_which_gpus_do_it() -> None:
-    old, new = check_packing([(8, 9), (9, 0)])
-    assert (old.state, new.state) == ("problem", "ok")
+    old, new, small = check_packing([(8, 9), (9, 0), (12, 0)])
+    assert (old.state, new.state, small.state) == ("problem", "ok", "problem")
     assert (old.name, new.name) == ("packing on cuda:0", "packing on cuda:1")
     assert "pack_kv: false" in old.remedy
     slots, times = re.search(  # type: ignore[union-attr]
