@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from kv_offload.engines.vllm.plugin import register
 from kv_offload.engines.vllm.start import early
 from kv_offload.engines.vllm.start.command_line import check_keys, check_settings
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError, UnsupportedError
+from kv_offload.scheduler.trace_recorder import TraceRecorder
 from tests.support.configurations import around, make_vllm_config, ours
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -67,6 +69,61 @@ def test_a_wrong_key_or_value(place: Any, plugin: dict[str, Any], remedy: str) -
 @both_places
 def test_what_is_right_is_not_refused(place: Any) -> None:
     make_vllm_config({"eviction_policy": "arc"}, transfer_config=place)
+
+
+@both_places
+def test_a_disk_or_a_trace_that_no_model_could_use(place: Any, tmp_path: Path) -> None:
+    """The engine would find it out after it has loaded the weights and captured its graphs."""
+    file = tmp_path / "file"
+    file.write_text("a line")
+    size = {"disk_bytes": "64MiB"}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"disk_path": str(file / "kv"), **size}, "cannot be made"),
+        ({"disk_path": str(tmp_path / "no" / "kv"), **size}, "cannot be made"),
+        ({"disk_path": str(file), **size}, "cannot be made"),
+        ({"record_trace": str(file)}, "there is something in it"),
+        ({"record_trace": str(tmp_path)}, "it is no regular file"),
+        ({"record_trace": str(tmp_path / "no" / "trace")}, "No such file or directory"),
+        ({"record_trace": str(file / "trace")}, "Not a directory"),
+    ]
+    for plugin, reason in cases:
+        assert reason in refusal(ConfigError, plugin, transfer_config=place)
+    disk = {"disk_path": str(tmp_path / "kv"), **size}
+    make_vllm_config({**disk, "record_trace": str(tmp_path / "trace")}, transfer_config=place)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_keys_of_blocks_that_mean_nothing_to_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    config = make_vllm_config({})
+    config.cache_config.prefix_caching_hash_algo = "xxhash"
+    options = config.kv_transfer_config.kv_connector_extra_config
+    early.check_settings(config)
+    disk = {"disk_path": str(tmp_path / "kv"), "disk_bytes": "64MiB"}
+    store = {"store": "mooncake", "store_master": "10.0.0.5:50051", "store_bytes": 0}
+    for tier in (disk, store):
+        with monkeypatch.context() as changed:
+            for name, value in tier.items():
+                changed.setitem(options, name, value)
+            with pytest.raises(ConfigError, match="set the environment variable PYTHONHASHSEED"):
+                early.check_settings(config)
+            changed.setenv("PYTHONHASHSEED", "0")
+            early.check_settings(config)
+
+
+def test_a_trace_that_an_engine_records_to_is_left_to_the_engine(tmp_path: Path) -> None:
+    """Each of several API servers reads the arguments, maybe after its engine has begun."""
+    path = tmp_path / "trace"
+    recorder = TraceRecorder(path, 1 << 20)
+    try:
+        make_vllm_config({"record_trace": str(path)})
+        path.write_text("a line")
+        make_vllm_config({"record_trace": str(path)})
+    finally:
+        recorder.close(10)
+    assert "there is something in it" in refusal(ConfigError, {"record_trace": str(path)})
 
 
 def test_more_memory_than_all_replicas_have_together() -> None:

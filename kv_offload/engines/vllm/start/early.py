@@ -17,7 +17,7 @@ from kv_swap.errors import DeviceError
 
 from kv_offload.config import trace_config
 from kv_offload.engines.vllm import CONNECTOR
-from kv_offload.engines.vllm.start import members, ranks, support
+from kv_offload.engines.vllm.start import disk, members, ranks, store, support, trace
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.worker.allocation import check_packing, transfer_kind
@@ -56,6 +56,9 @@ def check_settings(vllm_config: VllmConfig) -> None:
         own = copy.copy(vllm_config)  # as a MultiConnector makes it for a member
         own.kv_transfer_config = transfer
         support.check_supported(own, version, enclosing)
+        disk.check_disk(config, own)
+        store.check_store(config, own)
+        trace.check_trace(config, own)
         device = torch.device(vllm_config.device_config.device_type)
         if transfer_kind(config, device) != "host":
             if config.pack_kv:
