@@ -188,7 +188,10 @@ def test_an_engine_without_the_plugin_says_so(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_a_gpu_without_cupy(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_cupy(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     config = make_vllm_config({})
     config.device_config.device_type = "cuda"
     find = importlib.util.find_spec
@@ -200,6 +203,27 @@ def test_a_gpu_without_cupy(installed: bool, monkeypatch: pytest.MonkeyPatch) ->
     advice = r"CuPy, .* install it with pip install cupy-"
     with nullcontext() if installed else pytest.raises(UnsupportedError, match=advice):
         early.check_settings(config)
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_gpu_without_a_folder_for_its_kernels(
+    writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose user has no home."""
+    config = make_vllm_config({})
+    config.device_config.device_type = "cuda"
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: find("json" if name == "cupy" else name)
+    )
+    home = tmp_path / "home"
+    home.mkdir() if writable else home.touch()
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    advice = r"no folder for compiled kernels: .*\.cupy.*; .*set CUPY_CACHE_DIR to a folder"
+    with nullcontext() if writable else pytest.raises(UnsupportedError, match=advice):
+        early.check_settings(config)
+    assert not writable or (home / ".cupy" / "kernel_cache").is_dir()
 
 
 @pytest.mark.parametrize(("capability", "packs"), [((8, 0), True), ((8, 0), False), ((9, 0), True)])

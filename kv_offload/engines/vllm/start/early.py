@@ -12,7 +12,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
-from kv_swap.cuda.device import import_cupy
+from kv_swap.cuda.device import import_cupy, make_kernel_cache
 from kv_swap.errors import DeviceError
 
 from kv_offload.config import trace_config
@@ -67,9 +67,13 @@ def check_settings(vllm_config: VllmConfig) -> None:
 
 
 def _check_cupy() -> None:
-    """Raise `UnsupportedError` if CuPy is not installed; where it is, it is not imported here."""
-    if importlib.util.find_spec("cupy") is None:
-        try:
+    """Raise `UnsupportedError` if CuPy is not installed, or has no folder for compiled kernels.
+
+    Where it is installed, it is not imported here.
+    """
+    try:
+        if importlib.util.find_spec("cupy") is None:
             import_cupy()
-        except DeviceError as error:
-            raise UnsupportedError(str(error)) from error
+        make_kernel_cache()
+    except DeviceError as error:
+        raise UnsupportedError(str(error)) from error
