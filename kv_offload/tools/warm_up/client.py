@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from kv_offload.errors import ServerError
+from kv_offload.errors import ConfigError, ServerError
 from kv_offload.tools.warm_up.prompts import Prompt
 
 TIMEOUT_SECONDS = 600.0
@@ -41,8 +41,15 @@ class Client:
     """Talks to the server at `base`, a URL without `/v1`."""
 
     def __init__(self, base: str) -> None:
+        """Raises `ConfigError` for a key that no request can have; does not show it."""
         self._base = base
-        key = os.environ.get(KEY_VARIABLE)
+        key = os.environ.get(KEY_VARIABLE, "")
+        for place, letter in enumerate(key, 1):
+            if letter > "\xff" or not letter.isprintable():
+                raise ConfigError(
+                    f"environment: {KEY_VARIABLE}: character {place} of {len(key)} is "
+                    f"{letter!a}, which a request cannot have: set it to the key alone"
+                )
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"

@@ -134,6 +134,25 @@ def test_recorded_requests_are_sent_for_one_token(server: Server, tmp_path: Path
     assert server.bodies == [{**sent, "cache_salt": "tenant"}]
 
 
+@pytest.mark.parametrize("end", ["\n", "\u20ac"])
+def test_a_key_that_cannot_be_sent_is_not_shown(
+    end: str,
+    server: Server,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A secret that was written into a file with an editor ends with a line feed."""
+    monkeypatch.setenv("VLLM_API_KEY", f"secret{end}")
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}')
+    assert main(["warm-up", server.address, str(file)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("kv-offload: environment: VLLM_API_KEY: character 7 ")
+    assert "secret" not in message
+    assert server.bodies == []
+
+
 def test_ctrl_c_does_not_wait_for_answers(server: Server, tmp_path: Path) -> None:
     server.may_answer.clear()
     file = tmp_path / "prompts.jsonl"
