@@ -161,6 +161,20 @@ def test_an_engine_on_another_host_is_left_to_that_host(monkeypatch: pytest.Monk
             early.check_settings(config)
 
 
+def test_a_trace_is_looked_at_where_the_scheduler_is(tmp_path: Path) -> None:
+    """A second host of a replica has ranks alone, and needs no folder for it."""
+    config = make_vllm_config({})
+    options = config.kv_transfer_config.kv_connector_extra_config
+    options["record_trace"] = str(tmp_path / "no" / "trace")
+    with pytest.raises(ConfigError, match="record_trace"):
+        early.check_settings(config)
+    parallel = config.parallel_config
+    parallel.nnodes, parallel.node_rank = 2, 1
+    if not hasattr(parallel, "node_rank_within_dp"):
+        pytest.skip("this vLLM has one host for a replica, unless Ray starts it")
+    early.check_settings(config)
+
+
 OTHER = KVTransferConfig(
     kv_connector="OffloadingConnector",
     kv_role="kv_both",

@@ -58,7 +58,8 @@ def check_settings(vllm_config: VllmConfig) -> None:
         support.check_supported(own, version, enclosing)
         disk.check_disk(config, own)
         store.check_store(config, own)
-        trace.check_trace(config, own)
+        if not getattr(parallel, "node_rank_within_dp", 0):  # else the scheduler is elsewhere
+            trace.check_trace(config, own)
         device = torch.device(vllm_config.device_config.device_type)
         if transfer_kind(config, device) != "host":
             if config.pack_kv:
