@@ -23,8 +23,12 @@ def replica_folder(folder: Path, replica: int) -> Path:
 
 
 def find_replicas(folder: Path) -> list[Path]:
-    """Return the folders in which a replica has files: this one, or those of several replicas."""
-    folders = [folder, *(found for _, found in _numbered(folder, r"replica-(\d+)"))]
+    """Return the folders in which a replica has files: this one, or those of several replicas.
+
+    Raises `OSError` where one cannot be read.
+    """
+    named = [found for _, found in _numbered(folder, r"replica-(\d+)")]
+    folders = [folder, *(found for found in named if found.is_dir())]
     return [found for found in folders if (found / INDEX_FILE).exists() or find_ranks(found)]
 
 

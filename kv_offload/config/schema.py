@@ -35,6 +35,9 @@ PATHS = frozenset({"disk_path", "record_trace"})
 
 MAX_INT = 2**63 - 1
 
+PORT = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+"""A regular expression for 1 to 65535."""
+
 
 def _says(description: str, allowed: str = "", **limits: Any) -> Meta:
     """Describe a key; `allowed` is left out where the type has the names that are allowed."""
@@ -157,8 +160,11 @@ class OffloadConfig:
         _says("The store below host memory that several engines share.", "mooncake, or left out"),
     ] = None
     store_master: Annotated[
-        Annotated[str, Meta(pattern=r"^[^\s:/]+:[0-9]{1,5}$")] | None,
-        _says("Address of the store's master.", "host:port, for example 10.0.0.5:50051"),
+        Annotated[str, Meta(pattern=rf"^[^\s:/]+:{PORT}\Z")] | None,
+        _says(
+            "Address of the store's master.",
+            "host:port, a port from 1 to 65535, for example 10.0.0.5:50051",
+        ),
     ] = None
     store_bytes: Annotated[
         Annotated[int, Meta(ge=0, le=MAX_INT)] | None,

@@ -6,6 +6,7 @@ writes the lines: a disk that is full, slow or gone costs lines alone.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -14,6 +15,7 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from queue import SimpleQueue
@@ -152,26 +154,63 @@ class TraceRecorder:
         self._size += len(line)
 
 
+def check_file(path: Path) -> None:
+    """Raise `ConfigError` for a file that could not be begun, without making it.
+
+    One that an engine records to passes: it may be the engine of the server that asks.
+    """
+    with _refused(path):
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            path.parent.stat()
+            if not os.access(path.parent, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "its folder may not be written") from None
+        else:
+            if not found.st_size or not _is_recorded_to(path):
+                _check_new(found)
+
+
+def _is_recorded_to(path: Path) -> bool:
+    """Whether an engine has the file. Only of one with something in it: this locks it a moment."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
 def _make_file(path: Path) -> int:
     """Return the descriptor of a new or empty file that is this process's alone."""
     # A pipe that nobody reads would wait for its reader.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
-    file = None
-    try:
+    with _refused(path):
         file = os.open(path, flags, 0o600)
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _check_new(os.fstat(file))
-        os.fchmod(file, 0o600)
-    except OSError as error:
-        if file is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _check_new(os.fstat(file))
+            os.fchmod(file, 0o600)
+        except OSError:
             os.close(file)
+            raise
+    return file
+
+
+@contextlib.contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """Turn what stands in the way of a file into a `ConfigError`."""
+    try:
+        yield
+    except OSError as error:
         is_used = isinstance(error, BlockingIOError)
         raise ConfigError(
             f"record_trace: {str(path)!r}: the file cannot be begun: "
             f"{'another engine records to it' if is_used else error.strerror}. Name a file that "
             "does not exist, in a folder that this user may write; or leave record_trace out"
         ) from error
-    return file
 
 
 def _check_new(found: os.stat_result) -> None:

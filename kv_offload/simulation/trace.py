@@ -60,7 +60,7 @@ def split_blocks(requests: Iterable[TraceRequest], parts: int) -> Iterator[Trace
 def _request(line: str, where: str) -> TraceRequest:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise TraceError(f"{where}: not JSON ({error})") from error
     if not isinstance(fields, dict):
         raise TraceError(f"{where}: {line.strip()[:40]!r} is no JSON object")

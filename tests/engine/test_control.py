@@ -152,3 +152,32 @@ def test_warm_up(
     printed = capsys.readouterr()
     assert printed.out.startswith("1 of 2 prompts with 1,020 tokens")
     assert f"{file}, line 3: HTTP status 400: " in printed.err
+
+
+def test_warm_up_with_recorded_requests(
+    server: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clients had asked for streams, and for more tokens by other names than `max_tokens`."""
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    lines = [
+        {"prompt": text(21), "max_tokens": 40, **stream},
+        {"prompt": text(22), "max_tokens": 40, "min_tokens": 30, "n": 3},
+        {
+            "messages": [{"role": "user", "content": text(23)}],
+            "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+            "max_completion_tokens": 40,
+            "ignore_eos": True,
+        },
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    before = metric(server, "vllm:generation_tokens_total")
+    status = main(["warm-up", server, str(file)])
+    printed = capsys.readouterr()
+    assert (status, printed.err) == (0, "")
+    assert printed.out.startswith("3 of 3 prompts with 900 tokens in ")
+    assert metric(server, "vllm:generation_tokens_total") == before + 3

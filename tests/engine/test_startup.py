@@ -23,4 +23,10 @@ def test_a_wrong_setting_is_refused_before_weights_are_read(
     message = refusal(tmp_path, UnsupportedError, plugin={}, enable_prefix_caching=False)
     assert message.startswith("kv-offload: this engine cannot be served correctly: prefix caching")
     assert "remove --no-enable-prefix-caching" in message
+    recorded = tmp_path / "trace.jsonl"
+    recorded.write_text("of an earlier start")
+    message = refusal(tmp_path, ConfigError, plugin={"record_trace": str(recorded)})
+    assert "there is something in it" in message
+    disk = {"disk_path": str(recorded / "kv"), "disk_bytes": "64MiB"}
+    assert "the folder cannot be made" in refusal(tmp_path, ConfigError, plugin=disk)
     assert "model weights" in refusal(tmp_path, RuntimeError, plugin={})

@@ -69,8 +69,12 @@ def check_disk(path: Path, traced: TracedConfig | None, *, measures: bool) -> It
 def _check_space(path: Path, rates: DiskRates, traced: TracedConfig | None) -> Iterator[Check]:
     """Compare what all replicas take with what is free, and what they have already."""
     name = "disk space"
-    files = [file for folder in find_replicas(path) for file in find_ranks(folder).values()]
-    taken_bytes = sum(file.stat().st_blocks * 512 for file in files)
+    try:
+        files = [file for folder in find_replicas(path) for file in find_ranks(folder).values()]
+        taken_bytes = sum(file.stat().st_blocks * 512 for file in files)
+    except OSError as error:  # a replica's folder is for the user of its engine alone
+        yield not_checked(name, f"{error}", "Run doctor as the user that runs the engine.")
+        return
     found = f"{format_size(rates.free_bytes)} are free"
     if taken_bytes:
         found += f", and files of kv-offload have {format_size(taken_bytes)}"

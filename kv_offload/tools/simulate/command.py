@@ -84,6 +84,7 @@ def _run(arguments: argparse.Namespace) -> int:
             "which a trace does not tell. Start the engine, and look at its metrics"
         )
     table = _table(policies)
+    endless = infinite(requests)
     for cpu_bytes in sizes:
         blocks = size.blocks_in(cpu_bytes)
         if not blocks:
@@ -91,12 +92,12 @@ def _run(arguments: argparse.Namespace) -> int:
                 f"--cpu-bytes: {format_size(cpu_bytes)} holds no block of {size.block_tokens} "
                 f"tokens, which takes {format_size(size.block_bytes)}: give more"
             )
+        slots = min(blocks, endless.stored + 1)  # with more, the same hits
         ratios = [
-            replay(requests, policy, blocks, store_after_uses=arguments.store_after_uses).hit_ratio
+            replay(requests, policy, slots, store_after_uses=arguments.store_after_uses).hit_ratio
             for policy in policies
         ]
         table.add_row(format_size(cpu_bytes), f"{blocks:,}", *map(_percent, ratios))
-    endless = infinite(requests)
     table.add_row("endless", f"{endless.stored:,}", *[_percent(endless.hit_ratio)] * len(policies))
     print(
         f"{len(requests):,} requests, {endless.blocks:,} blocks of {size.block_tokens} tokens, "

@@ -26,7 +26,8 @@ class Prompt:
 def read_prompts(file: str) -> list[Prompt]:
     """Read all lines, empty ones left out. Raises `ConfigError` with the line that is wrong."""
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        # Not `splitlines`: a string of JSON may have other ends of lines, such as U+2028.
+        lines = Path(file).read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{show(file)} cannot be read: {error}. Give a file of JSON Lines in UTF-8"
@@ -40,7 +41,7 @@ def read_prompts(file: str) -> list[Prompt]:
 def _parse(file: str, number: int, text: str) -> Prompt:
     try:
         body = json.loads(text)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ConfigError(
             f"{file}, line {number}: no JSON: {error}. Write one object a line"
         ) from error

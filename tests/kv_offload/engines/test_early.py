@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from kv_offload.engines.vllm.plugin import register
 from kv_offload.engines.vllm.start import early
 from kv_offload.engines.vllm.start.command_line import check_keys, check_settings
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError, UnsupportedError
+from kv_offload.scheduler.trace_recorder import TraceRecorder
 from tests.support.configurations import around, make_vllm_config, ours
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -69,6 +71,61 @@ def test_what_is_right_is_not_refused(place: Any) -> None:
     make_vllm_config({"eviction_policy": "arc"}, transfer_config=place)
 
 
+@both_places
+def test_a_disk_or_a_trace_that_no_model_could_use(place: Any, tmp_path: Path) -> None:
+    """The engine would find it out after it has loaded the weights and captured its graphs."""
+    file = tmp_path / "file"
+    file.write_text("a line")
+    size = {"disk_bytes": "64MiB"}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"disk_path": str(file / "kv"), **size}, "cannot be made"),
+        ({"disk_path": str(tmp_path / "no" / "kv"), **size}, "cannot be made"),
+        ({"disk_path": str(file), **size}, "cannot be made"),
+        ({"record_trace": str(file)}, "there is something in it"),
+        ({"record_trace": str(tmp_path)}, "it is no regular file"),
+        ({"record_trace": str(tmp_path / "no" / "trace")}, "No such file or directory"),
+        ({"record_trace": str(file / "trace")}, "Not a directory"),
+    ]
+    for plugin, reason in cases:
+        assert reason in refusal(ConfigError, plugin, transfer_config=place)
+    disk = {"disk_path": str(tmp_path / "kv"), **size}
+    make_vllm_config({**disk, "record_trace": str(tmp_path / "trace")}, transfer_config=place)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_keys_of_blocks_that_mean_nothing_to_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    config = make_vllm_config({})
+    config.cache_config.prefix_caching_hash_algo = "xxhash"
+    options = config.kv_transfer_config.kv_connector_extra_config
+    early.check_settings(config)
+    disk = {"disk_path": str(tmp_path / "kv"), "disk_bytes": "64MiB"}
+    store = {"store": "mooncake", "store_master": "10.0.0.5:50051", "store_bytes": 0}
+    for tier in (disk, store):
+        with monkeypatch.context() as changed:
+            for name, value in tier.items():
+                changed.setitem(options, name, value)
+            with pytest.raises(ConfigError, match="set the environment variable PYTHONHASHSEED"):
+                early.check_settings(config)
+            changed.setenv("PYTHONHASHSEED", "0")
+            early.check_settings(config)
+
+
+def test_a_trace_that_an_engine_records_to_is_left_to_the_engine(tmp_path: Path) -> None:
+    """Each of several API servers reads the arguments, maybe after its engine has begun."""
+    path = tmp_path / "trace"
+    recorder = TraceRecorder(path, 1 << 20)
+    try:
+        make_vllm_config({"record_trace": str(path)})
+        path.write_text("a line")
+        make_vllm_config({"record_trace": str(path)})
+    finally:
+        recorder.close(10)
+    assert "there is something in it" in refusal(ConfigError, {"record_trace": str(path)})
+
+
 def test_more_memory_than_all_replicas_have_together() -> None:
     size_bytes = read_host_memory().size_bytes * 6 // 10
     message = refusal(CapacityError, {"cpu_bytes": size_bytes}, replicas=2)
@@ -104,6 +161,20 @@ def test_an_engine_on_another_host_is_left_to_that_host(monkeypatch: pytest.Monk
             early.check_settings(config)
 
 
+def test_a_trace_is_looked_at_where_the_scheduler_is(tmp_path: Path) -> None:
+    """A second host of a replica has ranks alone, and needs no folder for it."""
+    config = make_vllm_config({})
+    options = config.kv_transfer_config.kv_connector_extra_config
+    options["record_trace"] = str(tmp_path / "no" / "trace")
+    with pytest.raises(ConfigError, match="record_trace"):
+        early.check_settings(config)
+    parallel = config.parallel_config
+    parallel.nnodes, parallel.node_rank = 2, 1
+    if not hasattr(parallel, "node_rank_within_dp"):
+        pytest.skip("this vLLM has one host for a replica, unless Ray starts it")
+    early.check_settings(config)
+
+
 OTHER = KVTransferConfig(
     kv_connector="OffloadingConnector",
     kv_role="kv_both",
@@ -131,7 +202,10 @@ def test_an_engine_without_the_plugin_says_so(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_a_gpu_without_cupy(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_cupy(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     config = make_vllm_config({})
     config.device_config.device_type = "cuda"
     find = importlib.util.find_spec
@@ -143,6 +217,27 @@ def test_a_gpu_without_cupy(installed: bool, monkeypatch: pytest.MonkeyPatch) ->
     advice = r"CuPy, .* install it with pip install cupy-"
     with nullcontext() if installed else pytest.raises(UnsupportedError, match=advice):
         early.check_settings(config)
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_gpu_without_a_folder_for_its_kernels(
+    writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose user has no home."""
+    config = make_vllm_config({})
+    config.device_config.device_type = "cuda"
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: find("json" if name == "cupy" else name)
+    )
+    home = tmp_path / "home"
+    home.mkdir() if writable else home.touch()
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    advice = r"no folder for compiled kernels: .*\.cupy.*; .*set CUPY_CACHE_DIR to a folder"
+    with nullcontext() if writable else pytest.raises(UnsupportedError, match=advice):
+        early.check_settings(config)
+    assert not writable or (home / ".cupy" / "kernel_cache").is_dir()
 
 
 @pytest.mark.parametrize(

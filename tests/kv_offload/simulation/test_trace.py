@@ -31,6 +31,7 @@ def test_every_line_is_a_request_and_empty_lines_are_none(tmp_path: Path) -> Non
     ("line", "message"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[1]", r"'\[1\]' is no JSON object"),
         (GOOD | {"timestamp": True}, "timestamp is True: give milliseconds, 0 or more"),
         (GOOD | {"timestamp": -1}, "timestamp is -1"),

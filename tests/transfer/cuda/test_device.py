@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +47,19 @@ def test_missing_cupy_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(torch.version, "cuda", version)
         with pytest.raises(DeviceError, match=rf"pip install {package}$"):
             CudaRegistrar(torch.device("cuda", 0))
+
+
+def test_cupy_that_cannot_make_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy 14 makes it when it is imported: what its import does is here, not CuPy."""
+    (tmp_path / "cupy.py").write_text(
+        "import os\nos.makedirs(os.environ['CUPY_CACHE_DIR'], exist_ok=True)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cupy.py" / "kernels"))
+    with pytest.raises(DeviceError, match=r"cannot be imported: .*; .*set CUPY_CACHE_DIR to a"):
+        CudaRegistrar(torch.device("cuda", 0))
+    assert "cupy" not in sys.modules
 
 
 def test_device_that_cannot_use_host_pointers(cuda: PlayedCuda) -> None:

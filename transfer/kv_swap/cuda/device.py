@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,19 @@ _CAPTURE_MODE_RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
 
 
+KERNEL_CACHE = "CUPY_CACHE_DIR"
+KERNEL_CACHE_REMEDY = (
+    f"CuPy keeps compiled kernels in ~/.cupy: set {KERNEL_CACHE} to a folder that this user may "
+    "write"
+)
+
+
 def import_cupy() -> Any:
-    """Return the module `cupy`. Raises `DeviceError`, naming what to install, without it."""
+    """Return the module `cupy`.
+
+    Raises `DeviceError`, naming what to install without it, or what to set where it cannot make
+    its folder.
+    """
     try:
         import cupy
     except ImportError as error:
@@ -32,7 +44,24 @@ def import_cupy() -> Any:
             f"CuPy, which compiles and launches the copy kernels, cannot be imported: {error}; "
             f"install it with pip install cupy-cuda{major}x"
         ) from error
+    except OSError as error:  # CuPy 14 makes the folder when it is imported, CuPy 13 later
+        raise DeviceError(f"CuPy cannot be imported: {error}; {KERNEL_CACHE_REMEDY}") from error
     return cupy
+
+
+def make_kernel_cache() -> None:
+    """Make the folder for compiled kernels as CuPy makes it, without CuPy. Raises `DeviceError`.
+
+    One that is there may not be writable: then all kernels must be in it.
+    """
+    folder = os.environ.get(KERNEL_CACHE, os.path.expanduser("~/.cupy/kernel_cache"))
+    try:
+        if not os.path.isdir(folder):
+            os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise DeviceError(
+            f"there is no folder for compiled kernels: {error}; {KERNEL_CACHE_REMEDY}"
+        ) from error
 
 
 def device_index(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.cuda.device import device_index, import_cupy
+from kv_swap.cuda.device import KERNEL_CACHE_REMEDY, device_index, import_cupy
 from kv_swap.cuda.kernel_families import KernelFamily, LaunchShape
 from kv_swap.cuda.lane import CopyPath, Refusals, Slice, WaveRange
 from kv_swap.cuda.tiles import Tiles, WaveTable, columns_table, cut_waves
@@ -191,8 +191,10 @@ class SwapKernel:
                 # A copy from pageable memory may return before it has reached the device.
                 cuda.runtime.deviceSynchronize()
         except (cuda.compiler.CompileException, RuntimeError, OSError) as error:
+            remedy = f"; {KERNEL_CACHE_REMEDY}" if isinstance(error, OSError) else ""
             raise DeviceError(
-                f"cannot prepare the kernels of {path} on CUDA device {self._index}: {error}"
+                f"cannot prepare the kernels of {path} on CUDA device {self._index}: "
+                f"{error}{remedy}"
             ) from error
 
     def launch(

@@ -13,27 +13,23 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-def describe_contents(
+def check_contents(
     vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
     key: str,
     *,
     private: bool = False,
     keep_on_reset: bool,
     remedy: str = "",
-) -> dict[str, str]:
-    """Return by name all that must be equal for a block of another process to be of use here.
+) -> None:
+    """Raise `ConfigError` where another process could not tell what the keys of blocks mean.
 
-    Nobody else's is if `private`, or with LoRA. `key` is the tier's key in the configuration, and
-    `keep_on_reset` whether its `..._keep_on_reset` is set. Raises `ConfigError` where another
-    process could not tell what the keys of blocks mean; `remedy` is what else can be done then.
+    `key` is the tier's key in the configuration, and `keep_on_reset` whether its
+    `..._keep_on_reset` is set. `remedy` is what else can be done. What is `private`, or of an
+    engine with LoRA, is for no other process.
     """
-    contents = namespace.describe(vllm_config, kv_cache_config)
     has_lora = vllm_config.lora_config is not None
-    if private or has_lora:
-        # What is in an adapter's files may change under its name, which is all that a key has.
-        contents["process"] = secrets.token_hex(16)
-    elif problem := namespace.reproducible_hashes(vllm_config):
+    is_shared = not private and not has_lora
+    if is_shared and (problem := namespace.reproducible_hashes(vllm_config)):
         raise ConfigError(
             f"{key}: what is kept there could serve no other process: {problem}{remedy}"
         )
@@ -43,4 +39,17 @@ def describe_contents(
             "blocks of an adapter that was replaced under its name, and a reset is the way: remove "
             "the key"
         )
+
+
+def describe_contents(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, private: bool = False
+) -> dict[str, str]:
+    """Return by name all that must be equal for a block of another process to be of use here.
+
+    Nobody else's is if `private`, or with LoRA.
+    """
+    contents = namespace.describe(vllm_config, kv_cache_config)
+    if private or vllm_config.lora_config is not None:
+        # What is in an adapter's files may change under its name, which is all that a key has.
+        contents["process"] = secrets.token_hex(16)
     return contents

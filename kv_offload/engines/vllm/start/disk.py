@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kv_offload.cache.disk_index import DiskIndex
 from kv_offload.config import OffloadConfig
 from kv_offload.config.disk_folder import INDEX_FILE, replica_folder
-from kv_offload.engines.vllm.start.contents import describe_contents
+from kv_offload.engines.vllm.start.contents import check_contents, describe_contents
 from kv_offload.errors import ConfigError
 from kv_offload.scheduler.tiers.scheduler import TieredScheduler
 from kv_offload.scheduler.tiers.slot_tier import SlotTier
@@ -26,14 +26,26 @@ def find_disk(
 ) -> Disk | None:
     """Return the disk that the configuration gives this replica, with its folder; None without.
 
-    Raises `ConfigError` where the folder cannot be made, and where another process could not tell
-    what the keys of blocks mean.
+    Raises `ConfigError` as `check_disk` does.
     """
-    if config.disk_path is None or config.disk_bytes is None:
+    folder = check_disk(config, vllm_config)
+    if folder is None or config.disk_bytes is None:
         return None
-    contents = describe_contents(
+    private = not config.disk_restart
+    contents = describe_contents(vllm_config, kv_cache_config, private=private)
+    return Disk(folder, config.disk_bytes, contents)
+
+
+def check_disk(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
+    """Make the folder of this replica, and return it; None without a disk.
+
+    Raises `ConfigError` where it cannot be made or written, and where another process could not
+    tell what the keys of blocks mean.
+    """
+    if config.disk_path is None:
+        return None
+    check_contents(
         vllm_config,
-        kv_cache_config,
         "disk_path",
         private=not config.disk_restart,
         keep_on_reset=config.disk_keep_on_reset,
@@ -48,7 +60,7 @@ def find_disk(
             f"disk_path: {config.disk_path!r}: the folder cannot be made: {error}. Make it, for "
             "the user that runs the engine, or name another"
         ) from error
-    return Disk(folder, config.disk_bytes, contents)
+    return folder
 
 
 def replica_index(vllm_config: VllmConfig) -> int:

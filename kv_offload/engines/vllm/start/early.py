@@ -12,12 +12,12 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
-from kv_swap.cuda.device import import_cupy
+from kv_swap.cuda.device import import_cupy, make_kernel_cache
 from kv_swap.errors import DeviceError
 
 from kv_offload.config import trace_config
 from kv_offload.engines.vllm import CONNECTOR
-from kv_offload.engines.vllm.start import members, ranks, support
+from kv_offload.engines.vllm.start import disk, members, ranks, store, support, trace
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.worker.allocation import check_packing, transfer_kind
@@ -56,6 +56,10 @@ def check_settings(vllm_config: VllmConfig) -> None:
         own = copy.copy(vllm_config)  # as a MultiConnector makes it for a member
         own.kv_transfer_config = transfer
         support.check_supported(own, version, enclosing)
+        disk.check_disk(config, own)
+        store.check_store(config, own)
+        if not getattr(parallel, "node_rank_within_dp", 0):  # else the scheduler is elsewhere
+            trace.check_trace(config, own)
         device = torch.device(vllm_config.device_config.device_type)
         if transfer_kind(config, device) != "host":
             if config.pack_kv:
@@ -64,9 +68,13 @@ def check_settings(vllm_config: VllmConfig) -> None:
 
 
 def _check_cupy() -> None:
-    """Raise `UnsupportedError` if CuPy is not installed; where it is, it is not imported here."""
-    if importlib.util.find_spec("cupy") is None:
-        try:
+    """Raise `UnsupportedError` if CuPy is not installed, or has no folder for compiled kernels.
+
+    Where it is installed, it is not imported here.
+    """
+    try:
+        if importlib.util.find_spec("cupy") is None:
             import_cupy()
-        except DeviceError as error:
-            raise UnsupportedError(str(error)) from error
+        make_kernel_cache()
+    except DeviceError as error:
+        raise UnsupportedError(str(error)) from error

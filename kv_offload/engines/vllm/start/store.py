@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kv_offload.cache.store_directory import StoreDirectory
 from kv_offload.config import OffloadConfig
-from kv_offload.engines.vllm.start.contents import describe_contents
+from kv_offload.engines.vllm.start.contents import check_contents, describe_contents
 from kv_offload.scheduler.tiers.scheduler import TieredScheduler
 from kv_offload.scheduler.tiers.shared_tier import SharedTier
 from kv_offload.worker.store import Store
@@ -23,14 +23,19 @@ def find_store(
 ) -> Store | None:
     """Return the store that the configuration names; None without.
 
-    Raises `ConfigError` where other engines could not tell what the keys of blocks mean.
+    Raises `ConfigError` as `check_store` does.
     """
-    if config.store is None or config.store_master is None or config.store_bytes is None:
+    check_store(config, vllm_config)
+    if config.store_master is None or config.store_bytes is None:
         return None
-    contents = describe_contents(
-        vllm_config, kv_cache_config, "store", keep_on_reset=config.store_keep_on_reset
-    )
+    contents = describe_contents(vllm_config, kv_cache_config)
     return Store(config.store_master, config.store_bytes, contents)
+
+
+def check_store(config: OffloadConfig, vllm_config: VllmConfig) -> None:
+    """Raise `ConfigError` where other engines could not tell what the keys of blocks mean."""
+    if config.store is not None:
+        check_contents(vllm_config, "store", keep_on_reset=config.store_keep_on_reset)
 
 
 def with_store(

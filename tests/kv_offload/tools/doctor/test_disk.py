@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,26 @@ def test_space_that_an_engine_has_taken_is_its_own(tmp_path: Path) -> None:
             pass
     space = checks(tmp_path)["disk space"]
     assert re.search(r"and files of kv-offload have 2\.[56]\d* MiB$", space.found)
+
+
+def test_a_file_with_the_name_of_a_replica_is_none(tmp_path: Path) -> None:
+    replica_folder(tmp_path, 1).write_text("a note")
+    assert checks(tmp_path, "1MiB")["disk space"].state == "ok"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_a_replica_of_another_user() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        replica_folder(Path(folder), 1).mkdir(0o700)
+        os.seteuid(65534)
+        try:
+            space = checks(Path(folder), "1MiB")["disk space"]
+        finally:
+            os.seteuid(0)
+    assert space.state == "not checked"
+    assert "Permission denied" in space.found
+    assert space.remedy == "Run doctor as the user that runs the engine."
 
 
 @pytest.fixture

@@ -56,6 +56,16 @@ def test_hits_by_size_beside_endless_memory(
     ]
 
 
+def test_more_memory_than_any_machine_has_is_as_good_as_endless(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the trace does not fill takes no memory here."""
+    assert run(tmp_path, write_trace(tmp_path, TURNS), "8000000TiB") == 0
+    last, endless = capsys.readouterr().out.splitlines()[-2:]
+    assert last.split()[2] == "131,072,000,000"
+    assert last.split()[3:] == endless.split()[2:]
+
+
 def test_options_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A cache of 1 byte a number halves a block; at the second use only the third hits."""
     trace = write_trace(tmp_path, [[1, 2]] * 3, block_size=16)
