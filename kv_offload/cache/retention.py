@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kv_offload.cache.leases import Lease, LeaseHeap
 from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.running import distinct
 from kv_offload.cache.slots import Slots
 from kv_offload.wishes import Keep
 
@@ -73,7 +74,7 @@ class Retention:
         self._weakest = _by_strength()
         self._owners: dict[str | None, Owner] = {}
         self._pending: dict[int, Keep] = {}
-        """What to do with slots once their store has ended."""
+        """What to do with slots once nothing writes them any more."""
 
     def keep(self, slots: Slots, keep: Keep) -> None:
         """Retain distinct slots that have keys; those being written once that has ended."""
@@ -85,7 +86,7 @@ class Retention:
         self._retain(slots[readable], keep)
 
     def stored(self, slots: Slots) -> None:
-        """Hear that the store of slots has ended, well or not."""
+        """Hear that what wrote slots has ended, well or not."""
         if not self._pending:
             return
         wished: dict[Keep, list[int]] = {}
@@ -150,9 +151,16 @@ class Retention:
             del self._leases[lease.number]
             del self._by_terms[lease.owner, lease.priority, lease.expires]
         elif lease.named > 2 * lease.slots + MIN_STALE:
-            named = np.concatenate(lease.parts)
-            lease.parts = [named[self._lease_of[named] == lease.number]]
+            lease.parts = [self._own(lease, lease.parts)]
             lease.named = len(lease.parts[0])
+
+    def _own(self, lease: Lease, parts: Sequence[Slots]) -> Slots:
+        """Return those of some parts of a lease that it has, each once.
+
+        One that moved to a stronger lease and came back is named twice.
+        """
+        named = np.concatenate(parts)
+        return distinct(named[self._lease_of[named] == lease.number])
 
     def _room(self, lease: Lease, wanted: int) -> int:
         """Return how many of `wanted` more slots a lease may have, once weaker ones made room."""
@@ -197,9 +205,8 @@ class Retention:
         while named < most and lease.parts:
             parts.append(lease.parts.pop())
             named += len(parts[-1])
-        part = np.concatenate(parts[::-1])
         lease.named -= named
-        own = part[self._lease_of[part] == lease.number]
+        own = self._own(lease, parts[::-1])
         gone = own[-most:]
         if len(gone) < len(own):
             lease.parts.append(own[: -len(gone)])
@@ -238,10 +245,8 @@ class Retention:
         assert found == {n: lease.slots for n, lease in leases.items()}, "a lease counts wrongly"
         assert self.slots == sum(found.values()), "retained slots are not counted right"
         for lease in leases.values():
-            named = np.concatenate(lease.parts)
-            own = named[self._lease_of[named] == lease.number]
-            assert len(np.unique(own)) == lease.slots, "a lease has lost a slot"
-            assert len(named) == lease.named
+            assert len(self._own(lease, lease.parts)) == lease.slots, "a lease has lost a slot"
+            assert sum(map(len, lease.parts)) == lease.named
         for name, owner in self._owners.items():
             own_slots = sum(lease.slots for lease in leases.values() if lease.owner == name)
             assert owner.slots == own_slots > 0, f"slots of {name!r} are not counted right"

@@ -88,7 +88,8 @@ class OtherSizes:
         # smaller, not for larger than they are.
         self._sizes = sorted(self._miniatures, key=lambda name: name != "same")
         self._notes = _Notes()
-        self._turns: deque[tuple[str, _Notes]] = deque()
+        self._turns: deque[tuple[str, _Notes | None]] = deque()
+        """Which miniature serves what; None empties it."""
         self._has_noted = False
         """Whether a request began or ended in this step, which takes long enough without a turn."""
         self._sampled = dict.fromkeys(OTHER_SIZES, 0)
@@ -170,7 +171,10 @@ class OtherSizes:
                 self._statistics.count(f"hit_tokens_at_{name}", estimate - self._told[name])
                 self._told[name] = estimate
 
-    def _serve(self, size: str, notes: _Notes) -> None:
+    def _serve(self, size: str, notes: _Notes | None) -> None:
+        if notes is None:
+            self._miniatures[size].reset()
+            return
         hits = self._miniatures[size].serve([part.sample for part in notes.parts])
         for (sample, hitting), hit in zip(notes.parts, hits, strict=True):
             if size in hitting:
@@ -182,8 +186,8 @@ class OtherSizes:
             self._found += notes.found_tokens
 
     def reset(self) -> None:
-        """Hear that host memory was emptied."""
-        self._turns.clear()
-        self._notes = _Notes()
-        for miniature in self._miniatures.values():
-            miniature.reset()
+        """Hear that host memory was emptied: each miniature is, after what was noted before."""
+        if self._notes.requests:
+            self._give_turns()
+        if not self._turns or self._turns[-1][1] is not None:  # a trainer may call a thousand times
+            self._turns += [(size, None) for size in self._sizes]

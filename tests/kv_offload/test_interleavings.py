@@ -227,6 +227,7 @@ class Interleavings(RuleBasedStateMachine):
         self.requests: dict[str, Any] = {}
         self.aborted: set[str] = set()
         self.armed: Counter[str] = Counter()
+        self.injected = 0
         self.may_end = arguments["plugin"]["on_load_failure"] == "fail"
         self.engine.propose = self.propose
         for text in TEXTS:
@@ -245,6 +246,7 @@ class Interleavings(RuleBasedStateMachine):
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.armed[name]:
                 self.armed[name] -= 1
+                self.injected += 1
                 HAPPENED[name] += 1
                 raise InjectedError(name)
             return hook(*args, **kwargs)
@@ -614,6 +616,7 @@ class Interleavings(RuleBasedStateMachine):
         engine.check_host_memory()
         engine.check_pins()
         engine.offload.check_integrity()
+        assert engine.totals["hook_errors"] <= self.injected, "a hook raised by itself"
         blocks = [block for block in engine.pool.blocks if not block.is_null]
         assert engine.pool.get_num_free_blocks() == sum(not block.ref_cnt for block in blocks)
         for request_id, answer in engine.answers.items():

@@ -59,6 +59,8 @@ class BlockRecords:
 
         `keys` are those of its blocks from `first` on, in the cache group at `position`.
         """
+        if not keys:  # of a chunk that begins where a hit ends
+            return
         if all(map(slot_of.__contains__, keys)):  # of one that decodes, or of a new prompt
             self._remember_run(request, position, first, keys, [slot_of[key] for key in keys])
             return

@@ -122,6 +122,8 @@ class TieredScheduler(OffloadScheduler):
         self._tier.copied(move)
         part = self._promotions if move.promotes else self._demotions
         part.ended(move, failed)
+        if move.promotes:  # a request that did not wait may have wished to retain it
+            self._retention.stored(move.slots)
         name = "promoted" if move.promotes else "demoted"
         self._statistics.count(f"{name}_slots", int(len(failed) - failed.sum()))
         self._statistics.count("lost_tier_slots", int(failed.sum()))

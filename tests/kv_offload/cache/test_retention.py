@@ -190,6 +190,19 @@ def test_a_prompt_that_is_retained_again_and_again_takes_no_more_memory() -> Non
     assert bed.retention.named_slots < 3 * bed.retention.slots + 100 * 64
 
 
+def test_a_slot_that_comes_back_to_a_lease_is_let_go_of_once() -> None:
+    """A stronger wish takes it over and ends first; a wish with the terms of the first follows."""
+    bed = Bed()
+    slots = bed.store(3)
+    bed.keep(slots, seconds=60)
+    bed.keep(slots[1:2], seconds=10, priority=1)
+    assert bed.pass_time(10) == 2
+    bed.keep(slots[1:2], seconds=50)
+    assert bed.pass_time(49) == 3
+    assert bed.pass_time(1) == 0
+    assert not bed.manager.busy_slots(slots).any()
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_any_order_of_events(seed: int) -> None:
     """Limits hold, counts are right, and after the longest time nothing is retained."""

@@ -260,6 +260,24 @@ def test_what_comes_from_a_disk_is_told(tmp_path: Path) -> None:
     engine.connector.shutdown()
 
 
+def test_what_comes_from_a_disk_is_told_where_a_group_needs_none_of_it(tmp_path: Path) -> None:
+    """A hit that ends with a chunk: the next token's chunk begins there."""
+    plugin = {"disk_path": str(tmp_path), "disk_bytes": "1MiB", "disk_restart": False}
+    engine = FollowedEngine(FULL, CHUNKS, plugin=plugin)
+    prompt = PROMPT[: 2 * 8 + 1]
+    engine.serve("a", prompt, 1)
+    engine.offload.manager.reset()
+    assert engine.reset()
+    engine.run()
+    assert not engine.routed
+    engine.serve("b", prompt, 1)
+    assert engine.totals["promoted_slots"] == 4
+    assert engine.totals["hit_tokens"] == 16
+    assert engine.routed == engine.blocks_in_memory()
+    assert len(engine.routed) == 4
+    engine.connector.shutdown()
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_events_come_through_a_multi_connector(first: bool) -> None:
     engine = FollowedEngine(transfer_config=functools.partial(multi_config, first=first))

@@ -126,6 +126,29 @@ def test_what_was_looked_up_counts_after_so_many_requests_also_without_a_sample(
     assert estimate._looked_up == other_sizes.MAX_NOTED_REQUESTS * (BLOCK_TOKENS - 1)
 
 
+def test_what_was_noted_before_a_reset_counts_for_all_sizes() -> None:
+    """Host memory is emptied while requests run, when one of the sizes has had its turn."""
+    statistics = Statistics(CacheManager(make_policy("lru", 1)), dict)
+    config: Any = SimpleNamespace(eviction_policy="lru", store_blocks="all", store_after_uses=1)
+    prefixes = PrefixMap([CacheGroup(0, BLOCK_TOKENS)], BLOCK_TOKENS, lambda h, _: h + b"group")
+    estimate = OtherSizes(config, prefixes, 64, statistics)
+    hashes = [bytes([block]) for block in range(other_sizes.PART_KEYS)]
+    tokens = len(hashes) * BLOCK_TOKENS
+    request: Any = SimpleNamespace(block_hashes=hashes, num_tokens=tokens, num_prompt_tokens=tokens)
+    for _ in range(10):
+        for found_tokens, steps in ((0, 6), (tokens, 2)):
+            estimate.admitted(request, 0, found_tokens)
+            for _ in range(steps):
+                estimate.work(idle=False)
+        estimate.reset()
+        estimate.reset()
+    estimate.work(idle=True)
+    told = statistics.take(idle=True)
+    assert told is not None
+    hits = {size: told.data[f"hit_tokens_at_{size}"] for size in OTHER_SIZES}
+    assert hits == dict.fromkeys(OTHER_SIZES, 10 * tokens)
+
+
 def test_an_engine_of_that_size_has_as_many_hits() -> None:
     """The largest miniature is as large as the thing itself: nothing is a matter of chance."""
     played = pytest.importorskip("tests.support.played_engine", reason="needs vLLM")

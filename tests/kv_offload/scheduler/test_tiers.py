@@ -535,3 +535,25 @@ def test_what_was_read_is_retained(engine: DiskEngine) -> None:
     assert engine.offload.gauges()["retained_slots"] == FULL_BLOCKS
     engine.offload.reset()
     assert engine.offload.gauges()["retained_slots"] == 0
+
+
+@pytest.mark.parametrize("ends_well", [True, False], ids=["read", "damaged"])
+def test_what_a_request_did_not_wait_for_is_retained_once_it_was_read(
+    now: list[float], engine: DiskEngine, ends_well: bool
+) -> None:
+    """It is computed meanwhile. Where the read fails, what gets the slots next is not retained."""
+    engine.disk.stuck = True
+    wishes = {"kv_offload": {"retain_seconds": 600}}
+    engine.add("a", PROMPT, 2, extra_args={"kv_transfer_params": wishes})
+    engine.step(3)
+    now[0] += promotions.MAX_WAIT_SECONDS
+    engine.run(40) if engine.scheduler.running else engine.step(8)
+    assert "a" in engine.ended
+    assert engine.totals["late_promotions"] == 1
+    assert engine.offload.gauges()["retained_slots"] == 0
+    engine.disk.faults["mismatch"] = 0 if ends_well else FULL_BLOCKS
+    engine.disk.stuck = False
+    engine.step(3)
+    assert engine.offload.gauges()["retained_slots"] == (FULL_BLOCKS if ends_well else 0)
+    engine.serve("b", [1, 1, *PROMPT], 1)
+    assert engine.offload.gauges()["retained_slots"] == (FULL_BLOCKS if ends_well else 0)
