@@ -287,6 +287,45 @@ def test_a_copy_that_hangs_keeps_the_disk_from_being_used_until_it_ends(
     assert engine.offload.gauges()["tier_usable"] == 1
 
 
+def begin_writes(engine: DiskEngine, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Have a new prompt written in several jobs, which end when the test says so; return how many."""
+    monkeypatch.setattr(engine.offload._demotions, "_job_slots", 1)
+    engine.disk.stuck = True
+    engine.add("new", [1 - token for token in PROMPT], 1)
+    engine.step(12, copies=True)
+    writes = len(engine.disk.submitted)
+    assert writes == len(engine.running(TierDirection.DEMOTE)) > 3
+    return writes
+
+
+def test_a_disk_that_is_written_slowly_is_used_as_long_as_one_write_after_the_other_ends(
+    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for its turn does not hang, however long that takes."""
+    writes = begin_writes(engine, monkeypatch)
+    for _ in range(writes - 1):
+        now[0] += 0.9 * tier.STUCK_SECONDS
+        engine.step(2)
+        assert engine.offload.gauges()["tier_usable"] == 1
+        engine.disk.run(0)
+        engine.step(2)
+    ask(engine, "a")
+    assert engine.running(TierDirection.PROMOTE)
+
+
+def test_a_write_that_hangs_is_noticed_though_later_ones_end(
+    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_writes(engine, monkeypatch)
+    engine.disk.run(0)
+    engine.step(2)
+    for _ in range(2):
+        now[0] += 0.6 * tier.STUCK_SECONDS
+        engine.disk.run(1)
+        engine.step(2)
+    assert engine.offload.gauges()["tier_usable"] == 0
+
+
 def test_a_hit_is_computed_where_reading_takes_longer(engine: DiskEngine) -> None:
     teach(engine, 1e12)
     for _ in range(20):
