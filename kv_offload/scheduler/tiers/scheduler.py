@@ -158,6 +158,9 @@ class TieredScheduler(OffloadScheduler):
         self._tiers_of_ranks |= told
         if len(self._tiers_of_ranks) == self._num_ranks:
             self._tier.open(self._tiers_of_ranks)
+            # Ranks that could share memory may not be able to.
+            sharing = (rank.sharing_ranks for rank in self._tiers_of_ranks.values())
+            self._demotions.sharing_ranks = min(sharing)
 
     def close(self) -> None:
         """End what the tier runs beside the engine."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kv_swap.tiers.engine import TierDirection
 
 from kv_offload.cache.disk_index.contents import GENERATION_BYTES
 from kv_offload.cache.policies.auto import AutoPolicy
+from kv_offload.engines.vllm.model import groups
 from kv_offload.scheduler.loads.choice import LOAD_EVERY
 from kv_offload.scheduler.tiers import promotions, scheduler, tier
 from tests.support.beside_steps import teach
@@ -288,7 +290,7 @@ def test_a_copy_that_hangs_keeps_the_disk_from_being_used_until_it_ends(
 
 
 def begin_writes(engine: DiskEngine, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Have a new prompt written in several jobs, which end when the test says so; return how many."""
+    """Have a new prompt written in jobs that end when the test says so; return how many."""
     monkeypatch.setattr(engine.offload._demotions, "_job_slots", 1)
     engine.disk.stuck = True
     engine.add("new", [1 - token for token in PROMPT], 1)
@@ -370,6 +372,28 @@ def test_what_was_stored_first_is_written_first_and_no_faster_than_allowed(
     assert order[:FULL_BLOCKS] == [
         list(name_prefixes(PROMPT, 0)[n : n + 4]) for n in range(0, 20, 4)
     ]
+    engine.connector.shutdown()
+
+
+@pytest.mark.parametrize(("sharing", "slots"), [(1, 2), (2, 4)])
+def test_a_replica_writes_no_faster_than_allowed_whether_or_not_its_ranks_share_memory(
+    sharing: int, slots: int, tmp_path: Path, now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of latent attention would share it, but cannot if they are on several hosts, say."""
+    equal = [2, 1, 1]  # the scheduler expects two, each rank finds itself alone
+    monkeypatch.setattr(groups, "ranks_with_equal_bytes", lambda *_: equal.pop(0))
+    engine = DiskEngine(
+        tmp_path, prompts=False, ranks=2, handshake=False, plugin={"disk_write_rate": "256B"}
+    )
+    capacities = [rank.connector.offload_worker.capacity() for rank in engine.ranks]
+    told = [replace(one, tier=replace(one.tier, sharing_ranks=sharing)) for one in capacities]
+    engine.offload.take_capacities(told)
+    engine.add("a", PROMPT, 1)
+    engine.step(8, copies=True)
+    assert len(engine.disk.records) == slots
+    now[0] += 0.5
+    engine.step(2, copies=True)
+    assert len(engine.disk.records) == min(slots + slots // 2, FULL_BLOCKS)
     engine.connector.shutdown()
 
 

@@ -67,6 +67,6 @@ def with_disk(
     return partial(
         TieredScheduler,
         make_tier=partial(SlotTier, num_slots, open_index),
-        write_rate=config.disk_write_rate * sharing_ranks / num_ranks,
+        write_rate=config.disk_write_rate / num_ranks,
         keep_on_reset=config.disk_keep_on_reset,
     )
