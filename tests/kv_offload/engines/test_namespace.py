@@ -113,6 +113,23 @@ def test_what_changes_several_things(engine: Any, monkeypatch: pytest.MonkeyPatc
     assert changed(engine, setting("model_config.seed", 7)) == {"seed"}
 
 
+def test_what_becomes_of_an_image_or_video_counts(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hash, which is in the key, is that of its data."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    engine.vllm.model_config.multimodal_config = inputs = MultiModalConfig()
+    for name, value in (
+        ("mm_processor_kwargs", {"max_pixels": 1024}),
+        ("media_io_kwargs", {"video": {"num_frames": 8}}),
+        ("video_pruning_rate", 0.5),
+        ("video_pruning_method", "another"),
+    ):
+        if hasattr(inputs, name):
+            change = setting(f"model_config.multimodal_config.{name}", value)
+            assert changed(engine, change) == {"inputs"}, name
+
+
 def test_drafts_of_a_model_count_and_those_of_the_text_do_not(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

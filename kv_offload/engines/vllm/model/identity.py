@@ -51,7 +51,10 @@ def describe_model(model: ModelConfig) -> dict[str, str]:
 
 def _describe_inputs(inputs: MultiModalConfig) -> str:
     """Describe what becomes of an image: its hash, which is in the key, is that of its data."""
-    return digest([inputs.compute_hash(), inputs.mm_processor_kwargs, inputs.media_io_kwargs])
+    # Videos that are pruned in another way have the same tokens at first; of newer versions.
+    pruning = [getattr(inputs, f"video_pruning_{name}", None) for name in ("rate", "method")]
+    kwargs = [inputs.mm_processor_kwargs, inputs.media_io_kwargs]
+    return digest([inputs.compute_hash(), *kwargs, *pruning])
 
 
 def describe_loading(vllm_config: VllmConfig) -> dict[str, str]:
