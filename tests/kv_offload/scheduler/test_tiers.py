@@ -144,6 +144,30 @@ def test_a_request_is_computed_where_its_time_is_over(now: list[float], engine: 
     assert len(engine.running(TierDirection.PROMOTE)) == FULL_BLOCKS, "it goes on"
 
 
+def test_a_request_that_was_preempted_waits_for_the_disk_again(
+    now: list[float], engine: DiskEngine
+) -> None:
+    engine.disk.stuck = True
+    engine.add("a", PROMPT, 12)
+    engine.step(3)
+    assert engine.running(TierDirection.PROMOTE)
+    engine.disk.stuck = False
+    engine.step(6, copies=True)
+    assert "a" in engine.answers
+    now[0] += 2 * promotions.MAX_WAIT_SECONDS
+    engine.step(2, copies=True)
+    engine.totals.clear()
+    engine.disk.stuck = True
+    engine.offload.manager.reset()
+    assert engine.reset(reset_running_requests=True)
+    engine.step(3)
+    assert len(engine.running(TierDirection.PROMOTE)) >= FULL_BLOCKS
+    engine.disk.stuck = False
+    engine.run()
+    assert engine.totals["late_promotions"] == 0
+    assert engine.totals["hit_tokens"] >= FULL_BLOCKS * 4
+
+
 def test_what_came_in_time_is_loaded(
     now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
