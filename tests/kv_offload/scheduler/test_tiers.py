@@ -19,7 +19,7 @@ from kv_offload.cache.disk_index.contents import GENERATION_BYTES
 from kv_offload.cache.policies.auto import AutoPolicy
 from kv_offload.engines.vllm.model import groups
 from kv_offload.scheduler.loads.choice import LOAD_EVERY
-from kv_offload.scheduler.tiers import promotions, scheduler, tier
+from kv_offload.scheduler.tiers import demotions, promotions, scheduler, tier
 from tests.support.beside_steps import teach
 from tests.support.manual_tier import ManualTier
 from tests.support.played_engine import PlayedEngine
@@ -313,14 +313,16 @@ def test_a_copy_that_hangs_keeps_the_disk_from_being_used_until_it_ends(
     assert engine.offload.gauges()["tier_usable"] == 1
 
 
-def begin_writes(engine: DiskEngine, monkeypatch: pytest.MonkeyPatch) -> int:
+def begin_writes(
+    engine: DiskEngine, monkeypatch: pytest.MonkeyPatch, at_once: int = FULL_BLOCKS
+) -> int:
     """Have a new prompt written in jobs that end when the test says so; return how many."""
     monkeypatch.setattr(engine.offload._demotions, "_job_slots", 1)
     engine.disk.stuck = True
     engine.add("new", [1 - token for token in PROMPT], 1)
     engine.step(12, copies=True)
     writes = len(engine.disk.submitted)
-    assert writes == len(engine.running(TierDirection.DEMOTE)) > 3
+    assert writes == len(engine.running(TierDirection.DEMOTE)) == at_once
     return writes
 
 
@@ -567,6 +569,20 @@ def test_an_idle_engine_does_not_step_for_long_where_little_may_be_written(
     engine.step(1)
     assert engine.offload.has_pending_work
     engine.connector.shutdown()
+
+
+def test_an_idle_engine_begins_no_write_after_its_time_and_ends_those_under_way(
+    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demotions, "MAX_RUNNING_SHARE", 16)
+    begin_writes(engine, monkeypatch, at_once=4)
+    now[0] += scheduler.IDLE_SECONDS
+    for left in range(3, -1, -1):
+        assert engine.offload.has_pending_work
+        engine.disk.run(0)
+        engine.step(2)
+        assert len(engine.disk.submitted) == left
+    assert not engine.offload.has_pending_work
 
 
 def test_what_is_read_twice_since_host_memory_was_emptied_ends_twice(engine: DiskEngine) -> None:
