@@ -39,10 +39,13 @@ def find_disk(
         keep_on_reset=config.disk_keep_on_reset,
         remedy=". Or set disk_restart: false, to use the disk for this process alone",
     )
-    folder = replica_folder(Path(config.disk_path), replica_index(vllm_config))
+    path = Path(config.disk_path)
+    folder = replica_folder(path, replica_index(vllm_config))
     try:
-        # What users wrote can be told from what is there.
-        folder.mkdir(0o700, parents=folder != Path(config.disk_path), exist_ok=True)
+        # What users wrote can be told from what is there. Nothing above is made: where a disk is
+        # not mounted, that would be a folder of another one.
+        path.mkdir(0o700, exist_ok=True)
+        folder.mkdir(0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"disk_path: {config.disk_path!r}: the folder cannot be made: {error}. Make it, for "
