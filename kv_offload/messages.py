@@ -124,6 +124,8 @@ class TierCapacity:
     num_slots: int
     file_id: str
     """Of the file that has the slots: it is another one where that was begun afresh."""
+    sharing_ranks: int = 1
+    """How many ranks share host memory, and so write each slot once between them."""
 
 
 @dataclass(frozen=True)

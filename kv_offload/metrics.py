@@ -150,8 +150,8 @@ METRICS = (
         demoting_slots="Slots that are being written to the tier.",
         oldest_move_seconds="Age of the oldest read or write of the tier that some rank has not "
         "ended; 0 if there is none.",
-        promote_bytes_per_second="Speed of reading from the tier, of the slowest rank; 0 until it "
-        "was measured.",
+        promote_bytes_per_second="Speed of reading from the tier, of the slowest rank, or of ranks "
+        "that share memory together; 0 until it was measured.",
         prefill_tokens_per_second="Speed of computing prompts in large steps; 0 until it was "
         "measured.",
     ),

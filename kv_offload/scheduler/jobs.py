@@ -107,6 +107,7 @@ class Jobs:
         self._moves: list[tuple[Move, MoveJob]] = []
         # In the order in which they were sent.
         self._running: dict[int, Job] = {}
+        self._running_moves: dict[bool, dict[int, Move]] = {True: {}, False: {}}  # if they promote
         self._known: set[int] = set()
         self.next_job_id = 0
         self.running_loads = 0
@@ -187,6 +188,8 @@ class Jobs:
         job.sent = time.monotonic()
         job.ranks_left = set(self._ranks)
         self._running[job.job_id] = job
+        if isinstance(job, Move):
+            self._running_moves[job.promotes][job.job_id] = job
         return job.job_id
 
     # -- ends ----------------------------------------------------------------------------------
@@ -210,6 +213,8 @@ class Jobs:
             job.ranks_left.discard(rank)
             if not job.ranks_left:
                 del self._running[job_id]
+                if isinstance(job, Move):
+                    del self._running_moves[job.promotes][job_id]
                 self._known.add(job_id)
                 heard.ended.append(job)
 
@@ -289,10 +294,14 @@ class Jobs:
         return next((job.sent for job in copies), None)
 
     @property
+    def oldest_moves(self) -> list[Move]:
+        """Of each direction the oldest move that some rank has not ended, if there is one."""
+        return [next(iter(moves.values())) for moves in self._running_moves.values() if moves]
+
+    @property
     def oldest_move_sent(self) -> float | None:
         """When the oldest move that some rank has not ended was sent, on the monotonic clock."""
-        moves = (job for job in self._running.values() if isinstance(job, Move))
-        return next((job.sent for job in moves), None)
+        return min((move.sent for move in self.oldest_moves), default=None)
 
     @property
     def any_running(self) -> bool:
@@ -331,6 +340,8 @@ class Jobs:
             assert self._pool.blocks[block].ref_cnt >= count
         stores = [job for job in self._running.values() if job.is_store]
         loads = [job for job in self._running.values() if job.request is not None]
+        moves = {i: job for i, job in self._running.items() if isinstance(job, Move)}
+        assert moves == self._running_moves[True] | self._running_moves[False]
         assert self.running_stores == len(stores)
         assert self.running_loads == len(loads) + len(self._loads)
         assert self.stores_given_up == sum(job.given_up for job in stores)

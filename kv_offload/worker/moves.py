@@ -56,7 +56,8 @@ class Moves:
         """Return what the tier of this rank holds, counted in slots of all peers; None without."""
         if self._tier is None:
             return None
-        return TierCapacity(self._tier.num_slots * self._peers.count, self._tier.file_id)
+        count = self._peers.count
+        return TierCapacity(self._tier.num_slots * count, self._tier.file_id, count)
 
     def start(self, moves: Iterable[MoveJob]) -> None:
         """Start moves; those of which this rank has no part have ended."""
@@ -99,10 +100,14 @@ class Moves:
         self._jobs.stats.count("tier_mismatches", done.mismatches)
         self._jobs.stats.count("tier_errors", done.error is not None)
         if promotes and done.nbytes >= TIMED_BYTES:
-            self._told_speed = done.nbytes / done.seconds
+            # The peers read their parts meanwhile.
+            self._told_speed = self._peers.count * done.nbytes / done.seconds
 
     def take_speed(self) -> float | None:
-        """Return the speed of the last promotion that tells of it, once; None without one."""
+        """Return the speed of the last promotion that tells of it, once; None without one.
+
+        In bytes of slots that peers read together in a second: each has a part of every job.
+        """
         speed, self._told_speed = self._told_speed, None
         return speed
 

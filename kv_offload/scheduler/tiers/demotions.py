@@ -44,15 +44,16 @@ class Demotions:
         self, host: CacheManager, tier: Tier, jobs: Jobs, slot_bytes: int, bytes_per_second: float
     ) -> None:
         """`slot_bytes` are those of a slot on one rank, `bytes_per_second` is the bound there."""
+        self.sharing_ranks = 1
+        """How many ranks write each slot once between them."""
         self._host = host
         self._tier = tier
         self._jobs = jobs
         self._job_slots = max(1, JOB_BYTES // slot_bytes)
-        self._slots_per_second = bytes_per_second / slot_bytes
-        self._most_saved = max(1.0, self._slots_per_second * BURST_SECONDS)
-        self._saved_slots = self._most_saved
+        self._rank_slots_per_second = bytes_per_second / slot_bytes
+        self._saved_slots = 0.0
         self._planned = -math.inf
-        """When that was, on the monotonic clock."""
+        """When that was, on the monotonic clock. At first as much is saved as may be."""
         # Slots that are to be looked at, each once.
         self._waiting: deque[Slots] = deque()
         self._waits = np.zeros(host.num_slots, bool)
@@ -78,8 +79,10 @@ class Demotions:
             self.offer(self._host.take_risen())
         if not self._waiting or (now - self._planned < PLAN_SECONDS and not idle):
             return
-        earned = (now - self._planned) * self._slots_per_second
-        self._saved_slots = min(self._most_saved, self._saved_slots + earned)
+        slots_per_second = self._rank_slots_per_second * self.sharing_ranks
+        earned = (now - self._planned) * slots_per_second
+        most_saved = max(1.0, slots_per_second * BURST_SECONDS)
+        self._saved_slots = min(most_saved, self._saved_slots + earned)
         self._planned = now
         most_running = max(1, self._host.usable_slots // MAX_RUNNING_SHARE)
         looks = MAX_LOOKS

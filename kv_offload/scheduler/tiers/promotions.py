@@ -19,7 +19,7 @@ from kv_offload.scheduler.events.announcer import Announcer
 from kv_offload.scheduler.jobs import Jobs, Move
 from kv_offload.scheduler.loads.choice import LOAD_EVERY, MARGIN, LoadChoice
 from kv_offload.scheduler.loads.lookups import OFFER_SECONDS
-from kv_offload.scheduler.request import TrackedRequest
+from kv_offload.scheduler.request import StoreCursor, TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.tiers.tier import Question, Tier
 
@@ -38,6 +38,7 @@ MAX_PROMOTING_SHARE = 2
 class Wait:
     """What is known of a request that was looked up below.
 
+    - `cursor`: its blocks before it was preempted; None until it is admitted for the first time.
     - `start_tokens`, `num_tokens`: what the engine had of it, and how many tokens it has.
     - `looked`: when all of it was looked up last, on the monotonic clock; negative where something
       has come since.
@@ -46,6 +47,7 @@ class Wait:
       may not have answered.
     """
 
+    cursor: StoreCursor | None
     start_tokens: int
     num_tokens: int
     looked: float
@@ -110,6 +112,8 @@ class Promotions:
         """
         now, num_tokens = time.monotonic(), tracked.request.num_tokens
         wait = self._waits.get(tracked)
+        if wait is not None and wait.cursor is not tracked.cursor:
+            wait = None  # it has run since, and begins anew
         if wait is not None:
             if wait.looked < 0:
                 tracked.offer = None  # what has come since is not in it
@@ -125,7 +129,7 @@ class Promotions:
         if not self._tier.may_read or start_tokens % self._prefixes.alignment_tokens:
             return False
         if wait is None:
-            self._waits[tracked] = wait = Wait(start_tokens, num_tokens, now)
+            self._waits[tracked] = wait = Wait(tracked.cursor, start_tokens, num_tokens, now)
         elif not same:
             wait.start_tokens, wait.num_tokens, wait.asked = start_tokens, num_tokens, False
         wait.looked = now

@@ -22,7 +22,7 @@ from kv_offload.scheduler.tiers.promotions import Promotions
 from kv_offload.scheduler.tiers.tier import Tier
 
 IDLE_SECONDS = 60.0
-"""For how long an engine that nobody asks goes on stepping to write what it has to a tier."""
+"""For how long an engine that nobody asks begins to write what it has to a tier."""
 
 GIVE_WAY_SECONDS = 0.0005
 """For how long a step that computes nothing leaves Python to the threads that move and ask.
@@ -94,12 +94,12 @@ class TieredScheduler(OffloadScheduler):
             self._tier.is_asked or self._jobs.oldest_move_sent is not None
         ):
             time.sleep(GIVE_WAY_SECONDS)
-        self._tier.next_step(self._jobs.oldest_move_sent)
+        self._tier.next_step(self._jobs.oldest_moves)
         if output.num_scheduled_tokens:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = time.monotonic()
-        if self._tier.may_write:
+        if self._tier.may_write and self._is_patient:
             self._demotions.plan_step(idle=self._idle_since is not None)
         return super().plan_step(output)
 
@@ -141,11 +141,16 @@ class TieredScheduler(OffloadScheduler):
         """Whether the engine must go on stepping, also for what is to be written to the tier."""
         if super().has_pending_work:
             return True
-        since = self._idle_since
-        patient = since is None or time.monotonic() - since < IDLE_SECONDS
         return self._tier.may_write and (
-            (self._demotions.has_more and patient) or self._jobs.oldest_move_sent is not None
+            (self._demotions.has_more and self._is_patient)
+            or self._jobs.oldest_move_sent is not None
         )
+
+    @property
+    def _is_patient(self) -> bool:
+        """Whether writes are begun: an idle engine would go on stepping until all is written."""
+        since = self._idle_since
+        return since is None or time.monotonic() - since < IDLE_SECONDS
 
     def _forget_all(self, *, weights_changed: bool) -> bool:
         held = super()._forget_all(weights_changed=weights_changed)
@@ -160,6 +165,9 @@ class TieredScheduler(OffloadScheduler):
         self._tiers_of_ranks |= told
         if len(self._tiers_of_ranks) == self._num_ranks:
             self._tier.open(self._tiers_of_ranks)
+            # Ranks that could share memory may not be able to.
+            sharing = (rank.sharing_ranks for rank in self._tiers_of_ranks.values())
+            self._demotions.sharing_ranks = min(sharing)
 
     def close(self) -> None:
         """End what the tier runs beside the engine."""

@@ -110,6 +110,9 @@ class SlotTier(Tier):
             self.index.use(below)
         new = np.flatnonzero(slots < 0).tolist()
         given = self.manager.prepare_store([keys[row] for row in new]) if new else NO_SLOTS
+        if len(given):
+            # What they held may soon be elsewhere, and this write may fail, or never end.
+            self.index.remove(given)
         return new[: len(given)], given
 
     def end_write(self, move: Move, failed: NDArray[np.bool_]) -> None:

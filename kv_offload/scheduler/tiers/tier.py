@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,8 @@ from kv_offload.scheduler.jobs import Move
 logger = logging.getLogger(__name__)
 
 STUCK_SECONDS = 10.0
-"""After this a copy counts as one that hangs. The tier is not used before it has ended."""
+"""A copy that has not ended so long after those before it counts as one that hangs. The tier is not
+used before it has ended."""
 
 FIRST_PAUSE_SECONDS = 5.0
 LONGEST_PAUSE_SECONDS = 300.0
@@ -78,6 +79,8 @@ class Tier(ABC):
         self._reads = Pause()
         self._writes = Pause()
         self._is_stuck = False
+        # By direction, the oldest copy under way, and since when no older one is.
+        self._oldest: dict[bool, tuple[Move, float]] = {}
 
     @property
     @abstractmethod
@@ -166,9 +169,18 @@ class Tier(ABC):
         """Whether it may be written now."""
         return self._is_ready and self._writes.is_over
 
-    def next_step(self, oldest_sent: float | None) -> None:
-        """See whether a copy hangs; the oldest under way was sent at `oldest_sent`."""
-        stuck = oldest_sent is not None and time.monotonic() - oldest_sent > STUCK_SECONDS
+    def next_step(self, oldest: Iterable[Move]) -> None:
+        """See whether a copy hangs; `oldest` has the oldest one under way of each direction.
+
+        Ranks begin the copies of a direction in order. So one that waits for its turn does not
+        hang: a disk that is written faster than it can write is still read.
+        """
+        now, known = time.monotonic(), self._oldest
+        self._oldest = {}
+        for move in oldest:
+            before, since = known.get(move.promotes, (move, move.sent))
+            self._oldest[move.promotes] = move, since if move is before else now
+        stuck = any(now - since > STUCK_SECONDS for _, since in self._oldest.values())
         if stuck and not self._is_stuck:
             logger.warning(
                 "kv-offload: a copy to or from the %s has not ended in %.0f s. The %s is not "

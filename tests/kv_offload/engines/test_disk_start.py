@@ -54,13 +54,23 @@ def test_the_folder_is_made_for_its_user_alone(tmp_path: Path) -> None:
 def test_a_later_replica_has_a_folder_of_its_own(tmp_path: Path) -> None:
     disk = find(tmp_path / "kv", engine={"parallel_config.data_parallel_index": 2})
     assert disk.folder == tmp_path / "kv" / "replica-2"
-    assert disk.folder.is_dir()
+    for made in (disk.folder, disk.folder.parent):  # it may come before the first replica
+        assert made.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"disk_path.*cannot be made.*Make it, for the user"):
         find(tmp_path / "file" / "kv")
+
+
+@pytest.mark.parametrize("replica", [0, 2])
+def test_no_replica_makes_the_place_of_a_disk_that_is_not_mounted(
+    replica: int, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"disk_path.*cannot be made.*Make it, for the user"):
+        find(tmp_path / "nvme" / "kv", engine={"parallel_config.data_parallel_index": replica})
+    assert not (tmp_path / "nvme").exists()
 
 
 def test_two_starts_mean_the_same_only_if_a_restart_is_to_be_served(tmp_path: Path) -> None:

@@ -69,10 +69,13 @@ DIFFERENT = {
     "config": setting("model_config.hf_config.rope_theta", 7.0),
     "dtype": setting("model_config.dtype", torch.bfloat16),
     "quantization": setting("model_config.quantization", "fp8"),
+    "quantization_config": setting("model_config.quantization_config", {"ignore": ["lm_head"]}),
     "max_model_len": setting("model_config.max_model_len", 128),
     "implementation": setting("model_config.model_impl", "transformers"),
+    "classes": setting("model_config.model_class_overrides", {"Llama": "my.models:Llama"}),
     "inputs": setting("model_config.multimodal_config", MultiModalConfig()),
     "load_format": setting("load_config.load_format", "bitsandbytes"),
+    "loader": setting("load_config.model_loader_extra_config", {"pattern": "v2-{rank}-{part}.st"}),
     "lora": setting("lora_config", LoRAConfig(max_lora_rank=8)),
     "attention": setting("attention_config.flash_attn_version", 3),
     "cache_dtype": setting("cache_config.cache_dtype", "fp8_e4m3"),
@@ -108,6 +111,23 @@ def test_what_changes_several_things(engine: Any, monkeypatch: pytest.MonkeyPatc
     assert changed(engine, larger) == {"decode_context_parallel_size", "groups"}
     assert changed(engine, setting("load_config.load_format", "dummy")) == {"load_format", "seed"}
     assert changed(engine, setting("model_config.seed", 7)) == {"seed"}
+
+
+def test_what_becomes_of_an_image_or_video_counts(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hash, which is in the key, is that of its data."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    engine.vllm.model_config.multimodal_config = inputs = MultiModalConfig()
+    for name, value in (
+        ("mm_processor_kwargs", {"max_pixels": 1024}),
+        ("media_io_kwargs", {"video": {"num_frames": 8}}),
+        ("video_pruning_rate", 0.5),
+        ("video_pruning_method", "another"),
+    ):
+        if hasattr(inputs, name):
+            change = setting(f"model_config.multimodal_config.{name}", value)
+            assert changed(engine, change) == {"inputs"}, name
 
 
 def test_drafts_of_a_model_count_and_those_of_the_text_do_not(
@@ -168,6 +188,21 @@ def test_weights_in_a_folder_are_known_by_name_size_and_time(
         assert changed(engine, lambda _, step=step: step()) == ({"weights"} if counts else set())
     engine.vllm.model_config.model = str(nested)  # as of one GGUF file
     assert changed(engine, lambda _: nested.write_bytes(b"22")) == {"weights"}
+
+
+@pytest.mark.parametrize("name", ["tensorizer_uri", "tensorizer_dir"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_that_a_loader_takes_from_elsewhere_are_known_by_size_and_time(
+    name: str, nested: bool, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    file = tmp_path / "model.tensors"
+    options: dict[str, Any] = {name: str(file if name == "tensorizer_uri" else tmp_path)}
+    options = {"tensorizer_config": options} if nested else options
+    engine.vllm.load_config.model_loader_extra_config = options
+    assert changed(engine, lambda _: file.write_bytes(b"1234")) == {"loader"}
+    assert changed(engine, lambda _: os.utime(file, ns=(0, 7))) == {"loader"}
+    assert changed(engine, lambda _: os.utime(file, ns=(9, 7))) == set()
 
 
 # -- hashes ------------------------------------------------------------------------------------

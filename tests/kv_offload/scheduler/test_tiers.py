@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from kv_swap.tiers.engine import TierDirection
 
 from kv_offload.cache.disk_index.contents import GENERATION_BYTES
 from kv_offload.cache.policies.auto import AutoPolicy
+from kv_offload.engines.vllm.model import groups
 from kv_offload.scheduler.loads.choice import LOAD_EVERY
-from kv_offload.scheduler.tiers import promotions, scheduler, tier
+from kv_offload.scheduler.tiers import demotions, promotions, scheduler, tier
 from tests.support.beside_steps import teach
 from tests.support.manual_tier import ManualTier
 from tests.support.played_engine import PlayedEngine
@@ -140,6 +142,30 @@ def test_a_request_is_computed_where_its_time_is_over(now: list[float], engine: 
     assert engine.totals["late_promotions"] == 1
     assert engine.totals["hit_tokens"] == 0
     assert len(engine.running(TierDirection.PROMOTE)) == FULL_BLOCKS, "it goes on"
+
+
+def test_a_request_that_was_preempted_waits_for_the_disk_again(
+    now: list[float], engine: DiskEngine
+) -> None:
+    engine.disk.stuck = True
+    engine.add("a", PROMPT, 12)
+    engine.step(3)
+    assert engine.running(TierDirection.PROMOTE)
+    engine.disk.stuck = False
+    engine.step(6, copies=True)
+    assert "a" in engine.answers
+    now[0] += 2 * promotions.MAX_WAIT_SECONDS
+    engine.step(2, copies=True)
+    engine.totals.clear()
+    engine.disk.stuck = True
+    engine.offload.manager.reset()
+    assert engine.reset(reset_running_requests=True)
+    engine.step(3)
+    assert len(engine.running(TierDirection.PROMOTE)) >= FULL_BLOCKS
+    engine.disk.stuck = False
+    engine.run()
+    assert engine.totals["late_promotions"] == 0
+    assert engine.totals["hit_tokens"] >= FULL_BLOCKS * 4
 
 
 def test_what_came_in_time_is_loaded(
@@ -287,6 +313,47 @@ def test_a_copy_that_hangs_keeps_the_disk_from_being_used_until_it_ends(
     assert engine.offload.gauges()["tier_usable"] == 1
 
 
+def begin_writes(
+    engine: DiskEngine, monkeypatch: pytest.MonkeyPatch, at_once: int = FULL_BLOCKS
+) -> int:
+    """Have a new prompt written in jobs that end when the test says so; return how many."""
+    monkeypatch.setattr(engine.offload._demotions, "_job_slots", 1)
+    engine.disk.stuck = True
+    engine.add("new", [1 - token for token in PROMPT], 1)
+    engine.step(12, copies=True)
+    writes = len(engine.disk.submitted)
+    assert writes == len(engine.running(TierDirection.DEMOTE)) == at_once
+    return writes
+
+
+def test_a_disk_that_is_written_slowly_is_used_as_long_as_one_write_after_the_other_ends(
+    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for its turn does not hang, however long that takes."""
+    writes = begin_writes(engine, monkeypatch)
+    for _ in range(writes - 1):
+        now[0] += 0.9 * tier.STUCK_SECONDS
+        engine.step(2)
+        assert engine.offload.gauges()["tier_usable"] == 1
+        engine.disk.run(0)
+        engine.step(2)
+    ask(engine, "a")
+    assert engine.running(TierDirection.PROMOTE)
+
+
+def test_a_write_that_hangs_is_noticed_though_later_ones_end(
+    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_writes(engine, monkeypatch)
+    engine.disk.run(0)
+    engine.step(2)
+    for _ in range(2):
+        now[0] += 0.6 * tier.STUCK_SECONDS
+        engine.disk.run(1)
+        engine.step(2)
+    assert engine.offload.gauges()["tier_usable"] == 0
+
+
 def test_a_hit_is_computed_where_reading_takes_longer(engine: DiskEngine) -> None:
     teach(engine, 1e12)
     for _ in range(20):
@@ -331,6 +398,28 @@ def test_what_was_stored_first_is_written_first_and_no_faster_than_allowed(
     assert order[:FULL_BLOCKS] == [
         list(name_prefixes(PROMPT, 0)[n : n + 4]) for n in range(0, 20, 4)
     ]
+    engine.connector.shutdown()
+
+
+@pytest.mark.parametrize(("sharing", "slots"), [(1, 2), (2, 4)])
+def test_a_replica_writes_no_faster_than_allowed_whether_or_not_its_ranks_share_memory(
+    sharing: int, slots: int, tmp_path: Path, now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of latent attention would share it, but cannot if they are on several hosts, say."""
+    equal = [2, 1, 1]  # the scheduler expects two, each rank finds itself alone
+    monkeypatch.setattr(groups, "ranks_with_equal_bytes", lambda *_: equal.pop(0))
+    engine = DiskEngine(
+        tmp_path, prompts=False, ranks=2, handshake=False, plugin={"disk_write_rate": "256B"}
+    )
+    capacities = [rank.connector.offload_worker.capacity() for rank in engine.ranks]
+    told = [replace(one, tier=replace(one.tier, sharing_ranks=sharing)) for one in capacities]
+    engine.offload.take_capacities(told)
+    engine.add("a", PROMPT, 1)
+    engine.step(8, copies=True)
+    assert len(engine.disk.records) == slots
+    now[0] += 0.5
+    engine.step(2, copies=True)
+    assert len(engine.disk.records) == min(slots + slots // 2, FULL_BLOCKS)
     engine.connector.shutdown()
 
 
@@ -480,6 +569,20 @@ def test_an_idle_engine_does_not_step_for_long_where_little_may_be_written(
     engine.step(1)
     assert engine.offload.has_pending_work
     engine.connector.shutdown()
+
+
+def test_an_idle_engine_begins_no_write_after_its_time_and_ends_those_under_way(
+    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demotions, "MAX_RUNNING_SHARE", 16)
+    begin_writes(engine, monkeypatch, at_once=4)
+    now[0] += scheduler.IDLE_SECONDS
+    for left in range(3, -1, -1):
+        assert engine.offload.has_pending_work
+        engine.disk.run(0)
+        engine.step(2)
+        assert len(engine.disk.submitted) == left
+    assert not engine.offload.has_pending_work
 
 
 def test_what_is_read_twice_since_host_memory_was_emptied_ends_twice(engine: DiskEngine) -> None:

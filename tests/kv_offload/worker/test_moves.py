@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_offload.messages import MoveJob, Outcome
+from kv_offload.messages import MoveJob, Outcome, TierCapacity
 from kv_offload.worker.jobs import RankJobs, RankLog
 from kv_offload.worker.moves import Moves
 from kv_offload.worker.sharing import ALONE, Peers
@@ -48,6 +48,7 @@ def test_ranks_that_share_memory_move_a_part_each() -> None:
     """Each finds in its own file what it has written there."""
     halves = [Half(Peers(index, 2, lambda value: [value, value])) for index in range(2)]
     for half in halves:
+        assert half.moves.capacity() == TierCapacity(16, "manual", 2)
         half.move(0, promotes=False)
     assert [sorted(half.tier.records) for half in halves] == [[0, 2], [0, 1, 3]]
     halves[1].tier.faults["mismatch"] = 2
@@ -94,3 +95,16 @@ def test_only_long_reads_tell_how_fast_the_tier_is(monkeypatch: pytest.MonkeyPat
     half.move(2, promotes=True)
     assert half.moves.take_speed() == pytest.approx(40 / 0.001)
     assert half.moves.take_speed() is None
+
+
+def test_ranks_that_share_memory_tell_how_fast_they_read_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slot that one of them reads is there for all."""
+    monkeypatch.setattr("kv_offload.worker.moves.TIMED_BYTES", 8)
+    peers = [Peers(index, 2, lambda value: [value, value]) for index in range(2)]
+    for half, own_bytes in zip(map(Half, peers), (16, 24), strict=True):
+        half.move(0, promotes=False)
+        half.move(1, promotes=True)
+        assert half.jobs.stats.data["promoted_bytes"] == own_bytes
+        assert half.moves.take_speed() == pytest.approx(2 * own_bytes / 0.001)

@@ -2,7 +2,7 @@
 
 Weights of a repository are known by its commit, those in a folder by the names, sizes and times of
 its files: nobody reads them twice. A file that is replaced by one of the same size and time is not
-noticed.
+noticed. What a loader fetches from elsewhere is known by its address.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 OF_TEXT = ("tokenizer", "generation_config", "README", "LICENSE", "__pycache__", ".")
 """How the names of files and folders begin that change no KV of given tokens."""
+
+TENSORIZED = ("tensorizer_uri", "tensorizer_dir")
+"""Options of the loader `tensorizer`: its file of weights, or the folder that has it."""
 
 
 def describe_model(model: ModelConfig) -> dict[str, str]:
@@ -36,22 +40,38 @@ def describe_model(model: ModelConfig) -> dict[str, str]:
         "config": digest(config),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
+        # How weights are quantized while they are loaded; of newer versions.
+        "quantization_config": digest(getattr(model, "quantization_config", None)),
         "max_model_len": str(model.max_model_len),  # chooses the factors of some position codes
         "implementation": str(model.model_impl),
+        "classes": digest(getattr(model, "model_class_overrides", None)),  # of newer versions
         "inputs": "text" if inputs is None else _describe_inputs(inputs),
     }
 
 
 def _describe_inputs(inputs: MultiModalConfig) -> str:
     """Describe what becomes of an image: its hash, which is in the key, is that of its data."""
-    return digest([inputs.compute_hash(), inputs.mm_processor_kwargs, inputs.media_io_kwargs])
+    # Videos that are pruned in another way have the same tokens at first; of newer versions.
+    pruning = [getattr(inputs, f"video_pruning_{name}", None) for name in ("rate", "method")]
+    kwargs = [inputs.mm_processor_kwargs, inputs.media_io_kwargs]
+    return digest([inputs.compute_hash(), *kwargs, *pruning])
 
 
 def describe_loading(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return by name how weights are loaded or made up."""
+    """Return by name how weights are loaded or made up, and from where."""
     load_format = str(vllm_config.load_config.load_format)
     dummy = {"seed": str(vllm_config.model_config.seed)} if load_format == "dummy" else {}
-    return {"load_format": load_format, **dummy}
+    options = vllm_config.load_config.model_loader_extra_config or {}
+    return {"load_format": load_format, "loader": _describe_loader(options), **dummy}
+
+
+def _describe_loader(options: Mapping[str, Any]) -> str:
+    """Describe the options of a loader; of local files that Tensorizer is to read, these too."""
+    tensorizer = options.get("tensorizer_config") or options
+    paths = [Path(path) for name in TENSORIZED if (path := tensorizer.get(name))]
+    # Of a sharded model each rank puts its number into the name.
+    paths = [path.parent if "%" in path.name else path for path in paths]
+    return digest([{**options}, *map(_describe_folder, paths)])
 
 
 def _describe_folder(path: Path) -> str:

@@ -87,7 +87,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
         if engine.disk is not None:
             kind = disk.with_disk(config, engine.disk, slot_bytes, world_size, engine.sharing_ranks)
         if engine.store is not None:
-            kind = store.with_store(config, engine.store, world_size, engine.sharing_ranks)
+            kind = store.with_store(config, engine.store, world_size)
         return kind(
             config,
             engine.cache_groups,

@@ -51,10 +51,13 @@ def check_disk(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
         keep_on_reset=config.disk_keep_on_reset,
         remedy=". Or set disk_restart: false, to use the disk for this process alone",
     )
-    folder = replica_folder(Path(config.disk_path), replica_index(vllm_config))
+    path = Path(config.disk_path)
+    folder = replica_folder(path, replica_index(vllm_config))
     try:
-        # What users wrote can be told from what is there.
-        folder.mkdir(0o700, parents=folder != Path(config.disk_path), exist_ok=True)
+        # What users wrote can be told from what is there. Nothing above is made: where a disk is
+        # not mounted, that would be a folder of another one.
+        path.mkdir(0o700, exist_ok=True)
+        folder.mkdir(0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"disk_path: {config.disk_path!r}: the folder cannot be made: {error}. Make it, for "
@@ -79,6 +82,6 @@ def with_disk(
     return partial(
         TieredScheduler,
         make_tier=partial(SlotTier, num_slots, open_index),
-        write_rate=config.disk_write_rate * sharing_ranks / num_ranks,
+        write_rate=config.disk_write_rate / num_ranks,
         keep_on_reset=config.disk_keep_on_reset,
     )

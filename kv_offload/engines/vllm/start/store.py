@@ -39,7 +39,7 @@ def check_store(config: OffloadConfig, vllm_config: VllmConfig) -> None:
 
 
 def with_store(
-    config: OffloadConfig, store: Store, num_ranks: int, sharing_ranks: int
+    config: OffloadConfig, store: Store, num_ranks: int
 ) -> Callable[..., TieredScheduler]:
     """Return what builds the scheduler's half, which takes what `OffloadScheduler` takes."""
 
@@ -51,6 +51,6 @@ def with_store(
     return partial(
         TieredScheduler,
         make_tier=partial(SharedTier, open_directory),
-        write_rate=config.store_write_rate * sharing_ranks / num_ranks,
+        write_rate=config.store_write_rate / num_ranks,
         keep_on_reset=config.store_keep_on_reset,
     )
