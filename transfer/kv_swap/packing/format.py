@@ -48,7 +48,7 @@ PACKED_TILE_BYTES = 12672
 """A multiple of 128: tiles of 12,480 bytes moved 5 % slower (H200, 24 Nov 2026).
 
 That leaves 38 escapes beside the most columns, and 45 beside the fewest. A tile of SmolLM2's KV has
-at most 14; with 3 % of K's channels 128 times as great at most 69, and at most 2 tiles of 180 have
+at most 27; with 3 % of K's channels 128 times as great at most 65, and at most 2 tiles of 180 have
 too many (bench/results/cpu/packing.json). With 16 escapes less that was 6 tiles."""
 
 POOL_ENTRY_BYTES = TILE_BYTES - MAIN_BYTES
