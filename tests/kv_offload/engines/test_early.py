@@ -53,6 +53,15 @@ def refusal(error: type[KVOffloadError], plugin: dict[str, Any], **arguments: An
     return str(caught.value)
 
 
+def with_package(patch: pytest.MonkeyPatch, package: str, *, installed: bool) -> None:
+    """Have Python find a package, or not."""
+    find = importlib.util.find_spec
+    spec = find("json") if installed else None
+    patch.setattr(
+        importlib.util, "find_spec", lambda name, *more: spec if name == package else find(name)
+    )
+
+
 @both_places
 @pytest.mark.parametrize(
     ("plugin", "remedy"),
@@ -110,7 +119,16 @@ def test_keys_of_blocks_that_mean_nothing_to_another_process(
             with pytest.raises(ConfigError, match="set the environment variable PYTHONHASHSEED"):
                 early.check_settings(config)
             changed.setenv("PYTHONHASHSEED", "0")
+            with_package(changed, "mooncake", installed=True)
             early.check_settings(config)
+
+
+def test_a_store_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_package(monkeypatch, "mooncake", installed=False)
+    store = {"store": "mooncake", "store_master": "10.0.0.5:50051", "store_bytes": 0}
+    message = refusal(UnsupportedError, store)
+    assert "Mooncake is not installed" in message
+    assert "pip install 'kv-offload[mooncake]'" in message
 
 
 def test_a_trace_that_an_engine_records_to_is_left_to_the_engine(tmp_path: Path) -> None:
@@ -208,11 +226,7 @@ def test_a_gpu_without_cupy(
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     config = make_vllm_config({})
     config.device_config.device_type = "cuda"
-    find = importlib.util.find_spec
-    spec = find("json") if installed else None
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: spec if name == "cupy" else find(name)
-    )
+    with_package(monkeypatch, "cupy", installed=installed)
     monkeypatch.setitem(sys.modules, "cupy", None)  # importing it raises
     advice = r"CuPy, .* install it with pip install cupy-"
     with nullcontext() if installed else pytest.raises(UnsupportedError, match=advice):
@@ -226,10 +240,7 @@ def test_a_gpu_without_a_folder_for_its_kernels(
     """As in a container whose user has no home."""
     config = make_vllm_config({})
     config.device_config.device_type = "cuda"
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: find("json" if name == "cupy" else name)
-    )
+    with_package(monkeypatch, "cupy", installed=True)
     home = tmp_path / "home"
     home.mkdir() if writable else home.touch()
     monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from kv_swap.cuda.device import import_cupy, make_kernel_cache
 from kv_swap.errors import DeviceError
+from kv_swap.tiers.store import mooncake_session
 
 from kv_offload.config import trace_config
 from kv_offload.engines.vllm import CONNECTOR
@@ -58,6 +59,8 @@ def check_settings(vllm_config: VllmConfig) -> None:
         support.check_supported(own, version, enclosing)
         disk.check_disk(config, own)
         store.check_store(config, own)
+        if config.store is not None and not mooncake_session.is_installed():
+            raise UnsupportedError(f"store: {config.store}: {mooncake_session.NOT_INSTALLED}")
         if not getattr(parallel, "node_rank_within_dp", 0):  # else the scheduler is elsewhere
             trace.check_trace(config, own)
         device = torch.device(vllm_config.device_config.device_type)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import importlib.util
 import os
 import socket
 from typing import Any
@@ -25,6 +26,11 @@ holds all Python threads meanwhile."""
 _METADATA = "P2PHANDSHAKE"
 """Processes tell each other where their memory lies; no server besides the master is needed."""
 
+NOT_INSTALLED = (
+    "Mooncake is not installed in this Python: pip install 'kv-offload[mooncake]', for Python 3.11 "
+    "to 3.13"
+)
+
 _FATAL = 3
 """Of glog's levels; each failing key of each call would be a line on stderr."""
 
@@ -38,6 +44,11 @@ class Session:
         self.calls = 0
         self.ending = False
         self.ended = False
+
+
+def is_installed() -> bool:
+    """Return whether this Python has Mooncake, which is not imported."""
+    return importlib.util.find_spec("mooncake") is not None
 
 
 def connect(master: str, segment_bytes: int) -> Session:
@@ -83,10 +94,7 @@ def _import() -> Any:
     try:
         module = importlib.import_module("mooncake.store")
     except ModuleNotFoundError as error:
-        raise TierError(
-            "Mooncake is not installed in this Python: pip install 'kv-offload[mooncake]', for "
-            "Python 3.11 to 3.13"
-        ) from error
+        raise TierError(NOT_INSTALLED) from error
     except ImportError as error:
         raise TierError(
             f"Mooncake cannot be loaded: {error}; for libibverbs: apt-get install libibverbs1; for "
