@@ -149,12 +149,13 @@ def test_a_router_knows_what_is_in_host_memory(model_folder: Path, tmp_path: Pat
             assert subscriber.cleared == 0
             # The engine's own cache forgets, host memory does not.
             assert running.reload(PROMPTS[3:]) == expected[3:]
+            assert running.reload(PROMPTS[3:], corrupted=True) != expected[3:]
             assert check(subscriber, running) == SLOTS
-            assert subscriber.cleared == 1
+            assert subscriber.cleared == 2
             # Host memory alone is emptied.
             running.offload.reset()
             assert check(subscriber, running) == 0
-            assert subscriber.cleared == 1
+            assert subscriber.cleared == 2
             assert running.generate_each(PROMPTS[:1]) == expected[:1]
             assert running.llm.reset_prefix_cache(reset_connector=True)
             assert check(subscriber, running) == 0
