@@ -382,9 +382,11 @@ class OffloadScheduler:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether the engine must go on stepping, for a job or because routers must hear of it."""
+        """Whether the engine must go on stepping: for a job, for routers, or for its figures."""
         jobs, leftovers, announcer = self._jobs, self._stores.leftovers, self._announcer
         if announcer is not None and announcer.has_more:
+            return True
+        if self._other_sizes.has_turns and not self._requests.admitted:
             return True
         return jobs.pinned_blocks > 0 or leftovers.slots > 0 or jobs.awaits_synchronous
 
