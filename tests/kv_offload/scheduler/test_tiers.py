@@ -401,6 +401,23 @@ def test_what_was_stored_first_is_written_first_and_no_faster_than_allowed(
     engine.connector.shutdown()
 
 
+def test_what_decodes_stored_while_nothing_was_written_is_written_by_one_job(
+    now: list[float], engine: DiskEngine
+) -> None:
+    """To plan 256 jobs of a slot takes 15 ms of a step."""
+    engine.offload._tier.write_failed()
+    engine.add("a", [9] * 9, max_tokens=40)
+    engine.step(30, copies=True)
+    assert engine.totals["stored_slots"] > 6
+    assert engine.running(TierDirection.DEMOTE) == []
+    now[0] += tier.FIRST_PAUSE_SECONDS
+    engine.disk.stuck = True
+    engine.step(2, copies=True)
+    (job,) = engine.disk.submitted
+    assert len(job.pairs) > 6
+    engine.disk.stuck = False
+
+
 @pytest.mark.parametrize(("sharing", "slots"), [(1, 2), (2, 4)])
 def test_a_replica_writes_no_faster_than_allowed_whether_or_not_its_ranks_share_memory(
     sharing: int, slots: int, tmp_path: Path, now: list[float], monkeypatch: pytest.MonkeyPatch
