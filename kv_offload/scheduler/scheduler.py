@@ -292,7 +292,7 @@ class OffloadScheduler:
         told = report.ranks.values()
         speeds = [r.load_bytes_per_second for r in told if r.load_bytes_per_second is not None]
         if speeds:
-            self.watch.load_rate.learn(min(speeds))
+            self._choice.learn(min(speeds))
         for rank, news in report.ranks.items():
             if news.store_bytes_per_second is not None:
                 self._stores.budget.learn(news.store_bytes_per_second, rank)

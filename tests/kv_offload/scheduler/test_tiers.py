@@ -368,6 +368,24 @@ def test_a_hit_is_computed_where_reading_takes_longer(engine: DiskEngine) -> Non
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
 
 
+def test_a_disk_that_was_slow_for_a_while_is_soon_read_again(engine: DiskEngine) -> None:
+    teach(engine, 1e12)
+    for speed in (1e12, 1.0):
+        for _ in range(8):
+            engine.offload._promotions.learn(speed)
+    for number in range(LOAD_EVERY):
+        ask(engine, f"a{number}")
+        engine.run()
+        engine.forget()
+    assert engine.totals["promoted_slots"] == FULL_BLOCKS
+    for number in range(7):  # until it shows in the median
+        engine.offload._promotions.learn(1e12)
+        ask(engine, f"b{number}")
+        engine.run()
+        engine.forget()
+    assert engine.totals["promoted_slots"] == 8 * FULL_BLOCKS
+
+
 def test_always_load_reads_all(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path, plugin={"load_or_recompute": "always_load"})
     for _ in range(20):
