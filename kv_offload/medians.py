@@ -10,6 +10,9 @@ ASSUMED_BYTES_PER_SECOND = 12e9
 MIN_MEASUREMENTS = 3
 """Fewer are no evidence."""
 
+CLEARLY = 2.0
+"""A speed that is higher by this factor than the median was not measured by chance."""
+
 
 class RecentMedian:
     """The lower median of the last `size` values."""
@@ -32,3 +35,8 @@ class RecentMedian:
         if self._median is None:
             self._median = sorted(self._values)[(len(self._values) - 1) // 2]
         return self._median
+
+    @property
+    def has_risen(self) -> bool:
+        """Whether the last value is so far above the median that this may be out of date."""
+        return bool(self._values) and self._values[-1] >= CLEARLY * self.value

@@ -292,7 +292,7 @@ class OffloadScheduler:
         told = report.ranks.values()
         speeds = [r.load_bytes_per_second for r in told if r.load_bytes_per_second is not None]
         if speeds:
-            self.watch.load_rate.learn(min(speeds))
+            self._choice.learn(min(speeds))
         for rank, news in report.ranks.items():
             if news.store_bytes_per_second is not None:
                 self._stores.budget.learn(news.store_bytes_per_second, rank)
@@ -382,9 +382,11 @@ class OffloadScheduler:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether the engine must go on stepping, for a job or because routers must hear of it."""
+        """Whether the engine must go on stepping: for a job, for routers, or for its figures."""
         jobs, leftovers, announcer = self._jobs, self._stores.leftovers, self._announcer
         if announcer is not None and announcer.has_more:
+            return True
+        if self._other_sizes.has_turns and not self._requests.admitted:
             return True
         return jobs.pinned_blocks > 0 or leftovers.slots > 0 or jobs.awaits_synchronous
 

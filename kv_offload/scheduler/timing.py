@@ -40,6 +40,11 @@ class LoadRate:
         """The measured speed; None without evidence."""
         return self._recent.value if len(self._recent) >= MIN_MEASUREMENTS else None
 
+    @property
+    def has_risen(self) -> bool:
+        """See `RecentMedian.has_risen`."""
+        return self._recent.has_risen
+
     def seconds(self, nbytes: int) -> float:
         """Return how long a load takes that stands behind no other."""
         return nbytes / (self._recent.value if self._recent else ASSUMED_BYTES_PER_SECOND)

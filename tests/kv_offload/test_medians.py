@@ -3,6 +3,16 @@ from __future__ import annotations
 from kv_offload.medians import RecentMedian
 
 
+def test_a_last_value_that_is_clearly_above_the_median() -> None:
+    median = RecentMedian(size=4)
+    assert not median.has_risen
+    seen = []
+    for value in (5.0, 9.0, 12.0, 18.0, 18.0, 18.0):
+        median.add(value)
+        seen.append(median.has_risen)
+    assert seen == [False, False, False, True, False, False]
+
+
 def test_the_lower_median_of_the_last_values() -> None:
     median = RecentMedian(size=4)
     assert not median

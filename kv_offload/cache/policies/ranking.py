@@ -30,7 +30,8 @@ class Ranking:
     entries are added, so that there are about two entries a slot.
 
     Between two calls of `rank` the order of the buckets stays, and the slots of the worst wait in a
-    queue. What has to stay for what is behind it (`prefixes`) comes into the queue after that.
+    queue. What has to stay for what is behind it (`prefixes`) comes into the queue after that, and
+    only once it is wanted: a prompt that grew turn by turn is a chain of a hundred small parts.
     """
 
     def __init__(self, capacity: int, density: HitDensity) -> None:
@@ -46,6 +47,9 @@ class Ranking:
         self._queued = 0
         self._opened: tuple[int, float, Slots] | None = None
         """What is left of the bucket from which slots came into the queue last."""
+        self._freed = NO_SLOTS
+        """What can leave once all of the queue has. It has entries as well."""
+        self._freed_from = self.bucket_of[:0]
         self._order: list[tuple[int, float]] = []
         self._at = 0
         self._last_place = np.zeros(capacity, np.int32)  # only within `_distinct`
@@ -105,6 +109,7 @@ class Ranking:
         self._queue.clear()
         self._queued = 0
         self._opened = None
+        self._freed, self._freed_from = NO_SLOTS, self.bucket_of[:0]
         now = self._density.epoch * CLASSES
         self._merge_old(now - (AGES - 1) * CLASSES)
         # Of this epoch all, as slots will come.
@@ -128,6 +133,9 @@ class Ranking:
     def _fill_queue(self, count: int) -> None:
         """Have `count` slots wait in the queue, or all of those that can leave."""
         while self._queued < count:
+            if len(self._freed):
+                self._enqueue_freed()
+                continue
             if self._opened is None:
                 if self._at == len(self._order):
                     break
@@ -147,15 +155,25 @@ class Ranking:
                 self._enqueue(bucket, density, slots)
 
     def _enqueue(self, bucket: int, density: float, slots: Slots) -> None:
-        """Have slots of a bucket leave next, and then what had to stay for them."""
+        """Have slots of a bucket leave next."""
         self._queue.append((bucket, density, slots))
         self._queued += len(slots)
-        while len(slots := self.prefixes.leave(slots)):
-            parts = list(self._by_bucket(slots))
-            densities = self._density.of(np.array([bucket for bucket, _ in parts])).tolist()
-            for (bucket, part), density in zip(parts, densities, strict=True):
-                self._queue.append((bucket, density, part))
-            self._queued += len(slots)
+        self._free_before(slots)
+
+    def _enqueue_freed(self) -> None:
+        """Have what had to stay for the queue leave after it, but for what was used since."""
+        slots = self._freed[self.bucket_of[self._freed] == self._freed_from]
+        parts = list(self._by_bucket(slots))
+        densities = self._density.of(np.array([bucket for bucket, _ in parts], np.int64)).tolist()
+        for (bucket, part), density in zip(parts, densities, strict=True):
+            self._queue.append((bucket, density, part))
+        self._queued += len(slots)
+        self._free_before(slots)
+
+    def _free_before(self, slots: Slots) -> None:
+        """Take note of what can leave after these slots, which came into the queue last."""
+        self._freed = self.prefixes.leave(slots)
+        self._freed_from = self.bucket_of[self._freed]
 
     def _waiting(self) -> list[tuple[int, float, Slots]]:
         """Return what was taken out of buckets and has not left, with bucket and density."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,6 +25,10 @@ MAX_REMOVED = 4096
 
 MAX_AGAIN = 256
 """Blocks that are told again in a step, at most: most of them alone, so each takes longer."""
+
+MAX_LOOKS = 256
+"""Keys for which something is held back and that a step looks at, whether they are gone. Behind a
+copy that hangs there may be tens of thousands: all is held back that continues what it brings."""
 
 
 @dataclass(slots=True)
@@ -70,8 +76,10 @@ class Announcer:
         # What they have to be told again: in which order, and by slot whether it still is so.
         self._again = NO_SLOTS
         self._is_again = bytearray(manager.num_slots)
-        self.held_back: list[tuple[SlotKey, Slots]] = []
-        """Readable slots that continue what is still being stored, with the key of that."""
+        self.held_back: OrderedDict[SlotKey, list[Slots]] = OrderedDict()
+        """Readable slots that continue what is still being stored, by the key of that."""
+        # Keys among them that have been told, or are gone.
+        self._released: deque[SlotKey] = deque()
         self._stored_left = 0
 
     # -- what is planned -----------------------------------------------------------------------
@@ -115,13 +123,17 @@ class Announcer:
 
         What waits for a copy does not count: where a disk hangs, that is for long.
         """
-        if self._log.changes or len(self._again):
+        if self._log.changes or len(self._again) or self._released:
             return True
-        return any(not self._is_coming(parent) for parent, _ in self.held_back)
+        return any(not self._is_coming(key) for key in islice(self.held_back, MAX_LOOKS))
 
     def take(self) -> list[Announcement]:
         """Return what is to be told now."""
-        return list(self._take()) if self.has_more else []
+        told = list(self._take()) if self.has_more else []
+        if len(self.held_back) > MAX_LOOKS:
+            for key in [*islice(self.held_back, MAX_LOOKS)]:
+                self.held_back.move_to_end(key)  # others have their turn
+        return told
 
     def _take(self) -> Iterator[Announcement]:
         now, self._again = self._again[:MAX_AGAIN], self._again[MAX_AGAIN:]
@@ -188,7 +200,7 @@ class Announcer:
         for run, parent in zip(runs, parents, strict=True):
             if parent is not None and self._waits_for(parent, next(places)):
                 held = np.array([slot for slot, _ in run], np.int32)
-                self.held_back.append((parent, held))
+                self.held_back.setdefault(parent, []).append(held)
             else:
                 yield self._tell(run)
 
@@ -196,6 +208,8 @@ class Announcer:
         for slot, record in run:
             self._told[slot] = record
             self._is_again[slot] = 0
+            if record[0] in self.held_back:
+                self._released.append(record[0])
         _, position, parent, _, _ = run[0][1]
         group, hash_of = self._prefixes.groups[position], self._prefixes.hash_of
         tokens = array("i", b"".join(record[3] for _, record in run))
@@ -221,14 +235,12 @@ class Announcer:
 
     def _release(self) -> Iterator[BlocksStored]:
         """Tell what was held back, as far as what it continues has been told or is gone."""
-        more = True
-        while more and self.held_back:
-            more = False
-            waiting, self.held_back = self.held_back, []
-            for parent, slots in waiting:
-                if self._stored_left <= 0 or self._is_coming(parent):
-                    self.held_back.append((parent, slots))
-                    continue
-                more = True
+        looked_at = islice(self.held_back, MAX_LOOKS)
+        self._released += [key for key in looked_at if not self._is_coming(key)]
+        while self._released and self._stored_left > 0:
+            key = self._released.popleft()
+            if self._is_coming(key):
+                continue  # it has come back meanwhile
+            for slots in self.held_back.pop(key, ()):
                 self._stored_left -= len(slots)
                 yield from self._store(slots)

@@ -22,7 +22,10 @@ MAX_LENGTH_RATIO = 2
 """Prefixes longer than this many times the longest prompt that was computed are loaded."""
 
 LOAD_EVERY = 32
-"""Of the hits that are to be computed every so many is loaded, to measure the link again."""
+"""Of the hits that are to be computed every so many is loaded, to measure the link again.
+
+If that load was clearly faster than the others, the next hit is loaded, too, and so on. Otherwise
+it would take 250 hits to notice that a link which was slow for a minute has recovered."""
 
 
 class LoadChoice:
@@ -57,6 +60,12 @@ class LoadChoice:
         self._prefilling.add(tracked)
         tokens = tracked.request.num_tokens - computed_tokens
         self._longest_tokens = max(self._longest_tokens, tokens)
+
+    def learn(self, bytes_per_second: float) -> None:
+        """Take the speed of a load that ran alone on its rank."""
+        self._load_rate.learn(bytes_per_second)
+        if self._load_rate.has_risen:
+            self._declined = LOAD_EVERY - 1
 
     def loaded(self) -> None:
         """Take note that a hit is loaded."""

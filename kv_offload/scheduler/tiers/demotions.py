@@ -95,11 +95,19 @@ class Demotions:
             self._demote(slots)
 
     def _take(self, count: int) -> Slots:
-        """Take up to `count` slots that wait."""
-        slots = self._waiting.popleft()
-        if len(slots) > count:
-            self._waiting.appendleft(slots[count:])
-            slots = slots[:count]
+        """Take up to `count` slots that wait.
+
+        Decodes offer one at a time. To plan and end a job for each takes as long as for a hundred.
+        """
+        parts: list[Slots] = []
+        while count and self._waiting:
+            part = self._waiting.popleft()
+            if len(part) > count:
+                self._waiting.appendleft(part[count:])
+                part = part[:count]
+            parts.append(part)
+            count -= len(part)
+        slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
         self._waits[slots] = False
         return slots
 

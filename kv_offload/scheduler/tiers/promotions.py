@@ -98,6 +98,8 @@ class Promotions:
     def learn(self, bytes_per_second: float) -> None:
         """Take the speed of a read, of the slowest rank."""
         self._speed.add(bytes_per_second)
+        if self._speed.has_risen:
+            self._declined = LOAD_EVERY - 1
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -236,7 +238,7 @@ class Promotions:
         if computed * MARGIN >= read:
             self._declined = 0
             return True
-        # Now and then one is read all the same, to measure the tier again.
+        # Now and then one is read all the same, to measure the tier again (see `LOAD_EVERY`).
         self._declined = (self._declined + 1) % LOAD_EVERY
         return self._declined == 0
 

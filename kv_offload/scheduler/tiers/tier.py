@@ -22,7 +22,10 @@ used before it has ended."""
 
 FIRST_PAUSE_SECONDS = 5.0
 LONGEST_PAUSE_SECONDS = 300.0
-"""Of a pause after an error; twice as long after each that follows."""
+"""Of a pause after an error; twice as long after each that follows.
+
+One that comes later than the longest pause after the end of the one before is a first one again. A
+store may answer for weeks without a block that is read, so that nothing is known to go well."""
 
 
 class Question(ABC):
@@ -49,10 +52,12 @@ class Pause:
         return time.monotonic() >= self._until
 
     def begin(self) -> float:
-        """Begin a pause, twice as long as the one before, and return its seconds."""
-        twice = max(FIRST_PAUSE_SECONDS, 2 * self._seconds)
+        """Begin a pause, twice as long as the one before it if any, and return its seconds."""
+        now = time.monotonic()
+        follows = now - self._until < LONGEST_PAUSE_SECONDS
+        twice = max(FIRST_PAUSE_SECONDS, 2 * self._seconds if follows else 0.0)
         self._seconds = min(twice, LONGEST_PAUSE_SECONDS)
-        self._until = time.monotonic() + self._seconds
+        self._until = now + self._seconds
         return self._seconds
 
     def went_well(self) -> None:

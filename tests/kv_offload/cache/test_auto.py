@@ -427,6 +427,54 @@ def test_a_whole_prompt_leaves_before_a_block_that_is_worth_more() -> None:
         assert manager.readable(best).all()
 
 
+def test_one_victim_does_not_have_a_long_prompt_followed_to_its_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its blocks are of two classes by turns, so that each follows another one alone."""
+    policy = AutoPolicy(100)
+    manager = CacheManager(policy)
+    prompt = [b"prompt %d" % block for block in range(100)]
+    for at, key in enumerate(prompt):
+        tokens = 5000 if at == 99 else 100 if at % 2 else 2000
+        behind = prompt[at - 1] if at else None
+        manager.complete_store(manager.offer([key], [Run(1, tokens, behind=behind)])[0])
+    policy._density._density[:LENGTHS] = np.arange(1, 1 + LENGTHS)[:, None]
+    policy._rank_anew()
+    looked, leave = [], PrefixOrder.leave
+
+    def count(self: PrefixOrder, slots: Slots) -> Slots:
+        looked.append(slots)
+        return leave(self, slots)
+
+    monkeypatch.setattr(PrefixOrder, "leave", count)
+    for at in range(50):
+        looked.clear()
+        manager.complete_store(manager.prepare_store([b"new %d" % at]))
+        assert manager.readable(prompt).tolist() == [True] * (99 - at) + [False] * (at + 1)
+        assert len(looked) <= 3
+        manager.check_integrity()
+
+
+def test_what_was_used_before_its_turn_came_does_not_leave_with_its_tail() -> None:
+    policy = AutoPolicy(6)
+    manager = CacheManager(policy)
+    prompt = [b"a", b"b", b"c", b"d"]
+    for at, key in enumerate(prompt):
+        tokens = 5000 if at == 3 else 100 if at % 2 else 2000
+        behind = prompt[at - 1] if at else None
+        manager.complete_store(manager.offer([key], [Run(1, tokens, behind=behind)])[0])
+    manager.complete_store(manager.offer([b"x", b"y"], [Run(2, 50_000)])[0])
+    policy._density._density[:LENGTHS] = np.arange(1, 1 + LENGTHS)[:, None]
+    policy._density._density[LENGTHS:] = 100.0
+    policy._rank_anew()
+    manager.complete_store(manager.prepare_store([b"first"]))
+    assert not manager.readable([b"d"]).any(), "its tail"
+    manager.complete_load(manager.prepare_load([b"a", b"b", b"c"]))
+    manager.complete_store(manager.prepare_store([b"second"]))
+    assert manager.readable([b"a", b"b", b"c"]).all()
+    manager.check_integrity()
+
+
 def test_a_block_does_not_wait_for_itself_where_its_head_left_for_it() -> None:
     manager = CacheManager(AutoPolicy(2))
     manager.complete_store(manager.offer([b"head"], [Run(1, 100)])[0])

@@ -6,16 +6,21 @@ After every step the played engine compares what two routers know with what host
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
-from kv_offload.cache.prefix import CacheGroup
+from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.policies import make_policy
+from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.scheduler.events import announcer
 from tests.support.played_cases import CHUNKS, FULL, OTHER, PROMPT, STATE, WINDOW, both_ways
 from tests.support.played_engine import PlayedEngine
@@ -291,3 +296,40 @@ def test_nothing_is_kept_where_events_are_off() -> None:
     engine.serve("a", PROMPT, 1)
     assert engine.offload.manager.changes is None
     assert engine.connector.take_events() == []
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_what_is_held_back_behind_a_copy_that_hangs_makes_no_step_long(
+    ends_well: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk hangs while it reads the prefix of all prompts: 1,000 blocks come behind it."""
+    group = CacheGroup(0, 4)
+    manager = CacheManager(make_policy("lru", 1100))
+    prefixes = PrefixMap([group], 4, lambda block_hash, _: block_hash)
+    told = announcer.Announcer(manager, prefixes, lambda *_: None)
+    hashes = [at.to_bytes(8) for at in range(1001)]
+    request: Any = SimpleNamespace(block_hashes=hashes, all_token_ids=[1] * 4 * len(hashes))
+    hanging = manager.prepare_store(hashes[:100])
+    slots = np.concatenate((hanging, manager.prepare_store(hashes[100:])))
+    told.remember_prefix(request, 0, 4004, dict(zip(hashes, slots.tolist(), strict=True)))
+    looked_up: list[bytes] = []
+    slot_numbers = manager.slot_numbers
+
+    def look(keys: Sequence[bytes]) -> list[int]:
+        looked_up.extend(keys)
+        return slot_numbers(keys)
+
+    monkeypatch.setattr(manager, "slot_numbers", look)
+    # Each second one later, so that each is held back for itself.
+    for slot in [*slots[101::2].tolist(), *slots[100::2].tolist()]:
+        looked_up.clear()
+        manager.complete_store(np.array([slot], np.int32))
+        assert told.take() == []
+        assert len(looked_up) <= 800
+    manager.complete_store(hanging, ok=ends_well)
+    found: list[bytes] = []
+    for _ in range(8):
+        found += [one for news in told.take() for one in news.hashes]
+    assert found == hashes[0 if ends_well else 100 :]
+    assert not told.held_back
+    assert not told.has_more

@@ -48,7 +48,7 @@ class Chosen:
 
     def link(self, bytes_per_second: float, loads: int = 15) -> None:
         for _ in range(loads):
-            self.watch.load_rate.learn(bytes_per_second)
+            self.choice.learn(bytes_per_second)
 
     def request(self, request_id: str, tokens: int, computed: int = 0) -> Any:
         request = Named(request_id=request_id, num_tokens=tokens, num_computed_tokens=computed)
@@ -173,6 +173,31 @@ def test_an_asynchronous_load_is_seen_a_step_later() -> None:
     chosen.watch.step_seconds.add(0.5)
     assert chosen.loads()
     assert not chosen.loads(synchronous=False)
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_link_that_was_slow_for_a_while_is_soon_used_again(recovers: bool) -> None:
+    """Not after eight times as many hits as it takes to measure it once."""
+    chosen = Chosen(51e9)
+    chosen.link(EVEN / 10, loads=8)
+    assert not chosen.loads()
+    decisions = []
+    for _ in range(LOAD_EVERY + 30):
+        decisions.append(chosen.loads())
+        if decisions[-1]:
+            chosen.choice.loaded()
+            chosen.link(51e9 if recovers else EVEN / 10, loads=1)
+        else:
+            chosen.choice.declined()
+    assert decisions.count(False) == (LOAD_EVERY - 1 if recovers else LOAD_EVERY + 29)
+
+
+def test_a_single_fast_load_of_a_slow_link_has_one_more_loaded() -> None:
+    chosen = Chosen(EVEN / 10)
+    chosen.link(51e9, loads=1)
+    assert chosen.loads()
+    chosen.choice.loaded()  # and was too small to be measured
+    assert not chosen.loads()
 
 
 def test_now_and_then_a_load_measures_the_link_again() -> None:

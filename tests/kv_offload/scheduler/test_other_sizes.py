@@ -21,6 +21,13 @@ from kv_offload.scheduler.statistics import Statistics
 BLOCK_TOKENS = 16
 
 
+def rest(estimate: OtherSizes) -> None:
+    """Make steps of an idle engine until all is worked through."""
+    estimate.work(idle=True)
+    while estimate.has_turns:
+        estimate.work(idle=True)
+
+
 def conversations(requests: int, source: random.Random) -> Iterator[list[bytes]]:
     """Yield prompts: conversations that grow turn by turn behind a shared prompt, by block."""
     system = [source.randbytes(16) for _ in range(20)]
@@ -61,7 +68,7 @@ def test_estimates_are_within_two_points_of_replays(
         )
         estimate.admitted(request, 0, found["same"])
         estimate.work(idle=False)
-    estimate.work(idle=True)
+    rest(estimate)
     told = statistics.take(idle=True)
     assert told is not None
     assert hits["four_times"] > hits["same"] + all_tokens / 20, "sizes hardly differ"
@@ -109,6 +116,41 @@ def test_a_step_serves_one_size_and_none_where_a_request_begins(
     assert sum(steps(enough * 100, begins=True)) > 100 * len(OTHER_SIZES) - 40
 
 
+@pytest.mark.parametrize("idle", [False, True], ids=["others run", "it runs alone"])
+def test_a_long_prompt_makes_no_step_long(idle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100,000 tokens, a quarter of which are sampled, ended after a few tokens."""
+    served = []
+    serve = Miniature.serve
+
+    def count(self: Miniature, *arguments: Any, **named: Any) -> Any:
+        served.append(self)
+        return serve(self, *arguments, **named)
+
+    monkeypatch.setattr(Miniature, "serve", count)
+    statistics = Statistics(CacheManager(make_policy("lru", 1)), dict)
+    config: Any = SimpleNamespace(eviction_policy="auto", store_blocks="all", store_after_uses=1)
+    prefixes = PrefixMap([CacheGroup(0, BLOCK_TOKENS)], BLOCK_TOKENS, lambda h, _: h + b"group")
+    estimate = OtherSizes(config, prefixes, 4000, statistics)
+    source = random.Random(3)
+    hashes = [source.randbytes(32) for _ in range(6250)]
+    tokens = len(hashes) * BLOCK_TOKENS
+    request: Any = SimpleNamespace(block_hashes=hashes, num_tokens=tokens, num_prompt_tokens=tokens)
+    for _ in range(2):  # so that there are hits
+        estimate.admitted(request, 0, 0)
+        estimate.work(idle=False)  # a request began
+        turns, steps = [], 0
+        while estimate.has_turns:
+            before = len(served)
+            estimate.work(idle=idle)
+            turns.append(len(served) - before)
+            steps += 1
+        assert max(turns) <= (32 if idle else 8)
+        assert steps < 100
+    told = statistics.take(idle=True)
+    assert told is not None
+    assert told.data["hit_tokens_at_four_times"] > 0
+
+
 def test_what_was_looked_up_counts_after_so_many_requests_also_without_a_sample() -> None:
     statistics = Statistics(CacheManager(make_policy("lru", 1)), dict)
     config: Any = SimpleNamespace(eviction_policy="lru", store_blocks="all", store_after_uses=1)
@@ -142,7 +184,7 @@ def test_what_was_noted_before_a_reset_counts_for_all_sizes() -> None:
                 estimate.work(idle=False)
         estimate.reset()
         estimate.reset()
-    estimate.work(idle=True)
+    rest(estimate)
     told = statistics.take(idle=True)
     assert told is not None
     hits = {size: told.data[f"hit_tokens_at_{size}"] for size in OTHER_SIZES}

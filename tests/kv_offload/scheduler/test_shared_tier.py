@@ -176,6 +176,25 @@ def test_a_store_that_cannot_be_asked_is_not_read_for_a_while(make: Any, now: li
     assert second.totals["promoted_slots"] == FULL_BLOCKS
 
 
+def test_an_error_long_after_others_has_a_short_pause_though_nothing_was_found_meanwhile(
+    make: Any, now: list[float]
+) -> None:
+    engine = make()
+    engine.directory.fails = True
+    for number in range(8):
+        engine.answer(f"fails {number}", [number] * 9)
+        now[0] += tier.LONGEST_PAUSE_SECONDS
+    engine.directory.fails = False
+    for number in range(8):
+        engine.answer(f"lacks {number}", [number + 10] * 9)
+        now[0] += 3600
+    engine.directory.fails = True
+    engine.answer("last", [20] * 9)
+    assert not engine.offload._tier.may_read
+    now[0] += tier.FIRST_PAUSE_SECONDS
+    assert engine.offload._tier.may_read
+
+
 def test_a_block_that_is_gone_is_computed_and_asked_for_again(make: Any) -> None:
     engine = make()
     engine.answer("a")

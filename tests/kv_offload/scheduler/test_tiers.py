@@ -368,6 +368,24 @@ def test_a_hit_is_computed_where_reading_takes_longer(engine: DiskEngine) -> Non
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
 
 
+def test_a_disk_that_was_slow_for_a_while_is_soon_read_again(engine: DiskEngine) -> None:
+    teach(engine, 1e12)
+    for speed in (1e12, 1.0):
+        for _ in range(8):
+            engine.offload._promotions.learn(speed)
+    for number in range(LOAD_EVERY):
+        ask(engine, f"a{number}")
+        engine.run()
+        engine.forget()
+    assert engine.totals["promoted_slots"] == FULL_BLOCKS
+    for number in range(7):  # until it shows in the median
+        engine.offload._promotions.learn(1e12)
+        ask(engine, f"b{number}")
+        engine.run()
+        engine.forget()
+    assert engine.totals["promoted_slots"] == 8 * FULL_BLOCKS
+
+
 def test_always_load_reads_all(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path, plugin={"load_or_recompute": "always_load"})
     for _ in range(20):
@@ -399,6 +417,23 @@ def test_what_was_stored_first_is_written_first_and_no_faster_than_allowed(
         list(name_prefixes(PROMPT, 0)[n : n + 4]) for n in range(0, 20, 4)
     ]
     engine.connector.shutdown()
+
+
+def test_what_decodes_stored_while_nothing_was_written_is_written_by_one_job(
+    now: list[float], engine: DiskEngine
+) -> None:
+    """To plan 256 jobs of a slot takes 15 ms of a step."""
+    engine.offload._tier.write_failed()
+    engine.add("a", [9] * 9, max_tokens=40)
+    engine.step(30, copies=True)
+    assert engine.totals["stored_slots"] > 6
+    assert engine.running(TierDirection.DEMOTE) == []
+    now[0] += tier.FIRST_PAUSE_SECONDS
+    engine.disk.stuck = True
+    engine.step(2, copies=True)
+    (job,) = engine.disk.submitted
+    assert len(job.pairs) > 6
+    engine.disk.stuck = False
 
 
 @pytest.mark.parametrize(("sharing", "slots"), [(1, 2), (2, 4)])
