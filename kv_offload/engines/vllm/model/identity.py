@@ -1,8 +1,9 @@
 """Which model it is: its weights, its configuration, and how both are used.
 
-Weights of a repository are known by its commit, those in a folder by the names, sizes and times of
-its files: nobody reads them twice. A file that is replaced by one of the same size and time is not
-noticed. What a loader fetches from elsewhere is known by its address.
+Weights of a repository are known by the commit that Hugging Face's cache has of it, those in a
+folder by the names, sizes and times of its files: nobody reads them twice. A file that is replaced
+by one of the same size and time is not noticed. What a loader fetches from elsewhere is known by
+its address.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ TENSORIZED = ("tensorizer_uri", "tensorizer_dir")
 """Options of the loader `tensorizer`: its file of weights, or the folder that has it."""
 
 
-def describe_model(model: ModelConfig) -> dict[str, str]:
-    """Return by name what makes the KV of given tokens and images what it is."""
+def describe_model(model: ModelConfig, download_dir: str | None) -> dict[str, str]:
+    """Return by name what makes the KV of given tokens and images what it is.
+
+    `download_dir` is where weights of repositories are kept; None is the usual cache.
+    """
     config = model.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
         config.pop(name, None)
@@ -34,7 +38,7 @@ def describe_model(model: ModelConfig) -> dict[str, str]:
         "model": str(model.model),
         "revision": str(model.revision),
         "code_revision": str(model.code_revision),
-        "commit": str(getattr(model.hf_config, "_commit_hash", None)),
+        "commit": str(_find_commit(str(model.model), model.revision, download_dir)),
         "weights": f"{model.model_weights}{_describe_folder(Path(model.model))}",
         "architecture": str(model.architecture),
         "config": digest(config),
@@ -47,6 +51,22 @@ def describe_model(model: ModelConfig) -> dict[str, str]:
         "classes": digest(getattr(model, "model_class_overrides", None)),  # of newer versions
         "inputs": "text" if inputs is None else _describe_inputs(inputs),
     }
+
+
+def _find_commit(model: str, revision: str | None, download_dir: str | None) -> str | None:
+    """Return which commit of a repository was loaded last; None for a folder, and of a commit.
+
+    Its configuration does not tell: from version 5 on, transformers does not note it there.
+    """
+    from huggingface_hub import constants
+
+    repository = model.partition(":")[0]  # behind it stands which GGUF file
+    name = "--".join(["models", *repository.split("/")])
+    folder = Path(download_dir or constants.HF_HUB_CACHE, name)
+    try:
+        return (folder / "refs" / (revision or "main")).read_text().strip()
+    except OSError:
+        return None
 
 
 def _describe_inputs(inputs: MultiModalConfig) -> str:
