@@ -191,6 +191,18 @@ def test_weights_in_a_folder_are_known_by_name_size_and_time(
     assert changed(engine, lambda _: nested.write_bytes(b"22")) == {"weights"}
 
 
+def test_weights_in_an_object_store_are_known_by_their_address(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start fetches the configuration anew, into the folder that is then the model's."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    engine.vllm.model_config.model = str(tmp_path)
+    engine.vllm.model_config.model_weights = "s3://bucket/model"
+    assert changed(engine, lambda _: (tmp_path / "config.json").write_text("{}")) == set()
+    other = setting("model_config.model_weights", "s3://bucket/other")
+    assert changed(engine, other) == {"weights"}
+
+
 @pytest.mark.parametrize("revision", [None, "v2"])
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_weights_of_a_repository_are_known_by_its_commit(

@@ -39,7 +39,8 @@ def describe_model(model: ModelConfig, download_dir: str | None) -> dict[str, st
         "revision": str(model.revision),
         "code_revision": str(model.code_revision),
         "commit": str(_find_commit(str(model.model), model.revision, download_dir)),
-        "weights": f"{model.model_weights}{_describe_folder(Path(model.model))}",
+        # Those that are streamed from an object store. Its small files are fetched at every start.
+        "weights": model.model_weights or _describe_folder(Path(model.model)),
         "architecture": str(model.architecture),
         "config": digest(config),
         "dtype": str(model.dtype),
