@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -243,6 +244,25 @@ def test_weights_of_a_repository_are_known_by_its_commit(
     )
     model.model, engine.vllm.speculative_config = str(tmp_path), drafts
     assert changed(engine, lambda _: download("c" * 40)) == {"draft_commit", "weights"}
+
+
+def test_a_commit_that_was_looked_up_counts(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM 0.32 does: the revision is still what the user gave, and knows what it stood for."""
+    of_hub = pytest.importorskip("huggingface_hub._revision", reason="this one looks up nothing")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model = engine.vllm.model_config
+    model.model, model.revision = "some/model", None
+
+    def look_up(commit: str) -> Any:
+        revision = of_hub.ResolvedRevision(commit, initial=None)
+        # To the process of the engine core.
+        return setting("model_config.revision", pickle.loads(pickle.dumps(revision)))
+
+    assert changed(engine, look_up("a" * 40)) == {"commit"}
+    assert changed(engine, look_up("b" * 40)) == {"commit"}
 
 
 @pytest.mark.parametrize("name", ["tensorizer_uri", "tensorizer_dir"])

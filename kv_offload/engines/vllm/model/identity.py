@@ -1,9 +1,8 @@
 """Which model it is: its weights, its configuration, and how both are used.
 
-Weights of a repository are known by the commit that Hugging Face's cache has of it, those in a
-folder by the names, sizes and times of its files: nobody reads them twice. A file that is replaced
-by one of the same size and time is not noticed. What a loader fetches from elsewhere is known by
-its address.
+Weights of a repository are known by its commit, those in a folder by the names, sizes and times of
+its files: nobody reads them twice. A file that is replaced by one of the same size and time is not
+noticed. What a loader fetches from elsewhere is known by its address.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def describe_model(model: ModelConfig, download_dir: str | None) -> dict[str, st
     inputs = model.multimodal_config
     return {
         "model": str(model.model),
-        "revision": str(model.revision),
+        "revision": str(model.revision or "main"),
         "code_revision": str(model.code_revision),
         "commit": str(_find_commit(str(model.model), model.revision, download_dir)),
         # Those that are streamed from an object store. Its small files are fetched at every start.
@@ -55,12 +54,16 @@ def describe_model(model: ModelConfig, download_dir: str | None) -> dict[str, st
 
 
 def _find_commit(model: str, revision: str | None, download_dir: str | None) -> str | None:
-    """Return which commit of a repository was loaded last; None for a folder, and of a commit.
+    """Return which commit of a repository was loaded; None for a folder, and where it is given.
 
-    Its configuration does not tell: from version 5 on, transformers does not note it there.
+    From version 5 on transformers does not note it in the configuration. vLLM 0.32 asks for it
+    first, and has it in the revision. Else the cache knows which one was loaded last.
     """
     from huggingface_hub import constants
 
+    resolved: str | None = getattr(revision, "resolved", None)
+    if resolved:
+        return resolved
     repository = model.partition(":")[0]  # behind it stands which GGUF file
     name = "--".join(["models", *repository.split("/")])
     folder = Path(download_dir or constants.HF_HUB_CACHE, name)
