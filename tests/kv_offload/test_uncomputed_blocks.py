@@ -1,22 +1,30 @@
 """Blocks that vLLM names before they are computed, and that then nobody computes.
 
 Such a block is freed with its name where a request is preempted in the step that scheduled it, and
-where an error cuts a step short and the user of an engine in his own process goes on.
+where an error cuts a step short and the user of an engine in his own process goes on. A diffusion
+model may read a canvas whose KV it never writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
+from vllm.v1.outputs import DraftTokenIds
+
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import vllm_version
+from kv_offload.errors import UnsupportedError
+from tests.kv_offload.test_hazards import wrong_bytes
+from tests.support.configurations import make_vllm_config
 from tests.support.played_cases import FULL, OTHER, PROMPT, STATE, WINDOW, both_ways
 from tests.support.played_engine import PlayedEngine
+from tests.support.played_model import Draft, PlayedModel, Tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
@@ -154,3 +162,74 @@ def test_a_step_that_was_cut_short_while_others_run_ends_these(
     engine.serve("again", OTHER)
     assert len(engine.answers["again"]) == 4
     engine.check_rest()
+
+
+# -- canvases that are only read ------------------------------------------------------------------
+
+CANVAS = 8
+
+
+class PlayedDiffusion(PlayedModel):
+    """Says what a canvas is in the one step that reads it, and writes no KV of it."""
+
+    def forward_request(self, request_id: str, computed: int, output: Any, draft: Draft) -> Tokens:
+        tokens = self.requests[request_id].tokens
+        if output.scheduled_spec_decode_tokens.get(request_id):
+            canvas = [0, 1] * (CANVAS // 2)
+            tokens += canvas
+            return canvas
+        known = len(tokens)
+        super().forward_request(request_id, computed, output, draft)
+        del tokens[known:], self.requests[request_id].names[known:]  # a prompt samples nothing
+        return []
+
+
+class DiffusionEngine(PlayedEngine):
+    def check_answer(self, request_id: str) -> None:
+        """Another model answers."""
+
+
+@pytest.fixture
+def diffusion(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = pytest.importorskip("vllm.config.diffusion", reason="this vLLM has no such models")
+
+    def make(*arguments: Any, **more: Any) -> Any:
+        made = make_vllm_config(*arguments, **more)
+        made.diffusion_config = config.DiffusionConfig(canvas_length=CANVAS)
+        vars(made.model_config)["is_diffusion"] = True
+        return made
+
+    monkeypatch.setattr("tests.support.played_engine.make_vllm_config", make)
+
+
+def read_canvas(*, async_scheduling: bool) -> DiffusionEngine:
+    engine = DiffusionEngine(async_scheduling=async_scheduling, max_num_batched_tokens=32)
+    engine.model = PlayedDiffusion(engine.groups, [rank.kv for rank in engine.ranks])
+    request = engine.add("read", PROMPT[:18], CANVAS, extra_args={"diffusion_read_only": True})
+    engine.step(copies=True)
+    if not async_scheduling:
+        engine.scheduler.update_draft_token_ids(DraftTokenIds(["read"], [[0] * CANVAS]))
+    engine.run()
+    assert request.num_tokens == 18 + CANVAS
+    return engine
+
+
+@pytest.mark.usefixtures("diffusion")
+def test_a_canvas_that_is_only_read() -> None:
+    engine = read_canvas(async_scheduling=False)
+    engine.rest()
+    assert engine.totals["stored_slots"] == 4, "those of the prompt"
+    with pytest.raises(UnsupportedError, match="the model is a diffusion model"):
+        read_canvas(async_scheduling=True)
+
+
+@pytest.mark.usefixtures("diffusion")
+def test_with_asynchronous_scheduling_vllm_names_what_was_only_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control. Once it holds no more, diffusion models can be served without the setting."""
+    monkeypatch.setattr(
+        "kv_offload.engines.vllm.start.support._engine_problems", lambda *_: iter(())
+    )
+    with wrong_bytes():
+        read_canvas(async_scheduling=True)

@@ -122,7 +122,10 @@ def make_tensor(size: int, layers: list[str], page_bytes: int) -> KVCacheTensor:
 
 
 def make_kv_cache_config(groups: Sequence[CacheGroup], num_blocks: int) -> KVCacheConfig:
-    """Return a configuration of one layer per group; all of them overlay the same bytes."""
+    """Return a configuration of one layer per group; all of them overlay the same bytes.
+
+    Groups that see the next token are those of a draft head that vLLM can tell from the model's.
+    """
     retention = {g.retention_tokens for g in groups} - {None}
     layers = [f"layer.{group.group_id}" for group in groups]
     return KVCacheConfig(
@@ -134,6 +137,7 @@ def make_kv_cache_config(groups: Sequence[CacheGroup], num_blocks: int) -> KVCac
                 make_spec(
                     group.block_tokens, group.window_tokens, group.chunk_tokens, group.holds_state
                 ),
+                **({"is_eagle_group": True} if group.sees_next_token else {}),
             )
             for layer, group in zip(layers, groups, strict=True)
         ],

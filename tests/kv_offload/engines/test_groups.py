@@ -11,13 +11,20 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.model.groups import cache_groups, ranks_with_equal_bytes
 from kv_offload.engines.vllm.versions import vllm_version
 from tests.support.configurations import make_kv_cache_config, make_spec, set_layers
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW
+
+NAMES_HEADS = "is_eagle_group" in KVCacheGroupSpec.__dataclass_fields__
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -37,6 +44,14 @@ def test_groups_keep_the_order_of_the_block_tables() -> None:
     # vLLM names the groups of a head's layers only where it can tell them from the model's.
     of_head = tuple(dataclasses.replace(group, sees_next_token=True) for group in groups)
     assert cache_groups(config, draft_head=True) == of_head
+
+
+@pytest.mark.skipif(not NAMES_HEADS, reason="this vLLM names no group of a head")
+def test_where_vllm_names_the_groups_of_a_head_no_other_needs_a_proof() -> None:
+    groups = (dataclasses.replace(FULL, sees_next_token=True), WINDOW)
+    config = make_kv_cache_config(groups, 40)
+    assert cache_groups(config, draft_head=True) == groups
+    assert cache_groups(config) == (FULL, WINDOW)
 
 
 @pytest.mark.skipif(
@@ -81,6 +96,22 @@ def test_a_group_keeps_what_any_of_its_layers_reads(
     config = make_kv_cache_config([FULL], 40)
     set_layers(config, {f"layer.{i}": spec for i, spec in enumerate(members)})
     assert cache_groups(config) == (expected,)
+
+
+@pytest.mark.parametrize("group", [WINDOW, CHUNKS, STATE])
+def test_a_stage_without_a_layer_of_a_group_knows_its_rule(group: CacheGroup) -> None:
+    """The scheduler is given the groups of the first stage, as vLLM projects them."""
+    from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
+
+    config = make_kv_cache_config([FULL, group], 40)
+    of_stage = {"layer.0": make_spec(FULL.block_tokens)}
+    config.kv_cache_groups = _project_kv_cache_groups_to_worker(config.kv_cache_groups, of_stage)
+    assert [group.layer_names for group in config.kv_cache_groups] == [["layer.0"], []]
+    assert cache_groups(config) == (FULL, group)
+    specs = {"layer.1": config.kv_cache_groups[1].kv_cache_spec}
+    uniform = UniformTypeKVCacheSpecs(block_size=group.block_tokens, kv_cache_specs=specs)
+    config.kv_cache_groups[1].kv_cache_spec = uniform
+    assert cache_groups(config) == (FULL, group)
 
 
 # -- ranks with equal bytes ---------------------------------------------------------------------

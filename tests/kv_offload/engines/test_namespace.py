@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 import torch
+from huggingface_hub import snapshot_download
 from vllm.config import LoRAConfig, MultiModalConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -65,7 +68,6 @@ DIFFERENT = {
     "model": setting("model_config.model", "another/model"),
     "revision": setting("model_config.revision", "v2"),
     "code_revision": setting("model_config.code_revision", "v2"),
-    "commit": setting("model_config.hf_config._commit_hash", "5f0b02c"),
     "config": setting("model_config.hf_config.rope_theta", 7.0),
     "dtype": setting("model_config.dtype", torch.bfloat16),
     "quantization": setting("model_config.quantization", "fp8"),
@@ -188,6 +190,79 @@ def test_weights_in_a_folder_are_known_by_name_size_and_time(
         assert changed(engine, lambda _, step=step: step()) == ({"weights"} if counts else set())
     engine.vllm.model_config.model = str(nested)  # as of one GGUF file
     assert changed(engine, lambda _: nested.write_bytes(b"22")) == {"weights"}
+
+
+def test_weights_in_an_object_store_are_known_by_their_address(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start fetches the configuration anew, into the folder that is then the model's."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    engine.vllm.model_config.model = str(tmp_path)
+    engine.vllm.model_config.model_weights = "s3://bucket/model"
+    assert changed(engine, lambda _: (tmp_path / "config.json").write_text("{}")) == set()
+    other = setting("model_config.model_weights", "s3://bucket/other")
+    assert changed(engine, other) == {"weights"}
+
+
+@pytest.mark.parametrize("revision", [None, "v2"])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_weights_of_a_repository_are_known_by_its_commit(
+    revision: str | None,
+    elsewhere: bool,
+    engine: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one that was loaded: a machine may have another than the rest, and a start a newer one.
+
+    Both the model's own and a draft's.
+    """
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    cache = tmp_path / ("elsewhere" if elsewhere else "cache")
+    folder = cache / "models--some--model"
+    model = engine.vllm.model_config
+    model.model, model.revision = "some/model", revision
+    engine.vllm.load_config.download_dir = str(cache) if elsewhere else None
+
+    def download(commit: str) -> None:
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / (revision or "main")).write_text(commit)
+        loaded = snapshot_download(
+            "some/model", revision=revision, cache_dir=cache, local_files_only=True
+        )
+        assert Path(loaded).name == commit
+
+    download("a" * 40)
+    assert changed(engine, lambda _: download("b" * 40)) == {"commit"}
+    assert describe(engine.vllm, engine.cache)["commit"] == "b" * 40
+    model.model = "some/model:Q4_K_M"
+    assert describe(engine.vllm, engine.cache)["commit"] == "b" * 40
+    drafts = SimpleNamespace(
+        method="eagle", draft_model_config=copy.copy(model), use_eagle=lambda: True
+    )
+    model.model, engine.vllm.speculative_config = str(tmp_path), drafts
+    assert changed(engine, lambda _: download("c" * 40)) == {"draft_commit", "weights"}
+
+
+def test_a_commit_that_was_looked_up_counts(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM 0.32 does: the revision is still what the user gave, and knows what it stood for."""
+    of_hub = pytest.importorskip("huggingface_hub._revision", reason="this one looks up nothing")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model = engine.vllm.model_config
+    model.model, model.revision = "some/model", None
+
+    def look_up(commit: str) -> Any:
+        revision = of_hub.ResolvedRevision(commit, initial=None)
+        # To the process of the engine core.
+        return setting("model_config.revision", pickle.loads(pickle.dumps(revision)))
+
+    assert changed(engine, look_up("a" * 40)) == {"commit"}
+    assert changed(engine, look_up("b" * 40)) == {"commit"}
 
 
 @pytest.mark.parametrize("name", ["tensorizer_uri", "tensorizer_dir"])

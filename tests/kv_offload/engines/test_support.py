@@ -110,6 +110,11 @@ def experts(returned: bool) -> SimpleNamespace:
     return SimpleNamespace(enable_return_routed_experts=returned, disable_cascade_attn=True)
 
 
+def diffusion(*, async_scheduling: bool) -> dict[str, Any]:
+    model = SimpleNamespace(is_diffusion=True, disable_cascade_attn=True)
+    return {"model_config": model, "scheduler_config.async_scheduling": async_scheduling}
+
+
 SERVED: dict[str, dict[str, Any]] = {
     **{
         f"groups {index}": {"groups": groups}
@@ -137,6 +142,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "failing requests": {"fail": True, **NO_CASCADE, **OLD},
     "failing requests of two groups": {"fail": True, "groups": (FULL, WINDOW), **NEW},
     "experts that are not returned": {"aux_output_config": experts(False)},
+    "a diffusion model": diffusion(async_scheduling=False),
 }
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -196,6 +202,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         )
         for path in (DCP, PCP)
     },
+    "canvases that are only read": (
+        diffusion(async_scheduling=True),
+        "the model is a diffusion model, *set --no-async-scheduling",
+    ),
     "cascade attention where pins confuse it": (
         {**CASCADE, **OLD},
         "cascade attention is on, *set disable_cascade_attn*",

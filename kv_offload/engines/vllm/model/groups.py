@@ -10,7 +10,7 @@ from kv_offload.engines.vllm.versions import layer_specs
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 LATENT_SPEC = "MLAAttentionSpec"
 FULL_SPECS = frozenset({"FullAttentionSpec", LATENT_SPEC})
@@ -38,15 +38,16 @@ def cache_groups(
     """Return the groups of a supported model in the order in which block tables list them.
 
     With decode context parallelism a block holds the tokens of all its ranks' blocks; with prefill
-    context parallelism alone every rank holds them all. Not all versions of vLLM tell which groups
-    hold the layers of a draft head, so here all of them count as such. From 0.32 the configuration
-    says which blocks of a window vLLM names.
+    context parallelism alone every rank holds them all. Where vLLM does not tell which groups hold
+    the layers of a draft head, all of them count as such; so they do for vLLM. From 0.32 the
+    configuration says which blocks of a window vLLM names.
     """
     specs = layer_specs(kv_cache_config)
     retention_tokens = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
+    of_head = [getattr(group, "is_eagle_group", False) for group in kv_cache_config.kv_cache_groups]
     groups = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
-        members = [specs[name] for name in group.layer_names]
+        members = [specs[name] for name in group.layer_names] or _specs_of_other_stages(group)
         # From vLLM 0.32 a spec says whether its tokens are split; before, all attention is.
         split = all(getattr(spec, "dcp_sharded", True) for spec in members)
         ranks = decode_context_parallel_size if split else 1
@@ -54,8 +55,15 @@ def cache_groups(
         if "window_tokens" in rule:
             rule["retention_tokens"] = retention_tokens
         block_tokens = group.kv_cache_spec.block_size * ranks
-        groups.append(CacheGroup(group_id, block_tokens, **rule, sees_next_token=draft_head))
+        sees_next_token = draft_head and (of_head[group_id] or not any(of_head))
+        groups.append(CacheGroup(group_id, block_tokens, **rule, sees_next_token=sees_next_token))
     return tuple(groups)
+
+
+def _specs_of_other_stages(group: KVCacheGroupSpec) -> list[Any]:
+    """Return the specs of a group of which this pipeline stage has no layer."""
+    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return list(per_layer.values()) if per_layer else [group.kv_cache_spec]
 
 
 def _reading_rule(specs: Sequence[Any]) -> dict[str, Any]:

@@ -24,18 +24,22 @@ TENSORIZED = ("tensorizer_uri", "tensorizer_dir")
 """Options of the loader `tensorizer`: its file of weights, or the folder that has it."""
 
 
-def describe_model(model: ModelConfig) -> dict[str, str]:
-    """Return by name what makes the KV of given tokens and images what it is."""
+def describe_model(model: ModelConfig, download_dir: str | None) -> dict[str, str]:
+    """Return by name what makes the KV of given tokens and images what it is.
+
+    `download_dir` is where weights of repositories are kept; None is the usual cache.
+    """
     config = model.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
         config.pop(name, None)
     inputs = model.multimodal_config
     return {
         "model": str(model.model),
-        "revision": str(model.revision),
+        "revision": str(model.revision or "main"),
         "code_revision": str(model.code_revision),
-        "commit": str(getattr(model.hf_config, "_commit_hash", None)),
-        "weights": f"{model.model_weights}{_describe_folder(Path(model.model))}",
+        "commit": str(_find_commit(str(model.model), model.revision, download_dir)),
+        # Those that are streamed from an object store. Its small files are fetched at every start.
+        "weights": model.model_weights or _describe_folder(Path(model.model)),
         "architecture": str(model.architecture),
         "config": digest(config),
         "dtype": str(model.dtype),
@@ -47,6 +51,26 @@ def describe_model(model: ModelConfig) -> dict[str, str]:
         "classes": digest(getattr(model, "model_class_overrides", None)),  # of newer versions
         "inputs": "text" if inputs is None else _describe_inputs(inputs),
     }
+
+
+def _find_commit(model: str, revision: str | None, download_dir: str | None) -> str | None:
+    """Return which commit of a repository was loaded; None for a folder, and where it is given.
+
+    From version 5 on transformers does not note it in the configuration. vLLM 0.32 asks for it
+    first, and has it in the revision. Else the cache knows which one was loaded last.
+    """
+    from huggingface_hub import constants
+
+    resolved: str | None = getattr(revision, "resolved", None)
+    if resolved:
+        return resolved
+    repository = model.partition(":")[0]  # behind it stands which GGUF file
+    name = "--".join(["models", *repository.split("/")])
+    folder = Path(download_dir or constants.HF_HUB_CACHE, name)
+    try:
+        return (folder / "refs" / (revision or "main")).read_text().strip()
+    except OSError:
+        return None
 
 
 def _describe_inputs(inputs: MultiModalConfig) -> str:

@@ -61,15 +61,16 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
         parallel.decode_context_parallel_size,
         draft_head=has_draft_head(vllm_config),
     )
-    draft = {}
+    draft, loading = {}, vllm_config.load_config
     if method not in ("none", *DRAFTS_OF_TEXT):
-        of_draft = describe_model(speculative.draft_model_config)
+        of_loading = getattr(speculative, "draft_load_config", None) or loading
+        of_draft = describe_model(speculative.draft_model_config, of_loading.download_dir)
         draft = {"draft": method, **{f"draft_{name}": value for name, value in of_draft.items()}}
     return {
         "format": str(FORMAT),
         "vllm": vllm.__version__,
         "device": _describe_device(),
-        **describe_model(vllm_config.model_config),
+        **describe_model(vllm_config.model_config, loading.download_dir),
         **describe_loading(vllm_config),
         **draft,
         "lora": "off" if vllm_config.lora_config is None else "on",

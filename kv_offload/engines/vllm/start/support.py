@@ -94,6 +94,13 @@ def _engine_problems(vllm_config: VllmConfig, version: tuple[int, int]) -> Itera
             "engine computed, not of those that host memory brings back: remove "
             "--enable-return-routed-experts"
         )
+    diffuses = getattr(vllm_config.model_config, "is_diffusion", False)
+    if diffuses and vllm_config.scheduler_config.async_scheduling:
+        yield (
+            "the model is a diffusion model, and with asynchronous scheduling vLLM names blocks of "
+            "a canvas that it only reads (diffusion_read_only) and does not compute: set "
+            "--no-async-scheduling"
+        )
     if version < (0, 32) and not vllm_config.model_config.disable_cascade_attn:
         yield (
             "cascade attention is on, and this vLLM counts the plugin's references as a common "
