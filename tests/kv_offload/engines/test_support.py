@@ -162,6 +162,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "distributed_executor_backend is 'external_launcher' with 2 ranks, *"
         "start one process, with 'mp' or 'ray'",
     ),
+    # After such an error vLLM drops the outputs of the steps under way, with what ranks report.
+    "going on after an error": (
+        {"parallel_config.enable_fault_tolerance": True},
+        "enable_fault_tolerance is on, *remove --enable-fault-tolerance",
+    ),
     **{
         f"data of {dtype} elsewhere": (
             {"cache_config": SimpleNamespace(enable_prefix_caching=True, cache_dtype=dtype)},
