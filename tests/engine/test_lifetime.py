@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 from kv_swap.engine import Direction
+from vllm import LLM
 
+from kv_offload.errors import UnsupportedError
 from kv_offload.worker.worker import OffloadWorker
 from tests.engine.copies import Copies
-from tests.engine.harness import engine, offloading, random_tokens
+from tests.engine.harness import engine, engine_settings, offloading, plain_answers
+from tests.support.inputs import random_tokens, transfer_config
 
 
 @pytest.mark.parametrize("ends", ["as it should", "without shutdown"])
@@ -56,3 +59,20 @@ def test_shutdown_with_work_in_flight(model_folder: Path, copies: Copies) -> Non
         copies.release()
     engine_thread.join(120)
     assert not engine_thread.is_alive()
+
+
+@pytest.mark.parametrize("plugin", [{}, None], ids=["with the plugin", "without"])
+def test_a_second_engine_in_the_process_of_the_first_is_refused(
+    model_folder: Path, plugin: dict[str, Any] | None
+) -> None:
+    """vLLM gives it the first one's connector, which would copy the blocks of either for both."""
+    prompts = [random_tokens(300, seed=4)]
+    expected = plain_answers(model_folder, prompts)
+    settings = engine_settings(model_folder, "qwen3")
+    if plugin is not None:
+        settings["kv_transfer_config"] = transfer_config(plugin)
+    with offloading(model_folder) as first:
+        assert first.generate(prompts) == expected
+        with pytest.raises(UnsupportedError, match="kv-offload: another engine of this"):
+            LLM(**settings)
+        assert first.reload(prompts) == expected

@@ -69,7 +69,7 @@ def host_hit_source() -> Any:
 
 
 def role_accepts_embeddings(vllm_config: Any, transfer_config: Any) -> bool:
-    """Whether vLLM 0.32 accepts embeddings in place of images because of `kv_role`.
+    """Whether vLLM accepts embeddings in place of images because of `kv_role`, as from 0.30 on.
 
     It turns `enable_mm_embeds` on, and does not tell whether the user had.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import importlib
 import logging
@@ -19,19 +21,20 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from kv_offload.config import OffloadConfig
+from kv_offload.engines.vllm.connector import KVOffloadConnector
 from kv_offload.engines.vllm.halves import connectors_in
 from kv_offload.engines.vllm.patches import PATCHES, install_for_scheduler
 from kv_offload.engines.vllm.patches import patch as mechanics
 from kv_offload.engines.vllm.patches.patch import MARK, Patch, Setup, log_new
 from kv_offload.engines.vllm.versions import NEWEST, OLDEST, dotted, vllm_version
 from tests.support.configurations import ours
-from tests.support.played_cases import PROMPT
+from tests.support.played_cases import FULL, PROMPT, STATE, WINDOW, tables
 from tests.support.played_engine import PlayedEngine
 from tests.support.remote_connector import multi_config
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-CLASSES = [patch for patch in PATCHES if patch.where != "rank"]
+CLASSES = [p for p in PATCHES if p.where != "rank" and p.versions[0] <= vllm_version()]
 
 
 def named(method: str) -> Patch:
@@ -72,7 +75,8 @@ def test_every_patch_is_documented() -> None:
     for patch, (_, condition, *reasons) in zip(PATCHES, rows, strict=True):
         versions, _, when = condition.partition("; ")
         every = patch.versions == (OLDEST, NEWEST)
-        assert versions == ("all" if every else " to ".join(map(dotted, patch.versions)))
+        ends = dict.fromkeys(map(dotted, patch.versions))
+        assert versions == ("all" if every else " to ".join(ends))
         assert bool(when) == (patch.needed is not None)
         assert [reason[-1:] for reason in reasons] == [".", ".", "."]
 
@@ -93,7 +97,8 @@ ALWAYS = {"reset_prefix_cache", "collective_rpc", "update_from_output", "_preemp
         ({"version": (0, 33), "is_member": True, "holds_state": True}, set()),
         ({"version": (0, 31), "is_member": True}, {"observe"}),
         ({"version": (0, 28), "holds_state": True}, set()),
-        ({"version": (0, 27), "holds_state": True}, {"schedule"}),
+        ({"version": (0, 27), "holds_state": True}, {"get_computed_blocks_for_connector"}),
+        ({"version": (0, 26), "holds_state": True}, {"schedule"}),
         (
             {
                 "version": (0, 31),
@@ -236,3 +241,34 @@ def test_figures_of_members_arrive_as_dictionaries(monkeypatch: pytest.MonkeyPat
     observe = named("observe").wrap(lambda self, figures, engine_idx: (figures, engine_idx))
     sent = {"a": KVConnectorStats(data={"x": 1}), "b": {"data": {"y": 2}}}
     assert observe(None, sent, 3) == ({"a": {"data": {"x": 1}}, "b": {"data": {"y": 2}}}, 3)
+
+
+# -- local hits --------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(vllm_version() < (0, 27), reason="this vLLM has no such look-up")
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("patched", [True, False])
+def test_vllm_0_27_takes_local_hits_that_all_groups_have(
+    patched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks every connector as newer ones ask those that bring what other groups lack."""
+    monkeypatch.setattr(KVOffloadConnector, "supports_divergent_local_hybrid_hits", True)
+    engine = PlayedEngine((FULL, WINDOW, dataclasses.replace(STATE, group_id=2)))
+    request, had = engine.add("a", PROMPT, 2), set()
+    while not request.num_output_tokens:
+        engine.step()
+        full, *others = tables(engine, request)
+        had.update(*others)
+    engine.run()
+    # The window of a hit in host memory begins in a block that the engine has for full attention.
+    had -= {engine.pool.null_block.block_id}
+    engine.scheduler.kv_cache_manager.evict_blocks({full[4], *had})
+    if patched:
+        install_for_scheduler(setup(version=(0, 27), holds_state=True))
+    engine.add("b", PROMPT, 1)
+    with contextlib.nullcontext() if patched else pytest.raises(AssertionError, match="wrong KV"):
+        engine.run()
+    if patched:
+        assert engine.totals["hit_tokens"] == 20
+        engine.check_rest()

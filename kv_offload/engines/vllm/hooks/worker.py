@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.patches.patch import log_new
 from kv_offload.engines.vllm.runner import before_each_step
+from kv_offload.errors import UnsupportedError
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.worker.worker import OffloadWorker
 
@@ -49,6 +50,13 @@ class WorkerHooks(KVConnectorBase_V1):
     _is_member: bool
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self.offload_worker.transfer is not None:
+            # vLLM has one connector in a process, and gives it to each engine there.
+            raise UnsupportedError(
+                "another engine of this process has a KV cache in host memory, and blocks of two "
+                "engines would be taken for one another: end the other one before, leave "
+                "VLLM_ENABLE_V1_MULTIPROCESSING at 1, or start a new process"
+            )
         self.offload_worker.register_kv_caches(kv_caches)
         before_each_step(self.begin_step)
         log_new()

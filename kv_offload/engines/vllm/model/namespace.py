@@ -115,6 +115,22 @@ def reproducible_hashes(vllm_config: VllmConfig) -> str | None:
     )
 
 
+def reproducible_scales(vllm_config: VllmConfig) -> str | None:
+    """Return None if bytes mean the same in another process, else why not and what to do.
+
+    Up to vLLM 0.27 a process may compute the scales of fp8 KV itself, which are in no page.
+    """
+    cache = vllm_config.cache_config
+    computed = getattr(cache, "calculate_kv_scales", False)
+    dtype = str(cache.cache_dtype)
+    if not computed or not dtype.startswith("fp8") or dtype.endswith("per_token_head"):
+        return None
+    return (
+        "with calculate_kv_scales each process has scales of its own, from the first tokens that "
+        "it computes: remove --calculate-kv-scales"
+    )
+
+
 def _hash_seed(vllm_config: VllmConfig) -> str | None:
     """Return what vLLM begins the chain of hashes with; None if each process draws it."""
     from vllm.utils.hashing import get_hash_fn_by_name

@@ -9,6 +9,7 @@ import sys
 
 from kv_offload.engines.vllm.patches.mends import (
     observe_dictionaries,
+    take_a_hit_of_all_groups,
     take_the_shortest_hit,
     unname_uncomputed,
 )
@@ -37,7 +38,13 @@ PATCHES = (
     Patch(
         "vllm.v1.core.sched.scheduler:Scheduler.schedule",
         take_the_shortest_hit,
-        versions=(OLDEST, (0, 27)),
+        versions=(OLDEST, (0, 26)),
+        needed=lambda setup: setup.holds_state,
+    ),
+    Patch(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks_for_connector",
+        take_a_hit_of_all_groups,
+        versions=((0, 27), (0, 27)),
         needed=lambda setup: setup.holds_state,
     ),
     Patch(

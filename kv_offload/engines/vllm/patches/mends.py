@@ -40,10 +40,21 @@ def take_the_shortest_hit(
 ) -> Any:
     """Run around `Scheduler.schedule`: of hits of several groups the shortest counts.
 
-    With states vLLM 0.26 and 0.27 take the longest.
+    With states vLLM 0.26 takes the longest.
     """
     self.has_mamba_layers = False  # read nowhere else once the scheduler has been built
     return original(self, *args, **kwargs)
+
+
+def take_a_hit_of_all_groups(
+    original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Run around `KVCacheManager.get_computed_blocks_for_connector`: a hit is one of all groups.
+
+    With states vLLM 0.27 takes that of full attention where the connector has tokens behind it.
+    Ours brings the state, but not what a window reads before these tokens.
+    """
+    return *self.get_computed_blocks(request, *args, **kwargs), False
 
 
 def observe_dictionaries(

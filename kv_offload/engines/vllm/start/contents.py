@@ -21,7 +21,7 @@ def check_contents(
     keep_on_reset: bool,
     remedy: str = "",
 ) -> None:
-    """Raise `ConfigError` where another process could not tell what the keys of blocks mean.
+    """Raise `ConfigError` where another process could not tell what keys or bytes of blocks mean.
 
     `key` is the tier's key in the configuration, and `keep_on_reset` whether its
     `..._keep_on_reset` is set. `remedy` is what else can be done. What is `private`, or of an
@@ -29,7 +29,8 @@ def check_contents(
     """
     has_lora = vllm_config.lora_config is not None
     is_shared = not private and not has_lora
-    if is_shared and (problem := namespace.reproducible_hashes(vllm_config)):
+    hashes, scales = namespace.reproducible_hashes, namespace.reproducible_scales
+    if is_shared and (problem := hashes(vllm_config) or scales(vllm_config)):
         raise ConfigError(
             f"{key}: what is kept there could serve no other process: {problem}{remedy}"
         )

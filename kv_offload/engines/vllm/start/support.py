@@ -76,6 +76,12 @@ def _engine_problems(vllm_config: VllmConfig, version: tuple[int, int]) -> Itera
             "each rank has a scheduler that hears of no other, so no block in host memory would "
             "ever become readable: start one process, with 'mp' or 'ray'"
         )
+    if getattr(parallel, "enable_fault_tolerance", False):  # from vLLM 0.27
+        yield (
+            "enable_fault_tolerance is on, with which vLLM goes on after an error and tells nobody "
+            "which blocks were not computed, so that they would be kept and served: remove "
+            "--enable-fault-tolerance"
+        )
     if not cache.enable_prefix_caching:
         yield (
             "prefix caching is off, and blocks are found by their prefix hash: remove "
