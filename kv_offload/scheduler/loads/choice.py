@@ -28,6 +28,30 @@ If that load was clearly faster than the others, the next hit is loaded, too, an
 it would take 250 hits to notice that a link which was slow for a minute has recovered."""
 
 
+class Retries:
+    """Counts hits that are computed; every `LOAD_EVERY`th is loaded all the same."""
+
+    def __init__(self) -> None:
+        self._computed = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next one is loaded all the same."""
+        return self._computed + 1 >= LOAD_EVERY
+
+    def computed(self) -> None:
+        """Take note that a hit is computed."""
+        self._computed += 1
+
+    def loaded(self) -> None:
+        """Take note that a hit is loaded."""
+        self._computed = 0
+
+    def hasten(self) -> None:
+        """Have the next one loaded all the same."""
+        self._computed = LOAD_EVERY - 1
+
+
 class LoadChoice:
     """Says whether to load a hit. Without evidence, and where it is close, the answer is to load.
 
@@ -53,7 +77,7 @@ class LoadChoice:
         self._prefilling: WeakSet[TrackedRequest] = WeakSet()
         self._longest_tokens = 0
         self._computes = False
-        self._declined = 0
+        self._retries = Retries()
 
     def admitted(self, tracked: TrackedRequest, computed_tokens: int) -> None:
         """Take a request that the engine computes from `computed_tokens` on."""
@@ -65,15 +89,15 @@ class LoadChoice:
         """Take the speed of a load that ran alone on its rank."""
         self._load_rate.learn(bytes_per_second)
         if self._load_rate.has_risen:
-            self._declined = LOAD_EVERY - 1
+            self._retries.hasten()
 
     def loaded(self) -> None:
         """Take note that a hit is loaded."""
-        self._declined = 0
+        self._retries.loaded()
 
     def declined(self) -> None:
         """Take note that a hit is computed."""
-        self._declined += 1
+        self._retries.computed()
 
     def loads(self, start_tokens: int, tokens: int, slots: int, *, synchronous: bool) -> bool:
         """Say whether to load `tokens` in `slots` that follow `start_tokens` on the device."""
@@ -93,7 +117,7 @@ class LoadChoice:
         computed = own_compute + self._seconds_ahead()
         # Without the margin for the way back: an estimate near the border moves nothing.
         self._computes = computed * (1.0 if self._computes else MARGIN) < loaded
-        return not self._computes or self._declined + 1 >= LOAD_EVERY
+        return not self._computes or self._retries.is_due
 
     def queued_seconds(self) -> float:
         """Return for how long the loads under way will yet take the link; 0 without any."""

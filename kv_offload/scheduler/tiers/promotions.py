@@ -17,7 +17,7 @@ from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.medians import MIN_MEASUREMENTS, RecentMedian
 from kv_offload.scheduler.events.announcer import Announcer
 from kv_offload.scheduler.jobs import Jobs, Move
-from kv_offload.scheduler.loads.choice import LOAD_EVERY, MARGIN, LoadChoice
+from kv_offload.scheduler.loads.choice import MARGIN, LoadChoice, Retries
 from kv_offload.scheduler.loads.lookups import OFFER_SECONDS
 from kv_offload.scheduler.request import StoreCursor, TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
@@ -91,7 +91,7 @@ class Promotions:
         self._waiting_for: dict[Move, list[Wait]] = {}
         self._coming: dict[SlotKey, Move] = {}
         self._speed = RecentMedian()
-        self._declined = 0
+        self._retries = Retries()
         self.running_slots = 0
         """Slots that are being filled."""
 
@@ -99,7 +99,7 @@ class Promotions:
         """Take the speed of a read, of the slowest rank."""
         self._speed.add(bytes_per_second)
         if self._speed.has_risen:
-            self._declined = LOAD_EVERY - 1
+            self._retries.hasten()
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -235,12 +235,12 @@ class Promotions:
             return True
         read = (self.running_slots + missing) * self._slot_bytes / speed
         read += self._choice.load_seconds(needed)
-        if computed * MARGIN >= read:
-            self._declined = 0
+        # Now and then one is read all the same, to measure the tier again.
+        if computed * MARGIN >= read or self._retries.is_due:
+            self._retries.loaded()
             return True
-        # Now and then one is read all the same, to measure the tier again (see `LOAD_EVERY`).
-        self._declined = (self._declined + 1) % LOAD_EVERY
-        return self._declined == 0
+        self._retries.computed()
+        return False
 
     def _promote(self, keys: list[SlotKey], along: NDArray[np.int32]) -> set[Move]:
         """Begin to read the first of `keys`, as many as host memory has room for."""

@@ -22,7 +22,7 @@ from kv_offload.scheduler.tiers.promotions import Promotions
 from kv_offload.scheduler.tiers.tier import Tier
 
 IDLE_SECONDS = 60.0
-"""For how long an engine that nobody asks begins to write what it has to a tier."""
+"""An engine that nobody has asked for so long begins no more writes to a tier."""
 
 GIVE_WAY_SECONDS = 0.0005
 """For how long a step that computes nothing leaves Python to the threads that move and ask.

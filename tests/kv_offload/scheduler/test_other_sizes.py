@@ -21,6 +21,33 @@ from kv_offload.scheduler.statistics import Statistics
 BLOCK_TOKENS = 16
 
 
+def make_estimate(policy: str, slots: int) -> tuple[OtherSizes, Statistics]:
+    """Return the estimates beside host memory of so many slots, and what they count in."""
+    statistics = Statistics(CacheManager(make_policy("lru", 1)), dict)
+    config: Any = SimpleNamespace(eviction_policy=policy, store_blocks="all", store_after_uses=1)
+    prefixes = PrefixMap([CacheGroup(0, BLOCK_TOKENS)], BLOCK_TOKENS, lambda h, _: h + b"group")
+    return OtherSizes(config, prefixes, slots, statistics), statistics
+
+
+def make_request(keys: list[Any], tokens: int) -> Any:
+    """Return what is read of a request."""
+    return SimpleNamespace(block_hashes=keys, num_tokens=tokens, num_prompt_tokens=tokens)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Miniature]:
+    """Every miniature that serves something from now on, each time that it does."""
+    found = []
+    serve = Miniature.serve
+
+    def note(self: Miniature, *arguments: Any, **named: Any) -> Any:
+        found.append(self)
+        return serve(self, *arguments, **named)
+
+    monkeypatch.setattr(Miniature, "serve", note)
+    return found
+
+
 def rest(estimate: OtherSizes) -> None:
     """Make steps of an idle engine until all is worked through."""
     estimate.work(idle=True)
@@ -50,10 +77,7 @@ def test_estimates_are_within_two_points_of_replays(
     slots = 1024  # half of the blocks are sampled
     replays = {size: Miniature(policy, int(slots * factor)) for size, factor in OTHER_SIZES.items()}
     hits = dict.fromkeys(OTHER_SIZES, 0)
-    statistics = Statistics(CacheManager(make_policy("lru", 1)), dict)
-    config: Any = SimpleNamespace(eviction_policy=policy, store_blocks="all", store_after_uses=1)
-    prefixes = PrefixMap([CacheGroup(0, BLOCK_TOKENS)], BLOCK_TOKENS, lambda h, _: h + b"group")
-    estimate = OtherSizes(config, prefixes, slots, statistics)
+    estimate, statistics = make_estimate(policy, slots)
     all_tokens = 0
     for prompt in conversations(700, random.Random(1)):
         # Numbers, whose hashes are always the same: which blocks are sampled does not change.
@@ -63,9 +87,7 @@ def test_estimates_are_within_two_points_of_replays(
         hits = {size: hits[size] + found[size] for size in hits}
         tokens = len(keys) * BLOCK_TOKENS
         all_tokens += tokens
-        request: Any = SimpleNamespace(
-            block_hashes=keys, num_tokens=tokens, num_prompt_tokens=tokens
-        )
+        request = make_request(keys, tokens)
         estimate.admitted(request, 0, found["same"])
         estimate.work(idle=False)
     rest(estimate)
@@ -78,24 +100,9 @@ def test_estimates_are_within_two_points_of_replays(
         assert abs(100 * error) < 2, f"{size}: {100 * error:.1f} points"
 
 
-def test_a_step_serves_one_size_and_none_where_a_request_begins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    served = []
-    serve = Miniature.serve
-
-    def count(self: Miniature, *arguments: Any, **named: Any) -> int:
-        served.append(self)
-        return serve(self, *arguments, **named)
-
-    monkeypatch.setattr(Miniature, "serve", count)
-    statistics = Statistics(CacheManager(make_policy("lru", 1)), dict)
-    config: Any = SimpleNamespace(eviction_policy="lru", store_blocks="all", store_after_uses=1)
-    prefixes = PrefixMap([CacheGroup(0, BLOCK_TOKENS)], BLOCK_TOKENS, lambda h, _: h + b"group")
-    estimate = OtherSizes(config, prefixes, 64, statistics)
-    request: Any = SimpleNamespace(
-        block_hashes=[b"block"], num_tokens=BLOCK_TOKENS, num_prompt_tokens=BLOCK_TOKENS
-    )
+def test_a_step_serves_one_size_and_none_where_a_request_begins(served: list[Miniature]) -> None:
+    estimate, _ = make_estimate("lru", 64)
+    request = make_request([b"block"], BLOCK_TOKENS)
 
     def steps(count: int, *, begins: bool) -> list[int]:
         counts = []
@@ -117,24 +124,13 @@ def test_a_step_serves_one_size_and_none_where_a_request_begins(
 
 
 @pytest.mark.parametrize("idle", [False, True], ids=["others run", "it runs alone"])
-def test_a_long_prompt_makes_no_step_long(idle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_makes_no_step_long(idle: bool, served: list[Miniature]) -> None:
     """100,000 tokens, a quarter of which are sampled, ended after a few tokens."""
-    served = []
-    serve = Miniature.serve
-
-    def count(self: Miniature, *arguments: Any, **named: Any) -> Any:
-        served.append(self)
-        return serve(self, *arguments, **named)
-
-    monkeypatch.setattr(Miniature, "serve", count)
-    statistics = Statistics(CacheManager(make_policy("lru", 1)), dict)
-    config: Any = SimpleNamespace(eviction_policy="auto", store_blocks="all", store_after_uses=1)
-    prefixes = PrefixMap([CacheGroup(0, BLOCK_TOKENS)], BLOCK_TOKENS, lambda h, _: h + b"group")
-    estimate = OtherSizes(config, prefixes, 4000, statistics)
+    estimate, statistics = make_estimate("auto", 4000)
     source = random.Random(3)
     hashes = [source.randbytes(32) for _ in range(6250)]
     tokens = len(hashes) * BLOCK_TOKENS
-    request: Any = SimpleNamespace(block_hashes=hashes, num_tokens=tokens, num_prompt_tokens=tokens)
+    request = make_request(hashes, tokens)
     for _ in range(2):  # so that there are hits
         estimate.admitted(request, 0, 0)
         estimate.work(idle=False)  # a request began
@@ -152,13 +148,8 @@ def test_a_long_prompt_makes_no_step_long(idle: bool, monkeypatch: pytest.Monkey
 
 
 def test_what_was_looked_up_counts_after_so_many_requests_also_without_a_sample() -> None:
-    statistics = Statistics(CacheManager(make_policy("lru", 1)), dict)
-    config: Any = SimpleNamespace(eviction_policy="lru", store_blocks="all", store_after_uses=1)
-    prefixes = PrefixMap([CacheGroup(0, BLOCK_TOKENS)], BLOCK_TOKENS, lambda h, _: h + b"group")
-    estimate = OtherSizes(config, prefixes, 64, statistics)
-    request: Any = SimpleNamespace(
-        block_hashes=[], num_tokens=BLOCK_TOKENS - 1, num_prompt_tokens=BLOCK_TOKENS - 1
-    )
+    estimate, _ = make_estimate("lru", 64)
+    request = make_request([], BLOCK_TOKENS - 1)
     for _ in range(other_sizes.MAX_NOTED_REQUESTS):
         assert estimate._looked_up == 0
         estimate.admitted(request, 0, 0)
@@ -170,13 +161,10 @@ def test_what_was_looked_up_counts_after_so_many_requests_also_without_a_sample(
 
 def test_what_was_noted_before_a_reset_counts_for_all_sizes() -> None:
     """Host memory is emptied while requests run, when one of the sizes has had its turn."""
-    statistics = Statistics(CacheManager(make_policy("lru", 1)), dict)
-    config: Any = SimpleNamespace(eviction_policy="lru", store_blocks="all", store_after_uses=1)
-    prefixes = PrefixMap([CacheGroup(0, BLOCK_TOKENS)], BLOCK_TOKENS, lambda h, _: h + b"group")
-    estimate = OtherSizes(config, prefixes, 64, statistics)
+    estimate, statistics = make_estimate("lru", 64)
     hashes = [bytes([block]) for block in range(other_sizes.PART_KEYS)]
     tokens = len(hashes) * BLOCK_TOKENS
-    request: Any = SimpleNamespace(block_hashes=hashes, num_tokens=tokens, num_prompt_tokens=tokens)
+    request = make_request(hashes, tokens)
     for _ in range(10):
         for found_tokens, steps in ((0, 6), (tokens, 2)):
             estimate.admitted(request, 0, found_tokens)
