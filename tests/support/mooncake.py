@@ -121,9 +121,14 @@ class Program:
             self._process = None
 
     def hold(self) -> None:
-        """Stop it, as a network does that drops everything."""
+        """Stop it, as a network does that drops everything.
+
+        Return once all its threads stand: until the one that takes the signal gets a core, the
+        others go on and answer.
+        """
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def go_on(self) -> None:
         assert self._process is not None
