@@ -29,7 +29,7 @@ from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.versions import check_version
 from kv_offload.errors import UnsupportedError
 from kv_offload.tools.main import main
-from tests.kv_offload.tools.status.server import page_server
+from tests.kv_offload.tools.status.server import HITS, having, page_server
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/use/*.md"))]
@@ -87,6 +87,12 @@ def check_transfer_config(text: str) -> list[dict[str, Any]]:
     trace_config({k: v for k, v in extra.items() if k != "config_file"}, {}, host=HOST)
     return ours
 
+
+TIER_COPIES = [
+    f"{direction}_{unit}_total"
+    for direction in ("promoted", "demoted")
+    for unit in ("bytes", "seconds")
+]
 
 STAND_IN = """#!/bin/sh
 while [ $# -gt 1 ]; do
@@ -224,7 +230,10 @@ def test_reports_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
     assert set(found) <= checks
 
     (shown,) = (b.text for b in blocks(ROOT / "docs/use/metrics.md") if b.language == "text")
-    with page_server() as server:
+    page = having(HITS, "hit_tokens_at_twice_total", 900)
+    for sample in ("tier_slots", "tier_usable", *TIER_COPIES):
+        page = having(page, sample, 1)
+    with page_server(page) as server:
         main(["status", server.address, "--once"])
     real = capsys.readouterr().out
     lines = re.findall(r"^ {0,2}\w[^\d\n]*\b", shown, re.MULTILINE)[1:]
