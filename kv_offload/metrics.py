@@ -66,7 +66,7 @@ METRICS = (
         lookup_tokens="Tokens of prompts looked up in host memory, those that the GPU's prefix "
         "cache had left out.",
         hit_tokens="Tokens loaded from host memory instead of being computed.",
-        recomputed_tokens="Tokens that host memory had but that were computed, since that was "
+        recomputed_tokens="Tokens that host memory had but that were computed, because that was "
         "sooner.",
         hit_tokens_at_half="Estimate: tokens that host memory would have had at half its size.",
         hit_tokens_at_same="Tokens that host memory had, loaded or not. With a disk: an estimate "
@@ -91,7 +91,7 @@ METRICS = (
         failed_loads="Requests whose load failed and that were recomputed.",
         repaired_loads="Loads that failed just before a forward and were copied at once, over all "
         "ranks.",
-        lost_requests="Requests that ended with an error since a forward read KV that was not "
+        lost_requests="Requests that ended with an error because a forward read KV that was not "
         "loaded.",
         hook_errors="Errors within the plugin that the engine survived.",
         **{f"skipped_{reason}": text for reason, text in SKIP_REASONS.items()},
@@ -109,9 +109,9 @@ METRICS = (
         promoted_slots="Slots read from the tier into host memory, on every rank.",
         lost_tier_slots="Slots that could not be written to the tier or read from it on some rank, "
         "whatever the reason; their tokens are computed.",
-        late_lookups="Requests that were served without the store since it did not say in time "
+        late_lookups="Requests that were served without the store because it did not say in time "
         "which of their blocks it has.",
-        late_promotions="Requests that were computed since reading from the tier took too long.",
+        late_promotions="Requests that were computed because reading from the tier took too long.",
         demoted_bytes="Bytes written to the tier, over all ranks.",
         demoted_seconds="Time from the start of writes to their end, over all ranks.",
         promoted_bytes="Bytes read from the tier, over all ranks.",
@@ -137,8 +137,8 @@ METRICS = (
         pinned_blocks="GPU blocks kept from reuse until their store has ended.",
         waiting_slots="Slots of ended requests that wait to be stored.",
         retained_slots="Slots kept from eviction because requests asked to retain them.",
-        stores_paused="1 while stores are paused, by an operator or since too many blocks did not "
-        "fit packed slots, else 0.",
+        stores_paused="1 while stores are paused, by an operator or because too many blocks did "
+        "not fit packed slots, else 0.",
         load_bytes_per_second="Speed of loads that ran alone, of the slowest rank; 0 until it was "
         "measured.",
         tier_slots="Slots that the disk has.",
