@@ -239,6 +239,9 @@ def test_reports_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
     lines = re.findall(r"^ {0,2}\w[^\d\n]*\b", shown, re.MULTILINE)[1:]
     assert len(lines) > 20
     assert [line for line in lines if line not in real] == []
+    sections = re.findall(r"^[A-Z].*\S", real, re.MULTILINE)
+    assert len(sections) == 9
+    assert [section for section in sections if section not in shown] == []
 
 
 def test_every_program_that_is_named_here_is_in_a_page() -> None:
