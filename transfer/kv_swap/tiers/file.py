@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,11 @@ from kv_swap.tiers.record import PAGE_BYTES
 from kv_swap.tiers.region import FileDescription, read_region
 
 logger = logging.getLogger(__name__)
+
+_REMOVAL_SECONDS = 5.0
+"""How long who removes a file waits for another that is just doing so."""
+
+_LOCK_RETRY_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +81,51 @@ def open_file(
     return OpenFile(fd, path, content, arena, reason, direct)
 
 
-def _lock(fd: int, path: Path) -> None:
+def remove_file(path: Path) -> int:
+    """Remove the file of a tier, which nobody uses, and return the bytes that this gives back.
+
+    They are free on return, also where another process has removed it at the same time. Raises
+    `TierError` for what no tier has made, what is in use, and what may not be removed.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise TierError(f"cannot open {path}: {explain(error)}") from error
+    try:
+        _lock(fd, path, _REMOVAL_SECONDS)
+        found = os.fstat(fd)
+        if found.st_nlink == 0:
+            return 0
+        read_region(fd, path)
+        # A filesystem may give back later what a file has that is unlinked.
+        os.ftruncate(fd, 0)
+        path.unlink()
+    except OSError as error:
+        raise TierError(f"cannot remove {path}: {explain(error)}") from error
+    finally:
+        os.close(fd)
+    return found.st_blocks * 512
+
+
+def _lock(fd: int, path: Path, timeout_seconds: float = 0.0) -> None:
     """Lock the file until its descriptor is closed, by the end of the process at the latest."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise TierError(f"{path} is no regular file; name a file in a folder of a disk")
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise TierError(
-            f"{path} is in use by another engine, or by one whose disk hangs; `fuser {path}` names "
-            f"its process: end that, or name another file"
-        ) from error
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() < deadline:
+                time.sleep(_LOCK_RETRY_SECONDS)
+                continue
+            raise TierError(
+                f"{path} is in use by another engine, or by one whose disk hangs; `fuser {path}` "
+                f"names its process: end that, or name another file"
+            ) from error
+        return
 
 
 def _prepare(fd: int, path: Path, wanted: FileDescription) -> tuple[FileDescription, str]:
