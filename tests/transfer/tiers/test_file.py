@@ -202,7 +202,10 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
         os.seteuid(user)
 
 
-def test_a_filesystem_without_the_space_is_left_as_it_is(small: Path) -> None:
+def test_a_filesystem_without_the_space_is_left_as_it_is(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "_SPACE_SECONDS", 0.1)
     with pytest.raises(TierError, match=r"needs \d+ more bytes .* has \d+ free: free space"):
         TierBed(small / "file", num_slots=400)
     assert list(small.iterdir()) == []

@@ -32,7 +32,15 @@ logger = logging.getLogger(__name__)
 _REMOVAL_SECONDS = 5.0
 """How long who removes a file waits for another that is just doing so."""
 
-_LOCK_RETRY_SECONDS = 0.02
+_RETRY_SECONDS = 0.02
+
+_SPACE_SECONDS = 5.0
+"""How long a file waits for space: files of one engine that are divided anew are opened at about
+the same time, and one may need what another gives back."""
+
+
+class _NoSpaceError(TierError):
+    """The filesystem has too little space now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +127,7 @@ def _lock(fd: int, path: Path, timeout_seconds: float = 0.0) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             if time.monotonic() < deadline:
-                time.sleep(_LOCK_RETRY_SECONDS)
+                time.sleep(_RETRY_SECONDS)
                 continue
             raise TierError(
                 f"{path} is in use by another engine, or by one whose disk hangs; `fuser {path}` "
@@ -157,12 +165,25 @@ def _prepare(fd: int, path: Path, wanted: FileDescription) -> tuple[FileDescript
 def _begin(fd: int, path: Path, wanted: FileDescription) -> None:
     """Make the file what is wanted, with nothing in it. If that fails later it is empty."""
     region = wanted.encode()
+    deadline = time.monotonic() + _SPACE_SECONDS
+    while True:
+        try:
+            _begin_now(fd, path, wanted, region)
+        except _NoSpaceError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_RETRY_SECONDS)
+        else:
+            return
+
+
+def _begin_now(fd: int, path: Path, wanted: FileDescription, region: bytes) -> None:
     # Asked first: what lies there stays, and the call that fails fills the filesystem for a moment.
     missing_bytes = wanted.nbytes - os.fstat(fd).st_blocks * 512
     system = os.fstatvfs(fd)
     free_bytes = system.f_bavail * system.f_frsize
     if missing_bytes > free_bytes:
-        raise TierError(
+        raise _NoSpaceError(
             f"{path} needs {missing_bytes} more bytes for {wanted.num_slots} slots of "
             f"{wanted.slot_bytes}, and its filesystem has {free_bytes} free: free space, or use "
             f"fewer slots"
@@ -183,7 +204,8 @@ def _reserve(fd: int, path: Path, content: FileDescription) -> None:
     try:
         os.posix_fallocate(fd, 0, content.nbytes)
     except OSError as error:
-        raise TierError(
+        kind = _NoSpaceError if error.errno == errno.ENOSPC else TierError
+        raise kind(
             f"cannot reserve {content.nbytes} bytes for {path}, {content.num_slots} slots of "
             f"{content.slot_bytes} bytes: {explain(error)}"
         ) from error
