@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import resource
 import shutil
 import sqlite3
 import statistics
+import struct
 import subprocess
 import tempfile
 import time
@@ -29,6 +31,10 @@ MODEL = {"model": "llama", "dtype": "bfloat16"}
 FILES = {"0": "a1", "1": "b2"}
 NUM_SLOTS = 64
 LIMIT_SECONDS = 20.0
+
+EXT4_IOC_SHUTDOWN = 0x8004587D
+EXT4_GOING_FLAGS_NOLOGFLUSH = 2
+"""From Linux' fs/ext4/ext4.h: the filesystem writes nothing any more."""
 
 
 def slots(*numbers: int) -> Any:
@@ -472,6 +478,54 @@ def test_a_reset_is_not_lost_on_a_full_disk(disk: Any, quick: None) -> None:
             running.close(LIMIT_SECONDS)
     with opened(path) as again:
         assert again.keys == []
+
+
+@pytest.fixture
+def power(tmp_path: Path) -> Iterator[tuple[Path, Any, Any]]:
+    """A folder; what cuts the power, so that what was not flushed is gone; and what has it back."""
+    folder, image = tmp_path / "folder", tmp_path / "image"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(32 << 20)
+    mount = ["mount", "-o", "loop", image, folder]
+    unmount = ["umount", folder]
+    try:
+        subprocess.run(["mkfs.ext4", "-q", image], check=True, env={"PATH": "/usr/sbin:/sbin"})
+    except FileNotFoundError:
+        pytest.skip("cannot make a filesystem: there is no mkfs.ext4")
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a filesystem, which root can")
+
+    def cut() -> None:
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.ioctl(descriptor, EXT4_IOC_SHUTDOWN, struct.pack("I", EXT4_GOING_FLAGS_NOLOGFLUSH))
+        os.close(descriptor)
+
+    def start_again() -> None:
+        subprocess.run(unmount, check=True)
+        subprocess.run(mount, check=True)
+
+    try:
+        yield folder, cut, start_again
+    finally:
+        subprocess.run(unmount, check=True)
+
+
+def test_a_reset_is_not_undone_where_the_power_is_cut(power: Any, quick: None) -> None:
+    folder, cut, start_again = power
+    path = folder / "index.sqlite"
+    with opened(path) as running:
+        running.put(keys(1, 2), slots(0, 1))
+        wait_for(lambda: len(read_index(path).keys) == 2)
+        os.sync()
+        running.put(keys(3), slots(2))
+        wait_for(lambda: len(read_index(path).keys) == 3)
+        running.clear()
+        wait_for(lambda: tells_of_the_reset(path))
+        cut()
+    start_again()
+    with opened(path) as again:
+        assert again.reason == "emptied by a reset while it ran"
 
 
 def test_no_room_at_the_start_is_refused(disk: Any) -> None:
