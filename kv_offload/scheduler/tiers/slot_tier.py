@@ -20,7 +20,8 @@ from kv_offload.scheduler.tiers.tier import Tier
 logger = logging.getLogger(__name__)
 
 SET_ASIDE_SHARE = 100
-"""One of so many slots is set aside at most. From then on the first of them is given out again."""
+"""One of so many slots is set aside at most; for one more the first of them is given out again. So
+a disk that failed as a whole for a while is used again."""
 
 
 class TierIndex(Protocol):
@@ -57,8 +58,8 @@ IndexOpener = Callable[[Mapping[str, str], int], TierIndex]
 class SlotTier(Tier):
     """A manager of the tier's slots, and an index that outlives the process. Empty until opened.
 
-    A slot that could not be written or read, while others could, is set aside until the next start.
-    The manager would give it out again before all others, and each write would fail with it.
+    A slot that could not be written or read is set aside until the next start. The manager would
+    give it out again before all others, and each write would fail with it.
     """
 
     def __init__(self, num_slots: int, open_index: IndexOpener) -> None:
@@ -129,7 +130,7 @@ class SlotTier(Tier):
         """See `Tier`."""
         # Before a reset the keys were these; after it nothing is known by them.
         known = self.manager.find(move.keys) == move.tier_slots
-        bad = known & failed & self._found_bad_places(move, failed)
+        bad = known & failed & (move.outcome is Outcome.FAILED)
         self.manager.complete_store(move.tier_slots[failed & ~bad], ok=False)
         self.manager.complete_store(move.tier_slots[~failed | bad])
         self._put_aside(move.tier_slots[bad])
@@ -149,19 +150,13 @@ class SlotTier(Tier):
         known = self.manager.find(move.keys) == move.tier_slots
         if (lost := move.tier_slots[known & failed]).size:
             self.index.remove(lost)
-            if self._found_bad_places(move, failed):
+            # What is something else than it should be is no error.
+            if move.outcome is Outcome.FAILED:
                 self._put_aside(lost)
             else:
                 self.manager.forget(lost)
         if (good := move.tier_slots[known & ~failed]).size:
             self.index.use(good)
-
-    def _found_bad_places(self, move: Move, failed: NDArray[np.bool_]) -> bool:
-        """Say whether an error of a copy is one of the slots that failed, not of the whole disk.
-
-        What is read and is something else than it should be is no error.
-        """
-        return move.outcome is Outcome.FAILED and (len(failed) == 1 or not failed.all())
 
     def _put_aside(self, slots: Slots) -> None:
         """Give slots, whose keys are forgotten, to nobody."""
@@ -175,9 +170,9 @@ class SlotTier(Tier):
         if self._set_aside and not self._told_of_bad_places:
             self._told_of_bad_places = True
             logger.warning(
-                "kv-offload: the disk has bad places. Slots there are set aside until the next "
-                "start, the first one is slot %d; tier_slots_set_aside counts them",
-                self._set_aside[0],
+                "kv-offload: slots of the disk that could not be written or read are set aside "
+                "until the next start, at most one of %d; tier_slots_set_aside counts them",
+                SET_ASIDE_SHARE,
             )
 
     @property

@@ -123,16 +123,26 @@ def test_a_place_with_another_block_is_used_again(tmp_path: Path) -> None:
     below.close(LIMIT_SECONDS)
 
 
-def test_nothing_is_set_aside_where_the_whole_disk_fails(tmp_path: Path) -> None:
-    below = start(tmp_path, 200)
-    move = begin(below, b"a", b"b")
+def test_a_bad_region_as_large_as_a_job_fails_one_write(tmp_path: Path) -> None:
+    """Else the next job would have just these places again, and so each one after it."""
+    below = start(tmp_path, 400)
+    move = begin(below, b"a", b"b", b"c")
     below.end_write(move, fail(move))
-    assert aside(below) == 0
-    end(below, begin(below, b"a", b"b"))
-    keys = [b"a", b"b"]
-    move = Move([], np.zeros(2, np.int32), keys=keys, tier_slots=below.begin_read(keys))
-    below.end_read(move, fail(move))
-    assert aside(below) == below.gauges()["tier_slots_in_use"] == 0
+    assert aside(below) == 3
+    assert not {*begin(below, b"d", b"e", b"f").tier_slots} & {*move.tier_slots}
+    below.close(LIMIT_SECONDS)
+
+
+def test_a_disk_that_failed_as_a_whole_for_a_while_has_nearly_all_its_places(
+    tmp_path: Path,
+) -> None:
+    below = start(tmp_path, 200)
+    for first in range(0, 1000, 50):
+        move = begin(below, *(b"%d" % key for key in range(first, first + 50)))
+        below.end_write(move, fail(move))
+    assert below.gauges()["tier_slots_in_use"] == 0
+    assert len(below.begin_write([b"%d" % key for key in range(200)])[1]) == 198
+    assert aside(below) == 2
     below.close(LIMIT_SECONDS)
 
 
